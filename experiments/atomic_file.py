@@ -1,0 +1,48 @@
+"""Files that are whole or absent: written under a temporary name, synchronised, then renamed.
+
+A reader, and the same command after `kill -9` or a power cut, sees the old content or the new, never a part.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
+    """Open a file for writing ("w": UTF-8 text, "wb": bytes) that takes the place of `path` when the block
+    ends.
+
+    When the block raises, `path` is untouched. The temporary name is fixed, so that what a killed process
+    leaves behind is overwritten by the next; the caller holds a lock against a second writer. OSError passes
+    through.
+    """
+    # A link stays a link: the file it points to is replaced.
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(path.name + ".tmp")
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+    try:
+        with open(temporary, mode, **text) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within `folder` survive a power cut. A no-op where folders cannot be opened (Windows)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,290 @@
+"""What the scripts' command lines share: argument types, groups of flags, and the exit status.
+
+Status 0: done, or already recorded. 2: the command line is wrong. 1: the run failed. 130: Ctrl-C. 143:
+SIGTERM. A user's mistake is answered with a sentence on stderr, never with a traceback.
+"""
+
+import argparse
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from experiments.environment import ROOT
+from experiments.run_record import RecordError
+from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
+from topk_losses.checks import check_choice
+
+# P_K without --p_k, as in Table 1; [.2 .2 .2 .2 .2] for the other methods.
+DEFAULT_P_K = {
+    "softmax_cross_entropy": [1.0, 0.0, 0.0, 0.0, 0.0],
+    "smooth_topk": [0.0, 0.0, 0.0, 0.0, 1.0],
+    "smooth_hard_topk": [0.0, 0.0, 0.0, 0.0, 1.0],
+}
+
+
+class CommandLineError(Exception):
+    """The command line is wrong; the message says what, what was received and how to mend it."""
+
+
+class RunError(Exception):
+    """The run cannot go on or cannot be recorded; the message says why and what to do."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: leave as for Ctrl-C, with another exit status."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviated flags and answers a mistake with one sentence."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandLineError(f"{message} (see --help)")
+
+
+def finish(run: Callable[[], int]) -> int:
+    """Run a script's work and return its exit status, with a sentence on stderr where that is not 0."""
+
+    def terminate(*_: object) -> NoReturn:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        return run()
+    except CommandLineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (RunError, RecordError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError as error:
+        print(
+            f"error: {str(error).splitlines()[0]} Try a smaller --batch_size or --precision bf16",
+            file=sys.stderr,
+        )
+        return 1
+    except OSError as error:
+        print(f"error: {error}; mend that and give the same command again, it continues", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stop:
+        print(
+            "\nstopped: every finished epoch is saved in its run folder; the same command continues after it",
+            file=sys.stderr,
+        )
+        return 143 if isinstance(stop, Terminated) else 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+# Argument types: text -> value, or ArgumentTypeError with a sentence.
+
+
+def number(rule: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return an argument type for finite numbers that satisfy `accepts`; `rule` completes "must be ..."."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accepts(value)):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return value
+
+    return convert
+
+
+def whole_number(rule: str, lowest: int, highest: float = math.inf) -> Callable[[str], int]:
+    """Return an argument type for integers in [lowest, highest]; `rule` completes "must be ..."."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return value
+
+    return convert
+
+
+def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
+    """Return an argument type for one of `choices`; a near miss is told the nearest."""
+
+    def convert(text: str) -> str:
+        try:
+            return check_choice(kind, text, choices)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def method(text: str) -> str:
+    """Argument type of --method: the canonical name, with the published spellings accepted."""
+    return choice("method", METHODS)(ALIASES.get(text, text))
+
+
+positive = number("a number above 0", lambda value: value > 0)
+non_negative = number("a number of at least 0", lambda value: value >= 0)
+fraction = number("a number between 0 and 1", lambda value: 0 <= value <= 1)
+count = whole_number("a whole number of at least 1", 1)
+seed = whole_number("a whole number between 0 and 4294967295", 0, 2**32 - 1)
+
+
+# Groups of flags.
+
+
+def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str) -> None:
+    """Add the flags that choose and shape a loss, under their published names."""
+    group = parser.add_argument_group("loss", "a setting that is left out takes the method's default")
+    group.add_argument(
+        "--method",
+        type=method,
+        required=True,
+        metavar="NAME",
+        help=f"{', '.join(METHODS)} (also accepted: {', '.join(ALIASES)})",
+    )
+    group.add_argument(
+        "--p_k",
+        "-p_k",
+        type=fraction,
+        nargs="+",
+        metavar="P",
+        help="distribution P_K: the shares of top-1, top-2, ... in the loss, sum 1, e.g. .5 0 0 0 .5; default "
+        "1 0 0 0 0 for softmax_cross_entropy, 0 0 0 0 1 for the smooth losses, .2 .2 .2 .2 .2 for the others",
+    )
+    group.add_argument(
+        "--inverse_temperature",
+        type=positive,
+        help="larger is closer to the hard operator; the one exception, as published: smooth_topk and "
+        "smooth_hard_topk read it as their temperature tau, where larger is smoother; default: the published "
+        "value, or the library's where none was published",
+    )
+    group.add_argument(
+        "--distribution",
+        type=choice("distribution", DISTRIBUTIONS),
+        help=f"sigmoid family of the networks: {', '.join(DISTRIBUTIONS)}",
+    )
+    group.add_argument("--art_lambda", type=non_negative, help="exponent of logistic_phi, in [0, 1)")
+    group.add_argument("--m", type=count, help="scores kept for sorting: the true class and the m - 1 largest others")
+    group.add_argument(
+        "--top1_mode",
+        type=choice("top1_mode", TOP1_MODES),
+        help="the top-1 term: softmax within the logarithm (sm), cross-entropy (smce), "
+        f"or the relaxed sort (sort); default {top1_mode}",
+    )
+    group.add_argument(
+        "--implementation",
+        type=choice("implementation", ("ours", "difftopk")),
+        default="ours",
+        help="ours, or difftopk: the official package's loss, for checking (%(default)s)",
+    )
+
+
+def add_optimization_flags(parser: argparse.ArgumentParser, *, n_epochs: int, batch_size: int, nloglr: float) -> None:
+    """Add epochs, batch size, learning rate (--lr or --nloglr) and seed, with the published defaults."""
+    group = parser.add_argument_group("optimization", "Adam, default betas, no weight decay, no schedule")
+    group.add_argument("--n_epochs", type=count, default=n_epochs, help="passes over the training split (%(default)s)")
+    group.add_argument(
+        "--batch_size", type=count, default=batch_size, help="the last partial batch is dropped (%(default)s)"
+    )
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument("--lr", type=positive, help="learning rate")
+    rate.add_argument(
+        "--nloglr",
+        type=number("a number between -10 and 30", lambda value: -10 <= value <= 30),
+        help=f"learning rate 10^-nloglr ({nloglr:g})",
+    )
+    group.add_argument(
+        "--seed", type=seed, default=0, help="of split, initialisation, order and augmentation (%(default)s)"
+    )
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags on where and how a run is computed."""
+    group = parser.add_argument_group("machine")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
+    group.add_argument(
+        "--precision",
+        type=choice("precision", ("fp32", "bf16")),
+        default="fp32",
+        help="of the network, fp32 or bf16 by autocast; the loss is always float32 (%(default)s)",
+    )
+    group.add_argument("--compile", action="store_true", help="torch.compile the network and the loss")
+    group.add_argument("--threads", type=count, help="CPU threads; PyTorch's choice without it")
+    group.add_argument("--deterministic", action="store_true", help="deterministic kernels where there are any")
+
+
+def add_record_flags(parser: argparse.ArgumentParser, *, results: Path) -> None:
+    """Add the flags on where the row goes."""
+    group = parser.add_argument_group("record")
+    group.add_argument(
+        "--results",
+        type=Path,
+        default=results,
+        help=f"CSV file (results/{results.name} in this repository); the run folders lie in runs/ beside it",
+    )
+    group.add_argument(
+        "--force",
+        action="store_true",
+        help="repeat a configuration that the file already has; the new row takes the place of the old",
+    )
+
+
+def learning_rate(args: argparse.Namespace, nloglr: float) -> dict[str, float | None]:
+    """Return the columns lr and nloglr; without either flag, nloglr is the given default."""
+    if args.lr is not None:
+        return {"lr": args.lr, "nloglr": None}
+    nloglr = args.nloglr if args.nloglr is not None else nloglr
+    return {"lr": 10**-nloglr, "nloglr": nloglr}
+
+
+def loss_settings(
+    args: argparse.Namespace, *, top1_mode: str, inverse_temperatures: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the arguments of make_loss that the loss flags describe, nothing left to a default.
+
+    `top1_mode` and `inverse_temperatures` (by method) are the script's defaults; where it has none, the
+    library's hold. Settings that a method does not have are None. Raises ValueError.
+    """
+    method, relaxed = args.method, args.method in RELAXATIONS
+    resolved = resolve_settings(
+        method,
+        args.inverse_temperature or inverse_temperatures.get(method),
+        args.distribution,
+        args.art_lambda,
+        args.top1_mode or (top1_mode if relaxed else None),
+    )
+    # The other methods take --m, since published commands pass it to every row of a table, and ignore it.
+    return {
+        "method": method,
+        "p_k": args.p_k or DEFAULT_P_K.get(method, [0.2] * 5),
+        "m": args.m if relaxed else None,
+        **resolved,
+    }
+
+
+def build_loss(implementation: str, settings: Mapping[str, Any], num_classes: int, device: torch.device) -> nn.Module:
+    """Return the loss that loss_settings describes, on the device. Raises ValueError or CommandLineError."""
+    if implementation == "ours":
+        return make_loss(**settings, num_classes=num_classes).to(device)
+    try:
+        from experiments.official_loss import make_official_loss
+    except ImportError as error:
+        raise CommandLineError(f"{error}; --implementation difftopk needs pip install difftopk") from None
+    return make_official_loss(**settings, num_classes=num_classes, device=device)
+
+
+def portable(path: Path) -> str:
+    """Return a path as a row shows it: relative to the repository where it lies within, else as typed."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)

@@ -1,0 +1,60 @@
+"""Counting top-k hits, written once for every script; counts go in, fractions come out.
+
+The top-k accuracy of the tables is the share of samples whose true class is among the k largest scores. No
+sort is needed for it: the rank of the true class is one more than the number of scores above it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+TOP_K = (1, 5, 10, 20)
+
+
+def true_class_ranks(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the rank of each sample's true class, (batch,) int64, 1 = largest score.
+
+    logits (batch, n) of any floating dtype, labels (batch,) int64 in [0, n). Equal scores rank by class
+    index, as in a stable descending sort: half-precision logits tie often, so a pessimistic rule would lower
+    their accuracy, and the order of torch.topk differs between devices. A NaN ranks above every number, and a
+    true class whose own score is NaN gets rank n + 1: it is never a hit.
+    """
+    true_scores = logits.gather(1, labels[:, None])  # (batch, 1)
+    classes = torch.arange(logits.shape[1], device=logits.device)  # (n,)
+    above = ~(logits <= true_scores)  # (batch, n), True where a comparison with NaN is undecided
+    tied_before = (logits == true_scores) & (classes < labels[:, None])  # (batch, n)
+    return 1 + (above | tied_before).sum(1)
+
+
+def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the number of top-1, 5, 10 and 20 hits (TOP_K) in a batch, (4,) int64 on the logits' device.
+
+    With n classes and k > n, top-k means top-n: on the ten classes of digits the top-10 and top-20 counts
+    both equal the batch. Nothing is read back to the host, so the counts of an epoch can be summed on the
+    device.
+    """
+    ranks = true_class_ranks(logits, labels)  # (batch,)
+    n = logits.shape[1]
+    return torch.stack([(ranks <= min(k, n)).sum() for k in TOP_K])  # (4,)
+
+
+def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str, float]:
+    """Name the counts of one split as fractions in [0, 1]: {"valid_top1": ..., "valid_top5": ..., ...}."""
+    return {f"{split}_top{k}": int(count) / num_samples for k, count in zip(TOP_K, hits)}
+
+
+def chosen_by_validation(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return test_top<k>, valid_top<k> and test_top<k>_epoch of the evaluation that validation chose for each
+    k.
+
+    `history` has one entry per evaluation, in order, with "epoch" and the fractions of hit_fractions. Each k
+    is chosen separately, as published; of equally good evaluations the earliest is taken.
+    """
+    chosen = {}
+    for k in TOP_K:
+        best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
+        chosen[f"test_top{k}"] = best[f"test_top{k}"]
+        chosen[f"test_top{k}_epoch"] = best["epoch"]
+        chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
+    return chosen

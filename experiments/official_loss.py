@@ -1,0 +1,97 @@
+"""The official implementation's losses (package difftopk 0.2.0), under the names and flags of this
+repository.
+
+    loss = make_official_loss("neuralsort", [.2] * 5, num_classes=100, inverse_temperature=.0625)
+
+Used for `--implementation difftopk`, in tests and in benchmarks. The package runs `bitonic` and
+`splitter_selection` through torch-sparse, which needs a compiler; without it this module runs the same
+networks in the package's dense executor. `executor_of(method)` says which. The package has neither
+sinkhorn_sort nor soft_topk.
+"""
+
+import contextlib
+import importlib.util
+import io
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from topk_losses import make_loss, resolve_method, resolve_settings
+
+# The package prints about torch-sparse when it is imported.
+with contextlib.redirect_stdout(io.StringIO()):
+    import difftopk
+
+SPARSE = importlib.util.find_spec("torch_sparse") is not None
+NETWORKS = ("odd_even", "bitonic", "splitter_selection")
+
+
+class DenseTopKNet(nn.Module):
+    """difftopk's sparse network in difftopk's dense executor: (batch, size) -> (None, (batch, size, k))."""
+
+    def __init__(self, net: difftopk.DiffTopkNet) -> None:
+        super().__init__()
+        self.k, self.steepness = net.k, net.steepness
+        self.art_lambda, self.distribution = net.art_lambda, net.distribution
+        # The first four matrices of a layer are stored transposed; the others serve the sparse executor only.
+        self.network = [[matrix.to_dense().T.contiguous() for matrix in layer[:4]] for layer in net.sorting_network]
+
+    def forward(self, vectors: Tensor) -> tuple[None, Tensor]:
+        return difftopk.functional.execute_topk(
+            self.network, vectors, self.k, self.steepness, self.art_lambda, self.distribution
+        )
+
+
+def executor_of(method: str) -> str:
+    """Return "sparse" or "dense" for a network, and "" for a method without comparators."""
+    if method not in NETWORKS:
+        return ""
+    return "sparse" if SPARSE and method != "odd_even" else "dense"
+
+
+def make_official_loss(
+    method: str,
+    p_k: Sequence[float],
+    num_classes: int = 1000,
+    m: int | None = None,
+    inverse_temperature: float | None = None,
+    distribution: str | None = None,
+    art_lambda: float | None = None,
+    top1_mode: str | None = None,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """Return the official loss as a module: logits (batch, num_classes) float32, labels (batch,) int64 -> ().
+
+    Arguments, defaults and refusals (ValueError) are those of topk_losses.make_loss; `device` is where the
+    loss will be used, since the package's constants do not move. Also raises ValueError for what the package
+    lacks: sinkhorn_sort, soft_topk, and m = num_classes.
+    """
+    make_loss(method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode)
+    settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)
+    method = resolve_method(method)
+    if method in ("sinkhorn_sort", "soft_topk"):
+        raise ValueError(f"difftopk has no {method}; take another method, or --implementation ours")
+    if method == "softmax_cross_entropy":
+        return nn.CrossEntropyLoss()  # as the official script does
+    if method in ("smooth_topk", "smooth_hard_topk"):
+        loss_class = difftopk.SmoothTopKLoss if method == "smooth_topk" else difftopk.SmoothHardTopKLoss
+        k = 1 + max(range(len(p_k)), key=lambda rank: p_k[rank])  # the one k that has mass
+        return loss_class(num_classes, k, tau=settings["inverse_temperature"], device=device)
+    if m is not None and m >= num_classes:
+        raise ValueError(f"difftopk needs m < num_classes={num_classes}, got m={m}; leave m out to keep all scores")
+    # The splitter network prints its size, and PyTorch remarks on the way in which it is built.
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = difftopk.TopKCrossEntropyLoss(
+            "bitonic__non_sparse" if method == "bitonic" and not SPARSE else method,
+            p_k=[float(share) for share in p_k],
+            n=num_classes,
+            m=m,
+            device=device,
+            **settings,
+        )
+    if method == "splitter_selection" and not SPARSE:
+        loss.top_k_net = DenseTopKNet(loss.top_k_net)
+    return loss

@@ -1,0 +1,299 @@
+"""The record of a run: its folder, its id, and its one row in a results file.
+
+A script names the settings that identify a configuration; `run_id` turns them into a readable name,
+`open_run` takes the folder results/runs/<run id>/ for one process, and `write_row` adds the row when the run
+succeeded. `results/<name>.csv` has exactly one row per run id. To read such a file:
+
+    python -m experiments.run_record show results/cifar100.csv --where method=neuralsort --sort test_top1
+    python -m experiments.run_record columns                   # what each column means, and its unit
+"""
+
+import argparse
+import csv
+import difflib
+import hashlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from experiments.atomic_file import atomic_write
+
+# Every column of a row that is not a flag of the script. Flags have their name as column, and their meaning
+# in --help.
+COLUMNS = {
+    "run_id": "name of the configuration and of its folder in runs/: the readable part, then a hash",
+    "num_classes": "number of classes n",
+    "train_images": "images in the training split, after --limit_train",
+    "valid_images": "images in the validation split",
+    "test_images": "images in the test split, after --limit_test",
+    **{
+        f"{name}_top{k}{suffix}": meaning.format(k=k)
+        for name, suffix, meaning in (
+            ("test", "", "test top-{k} accuracy, fraction in [0, 1], where valid_top{k} was best"),
+            ("test", "_epoch", "the epoch of that evaluation, counted from 1; the earliest of equals"),
+            ("valid", "", "best validation top-{k} accuracy, fraction in [0, 1]"),
+            ("last_test", "", "test top-{k} accuracy of the last evaluation, fraction in [0, 1]"),
+            ("last_valid", "", "validation top-{k} accuracy of the last evaluation, fraction in [0, 1]"),
+        )
+        for k in (1, 5, 10, 20)
+    },
+    "last_train_loss": "mean training loss over the last epoch, nats",
+    "last_valid_loss": "mean validation loss of the last evaluation, nats",
+    "last_test_loss": "mean test loss of the last evaluation, nats",
+    "train_seconds": "wall-clock seconds spent in training epochs, evaluation and saving excluded",
+    "eval_seconds": "wall-clock seconds spent in evaluation",
+    "images_per_second": "training images (augmented, forward, backward, step) per second of train_seconds",
+    "peak_memory_mib": "peak memory in MiB: tensors on the GPU, or the whole process on the CPU",
+    "device_name": "model of the GPU or CPU",
+    "python_version": "Python",
+    "torch_version": "PyTorch",
+    "torchvision_version": "torchvision",
+    "numpy_version": "NumPy",
+    "git_commit": "commit of this repository, -dirty if tracked files differed; a+b if resumed on another",
+    "times_resumed": "how often the run was continued from a checkpoint",
+    "started_utc": "when the run began, UTC, ISO 8601",
+    "finished_utc": "when the row was written, UTC, ISO 8601",
+}
+
+Value = str | int | float | bool | Path | Sequence[float] | None
+
+
+class RecordError(Exception):
+    """A results file or a run folder cannot be used; the message says why and how to mend it."""
+
+
+def utc_now() -> str:
+    """Return the time as "2026-01-31T12:00:00.000Z"."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def run_id(identity: Mapping[str, Value], readable: str) -> str:
+    """Return the name of a configuration: the template `readable`, filled in, then ten digits of a hash.
+
+    `identity` holds every setting that makes it another experiment, resolved (never "the default"). Settings
+    that are None do not enter the hash, so that a flag added later leaves the ids of rows without it as they
+    are.
+    """
+    settings = {name: value for name, value in identity.items() if value is not None}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    filled = readable.format(**{name: _cell(value).replace(" ", "_") for name, value in identity.items()})
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{filled}-{digest[:10]}")
+
+
+@contextmanager
+def open_run(folder: Path) -> Iterator[None]:
+    """Create a run folder and hold it for this process. Raises RecordError if another process holds it.
+
+    The lock is the operating system's: a killed process does not leave it behind.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "run.lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise RecordError(
+            f"this configuration is being run by another process, which holds {folder / 'run.lock'}; "
+            "wait for it or stop it"
+        ) from None
+    except OSError as error:
+        raise RecordError(f"cannot use the run folder {folder}: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_config(folder: Path, config: Mapping[str, Value]) -> None:
+    """Write config.json into a run folder: every flag and resolved setting."""
+    with atomic_write(folder / "config.json") as file:
+        json.dump(config, file, indent=2, default=str)
+        file.write("\n")
+
+
+def write_epochs(folder: Path, history: Sequence[Mapping[str, Value]]) -> None:
+    """Write epochs.csv into a run folder, whole, from the history that the checkpoint holds too."""
+    with atomic_write(folder / "epochs.csv") as file:
+        _write_table(file, list(history[0]) if history else [], history)
+
+
+def find_row(path: Path, run_id: str) -> dict[str, str] | None:
+    """Return the row of a configuration in a results file, or None. Raises RecordError."""
+    rows, _ = _parse(path)
+    return next((row for row in rows if row["run_id"] == run_id), None)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a results file (none if it is absent or empty), every cell as text.
+
+    A last line that was cut short, by an interrupted copy say, is left out with a warning on stderr; the
+    command that made it records it anew from its checkpoint. Raises RecordError, naming the line, for
+    anything else amiss.
+    """
+    rows, cut_short = _parse(path)
+    if cut_short:
+        print(f"warning: the last line of {path} is cut short and left out: {cut_short}", file=sys.stderr)
+    return rows
+
+
+def _parse(path: Path) -> tuple[list[dict[str, str]], str]:
+    """Return the rows of a results file, and its last line if that was cut short, else ""."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheet programs write a byte order mark
+    except FileNotFoundError:
+        return [], ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read the results file {path}: {error}") from None
+    reader = csv.reader(io.StringIO(text, newline=""))
+    lines = [(reader.line_num, cells) for cells in reader if cells]
+    if not lines:
+        return [], ""
+    columns = lines[0][1]
+    if "run_id" not in columns or len(set(columns)) < len(columns):
+        raise RecordError(
+            f"{path} is not a results file: its first line must name each column once, run_id among them; "
+            "choose another --results"
+        )
+    cut_short = ""
+    if len(lines) > 1 and len(lines[-1][1]) < len(columns):
+        cut_short = ",".join(lines.pop()[1])
+    for line, cells in lines[1:]:
+        if len(cells) != len(columns):
+            raise RecordError(
+                f"line {line} of {path} has {len(cells)} cells under {len(columns)} columns; mend or delete it"
+            )
+    return [dict(zip(columns, cells)) for _, cells in lines[1:]], cut_short
+
+
+def write_row(path: Path, row: Mapping[str, Value]) -> None:
+    """Add `row` to a results file, in place of an earlier row with its run_id. Raises RecordError.
+
+    The whole file is written anew under a lock and renamed: concurrent writers wait for one another, a reader
+    or a kill never meets half a row, and replacing a row is the same operation as adding one. For the few
+    hundred rows of a study that takes milliseconds. Columns that the file does not have yet are added, empty
+    in older rows; columns that only the file has stay, empty in the new row.
+    """
+    try:
+        with results_lock(path):
+            rows = [old for old in read_rows(path) if old["run_id"] != row["run_id"]]
+            rows.append({name: _cell(value) for name, value in row.items()})
+            columns = list(dict.fromkeys(name for each in rows for name in each))
+            with atomic_write(path) as file:
+                _write_table(file, columns, rows)
+    except OSError as error:
+        raise RecordError(f"cannot write the results file {path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def results_lock(path: Path) -> Iterator[None]:
+    """Hold a results file against other writers; creates its folder. Raises RecordError or OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(path.name + ".lock")
+    try:
+        with FileLock(lock, timeout=300):
+            yield
+    except Timeout:
+        raise RecordError(f"another process has held {lock} for five minutes; stop it, then try again") from None
+
+
+def _cell(value: Value) -> str:
+    """Return a value as a CSV cell: None is empty, floats keep all digits, lists are joined by spaces."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return " ".join(_cell(each).removesuffix(".0") for each in value)
+    return str(value)
+
+
+def _write_table(file: io.TextIOBase, columns: Sequence[str], rows: Sequence[Mapping[str, Value]]) -> None:
+    writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+
+
+# Reading a results file from the command line.
+
+SHOWN = (
+    *("dataset", "model", "method", "p_k", "inverse_temperature", "m", "top1_mode", "label_noise"),
+    *("n_epochs", "seed", "implementation", "test_top1", "test_top5", "train_seconds", "images_per_second"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a results file as a table, or the meaning of its columns; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.run_record", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("show", help="print a results file as a table")
+    show.add_argument("results", type=Path, help="the CSV file")
+    show.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="COLUMN=VALUE",
+        help="only these rows; may be repeated",
+    )
+    show.add_argument("--sort", metavar="COLUMN", help="numbers: largest first; text: alphabetically")
+    show.add_argument("--columns", nargs="+", help=f"default: those of {', '.join(SHOWN)} that any row fills")
+    commands.add_parser("columns", help="print the meaning and unit of each column")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "columns":
+            print("\n".join(f"{name:24} {meaning}" for name, meaning in COLUMNS.items()))
+        else:
+            print(_table(arguments.results, arguments.where, arguments.sort, arguments.columns))
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _table(path: Path, where: Sequence[str], sort: str | None, shown: Sequence[str] | None) -> str:
+    """Return the chosen rows and columns of a results file as aligned text. Raises RecordError."""
+    rows = read_rows(path)
+    if not rows:
+        raise RecordError(f"{path} has no rows" if path.exists() else f"there is no file {path}")
+
+    def known(column: str) -> str:
+        if column not in rows[0]:
+            nearest = difflib.get_close_matches(column, rows[0], n=3, cutoff=0.4) or rows[0]
+            raise RecordError(f"{path} has no column {column!r}; did you mean {', '.join(nearest)}?")
+        return column
+
+    for condition in where:
+        column, equals, value = condition.partition("=")
+        if not equals:
+            raise RecordError(f"--where must have the form COLUMN=VALUE, got {condition!r}")
+        rows = [row for row in rows if row[known(column)] == value]
+    if sort:
+        known(sort)
+        rows.sort(key=lambda row: _sort_key(row[sort]))
+    if shown is None:
+        shown = [name for name in SHOWN if any(row.get(name) for row in rows)]
+    table = [list(shown), *([_shown_cell(row[known(name)]) for name in shown] for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(shown))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+    return "\n".join([*lines, f"({len(rows)} row{'s' * (len(rows) != 1)})"])
+
+
+def _sort_key(cell: str) -> tuple[int, float, str]:
+    try:
+        return (0, -float(cell), "")
+    except ValueError:
+        return (1, 0.0, cell)
+
+
+def _shown_cell(cell: str) -> str:
+    """Shorten a number with a fraction to four decimals; leave everything else as it is."""
+    return f"{float(cell):.4f}" if re.fullmatch(r"-?\d+\.\d{5,}(e-?\d+)?", cell) else cell
+
+
+if __name__ == "__main__":
+    sys.exit(main())

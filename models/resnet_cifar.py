@@ -1,0 +1,73 @@
+"""ResNet-18, -34 and -50 for 32x32 images, as in the published CIFAR-100 experiments.
+
+torchvision's ResNet (He, Zhang, Ren and Sun 2016) with one change: the first convolution is 3x3 with stride
+1 instead of 7x7 with stride 2. The 3x3 max-pool with stride 2 stays, unlike in many CIFAR variants. Names in
+the state dict are torchvision's.
+
+A 32x32 image passes through: conv1 32x32, maxpool 16x16, layer1 16x16, layer2 8x8, layer3 4x4, layer4 2x2.
+"""
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+# Name -> residual block, number of blocks in each of the four stages.
+ARCHITECTURES: dict[str, tuple[type[BasicBlock] | type[Bottleneck], list[int]]] = {
+    "resnet18": (BasicBlock, [2, 2, 2, 2]),
+    "resnet34": (BasicBlock, [3, 4, 6, 3]),
+    "resnet50": (Bottleneck, [3, 4, 6, 3]),
+}
+
+
+class ResNetCifar(ResNet):
+    """torchvision's ResNet with a 3x3 first convolution of stride 1; build it with `resnet_cifar`."""
+
+    def __init__(
+        self, block: type[BasicBlock] | type[Bottleneck], layers: list[int], num_classes: int
+    ) -> None:
+        super().__init__(block, layers, num_classes=num_classes)
+        self.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+
+    def features(self, images: Tensor) -> Tensor:
+        """The globally averaged last feature maps of images (batch, 3, H, W), normally 32x32.
+
+        Returns (batch, d), the input of `fc`: d = fc.in_features, 512 for resnet18 and resnet34, 2048 for
+        resnet50.
+        """
+        maps = self.relu(self.bn1(self.conv1(images)))  # (batch, 64, H, W)
+        maps = self.maxpool(maps)  # (batch, 64, H/2, W/2)
+        maps = self.layer2(self.layer1(maps))
+        maps = self.layer4(self.layer3(maps))  # (batch, d, H/16, W/16)
+        return self.avgpool(maps).flatten(1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (batch, num_classes) of images (batch, 3, H, W), normalised floats."""
+        return self.fc(self.features(images))
+
+
+def resnet_cifar(name: str = "resnet18", num_classes: int = 100) -> ResNetCifar:
+    """A freshly initialised network on the CPU.
+
+    name: a key of ARCHITECTURES. num_classes: size of the logits, at least 1.
+
+    Convolutions: Kaiming normal, fan_out, relu. Batch norm: weight 1, bias 0. fc: PyTorch's default. Each of
+    these weights is drawn once from PyTorch's CPU generator and nothing else is drawn, in the order of
+    `modules()`: conv1, the convolutions of layer1 to layer4 (in a block conv1, conv2, conv3, downsample),
+    fc. So a seed gives the same weights on every device, and a change of num_classes leaves all but fc alone.
+
+    Raises ValueError for an unknown name and for num_classes below 1.
+    """
+    if name not in ARCHITECTURES:
+        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(ARCHITECTURES)}")
+    if num_classes < 1:
+        raise ValueError(f"num_classes counts the logits and must be at least 1, got {num_classes}")
+    # Built without storage, so that constructors draw nothing for weights which are drawn below.
+    with torch.device("meta"):
+        model = ResNetCifar(*ARCHITECTURES[name], num_classes)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.BatchNorm2d | nn.Linear):
+            module.reset_parameters()
+    return model

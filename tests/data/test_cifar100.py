@@ -1,0 +1,757 @@
+"""data/cifar100.py: fetching and mending, splits, label noise, and the batched augmentation.
+
+The archives here are small: the published pickle layout with random pixels, served from 127.0.0.1, and
+torchvision's MD5 sums replaced by theirs. Each image carries its own number in its first three bytes. The
+real CIFAR-100 is read only where a copy exists: in $CIFAR100_DIR or in data/downloads.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.transforms import functional as tvf
+
+from data import cifar100
+from data.cifar100 import (
+    CIFAR_MEAN,
+    CIFAR_STD,
+    DIGITS_MEAN,
+    DIGITS_STD,
+    DatasetUnavailableError,
+    augment,
+    crop_and_flip,
+    epoch_generator,
+    epoch_order,
+    load_dataset,
+    noisy_labels,
+    normalise,
+    sample_crops,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+TRAIN, TEST = 400, 200
+NOWHERE = "http://127.0.0.1:9"  # the discard port: refuses connections
+
+
+def md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+def fake_part(count: int, first_number: int, num_classes: int, generator: np.random.Generator) -> dict:
+    """One pickled part: image i holds the number first_number + i, fine label i mod num_classes."""
+    pixels = generator.integers(0, 256, (count, 3072), dtype=np.uint8)
+    numbers = np.arange(first_number, first_number + count)
+    pixels[:, 0], pixels[:, 1], pixels[:, 2] = numbers >> 16, (numbers >> 8) & 255, numbers & 255
+    return {"data": pixels, "fine_labels": (np.arange(count) % num_classes).tolist()}
+
+
+def numbers_of(images: torch.Tensor) -> torch.Tensor:
+    """The numbers that fake_part put into images (N, 3, 32, 32)."""
+    first = images[:, 0, 0, :3].long()
+    return (first[:, 0] << 16) + (first[:, 1] << 8) + first[:, 2]
+
+
+@dataclass
+class Published:
+    """A fake of what the home page publishes: the archive, its unpacked files and their MD5 sums."""
+
+    archive: Path
+    attributes: dict
+    parts: dict
+    superclass_of: np.ndarray
+
+    def unpack(self, data_dir: Path) -> Path:
+        """Place the files by hand, without the archive; return their folder."""
+        with tarfile.open(self.archive) as tar:
+            tar.extractall(data_dir, filter="data")
+        return data_dir / "cifar-100-python"
+
+
+@pytest.fixture(scope="module")
+def archive100(tmp_path_factory) -> Published:
+    home = tmp_path_factory.mktemp("published")
+    folder = home / "cifar-100-python"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    superclass_of = generator.permutation(np.repeat(np.arange(20), 5))
+    parts = {}
+    for name, count, first_number in (("train", TRAIN, 0), ("test", TEST, TRAIN)):
+        part = fake_part(count, first_number, 100, generator)
+        part["coarse_labels"] = superclass_of[part["fine_labels"]].tolist()
+        parts[name] = part
+        (folder / name).write_bytes(pickle.dumps(part, protocol=2))
+    meta = {"fine_label_names": [f"class{i}" for i in range(100)], "coarse_label_names": []}
+    (folder / "meta").write_bytes(pickle.dumps(meta, protocol=2))
+    archive = home / "cifar-100-python.tar.gz"
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        tar.add(folder, "cifar-100-python")
+    attributes = {
+        "tgz_md5": md5(archive),
+        "train_list": [["train", md5(folder / "train")]],
+        "test_list": [["test", md5(folder / "test")]],
+        "meta": {"filename": "meta", "key": "fine_label_names", "md5": md5(folder / "meta")},
+    }
+    return Published(archive, attributes, parts, superclass_of)
+
+
+@pytest.fixture
+def published(archive100, monkeypatch) -> Published:
+    for name, value in archive100.attributes.items():
+        monkeypatch.setattr(CIFAR100, name, value)
+    monkeypatch.setattr(CIFAR100, "url", f"{NOWHERE}/cifar-100-python.tar.gz")
+    return archive100
+
+
+@pytest.fixture
+def data_dir(published, tmp_path) -> Path:
+    """A complete data_dir without the archive."""
+    published.unpack(tmp_path)
+    return tmp_path
+
+
+@dataclass
+class Server:
+    url: str = ""
+    requests: list = field(default_factory=list)
+    cut: bool = False  # send half of each body, then close the connection
+    delay: float = 0.0  # seconds before each body
+
+
+@pytest.fixture
+def server(published):
+    state = Server()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self):
+            state.requests.append(self.path)
+            super().do_GET()
+
+        def copyfile(self, source, outputfile):
+            time.sleep(state.delay)
+            body = source.read()
+            outputfile.write(body[: len(body) // 2] if state.cut else body)
+
+        def log_message(self, format, *args):
+            pass
+
+    class QuietServer(ThreadingHTTPServer):
+        def handle_error(self, request, client_address):  # torchvision leaves its first request unread
+            pass
+
+    with QuietServer(("127.0.0.1", 0), partial(Handler, directory=published.archive.parent)) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        state.url = f"http://127.0.0.1:{httpd.server_port}"
+        yield state
+        httpd.shutdown()
+
+
+def assert_complete(dataset: cifar100.Dataset) -> None:
+    assert [len(split) for split in (dataset.train, dataset.valid, dataset.test)] == [380, 20, 200]
+    everything = torch.cat([numbers_of(s.images) for s in (dataset.train, dataset.valid, dataset.test)])
+    assert everything.sort().values.tolist() == list(range(TRAIN + TEST))
+
+
+# --- fetching and mending -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/cifar-100-python.tar.gz"])
+def test_download_from_a_mirror(server, tmp_path, suffix):
+    dataset = load_dataset("cifar100", tmp_path / "new" / "folder", mirror=server.url + suffix)
+    assert_complete(dataset)
+    assert set(server.requests) == {"/cifar-100-python.tar.gz"}
+
+
+def test_default_address_is_torchvisions(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(CIFAR100, "url", f"{server.url}/cifar-100-python.tar.gz")
+    assert_complete(load_dataset("cifar100", tmp_path))
+
+
+@pytest.mark.parametrize("whole_address", [True, False])
+def test_mirror_may_be_a_file_address(published, tmp_path, whole_address):
+    place = published.archive if whole_address else published.archive.parent
+    assert_complete(load_dataset("cifar100", tmp_path, mirror=place.as_uri()))
+
+
+def test_second_start_fetches_nothing(server, tmp_path):
+    first = load_dataset("cifar100", tmp_path, mirror=server.url)
+    server.requests.clear()
+    second = load_dataset("cifar100", tmp_path, mirror=server.url)
+    assert server.requests == []
+    assert torch.equal(first.train.images, second.train.images)
+
+
+def test_complete_folder_is_read_and_left_as_it_was(data_dir):
+    before = sorted((path, path.stat().st_mtime_ns) for path in [data_dir, *data_dir.rglob("*")])
+    data_dir.chmod(0o555)
+    try:
+        assert_complete(load_dataset("cifar100", data_dir))
+    finally:
+        data_dir.chmod(0o755)
+    assert sorted((path, path.stat().st_mtime_ns) for path in [data_dir, *data_dir.rglob("*")]) == before
+
+
+def test_truncated_archive_is_fetched_again(server, published, tmp_path):
+    body = published.archive.read_bytes()
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(body[: len(body) // 3])
+    assert_complete(load_dataset("cifar100", tmp_path, mirror=server.url))
+    assert md5(tmp_path / "cifar-100-python.tar.gz") == CIFAR100.tgz_md5
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def flip_a_byte(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink])
+@pytest.mark.parametrize("name", ["train", "test", "meta"])
+def test_damaged_file_is_unpacked_again_without_the_network(published, tmp_path, name, damage):
+    folder = published.unpack(tmp_path)
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(published.archive.read_bytes())
+    damage(folder / name)
+    assert_complete(load_dataset("cifar100", tmp_path, mirror=NOWHERE))
+    assert sorted(path.name for path in folder.iterdir()) == ["meta", "test", "train"]
+    assert not list(tmp_path.glob(".unpack-*"))
+
+
+def test_damaged_file_without_archive_is_fetched_again(server, data_dir):
+    flip_a_byte(data_dir / "cifar-100-python" / "train")
+    assert_complete(load_dataset("cifar100", data_dir, mirror=server.url))
+
+
+def test_cut_connection_is_reported_and_the_next_start_mends_it(server, tmp_path):
+    server.cut = True
+    with pytest.raises(DatasetUnavailableError, match="connection was cut"):
+        load_dataset("cifar100", tmp_path, mirror=server.url)
+    assert not (tmp_path / "cifar-100-python").exists()
+    server.cut = False
+    assert_complete(load_dataset("cifar100", tmp_path, mirror=server.url))
+
+
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_another_file_under_that_name_is_refused(server, published, tmp_path, monkeypatch, scheme):
+    monkeypatch.setattr(CIFAR100, "tgz_md5", "0" * 32)
+    mirror = server.url if scheme == "http" else published.archive.as_uri()
+    with pytest.raises(DatasetUnavailableError, match="not the published archive"):
+        load_dataset("cifar100", tmp_path, mirror=mirror)
+    assert not (tmp_path / "cifar-100-python").exists()
+
+
+@pytest.mark.parametrize("mirror", [NOWHERE, "file:///nowhere/at/all"])
+def test_unreachable_address_says_what_to_do(published, tmp_path, mirror):
+    with pytest.raises(DatasetUnavailableError) as caught:
+        load_dataset("cifar100", tmp_path, mirror=mirror)
+    for part in (mirror, "check the network", "pass a mirror", "by hand", CIFAR100.tgz_md5, str(tmp_path)):
+        assert part in str(caught.value)
+
+
+def test_address_without_the_archive_is_named(server, tmp_path):
+    with pytest.raises(DatasetUnavailableError, match=r"other/cifar-100-python.tar.gz could not .*404"):
+        load_dataset("cifar100", tmp_path, mirror=f"{server.url}/other")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "no permission .* choose another data_dir"),
+        (OSError(errno.EROFS, "Read-only file system"), "no permission .* choose another data_dir"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk is full .* free 400 MB"),
+        (TimeoutError("timed out"), "timed out.* check the network"),
+    ],
+)
+def test_failing_disk_or_network_says_what_to_do(published, tmp_path, monkeypatch, error, words):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(cifar100, "download_url", fail)
+    with pytest.raises(DatasetUnavailableError, match=words):
+        load_dataset("cifar100", tmp_path)
+
+
+def test_data_dir_that_is_a_file_is_a_sentence(published, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DatasetUnavailableError, match=r"is not available in .*file"):
+        load_dataset("cifar100", tmp_path / "file")
+
+
+def test_without_download_missing_and_damaged_files_are_a_sentence(published, data_dir):
+    with pytest.raises(DatasetUnavailableError, match="download is off"):
+        load_dataset("cifar100", data_dir / "empty", download=False)
+    assert not (data_dir / "empty").exists()
+    truncate(data_dir / "cifar-100-python" / "test")
+    with pytest.raises(DatasetUnavailableError, match="by hand"):
+        load_dataset("cifar100", data_dir, download=False)
+
+
+@pytest.mark.parametrize("mirror", ["/some/folder", "ftp://host/folder", "host/folder"])
+def test_mirror_of_another_kind_is_refused(data_dir, mirror):
+    with pytest.raises(ValueError, match="mirror must begin with http://"):
+        load_dataset("cifar100", data_dir, mirror=mirror)
+
+
+LOADER = """
+import json, sys
+import torch
+from torchvision.datasets import CIFAR100
+from data.cifar100 import load_dataset
+
+attributes, data_dir, mirror = json.loads(sys.argv[1])
+for name, value in attributes.items():
+    setattr(CIFAR100, name, value)
+print("ready", flush=True)
+sys.stdin.readline()
+dataset = load_dataset("cifar100", data_dir, mirror=mirror)
+print(int(dataset.train.images.long().sum()))
+"""
+
+
+def test_two_processes_at_once_download_once(server, published, tmp_path):
+    expected = load_dataset("cifar100", tmp_path / "alone", mirror=server.url).train.images
+    requests_of_one, server.requests[:] = len(server.requests), []
+    argument = json.dumps([published.attributes, str(tmp_path / "shared"), server.url])
+    other = subprocess.Popen(
+        [sys.executable, "-c", LOADER, argument],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout.readline() == "ready\n", other.stderr.read()
+    server.delay = 0.3  # long enough for both to find the files missing
+    other.stdin.write("\n")
+    other.stdin.flush()
+    own = load_dataset("cifar100", tmp_path / "shared", mirror=server.url).train.images
+    out, err = other.communicate(timeout=60)
+    assert other.returncode == 0, err
+    assert int(out) == expected.long().sum()
+    assert torch.equal(own, expected)
+    assert len(server.requests) == requests_of_one
+
+
+# --- splits and limits ----------------------------------------------------------------------------------
+
+
+def test_tensors_have_the_stated_types_and_hold_the_published_pixels(data_dir, published):
+    dataset = load_dataset("cifar100", data_dir)
+    for split in (dataset.train, dataset.valid, dataset.test):
+        assert split.images.shape == (len(split), 3, 32, 32)
+        assert split.images.dtype == torch.uint8
+        assert split.images.is_contiguous(memory_format=torch.channels_last)
+        assert split.labels.dtype == torch.int64
+        for image, label, number in zip(split.images, split.labels, numbers_of(split.images)):
+            name, row = ("train", number) if number < TRAIN else ("test", number - TRAIN)
+            assert image.flatten().tolist() == published.parts[name]["data"][row].tolist()
+            assert label == published.parts[name]["fine_labels"][row]
+    assert dataset.num_classes == 100
+    assert dataset.class_names == tuple(f"class{i}" for i in range(100))
+    assert (dataset.mean, dataset.std) == (CIFAR_MEAN, CIFAR_STD)
+    assert_complete(dataset)
+
+
+def test_cifar10_is_read_from_its_six_files(tmp_path, monkeypatch):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    for i, name in enumerate(names):
+        part = fake_part(20, 20 * i, 10, generator)
+        part["labels"] = part.pop("fine_labels")
+        (folder / name).write_bytes(pickle.dumps(part, protocol=2))
+    meta = {"label_names": [f"class{i}" for i in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(meta, protocol=2))
+    sums = [[name, md5(folder / name)] for name in names]
+    monkeypatch.setattr(CIFAR10, "train_list", sums[:5])
+    monkeypatch.setattr(CIFAR10, "test_list", sums[5:])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5(folder / "batches.meta")})
+    dataset = load_dataset("cifar10", tmp_path, download=False)
+    assert [len(s) for s in (dataset.train, dataset.valid, dataset.test)] == [95, 5, 20]
+    assert numbers_of(dataset.test.images).tolist() == list(range(100, 120))
+    assert dataset.num_classes == 10
+    with pytest.raises(ValueError, match="cifar10 has none: use noise_groups='blocks'"):
+        load_dataset("cifar10", tmp_path, label_noise=0.2, noise_groups="superclass")
+
+
+def test_splits_follow_the_seed(data_dir):
+    first, again, other = (load_dataset("cifar100", data_dir, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.valid.images, again.valid.images)
+    assert torch.equal(first.train.labels, again.train.labels)
+    assert not torch.equal(first.valid.images, other.valid.images)
+    assert torch.equal(first.test.images, other.test.images)
+
+
+@given(limit=st.integers(11, TRAIN), seed=st.integers(0, 2**40), fraction=st.sampled_from([0.05, 0.2, 0.5]))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_limit_takes_validation_out_of_the_limited_images(data_dir, limit, seed, fraction):
+    whole = load_dataset("cifar100", data_dir, seed=seed, valid_fraction=fraction)
+    part = load_dataset("cifar100", data_dir, seed=seed, valid_fraction=fraction, limit_train=limit)
+    assert len(part.valid) == round(limit * fraction)
+    assert len(part.train) + len(part.valid) == limit
+    train, valid = (set(numbers_of(s.images).tolist()) for s in (part.train, part.valid))
+    assert len(train | valid) == limit
+    assert train <= set(numbers_of(whole.train.images).tolist())
+    assert valid <= set(numbers_of(whole.valid.images).tolist())
+    assert torch.equal(part.test.images, whole.test.images)
+
+
+def test_limit_of_the_test_set_is_a_random_subset(data_dir):
+    part, again = (load_dataset("cifar100", data_dir, limit_test=30) for _ in range(2))
+    numbers = numbers_of(part.test.images)
+    assert len(set(numbers.tolist())) == 30
+    assert numbers.min() >= TRAIN
+    assert not torch.equal(numbers, torch.arange(TRAIN, TRAIN + 30))
+    assert torch.equal(part.test.images, again.test.images)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"limit_train": 0}, "limit_train must be a number of images from 1 to 400.*got 0"),
+        ({"limit_train": 401}, "limit_train .* from 1 to 400.*got 401"),
+        ({"limit_train": 50.0}, "limit_train .* got 50.0"),
+        ({"limit_test": 201}, "limit_test .* from 1 to 200.*got 201"),
+        ({"limit_train": 9}, "9 training images .* leave 9 to train and 0 to validate.*raise limit_train"),
+        ({"limit_train": 2, "valid_fraction": 0.9}, "leave 0 to train and 2 to validate"),
+        ({"valid_fraction": 0.0}, "valid_fraction must lie between 0 and 1.*got 0.0"),
+        ({"valid_fraction": 1.0}, "valid_fraction must lie between 0 and 1.*got 1.0"),
+        ({"label_noise": 1.5}, "label_noise .* in .0, 1., got 1.5"),
+        ({"label_noise": float("nan")}, "label_noise .* got nan"),
+        ({"noise_groups": "coarse"}, "unknown noise_groups 'coarse': choose one of blocks, superclass"),
+        ({"seed": -1}, "seed .* at least 0, got seed -1"),
+    ],
+)
+def test_arguments_out_of_range_are_sentences(data_dir, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        load_dataset("cifar100", data_dir, **arguments)
+
+
+def test_unknown_dataset_lists_the_choices(tmp_path):
+    with pytest.raises(ValueError, match="unknown dataset 'mnist': choose one of cifar100, cifar10, digits"):
+        load_dataset("mnist", tmp_path)
+
+
+def test_batch_is_indexing(data_dir):
+    split = load_dataset("cifar100", data_dir).train
+    indices = torch.tensor([5, 0, 379, 5])
+    images, labels = split.batch(indices)
+    assert torch.equal(images, split.images[indices])
+    assert torch.equal(labels, split.labels[indices])
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_to_moves_every_tensor_and_keeps_the_rest(data_dir):
+    moved = load_dataset("cifar100", data_dir).to("meta")
+    for split in (moved.train, moved.valid, moved.test):
+        assert split.images.device.type == split.labels.device.type == "meta"
+    assert moved.name == "cifar100"
+
+
+def test_digits_need_no_files():
+    dataset = load_dataset("digits", "/nowhere", download=False, mirror="unused")
+    assert [len(s) for s in (dataset.train, dataset.valid, dataset.test)] == [1365, 72, 360]
+    assert dataset.class_names == tuple("0123456789")
+    # Stratified: 1,797 digits, about 180 of each class, a fifth of them for the test.
+    assert dataset.test.labels.bincount().tolist() == pytest.approx([36] * 10, abs=1)
+    images = torch.cat((dataset.train.images, dataset.valid.images))
+    assert images.shape == (1437, 3, 32, 32)
+    assert (images.amin(), images.amax()) == (0, 255)
+    assert torch.equal(images[:, 0], images[:, 2])
+    coarse = images[:, :, ::4, ::4].repeat_interleave(4, 2).repeat_interleave(4, 3)
+    assert torch.equal(images, coarse)
+    pixels = images.double() / 255
+    assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(DIGITS_MEAN, abs=1e-4)
+    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(DIGITS_STD, abs=1e-4)
+    other = load_dataset("digits", "/nowhere", seed=1)
+    assert torch.equal(dataset.test.images, other.test.images)
+    assert not torch.equal(dataset.valid.images, other.valid.images)
+
+
+def test_real_cifar100_where_a_copy_exists():
+    folder = Path(os.environ.get("CIFAR100_DIR", REPOSITORY / "data" / "downloads"))
+    if not (folder / "cifar-100-python" / "train").exists():
+        pytest.skip(f"no copy of CIFAR-100 in {folder}")
+    dataset = load_dataset("cifar100", folder, download=False)
+    assert [len(s) for s in (dataset.train, dataset.valid, dataset.test)] == [47_500, 2_500, 10_000]
+    assert dataset.test.labels.bincount().tolist() == [100] * 100
+    assert dataset.class_names[:2] == ("apple", "aquarium_fish")
+    groups = cifar100._superclasses(CIFAR100, folder)
+    assert groups.flatten().sort().values.tolist() == list(range(100))
+    named = [{dataset.class_names[i] for i in group} for group in groups.tolist()]
+    assert {f"{tree}_tree" for tree in ("maple", "oak", "palm", "pine", "willow")} in named
+    assert {"baby", "boy", "girl", "man", "woman"} in named
+
+
+# --- label noise ----------------------------------------------------------------------------------------
+
+
+def groups_of(noise_groups: str, published: Published) -> np.ndarray:
+    return np.arange(100) // 5 if noise_groups == "blocks" else published.superclass_of
+
+
+@pytest.mark.parametrize("noise_groups", ["blocks", "superclass"])
+def test_noise_stays_in_its_group_and_in_the_training_split(data_dir, published, noise_groups):
+    clean = load_dataset("cifar100", data_dir)
+    noisy = load_dataset("cifar100", data_dir, label_noise=1.0, noise_groups=noise_groups)
+    group = groups_of(noise_groups, published)
+    assert (group[clean.train.labels] == group[noisy.train.labels]).all()
+    assert 0.65 < (clean.train.labels != noisy.train.labels).float().mean() < 0.95  # expected 4/5
+    for name in ("valid", "test"):
+        assert torch.equal(getattr(clean, name).labels, getattr(noisy, name).labels)
+    assert torch.equal(clean.train.images, noisy.train.images)
+
+
+def test_no_noise_leaves_the_labels(data_dir, published):
+    train = load_dataset("cifar100", data_dir, label_noise=0.0, noise_groups="superclass").train
+    expected = np.array(published.parts["train"]["fine_labels"])[numbers_of(train.images)]
+    assert train.labels.tolist() == expected.tolist()
+
+
+def test_noise_follows_the_seed_and_the_image(data_dir):
+    def labels(**arguments) -> dict[int, int]:
+        train = load_dataset("cifar100", data_dir, label_noise=0.5, **arguments).train
+        return dict(zip(numbers_of(train.images).tolist(), train.labels.tolist()))
+
+    first = labels(seed=3)
+    assert labels(seed=3) == first
+    assert any(first[number] != label for number, label in labels(seed=4).items() if number in first)
+    # A limit chooses images and changes no image's label.
+    assert labels(seed=3, limit_train=100).items() <= first.items()
+
+
+def test_noise_of_a_digit_stays_in_its_half():
+    clean, noisy = (load_dataset("digits", "/nowhere", label_noise=p).train.labels for p in (0.0, 1.0))
+    assert torch.equal(clean // 5, noisy // 5)
+    assert not torch.equal(clean, noisy)
+
+
+@given(size=st.integers(1, 6), count=st.integers(1, 5), probability=st.floats(0, 1), seed=st.integers(0, 2**32))
+def test_noisy_labels_keep_their_group(size, count, probability, seed):
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randperm(size * count, generator=generator).view(count, size)
+    labels = torch.randint(size * count, (50,), generator=generator)
+    noisy = noisy_labels(labels, groups, probability, generator)
+    for old, new in zip(labels.tolist(), noisy.tolist()):
+        assert new in groups[(groups == old).any(1)].flatten().tolist()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2, 0.6, 1.0])
+def test_noise_has_the_stated_frequencies(probability):
+    count = 100_000
+    labels = torch.full((count,), 7)
+    groups = torch.arange(20).view(4, 5)
+    noisy = noisy_labels(labels, groups, probability, torch.Generator().manual_seed(0))
+    shares = noisy.bincount(minlength=20) / count
+    expected = torch.zeros(20)
+    expected[5:10] = probability / 5
+    expected[7] += 1 - probability
+    # Five standard errors of a share.
+    torch.testing.assert_close(shares, expected, rtol=0, atol=5 * 0.5 / count**0.5)
+
+
+def test_noise_grows_with_its_probability():
+    labels = torch.arange(100).repeat(20)
+    groups = torch.arange(100).view(20, 5)
+    low, high = (noisy_labels(labels, groups, p, torch.Generator().manual_seed(0)) for p in (0.3, 0.7))
+    changed = low != labels
+    assert torch.equal(low[changed], high[changed])
+    assert (high != labels).sum() > changed.sum()
+
+
+# --- epochs ---------------------------------------------------------------------------------------------
+
+
+def test_epoch_order_is_a_permutation_and_a_function_of_seed_and_epoch():
+    torch.manual_seed(0)
+    order = epoch_order(1000, seed=2, epoch=5)
+    assert order.dtype == torch.int64
+    assert order.sort().values.tolist() == list(range(1000))
+    torch.manual_seed(1)
+    torch.rand(10)
+    assert torch.equal(epoch_order(1000, seed=2, epoch=5), order)
+    others = [epoch_order(1000, seed, epoch) for seed, epoch in ((2, 6), (3, 5), (5, 2))]
+    assert not any(torch.equal(order, other) for other in others)
+
+
+def test_epoch_generator_is_a_function_of_seed_and_epoch():
+    def draws(seed: int, epoch: int) -> list[int]:
+        return torch.randint(10**9, (4,), generator=epoch_generator(seed, epoch, "cpu")).tolist()
+
+    assert draws(2, 5) == draws(2, 5)
+    assert len({tuple(draws(seed, epoch)) for seed in range(10) for epoch in range(10)}) == 100
+
+
+@pytest.mark.parametrize("function", [partial(epoch_order, 10), epoch_generator])
+def test_negative_seed_or_epoch_is_a_sentence(function):
+    with pytest.raises(ValueError, match="seed and epoch must be at least 0, got seed 0 and epoch -1"):
+        function(0, -1)
+
+
+# --- augmentation ---------------------------------------------------------------------------------------
+
+
+def random_images(*shape: int, channels_last: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return images.contiguous(memory_format=torch.channels_last) if channels_last else images
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_augment_equals_torchvision_on_pil_images(channels_last):
+    images = random_images(64, 3, 32, 32, channels_last=channels_last)
+    before = images.clone()
+    tops, lefts, flips = sample_crops(64, 4, epoch_generator(0, 0))
+    actual = augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0))
+    for i in range(64):
+        picture = tvf.pad(Image.fromarray(images[i].permute(1, 2, 0).numpy()), 4, fill=0)
+        picture = tvf.crop(picture, int(tops[i]), int(lefts[i]), 32, 32)
+        picture = tvf.hflip(picture) if flips[i] else picture
+        expected = tvf.normalize(tvf.to_tensor(picture), CIFAR_MEAN, CIFAR_STD)
+        torch.testing.assert_close(actual[i], expected, rtol=1e-5, atol=2e-6)
+    assert actual.dtype == torch.float32
+    assert actual.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images, before)
+
+
+@given(
+    batch=st.integers(0, 4),
+    height=st.integers(1, 7),
+    width=st.integers(1, 7),
+    padding=st.integers(0, 4),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None)
+def test_crop_and_flip_equals_slicing(batch, height, width, padding, channels_last, seed):
+    images = random_images(batch, 3, height, width, channels_last=channels_last)
+    tops, lefts, flips = sample_crops(batch, padding, torch.Generator().manual_seed(seed))
+    actual = crop_and_flip(images, tops, lefts, flips, padding)
+    assert actual.shape == images.shape
+    frames = torch.zeros(batch, 3, height + 2 * padding, width + 2 * padding, dtype=torch.uint8)
+    frames[:, :, padding : padding + height, padding : padding + width] = images
+    for i in range(batch):
+        window = frames[i, :, tops[i] : tops[i] + height, lefts[i] : lefts[i] + width]
+        assert torch.equal(actual[i], window.flip(2) if flips[i] else window)
+
+
+def test_every_crop_and_both_flips_occur_equally_often():
+    count = 100_000
+    tops, lefts, flips = sample_crops(count, 4, epoch_generator(0, 0))
+    seen = Counter(zip(tops.tolist(), lefts.tolist(), flips.tolist()))
+    assert len(seen) == 9 * 9 * 2
+    expected = count / 162
+    # Six standard errors of a count.
+    assert max(abs(n - expected) for n in seen.values()) < 6 * expected**0.5
+
+
+def test_samples_of_a_batch_are_cropped_independently():
+    image = random_images(1, 3, 32, 32).expand(128, -1, -1, -1)
+    batch = augment(image, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0))
+    assert len({tuple(sample.flatten()[::97].tolist()) for sample in batch}) > 60
+
+
+def test_augment_is_a_function_of_its_generator():
+    images = random_images(16, 3, 32, 32)
+    generator = epoch_generator(1, 2)
+    first, second = (augment(images, CIFAR_MEAN, CIFAR_STD, generator) for _ in range(2))
+    assert torch.equal(first, augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(1, 2)))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_normalise_is_the_formula(channels_last):
+    images = random_images(5, 3, 32, 32, channels_last=channels_last)
+    before = images.clone()
+    actual = normalise(images, CIFAR_MEAN, CIFAR_STD)
+    mean, std = (torch.tensor(x, dtype=torch.float64).view(3, 1, 1) for x in (CIFAR_MEAN, CIFAR_STD))
+    expected = (images.double() / 255 - mean) / std
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
+    assert actual.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_output_type_and_memory_format(dtype, memory_format):
+    images = random_images(8, 3, 32, 32)
+    options = {"out_dtype": dtype, "memory_format": memory_format}
+    outputs = {
+        "normalise": normalise(images, CIFAR_MEAN, CIFAR_STD, **options),
+        "augment": augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0), **options),
+    }
+    for output in outputs.values():
+        assert output.dtype == dtype
+        assert output.is_contiguous(memory_format=memory_format)
+    expected = normalise(images, CIFAR_MEAN, CIFAR_STD).to(dtype)
+    assert torch.equal(outputs["normalise"], expected)
+
+
+def test_constants_follow_mean_and_std():
+    images = random_images(2, 3, 8, 8)
+    plain = normalise(images, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    torch.testing.assert_close(plain, images / 255)
+    shifted = normalise(images, (0.5, 0.0, 0.0), (1.0, 2.0, 1.0))
+    torch.testing.assert_close(shifted[:, 0], plain[:, 0] - 0.5)
+    torch.testing.assert_close(shifted[:, 1], plain[:, 1] / 2)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [torch.zeros(2, 3, 32, 32), random_images(3, 32, 32), random_images(2, 1, 32, 32)],
+    ids=["float", "one image", "one channel"],
+)
+def test_other_images_are_refused(images):
+    with pytest.raises(ValueError, match=r"images must be uint8 of shape .*got torch"):
+        augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0))
+    with pytest.raises(ValueError, match=r"images must be uint8 of shape .*got torch"):
+        normalise(images, CIFAR_MEAN, CIFAR_STD)
+
+
+def test_other_arguments_of_augment_are_refused():
+    images = random_images(2, 3, 32, 32)
+    with pytest.raises(ValueError, match=r"padding .* at least 0, got -1"):
+        augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0), padding=-1)
+    with pytest.raises(ValueError, match="generator is on cpu and the images are on meta"):
+        augment(images.to("meta"), CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0))
+    for mean, std in (((0.5,), CIFAR_STD), (CIFAR_MEAN, (0.2, 0.2)), (CIFAR_MEAN, (0.2, 0.0, 0.2))):
+        with pytest.raises(ValueError, match="one number per channel"):
+            normalise(images, mean, std)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_gives_the_same_images_and_never_waits():
+    images = random_images(64, 3, 32, 32, channels_last=True)
+    crops = sample_crops(64, 4, epoch_generator(0, 0))
+    expected = normalise(crop_and_flip(images, *crops, 4), CIFAR_MEAN, CIFAR_STD)
+    on_device = images.cuda()
+    actual = normalise(crop_and_flip(on_device, *(x.cuda() for x in crops), 4), CIFAR_MEAN, CIFAR_STD)
+    torch.testing.assert_close(actual.cpu(), expected)
+    generator = epoch_generator(0, 0, on_device.device)
+    augment(on_device, CIFAR_MEAN, CIFAR_STD, generator)  # the first call brings the constants over
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        augment(on_device, CIFAR_MEAN, CIFAR_STD, generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,139 @@
+"""Whatever happens to a checkpoint file, the newest whole one is found, and a damaged one is never loaded."""
+
+import random
+
+import pytest
+import torch
+
+from experiments.checkpoint import (
+    CURRENT,
+    PREVIOUS,
+    DamagedCheckpoint,
+    load_checkpoint,
+    random_states,
+    read_checkpoint,
+    remove_checkpoints,
+    restore_random_states,
+    save_checkpoint,
+)
+
+
+def state(epoch: int) -> dict:
+    return {"epoch": epoch, "model": {"weight": torch.full((3, 4), float(epoch))}, "history": [{"a": 0.1}] * epoch}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run folder after its second epoch."""
+    save_checkpoint(tmp_path, state(1))
+    save_checkpoint(tmp_path, state(2))
+    return tmp_path
+
+
+def test_the_newest_comes_back_as_it_was(folder):
+    loaded = load_checkpoint(folder)
+    assert loaded["epoch"] == 2
+    assert loaded["history"] == state(2)["history"]
+    assert torch.equal(loaded["model"]["weight"], state(2)["model"]["weight"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([CURRENT, PREVIOUS])
+
+
+def test_there_is_none_at_first(tmp_path):
+    assert load_checkpoint(tmp_path) is None
+
+
+def test_it_is_an_ordinary_torch_file(folder):
+    assert torch.load(folder / CURRENT, weights_only=True)["epoch"] == 2
+
+
+def test_a_truncated_file_gives_way_to_the_previous(folder, capsys):
+    size = (folder / CURRENT).stat().st_size
+    lengths = {0, 1, 71, 72, 73, size - 73, size - 72, size - 1, *random.Random(0).sample(range(size), 30)}
+    whole = (folder / CURRENT).read_bytes()
+    for length in lengths:
+        (folder / CURRENT).write_bytes(whole[:length])
+        assert load_checkpoint(folder)["epoch"] == 1
+        assert CURRENT in capsys.readouterr().err
+
+
+def test_a_changed_byte_anywhere_is_noticed(folder):
+    whole = (folder / CURRENT).read_bytes()
+    generator = random.Random(1)
+    positions = [0, len(whole) - 1, len(whole) - 73, *generator.sample(range(len(whole)), 60)]
+    for position in positions:
+        damaged = bytearray(whole)
+        damaged[position] ^= generator.randrange(1, 256)
+        (folder / CURRENT).write_bytes(damaged)
+        with pytest.raises(DamagedCheckpoint, match=CURRENT):
+            read_checkpoint(folder / CURRENT)
+
+
+def test_bytes_appended_are_noticed(folder):
+    with open(folder / CURRENT, "ab") as file:
+        file.write(b"\0" * 100)
+    assert load_checkpoint(folder)["epoch"] == 1
+
+
+def test_a_damaged_file_is_not_rotated_over_the_whole_one(folder):
+    (folder / CURRENT).write_bytes(b"damaged")
+    load_checkpoint(folder)
+    save_checkpoint(folder, state(3))
+    (folder / CURRENT).write_bytes(b"damaged again")
+    assert load_checkpoint(folder)["epoch"] == 1
+
+
+def test_both_damaged_means_none(folder, capsys):
+    (folder / CURRENT).write_bytes(b"")
+    (folder / PREVIOUS).write_bytes(b"")
+    assert load_checkpoint(folder) is None
+    assert "checkpoint.previous.pt" in capsys.readouterr().err
+
+
+def test_a_kill_between_the_renames_leaves_the_last_epoch(folder):
+    (folder / CURRENT).rename(folder / PREVIOUS)
+    assert load_checkpoint(folder)["epoch"] == 2
+
+
+def test_a_kill_while_writing_leaves_the_last_epoch_and_its_leavings_are_overwritten(folder):
+    (folder / (CURRENT + ".tmp")).write_bytes(b"half a checkpoint")
+    assert load_checkpoint(folder)["epoch"] == 2
+    save_checkpoint(folder, state(3))
+    assert load_checkpoint(folder)["epoch"] == 3
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_failed_save_leaves_what_was_there(folder):
+    class Unsaveable:
+        def __reduce__(self):
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        save_checkpoint(folder, {"epoch": 3, "model": Unsaveable()})
+    assert load_checkpoint(folder)["epoch"] == 2
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    class Code:
+        def __reduce__(self):
+            return print, ("executed",)
+
+    save_checkpoint(tmp_path, {"epoch": Code()})
+    with pytest.raises(Exception, match=r"weights_only|Unsupported"):
+        load_checkpoint(tmp_path)
+
+
+def test_removal(folder):
+    remove_checkpoints(folder, (PREVIOUS,))
+    assert [path.name for path in folder.iterdir()] == [CURRENT]
+    remove_checkpoints(folder)
+    assert list(folder.iterdir()) == []
+    remove_checkpoints(folder)
+
+
+def test_random_states_come_back():
+    cpu = torch.device("cpu")
+    before = random_states(cpu)
+    drawn = torch.rand(5)
+    restore_random_states(before, cpu)
+    assert torch.equal(torch.rand(5), drawn)

@@ -1,0 +1,79 @@
+"""Devices are resolved or refused with a sentence; what a row says about the machine is there."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import environment
+from experiments.command_line import portable
+from experiments.environment import ROOT, describe_environment, git_commit, peak_memory_mib, resolve_device
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_devices_with_two_gpus(two_gpus):
+    names = ("auto", "cuda", "cuda:1", "cpu")
+    assert [str(resolve_device(name)) for name in names] == ["cuda:0", "cuda:0", "cuda:1", "cpu"]
+    with pytest.raises(ValueError, match="this machine has 2"):
+        resolve_device("cuda:2")
+
+
+def test_devices_without_a_gpu(no_gpu):
+    assert str(resolve_device("auto")) == "cpu"
+    with pytest.raises(ValueError, match="no GPU here; use --device cpu"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "mps", "cpu:0", "CPU"])
+def test_other_names_are_refused(two_gpus, name):
+    with pytest.raises(ValueError, match="--device must be auto, cpu, cuda or cuda:<index>"):
+        resolve_device(name)
+
+
+def test_the_machine_is_described():
+    description = describe_environment(torch.device("cpu"))
+    assert all(description.values())
+    assert description["torch_version"] == torch.__version__
+    assert peak_memory_mib(torch.device("cpu")) > 50
+
+
+def test_the_commit_is_marked_when_tracked_files_outside_results_differ(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    git("init")
+    (tmp_path / "results").mkdir()
+    for name in ("code.py", "results/table.csv"):
+        (tmp_path / name).write_text("before")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = git_commit()
+    assert len(clean) == 40
+    (tmp_path / "results" / "table.csv").write_text("a new row")
+    (tmp_path / "untracked").touch()
+    assert git_commit() == clean
+    (tmp_path / "code.py").write_text("after")
+    assert git_commit() == clean + "-dirty"
+
+
+def test_without_a_repository_the_commit_is_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert git_commit() == ""
+
+
+def test_paths_in_a_row_do_not_tell_where_the_repository_lies():
+    assert portable(ROOT / "data" / "downloads") == str(Path("data") / "downloads")
+    assert portable(Path("..") / "elsewhere") == str(Path("..") / "elsewhere")

@@ -1,0 +1,53 @@
+"""The official losses are built silently, agree with this repository's, and are refused where there are none."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from experiments.official_loss import executor_of, make_official_loss
+from topk_losses import METHODS, make_loss
+
+LACKING = ("sinkhorn_sort", "soft_topk")
+P_K = {"softmax_cross_entropy": [1.0], "smooth_topk": [0.0, 0.0, 1.0], "smooth_hard_topk": [0.0, 0.0, 1.0]}
+
+
+@pytest.mark.parametrize("method", [*(name for name in METHODS if name not in LACKING), "bitonic__non_sparse"])
+def test_value_and_gradient_agree(method):
+    logits, labels = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)), torch.arange(8)
+    results = []
+    for build in (make_loss, make_official_loss):
+        scores = logits.clone().requires_grad_()
+        loss = build(method, P_K.get(method, [0.5, 0.0, 0.5]), 12)(scores, labels)
+        loss.backward()
+        results.append((loss.detach(), scores.grad))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_printed():
+    program = (
+        "from experiments.official_loss import make_official_loss as make\n"
+        "for method in ('splitter_selection', 'bitonic', 'softsort'): make(method, [.5, .5], 12)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("method", LACKING)
+def test_what_the_package_lacks_is_refused(method):
+    with pytest.raises(ValueError, match=f"difftopk has no {method}"):
+        make_official_loss(method, [0.5, 0.5], 12)
+
+
+def test_refusals_of_the_library_come_first():
+    with pytest.raises(ValueError, match="sum to 1"):
+        make_official_loss("softsort", [0.5, 0.4], 12)
+    with pytest.raises(ValueError, match="leave m out"):
+        make_official_loss("softsort", [0.5, 0.5], 12, m=12)
+
+
+def test_the_executor_is_named():
+    assert executor_of("odd_even") == "dense"
+    assert executor_of("bitonic") in ("sparse", "dense")
+    assert executor_of("softsort") == ""

@@ -1,0 +1,251 @@
+"""A results file has one whole row per configuration, whoever writes or dies at the same time."""
+
+import csv
+import json
+import multiprocessing
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.run_record import (
+    COLUMNS,
+    RecordError,
+    find_row,
+    main,
+    open_run,
+    read_rows,
+    run_id,
+    write_config,
+    write_epochs,
+    write_row,
+)
+
+PROCESSES = multiprocessing.get_context("spawn")
+
+
+def row(name: str, **others) -> dict:
+    return {"run_id": name, "method": "neuralsort", "p_k": [0.2] * 5, "m": None, "test_top1": 0.5, **others}
+
+
+def add_rows(path: Path, writer: int, count: int) -> None:
+    for index in range(count):
+        write_row(path, row(f"{writer}-{index}", seed=index))
+
+
+def test_a_row_comes_back_as_text(tmp_path):
+    path = tmp_path / "deep" / "results.csv"
+    write_row(path, row("a", compile=True, lr=0.1, path=Path("x") / "y", note='comma, "quote"\nand line'))
+    assert read_rows(path) == [
+        {
+            **{"run_id": "a", "method": "neuralsort", "p_k": "0.2 0.2 0.2 0.2 0.2", "m": "", "test_top1": "0.5"},
+            **{"compile": "true", "lr": "0.1", "path": "x/y", "note": 'comma, "quote"\nand line'},
+        }
+    ]
+    assert find_row(path, "a")["lr"] == "0.1"
+    assert find_row(path, "b") is None
+
+
+def test_an_absent_and_an_empty_file_have_no_rows(tmp_path):
+    assert read_rows(tmp_path / "absent.csv") == []
+    (tmp_path / "empty.csv").touch()
+    assert read_rows(tmp_path / "empty.csv") == []
+    write_row(tmp_path / "empty.csv", row("a"))
+    assert len(read_rows(tmp_path / "empty.csv")) == 1
+
+
+def test_a_second_row_of_a_configuration_takes_the_place_of_the_first(tmp_path):
+    path = tmp_path / "results.csv"
+    for name, value in (("a", 1), ("b", 2), ("a", 3)):
+        write_row(path, row(name, value=value))
+    assert [(each["run_id"], each["value"]) for each in read_rows(path)] == [("b", "2"), ("a", "3")]
+
+
+def test_columns_are_merged(tmp_path):
+    path = tmp_path / "results.csv"
+    write_row(path, {"run_id": "a", "old": 1, "shared": 2})
+    write_row(path, {"run_id": "b", "shared": 3, "new": 4})
+    assert path.read_text() == "run_id,old,shared,new\na,1,2,\nb,,3,4\n"
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link, target = tmp_path / "results.csv", tmp_path / "elsewhere" / "results.csv"
+    link.symlink_to(target)
+    write_row(link, row("a"))
+    write_row(link, row("b"))
+    assert link.is_symlink()
+    assert len(read_rows(target)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n1,2\n", "not a results file"),
+        (b"run_id,a,a\nx,1,2\n", "each column once"),
+        (b"run_id,a\nx,1,2\n", "line 2 .* 3 cells under 2 columns"),
+        (b"run_id,a\nx\ny,1\n", "line 2 .* 1 cells"),
+        (b"\xff\xfe\x00", "cannot read"),
+    ],
+)
+def test_an_unusable_file_is_refused_and_left_alone(tmp_path, content, message):
+    path = tmp_path / "results.csv"
+    path.write_bytes(content)
+    for use in (read_rows, lambda path: write_row(path, row("a"))):
+        with pytest.raises(RecordError, match=message):
+            use(path)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path):
+    with pytest.raises(RecordError, match="cannot read"):
+        read_rows(tmp_path)
+
+
+def test_a_byte_order_mark_and_foreign_line_ends_are_read(tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_bytes(b"\xef\xbb\xbfrun_id,a\r\nx,1\r\n")
+    assert read_rows(path) == [{"run_id": "x", "a": "1"}]
+
+
+def test_a_last_line_cut_anywhere_does_not_stop_others(tmp_path, capsys):
+    path = tmp_path / "results.csv"
+    write_row(path, row("a"))
+    whole = path.read_bytes()
+    write_row(path, row("b"))
+    complete = path.read_bytes()
+    last_cell = complete.rindex(b",")
+    for length in range(len(whole) + 1, last_cell):
+        path.write_bytes(complete[:length])
+        assert find_row(path, "b") is None
+        write_row(path, row("c"))
+        assert [each["run_id"] for each in read_rows(path)] == ["a", "c"]
+        assert "cut short" in capsys.readouterr().err
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
+    path = tmp_path / "results.csv"
+    writers = [PROCESSES.Process(target=add_rows, args=(path, writer, 12)) for writer in range(4)]
+    for writer in writers:
+        writer.start()
+    stop = threading.Event()
+    seen = []
+
+    def read():
+        while not stop.is_set():
+            seen.append(len(read_rows(path)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for writer in writers:
+        writer.join()
+    stop.set()
+    reader.join()
+    assert {writer.exitcode for writer in writers} == {0}
+    assert sorted(each["run_id"] for each in read_rows(path)) == sorted(f"{w}-{i}" for w in range(4) for i in range(12))
+    assert seen == sorted(seen)  # a reader without a lock never misses rows that were there
+
+
+def test_a_killed_writer_leaves_whole_rows(tmp_path):
+    path = tmp_path / "results.csv"
+    for writer in range(3):
+        process = PROCESSES.Process(target=add_rows, args=(path, writer, 100_000))
+        process.start()
+        while not (path.exists() and any(each["run_id"].startswith(f"{writer}-") for each in read_rows(path))):
+            time.sleep(0.01)
+        time.sleep(random.Random(writer).uniform(0, 0.1))
+        process.kill()
+        process.join()
+        names = [each["run_id"] for each in read_rows(path)]
+        assert len(set(names)) == len(names)
+    write_row(path, row("after"))  # the lock of the dead is free
+    assert find_row(path, "after")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+IDENTITY = {"method": "softsort", "p_k": [0.5, 0.5], "m": None, "seed": 0}
+
+
+def test_a_run_id_reads_well_and_tells_settings_apart():
+    readable = "{method}-pk_{p_k}-m{m}-seed{seed}"
+    name = run_id(IDENTITY, readable)
+    assert name.startswith("softsort-pk_0.5_0.5-m-seed0-")
+    assert run_id(dict(reversed(IDENTITY.items())), readable) == name
+    assert run_id({**IDENTITY, "added_later": None}, readable) == name
+    others = [{"m": 5}, {"seed": 1}, {"p_k": [0.5, 0.25]}, {"added_later": 1}]
+    assert len({name, *(run_id({**IDENTITY, **other}, readable) for other in others)}) == 5
+    assert run_id({"data": "../a b/ü"}, "{data}").startswith(".._a_b__-")
+
+
+def test_a_run_folder_belongs_to_one_process(tmp_path):
+    with (
+        open_run(tmp_path / "run"),
+        pytest.raises(RecordError, match="another process"),
+        open_run(tmp_path / "run"),
+    ):
+        pass
+    with open_run(tmp_path / "run"):
+        pass
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match="run folder"), open_run(tmp_path / "file" / "run"):
+        pass
+
+
+def test_config_and_epochs(tmp_path):
+    write_config(tmp_path, {"p_k": [0.5, 0.5], "data_dir": Path("data"), "m": None})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"p_k": [0.5, 0.5], "data_dir": "data", "m": None}
+    write_epochs(tmp_path, [{"epoch": 1, "loss": 0.1 + 0.2}, {"epoch": 2, "loss": 1e-9}])
+    with open(tmp_path / "epochs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(each["loss"]) for each in rows] == [0.1 + 0.2, 1e-9]
+
+
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "results.csv"
+    for name, method, top1 in (("a", "neuralsort", 0.5), ("b", "softsort", 0.123456789), ("c", "neuralsort", 0.75)):
+        write_row(path, row(name, method=method, test_top1=top1))
+    return path
+
+
+def test_show_filters_sorts_and_shortens(results, capsys):
+    assert main(["show", str(results), "--where", "method=neuralsort", "--sort", "test_top1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["method", "p_k", "test_top1"],
+        ["neuralsort", *["0.2"] * 5, "0.75"],
+        ["neuralsort", *["0.2"] * 5, "0.5"],
+        ["(2", "rows)"],
+    ]
+    assert main(["show", str(results), "--sort", "method", "--columns", "run_id", "test_top1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].split() == ["b", "0.1235"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--where", "methd=neuralsort"], "no column 'methd'; did you mean method"),
+        (["--where", "neuralsort"], "COLUMN=VALUE"),
+        (["--sort", "top1"], "test_top1"),
+        (["--columns", "nothing"], "no column 'nothing'"),
+    ],
+)
+def test_show_answers_mistakes_with_a_sentence(results, capsys, arguments, message):
+    assert main(["show", str(results), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_show_says_that_a_file_is_missing(tmp_path, capsys):
+    assert main(["show", str(tmp_path / "absent.csv")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_every_column_is_explained(capsys):
+    assert main(["columns"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed and meaning in printed for name, meaning in COLUMNS.items())

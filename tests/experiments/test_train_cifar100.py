@@ -1,0 +1,546 @@
+"""The script as a user meets it: rows, resume to the bit, refusals with a sentence.
+
+Most tests put a network of two layers in the place of the ResNet; the last one runs the script itself.
+"""
+
+import csv
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from experiments import train_cifar100 as script
+from experiments.checkpoint import CURRENT, PREVIOUS, read_checkpoint
+from experiments.metrics import TOP_K, chosen_by_validation
+from experiments.run_record import COLUMNS, open_run, read_rows
+from topk_losses import METHODS
+
+QUICK = [
+    *("--dataset", "digits", "--limit_train", "80", "--limit_test", "40", "--batch_size", "16"),
+    *("--device", "cpu", "--threads", "1"),
+]
+# What a clock or the machine's load decides; everything else must come out the same, to the last digit.
+TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
+
+
+def tiny_network(name: str, num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, num_classes)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(script, "resnet_cifar", tiny_network)
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results.csv"
+
+
+def command(results: Path, flags: str = "", method: str = "neuralsort", n_epochs: int = 3) -> list[str]:
+    return [*QUICK, *f"--method {method} --n_epochs {n_epochs} {flags}".split(), "--results", str(results)]
+
+
+def only_run(results: Path) -> Path:
+    (folder,) = (results.parent / "runs").iterdir()
+    return folder
+
+
+def outcome(results: Path) -> tuple[dict, list[dict], dict]:
+    """The row, the epochs and the final weights, without what a clock decides."""
+    (row,) = read_rows(results)
+    folder = results.parent / "runs" / row["run_id"]
+    with open(folder / "epochs.csv", newline="") as file:
+        epochs = list(csv.DictReader(file))
+    for each in (row, *epochs):
+        for name in (*TIMES, "times_resumed"):
+            each.pop(name, None)
+    return row, epochs, read_checkpoint(folder / CURRENT)["model"]
+
+
+def assert_same_outcome(first: Path, second: Path) -> None:
+    (row, epochs, weights), (other_row, other_epochs, other_weights) = outcome(first), outcome(second)
+    assert row == other_row
+    assert epochs == other_epochs
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+# The record.
+
+
+def test_a_run_leaves_a_row_and_a_folder(tiny, results, capsys):
+    assert script.main(command(results)) == 0
+    printed = capsys.readouterr().out
+    (row,) = read_rows(results)
+    folder = only_run(results)
+    assert folder.name == row["run_id"]
+    assert row["run_id"].startswith("digits-resnet18-neuralsort-pk_0.2_0.2_0.2_0.2_0.2-3epochs-seed0-")
+    assert str(results) in printed
+    assert len(re.findall(r"^epoch \d/3 ", printed, re.MULTILINE)) == 3
+
+    with open(folder / "epochs.csv", newline="") as file:
+        epochs = [{name: float(cell) for name, cell in each.items()} for each in csv.DictReader(file)]
+    assert [each["epoch"] for each in epochs] == [1, 2, 3]
+    for split in ("train", "valid", "test"):
+        assert all(f"{split}_loss" in each for each in epochs)
+        for each in epochs:
+            fractions = [each[f"{split}_top{k}"] for k in TOP_K]
+            assert fractions == sorted(fractions)
+            assert fractions[2:] == [1.0, 1.0]  # ten classes
+    for name, value in chosen_by_validation(epochs).items():
+        assert float(row[name]) == value
+    assert float(row["last_test_top1"]) == epochs[-1]["test_top1"]
+    assert (row["train_images"], row["valid_images"], row["test_images"]) == ("76", "4", "40")
+    trained_images = 3 * (76 // 16) * 16
+    assert float(row["images_per_second"]) == pytest.approx(trained_images / float(row["train_seconds"]))
+
+    config = json.loads((folder / "config.json").read_text())
+    assert config["run_id"] == row["run_id"]
+    assert config["p_k"] == [0.2] * 5
+    # Of a finished run the checkpoint of the last epoch stays, alone.
+    assert sorted(path.name for path in folder.iterdir()) == [CURRENT, "config.json", "epochs.csv", "run.lock"]
+    assert read_checkpoint(folder / CURRENT)["epoch"] == 3
+
+
+def test_bars_on_a_terminal_leave_the_lines_whole(tiny, results, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert script.main(command(results)) == 0
+    captured = capsys.readouterr()
+    assert "3/3" in captured.err
+    assert len(re.findall(r"^epoch \d/3 .* images/s\), evaluated .* s$", captured.out, re.MULTILINE)) == 3
+
+
+def test_every_column_of_a_row_is_a_flag_or_explained(tiny, results):
+    script.main(command(results, n_epochs=1))
+    (row,) = read_rows(results)
+    flags = vars(script.parse_arguments(["--method", "softsort"])).keys() - {"results", "force"}
+    assert row.keys() - flags == COLUMNS.keys()
+    assert flags <= row.keys()
+    assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
+    assert set(script.IDENTITY) <= flags
+
+
+def test_the_row_holds_resolved_settings(tiny, results):
+    script.main(command(results, "--distribution logistic_phi", method="bitonic__non_sparse", n_epochs=1))
+    (row,) = read_rows(results)
+    expected = {
+        **{"method": "bitonic", "inverse_temperature": "0.5", "distribution": "logistic_phi", "art_lambda": "0.5"},
+        **{"top1_mode": "smce", "lr": "0.001", "nloglr": "3.0", "device": "cpu", "threads": "1", "m": ""},
+        **{"data_dir": "data/downloads", "noise_groups": "", "label_noise": "0.0", "implementation": "ours"},
+    }
+    assert {name: row[name] for name in expected} == expected
+
+
+def test_settings_written_out_are_the_same_configuration(tiny, results, capsys):
+    script.main(command(results, n_epochs=1))
+    same = "--p_k .2 .2 .2 .2 .2 --inverse_temperature .0625 --top1_mode smce --lr 1e-3 --noise_groups blocks"
+    assert script.main(command(results, same, n_epochs=1)) == 0
+    assert "skipped" in capsys.readouterr().out
+    assert len(read_rows(results)) == 1
+
+
+@pytest.mark.parametrize("method", [*METHODS, "bitonic__non_sparse"])
+def test_every_method_trains(tiny, results, method):
+    assert script.main(command(results, method=method, n_epochs=1)) == 0
+    assert read_rows(results)[0]["run_id"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--method softmax_cross_entropy --p_k 1. 0. 0. 0. 0.",
+        "--method softmax_cross_entropy -p_k 1. 0. 0. 0. 0.",
+        "--method splitter_selection --distribution logistic_phi --inverse_temperature .5 --art_lambda .5 "
+        "--p_k .2 .2 .2 .2 .2",
+        "--method bitonic --distribution logistic_phi --inverse_temperature .5 --art_lambda .5 --p_k .25 0. 0. 0. .75",
+        "--method neuralsort --inverse_temperature 0.0625 --p_k 0. 0. 0. 0. 1.",
+        "--method softsort --inverse_temperature 0.0625 --p_k .1 0. 0. 0. .9",
+        "--method smooth_hard_topk --inverse_temperature 1. --p_k 0. 0. 0. 0. 1. --nloglr 3",
+    ],
+)
+def test_published_commands_run_as_they_stand(tiny, results, flags):
+    assert script.main([*QUICK, *flags.split(), "--n_epochs", "1", "--results", str(results)]) == 0
+    assert len(read_rows(results)) == 1
+
+
+def test_the_published_defaults():
+    args = script.parse_arguments(["--method", "softsort"])
+    assert (args.dataset, args.model, args.n_epochs, args.batch_size) == ("cifar100", "resnet18", 200, 128)
+    assert (args.seed, args.label_noise, args.precision, args.device) == (0, 0.0, "fp32", "auto")
+    assert args.data_dir.parts[-2:] == ("data", "downloads")
+    assert args.results.parts[-2:] == ("results", "cifar100.csv")
+
+
+@pytest.mark.parametrize("flags", ["--precision bf16", "--deterministic", "--label_noise .5", "--m 8 --lr .01"])
+def test_variants_train(tiny, results, flags):
+    try:
+        assert script.main(command(results, flags, n_epochs=1)) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(read_rows(results)) == 1
+
+
+def test_the_official_loss_gives_the_same_row(tiny, results):
+    flags = "--p_k .5 0 0 0 .5 --inverse_temperature .5"
+    for implementation in ("ours", "difftopk"):
+        assert script.main(command(results, f"{flags} --implementation {implementation}", "splitter_selection")) == 0
+    ours, official = read_rows(results)
+    assert float(ours["last_train_loss"]) == pytest.approx(float(official["last_train_loss"]), rel=1e-3)
+    assert (ours["implementation"], official["implementation"]) == ("ours", "difftopk")
+
+
+# Skipping and repeating.
+
+
+def test_a_recorded_configuration_is_skipped_and_force_repeats_it(tiny, results, capsys):
+    script.main(command(results))
+    (before,) = read_rows(results)
+    capsys.readouterr()
+    assert script.main(command(results)) == 0
+    assert "skipped" in capsys.readouterr().out
+    assert read_rows(results) == [before]
+
+    assert script.main(command(results, "--force")) == 0
+    (after,) = read_rows(results)
+    assert after["started_utc"] > before["started_utc"]
+    assert after["last_test_loss"] == before["last_test_loss"]
+
+
+def test_a_finished_run_without_its_row_is_recorded_without_training(tiny, results, monkeypatch):
+    script.main(command(results))
+    (before,) = read_rows(results)
+    results.unlink()
+    monkeypatch.setattr(script, "train_epoch", lambda *_: pytest.fail("trained again"))
+    assert script.main(command(results)) == 0
+    (after,) = read_rows(results)
+    assert after["train_seconds"] == before["train_seconds"]
+    # A row whose line was cut short is mended in the same way.
+    whole = results.read_text()
+    results.write_text(whole[: len(whole) // 2 + 600])
+    assert script.main(command(results)) == 0
+    assert read_rows(results)[0]["train_seconds"] == before["train_seconds"]
+
+
+def stop_after(monkeypatch, epoch: int, how: type[BaseException]) -> None:
+    """Let the epoch after `epoch` raise, in the middle of training."""
+    train_epoch = script.train_epoch
+
+    def interrupted(number, *others):
+        result = train_epoch(number, *others)
+        if number > epoch:
+            raise how
+        return result
+
+    monkeypatch.setattr(script, "train_epoch", interrupted)
+
+
+def test_a_forced_repetition_that_was_interrupted_continues(tiny, results, monkeypatch, capsys):
+    script.main(command(results))
+    (before,) = read_rows(results)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1, KeyboardInterrupt)
+        assert script.main(command(results, "--force")) == 130
+    assert read_rows(results) == [before]
+    capsys.readouterr()
+    assert script.main(command(results, "--force")) == 0
+    assert "continuing after epoch 1 of 3" in capsys.readouterr().out
+    (after,) = read_rows(results)
+    assert (after["times_resumed"], after["last_test_loss"]) == ("1", before["last_test_loss"])
+
+
+# Resume.
+
+
+def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tiny, tmp_path, monkeypatch, capsys):
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    assert script.main(command(undisturbed, n_epochs=4)) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, KeyboardInterrupt)
+        assert script.main(command(resumed, n_epochs=4)) == 130
+    message = capsys.readouterr().err
+    assert "same command continues" in message
+    assert "Traceback" not in message
+    assert not resumed.exists()
+    torch.rand(17)  # the state of the global generator must come from the checkpoint
+    assert script.main(command(resumed, n_epochs=4)) == 0
+    assert_same_outcome(undisturbed, resumed)
+    assert read_rows(resumed)[0]["times_resumed"] == "1"
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tiny, tmp_path, monkeypatch, capsys):
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    script.main(command(undisturbed))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, KeyboardInterrupt)
+        script.main(command(resumed))
+    checkpoint = only_run(resumed) / CURRENT
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
+    capsys.readouterr()
+    assert script.main(command(resumed)) == 0
+    captured = capsys.readouterr()
+    assert "truncated" in captured.err
+    assert "continuing after epoch 1 of 3" in captured.out
+    assert_same_outcome(undisturbed, resumed)
+
+
+def test_without_a_whole_checkpoint_the_run_begins_anew(tiny, tmp_path, monkeypatch, capsys):
+    results = tmp_path / "r.csv"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, KeyboardInterrupt)
+        script.main(command(results))
+    for name in (CURRENT, PREVIOUS):
+        (only_run(results) / name).write_bytes(b"damaged")
+    assert script.main(command(results)) == 0
+    assert "beginning" in capsys.readouterr().out
+    assert read_rows(results)[0]["times_resumed"] == "0"
+
+
+def test_a_checkpoint_of_another_network_is_refused(tiny, results, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1, KeyboardInterrupt)
+        script.main(command(results))
+    monkeypatch.setattr(script, "resnet_cifar", lambda name, n: nn.Sequential(nn.Flatten(), nn.Linear(3072, n)))
+    assert script.main(command(results)) == 1
+    assert "another version of this code" in capsys.readouterr().err
+
+
+def test_sigterm_leaves_with_143(tiny, results, monkeypatch, capsys):
+    train_epoch = script.train_epoch
+
+    def terminated(number, *others):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_epoch(number, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_epoch", terminated)
+        assert script.main(command(results)) == 143
+    assert "same command continues" in capsys.readouterr().err
+    assert script.main(command(results)) == 0
+    assert read_rows(results)[0]["times_resumed"] == "1"
+
+
+def run_tiny(argv: list[str]) -> None:
+    """The script with the tiny network, in a process of its own, without its lines."""
+    script.resnet_cifar = tiny_network
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(script.main(argv))
+
+
+def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path):
+    # The server imports what takes seconds, once; each process is then a fork of it.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["experiments.train_cifar100", "sklearn.datasets", "sklearn.model_selection"])
+
+    def start(results: Path) -> multiprocessing.Process:
+        process = processes.Process(target=run_tiny, args=(command(results, n_epochs=30),))
+        process.start()
+        return process
+
+    undisturbed, killed = tmp_path / "undisturbed" / "r.csv", tmp_path / "killed" / "r.csv"
+    process = start(undisturbed)
+    process.join()
+    assert process.exitcode == 0
+
+    generator = random.Random(0)
+    exit_codes = []
+    for epoch in (0, 0, 1, 4, 8, 12, 16, 20, 24, 28):
+        process = start(killed)
+        while process.is_alive() and finished_epochs(killed) < epoch:
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        exit_codes.append(process.exitcode)
+    assert exit_codes.count(-signal.SIGKILL) >= 8  # the last may have been too late
+    process = start(killed)
+    process.join()
+    assert process.exitcode == 0
+    assert_same_outcome(undisturbed, killed)
+    assert not list(killed.parent.rglob("*.tmp"))
+
+
+def finished_epochs(results: Path) -> int:
+    files = list((results.parent / "runs").glob("*/epochs.csv"))
+    return len(files[0].read_text().splitlines()) - 1 if files else 0
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--method"),
+        ("--method neuralsrt", "did you mean 'neuralsort'"),
+        ("--method softsort --dataset cifar", "did you mean 'cifar10"),
+        ("--method softsort --model resnet19", "did you mean 'resnet18'"),
+        ("--method bitonic --distribution logistc", "did you mean 'logistic'"),
+        ("--method softsort --top1_mode smc", "did you mean 'smce'"),
+        ("--method softsort --p_k .2 .2", "p_k must be non-negative and sum to 1, got [0.2, 0.2] (sum 0.4)"),
+        ("--method softsort --p_k .5 -.5 1", "must be a number between 0 and 1, got '-.5'"),
+        ("--method softsort --p_k .2,.8", "got '.2,.8'"),
+        ("--method softsort --p_k", "--p_k"),
+        ("--method softmax_cross_entropy --p_k .2 .2 .2 .2 .2", "softmax_cross_entropy"),
+        ("--method smooth_topk --p_k .5 .5", "single k"),
+        ("--method softsort --p_k 1 0 0", "softmax_cross_entropy"),
+        ("--method softsort --m 5", "raise m"),
+        ("--method softsort --m 11", "num_classes=10"),
+        ("--method softsort --m 0", "at least 1, got '0'"),
+        ("--method softsort --m 2.5", "got '2.5'"),
+        ("--method softsort --inverse_temperature 0", "must be a number above 0, got '0'"),
+        ("--method softsort --inverse_temperature nan", "got 'nan'"),
+        ("--method softsort --distribution logistic", "distribution"),
+        ("--method bitonic --distribution gaussian --art_lambda .5", "art_lambda"),
+        ("--method bitonic --art_lambda 1.5", "art_lambda"),
+        ("--method softmax_cross_entropy --inverse_temperature 1", "inverse_temperature"),
+        ("--method softsort --lr .1 --nloglr 3", "not allowed with"),
+        ("--method softsort --lr -1", "must be a number above 0, got '-1'"),
+        ("--method softsort --lr inf", "got 'inf'"),
+        ("--method softsort --nloglr 1000", "between -10 and 30"),
+        ("--method softsort --n_epochs 0", "at least 1, got '0'"),
+        ("--method softsort --n_epochs ten", "got 'ten'"),
+        ("--method softsort --seed -1", "between 0 and"),
+        ("--method softsort --batch_size 1000", "--batch_size must not exceed the 76 training images"),
+        ("--method softsort --limit_train 5000", "limit_train"),
+        ("--method softsort --limit_train 3", "limit_train"),
+        ("--method softsort --limit_test 0", "at least 1, got '0'"),
+        ("--method softsort --label_noise 1.5", "between 0 and 1, got '1.5'"),
+        ("--method softsort --noise_groups superclas", "did you mean 'superclass'"),
+        ("--method softsort --label_noise .1 --noise_groups superclass", "superclass"),
+        ("--method softsort --device gpu", "cpu, cuda or cuda:<index>, got 'gpu'"),
+        ("--method softsort --device cuda:x", "cuda:<index>"),
+        ("--method softsort --device cuda:99", "cuda:99 is not there"),
+        ("--method softsort --precision fp16", "precision"),
+        ("--method softsort --threads 0", "at least 1, got '0'"),
+        ("--method softsort --implementation official", "implementation"),
+        ("--method sinkhorn_sort --implementation difftopk", "difftopk has no sinkhorn_sort"),
+        ("--method softsort --m 10 --implementation difftopk", "leave m out"),
+        ("--method softsort --epochs 3", "unrecognized arguments: --epochs"),
+        ("--method softsort --n_epoch 3", "unrecognized arguments: --n_epoch"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_with_a_sentence(tiny, results, capsys, flags, message):
+    assert script.main([*QUICK, "--n_epochs", "1", "--results", str(results), *flags.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert list(results.parent.iterdir()) == []
+
+
+def test_compile_without_a_compiler_is_refused(tiny, results, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    assert script.main(command(results, "--compile")) == 2
+    assert "C++ compiler" in capsys.readouterr().err
+
+
+def test_missing_data_is_answered_with_a_sentence(tiny, results, tmp_path, capsys):
+    flags = f"--dataset cifar100 --data_dir {tmp_path / 'nothing'} --mirror file://{tmp_path}/absent.tar.gz"
+    assert script.main(command(results, flags)) == 1
+    assert "not available" in capsys.readouterr().err
+    assert not results.exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny, results, capsys):
+    assert script.main(command(results, "--lr 1e30", method="softmax_cross_entropy")) == 1
+    assert re.search(
+        r"loss became (nan|inf) in epoch 1, step 2 of 4, with method softmax_cross_entropy", capsys.readouterr().err
+    )
+    assert not results.exists()
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run(tiny, results, capsys):
+    flags = "--lr 1e30 --batch_size 76"  # one step, whose loss is finite
+    assert script.main(command(results, flags, method="softmax_cross_entropy")) == 1
+    assert "validation after epoch 1" in capsys.readouterr().err
+    assert not results.exists()
+
+
+def test_a_configuration_that_is_running_is_refused(tiny, results, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1, KeyboardInterrupt)
+        script.main(command(results))
+    with open_run(only_run(results)):
+        assert script.main(command(results)) == 1
+        assert "another process" in capsys.readouterr().err
+        assert script.main(command(results, "--seed 1")) == 0
+
+
+@pytest.mark.parametrize("content", ["a,b\n1,2\n", "run_id,a\nx,1,2\n"])
+def test_an_unusable_results_file_is_refused_before_training(tiny, results, capsys, monkeypatch, content):
+    results.write_text(content)
+    monkeypatch.setattr(script, "train_epoch", lambda *_: pytest.fail("trained"))
+    assert script.main(command(results)) == 1
+    assert str(results) in capsys.readouterr().err
+    assert results.read_text() == content
+
+
+def test_a_results_path_that_cannot_be_is_refused(tiny, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert script.main(command(tmp_path / "file" / "results.csv")) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+# The script itself.
+
+
+def test_the_script_end_to_end_with_ctrl_c_and_kill(tmp_path):
+    """Interrupted, killed and resumed in three processes, against an undisturbed run in this one."""
+    flags = "--limit_train 40 --limit_test 20"
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    line = [sys.executable, script.__file__, *command(resumed, flags, "splitter_selection")]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    def wait_for(process: subprocess.Popen, text: str) -> None:
+        while text not in (printed := process.stdout.readline()):
+            assert printed, process.stderr.read()
+
+    first = start()
+    wait_for(first, "epoch 1/3")
+    first.send_signal(signal.SIGINT)
+    _, message = first.communicate()
+    assert first.returncode == 130
+    assert "same command continues" in message
+    assert "Traceback" not in message
+
+    second = start()
+    wait_for(second, "continuing after epoch 1 of 3")
+    wait_for(second, "epoch 2/3")
+    time.sleep(0.1)
+    second.kill()
+    second.communicate()
+    assert second.returncode == -signal.SIGKILL
+
+    third = start()
+    printed, message = third.communicate()
+    assert third.returncode == 0
+    assert "continuing after epoch 2 of 3" in printed
+    assert message == ""
+
+    assert script.main(command(undisturbed, flags, "splitter_selection")) == 0
+    assert_same_outcome(undisturbed, resumed)

@@ -1,0 +1,227 @@
+"""models/resnet_cifar.py: architecture, initialisation, and what the forward pass promises."""
+
+import math
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from models.resnet_cifar import ARCHITECTURES, resnet_cifar
+
+
+def basic_parameters(blocks: list[int], num_classes: int) -> int:
+    """Parameters of the variant with two 3x3 convolutions per block, counted from the description."""
+    total = 64 * 3 * 3 * 3 + 2 * 64  # conv1 and its batch norm
+    width_in = 64
+    for stage, count in enumerate(blocks):
+        width = 64 * 2**stage
+        for block in range(count):
+            first = width_in if block == 0 else width
+            total += 9 * first * width + 2 * width + 9 * width * width + 2 * width
+            if block == 0 and first != width:
+                total += first * width + 2 * width  # 1x1 shortcut
+        width_in = width
+    return total + width_in * num_classes + num_classes
+
+
+def bottleneck_parameters(blocks: list[int], num_classes: int) -> int:
+    """Parameters of the variant with 1x1, 3x3 and 1x1 convolutions, the last four times as wide."""
+    total = 64 * 3 * 3 * 3 + 2 * 64
+    width_in = 64
+    for stage, count in enumerate(blocks):
+        width = 64 * 2**stage
+        for block in range(count):
+            first = width_in if block == 0 else 4 * width
+            total += first * width + 2 * width + 9 * width * width + 2 * width + 4 * width * width + 8 * width
+            if block == 0:
+                total += first * 4 * width + 8 * width
+        width_in = 4 * width
+    return total + width_in * num_classes + num_classes
+
+
+def images(batch: int = 4) -> torch.Tensor:
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def resnet18() -> nn.Module:
+    torch.manual_seed(0)
+    return resnet_cifar("resnet18", 100)
+
+
+def test_resnet18_with_100_classes_has_11220132_parameters(resnet18):
+    assert sum(p.numel() for p in resnet18.parameters()) == 11_220_132
+    assert basic_parameters([2, 2, 2, 2], 100) == 11_220_132
+
+
+@pytest.mark.parametrize(
+    ("name", "formula", "blocks"),
+    [
+        ("resnet18", basic_parameters, [2, 2, 2, 2]),
+        ("resnet34", basic_parameters, [3, 4, 6, 3]),
+        ("resnet50", bottleneck_parameters, [3, 4, 6, 3]),
+    ],
+)
+def test_parameter_count_follows_the_formula(name, formula, blocks):
+    assert sum(p.numel() for p in resnet_cifar(name, 10).parameters()) == formula(blocks, 10)
+
+
+def test_first_layers_are_the_published_ones(resnet18):
+    conv, pool = resnet18.conv1, resnet18.maxpool
+    assert conv.weight.shape == (64, 3, 3, 3)
+    assert (conv.stride, conv.padding, conv.bias) == ((1, 1), (1, 1), None)
+    assert isinstance(pool, nn.MaxPool2d)
+    assert (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_state_dict_has_torchvisions_names_and_shapes(name):
+    ours = {key: value.shape for key, value in resnet_cifar(name, 10).state_dict().items()}
+    with torch.device("meta"):
+        theirs = torchvision.models.get_model(name, num_classes=10).state_dict()
+    expected = {key: value.shape for key, value in theirs.items()}
+    expected["conv1.weight"] = torch.Size([64, 3, 3, 3])
+    assert ours == expected
+    assert list(ours) == list(expected)
+
+
+def test_stages_shrink_the_image_as_documented(resnet18):
+    sizes = {}
+    hooks = [
+        getattr(resnet18, name).register_forward_hook(
+            lambda module, inputs, output, name=name: sizes.update({name: tuple(output.shape[1:])})
+        )
+        for name in ("conv1", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc")
+    ]
+    with torch.no_grad():
+        resnet18.eval()(images(2))
+    for hook in hooks:
+        hook.remove()
+    assert sizes == {
+        "conv1": (64, 32, 32),
+        "maxpool": (64, 16, 16),
+        "layer1": (64, 16, 16),
+        "layer2": (128, 8, 8),
+        "layer3": (256, 4, 4),
+        "layer4": (512, 2, 2),
+        "avgpool": (512, 1, 1),
+        "fc": (100,),
+    }
+
+
+@pytest.mark.parametrize(("name", "width"), [("resnet18", 512), ("resnet34", 512), ("resnet50", 2048)])
+def test_features_are_the_input_of_fc(name, width):
+    model = resnet_cifar(name, 7).eval()
+    with torch.no_grad():
+        features, logits = model.features(images(2)), model(images(2))
+    assert features.shape == (2, width)
+    assert width == model.fc.in_features
+    assert logits.shape == (2, 7)
+    torch.testing.assert_close(features @ model.fc.weight.T + model.fc.bias, logits)
+
+
+def test_forward_is_torchvisions_apart_from_the_first_convolution(resnet18):
+    theirs = torchvision.models.resnet18(num_classes=100)
+    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    theirs.load_state_dict(resnet18.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(resnet18.eval()(images()), theirs.eval()(images()))
+
+
+def test_initial_weights_have_the_stated_statistics(resnet18):
+    for name, module in resnet18.named_modules():
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.out_channels * math.prod(module.kernel_size)
+            std, count = math.sqrt(2 / fan_out), module.weight.numel()
+            # Five standard errors of the mean and of the standard deviation of a normal sample.
+            assert abs(module.weight.mean().item()) < 5 * std / math.sqrt(count), name
+            assert abs(module.weight.std().item() - std) < 5 * std / math.sqrt(2 * count), name
+        elif isinstance(module, nn.Linear):
+            bound = 1 / math.sqrt(module.in_features)
+            for parameter in (module.weight, module.bias):
+                assert parameter.abs().max().item() <= bound
+                assert parameter.abs().max().item() > 0.9 * bound
+    fresh = resnet_cifar("resnet18", 100)
+    for module in fresh.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert (module.weight == 1).all()
+            assert (module.bias == 0).all()
+            assert (module.running_mean == 0).all()
+            assert (module.running_var == 1).all()
+            assert module.num_batches_tracked == 0
+
+
+def test_each_weight_is_drawn_once_in_the_documented_order():
+    torch.manual_seed(3)
+    model = resnet_cifar("resnet18", 100)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.out_channels * math.prod(module.kernel_size)
+            weight = torch.empty_like(module.weight).normal_(0, math.sqrt(2 / fan_out))
+            torch.testing.assert_close(module.weight, weight)
+    fc = nn.Linear(512, 100)
+    assert torch.equal(model.fc.weight, fc.weight)
+    assert torch.equal(model.fc.bias, fc.bias)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_number_of_classes_changes_the_head_alone():
+    torch.manual_seed(1)
+    ten = resnet_cifar("resnet18", 10).state_dict()
+    torch.manual_seed(1)
+    hundred = resnet_cifar("resnet18", 100).state_dict()
+    assert all(torch.equal(ten[key], hundred[key]) for key in ten if not key.startswith("fc."))
+
+
+def test_parameters_are_on_the_cpu_and_trainable(resnet18):
+    assert all(p.device.type == "cpu" and p.requires_grad for p in resnet18.parameters())
+    assert all(b.device.type == "cpu" for b in resnet18.buffers())
+
+
+def test_channels_last_gives_the_same_logits(resnet18):
+    model = resnet_cifar("resnet18", 100).eval()
+    model.load_state_dict(resnet18.state_dict())
+    with torch.no_grad():
+        expected = model(images())
+        model.to(memory_format=torch.channels_last)
+        actual = model(images().contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_is_deterministic_and_leaves_the_statistics_alone(resnet18):
+    resnet18.eval()
+    before = {key: value.clone() for key, value in resnet18.state_dict().items()}
+    with torch.no_grad():
+        assert torch.equal(resnet18(images()), resnet18(images()))
+        # Without batch statistics an image's logits do not depend on its neighbours.
+        torch.testing.assert_close(resnet18(images())[:1], resnet18(images()[:1]), rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(before[key], value) for key, value in resnet18.state_dict().items())
+
+
+def test_training_step_reaches_every_parameter():
+    model = resnet_cifar("resnet18", 10)
+    nn.functional.cross_entropy(model(images()), torch.arange(4)).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(m.num_batches_tracked == 1 for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+def test_bfloat16_autocast_runs_forward_and_backward():
+    model = resnet_cifar("resnet18", 10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(images())
+    assert logits.dtype == torch.bfloat16
+    logits.float().logsumexp(1).sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_unknown_name_lists_the_choices():
+    with pytest.raises(ValueError, match=r"unknown model 'resnet9'.*resnet18, resnet34, resnet50"):
+        resnet_cifar("resnet9")
+
+
+def test_num_classes_must_be_positive():
+    with pytest.raises(ValueError, match=r"num_classes .* at least 1, got 0"):
+        resnet_cifar(num_classes=0)

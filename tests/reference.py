@@ -1,0 +1,119 @@
+"""Slow, obvious float64 oracles: each operator by its textbook definition, n x n where the library avoids it.
+
+Every operator takes logits (batch, n) and returns the full relaxed permutation matrix (batch, n, n), row 0 = rank 1.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+
+def hard_permutation(logits: Tensor) -> Tensor:
+    """(batch, n, n): row r is the one-hot of the class at rank r + 1."""
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    return torch.nn.functional.one_hot(order, logits.shape[1]).double()
+
+
+def neuralsort(logits: Tensor, inverse_temperature: float) -> Tensor:
+    """Grover et al. 2019, equation 5: softmax(((n + 1 - 2i) s - A 1) / tau)."""
+    s = logits.double()
+    n = s.shape[1]
+    A = (s.unsqueeze(2) - s.unsqueeze(1)).abs()  # (batch, n, n)
+    i = torch.arange(1, n + 1, dtype=torch.float64)
+    z = (n + 1 - 2 * i).view(1, n, 1) * s.unsqueeze(1) - A.sum(2).unsqueeze(1)
+    return (z * inverse_temperature).softmax(2)
+
+
+def softsort(logits: Tensor, inverse_temperature: float, power: float = 1.0) -> Tensor:
+    """Prillo and Eisenschlos 2020, equation 4: softmax(-|sort(s) - s|^p / tau)."""
+    s = logits.double()
+    ordered = s.sort(dim=1, descending=True).values
+    distance = (ordered.unsqueeze(2) - s.unsqueeze(1)).abs() ** power
+    return (-distance * inverse_temperature).softmax(2)
+
+
+def sigmoid_family(distribution: str, v: Tensor, d: Tensor, beta: float, art_lambda: float) -> Tensor:
+    """The six cumulative distribution functions at v = beta d, written out case by case."""
+    if distribution == "logistic":
+        return 1 / (1 + torch.exp(-v))
+    if distribution == "logistic_phi":
+        return 1 / (1 + torch.exp(-v / (d.abs() + 1e-10) ** art_lambda))
+    if distribution == "gaussian":
+        return 0.5 * (1 + torch.erf(v / math.sqrt(2)))
+    if distribution == "reciprocal":
+        return 0.5 * (v / (2 + v.abs()) + 1)
+    if distribution == "cauchy":
+        return torch.atan(v) / math.pi + 0.5
+    if distribution == "optimal":
+        low, high = -1 / (16 * v), 1 - 1 / (16 * v)
+        return torch.where(v < -0.25, low, torch.where(v > 0.25, high, v + 0.5))
+    raise AssertionError(distribution)
+
+
+def network(logits: Tensor, layers, distribution: str, beta: float, art_lambda: float) -> Tensor:
+    """Product of dense n x n layer matrices, P = L_t ... L_1, rows turned so that row 0 is rank 1."""
+    x = logits.double()
+    batch, n = x.shape
+    P = torch.eye(n, dtype=torch.float64).expand(batch, n, n)
+    for lo_lanes, hi_lanes in layers:
+        L = torch.eye(n, dtype=torch.float64).repeat(batch, 1, 1)
+        for lo, hi in zip(lo_lanes.tolist(), hi_lanes.tolist()):
+            d = x[:, hi] - x[:, lo]
+            alpha = sigmoid_family(distribution, beta * d, d, beta, art_lambda)
+            for row, weight_lo in ((lo, alpha), (hi, 1 - alpha)):
+                L[:, row] = 0
+                L[:, row, lo] = weight_lo
+                L[:, row, hi] = 1 - weight_lo
+        x = (L @ x.unsqueeze(2)).squeeze(2)
+        P = L @ P
+    return P.flip(1)
+
+
+def sinkhorn(
+    logits: Tensor, anchors: Tensor, sizes: Tensor, inverse_temperature: float, iterations: int = 5000
+) -> Tensor:
+    """n times the entropic transport plan by plain Sinkhorn iterations: (batch, A, n)."""
+    s = logits.double()
+    n = s.shape[1]
+    std = (s - s.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
+    x = torch.sigmoid((s - s.mean(1, keepdim=True)) / std)
+    minus_cost = -inverse_temperature * (anchors.double().view(1, -1, 1) - x.unsqueeze(1)) ** 2  # (batch, A, n)
+    log_mass = (sizes.double() / n).log().view(1, -1, 1)
+    f = torch.zeros_like(x).unsqueeze(1)
+    for _ in range(iterations):
+        g = log_mass - (minus_cost + f).logsumexp(2, keepdim=True)
+        f = -math.log(n) - (minus_cost + g).logsumexp(1, keepdim=True)
+    return n * (minus_cost + f + g).exp()
+
+
+def topk_cross_entropy(P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, top1_mode: str) -> Tensor:
+    """The loss per sample from the full P (batch, >= K, n), in loops over the batch and over k as the paper writes it.
+
+    p_k (batch, K). The guard is that of the official code.
+    """
+    losses = []
+    for b, y in enumerate(labels.tolist()):
+        softmax_y = scores[b].double().softmax(0)[y]
+        total, first = torch.zeros((), dtype=torch.float64), 0 if top1_mode == "sort" else 1
+        for k in range(first, p_k.shape[1]):
+            total = total + p_k[b, k] * sum(P[b, r, y] for r in range(k + 1))
+        if top1_mode == "sm":
+            total = total + p_k[b, 0] * softmax_y
+        loss = -torch.log(total * (1 - 2e-7) + 1e-7)
+        if top1_mode == "smce":
+            loss = -p_k[b, 0] * torch.log(softmax_y) + (1 - p_k[b, 0]) * loss
+        losses.append(loss)
+    return torch.stack(losses)
+
+
+def top_m(scores: Tensor, label: int, m: int) -> list[int]:
+    """Classes kept for one sample (n,): the true one, then the m - 1 largest others in falling order."""
+    others = [j for j in scores.argsort(descending=True, stable=True).tolist() if j != label]
+    return [label, *others[: m - 1]]
+
+
+def elementary_symmetric(values: list[float], k: int) -> float:
+    """Sum over all k-subsets of the product of their values."""
+    return sum(math.prod(subset) for subset in itertools.combinations(values, k))

@@ -1,0 +1,115 @@
+"""Comparator networks: the published sizes, the hard selection, and the comparators of difftopk."""
+
+import contextlib
+import io
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topk_losses.networks import bitonic, odd_even, splitter_selection
+
+with contextlib.redirect_stdout(io.StringIO()):
+    import difftopk.networks
+
+CONSTRUCTIONS = (odd_even, bitonic, splitter_selection)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "depth", "num_comparators"),
+    [
+        (1000, 5, 22, 5085),
+        (1024, 5, 22, 5273),
+        (10450, 5, 27, 68085),
+        (100, 5, 17, 385),
+        (100, 10, 27, 528),
+        (50, 5, 15, 181),
+        (16, 5, 10, 50),
+    ],
+)
+def test_splitter_selection_has_the_published_size(n, k, depth, num_comparators):
+    network = splitter_selection(n, k)
+    assert (network.depth, network.num_comparators) == (depth, num_comparators)
+    assert network.pruned().depth == depth
+
+
+@pytest.mark.parametrize(("n", "depth"), [(16, 10), (50, 21), (100, 28), (1024, 55), (10450, 105)])
+def test_bitonic_has_the_published_depth(n, depth):
+    assert bitonic(n, 5).depth == depth
+    assert bitonic(n, 5).pruned().depth == depth
+
+
+def run_hard(network, x):
+    """Lanes (n, samples) through min and max."""
+    x = x.clone()
+    for lo, hi in network.layers:
+        x[lo], x[hi] = torch.minimum(x[lo], x[hi]), torch.maximum(x[lo], x[hi])
+    return x
+
+
+@pytest.mark.parametrize("construct", CONSTRUCTIONS)
+@pytest.mark.parametrize("n", range(2, 15))
+def test_selects_every_input_of_zeros_and_ones(construct, n):
+    """The 0-1 principle: a network that is right on all 2^n such inputs is right on all inputs."""
+    x = torch.tensor(list(itertools.product([0.0, 1.0], repeat=n))).T
+    for k in {1, min(2, n - 1), min(5, n - 1), n - 1}:
+        network = construct(n, k)
+        want = (torch.arange(k).unsqueeze(1) < x.sum(0)).float()  # (k, 2^n)
+        assert torch.equal(run_hard(network, x)[network.output_lanes], want)
+        assert torch.equal(run_hard(network.pruned(), x)[network.output_lanes], want)
+
+
+@given(st.sampled_from(CONSTRUCTIONS), st.integers(2, 200), st.data())
+@settings(max_examples=60, deadline=None)
+def test_selects_the_top_k_in_order(construct, n, data):
+    k = data.draw(st.integers(1, min(n - 1, 20)))
+    network = construct(n, k)
+    x = torch.randn(n, 32, generator=torch.Generator().manual_seed(n * 31 + k))
+    assert torch.equal(run_hard(network.pruned(), x)[network.output_lanes], x.topk(k, dim=0).values)
+    for layer in network.layers:
+        assert layer.unique().numel() == layer.numel(), "lanes of one layer are disjoint"
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 16, 50, 100])
+def test_comparators_are_those_of_difftopk(n):
+    k = min(5, n - 1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        official = {
+            odd_even: difftopk.networks.get_sorting_network("odd_even", n, "cpu"),
+            bitonic: difftopk.networks.get_sorting_network("bitonic", n, "cpu"),
+        }
+        sparse = difftopk.networks.get_sorting_network("sparse_splitter_selection", n, "cpu", k)
+    official[splitter_selection] = [[matrix.to_dense().T for matrix in layer[:4]] for layer in sparse]
+    for construct, layers in official.items():
+        theirs = []
+        for _, _, combine_min, combine_max in layers:
+            # A lane that passes a layer untouched is stored as a comparator with itself, at one half.
+            both = (combine_min == 1).any(0) & (combine_max == 1).any(0)
+            pairs = zip(combine_min[:, both].argmax(0).tolist(), combine_max[:, both].argmax(0).tolist())
+            theirs.append({pair for pair in pairs if pair[0] != pair[1]})
+        ours = [set(zip(*layer.tolist())) for layer in construct(n, k).layers]
+        assert ours == [layer for layer in theirs if layer], construct.__name__
+
+
+@pytest.mark.parametrize("construct", CONSTRUCTIONS)
+@pytest.mark.parametrize(("n", "k"), [(5, 5), (5, 0), (5, 6), (1, 1), (5, 2.0), (5, True)])
+def test_refuses_k_outside_its_range(construct, n, k):
+    with pytest.raises(ValueError, match="k must be"):
+        construct(n, k)
+
+
+def test_bitonic_sorts_where_difftopk_does_not():
+    """For n = 22 the official network drops comparators that it needs; ours sorts at the same depth."""
+    n, k = 22, 5
+    x = torch.randn(n, 200, generator=torch.Generator().manual_seed(0))
+    official = x.T
+    for split_a, split_b, combine_min, combine_max in difftopk.networks.get_sorting_network("bitonic", n, "cpu"):
+        a, b = official @ split_a.T, official @ split_b.T
+        official = torch.minimum(a, b) @ combine_min.T + torch.maximum(a, b) @ combine_max.T
+    want = x.topk(k, dim=0).values
+    network = bitonic(n, k)
+    assert not torch.equal(official[:, network.output_lanes].T, want)
+    assert torch.equal(run_hard(network, x)[network.output_lanes], want)
+    assert network.depth == 15

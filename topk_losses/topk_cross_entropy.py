@@ -1,0 +1,200 @@
+"""The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K.
+
+L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y] = -log sum_r w_r P[r, y],  w_r = sum_{k>=r} P_K(k)
+(Petersen, Kuehne, Borgelt, Deussen, "Differentiable Top-k Classification Learning", ICML 2022).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from topk_losses.checks import (
+    check_choice,
+    check_logits_and_labels,
+    check_m,
+    check_p_k,
+)
+from topk_losses.operator import to_compute_dtype
+from topk_losses.registry import METHODS, RELAXATIONS, resolve_method, resolve_settings
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def select_top_m(scores: Tensor, labels: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Keep the true class and the m - 1 largest other scores (Petersen et al. 2022, section 3.4).
+
+    scores (batch, n); labels (batch,) int64, or (batch, n) a distribution, whose most probable class counts as the
+    true one. Returns scores (batch, m), true class first and the others falling, and the labels that go with them:
+    zeros (batch,), or the distribution's mass on the kept classes (batch, m). Among equal scores the order is that
+    of torch.topk.
+    """
+    true = labels.argmax(1) if labels.is_floating_point() else labels  # (batch,)
+    with torch.no_grad():
+        index = scores.topk(m, dim=1).indices  # (batch, m)
+        found = index == true.unsqueeze(1)  # (batch, m)
+        # the place that the true class leaves on moving to the front; the lowest place if it is not there
+        place = torch.where(found.any(1), found.int().argmax(1), m - 1).unsqueeze(1)  # (batch, 1)
+        moved = torch.cat([true.unsqueeze(1), index[:, :-1]], dim=1)  # (batch, m)
+        index = torch.where(torch.arange(m, device=scores.device) <= place, moved, index)
+    if labels.is_floating_point():
+        return scores.gather(1, index), labels.gather(1, index)
+    return scores.gather(1, index), torch.zeros_like(labels)
+
+
+def guarded_log(p: Tensor) -> Tensor:
+    """log(p (1 - 2e-7) + 1e-7), the official code's guard against log 0: finite for p in [0, 1]."""
+    return torch.log(p * (1 - 2e-7) + 1e-7)
+
+
+def rank_weights(p_k: Tensor, top1_mode: str) -> Tensor:
+    """w_r = sum_{k>=r} P_K(k) for r = 1..K: (..., K), of the ranks that the sorting method pays for.
+
+    In the modes sm and smce the softmax pays for P_K(1), so that the sum starts at k = 2.
+    """
+    if top1_mode != "sort":
+        p_k = torch.cat([torch.zeros_like(p_k[..., :1]), p_k[..., 1:]], dim=-1)
+    return p_k.flip(-1).cumsum(-1).flip(-1)
+
+
+class TopKCrossEntropyLoss(nn.Module):
+    """Differentiable top-k cross-entropy, a drop-in for torch.nn.CrossEntropyLoss: loss(logits, labels).
+
+    Args:
+        method: a relaxation: neuralsort, softsort, sinkhorn_sort, soft_topk, odd_even, bitonic,
+            splitter_selection (default).
+        p_k: P_K, p_k[j] = P(k = j + 1): (K,) for all, or (num_classes, K) with one row per class. Non-negative,
+            each row summing to 1, K < m (K < num_classes without m).
+        num_classes: n, the number of logits.
+        m: keep the true class and the m - 1 largest others, 2 <= m <= n; None (default) keeps all. The softmax
+            term sees the m scores too.
+        inverse_temperature: > 0, larger = closer to hard sorting. Defaults: networks 1, neuralsort and softsort
+            .5 (published for ImageNet with m = 16; for all 100 scores of CIFAR-100 .5 and .0625 were published),
+            sinkhorn_sort 100 and soft_topk 10 (epsilon .01 and .1).
+        distribution: networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
+        art_lambda: logistic_phi only: in [0, 1), default .5.
+        top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
+            (default): softmax(logits)_y inside the same logarithm. "smce": a cross-entropy of its own,
+            P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
+        reduction: "mean" (over the labels that are not ignored), "sum" or "none" (0 where ignored).
+        ignore_index: label of samples that do not count.
+
+    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code. Half-precision logits are
+    computed in float32 and give a float32 loss. A NaN or +inf logit makes the loss of its sample NaN; a -inf logit
+    does too, unless m leaves it out or the method has a limit there (softsort). Other samples are not touched.
+    Raises ValueError on construction for settings that do not fit, with a sentence saying which.
+    """
+
+    def __init__(
+        self,
+        method: str = "splitter_selection",
+        p_k: Sequence[float] | Tensor = (0.2, 0.2, 0.2, 0.2, 0.2),
+        num_classes: int = 1000,
+        m: int | None = None,
+        inverse_temperature: float | None = None,
+        distribution: str | None = None,
+        art_lambda: float | None = None,
+        top1_mode: str = "sm",
+        reduction: str = "mean",
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__()
+        self.method = resolve_method(method)
+        if self.method not in RELAXATIONS:
+            raise ValueError(
+                f"{self.method} has no relaxed permutation matrix; build it with make_loss({self.method!r}, ...), or "
+                f"choose one of: {', '.join(RELAXATIONS)}"
+            )
+        settings = resolve_settings(self.method, inverse_temperature, distribution, art_lambda, top1_mode)
+        self.inverse_temperature, self.distribution = settings["inverse_temperature"], settings["distribution"]
+        self.art_lambda, self.top1_mode = settings["art_lambda"], settings["top1_mode"]
+        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
+        self.ignore_index = int(ignore_index)
+        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
+            raise ValueError(f"num_classes must be an integer of at least 2, got {num_classes!r}")
+        self.num_classes = num_classes
+        self.m = check_m(m, num_classes)
+        num_scores = self.m or num_classes
+        rows = check_p_k(p_k, num_classes=num_classes, num_scores=num_scores)  # (K,) or (num_classes, K)
+        self.k = rows.shape[-1]
+        if self.top1_mode != "sort" and bool((rows[..., 0] == 1).all()):
+            raise ValueError(
+                f"top1_mode={self.top1_mode!r} leaves nothing to sort when P_K(1) = 1: the loss would be softmax "
+                f"cross-entropy. Use method='softmax_cross_entropy', or top1_mode='sort'; got p_k={rows.tolist()}"
+            )
+        self.register_buffer("p_k", rows.float(), False)
+
+        build = METHODS[self.method].build
+        weights = rank_weights(rows, self.top1_mode)  # (..., K)
+        falls = weights > torch.nn.functional.pad(weights[..., 1:], (0, 1))  # (..., K) w_r > w_{r+1}
+        boundaries = (falls.reshape(-1, self.k).any(0).nonzero().squeeze(1) + 1).tolist()
+        options = (self.inverse_temperature, self.distribution, self.art_lambda)
+        self.operator = build(num_scores, self.k, boundaries, *options)
+        # Only soft_topk uses the boundaries: with P_K given per sample every rank needs an anchor of its own.
+        every_rank = list(range(1, self.k + 1))
+        shared = self.method != "soft_topk" or boundaries == every_rank
+        self.per_sample_operator = self.operator if shared else build(num_scores, self.k, every_rank, *options)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        p_k = [round(p, 6) for p in self.p_k.tolist()] if self.p_k.dim() == 1 else f"<{tuple(self.p_k.shape)}>"
+        return (
+            f"method={self.method}, p_k={p_k}, num_classes={self.num_classes}, m={self.m}, "
+            f"top1_mode={self.top1_mode}, reduction={self.reduction}"
+        )
+
+    def forward(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
+        """The loss: () for reduction mean and sum, (batch,) for none; float32, or float64 for float64 logits.
+
+        logits (batch, num_classes) floating point; labels (batch,) int64, or (batch, num_classes), a distribution
+        over classes carried in place of the one-hot (with p_k per class: the expectation of its rows); p_k
+        (batch, K), one P_K per sample, in place of the one given on construction (checked on the CPU only).
+        Raises TypeError or ValueError for shapes, types and labels that do not fit.
+        """
+        check_logits_and_labels(logits, labels, self.num_classes, self.ignore_index, allow_distribution=True)
+        scores = to_compute_dtype(logits)  # (batch, n)
+        batch = scores.shape[0]
+        if labels.is_floating_point():
+            counts = torch.ones(batch, dtype=torch.bool, device=scores.device)
+        else:
+            counts = labels != self.ignore_index  # (batch,)
+            labels = torch.where(counts, labels, 0)
+
+        operator = self.operator
+        if p_k is not None:
+            operator = self.per_sample_operator
+            if p_k.shape != (batch, self.k):
+                raise ValueError(f"p_k must have shape (batch, K) = ({batch}, {self.k}), got {tuple(p_k.shape)}")
+            if p_k.device.type == "cpu" and not torch.compiler.is_compiling():
+                check_p_k(p_k, num_classes=batch)
+        elif self.p_k.dim() == 1:
+            p_k = self.p_k  # (K,)
+        elif labels.is_floating_point():
+            p_k = labels.to(self.p_k.dtype) @ self.p_k  # (batch, K)
+        else:
+            p_k = self.p_k[labels]  # (batch, K)
+        p_k = p_k.to(scores.dtype)
+        weights = rank_weights(p_k, self.top1_mode)  # (K,) or (batch, K)
+
+        if self.m is not None:
+            scores, labels = select_top_m(scores, labels, self.m)
+        within = (weights * operator._rank_probabilities(scores, labels)).sum(1)  # (batch,)
+        if self.top1_mode == "sort":
+            loss = -guarded_log(within)
+        elif self.top1_mode == "sm":
+            softmax = scores.softmax(1)  # (batch, n or m)
+            if labels.is_floating_point():
+                top1 = (labels.to(scores.dtype) * softmax).sum(1)  # (batch,)
+            else:
+                top1 = softmax.gather(1, labels.unsqueeze(1)).squeeze(1)  # (batch,)
+            loss = -guarded_log(p_k[..., 0] * top1 + within)
+        else:
+            soft_labels = labels.to(scores.dtype) if labels.is_floating_point() else labels
+            top1 = cross_entropy(scores, soft_labels, reduction="none")  # (batch,)
+            loss = p_k[..., 0] * top1 - (1 - p_k[..., 0]) * guarded_log(within)
+
+        if self.reduction == "none":
+            return torch.where(counts, loss, 0.0)
+        total = torch.where(counts, loss, 0.0).sum()
+        return total if self.reduction == "sum" else total / counts.sum()
