@@ -1,5 +1,4 @@
-"""The official implementation's losses (package difftopk 0.2.0), under the names and flags of this
-repository.
+"""The official losses (package difftopk 0.2.0), under the names and flags of this repository.
 
     loss = make_official_loss("neuralsort", [.2] * 5, num_classes=100, inverse_temperature=.0625)
 
@@ -10,7 +9,6 @@ sinkhorn_sort nor soft_topk.
 """
 
 import contextlib
-import importlib.util
 import io
 import warnings
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from topk_losses import make_loss, resolve_method, resolve_settings
 with contextlib.redirect_stdout(io.StringIO()):
     import difftopk
 
-SPARSE = importlib.util.find_spec("torch_sparse") is not None
+SPARSE = difftopk.functional.SPARSE_INSTALLED
 NETWORKS = ("odd_even", "bitonic", "splitter_selection")
 
 

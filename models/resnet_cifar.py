@@ -22,9 +22,7 @@ ARCHITECTURES: dict[str, tuple[type[BasicBlock] | type[Bottleneck], list[int]]] 
 class ResNetCifar(ResNet):
     """torchvision's ResNet with a 3x3 first convolution of stride 1; build it with `resnet_cifar`."""
 
-    def __init__(
-        self, block: type[BasicBlock] | type[Bottleneck], layers: list[int], num_classes: int
-    ) -> None:
+    def __init__(self, block: type[BasicBlock] | type[Bottleneck], layers: list[int], num_classes: int) -> None:
         super().__init__(block, layers, num_classes=num_classes)
         self.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
 

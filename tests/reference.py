@@ -82,9 +82,11 @@ def sinkhorn(
     minus_cost = -inverse_temperature * (anchors.double().view(1, -1, 1) - x.unsqueeze(1)) ** 2  # (batch, A, n)
     log_mass = (sizes.double() / n).log().view(1, -1, 1)
     f = torch.zeros_like(x).unsqueeze(1)
-    for _ in range(iterations):
+    for iteration in range(iterations):
         g = log_mass - (minus_cost + f).logsumexp(2, keepdim=True)
-        f = -math.log(n) - (minus_cost + g).logsumexp(1, keepdim=True)
+        before, f = f, -math.log(n) - (minus_cost + g).logsumexp(1, keepdim=True)
+        if iteration % 50 == 0 and (f - before).abs().max() < 1e-14:
+            break
     return n * (minus_cost + f + g).exp()
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from topk_losses.checks import check_positive
 from topk_losses.operator import TopKOperator
 
-WHITENING_EPSILON = 1e-12  # added to the variance: equal scores have a finite gradient
+WHITENING_EPSILON = 1e-18  # added to the variance: equal scores have a finite gradient
 MAX_DAMPING = 1e8
 DEFAULT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 

@@ -59,15 +59,15 @@ def smooth_kth_largest(scores: Tensor, k: int, temperature: float = 1.0) -> Tens
     check_positive("temperature", temperature)
     scores = _at_least_float32(scores)
     top = scores.detach().topk(k).values  # (batch, k), descending
-    return _SmoothKthLargest.apply(scores, top, temperature)
+    return top[:, -1] + _Excess.apply(scores, top, temperature)
 
 
 class SmoothTopKLoss(nn.Module):
     """The smooth top-k SVM loss, a drop-in for torch.nn.CrossEntropyLoss(reduction=..., ignore_index=...).
 
-    Source: Berrada, Zisserman, Kumar 2018; the formula is at the top of this file. It is positive, and vanishes as
-    the true class's score rises above the k-th largest of the others by k * alpha. The authors advise to
-    cross-validate tau over powers of ten.
+    Source: Berrada, Zisserman, Kumar 2018; the formula is at the top of this file. It is positive, and fades
+    out over a width of k * tau where the true class's score passes the k-th largest of the others by k * alpha. The
+    authors advise to cross-validate tau over powers of ten.
 
     Args:
         k: the number of guesses, 1 <= k < number of classes.
@@ -123,14 +123,18 @@ class SmoothTopKLoss(nn.Module):
 
     def _losses(self, others: Tensor, true: Tensor, ignored: Tensor) -> Tensor:
         top = others.detach().topk(self.k).values  # (batch, k), descending
-        kth = _SmoothKthLargest.apply(others, top, self.k * self.tau)  # (batch,)
-        return self._smooth_hinge(self._violation(kth, true, top, ignored))
+        excess = _Excess.apply(others, top, self.k * self.tau)  # (batch,)
+        return self._smooth_hinge(self._violation(top, excess, true, ignored))
 
-    def _violation(self, kth: Tensor, true: Tensor, top: Tensor, ignored: Tensor) -> Tensor:
-        """alpha + (kth - true) / k, (batch,): -inf (no loss, no gradient) where ignored, NaN at NaN or +inf."""
+    def _violation(self, top: Tensor, excess: Tensor | float, true: Tensor, ignored: Tensor) -> Tensor:
+        """alpha + (kth - true) / k, (batch,): -inf (no loss, no gradient) where ignored, NaN at NaN or +inf.
+
+        kth is top[:, k - 1] + excess; the difference of two scores comes first, so a common offset costs no digits.
+        """
         largest = torch.maximum(top[:, 0], true).detach()  # (batch,), NaN where the row holds one
         true = torch.where(largest < math.inf, true, math.nan)
-        return (self.alpha + (kth - true) / self.k).masked_fill(ignored, -math.inf)
+        above = (top[:, self.k - 1] - true) + excess  # (batch,)
+        return (self.alpha + above / self.k).masked_fill(ignored, -math.inf)
 
     def _smooth_hinge(self, violation: Tensor) -> Tensor:
         # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
@@ -158,9 +162,10 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
 
     def _losses(self, others: Tensor, true: Tensor, ignored: Tensor) -> Tensor:
         top = others.topk(self.k + 1).values  # (batch, k + 1), descending; the last one may be the -inf of y
-        kth = _SmoothKthLargest.apply(others, top[:, : self.k].detach(), self.k * self.tau)  # (batch,)
-        smooth = self._violation(kth, true, top, ignored)  # (batch,)
-        hard = self._violation(top[:, self.k - 1], true, top, ignored)  # (batch,)
+        largest = top[:, : self.k].detach()  # (batch, k)
+        excess = _Excess.apply(others, largest, self.k * self.tau)  # (batch,)
+        smooth = self._violation(largest, excess, true, ignored)  # (batch,)
+        hard = self._violation(top, 0.0, true, ignored)  # (batch,)
         with torch.no_grad():
             # Insert the true class's score into the ranking of the others: s_[r] is the median of o_[r], s_y, o_[r-1].
             kth_of_all = torch.maximum(top[:, self.k - 1], true)  # (batch,)
@@ -175,14 +180,17 @@ def _at_least_float32(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-class _SmoothKthLargest(torch.autograd.Function):
-    """smooth_kth_largest, given the k largest scores: (scores (batch, n), top (batch, k), temperature) -> (batch,)."""
+class _Excess(torch.autograd.Function):
+    """smooth_kth_largest less the hard k-th largest: (scores (batch, n), top (batch, k), temperature) -> (batch,).
+
+    `top` holds the k largest scores in descending order. Its last column counts as a constant: the gradient is that
+    of smooth_kth_largest as a whole. Rows with fewer than k scores above -inf have value and gradient 0.
+    """
 
     @staticmethod
     def forward(ctx, scores: Tensor, top: Tensor, temperature: float) -> Tensor:
         n, k = scores.shape[1], top.shape[1]
         enough = top[:, -1:] != -math.inf  # (batch, 1): are there k scores at all?
-        # Differences are taken before the division, so a large common offset of the scores costs no digits.
         shift = torch.where(enough, top[:, -1:], 0)  # (batch, 1)
         z = (scores - shift).div_(temperature)  # (batch, n), the k-th largest is 0
         tilt = torch.where(enough, _tilt((top - shift) / temperature, z), 0)  # (batch, 1)
@@ -193,15 +201,15 @@ class _SmoothKthLargest(torch.autograd.Function):
         while levels[-1].shape[1] > 1:
             levels.append(_merge(levels[-1], max(k, 2)))
         P = levels[-1][:, 0]  # (counts, batch), row j: P(N = j)
-        kth = shift[:, 0] + temperature * (tilt[:, 0] + (P[k] / P[k - 1]).log())  # (batch,)
-        kth = torch.where(enough[:, 0], kth, -math.inf)
-        ctx.save_for_backward(kth, p, *levels)
+        excess = temperature * (tilt[:, 0] + (P[k] / P[k - 1]).log())  # (batch,)
+        excess = torch.where(enough[:, 0], excess, 0)
+        ctx.save_for_backward(excess, enough[:, 0], p, *levels)
         ctx.n, ctx.k = n, k
-        return kth
+        return excess
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        kth, p, *levels = ctx.saved_tensors
+        excess, enough, p, *levels = ctx.saved_tensors
         with torch.no_grad():
             k, P = ctx.k, levels[-1]  # (counts, 1, batch)
             # d log P(N = j) / d z_i, less what the normalisation of x adds, is p_i / P(N = j) times the derivative
@@ -214,20 +222,20 @@ class _SmoothKthLargest(torch.autograd.Function):
                 g = _unmerge(g, nodes)
             grad_scores = _unpair(g, p)[: ctx.n]  # (n, batch)
             # Samples without a gradient (unused branch, ignored label) get zeros even if they hold NaN or inf.
-            grad_scores.masked_fill_((grad == 0) | (kth == -math.inf), 0)
+            grad_scores.masked_fill_((grad == 0) | ~enough, 0)
             grad_scores = grad_scores.t().contiguous()  # (batch, n)
-        return _NotTwice.apply(grad_scores, grad, kth), None, None
+        return _NotTwice.apply(grad_scores, grad, excess), None, None
 
 
 class _NotTwice(torch.autograd.Function):
-    """The identity on a gradient; a derivative of it that reaches `grad` or `kth`, its sources, is refused.
+    """The identity on a gradient; a derivative of it that reaches `grad` or `excess`, its sources, is refused.
 
     torch.autograd.function.once_differentiable is not enough: its error sits in a node that does not lead to the
     scores, which torch.autograd.grad(..., scores) never visits, so that second derivatives come out wrong in silence.
     """
 
     @staticmethod
-    def forward(ctx, gradient: Tensor, grad: Tensor, kth: Tensor) -> Tensor:
+    def forward(ctx, gradient: Tensor, grad: Tensor, excess: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod

@@ -77,7 +77,8 @@ class RelaxedNetwork(TopKOperator):
 
     network: from topk_losses.networks (`odd_even`, `bitonic`, `splitter_selection`), for a fixed n and k.
     inverse_temperature: beta > 0, larger = closer to the hard network; default 1, as published for ImageNet
-    (CIFAR-100: .5). distribution: default "logistic_phi" with art_lambda .5, as published.
+    (CIFAR-100: .5). distribution: default "logistic_phi" with art_lambda .5, as published
+    (the other five have no art_lambda).
     Raises ValueError for an unknown distribution (naming the nearest), beta <= 0, art_lambda outside [0, 1).
     Source: Petersen et al. 2022, section 3.3; backward pass: design of this library.
     """
@@ -87,14 +88,14 @@ class RelaxedNetwork(TopKOperator):
         network: Network,
         inverse_temperature: float = 1.0,
         distribution: str = "logistic_phi",
-        art_lambda: float = 0.5,
+        art_lambda: float | None = None,
     ) -> None:
         super().__init__(network.k)
         self.n = network.n
         self.depth, self.num_comparators = network.depth, network.num_comparators
         self.inverse_temperature = check_positive("inverse_temperature", inverse_temperature)
         self.distribution = check_choice("distribution", distribution, DISTRIBUTIONS)
-        self.art_lambda = float(art_lambda)
+        self.art_lambda = 0.5 if art_lambda is None else float(art_lambda)
         if not 0 <= self.art_lambda < 1:
             raise ValueError(f"art_lambda must lie in [0, 1), got {art_lambda:g}")
         # Comparators without a path to the output lanes cost time and change nothing.

@@ -158,7 +158,7 @@ def server(published):
             pass
 
     with QuietServer(("127.0.0.1", 0), partial(Handler, directory=published.archive.parent)) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
         state.url = f"http://127.0.0.1:{httpd.server_port}"
         yield state
         httpd.shutdown()

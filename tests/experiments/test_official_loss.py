@@ -13,6 +13,7 @@ LACKING = ("sinkhorn_sort", "soft_topk")
 P_K = {"softmax_cross_entropy": [1.0], "smooth_topk": [0.0, 0.0, 1.0], "smooth_hard_topk": [0.0, 0.0, 1.0]}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:difftopk")
 @pytest.mark.parametrize("method", [*(name for name in METHODS if name not in LACKING), "bitonic__non_sparse"])
 def test_value_and_gradient_agree(method):
     logits, labels = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)), torch.arange(8)

@@ -1,0 +1,14 @@
+# Sourced from the repository root: makes .venv if it is absent and installs requirements.txt into it.
+# A stamp of requirements.txt and pyproject.toml makes the second call a matter of milliseconds.
+python=${PYTHON:-python3}
+stamp=.venv/requirements.stamp
+wanted=$(cat requirements.txt pyproject.toml | cksum)
+if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c "" 2>/dev/null; then
+  echo "making .venv with $("$python" --version)" >&2
+  "$python" -m venv --clear .venv || { echo "could not make .venv: install Python 3.10 or newer with its venv module, or set PYTHON" >&2; exit 1; }
+fi
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  echo "installing requirements.txt into .venv (PyTorch is large: a few minutes the first time)" >&2
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  echo "$wanted" > "$stamp"
+fi

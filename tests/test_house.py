@@ -1,0 +1,53 @@
+"""The directions of the house: which room may import which, and what may not stand in the repository."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+ROOMS = ("topk_losses", "models", "data", "experiments", "benchmarks", "scripts")
+FORBIDDEN = {
+    "topk_losses": {"models", "data", "experiments", "benchmarks", "scripts", "torchvision", "numpy", "difftopk"},
+    "models": {"topk_losses", "data", "experiments", "benchmarks", "scripts"},
+    "data": {"topk_losses", "models", "experiments", "benchmarks", "scripts"},
+    "experiments": {"benchmarks", "scripts"},
+    "benchmarks": {"scripts"},
+    "scripts": set(),
+}
+EXECUTABLE = {"experiments.train_cifar100"}
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_what_they_may(room):
+    for path in (ROOT / room).rglob("*.py"):
+        imported = set(imported_modules(path))
+        assert not {name.split(".")[0] for name in imported} & FORBIDDEN[room], path
+        assert not imported & EXECUTABLE, f"{path} imports a script"
+
+
+def test_the_library_imports_torch_and_the_standard_library_only():
+    for path in (ROOT / "topk_losses").rglob("*.py"):
+        names = {name.split(".")[0] for name in imported_modules(path)}
+        assert names <= {"torch", "topk_losses"} | sys.stdlib_module_names, path
+
+
+def test_importing_the_library_prints_nothing_and_loads_no_other_room():
+    program = (
+        "import sys, topk_losses\n"
+        "assert not {'models', 'data', 'experiments', 'difftopk', 'torchvision'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

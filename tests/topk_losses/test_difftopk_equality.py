@@ -1,0 +1,79 @@
+"""Equality with difftopk 0.2.0 in value and gradient, for every method, sigmoid, P_K, m and top1 mode it has.
+
+Its sparse networks need torch-sparse; without it experiments.official_loss runs the same layer matrices in its dense
+executor. The smooth top-k losses are compared in test_smooth_topk.py.
+"""
+
+import pytest
+import torch
+
+from experiments.official_loss import make_official_loss
+from topk_losses import DISTRIBUTIONS, TOP1_MODES, make_loss
+
+P_KS = ([0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)
+# float32 against float32: rounding differs, most where ART divides by the root of a small difference
+TOLERANCE = {"rtol": 2e-3, "atol": 2e-5}
+
+
+def value_and_gradient(loss, logits, labels):
+    logits = logits.clone().requires_grad_()
+    value = loss(logits, labels)
+    value.backward()
+    return value.detach(), logits.grad
+
+
+def assert_equal(method, p_k, n, m, scale=2.0, tolerance=TOLERANCE, **options):
+    generator = torch.Generator().manual_seed(n)
+    logits = torch.randn(8, n, generator=generator) * scale
+    labels = torch.randint(n, (8,), generator=generator)
+    ours = value_and_gradient(make_loss(method, p_k, n, m, **options), logits, labels)
+    theirs = value_and_gradient(make_official_loss(method, p_k, n, m, **options), logits, labels)
+    torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+@pytest.mark.parametrize("p_k", P_KS, ids=str)
+@pytest.mark.parametrize("top1_mode", TOP1_MODES)
+@pytest.mark.parametrize("method", ["neuralsort", "softsort", "odd_even", "bitonic", "splitter_selection"])
+def test_every_p_k_top1_mode_and_m(method, top1_mode, p_k):
+    for n, m in ((16, None), (16, 9), (30, 16)):
+        assert_equal(method, p_k, n, m, top1_mode=top1_mode)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("beta", [0.5, 10.0])
+@pytest.mark.parametrize("method", ["odd_even", "bitonic", "splitter_selection"])
+def test_every_distribution(method, distribution, beta):
+    assert_equal(method, [0.2] * 5, 16, None, inverse_temperature=beta, distribution=distribution)
+
+
+@pytest.mark.parametrize("art_lambda", [0.1, 0.25, 0.5, 0.75])
+def test_every_art_lambda(art_lambda):
+    assert_equal("splitter_selection", [0.2] * 5, 16, None, art_lambda=art_lambda)
+
+
+@pytest.mark.parametrize("p_k", [[0.2] * 5, [0, 0, 0, 0, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("bitonic", {"distribution": "logistic_phi", "inverse_temperature": 0.5, "art_lambda": 0.5}),
+        ("splitter_selection", {"distribution": "logistic_phi", "inverse_temperature": 0.5, "art_lambda": 0.5}),
+        ("neuralsort", {"inverse_temperature": 0.0625}),
+        ("softsort", {"inverse_temperature": 0.0625}),
+    ],
+)
+def test_the_published_cifar100_rows(method, options, p_k):
+    assert_equal(method, p_k, 100, None, top1_mode="smce", **options)
+
+
+@pytest.mark.parametrize("method", ["bitonic", "splitter_selection", "neuralsort", "softsort"])
+@pytest.mark.parametrize(("n", "m"), [(1000, 16), (1000, 50)])
+def test_the_published_imagenet_rows(method, n, m):
+    assert_equal(method, [0.5, 0, 0, 0, 0.5], n, m, top1_mode="sm")
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 100.0])
+@pytest.mark.parametrize("method", ["neuralsort", "softsort", "bitonic", "splitter_selection"])
+def test_small_and_large_logits(method, scale):
+    # at 100 both codes are this far from float64, in turns
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if scale == 100 else TOLERANCE
+    assert_equal(method, [0.2] * 5, 16, None, scale, tolerance)

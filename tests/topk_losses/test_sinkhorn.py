@@ -1,0 +1,92 @@
+"""What is particular to the transports: groups of ranks, convergence, and the warning."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import reference
+from topk_losses import SinkhornSort, SoftTopK
+from topk_losses.sinkhorn import whiten_and_squash
+
+
+def random_logits(batch, n, scale=1.0, dtype=torch.float64, seed=0):
+    return torch.randn(batch, n, dtype=dtype, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@given(st.integers(3, 14), st.data())
+@settings(max_examples=40, deadline=None)
+def test_groups_of_ranks_share_the_mass_of_their_anchor(n, data):
+    k = data.draw(st.integers(1, n - 1))
+    boundaries = sorted(data.draw(st.sets(st.integers(1, k), min_size=1)))
+    logits = random_logits(3, n, seed=n)
+    ends = [0, *boundaries, n]
+    sizes = torch.tensor([b - a for a, b in itertools.pairwise(ends)])
+    plan = reference.sinkhorn(logits, torch.linspace(1, 0, len(sizes)), sizes, 10.0)  # (batch, A, n)
+    want = (plan / sizes.view(1, -1, 1)).repeat_interleave(sizes, dim=1)[:, :k]  # (batch, k, n)
+    operator = SoftTopK(k, 10.0, boundaries)
+    torch.testing.assert_close(operator(logits), want, rtol=1e-6, atol=1e-8)
+    labels = torch.tensor([0, 1, 2])
+    torch.testing.assert_close(
+        operator.rank_probabilities(logits, labels), want[torch.arange(3), :, labels], rtol=1e-6, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("boundaries", [[], [0, 3], [2, 1], [1, 1], [6]])
+def test_refuses_boundaries_that_do_not_rise_to_k(boundaries):
+    with pytest.raises(ValueError, match="boundaries must rise"):
+        SoftTopK(5, boundaries=boundaries)
+
+
+@pytest.mark.parametrize("operator", [SinkhornSort(5), SoftTopK(5), SoftTopK(5, boundaries=[5])], ids=["n", "6", "2"])
+@pytest.mark.parametrize("factor", [0.01, 1, 100])
+@pytest.mark.parametrize("kind", ["normal", "outlier", "ties", "tiny", "heavy"])
+def test_converges_in_float32_for_all_kinds_of_scores(operator, factor, kind):
+    logits = random_logits(32, 100, dtype=torch.float32)
+    if kind == "outlier":
+        logits[:, 0] += 50
+    elif kind == "ties":
+        logits = logits.bfloat16().float()
+    elif kind == "tiny":
+        logits = logits * 1e-3
+    elif kind == "heavy":
+        logits = logits.exp()
+    options = {"boundaries": operator.boundaries} if isinstance(operator, SoftTopK) else {}
+    fresh = type(operator)(5, operator.inverse_temperature * factor, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        P = fresh(logits)
+    assert fresh.check_convergence() <= 1e-3
+    torch.testing.assert_close(P.sum(2), torch.ones(32, 5), atol=1e-2, rtol=0)
+
+
+def test_ranks_order_the_scores():
+    """A higher score is the likelier for rank 1, and the expected rank falls with the score."""
+    logits = torch.linspace(-2, 2, 10, dtype=torch.float64).unsqueeze(0)
+    P = SinkhornSort(9)(logits)[0]  # (9, n)
+    assert bool((P[0].diff() > 0).all())
+
+
+def test_warns_once_where_the_tolerance_is_missed():
+    operator = SinkhornSort(3, inverse_temperature=1e4, tolerance=1e-12, max_iterations=1)
+    logits = random_logits(4, 30)
+    with pytest.warns(RuntimeWarning, match="did not converge within 1 Newton steps"):
+        operator(logits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator(logits)
+    assert operator.check_convergence() > 1e-12
+
+
+def test_whitening_forgets_shift_and_scale():
+    logits = random_logits(4, 20)
+    torch.testing.assert_close(whiten_and_squash(logits * 7 - 3), whiten_and_squash(logits))
+
+
+@pytest.mark.parametrize("options", [{"tolerance": 0.0}, {"max_iterations": 0}, {"inverse_temperature": float("nan")}])
+def test_refuses_solver_options_out_of_range(options):
+    with pytest.raises(ValueError, match="must be"):
+        SinkhornSort(3, **options)
