@@ -47,7 +47,7 @@ COLUMNS = {
     "last_train_loss": "mean training loss over the last epoch, nats",
     "last_valid_loss": "mean validation loss of the last evaluation, nats",
     "last_test_loss": "mean test loss of the last evaluation, nats",
-    "train_seconds": "wall-clock seconds spent in training epochs, evaluation and saving excluded",
+    "train_seconds": "wall-clock seconds spent in training epochs (compilation, too), evaluation and saving excluded",
     "eval_seconds": "wall-clock seconds spent in evaluation",
     "images_per_second": "training images (augmented, forward, backward, step) per second of train_seconds",
     "peak_memory_mib": "peak memory in MiB: tensors on the GPU, or the whole process on the CPU",
