@@ -1,5 +1,7 @@
 """The common signature of the relaxed top-k operators: rank_probabilities and permutation_matrix."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,26 @@ def class_mass(labels: Tensor, like: Tensor) -> Tensor:
     if labels.is_floating_point():
         return labels.to(like.dtype)
     return torch.zeros_like(like).scatter(1, labels.unsqueeze(1), 1.0)
+
+
+class _NotTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        raise RuntimeError("the top-k losses are not twice differentiable; use no create_graph=True with them")
+
+
+def refuse_double_backward(gradient: Tensor, *sources: Tensor) -> Tensor:
+    """`gradient` as it is, but a derivative of it that reaches one of its `sources` raises RuntimeError.
+
+    For the end of a hand-written backward pass. torch.autograd.function.once_differentiable is not enough: its error
+    sits in a node that does not lead to the inputs, which torch.autograd.grad never visits, so that second
+    derivatives would come out wrong in silence. Under torch.compile, which refuses double backward itself, a no-op.
+    """
+    return gradient if torch.compiler.is_compiling() else _NotTwice.apply(gradient, *sources)
 
 
 class TopKOperator(nn.Module):

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from topk_losses.checks import check_positive
-from topk_losses.operator import TopKOperator
+from topk_losses.operator import TopKOperator, refuse_double_backward
 
 WHITENING_EPSILON = 1e-18  # added to the variance: equal scores have a finite gradient
 MAX_DAMPING = 1e8
@@ -106,16 +105,16 @@ class _Transport(torch.autograd.Function):
         return P, error
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         anchors, P = ctx.saved_tensors
-        direct = P * (grad - (grad * P).sum(1, keepdim=True))  # (batch, A, n) dL/d(-C / epsilon) at fixed h
-        # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
-        damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
-        adjoint = _solve_laplacian(P, damping, direct.sum(2)).unsqueeze(2)  # (batch, A, 1)
-        through_h = P * (adjoint - (P * adjoint).sum(1, keepdim=True)) / P.shape[2]
-        grad_x = (anchors @ (direct - through_h)) * (2 / ctx.epsilon)  # (batch, n)
-        return grad_x, None, None, None, None, None, None
+        with torch.no_grad():
+            direct = P * (grad - (grad * P).sum(1, keepdim=True))  # (batch, A, n) dL/d(-C / epsilon) at fixed h
+            # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
+            damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
+            adjoint = _solve_laplacian(P, damping, direct.sum(2)).unsqueeze(2)  # (batch, A, 1)
+            through_h = P * (adjoint - (P * adjoint).sum(1, keepdim=True)) / P.shape[2]
+            grad_x = (anchors @ (direct - through_h)) * (2 / ctx.epsilon)  # (batch, n)
+        return refuse_double_backward(grad_x, grad, P), None, None, None, None, None, None
 
 
 class _TransportOperator(TopKOperator):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from topk_losses.checks import check_choice, check_k, check_logits, check_logits_and_labels, check_positive
+from topk_losses.operator import refuse_double_backward, to_compute_dtype
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
@@ -57,7 +58,7 @@ def smooth_kth_largest(scores: Tensor, k: int, temperature: float = 1.0) -> Tens
     check_logits(scores)
     check_k(k, scores.shape[1] + 1)
     check_positive("temperature", temperature)
-    scores = _at_least_float32(scores)
+    scores = to_compute_dtype(scores)
     top = scores.detach().topk(k).values  # (batch, k), descending
     return top[:, -1] + _Excess.apply(scores, top, temperature)
 
@@ -110,7 +111,7 @@ class SmoothTopKLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         check_logits_and_labels(logits, labels, self.num_classes, self.ignore_index)
         check_k(self.k, logits.shape[1])
-        logits = _at_least_float32(logits)
+        logits = to_compute_dtype(logits)
         ignored = labels == self.ignore_index  # (batch,)
         columns = labels.masked_fill(ignored, 0).unsqueeze(1)  # (batch, 1)
         true = logits.gather(1, columns).squeeze(1)  # (batch,)
@@ -176,10 +177,6 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
         return torch.where(far_apart, F.relu(hard), self._smooth_hinge(smooth))
 
 
-def _at_least_float32(scores: Tensor) -> Tensor:
-    return scores if scores.dtype == torch.float64 else scores.float()
-
-
 class _Excess(torch.autograd.Function):
     """smooth_kth_largest less the hard k-th largest: (scores (batch, n), top (batch, k), temperature) -> (batch,).
 
@@ -224,23 +221,7 @@ class _Excess(torch.autograd.Function):
             # Samples without a gradient (unused branch, ignored label) get zeros even if they hold NaN or inf.
             grad_scores.masked_fill_((grad == 0) | ~enough, 0)
             grad_scores = grad_scores.t().contiguous()  # (batch, n)
-        return _NotTwice.apply(grad_scores, grad, excess), None, None
-
-
-class _NotTwice(torch.autograd.Function):
-    """The identity on a gradient; a derivative of it that reaches `grad` or `excess`, its sources, is refused.
-
-    torch.autograd.function.once_differentiable is not enough: its error sits in a node that does not lead to the
-    scores, which torch.autograd.grad(..., scores) never visits, so that second derivatives come out wrong in silence.
-    """
-
-    @staticmethod
-    def forward(ctx, gradient: Tensor, grad: Tensor, excess: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, _: Tensor) -> None:
-        raise RuntimeError("the smooth top-k losses are not twice differentiable; use no create_graph=True with them")
+        return refuse_double_backward(grad_scores, grad, excess), None, None
 
 
 def _tilt(top: Tensor, z: Tensor) -> Tensor:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from topk_losses.checks import check_choice, check_positive
 from topk_losses.distributions import DISTRIBUTIONS, Distribution
 from topk_losses.networks import Network
-from topk_losses.operator import TopKOperator, class_mass
+from topk_losses.operator import TopKOperator, class_mass, refuse_double_backward
 
 
 class _CarryMass(torch.autograd.Function):
@@ -45,31 +44,33 @@ class _CarryMass(torch.autograd.Function):
             t = (d.unflatten(1, (2, batch)) * alpha.unsqueeze(1)).flatten(1)  # (c, 2 batch)
             x.index_copy_(0, lanes, torch.cat([a + t, b - t]))
             saved += [d, alpha]
-        ctx.save_for_backward(*layers, output_lanes, *saved)
+        column = x.index_select(0, output_lanes)[:, batch:].T  # (batch, k)
+        ctx.save_for_backward(column, *layers, output_lanes, *saved)
         ctx.shape, ctx.num_layers = logits.shape, len(layers)
         ctx.distribution, ctx.beta, ctx.art_lambda = distribution, beta, art_lambda
-        return x.index_select(0, output_lanes)[:, batch:].T  # (batch, k)
+        return column
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layers = ctx.saved_tensors[: ctx.num_layers]
-        output_lanes, *saved = ctx.saved_tensors[ctx.num_layers :]
+        column, *tensors = ctx.saved_tensors
+        layers, (output_lanes, *saved) = tensors[: ctx.num_layers], tensors[ctx.num_layers :]
         batch, n = ctx.shape
-        g = grad.new_zeros(n, 2 * batch)
-        g[:, batch:].index_copy_(0, output_lanes, grad.T)
-        for i in reversed(range(ctx.num_layers)):
-            lanes, d, alpha = layers[i], saved[2 * i], saved[2 * i + 1]
-            g_hi, g_lo = g.index_select(0, lanes).chunk(2)  # (c, 2 batch) each
-            u = g_hi - g_lo
-            g_d = (u.unflatten(1, (2, batch)) * alpha.unsqueeze(1)).flatten(1)  # (c, 2 batch)
-            through_alpha = (u * d).unflatten(1, (2, batch)).sum(1)  # (c, batch)
-            slope = ctx.distribution.slope(d[:, :batch], alpha, ctx.beta, ctx.art_lambda)
-            g_d[:, :batch].addcmul_(slope, through_alpha)
-            # b, on lane hi, went to the min lane; a, on lane lo, to the max lane
-            g.index_copy_(0, lanes, torch.cat([g_lo + g_d, g_hi - g_d]))
-        grad_mass = g[:, batch:].T if ctx.needs_input_grad[1] else None
-        return g[:, :batch].T, grad_mass, None, None, None, None, None
+        with torch.no_grad():
+            g = grad.new_zeros(n, 2 * batch)
+            g[:, batch:].index_copy_(0, output_lanes, grad.T)
+            for i in reversed(range(ctx.num_layers)):
+                lanes, d, alpha = layers[i], saved[2 * i], saved[2 * i + 1]
+                g_hi, g_lo = g.index_select(0, lanes).chunk(2)  # (c, 2 batch) each
+                u = g_hi - g_lo
+                g_d = (u.unflatten(1, (2, batch)) * alpha.unsqueeze(1)).flatten(1)  # (c, 2 batch)
+                through_alpha = (u * d).unflatten(1, (2, batch)).sum(1)  # (c, batch)
+                slope = ctx.distribution.slope(d[:, :batch], alpha, ctx.beta, ctx.art_lambda)
+                g_d[:, :batch].addcmul_(slope, through_alpha)
+                # b, on lane hi, went to the min lane; a, on lane lo, to the max lane
+                g.index_copy_(0, lanes, torch.cat([g_lo + g_d, g_hi - g_d]))
+        grad_logits = refuse_double_backward(g[:, :batch].T, grad, column)
+        grad_mass = refuse_double_backward(g[:, batch:].T, grad, column) if ctx.needs_input_grad[1] else None
+        return grad_logits, grad_mass, None, None, None, None, None
 
 
 class RelaxedNetwork(TopKOperator):
