@@ -1,8 +1,8 @@
 """The six sigmoid families that relax a comparator (Petersen et al. 2022; diffsort, difftopk 0.2.0).
 
-Each family gives alpha(d) in [0, 1], the probability that the values d = b - a of a comparator's lanes are in
-order (b, on lane hi, is the larger), and the slope d alpha / d d, which the hand-written backward pass needs.
-All tensors have one shape; beta is the inverse temperature.
+Each family gives alpha(d) in [0, 1], the probability that of two values with the difference d the first is the larger,
+and the slope d alpha / d d, which the hand-written backward pass needs. alpha(-d) = 1 - alpha(d). All tensors have one
+shape; beta is the inverse temperature.
 """
 
 import math
@@ -27,19 +27,19 @@ def _logistic(d: Tensor, beta: float, art_lambda: float) -> Tensor:
 
 
 def _logistic_slope(d: Tensor, alpha: Tensor, beta: float, art_lambda: float) -> Tensor:
-    return beta * (alpha * (1 - alpha))
+    return beta * (alpha - alpha * alpha)
 
 
 def _logistic_phi(d: Tensor, beta: float, art_lambda: float) -> Tensor:
     """ART, the activation replacement trick: the argument is beta d / (|d| + 1e-10)^lambda."""
-    return torch.sigmoid(beta * d / (d.abs() + ART_EPSILON).pow(art_lambda))
+    return torch.sigmoid(beta * d * d.abs().add_(ART_EPSILON).pow(-art_lambda))
 
 
 def _logistic_phi_slope(d: Tensor, alpha: Tensor, beta: float, art_lambda: float) -> Tensor:
-    size = d.abs() + ART_EPSILON
-    # d/dd [d size^-lambda] = size^-lambda (1 - lambda |d| / size)
-    inner = size.pow(-art_lambda) * (1 - art_lambda * d.abs() / size)
-    return beta * (alpha * (1 - alpha)) * inner
+    size = d.abs().add_(ART_EPSILON)
+    # d/dd [d size^-lambda] = size^-lambda (1 - lambda |d| / size), with |d| = size - epsilon
+    inner = size.pow(-art_lambda).mul_((art_lambda * ART_EPSILON / size).add_(1 - art_lambda))
+    return inner.mul_(alpha - alpha * alpha).mul_(beta)
 
 
 def _gaussian(d: Tensor, beta: float, art_lambda: float) -> Tensor:

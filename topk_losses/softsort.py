@@ -1,6 +1,7 @@
-"""SoftSort (Prillo and Eisenschlos 2020) restricted to its first k rows: O(n k) per sample.
+"""SoftSort (Prillo and Eisenschlos 2020) restricted to its first k rows: O(n + k^2) per sample for one class.
 
-P[i, j] is proportional to exp(-|s_[i] - s_j|^p / tau), s_[i] the i-th largest score.
+P[i, j] is proportional to exp(-|s_[i] - s_j|^p / tau), s_[i] the i-th largest score. For p = 1 and i <= k the sum over
+all j below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_j) there: one sum serves all k rows.
 """
 
 from torch import Tensor
@@ -37,11 +38,19 @@ class SoftSort(TopKOperator):
         return (distance * -self.inverse_temperature).log_softmax(2)
 
     def _rank_probabilities(self, scores: Tensor, labels: Tensor) -> Tensor:
-        log_rows = self._log_rows(scores)
         if labels.is_floating_point():
-            return (log_rows.exp() @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
-        index = labels.view(-1, 1, 1).expand(-1, self.k, 1)  # (batch, k, 1)
-        return log_rows.gather(2, index).squeeze(2).exp()
+            return (self._log_rows(scores).exp() @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
+        true = labels.unsqueeze(1)  # (batch, 1)
+        if self.power != 1:
+            return self._log_rows(scores).exp().gather(2, true.unsqueeze(1).expand(-1, self.k, 1)).squeeze(2)
+        beta = self.inverse_temperature
+        largest = scores.topk(self.k, dim=1).values  # (batch, k)
+        kth = largest[:, -1:]  # (batch, 1)
+        # each of the k largest adds exp(0) = 1 to this sum, which is taken off again
+        below = ((scores - kth).clamp(max=0) * beta).exp().sum(1, keepdim=True) - self.k  # (batch, 1)
+        among = ((largest.unsqueeze(2) - largest.unsqueeze(1)).abs() * -beta).exp().sum(2)  # (batch, k)
+        total = among + ((kth - largest) * beta).exp() * below  # (batch, k)
+        return ((largest - scores.gather(1, true)).abs() * -beta).exp() / total
 
     def _permutation_matrix(self, scores: Tensor) -> Tensor:
         return self._log_rows(scores).exp()

@@ -1,8 +1,9 @@
 """Relaxed sorting and selection networks (Petersen et al. 2021, 2022), evaluated for the true class alone.
 
-With a, b the values on the lanes lo, hi of a comparator, d = b - a and alpha = sigmoid family(d):
-min lane b - alpha d, max lane a + alpha d. Two channels run through the same comparators: the scores, from
-which alpha is taken, and the mass of the true class (its one-hot), which ends as P[1..k, y] on the top lanes.
+With a, b the values on the lanes lo, hi of a comparator, d = a - b and swap = sigmoid family(d), the probability that
+they are out of order, the relaxed comparator leaves a - swap d on lane lo and b + swap d on lane hi: where they are
+clearly in order nothing is added and nothing rounded. Two channels run through the same comparators: the scores, from
+which swap is taken, and the mass of the true class (its one-hot), which ends as P[1..k, y] on the top lanes.
 """
 
 from typing import Any
@@ -19,8 +20,8 @@ from topk_losses.operator import TopKOperator, class_mass, refuse_double_backwar
 class _CarryMass(torch.autograd.Function):
     """Scores and mass through the layers; the mass on the output lanes comes out.
 
-    Lanes are rows, so that gathering a lane copies one contiguous row of 2 * batch values: the score channel in
-    the first half, the mass channel in the second. Saved for the backward pass: d and alpha of each layer.
+    Lanes are rows, so that gathering a lane copies one contiguous row of 2 * batch values: the score channel, then the
+    mass channel. Saved for the backward pass: d and swap of each layer.
     """
 
     @staticmethod
@@ -34,17 +35,19 @@ class _CarryMass(torch.autograd.Function):
         beta: float,
         art_lambda: float,
     ) -> Tensor:
-        batch = logits.shape[0]
-        x = torch.cat([logits.T, mass.T], dim=1)  # (n, 2 batch)
+        x = torch.stack([logits.T, mass.T], dim=1)  # (n, 2, batch)
         saved = []
         for lanes in layers:  # (2c,): the lanes hi, then the lanes lo
-            b, a = x.index_select(0, lanes).chunk(2)  # (c, 2 batch) each
-            d = b - a
-            alpha = distribution.alpha(d[:, :batch], beta, art_lambda)  # (c, batch)
-            t = (d.unflatten(1, (2, batch)) * alpha.unsqueeze(1)).flatten(1)  # (c, 2 batch)
-            x.index_copy_(0, lanes, torch.cat([a + t, b - t]))
-            saved += [d, alpha]
-        column = x.index_select(0, output_lanes)[:, batch:].T  # (batch, k)
+            pair = x.index_select(0, lanes)
+            b, a = pair.chunk(2)  # (c, 2, batch) each
+            d = a - b
+            swap = distribution.alpha(d[:, 0], beta, art_lambda)  # (c, batch)
+            moved = d * swap.unsqueeze(1)  # (c, 2, batch)
+            b += moved
+            a -= moved
+            x.index_copy_(0, lanes, pair)
+            saved += [d, swap]
+        column = x.index_select(0, output_lanes)[:, 1].T  # (batch, k)
         ctx.save_for_backward(column, *layers, output_lanes, *saved)
         ctx.shape, ctx.num_layers = logits.shape, len(layers)
         ctx.distribution, ctx.beta, ctx.art_lambda = distribution, beta, art_lambda
@@ -56,20 +59,21 @@ class _CarryMass(torch.autograd.Function):
         layers, (output_lanes, *saved) = tensors[: ctx.num_layers], tensors[ctx.num_layers :]
         batch, n = ctx.shape
         with torch.no_grad():
-            g = grad.new_zeros(n, 2 * batch)
-            g[:, batch:].index_copy_(0, output_lanes, grad.T)
+            g = grad.new_zeros(n, 2, batch)
+            g[output_lanes, 1] = grad.T
             for i in reversed(range(ctx.num_layers)):
-                lanes, d, alpha = layers[i], saved[2 * i], saved[2 * i + 1]
-                g_hi, g_lo = g.index_select(0, lanes).chunk(2)  # (c, 2 batch) each
-                u = g_hi - g_lo
-                g_d = (u.unflatten(1, (2, batch)) * alpha.unsqueeze(1)).flatten(1)  # (c, 2 batch)
-                through_alpha = (u * d).unflatten(1, (2, batch)).sum(1)  # (c, batch)
-                slope = ctx.distribution.slope(d[:, :batch], alpha, ctx.beta, ctx.art_lambda)
-                g_d[:, :batch].addcmul_(slope, through_alpha)
-                # b, on lane hi, went to the min lane; a, on lane lo, to the max lane
-                g.index_copy_(0, lanes, torch.cat([g_lo + g_d, g_hi - g_d]))
-        grad_logits = refuse_double_backward(g[:, :batch].T, grad, column)
-        grad_mass = refuse_double_backward(g[:, batch:].T, grad, column) if ctx.needs_input_grad[1] else None
+                lanes, d, swap = layers[i], saved[2 * i], saved[2 * i + 1]
+                pair = g.index_select(0, lanes)
+                g_hi, g_lo = pair.chunk(2)  # (c, 2, batch) each
+                g_moved = g_hi - g_lo
+                g_d = g_moved * swap.unsqueeze(1)  # (c, 2, batch)
+                g_swap = (g_moved * d).sum(1)  # (c, batch)
+                g_d[:, 0] += ctx.distribution.slope(d[:, 0], swap, ctx.beta, ctx.art_lambda).mul_(g_swap)
+                g_hi -= g_d
+                g_lo += g_d
+                g.index_copy_(0, lanes, pair)
+        grad_logits = refuse_double_backward(g[:, 0].T, grad, column)
+        grad_mass = refuse_double_backward(g[:, 1].T, grad, column) if ctx.needs_input_grad[1] else None
         return grad_logits, grad_mass, None, None, None, None, None
 
 
@@ -114,14 +118,15 @@ class RelaxedNetwork(TopKOperator):
             f"art_lambda={self.art_lambda:g}"
         )
 
-    def _check_width(self, scores: Tensor) -> None:
+    def _centred(self, scores: Tensor) -> Tensor:
+        """Scores less their maximum: a network sees differences only, and a common offset would cost digits."""
         if scores.shape[1] != self.n:
             raise ValueError(f"this network was built for n={self.n} scores, got logits {tuple(scores.shape)}")
+        return scores - scores.detach().amax(1, keepdim=True)
 
     def _rank_probabilities(self, scores: Tensor, labels: Tensor) -> Tensor:
-        self._check_width(scores)
         return _CarryMass.apply(
-            scores,
+            self._centred(scores),
             class_mass(labels, scores),
             self.lanes.split(self.layer_sizes),
             self.output_lanes,
@@ -136,23 +141,22 @@ class RelaxedNetwork(TopKOperator):
         A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
         output lane, runs through the same comparators in reverse order.
         """
-        self._check_width(scores)
         sigmoid = DISTRIBUTIONS[self.distribution].alpha
         layers = self.lanes.split(self.layer_sizes)
-        x = scores.T  # (n, batch)
-        alphas = []
+        x = self._centred(scores).T  # (n, batch)
+        swaps = []
         for lanes in layers:
             b, a = x.index_select(0, lanes).chunk(2)  # (c, batch) each
-            alpha = sigmoid(b - a, self.inverse_temperature, self.art_lambda)
-            t = alpha * (b - a)
-            x = x.index_copy(0, lanes, torch.cat([a + t, b - t]))
-            alphas.append(alpha)
+            swap = sigmoid(a - b, self.inverse_temperature, self.art_lambda)
+            moved = swap * (a - b)
+            x = x.index_copy(0, lanes, torch.cat([b + moved, a - moved]))
+            swaps.append(swap)
         batch = scores.shape[0]
         rows = scores.new_zeros(self.n, self.k)  # (n, k) unit vectors
         rows[self.output_lanes, torch.arange(self.k, device=scores.device)] = 1
         P = rows.unsqueeze(2).expand(-1, -1, batch)  # (n, k, batch)
-        for lanes, alpha in zip(reversed(layers), reversed(alphas)):
+        for lanes, swap in zip(reversed(layers), reversed(swaps)):
             b, a = P.index_select(0, lanes).chunk(2)  # (c, k, batch) each
-            t = alpha.unsqueeze(1) * (b - a)
-            P = P.index_copy(0, lanes, torch.cat([a + t, b - t]))
+            moved = swap.unsqueeze(1) * (a - b)
+            P = P.index_copy(0, lanes, torch.cat([b + moved, a - moved]))
         return P.permute(2, 1, 0)  # (batch, k, n)
