@@ -10,7 +10,6 @@ its dense executor; the column official_path says which.
 """
 
 import argparse
-import csv
 import multiprocessing
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.table import write_table
 from experiments.environment import device_name
 from experiments.official_loss import executor_of, make_official_loss
 from topk_losses import METHODS, RELAXATIONS, make_loss
@@ -162,14 +162,7 @@ def main() -> int:
             row["note"] = "; ".join(note for note in notes if note)
             rows.append(row)
             print(LINE.format(**row), flush=True)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = arguments.output.with_suffix(".tmp")
-    with open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, arguments.output)
-    print(f"wrote {arguments.output}")
+    write_table(arguments.output, COLUMNS, rows)
     return 0
 
 

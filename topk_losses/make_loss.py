@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from topk_losses.checks import check_logits_and_labels, check_p_k
+from topk_losses.operator import to_compute_dtype
 from topk_losses.registry import RELAXATIONS, resolve_method, resolve_settings
 from topk_losses.smooth_topk import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.topk_cross_entropy import TopKCrossEntropyLoss
@@ -17,7 +17,8 @@ class SoftmaxCrossEntropyLoss(nn.CrossEntropyLoss):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits (batch, n), labels (batch,) int64 or (batch, n) a distribution -> () or (batch,)."""
         check_logits_and_labels(logits, labels, None, self.ignore_index, allow_distribution=True)
-        return super().forward(logits if logits.dtype == torch.float64 else logits.float(), labels)
+        scores = to_compute_dtype(logits)  # (batch, n)
+        return super().forward(scores, labels.to(scores.dtype) if labels.is_floating_point() else labels)
 
 
 def _single_k(method: str, p_k: Sequence[float] | Tensor, num_classes: int) -> int:

@@ -10,6 +10,7 @@ are softmax(h - C / epsilon) with h = g / epsilon, and h is sought for which the
 same Jacobian gives the backward pass in closed form, without unrolling (Xie et al. 2020, the KKT conditions).
 """
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -171,13 +172,14 @@ class _TransportOperator(TopKOperator):
         epsilon = 1 / self.inverse_temperature
         with torch.no_grad():
             h = _hard_potentials(x, anchors, ends, last, epsilon)
-        # Autocast would run the matrix products of the solver in half precision.
-        with torch.autocast(scores.device.type, enabled=False):
+        # Autocast would run the matrix products of the solver in half precision; the meta device knows no autocast.
+        kind = scores.device.type
+        with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             P, error = _Transport.apply(
                 x, anchors, sizes / n, h, epsilon, self._tolerance(scores.dtype), self.max_iterations
             )
         self.largest_error = torch.maximum(self.largest_error, error.max().double())
-        if scores.device.type == "cpu":
+        if kind == "cpu":
             self.check_convergence()
         return P, sizes
 

@@ -98,8 +98,10 @@ def test_one_hot_labels_give_the_loss_of_class_labels(method, m):
         return  # a margin loss: it has one true class
     loss = make_loss(method, None, 12, m)
     logits, labels = random_batch()
-    one_hot = torch.nn.functional.one_hot(labels, 12).double()
-    torch.testing.assert_close(loss(logits, one_hot), loss(logits, labels))
+    one_hot = torch.nn.functional.one_hot(labels, 12)
+    torch.testing.assert_close(loss(logits, one_hot.double()), loss(logits, labels))
+    torch.testing.assert_close(loss(logits, one_hot.bfloat16()), loss(logits, labels))
+    torch.testing.assert_close(loss(logits.float(), one_hot.double()), loss(logits.float(), labels))
 
 
 @given(st.integers(2, 30), st.data())
@@ -182,6 +184,19 @@ def test_compiles_without_a_graph_break(method, m):
     value.backward()
     want.backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_read_back_from_the_device(method):
+    """Meta tensors have no values: an .item() or a branch on one raises, where on CUDA it would wait."""
+    logits = torch.empty(6, 12, device="meta", requires_grad=True)
+    labels = torch.empty(6, dtype=torch.long, device="meta")
+    for options in ({}, {"m": 8}):
+        loss = make_loss(method, None, 12, **options).to("meta")
+        loss(logits, labels).backward()
+        assert logits.grad.shape == (6, 12)
+        if method in RELAXATIONS:
+            loss(logits, labels, p_k=torch.empty(6, 5, device="meta")).backward()
 
 
 @pytest.mark.parametrize("method", RELAXATIONS)

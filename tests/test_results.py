@@ -1,0 +1,19 @@
+"""Every column of every results file is explained in results/README.md."""
+
+import csv
+import pathlib
+
+from experiments.run_record import COLUMNS
+
+RESULTS = pathlib.Path(__file__).parent.parent / "results"
+
+
+def test_every_column_is_documented():
+    text = (RESULTS / "README.md").read_text()
+    for name, meaning in COLUMNS.items():
+        assert f"| `{name}` | {meaning} |" in text
+    for path in RESULTS.glob("*.csv"):
+        with path.open(newline="") as file:
+            flags = set(next(csv.reader(file))) - set(COLUMNS)
+        assert not [flag for flag in flags if f"`{flag}`" not in text], path
+        assert f"`{path.name}`" in text
