@@ -6,8 +6,17 @@ loss(logits, labels).backward()
 
 from topk_losses.distributions import DISTRIBUTIONS
 from topk_losses.make_loss import SoftmaxCrossEntropyLoss, make_loss
+from topk_losses.networks import bitonic, odd_even, splitter_selection
 from topk_losses.neuralsort import NeuralSort
-from topk_losses.registry import ALIASES, METHODS, RELAXATIONS, TOP1_MODES, resolve_method, resolve_settings
+from topk_losses.registry import (
+    ALIASES,
+    METHODS,
+    RELAXATIONS,
+    TOP1_MODES,
+    make_operator,
+    resolve_method,
+    resolve_settings,
+)
 from topk_losses.sinkhorn import SinkhornSort, SoftTopK
 from topk_losses.smooth_topk import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.softsort import SoftSort
@@ -29,7 +38,11 @@ __all__ = [
     "SoftTopK",
     "SoftmaxCrossEntropyLoss",
     "TopKCrossEntropyLoss",
+    "bitonic",
     "make_loss",
+    "make_operator",
+    "odd_even",
     "resolve_method",
     "resolve_settings",
+    "splitter_selection",
 ]

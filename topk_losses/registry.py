@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from topk_losses import networks
-from topk_losses.checks import check_choice, check_positive
+from topk_losses.checks import check_choice, check_k, check_positive
 from topk_losses.distributions import DISTRIBUTIONS
 from topk_losses.neuralsort import NeuralSort
 from topk_losses.operator import TopKOperator
@@ -78,6 +78,17 @@ def resolve_method(method: str) -> str:
     return check_choice("method", ALIASES.get(method, method), METHODS)
 
 
+def resolve_relaxation(method: str) -> str:
+    """The canonical name of a method that has a relaxed permutation matrix; ValueError for any other."""
+    method = resolve_method(method)
+    if method not in RELAXATIONS:
+        raise ValueError(
+            f"{method} has no relaxed permutation matrix; build its loss with make_loss({method!r}, ...), or choose "
+            f"one of: {', '.join(RELAXATIONS)}"
+        )
+    return method
+
+
 def resolve_settings(
     method: str,
     inverse_temperature: float | None = None,
@@ -127,3 +138,27 @@ def resolve_settings(
         "art_lambda": art_lambda,
         "top1_mode": top1_mode,
     }
+
+
+def make_operator(
+    method: str,
+    num_scores: int,
+    k: int,
+    inverse_temperature: float | None = None,
+    distribution: str | None = None,
+    art_lambda: float | None = None,
+    boundaries: Sequence[int] | None = None,
+) -> TopKOperator:
+    """Build the relaxed top-k operator of a method by name, for num_scores scores and ranks 1..k < num_scores.
+
+    None means the method's default. boundaries matter to soft_topk alone: the last rank of each group of ranks that
+    share an anchor (default: every rank its own). Raises ValueError for a method without a relaxed permutation matrix
+    and for settings that do not fit.
+    """
+    method = resolve_relaxation(method)
+    settings = resolve_settings(method, inverse_temperature, distribution, art_lambda)
+    check_k(k, num_scores)
+    boundaries = range(1, k + 1) if boundaries is None else boundaries
+    return METHODS[method].build(
+        num_scores, k, boundaries, settings["inverse_temperature"], settings["distribution"], settings["art_lambda"]
+    )

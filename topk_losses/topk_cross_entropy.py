@@ -17,7 +17,7 @@ from topk_losses.checks import (
     check_p_k,
 )
 from topk_losses.operator import to_compute_dtype
-from topk_losses.registry import METHODS, RELAXATIONS, resolve_method, resolve_settings
+from topk_losses.registry import make_operator, resolve_relaxation, resolve_settings
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -100,12 +100,7 @@ class TopKCrossEntropyLoss(nn.Module):
         ignore_index: int = -100,
     ) -> None:
         super().__init__()
-        self.method = resolve_method(method)
-        if self.method not in RELAXATIONS:
-            raise ValueError(
-                f"{self.method} has no relaxed permutation matrix; build it with make_loss({self.method!r}, ...), or "
-                f"choose one of: {', '.join(RELAXATIONS)}"
-            )
+        self.method = resolve_relaxation(method)
         settings = resolve_settings(self.method, inverse_temperature, distribution, art_lambda, top1_mode)
         self.inverse_temperature, self.distribution = settings["inverse_temperature"], settings["distribution"]
         self.art_lambda, self.top1_mode = settings["art_lambda"], settings["top1_mode"]
@@ -125,16 +120,14 @@ class TopKCrossEntropyLoss(nn.Module):
             )
         self.register_buffer("p_k", rows.float(), False)
 
-        build = METHODS[self.method].build
         weights = rank_weights(rows, self.top1_mode)  # (..., K)
         falls = weights > torch.nn.functional.pad(weights[..., 1:], (0, 1))  # (..., K) w_r > w_{r+1}
         boundaries = (falls.reshape(-1, self.k).any(0).nonzero().squeeze(1) + 1).tolist()
         options = (self.inverse_temperature, self.distribution, self.art_lambda)
-        self.operator = build(num_scores, self.k, boundaries, *options)
-        # Only soft_topk uses the boundaries: with P_K given per sample every rank needs an anchor of its own.
-        every_rank = list(range(1, self.k + 1))
-        shared = self.method != "soft_topk" or boundaries == every_rank
-        self.per_sample_operator = self.operator if shared else build(num_scores, self.k, every_rank, *options)
+        self.operator = make_operator(self.method, num_scores, self.k, *options, boundaries)
+        # With P_K given per sample every rank needs an anchor of its own, where a method has anchors.
+        shared = self.method != "soft_topk" or len(boundaries) == self.k
+        self.per_sample_operator = self.operator if shared else make_operator(self.method, num_scores, self.k, *options)
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""

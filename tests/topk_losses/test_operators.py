@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from tests import reference
-from topk_losses import DISTRIBUTIONS, NeuralSort, RelaxedNetwork, SinkhornSort, SoftSort, SoftTopK
+from topk_losses import (
+    DISTRIBUTIONS,
+    RELAXATIONS,
+    NeuralSort,
+    RelaxedNetwork,
+    SinkhornSort,
+    SoftSort,
+    SoftTopK,
+    make_operator,
+)
 from topk_losses.distributions import DISTRIBUTIONS as FAMILIES
 from topk_losses.networks import bitonic, odd_even, splitter_selection
 
@@ -243,3 +252,16 @@ def test_networks_refuse_another_number_of_scores_and_odd_settings():
         RelaxedNetwork(bitonic(9, 3), distribution="couchy")
     with pytest.raises(ValueError, match="art_lambda must lie"):
         RelaxedNetwork(bitonic(9, 3), art_lambda=1.0)
+
+
+def test_make_operator_builds_every_relaxation_by_name():
+    logits, labels = random_logits(3, 9), torch.tensor([0, 1, 2])
+    for method in RELAXATIONS:
+        operator = make_operator(method, 9, 3)
+        assert operator.rank_probabilities(logits, labels).shape == (3, 3)
+        assert "k=3" in repr(operator)
+    assert make_operator("soft_topk", 9, 3, boundaries=[3]).boundaries == [3]
+    with pytest.raises(ValueError, match="no relaxed permutation matrix"):
+        make_operator("smooth_topk", 9, 3)
+    with pytest.raises(ValueError, match="k=9 and n=9"):
+        make_operator("softsort", 9, 9)
