@@ -178,7 +178,8 @@ class _TransportOperator(TopKOperator):
             P, error = _Transport.apply(
                 x, anchors, sizes / n, h, epsilon, self._tolerance(scores.dtype), self.max_iterations
             )
-        self.largest_error = torch.maximum(self.largest_error, error.max().double())
+        # A sample with a NaN has no error to speak of; its P is NaN.
+        self.largest_error = torch.cat([error.double().nan_to_num(nan=0.0), self.largest_error.view(1)]).amax()
         if kind == "cpu":
             self.check_convergence()
         return P, sizes

@@ -146,6 +146,16 @@ def test_reductions_and_ignore_index(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_an_empty_batch_is_that_of_cross_entropy(method):
+    logits, labels = torch.zeros(0, 12, requires_grad=True), torch.zeros(0, dtype=torch.long)
+    value = make_loss(method, None, 12)(logits, labels)
+    value.backward()
+    assert bool(value.isnan())
+    assert logits.grad.shape == (0, 12)
+    assert float(make_loss(method, None, 12, reduction="sum")(logits, labels).detach()) == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast_compute_in_float32(method, dtype):
     loss = make_loss(method, None, 12)
