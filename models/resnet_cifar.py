@@ -39,8 +39,14 @@ class ResNetCifar(ResNet):
         return self.avgpool(maps).flatten(1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (batch, num_classes) of images (batch, 3, H, W), normalised floats."""
-        return self.fc(self.features(images))
+        """Logits (batch, num_classes) of images (batch, 3, H, W), normalised floats.
+
+        The last layer computes in its weights' precision under autocast too: its cost is nothing beside the rest, and
+        among 100 logits in bf16 some are always equal, which is no order to learn from.
+        """
+        features = self.features(images)  # (batch, d)
+        with torch.autocast(features.device.type, enabled=False):
+            return self.fc(features.to(self.fc.weight.dtype))
 
 
 def resnet_cifar(name: str = "resnet18", num_classes: int = 100) -> ResNetCifar:

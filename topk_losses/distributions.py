@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 ART_EPSILON = 1e-10  # keeps |d|^-lambda finite at d = 0, as in difftopk
+# ART's slope at d = 0 is infinite; with the epsilon of difftopk it is 1e-10^-lambda / 4 times beta, 25,000 beta for the
+# published .5, and one such gradient undoes an epoch of Adam. In bf16 some of 100 scores are always equal. Equal scores
+# get the mean slope over |d| <= ART_TIE instead, about the resolution of bf16 at 1.
+ART_TIE = 1e-3
 
 
 class Distribution(NamedTuple):
@@ -39,6 +43,7 @@ def _logistic_phi_slope(d: Tensor, alpha: Tensor, beta: float, art_lambda: float
     size = d.abs().add_(ART_EPSILON)
     # d/dd [d size^-lambda] = size^-lambda (1 - lambda |d| / size), with |d| = size - epsilon
     inner = size.pow(-art_lambda).mul_((art_lambda * ART_EPSILON / size).add_(1 - art_lambda))
+    inner.masked_fill_(d == 0, ART_TIE**-art_lambda)
     return inner.mul_(alpha - alpha * alpha).mul_(beta)
 
 

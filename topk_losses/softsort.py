@@ -47,7 +47,7 @@ class SoftSort(TopKOperator):
         largest = scores.topk(self.k, dim=1).values  # (batch, k)
         kth = largest[:, -1:]  # (batch, 1)
         # each of the k largest adds exp(0) = 1 to this sum, which is taken off again
-        below = ((scores - kth).clamp(max=0) * beta).exp().sum(1, keepdim=True) - self.k  # (batch, 1)
+        below = ((kth - scores).relu() * -beta).exp().sum(1, keepdim=True) - self.k  # (batch, 1)
         among = ((largest.unsqueeze(2) - largest.unsqueeze(1)).abs() * -beta).exp().sum(2)  # (batch, k)
         total = among + ((kth - largest) * beta).exp() * below  # (batch, k)
         return ((largest - scores.gather(1, true)).abs() * -beta).exp() / total

@@ -77,6 +77,24 @@ class _CarryMass(torch.autograd.Function):
         return grad_logits, grad_mass, None, None, None, None, None
 
 
+class _Swap(torch.autograd.Function):
+    """swap = sigmoid family(d), elementwise, with the slope of topk_losses.distributions as its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, d: Tensor, distribution: Distribution, beta: float, art_lambda: float) -> Tensor:
+        swap = distribution.alpha(d, beta, art_lambda)
+        ctx.save_for_backward(d, swap)
+        ctx.distribution, ctx.beta, ctx.art_lambda = distribution, beta, art_lambda
+        return swap
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        d, swap = ctx.saved_tensors
+        with torch.no_grad():
+            gradient = grad * ctx.distribution.slope(d, swap, ctx.beta, ctx.art_lambda)
+        return refuse_double_backward(gradient, grad, swap), None, None, None
+
+
 class RelaxedNetwork(TopKOperator):
     """A comparator network with comparators relaxed by one of the six sigmoid families.
 
@@ -141,13 +159,13 @@ class RelaxedNetwork(TopKOperator):
         A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
         output lane, runs through the same comparators in reverse order.
         """
-        sigmoid = DISTRIBUTIONS[self.distribution].alpha
+        family = DISTRIBUTIONS[self.distribution]
         layers = self.lanes.split(self.layer_sizes)
         x = self._centred(scores).T  # (n, batch)
         swaps = []
         for lanes in layers:
             b, a = x.index_select(0, lanes).chunk(2)  # (c, batch) each
-            swap = sigmoid(a - b, self.inverse_temperature, self.art_lambda)
+            swap = _Swap.apply(a - b, family, self.inverse_temperature, self.art_lambda)
             moved = swap * (a - b)
             x = x.index_copy(0, lanes, torch.cat([b + moved, a - moved]))
             swaps.append(swap)
