@@ -15,7 +15,7 @@ class SoftSort(TopKOperator):
 
     k: ranks, 1 <= k < n. inverse_temperature: 1 / tau > 0, larger = closer to the hard sort; default 0.5, as
     published for ImageNet (CIFAR-100: 0.0625). power: p >= 1, default 1. Among equal scores s_[i] is the one
-    that torch.topk returns. Raises ValueError for a non-positive inverse temperature or p < 1.
+    that torch.topk returns, and the derivative of |s_[k] - s_j| is that from below. Raises ValueError for a non-positive inverse temperature or p < 1.
     """
 
     def __init__(self, k: int, inverse_temperature: float = 0.5, power: float = 1.0) -> None:
@@ -47,7 +47,7 @@ class SoftSort(TopKOperator):
         largest = scores.topk(self.k, dim=1).values  # (batch, k)
         kth = largest[:, -1:]  # (batch, 1)
         # each of the k largest adds exp(0) = 1 to this sum, which is taken off again
-        below = ((kth - scores).relu() * -beta).exp().sum(1, keepdim=True) - self.k  # (batch, 1)
+        below = ((scores - kth).clamp(max=0) * beta).exp().sum(1, keepdim=True) - self.k  # (batch, 1)
         among = ((largest.unsqueeze(2) - largest.unsqueeze(1)).abs() * -beta).exp().sum(2)  # (batch, k)
         total = among + ((kth - largest) * beta).exp() * below  # (batch, k)
         return ((largest - scores.gather(1, true)).abs() * -beta).exp() / total

@@ -206,8 +206,9 @@ def test_equal_scores_among_others_do_not_blow_up_the_gradient_of_art(name):
     assert float(norms[1]) < 10 * float(norms[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "softsort"])
 def test_the_gradient_at_ties_is_that_of_the_whole_matrix(name):
+    """Not SoftSort's: |s_[k] - s_j| has no derivative at a tie, and its column takes the one from below."""
     operator, _ = build(name, 20, 5, 3.0)
     gradients = []
     for column in (operator.rank_probabilities, lambda s, y: true_class(operator.permutation_matrix(s), y)):
