@@ -15,7 +15,8 @@ class SoftSort(TopKOperator):
 
     k: ranks, 1 <= k < n. inverse_temperature: 1 / tau > 0, larger = closer to the hard sort; default 0.5, as
     published for ImageNet (CIFAR-100: 0.0625). power: p >= 1, default 1. Among equal scores s_[i] is the one
-    that torch.topk returns, and the derivative of |s_[k] - s_j| is that from below. Raises ValueError for a non-positive inverse temperature or p < 1.
+    that torch.topk returns, and the derivative of |s_[k] - s_j| is that from below. Raises ValueError for a
+    non-positive inverse temperature or p < 1.
     """
 
     def __init__(self, k: int, inverse_temperature: float = 0.5, power: float = 1.0) -> None:
