@@ -57,6 +57,7 @@ from experiments.environment import (
 from experiments.metrics import TOP_K, chosen_by_validation, count_hits, hit_fractions
 from experiments.run_record import find_row, open_run, run_id, utc_now, write_config, write_epochs, write_row
 from models.resnet_cifar import resnet_cifar
+from topk_losses import TopKCrossEntropyLoss
 
 # What makes it another experiment. Where and how fast it is computed (device, threads, compile,
 # deterministic) and where files lie does not; nor does --force.
@@ -343,7 +344,9 @@ def train_epoch(
         optimizer.step()
         losses[step] = loss.detach()
         hits += count_hits(logits.detach(), labels)
-    losses = losses.tolist()
+    losses = losses.tolist()  # the one wait for a GPU
+    if isinstance(loss_fn, TopKCrossEntropyLoss):
+        loss_fn.check_convergence()
     for step, value in enumerate(losses):
         if not math.isfinite(value):
             raise diverged(args.method, value, f"in epoch {epoch}, step {step + 1} of {num_steps}")

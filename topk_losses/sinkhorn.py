@@ -129,6 +129,7 @@ class _TransportOperator(TopKOperator):
             raise ValueError(f"max_iterations must be at least 1, got {max_iterations}")
         self.max_iterations = int(max_iterations)
         self.warned = False
+        self.warn_above = 0.0  # the tolerance of the last call
         self.register_buffer("largest_error", torch.zeros((), dtype=torch.float64), False)
 
     def extra_repr(self) -> str:
@@ -136,27 +137,23 @@ class _TransportOperator(TopKOperator):
         return f"k={self.k}, inverse_temperature={self.inverse_temperature:g}, tolerance={self.tolerance}"
 
     def check_convergence(self) -> float:
-        """The largest relative error of an anchor's mass so far; warns once if it is above the tolerance.
+        """The largest relative error of an anchor's mass so far; RuntimeWarning, once, if above the tolerance.
 
         On the CPU each call of the operator does this by itself. On CUDA it would have to wait for the device
         there, so that a training loop calls it where it synchronises anyway, for instance once per epoch.
         """
         error = float(self.largest_error)
-        tolerance = self._tolerance(torch.float32)
-        if error > tolerance and not self.warned:
+        if error > self.warn_above and not self.warned:
             self.warned = True
             warnings.warn(
                 f"{type(self).__name__}: the optimal transport did not converge within {self.max_iterations} "
                 f"Newton steps: an anchor's mass is off by {error:.1e} (relative), the tolerance is "
-                f"{tolerance:.0e}. Lower inverse_temperature={self.inverse_temperature:g}, use float64 or raise "
+                f"{self.warn_above:.0e}. Lower inverse_temperature={self.inverse_temperature:g}, use float64 or raise "
                 "max_iterations. Shown once.",
                 RuntimeWarning,
                 stacklevel=3,
             )
         return error
-
-    def _tolerance(self, dtype: torch.dtype) -> float:
-        return DEFAULT_TOLERANCE[dtype] if self.tolerance is None else self.tolerance
 
     def _ends(self, n: int) -> tuple[Tensor, int]:
         raise TypeError(f"{type(self).__name__} does not define _ends")
@@ -170,14 +167,13 @@ class _TransportOperator(TopKOperator):
         anchors = torch.linspace(1, 0, len(ends), dtype=scores.dtype, device=scores.device)
         x = whiten_and_squash(scores)
         epsilon = 1 / self.inverse_temperature
+        self.warn_above = DEFAULT_TOLERANCE[scores.dtype] if self.tolerance is None else self.tolerance
         with torch.no_grad():
             h = _hard_potentials(x, anchors, ends, last, epsilon)
         # Autocast would run the matrix products of the solver in half precision; the meta device knows no autocast.
         kind = scores.device.type
         with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-            P, error = _Transport.apply(
-                x, anchors, sizes / n, h, epsilon, self._tolerance(scores.dtype), self.max_iterations
-            )
+            P, error = _Transport.apply(x, anchors, sizes / n, h, epsilon, self.warn_above, self.max_iterations)
         # A sample with a NaN has no error to speak of; its P is NaN.
         self.largest_error = torch.cat([error.double().nan_to_num(nan=0.0), self.largest_error.view(1)]).amax()
         if kind == "cpu":

@@ -137,6 +137,13 @@ class TopKCrossEntropyLoss(nn.Module):
             f"top1_mode={self.top1_mode}, reduction={self.reduction}"
         )
 
+    def check_convergence(self) -> float:
+        """The operators' largest relative error so far; warns once if above the tolerance (see sinkhorn.py).
+
+        On the CPU each call does this by itself. On CUDA it waits for the device: call it once per epoch, say.
+        """
+        return max(self.operator.check_convergence(), self.per_sample_operator.check_convergence())
+
     def forward(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
         """The loss: () for reduction mean and sum, (batch,) for none; float32, or float64 for float64 logits.
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from topk_losses import SinkhornSort, SoftTopK
+from topk_losses import SinkhornSort, SoftTopK, TopKCrossEntropyLoss
 from topk_losses.sinkhorn import whiten_and_squash
 
 
@@ -79,6 +79,10 @@ def test_warns_once_where_the_tolerance_is_missed():
         warnings.simplefilter("error")
         operator(logits)
     assert operator.check_convergence() > 1e-12
+    loss = TopKCrossEntropyLoss("soft_topk", [0.5, 0.2, 0.3], 30)
+    loss(logits, torch.arange(4))
+    assert 0 < loss.check_convergence() < 1e-9
+    assert TopKCrossEntropyLoss("softsort", [0.5, 0.5], 30).check_convergence() == 0
 
 
 def test_whitening_forgets_shift_and_scale():
