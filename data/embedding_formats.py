@@ -1,0 +1,333 @@
+"""The published embedding files, and their conversion into a store (`embedding_store.py`), a shard at a time.
+
+    convert("ImageNet_embeddings_..._320.p", "wsl-320.store")
+    convert("mine.pt", "mine.store", keys={"train_embeddings": "x", "train_labels": "y"})
+
+A published file is one torch pickle of four tensors, 11 to 50 GB. It is recognised by the names of the tensors and
+never by its own name, and read with weights_only=True: a file that asks to run code is refused. Its test set is
+called test or val; either becomes the split `test`, the one the paper reports, and validation rows are drawn from
+`train` as the paper does.
+
+Files in torch's zip format (torch >= 1.6) are mapped, and the map is closed after each shard, which gives its pages
+back: peak memory is a few shards, whatever the size of the file. The older format cannot be mapped; such a file is
+read whole if the memory suffices.
+"""
+
+import mmap
+import pickle
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from tqdm import tqdm
+
+from data.embedding_store import (
+    MANIFEST,
+    EmbeddingError,
+    EmbeddingStore,
+    check_labels,
+    dtype_name,
+    open_store,
+)
+from data.embedding_writer import StoreWriter
+from data.machine_memory import available_ram, gib
+
+SPLITS = ("train", "valid", "test")
+PARTS = ("embeddings", "labels")
+# What the published files call the tensors: layout -> {split_part: key in the file}.
+LAYOUTS: dict[str, dict[str, str]] = {
+    layout: {f"{split}_{part}": f"{prefix}_{part}" for split, prefix in prefixes.items() for part in PARTS}
+    for layout, prefixes in {
+        "wsl": {"train": "train", "test": "test"},
+        "efficientnet-l2": {"train": "train", "test": "val"},
+        "imagenet21k": {"train": "imagenet21k_train", "test": "imagenet21k_val"},
+    }.items()
+}
+SHARD_BYTES = 128 * 2**20  # of embeddings in a shard
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """What is known of a published file: layout (a key of LAYOUTS), backbone, pixels, and roughly its size in GB."""
+
+    layout: str
+    backbone: str
+    resolution: int
+    gigabytes: int
+
+
+# By the short names of data/object_store.py.
+PUBLISHED_SETS: dict[str, PublishedSet] = {
+    "wsl-32x48d-320": PublishedSet("wsl", "resnext101_32x48d_wsl", 320, 11),
+    "wsl-32x32d-320": PublishedSet("wsl", "resnext101_32x32d_wsl", 320, 11),
+    "wsl-32x16d-320": PublishedSet("wsl", "resnext101_32x16d_wsl", 320, 11),
+    "wsl-32x8d-320": PublishedSet("wsl", "resnext101_32x8d_wsl", 320, 11),
+    "efficientnet-l2-800": PublishedSet("efficientnet-l2", "tf_efficientnet_l2_ns", 800, 14),
+    "wsl-32x48d-224-21k": PublishedSet("imagenet21k", "resnext101_32x48d_wsl", 224, 50),
+}
+
+
+def convert(
+    source_file: str | Path,
+    destination: str | Path,
+    *,
+    keys: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    num_classes: int | None = None,
+    backbone: str | None = None,
+    resolution: int | None = None,
+    source: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> EmbeddingStore:
+    """Make a store of a torch pickle of embeddings and labels.
+
+    keys: which tensor of the file is train_embeddings, train_labels, test_embeddings, test_labels (and valid_...);
+        of a split both or neither. Without it the file must have one of LAYOUTS.
+    dtype: float16, float32 or bfloat16 for the store; that of the file without it.
+    num_classes: the largest label + 1 without it. backbone, resolution (pixels), source: noted in the manifest;
+        source is the file's name without it.
+    shard_bytes: embeddings per shard. progress: whether to draw a bar.
+
+    Killed and called again, it continues with the shards that are missing; a complete store of this file is opened.
+    Two processes wait for one another. Raises EmbeddingError for a file that is refused, damaged or of an unknown
+    layout, for tensors that do not fit each other, for too little memory or disk, and for a store of another file or
+    other settings; OSError passes through.
+    """
+    file, destination = Path(source_file).expanduser(), Path(destination).expanduser()
+    if not file.is_file():
+        raise EmbeddingError(f"there is no file {file} to convert: check the path")
+    noted = {
+        "num_classes": num_classes,
+        "backbone": backbone,
+        "resolution": resolution,
+        "source": source or file.name,
+    }
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(destination.with_name(f".{destination.name}.lock")):
+        if (destination / MANIFEST).exists():
+            return _opened_if_same(file, destination, keys, dtype, noted)
+        return _converted(file, destination, keys, dtype, noted, shard_bytes, progress)
+
+
+def _opened_if_same(
+    file: Path,
+    destination: Path,
+    keys: Mapping[str, str] | None,
+    dtype: torch.dtype | None,
+    noted: Mapping[str, str | int | None],
+) -> EmbeddingStore:
+    """The complete store at `destination` if it was made of this file in this way; what is None may be anything."""
+    store = open_store(destination)
+    made, status = store.details, file.stat()
+    if made.get("file_bytes") != status.st_size or (destination / MANIFEST).stat().st_mtime < status.st_mtime:
+        raise EmbeddingError(
+            f"{destination} was not made of {file} as it is now: delete the store to make it again, or choose another "
+            "folder"
+        )
+    wanted = {
+        # Not the source: one file has many names, and its size and time stand for it.
+        **{name: (noted[name], getattr(store, name)) for name in ("num_classes", "backbone", "resolution")},
+        "keys": (keys and dict(keys), made.get("keys")),
+        "dtype": (
+            made.get("file_dtype") if dtype is None else dtype_name(dtype),
+            next(split.dtype_name for split in store.splits.values()),
+        ),
+    }
+    changed = [
+        f"{name} {there!r}, not {value!r}" for name, (value, there) in wanted.items() if value not in (None, there)
+    ]
+    if changed:
+        raise EmbeddingError(
+            f"{destination} is a complete store already, with {'; '.join(changed)}: delete it or choose another folder"
+        )
+    return store
+
+
+def _converted(
+    file: Path,
+    destination: Path,
+    keys: Mapping[str, str] | None,
+    dtype: torch.dtype | None,
+    noted: Mapping[str, str | int | None],
+    shard_bytes: int,
+    progress: bool,
+) -> EmbeddingStore:
+    """Check the file, then write the shards that are missing, and the manifest."""
+    tensors, mapped = _load(file)
+    keys = dict(keys) if keys else _recognised(file, tensors)
+    _check_keys(file, keys, tensors)
+    splits = [split for split in SPLITS if f"{split}_embeddings" in keys]
+    for split in splits:
+        part = (tensors[keys[f"{split}_embeddings"]], tensors[keys[f"{split}_labels"]])
+        _check_split(file, split, *part, noted["num_classes"])
+    shapes = {split: tuple(tensors[keys[f"{split}_embeddings"]].shape) for split in splits}
+    dtypes = {tensors[keys[f"{split}_embeddings"]].dtype for split in splits}
+    if len({dim for _, dim in shapes.values()}) > 1 or (dtype is None and len(dtypes) > 1):
+        raise EmbeddingError(
+            f"the splits of {file} must have embeddings of one width and dtype; it has {_listing(tensors)}"
+        )
+    dim = shapes[splits[0]][1]
+    file_dtype = tensors[keys[f"{splits[0]}_embeddings"]].dtype
+    dtype = file_dtype if dtype is None else dtype
+    dtype_name(dtype)  # refused here, not after the folder was made
+    details = {
+        "file": file.name,
+        "file_bytes": file.stat().st_size,
+        "file_dtype": str(file_dtype).removeprefix("torch."),
+        "keys": keys,
+        "shard_bytes": shard_bytes,
+    }
+
+    writer = StoreWriter(destination, dim=dim, dtype=dtype, **noted, details=details)
+    shard_rows = max(1, shard_bytes // (dim * dtype.itemsize))
+    begins = {split: range(0, rows, shard_rows) for split, (rows, _) in shapes.items()}
+    present = {split: writer.present(split) for split in splits}
+    missing = [
+        (split, number, begin, min(begin + shard_rows, shapes[split][0]))
+        for split in splits
+        for number, begin in enumerate(begins[split])
+        if number not in present[split]
+    ]
+    missing_rows = sum(end - begin for _, _, begin, end in missing)
+    _check_disk(destination, missing_rows * (dim * dtype.itemsize + 8))
+    with tqdm(total=missing_rows, unit="row", unit_scale=True, desc=destination.name, disable=not progress) as bar:
+        for split, number, begin, end in missing:
+            if mapped:  # open the map anew: only closing it gives back the pages that were read
+                tensors = part = None
+                tensors, _ = _load(file)
+            writer.write(  # no name for the tensors here: it would keep their map open
+                split,
+                number,
+                _cast(tensors[keys[f"{split}_embeddings"]][begin:end], dtype, f"{split} from row {begin} on"),
+                tensors[keys[f"{split}_labels"]][begin:end],
+            )
+            bar.update(end - begin)
+    return writer.finish({split: len(begins[split]) for split in splits})
+
+
+def _load(file: Path) -> tuple[dict[str, Tensor], bool]:
+    """The content of a torch pickle, on the CPU, and whether it is a map of the file. Raises EmbeddingError."""
+    with open(file, "rb") as begin:
+        mapped = begin.read(4) == b"PK\x03\x04"
+    size = file.stat().st_size
+    if not mapped and size > available_ram():
+        raise EmbeddingError(
+            f"{file} is not in torch's zip format and cannot be memory-mapped; read whole it takes {gib(size)}, and "
+            f"{gib(available_ram())} are available. On a machine with more memory, save it again with "
+            "torch.save(torch.load(file, weights_only=True), new_file)"
+        )
+    try:
+        content = _torch_load(file, mapped)
+    except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL ([\w.]+) (?:was not|whose)", str(error))
+        raise EmbeddingError(
+            f"{file} is refused: it asks for {asked[1]}, and only tensors in lists and dictionaries are loaded, since "
+            "anything else could run code. If you trust it, save its tensors alone with torch.save"
+            if asked
+            else f"{file} is not a torch pickle, or a damaged one: fetch it again, or save it with torch.save"
+        ) from None
+    except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, IndexError) as error:
+        raise EmbeddingError(
+            f"{file} is not a torch pickle, or a truncated or damaged one: fetch it again "
+            f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'it ends too early'})"
+        ) from None
+    if not isinstance(content, dict):
+        raise EmbeddingError(f"{file} must hold a dictionary of tensors, it holds {type(content).__name__}")
+    return content, mapped
+
+
+def _torch_load(file: Path, mapped: bool) -> object:
+    if not mapped:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error) or "(12)" not in str(error):  # 12: ENOMEM
+            raise
+    # torch maps copy-on-write, for which Linux wants the whole file's size in RAM and swap. A shared map needs none,
+    # but write permission; nothing is written.
+    try:
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:
+        raise EmbeddingError(
+            f"{file} is larger than the memory, and such a file can only be mapped if it may be written to: "
+            f"give yourself the permission (chmod u+w {file}); it will not be changed"
+        ) from None
+
+
+def _listing(tensors: Mapping[str, object]) -> str:
+    """What a file holds, for a message."""
+    described = (
+        f"{name} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"{name} ({type(value).__name__})"
+        for name, value in tensors.items()
+    )
+    return ", ".join(described) or "nothing"
+
+
+def _recognised(file: Path, tensors: Mapping[str, object]) -> dict[str, str]:
+    """The layout whose tensors are all there."""
+    for layout in LAYOUTS.values():
+        if set(layout.values()) <= set(tensors):
+            return layout
+    expected = "; ".join(f"{', '.join(layout.values())} ({name})" for name, layout in LAYOUTS.items())
+    raise EmbeddingError(
+        f"{file} has none of the known layouts. Found: {_listing(tensors)}. Expected: {expected}. Say which tensor is "
+        "which with --train_embeddings KEY --train_labels KEY --test_embeddings KEY --test_labels KEY"
+    )
+
+
+def _check_keys(file: Path, keys: Mapping[str, str], tensors: Mapping[str, object]) -> None:
+    known = [f"{split}_{part}" for split in SPLITS for part in PARTS]
+    for name, key in keys.items():
+        if name not in known:
+            raise EmbeddingError(f"keys are given for {', '.join(known)}, got {name!r}")
+        partner = (
+            name.replace("labels", "embeddings") if name.endswith("labels") else f"{name.partition('_')[0]}_labels"
+        )
+        if partner not in keys:
+            raise EmbeddingError(f"{name} needs {partner}, too: give the key of both")
+        if not isinstance(tensors.get(key), Tensor):
+            raise EmbeddingError(f"{file} has no tensor {key!r} for {name}; it has {_listing(tensors)}")
+
+
+def _check_split(file: Path, split: str, embeddings: Tensor, labels: Tensor, num_classes: int | None) -> None:
+    if embeddings.dim() != 2 or not embeddings.is_floating_point() or len(embeddings) != len(labels) or not len(labels):
+        raise EmbeddingError(
+            f"the embeddings of {split} in {file} must be floating point of shape (rows, dim) with a label per row and "
+            f"at least one row, got {embeddings.dtype} {tuple(embeddings.shape)} and labels {tuple(labels.shape)}"
+        )
+    try:
+        check_labels(labels, num_classes)
+    except EmbeddingError as error:
+        raise EmbeddingError(f"{split} in {file}: {error}") from None
+
+
+def _cast(embeddings: Tensor, dtype: torch.dtype, place: str) -> Tensor:
+    """Embeddings (R, dim) in `dtype`. Raises EmbeddingError where a number is beyond its range."""
+    if embeddings.dtype == dtype:
+        return embeddings
+    converted = embeddings.to(dtype)
+    if bool((converted.isinf() & ~embeddings.isinf()).any()):
+        raise EmbeddingError(
+            f"an embedding ({place}) of {float(embeddings.abs().max()):g} is beyond the range of {dtype_name(dtype)}: "
+            "take bfloat16 or float32"
+        )
+    return converted
+
+
+def _check_disk(destination: Path, needed: int) -> None:
+    free = shutil.disk_usage(destination).free
+    if needed > free:
+        raise EmbeddingError(
+            f"the store takes another {gib(needed)}, and {gib(free)} are free at {destination}: "
+            "free some space or choose another folder"
+        )

@@ -1,0 +1,250 @@
+"""Embedding sets: the published files, stores on the disk, and batches out of them.
+
+    python -m data.embeddings list                                   # the published files
+    python -m data.embeddings fetch wsl-32x48d-320 --convert         # download one and make a store of it
+    python -m data.embeddings convert FILE FOLDER [--dtype bfloat16] # make a store of any torch pickle
+    python -m data.embeddings info FOLDER                            # what a store holds
+    python -m data.embeddings verify FOLDER                          # read every byte, name damaged shards
+
+Exit status 0: done. 1: it failed, with a sentence on stderr. 2: the command line is wrong. 130: Ctrl-C.
+
+Scripts open anything with `open_or_fetch`, and take the rest from here as well: `open_store`, `StoreWriter`
+(embedding_writer.py), `convert` (embedding_formats.py), `EmbeddingBatches` and `split_rows` (embedding_batches.py).
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from data.embedding_batches import MODES, EmbeddingBatches, epoch_order, split_rows
+from data.embedding_formats import LAYOUTS, PARTS, PUBLISHED_SETS, SPLITS, convert
+from data.embedding_store import (
+    DTYPES,
+    MANIFEST,
+    EmbeddingError,
+    EmbeddingStore,
+    StoreSplit,
+    open_store,
+)
+from data.embedding_writer import StoreWriter
+from data.machine_memory import gib
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "MANIFEST",
+    "MODES",
+    "PUBLISHED_SETS",
+    "EmbeddingBatches",
+    "EmbeddingError",
+    "EmbeddingStore",
+    "StoreSplit",
+    "StoreWriter",
+    "convert",
+    "epoch_order",
+    "open_or_fetch",
+    "open_store",
+    "split_rows",
+]
+
+
+def open_or_fetch(
+    source: str | Path,
+    cache_dir: str | Path | None = None,
+    *,
+    endpoint_url: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+) -> EmbeddingStore:
+    """Open a store, making it first of whatever `source` names.
+
+    source: the folder of a store, here or as s3://bucket/prefix/; a file of embeddings, here, as s3:// or https://
+        address, or as the short name of a published one. An s3:// address that ends in a slash or .store, or whose
+        last part has no dot, is a store.
+    cache_dir: where downloads go; without it as in data/object_store.py. A file's store lies beside the file, as
+        <name>.store (<name>.<dtype>.store with a dtype). It is made once; afterwards the file can be deleted.
+    endpoint_url: of the S3 server. keys, dtype: as for `convert`. progress: whether to draw bars.
+
+    Raises EmbeddingError; OSError passes through.
+    """
+    if Path(source).expanduser().is_dir():
+        return open_store(source)
+    # Imported here: boto3 takes half a second, and a store on this disk does without.
+    from data import object_store
+
+    last = str(source).rpartition("/")[2]
+    try:
+        if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
+            return open_store(
+                object_store.fetch_folder(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
+            )
+        file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
+        store = _store_beside(file, dtype)
+        if (store / MANIFEST).exists() and not file.exists():
+            return open_store(store)
+        file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
+    except object_store.ObjectStoreError as error:
+        raise EmbeddingError(str(error)) from error
+    known = PUBLISHED_SETS.get(str(source))
+    remote = known is not None or "://" in str(source)
+    return convert(
+        file,
+        store,
+        keys=keys,
+        dtype=dtype,
+        backbone=known and known.backbone,
+        resolution=known and known.resolution,
+        source=str(source) if remote else None,
+        progress=progress,
+    )
+
+
+def _store_beside(file: Path, dtype: torch.dtype | None) -> Path:
+    """Where the store of a file lies."""
+    variant = "" if dtype is None else f".{str(dtype).removeprefix('torch.')}"
+    return file.with_name(f"{file.stem}{variant}.store")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the commands above; return the exit status."""
+    args = _parse(argv)
+    command = {"list": _list, "fetch": _fetch, "convert": _convert, "verify": _verify, "info": _info}[args.command]
+    try:
+        return command(args)
+    except (EmbeddingError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped: the same command continues with what is missing", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.embeddings", description="Embedding files and stores.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, summary: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
+
+    list_ = add("list", "List the published embedding files")
+    fetch = add("fetch", "Download an embedding file into the cache and print its path")
+    fetch.add_argument("source", help="a short name of `list`, an s3:// or https:// address, or a path")
+    fetch.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
+    fetch.add_argument("--sha256", metavar="HEX", help="the checksum the file must have")
+    fetch.add_argument("--convert", action="store_true", help="make a store of it, and print the store's path")
+    for each in (list_, fetch):
+        each.add_argument(
+            "--cache_dir", type=Path, metavar="DIR", help="$TOPK_CACHE without it, else data/downloads/embeddings"
+        )
+    converted = add("convert", "Make a store of a torch pickle of embeddings and labels")
+    converted.add_argument("file", type=Path, help="the pickle")
+    converted.add_argument("destination", type=Path, help="folder of the store")
+    converted.add_argument("--num_classes", type=_positive, metavar="N", help="the largest label + 1 without it")
+    converted.add_argument("--backbone", metavar="NAME", help="noted in the manifest")
+    converted.add_argument("--resolution", type=_positive, metavar="PIXELS", help="noted in the manifest")
+    for each in (fetch, converted):
+        each.add_argument("--dtype", choices=DTYPES, help="of the store; that of the file without it")
+        group = each.add_argument_group(
+            "tensors", "names of the file's tensors where its layout is not a published one"
+        )
+        for split in SPLITS:
+            for part in PARTS:
+                group.add_argument(f"--{split}_{part}", metavar="KEY")
+    for name, summary in (("verify", "Check every byte of a store"), ("info", "Show what a store holds")):
+        add(name, summary).add_argument("store", type=Path, help="folder of the store")
+    args = parser.parse_args(argv)
+    if args.command == "fetch" and not args.convert and (args.dtype or _keys(args)):
+        fetch.error("--dtype and the tensors' names are for the store: add --convert")
+    return args
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _keys(args: argparse.Namespace) -> dict[str, str] | None:
+    names = (f"{split}_{part}" for split in SPLITS for part in PARTS)
+    return {name: key for name in names if (key := getattr(args, name)) is not None} or None
+
+
+def _list(args: argparse.Namespace) -> int:
+    from data.object_store import PUBLISHED, cached_path
+
+    for name, key in PUBLISHED.items():
+        known, file = PUBLISHED_SETS[name], cached_path(name, args.cache_dir)
+        here = [str(path) for path in (file, _store_beside(file, None) / MANIFEST) if path.exists()]
+        print(f"{name}\n    {key}")
+        print(f"    about {known.gigabytes} GB, {known.backbone} at {known.resolution} pixels")
+        print(f"    tensors {', '.join(LAYOUTS[known.layout].values())}")
+        print(f"    here: {', '.join(here) or 'no'}")
+    return 0
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from data.object_store import ObjectStoreError, fetch
+
+    try:
+        # With --convert and no checksum to enforce, a store that is there needs no file.
+        if args.sha256 or not args.convert:
+            file = fetch(args.source, args.cache_dir, endpoint_url=args.endpoint_url, sha256=args.sha256)
+    except ObjectStoreError as error:
+        raise EmbeddingError(str(error)) from error
+    if args.convert:
+        dtype = args.dtype and DTYPES[args.dtype]
+        store = open_or_fetch(
+            args.source, args.cache_dir, endpoint_url=args.endpoint_url, keys=_keys(args), dtype=dtype
+        )
+        file = store.path
+    print(file)
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    store = convert(
+        args.file,
+        args.destination,
+        keys=_keys(args),
+        dtype=args.dtype and DTYPES[args.dtype],
+        num_classes=args.num_classes,
+        backbone=args.backbone,
+        resolution=args.resolution,
+        progress=True,
+    )
+    print(_description(store))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    store = open_store(args.store)
+    problems = store.verify(progress=True)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if not problems:
+        print(f"{store.path}: {gib(store.bytes)}, every shard matches its checksum")
+    return 1 if problems else 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    print(_description(open_store(args.store)))
+    return 0
+
+
+def _description(store: EmbeddingStore) -> str:
+    lines = [f"{store.path}: {gib(store.bytes)}, {store.num_classes} classes, {store.dim} dimensions"]
+    for name, value in (("backbone", store.backbone), ("resolution", store.resolution), ("source", store.source)):
+        lines.append(f"    {name:12}{'not known' if value is None else value}")
+    for name, split in store.splits.items():
+        lines.append(f"    {name:12}{len(split)} rows of {split.dtype_name} in {len(split.shards)} shards")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""A server on loopback that fails in the ways of real ones, for the tests of data/object_store.py.
+
+It speaks enough HTTP for requests and enough S3 for boto3's unsigned GET of s3://bucket/file with a path-style
+endpoint, so that each failure can be tried on both.
+"""
+
+import re
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+PROBE = (0, 1)
+
+
+class FaultyServer:
+    """Serves `content` at any path.
+
+    faults: what goes wrong with the next requests that are no probe (a range of one byte), one each: "503", "403",
+    "404", "truncate" and "stall" (half of the body, then the end or nothing), "reset" (half of the body, then RST),
+    "shifted" (the range after the one asked for), "garbage" (the right length, other bytes), None (nothing).
+    spans: (first byte, one after the last) of each request, None without a range. sent: body bytes sent.
+    gate: requests with a number (from 0, probes not counted) of `gate_from` and above wait until it is set.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.etag, self.last_modified = content, '"version-1"', None
+        self.ranges, self.if_match, self.headers = True, True, {}
+        self.length_header: int | None = None  # a lie about the length, where not None
+        self.frame = "length"  # how whole answers tell where they end: also "chunked", or "" for not at all
+        self.faults: deque[str | None] = deque()
+        self.probe_faults: deque[str | None] = deque()
+        self.spans: list[tuple[int, int] | None] = []
+        self.sent = 0
+        self.gate, self.gate_from = threading.Event(), 10**9
+        self.on_request: Callable[[int], None] = lambda number: None
+        self.lock, self.closing = threading.Lock(), threading.Event()
+        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.httpd.daemon_threads = True
+        self.httpd.handle_error = lambda *_: None  # clients that are killed, or give up, are no news
+        threading.Thread(target=self.httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.httpd.server_address[1]}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.endpoint}/bucket/file.bin"
+
+    @property
+    def part_spans(self) -> list[tuple[int, int]]:
+        """The ranges asked for, probes left out."""
+        return [span for span in self.spans if span not in (None, PROBE)]
+
+    def close(self) -> None:
+        self.closing.set()
+        self.gate.set()
+        self.httpd.shutdown()
+        self.httpd.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                span = (int(found[1]), int(found[2]) + 1) if found else None
+                with server.lock:
+                    number = sum(span != PROBE for span in server.spans)
+                    if span != PROBE:
+                        server.on_request(number)
+                    server.spans.append(span)
+                    queue = server.probe_faults if span == PROBE else server.faults
+                    fault = queue.popleft() if queue else None
+                    content, etag = server.content, server.etag
+                if span != PROBE and number >= server.gate_from:
+                    server.gate.wait(120)  # seconds; a broken test fails then, and does not hang
+                if fault in ("503", "403", "404"):
+                    return self.answer(int(fault), b"", {})
+                if server.if_match and self.headers.get("If-Match", etag) != etag:
+                    return self.answer(412, b"", {})
+                headers = dict(server.headers)
+                if etag:
+                    headers["ETag"] = etag
+                if server.last_modified:
+                    headers["Last-Modified"] = server.last_modified
+                if span is None or not server.ranges:
+                    return self.answer(200, content, headers, fault)
+                if span[0] >= len(content):
+                    return self.answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+                start, stop = span[0], min(span[1], len(content))
+                if fault == "shifted":
+                    start, stop = start + 1, min(stop + 1, len(content))
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+                self.answer(206, content[start:stop], headers, fault)
+
+            def answer(self, status: int, body: bytes, headers: dict[str, str], fault: str | None = None) -> None:
+                if fault == "garbage":
+                    body = bytes(len(body))
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                whole = status == 200
+                chunked = whole and server.frame == "chunked"
+                if chunked:
+                    self.send_header("Transfer-Encoding", "chunked")
+                elif server.frame or not whole:
+                    lie = server.length_header if whole else None
+                    self.send_header("Content-Length", str(len(body) if lie is None else lie))
+                else:
+                    self.close_connection = True
+                self.end_headers()
+                cut = fault in ("truncate", "stall", "reset")
+                body = body[: len(body) // 2] if cut else body
+                if chunked:
+                    body = b"%x\r\n%s\r\n" % (len(body), body) + (b"" if cut else b"0\r\n\r\n")
+                try:
+                    self.wfile.write(body)
+                    self.wfile.flush()
+                except OSError:  # the client has gone
+                    self.close_connection = True
+                    return
+                with server.lock:
+                    server.sent += len(body) if status in (200, 206) else 0
+                if fault == "stall":
+                    server.closing.wait()
+                if fault == "reset":
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                if cut or server.length_header is not None:
+                    self.close_connection = True
+
+        return Handler

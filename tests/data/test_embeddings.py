@@ -1,0 +1,446 @@
+"""data/embedding_store.py, embedding_writer.py and the commands of data/embeddings.py: what is written comes back,
+what is damaged or unfinished is named, and scripts open anything."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import embedding_store, object_store
+from data.embeddings import (
+    DTYPES,
+    LAYOUTS,
+    PUBLISHED_SETS,
+    EmbeddingError,
+    StoreWriter,
+    convert,
+    main,
+    open_or_fetch,
+    open_store,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+DIM, CLASSES = 12, 5
+
+
+def some_rows(count, dtype=torch.float16, seed=0):
+    """Random embeddings (count, DIM) and labels (count,), every class among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, DIM, generator=generator).to(dtype), torch.arange(count) % CLASSES
+
+
+def write_store(folder, train=(7, 5), test=(4,), dtype=torch.float16, **settings):
+    """A store of shards with these numbers of rows; returns it and the rows: {split: (embeddings, labels)}."""
+    writer = StoreWriter(folder, dim=DIM, dtype=dtype, **settings)
+    content = {}
+    for split, sizes in (("train", train), ("test", test)):
+        embeddings, labels = content[split] = some_rows(sum(sizes), dtype, seed=len(split))
+        begin = 0
+        for number, size in enumerate(sizes):
+            writer.write(split, number, embeddings[begin : begin + size], labels[begin : begin + size])
+            begin += size
+    return writer.finish(), content
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
+    written, content = write_store(tmp_path / "store", dtype=dtype)
+    for store in (written, open_store(str(tmp_path / "store"))):
+        assert list(store.splits) == ["train", "test"]
+        assert (store.dim, store.num_classes) == (DIM, CLASSES)
+        for name, (embeddings, labels) in content.items():
+            split = store[name]
+            assert (split.shape, len(split), split.dtype) == (tuple(embeddings.shape), len(labels), dtype)
+            everything = split.read(torch.arange(len(split)))
+            assert everything.dtype == dtype
+            assert torch.equal(everything, embeddings)
+            assert torch.equal(split.labels(), labels)
+            mapped = [split.mapped(number) for number in range(len(split.shards))]
+            assert torch.equal(torch.cat([part for part, _ in mapped]), embeddings)
+            assert torch.equal(torch.cat([part for _, part in mapped]), labels)
+    assert store.verify() == []
+
+
+def test_the_shards_are_npy_files_that_numpy_opens(tmp_path):
+    _, content = write_store(tmp_path / "store", dtype=torch.float32)
+    embeddings = np.load(tmp_path / "store" / "train-00001.embeddings.npy", mmap_mode="r")
+    np.testing.assert_array_equal(embeddings, content["train"][0][7:].numpy())
+    assert np.load(tmp_path / "store" / "train-00001.labels.npy").dtype == np.int64
+    shards = ("test-00000", "train-00000", "train-00001")
+    names = [f"{shard}.{part}.npy" for shard in shards for part in ("embeddings", "labels")]
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["manifest.json", *names]
+
+
+def test_writing_to_a_map_does_not_reach_the_file(tmp_path):
+    store, content = write_store(tmp_path / "store")
+    store["train"].mapped(0)[0].zero_()
+    assert torch.equal(store["train"].mapped(0)[0], content["train"][0][:7])
+
+
+def test_the_manifest_says_what_the_writer_was_told(tmp_path):
+    notes = {"class_names": ["a", "b"], "skipped": 3}
+    settings = {"backbone": "resnet18", "resolution": 32, "source": "photos", "num_classes": 9, "details": notes}
+    store, _ = write_store(tmp_path / "store", **settings)
+    assert {name: getattr(store, name) for name in settings} == settings
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    train = manifest["splits"]["train"]
+    assert (train["embeddings_shape"], train["labels_shape"], train["dtype"]) == ([12, DIM], [12], "float16")
+    assert [len(file["sha256"]) for shard in train["shards"] for file in (shard["embeddings"], shard["labels"])] == [
+        64
+    ] * 4
+
+
+@pytest.mark.parametrize("rows", [[], [0], [11], [6, 7], [0, 2, 3, 11], list(range(12)), [1, 6, 7, 9]], ids=str)
+def test_rows_are_read_across_shards_and_gaps(tmp_path, rows):
+    store, content = write_store(tmp_path / "store")
+    rows = torch.tensor(rows, dtype=torch.int64)
+    assert torch.equal(store["train"].read(rows), content["train"][0][rows])
+
+
+def test_distant_rows_are_read_one_by_one_and_near_ones_together(tmp_path, monkeypatch):
+    store, content = write_store(tmp_path / "store", train=(3000, 3000))
+    spans = []
+    read_into = embedding_store._read_into
+    monkeypatch.setattr(embedding_store, "_read_into", lambda f, t: (spans.append(len(t)), read_into(f, t)))
+    rows = torch.tensor([3, 5, 500, 2998, 3001])
+    assert torch.equal(store["train"].read(rows), content["train"][0][rows])
+    assert spans == [3, 1, 1, 1]  # rows 3 to 5 in one read; never across shards
+    spans.clear()
+    rows = torch.arange(0, 6000, 2)
+    assert torch.equal(store["train"].read(rows), content["train"][0][rows])
+    assert max(spans) <= 2 * embedding_store._RUN_ROWS
+
+
+def flip_byte(path, position=-1):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["train-00001.embeddings.npy", "test-00000.labels.npy"])
+def test_verify_names_the_shard_with_a_changed_byte_and_no_other(tmp_path, name):
+    write_store(tmp_path / "store")
+    flip_byte(tmp_path / "store" / name)
+    (problem,) = open_store(tmp_path / "store").verify()
+    assert name in problem
+    assert "damaged" in problem
+
+
+@pytest.mark.parametrize("name", ["train-00001.embeddings.npy", "test-00000.labels.npy"])
+def test_a_shard_that_is_cut_short_or_missing_is_named_at_once(tmp_path, name):
+    store, _ = write_store(tmp_path / "store")
+    path = tmp_path / "store" / name
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(EmbeddingError, match=rf"{name} has {size - 1} bytes where {size} are expected"):
+        open_store(tmp_path / "store")
+    path.unlink()
+    with pytest.raises(EmbeddingError, match=f"{name} is missing"):
+        open_store(tmp_path / "store")
+    assert [name in problem for problem in store.verify()] == [True]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
+    store, _ = write_store(tmp_path / "store")
+    os.truncate(tmp_path / "store" / "train-00000.embeddings.npy", 200)
+    with pytest.raises(EmbeddingError, match=r"train-00000.embeddings.npy ended \d+ bytes too early"):
+        store["train"].read(torch.arange(7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda manifest: manifest.update(version=2), "format version 2, and this code reads version 1"),
+        (lambda manifest: manifest.update(format="other"), "is not the manifest of an embedding store"),
+        (lambda manifest: manifest.pop("num_classes"), "is damaged.*num_classes"),
+        (lambda manifest: manifest["splits"]["train"].update(dtype="int8"), "is damaged.*int8"),
+        (lambda manifest: manifest["splits"]["train"].update(labels_shape=[3]), "is damaged.*the shapes of train"),
+        (lambda manifest: manifest["splits"]["train"]["shards"][0].update(rows=9999), "is damaged.*9999 rows"),
+        (
+            lambda manifest: manifest["splits"]["train"]["shards"][0]["labels"].update(name="../outside.npy"),
+            "is damaged.*'../outside.npy' is not the name",
+        ),
+    ],
+)
+def test_a_changed_manifest_is_refused(tmp_path, change, message):
+    write_store(tmp_path / "store")
+    path = tmp_path / "store" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(EmbeddingError, match=message):
+        open_store(tmp_path / "store")
+
+
+def test_what_is_no_store_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
+        with pytest.raises(EmbeddingError, match=r"is not an embedding store: there is no manifest\.json"):
+            open_store(path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(EmbeddingError, match="cannot read"):
+        open_store(tmp_path)
+    store, _ = write_store(tmp_path / "store")
+    with pytest.raises(EmbeddingError, match="has no split 'valid'; it has train, test"):
+        store["valid"]
+
+
+def test_several_writers_fill_one_store(tmp_path):
+    embeddings, labels = some_rows(40)
+    writers = [StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, source="x") for _ in range(2)]
+    for rank, writer in enumerate(writers):
+        for number in range(rank, 4, 2):
+            part = slice(10 * number, 10 * number + 10)
+            writer.write("train", number, embeddings[part], labels[part])
+            assert number in writers[1 - rank].present("train")
+    store = writers[0].finish({"train": 4})
+    assert torch.equal(store["train"].read(torch.arange(40)), embeddings)
+
+
+def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
+    embeddings, labels = some_rows(10)
+    first = StoreWriter(tmp_path, dim=DIM, dtype=torch.float16)
+    first.write("train", 0, embeddings, labels)
+    first.write("train", 2, embeddings, labels)
+    (tmp_path / ".train-00001.labels.npy.123.tmp").write_text("left by a killed writer")
+    with pytest.raises(EmbeddingError, match="was not finished: give the command that was writing it again"):
+        open_store(tmp_path)
+    second = StoreWriter(tmp_path, dim=DIM, dtype=torch.float16)
+    assert second.present("train") == {0, 2}
+    for shards, missing in ((None, "train-00001 is"), ({"train": 5}, "train-00001, train-00003, train-00004 is")):
+        with pytest.raises(EmbeddingError, match=f"{missing} missing"):
+            second.finish(shards)
+    os.truncate(tmp_path / "train-00002.embeddings.npy", 100)
+    assert second.present("train") == {0}
+    second.write("train", 2, embeddings, labels)
+    second.write("train", 1, embeddings, labels)
+    assert len(second.finish()["train"]) == 30
+    assert len(list(tmp_path.iterdir())) == 7
+    with pytest.raises(EmbeddingError, match="is a complete store already"):
+        StoreWriter(tmp_path, dim=DIM, dtype=torch.float16)
+
+
+def test_shards_with_other_settings_are_not_mixed(tmp_path):
+    StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, backbone="a")
+    with pytest.raises(EmbeddingError, match=r"other settings \(dtype 'float16', now 'float32'; backbone 'a', now 'b'"):
+        StoreWriter(tmp_path, dim=DIM, dtype=torch.float32, backbone="b")
+    with pytest.raises(EmbeddingError, match="every shard is missing"):
+        StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, backbone="a").finish()
+
+
+def test_shards_that_do_not_fit_are_refused(tmp_path):
+    writer = StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, num_classes=CLASSES)
+    embeddings, labels = some_rows(6)
+    for bad in (embeddings.float(), embeddings[:5], embeddings[:, :5]):
+        with pytest.raises(EmbeddingError, match=r"must be float16 of shape \(6, 12\)"):
+            writer.write("train", 0, bad, labels)
+    with pytest.raises(EmbeddingError, match="at least one"):
+        writer.write("train", 0, embeddings[:0], labels[:0])
+    with pytest.raises(EmbeddingError, match=r"must be in \[0, 4\], since num_classes is 5; they range from 1 to 5"):
+        writer.write("train", 0, embeddings, labels + 1)
+    with pytest.raises(EmbeddingError, match="must be whole numbers"):
+        writer.write("train", 0, embeddings, labels.float())
+    for split, number in (("../train", 0), ("train", -1)):
+        with pytest.raises(EmbeddingError, match="needs a split name"):
+            writer.write(split, number, embeddings, labels)
+    with pytest.raises(EmbeddingError, match="must be float16, float32, bfloat16, got float64"):
+        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float64)
+    writer.write("train", 0, embeddings, labels.to(torch.int16))
+    assert torch.equal(writer.finish()["train"].labels(), labels)
+
+
+# The commands, and what scripts open with.
+
+
+def save_pickle(path, layout="wsl"):
+    embeddings, labels = some_rows(30)
+    parts = {
+        "train_embeddings": embeddings,
+        "train_labels": labels,
+        "test_embeddings": embeddings,
+        "test_labels": labels,
+    }
+    torch.save({key: parts[name].clone() for name, key in LAYOUTS[layout].items()}, path)
+    return embeddings
+
+
+def test_the_published_sets_are_those_of_the_object_store():
+    assert list(PUBLISHED_SETS) == list(object_store.PUBLISHED)
+    assert {known.layout for known in PUBLISHED_SETS.values()} == set(LAYOUTS)
+
+
+def test_list_shows_names_keys_tensors_and_what_is_here(tmp_path, capsys):
+    here = object_store.cached_path("wsl-32x8d-320", tmp_path)
+    here.write_text("x")
+    assert main(["list", "--cache_dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out and key in out for name, key in object_store.PUBLISHED.items())
+    assert "imagenet21k_val_labels" in out
+    assert out.count("here: no") == 5
+    assert f"here: {here}" in out
+
+
+def test_convert_info_and_verify(tmp_path, capsys):
+    save_pickle(tmp_path / "file.p")
+    store = str(tmp_path / "store")
+    assert main(["convert", str(tmp_path / "file.p"), store, "--backbone", "net", "--dtype", "bfloat16"]) == 0
+    described = capsys.readouterr().out
+    assert main(["info", store]) == 0
+    assert capsys.readouterr().out == described
+    for words in ("5 classes, 12 dimensions", "net", "file.p", "30 rows of bfloat16 in 1 shards", "not known"):
+        assert words in described
+    assert main(["verify", store]) == 0
+    assert "every shard matches its checksum" in capsys.readouterr().out
+    flip_byte(tmp_path / "store" / "test-00000.labels.npy")
+    assert main(["verify", store]) == 1
+    assert "test-00000.labels.npy is damaged" in capsys.readouterr().err
+
+
+def test_convert_takes_the_names_of_the_tensors_by_flag(tmp_path, capsys):
+    embeddings, labels = some_rows(20)
+    torch.save({"x": embeddings, "y": labels, "note": "mine"}, tmp_path / "file.pt")
+    command = ["convert", str(tmp_path / "file.pt"), str(tmp_path / "store")]
+    assert main(command) == 1
+    message = capsys.readouterr().err
+    assert "Found: x float16 (20, 12), y int64 (20,), note (str). Expected: train_embeddings, train_labels" in message
+    assert "--train_embeddings KEY" in message
+    assert main([*command, "--train_embeddings", "x", "--train_labels", "y", "--num_classes", "8"]) == 0
+    store = open_store(tmp_path / "store")
+    assert torch.equal(store["train"].read(torch.arange(20)), embeddings)
+    assert (list(store.splits), store.num_classes) == (["train"], 8)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["unknown"],
+        ["convert", "file"],
+        ["convert", "file", "store", "--dtype", "float64"],
+        ["convert", "file", "store", "--num_classes", "0"],
+        ["convert", "file", "store", "--dt", "float16"],
+        ["fetch", "file", "--dtype", "float16"],
+        ["fetch", "file", "--train_labels", "y"],
+        ["verify"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_ends_with_status_2(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["info"], ["verify"], ["convert", "missing.p"], ["fetch", "--convert"], ["fetch"]])
+def test_a_failure_ends_with_status_1_and_a_sentence(tmp_path, command, capsys):
+    assert main([*command, str(tmp_path / "nothing.p")]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+
+
+def test_the_module_runs_as_a_command_and_catches_its_own_errors(tmp_path):
+    command = [sys.executable, "-m", "data.embeddings", "info", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: {tmp_path} is not an embedding store: there is no manifest.json in it\n"
+
+
+def test_a_store_on_this_disk_is_opened_as_it_is(tmp_path):
+    write_store(tmp_path / "store")
+    assert len(open_or_fetch(tmp_path / "store")["train"]) == 12
+
+
+def test_a_pickle_on_this_disk_becomes_a_store_beside_it(tmp_path, monkeypatch):
+    embeddings = save_pickle(tmp_path / "file.p", "imagenet21k")
+    store = open_or_fetch(tmp_path / "file.p", progress=False)
+    assert (store.path, store.source) == (tmp_path / "file.store", "file.p")
+    monkeypatch.chdir(tmp_path)
+    assert open_or_fetch("./file.p").path == Path("file.store")  # the same file by another name
+    assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
+    narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16, progress=False)
+    assert narrow.path == tmp_path / "file.bfloat16.store"
+
+
+@pytest.fixture
+def server(tmp_path):
+    """The address of a server of tmp_path/served, with the paths it was asked for."""
+    (tmp_path / "served").mkdir()
+    asked = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            asked.append(self.path)
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path / "served"))
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}", asked
+    http.shutdown()
+    http.server_close()
+    thread.join()
+
+
+def test_an_address_is_fetched_and_converted_once(tmp_path, server, capsys):
+    address, asked = server
+    embeddings = save_pickle(tmp_path / "served" / "set.p", "efficientnet-l2")
+    cache = tmp_path / "cache"
+    store = open_or_fetch(f"{address}/set.p", cache, progress=False)
+    assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
+    assert store.source == f"{address}/set.p"
+    # The store stands for the file from now on.
+    (file,) = cache.glob("*.p")
+    file.unlink()
+    asked.clear()
+    assert main(["fetch", f"{address}/set.p", "--convert", "--cache_dir", str(cache)]) == 0
+    assert capsys.readouterr().out.strip() == str(store.path)
+    assert asked == []
+
+
+def test_a_published_name_brings_backbone_and_resolution(tmp_path, monkeypatch, capsys):
+    file = object_store.cached_path("efficientnet-l2-800", tmp_path)
+    save_pickle(file, "efficientnet-l2")
+    monkeypatch.setattr(object_store, "fetch", lambda source, *_, **__: file)
+    assert main(["fetch", "efficientnet-l2-800", "--cache_dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(file)
+    store = open_or_fetch("efficientnet-l2-800", tmp_path, progress=False)
+    expected = ("tf_efficientnet_l2_ns", 800, "efficientnet-l2-800")
+    assert (store.backbone, store.resolution, store.source) == expected
+
+
+def test_a_store_in_a_bucket_is_fetched_as_a_folder(tmp_path, monkeypatch):
+    write_store(tmp_path / "store")
+    calls = []
+    monkeypatch.setattr(
+        object_store, "fetch_folder", lambda source, *_, **__: calls.append(source) or tmp_path / "store"
+    )
+    addresses = ["s3://bucket/my/store", "s3://bucket/v1.0/", "s3://bucket/photos.store"]
+    for address in addresses:
+        assert len(open_or_fetch(address)["train"]) == 12
+    assert calls == addresses
+
+
+def test_a_download_that_fails_is_one_kind_of_error(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise object_store.ObjectStoreError("no network")
+
+    monkeypatch.setattr(object_store, "fetch", fail)
+    with pytest.raises(EmbeddingError, match=r"^no network$"):
+        open_or_fetch("wsl-32x8d-320", tmp_path)
+    assert issubclass(EmbeddingError, ValueError)
+
+
+def test_convert_is_the_same_as_the_command(tmp_path):
+    save_pickle(tmp_path / "file.p")
+    store = convert(tmp_path / "file.p", tmp_path / "store")
+    assert main(["convert", str(tmp_path / "file.p"), str(tmp_path / "store")]) == 0  # opens it
+    assert store.verify() == []

@@ -1,0 +1,328 @@
+"""data/embedding_batches.py: the same batches in every mode, an order that seed and epoch alone decide, each row
+exactly once, and the choice between device, RAM and disk."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data import embedding_batches, machine_memory
+from data.embeddings import DTYPES, EmbeddingBatches, EmbeddingError, StoreWriter, epoch_order, split_rows
+
+DIM, ROWS, SHARDS = 8, 1000, (400, 350, 250)
+WINDOW = 64  # rows
+MEMORY_MODES = ("ram", "stream")
+
+
+def write_split(folder, dtype=torch.float16):
+    """A split whose row i holds i in its first two columns (i // 256, i % 256), and the label i mod 10."""
+    writer = StoreWriter(folder, dim=DIM, dtype=dtype)
+    rows = torch.arange(ROWS)
+    embeddings = torch.stack((rows // 256, rows % 256), dim=1).repeat(1, DIM // 2).to(dtype)
+    begin = 0
+    for number, size in enumerate(SHARDS):
+        part = slice(begin, begin + size)
+        writer.write("train", number, embeddings[part], rows[part] % 10)
+        begin += size
+    return writer.finish()["train"]
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    return write_split(tmp_path_factory.mktemp("batches") / "store")
+
+
+def row_numbers(batches):
+    """The rows that batches hold, one list per batch; checks the labels and that rows are whole."""
+    numbers = []
+    for embeddings, labels in batches:
+        pairs = embeddings.float().reshape(len(labels), -1, 2)
+        assert torch.equal(pairs, pairs[:, :1].expand_as(pairs))
+        rows = (pairs[:, 0, 0] * 256 + pairs[:, 0, 1]).long()
+        assert torch.equal(labels.cpu(), rows.cpu() % 10)
+        numbers.append(rows.tolist())
+    return numbers
+
+
+def joined(numbers):
+    return [row for batch in numbers for row in batch]
+
+
+# The order.
+
+
+def test_the_order_is_a_permutation_that_seed_and_epoch_decide():
+    order = epoch_order(ROWS, 3, 5, window_rows=WINDOW)
+    assert order.sort().values.equal(torch.arange(ROWS))
+    assert order.equal(epoch_order(ROWS, 3, 5, window_rows=WINDOW))
+    torch.manual_seed(99)  # torch's own generator takes no part
+    assert order.equal(epoch_order(ROWS, 3, 5, window_rows=WINDOW))
+    for other in ((3, 6), (4, 5), (5, 3)):
+        assert not order.equal(epoch_order(ROWS, *other, window_rows=WINDOW))
+
+
+def test_the_order_stays_as_it_is_over_versions():
+    # A changed order would change the numbers of every table.
+    small = [11, 18, 15, 19, 16, 10, 3, 6, 2, 12, 0, 17, 4, 9, 14, 1, 13, 8, 7, 5]
+    assert epoch_order(20, 0, 0).tolist() == small
+    assert epoch_order(100, 1, 2, window_rows=32)[:10].tolist() == [67, 70, 85, 25, 5, 81, 2, 4, 27, 82]
+
+
+@given(rows=st.integers(1, 300), seed=st.integers(0, 2**32), epoch=st.integers(0, 50), blocks=st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_every_order_is_a_permutation_and_a_window_holds_whole_blocks(rows, seed, epoch, blocks):
+    size = embedding_batches.BLOCK_ROWS
+    order = epoch_order(rows, seed, epoch, window_rows=blocks * size)
+    assert order.sort().values.equal(torch.arange(rows))
+    if rows % size == 0:
+        for window in order.split(blocks * size):
+            assert set((window // size).bincount().tolist()) <= {0, size}
+
+
+def test_a_set_within_one_window_is_shuffled_uniformly():
+    # Each of 16 rows (two blocks) must be as likely in each place: chi-square over 2,000 epochs, 225 degrees of
+    # freedom, standard deviation 21.
+    counts = torch.zeros(16, 16)
+    for epoch in range(2000):
+        counts[torch.arange(16), epoch_order(16, 0, epoch)] += 1
+    assert ((counts - 125) ** 2 / 125).sum() < 225 + 5 * 21
+
+
+def test_windows_mix_a_set_that_is_sorted_by_class():
+    # The figures of the module's docstring, at a hundredth of the classes: 13,000 rows in 10 classes of 1,300.
+    labels = torch.arange(13_000) // 1300
+    order = epoch_order(13_000, 0, 0, window_rows=1304)
+    counts = torch.stack([labels[window].bincount(minlength=10) for window in order.split(1304)[:-1]]).float()
+    assert counts.mean() == pytest.approx(130, abs=1)
+    assert counts.std() < 45
+
+
+@pytest.mark.parametrize(("num_valid", "seed"), [(1, 0), (300, 0), (300, 7), (ROWS - 1, 1)])
+def test_validation_and_training_rows_are_disjoint_and_complete(num_valid, seed):
+    train, valid = split_rows(ROWS, num_valid, seed)
+    assert (len(train), len(valid)) == (ROWS - num_valid, num_valid)
+    assert torch.cat((train, valid)).sort().values.equal(torch.arange(ROWS))
+    for rows in (train, valid):
+        assert rows.sort().values.equal(rows)
+    again = split_rows(ROWS, num_valid, seed)
+    assert again[0].equal(train)
+    assert again[1].equal(valid)
+
+
+def test_the_division_depends_on_the_seed_and_nests():
+    assert not split_rows(ROWS, 300, 0)[1].equal(split_rows(ROWS, 300, 1)[1])
+    assert set(split_rows(ROWS, 100, 0)[1].tolist()) < set(split_rows(ROWS, 300, 0)[1].tolist())
+
+
+@pytest.mark.parametrize("num_valid", [0, -1, ROWS, ROWS + 1])
+def test_an_empty_part_is_refused(num_valid):
+    with pytest.raises(ValueError, match=f"of {ROWS} rows, got num_valid {num_valid}"):
+        split_rows(ROWS, num_valid, 0)
+
+
+# The batches.
+
+
+@pytest.mark.parametrize("subset", [None, "train", "valid"])
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 100, 999, 2000])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_every_mode_gives_the_batches_of_the_order(split, subset, batch_size, drop_last):
+    train, valid = split_rows(ROWS, 250, 0)
+    rows = {None: None, "train": train, "valid": valid}[subset]
+    numbered = torch.arange(ROWS) if rows is None else rows
+    order = numbered[epoch_order(len(numbered), 2, 4, window_rows=WINDOW)]
+    expected = [part.tolist() for part in order.split(batch_size)]
+    if drop_last and len(expected[-1]) < batch_size:
+        expected.pop()
+    for mode in MEMORY_MODES:
+        batches = EmbeddingBatches(
+            split, batch_size, rows=rows, mode=mode, seed=2, drop_last=drop_last, window_rows=WINDOW
+        )
+        assert batches.mode == mode
+        assert row_numbers(batches.epoch(4)) == expected
+        assert len(batches) == len(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_dtype_streams_as_it_is_stored(tmp_path, dtype):
+    split = write_split(tmp_path / "store", dtype)
+    batches = [EmbeddingBatches(split, 100, mode=mode, window_rows=WINDOW) for mode in MEMORY_MODES]
+    for (resident, labels), (streamed, streamed_labels) in zip(*(each.epoch(0) for each in batches), strict=True):
+        assert streamed.dtype == resident.dtype == dtype
+        assert torch.equal(streamed, resident)
+        assert torch.equal(streamed_labels, labels)
+
+
+@pytest.mark.parametrize("mode", MEMORY_MODES)
+def test_an_epoch_visits_every_row_exactly_once_and_can_be_repeated(split, mode):
+    batches = EmbeddingBatches(split, 64, mode=mode, drop_last=False, window_rows=WINDOW)
+    first = row_numbers(batches.epoch(0))
+    assert sorted(joined(first)) == list(range(ROWS))
+    assert row_numbers(batches.epoch(1)) != first
+    assert row_numbers(batches.epoch(0)) == first
+    other = EmbeddingBatches(split, 64, mode=mode, seed=9, drop_last=False, window_rows=WINDOW)
+    assert row_numbers(batches.epoch(0, seed=9)) == row_numbers(other.epoch(0)) != first
+
+
+@pytest.mark.parametrize("mode", MEMORY_MODES)
+@pytest.mark.parametrize("start", [0, 1, 5, 15, 16, 40])
+def test_an_epoch_continues_at_any_batch(split, mode, start):
+    batches = EmbeddingBatches(split, 60, mode=mode, window_rows=WINDOW)
+    assert row_numbers(batches.epoch(3, start=start)) == row_numbers(batches.epoch(3))[start:]
+
+
+@pytest.mark.parametrize("mode", MEMORY_MODES)
+@pytest.mark.parametrize("batch_size", [1, 300, 1000, 5000])
+def test_in_order_gives_every_row_once_and_the_rest(split, monkeypatch, mode, batch_size):
+    monkeypatch.setattr(embedding_batches, "_IN_ORDER_ROWS", 150)
+    rows, _ = split_rows(ROWS, 100, 0)
+    batches = EmbeddingBatches(split, 64, rows=rows, mode=mode)
+    numbers = row_numbers(batches.in_order(batch_size))
+    assert joined(numbers) == rows.tolist()
+    assert [len(batch) for batch in numbers] == [len(part) for part in rows.split(batch_size)]
+
+
+@given(
+    rows=st.sets(st.integers(0, ROWS - 1), min_size=1),
+    batch_size=st.integers(1, 400),
+    blocks=st.integers(1, 20),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_subset_streams_as_it_is_held(split, rows, batch_size, blocks, epoch):
+    rows = torch.tensor(sorted(rows))
+    options = {"rows": rows, "drop_last": False, "window_rows": blocks * embedding_batches.BLOCK_ROWS}
+    sources = [EmbeddingBatches(split, batch_size, mode=mode, **options) for mode in MEMORY_MODES]
+    numbers = [row_numbers(batches.epoch(epoch)) for batches in sources]
+    assert numbers[0] == numbers[1]
+    assert sorted(joined(numbers[0])) == rows.tolist()
+
+
+def test_batches_are_copies_that_stay(split):
+    batches = EmbeddingBatches(split, 30, mode="stream", window_rows=WINDOW)
+    kept = list(batches.epoch(0))
+    assert row_numbers(kept) == row_numbers(batches.epoch(0))
+    kept[0][0].zero_()
+    assert sum(map(len, row_numbers(batches.epoch(0)))) == 990
+
+
+def reader_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("embedding-reader")]
+
+
+def test_a_stream_that_is_left_ends_its_threads(split):
+    stream = EmbeddingBatches(split, 10, mode="stream", window_rows=WINDOW).epoch(0)
+    next(stream)
+    assert reader_threads()
+    stream.close()
+    assert not reader_threads()
+    row_numbers(EmbeddingBatches(split, 10, mode="stream", window_rows=WINDOW).epoch(0))
+    assert not reader_threads()
+
+
+def test_windows_are_read_ahead_two_at_most(split, monkeypatch):
+    sizes, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: (sizes.append(size[0]), empty(*size, **options))[1])
+    row_numbers(EmbeddingBatches(split, 10, mode="stream", window_rows=WINDOW).epoch(0))
+    assert sizes == [WINDOW, WINDOW]  # buffers are used again
+
+
+def test_a_file_that_shrinks_under_a_stream_is_an_error_and_no_garbage(tmp_path):
+    split = write_split(tmp_path / "store")
+    batches = EmbeddingBatches(split, 10, mode="stream", window_rows=WINDOW)
+    os.truncate(tmp_path / "store" / "train-00001.embeddings.npy", 1000)
+    with pytest.raises(EmbeddingError, match=r"train-00001.embeddings.npy ended"):
+        row_numbers(batches.epoch(0))
+    assert not reader_threads()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"mode": "disk"}, "unknown mode 'disk': choose one of auto, device, ram, stream"),
+        ({"window_rows": 12}, "window_rows must be a multiple of 8, got 12"),
+        ({"window_rows": 0}, "window_rows must be a multiple of 8, got 0"),
+        ({"seed": -1}, "seed and epoch must be at least 0"),
+        ({"rows": torch.tensor([], dtype=torch.int64)}, "no rows to make batches of in train"),
+        ({"rows": torch.tensor([3, 3])}, "rows must be ascending"),
+        ({"rows": torch.tensor([5, 2])}, "rows must be ascending"),
+        ({"rows": torch.tensor([-1, 2])}, "rows must be ascending"),
+        ({"rows": torch.tensor([2, ROWS])}, "within 0..999 of train"),
+    ],
+)
+def test_wrong_arguments_are_refused(split, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EmbeddingBatches(split, **{"batch_size": 10, **arguments})
+
+
+# The choice of the mode.
+
+
+@pytest.mark.parametrize(("available", "mode"), [(10**9, "ram"), (ROWS * DIM * 2, "stream"), (0, "stream")])
+def test_rows_that_do_not_fit_into_memory_are_streamed(split, monkeypatch, available, mode):
+    monkeypatch.setattr(embedding_batches, "available_ram", lambda: available)
+    batches = EmbeddingBatches(split, 10)
+    assert batches.mode == mode
+    assert batches.description.startswith(f"{mode}: 0.0 MiB")
+    assert "forced" not in batches.description
+
+
+def test_a_forced_mode_is_taken_and_said(split, monkeypatch):
+    monkeypatch.setattr(embedding_batches, "available_ram", lambda: 0)
+    for asked, taken in (("ram", "ram"), ("stream", "stream"), ("device", "ram")):  # the CPU's memory is the RAM
+        batches = EmbeddingBatches(split, 10, "cpu", mode=asked)
+        assert batches.mode == taken
+        assert batches.description.startswith(f"{taken}: ")
+        assert batches.description.endswith("(forced)")
+
+
+@pytest.mark.parametrize(
+    ("on_device", "in_ram", "mode"),
+    [(10**9, 10**9, "device"), (10_000, 10**9, "ram"), (10_000, 10_000, "stream")],
+)
+def test_a_gpu_is_filled_first(monkeypatch, on_device, in_ram, mode):
+    monkeypatch.setattr(embedding_batches, "available_ram", lambda: in_ram)
+    monkeypatch.setattr(embedding_batches, "available_on", lambda device: on_device)
+    assert embedding_batches._choose("auto", 16_000, torch.device("cuda"))[0] == mode
+
+
+def test_available_memory_is_a_part_of_the_machines():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < machine_memory.available_ram() < total
+
+
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_memory, "_CGROUP", tmp_path)
+    unlimited = machine_memory.available_ram()
+    for name, content in (("memory.max", "max"), ("memory.current", "5000"), ("memory.stat", "anon 3000\nfile 1000")):
+        (tmp_path / name).write_text(content + "\n")
+    assert machine_memory.available_ram() > unlimited / 2
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert machine_memory.available_ram() == 6000
+    (tmp_path / "memory.max").write_text("3000\n")
+    assert machine_memory.available_ram() == 0
+
+
+def test_memory_of_a_gpu_includes_what_torch_keeps_for_itself(monkeypatch):
+    numbers = {"mem_get_info": (100, 1000), "memory_reserved": 50, "memory_allocated": 20}
+    monkeypatch.setattr(
+        machine_memory.torch, "cuda", SimpleNamespace(**{name: lambda _, v=value: v for name, value in numbers.items()})
+    )
+    assert machine_memory.available_on(torch.device("cuda")) == 130
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["device", *MEMORY_MODES])
+def test_a_gpu_gets_the_same_batches(split, mode):
+    batches = EmbeddingBatches(split, 60, "cuda", mode=mode, window_rows=WINDOW)
+    assert batches.mode == mode
+    on_gpu = list(batches.epoch(1))
+    assert all(embeddings.is_cuda and labels.is_cuda for embeddings, labels in on_gpu)
+    expected = EmbeddingBatches(split, 60, mode="ram", window_rows=WINDOW)
+    assert row_numbers(on_gpu) == row_numbers(expected.epoch(1))
+    assert row_numbers(batches.in_order()) == row_numbers(expected.in_order())

@@ -1,0 +1,364 @@
+"""data/embedding_formats.py: the published pickles become stores, in bounded memory, whatever is killed; what is
+unknown, unsafe or damaged is refused with a sentence."""
+
+import errno
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from data import embedding_formats, embedding_writer
+from data.embeddings import DTYPES, LAYOUTS, EmbeddingError, convert, open_store
+
+REPOSITORY = Path(__file__).parents[2]
+DIM, TRAIN, TEST = 16, 100, 30
+SHARD_BYTES = 40 * DIM * 2  # 40 rows of float16: three shards train, one test
+LINUX = sys.platform == "linux"
+
+
+def content(dtype=torch.float16):
+    """The four parts of a set, by their names in a store."""
+    generator = torch.Generator().manual_seed(1)
+    parts = {}
+    for split, rows in (("train", TRAIN), ("test", TEST)):
+        parts[f"{split}_embeddings"] = torch.randn(rows, DIM, generator=generator).to(dtype)
+        parts[f"{split}_labels"] = torch.arange(rows) % 7
+    return parts
+
+
+def save(path, layout="wsl", dtype=torch.float16, **options):
+    """A file of a published layout, and what is in it."""
+    parts = content(dtype)
+    torch.save({key: parts[name] for name, key in LAYOUTS[layout].items()}, path, **options)
+    return parts
+
+
+def assert_holds(store, parts, dtype=None):
+    for split in ("train", "test"):
+        embeddings = parts[f"{split}_embeddings"]
+        expected = embeddings if dtype is None else embeddings.to(dtype)
+        read = store[split].read(torch.arange(len(store[split])))
+        assert read.dtype == expected.dtype
+        assert torch.equal(read, expected)
+        assert torch.equal(store[split].labels(), parts[f"{split}_labels"])
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_published_layout_is_recognised_by_its_keys(tmp_path, layout, zipped):
+    parts = save(tmp_path / "any name", layout, _use_new_zipfile_serialization=zipped)
+    store = convert(tmp_path / "any name", tmp_path / "store", shard_bytes=SHARD_BYTES)
+    assert [len(split.shards) for split in store.splits.values()] == [3, 1]
+    assert (store.dim, store.num_classes, store.source) == (DIM, 7, "any name")
+    assert_holds(store, parts)
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float64])
+def test_every_dtype_becomes_every_other(tmp_path, dtype, target):
+    parts = save(tmp_path / "file.p", dtype=dtype)
+    assert_holds(convert(tmp_path / "file.p", tmp_path / "store", dtype=DTYPES[target]), parts, DTYPES[target])
+
+
+def test_without_a_dtype_float64_is_refused(tmp_path):
+    save(tmp_path / "file.p", dtype=torch.float64)
+    with pytest.raises(EmbeddingError, match="must be float16, float32, bfloat16, got float64"):
+        convert(tmp_path / "file.p", tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_numbers_beyond_float16_are_refused_and_fit_bfloat16(tmp_path):
+    parts = content(torch.float32)
+    parts["train_embeddings"][60, 3] = 1e6
+    torch.save(parts, tmp_path / "file.p")
+    with pytest.raises(EmbeddingError, match=r"train from row 0 on\) of 1e\+06 is beyond the range of float16"):
+        convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float16)
+    assert_holds(convert(tmp_path / "file.p", tmp_path / "other", dtype=torch.bfloat16), parts, torch.bfloat16)
+
+
+def test_labels_of_another_width_become_int64(tmp_path):
+    parts = content()
+    torch.save({**parts, "train_labels": parts["train_labels"].to(torch.int32)}, tmp_path / "file.p")
+    assert_holds(convert(tmp_path / "file.p", tmp_path / "store", num_classes=10), parts)
+    assert open_store(tmp_path / "store").num_classes == 10
+
+
+def test_a_view_with_gaps_is_converted_row_by_row(tmp_path):
+    parts = content()
+    wide = torch.cat((parts["train_embeddings"], parts["train_embeddings"]), dim=1)
+    torch.save({**parts, "train_embeddings": wide[:, :DIM]}, tmp_path / "file.p")
+    assert_holds(convert(tmp_path / "file.p", tmp_path / "store"), parts)
+
+
+def test_unknown_keys_are_listed_with_what_is_expected(tmp_path):
+    torch.save({"x": torch.zeros(3, 4), "train_embeddings": torch.zeros(2), "n": 3}, tmp_path / "file.p")
+    with pytest.raises(EmbeddingError) as caught:
+        convert(tmp_path / "file.p", tmp_path / "store")
+    message = str(caught.value)
+    assert "Found: x float32 (3, 4), train_embeddings float32 (2,), n (int)." in message
+    assert all(", ".join(layout.values()) in message for layout in LAYOUTS.values())
+    assert "--test_labels KEY" in message
+
+
+def test_a_mapping_takes_any_tensors(tmp_path):
+    parts = content()
+    names = {"train_embeddings": "a", "train_labels": "b", "valid_embeddings": "c", "valid_labels": "d"}
+    torch.save(dict(zip("abcd", parts.values())), tmp_path / "file.p")
+    store = convert(tmp_path / "file.p", tmp_path / "store", keys=names)
+    assert list(store.splits) == ["train", "valid"]
+    assert torch.equal(store["valid"].read(torch.arange(TEST)), parts["test_embeddings"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train_embeddings": "train_embeddings"}, "train_embeddings needs train_labels, too"),
+        ({"test_labels": "test_labels"}, "test_labels needs test_embeddings, too"),
+        ({"other_labels": "test_labels"}, "keys are given for train_embeddings, .*, got 'other_labels'"),
+        ({"train_embeddings": "x", "train_labels": "y"}, "has no tensor 'x' for train_embeddings; it has train_"),
+        ({"train_embeddings": "test_embeddings", "train_labels": "train_labels"}, "with a label per row"),
+        ({"train_embeddings": "train_labels", "train_labels": "train_labels"}, "must be floating point of shape"),
+        ({"train_embeddings": "train_embeddings", "train_labels": "train_embeddings"}, "must be whole numbers"),
+    ],
+)
+def test_a_mapping_that_does_not_fit_is_refused(tmp_path, keys, message):
+    save(tmp_path / "file.p")
+    with pytest.raises(EmbeddingError, match=message):
+        convert(tmp_path / "file.p", tmp_path / "store", keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test_embeddings": torch.zeros(TEST, DIM + 1).half()}, "of one width and dtype; it has train_embeddings"),
+        ({"test_embeddings": torch.zeros(TEST, DIM)}, "of one width and dtype"),
+        ({"train_labels": torch.full((TRAIN,), -1)}, "train in .*labels must be at least 0; they range from -1 to -1"),
+        ({"train_labels": torch.arange(TRAIN + 1)}, "with a label per row"),
+        ({"test_labels": [0] * TEST}, "has no tensor 'test_labels' for test_labels"),
+    ],
+)
+def test_tensors_that_do_not_fit_each_other_are_refused(tmp_path, change, message):
+    torch.save({**content(), **change}, tmp_path / "file.p")
+    with pytest.raises(EmbeddingError, match=message):
+        convert(tmp_path / "file.p", tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_file_that_would_run_code_is_refused(tmp_path, monkeypatch, zipped):
+    monkeypatch.chdir(tmp_path)
+    torch.save({**content(), "more": Malicious()}, "file.p", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(EmbeddingError, match=r"is refused: it asks for (posix|nt)\.mkdir, and only tensors"):
+        convert("file.p", "store")
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_what_is_no_torch_pickle_is_refused(tmp_path):
+    save(tmp_path / "whole")
+    save(tmp_path / "whole.legacy", _use_new_zipfile_serialization=False)
+    files = {
+        "cut": (tmp_path / "whole").read_bytes()[:2000],
+        "legacy.cut": (tmp_path / "whole.legacy").read_bytes()[:2000],
+        "empty": b"",
+        "text": b"hello world, this is no pickle",
+        "number": pickle.dumps(3),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(EmbeddingError, match=f"{name} is not a torch pickle"):
+            convert(tmp_path / name, tmp_path / "store")
+    torch.save([torch.zeros(3)], tmp_path / "list")
+    with pytest.raises(EmbeddingError, match="must hold a dictionary of tensors, it holds list"):
+        convert(tmp_path / "list", tmp_path / "store")
+    with pytest.raises(EmbeddingError, match=r"there is no file .*missing to convert"):
+        convert(tmp_path / "missing", tmp_path / "store")
+
+
+def test_an_old_file_larger_than_the_memory_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    save(tmp_path / "file.p", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr(embedding_formats, "available_ram", lambda: 2**10)
+    with pytest.raises(EmbeddingError, match=r"cannot be memory-mapped; read whole it takes .* save it again with"):
+        convert(tmp_path / "file.p", tmp_path / "store")
+
+
+def test_a_file_larger_than_the_memory_is_mapped_shared(tmp_path, monkeypatch):
+    parts = save(tmp_path / "file.p")
+    before = (tmp_path / "file.p").read_bytes()
+    load, flags = torch.load, []
+
+    def no_private_map(*arguments, **options):
+        flags.append(torch.serialization.get_default_mmap_options())
+        if flags[-1] != mmap.MAP_SHARED:
+            raise RuntimeError("unable to mmap 53687091200 bytes from file <file.p>: Cannot allocate memory (12)")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", no_private_map)
+    assert_holds(convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES), parts)
+    assert mmap.MAP_SHARED in flags
+    assert (tmp_path / "file.p").read_bytes() == before
+
+    def no_map(*_, **__):
+        raise RuntimeError("unable to mmap 53687091200 bytes from file <file.p>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "load", no_map)
+    with pytest.raises(EmbeddingError, match=r"larger than the memory.*chmod u\+w"):
+        convert(tmp_path / "file.p", tmp_path / "other")
+
+
+def test_too_small_a_disk_is_said_before_the_first_shard(tmp_path, monkeypatch):
+    save(tmp_path / "file.p")
+    monkeypatch.setattr(embedding_formats.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(EmbeddingError, match=r"takes another .* free some space or choose another folder"):
+        convert(tmp_path / "file.p", tmp_path / "store")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL within one process."""
+
+
+def test_a_kill_at_any_rename_leaves_no_store_and_the_next_call_finishes(tmp_path, monkeypatch):
+    parts = save(tmp_path / "file.p")
+    replace, count = os.replace, 0
+
+    def stop_at(last):
+        def replace_or_stop(*paths):
+            nonlocal count
+            count += 1
+            if count == last:
+                raise Killed
+            replace(*paths)
+
+        return replace_or_stop
+
+    # Settings; three files for each of four shards; manifest.
+    for last in range(1, 15):
+        count, folder = 0, tmp_path / f"store{last}"
+        monkeypatch.setattr(embedding_writer.os, "replace", stop_at(last))
+        with pytest.raises(Killed):
+            convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES)
+        with pytest.raises(EmbeddingError, match=r"was not finished|is not an embedding store"):
+            open_store(folder)
+        monkeypatch.setattr(embedding_writer.os, "replace", replace)
+        done = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.shard.json")}
+        assert len(done) == max(0, (last - 2) // 3)
+        assert_holds(convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES), parts)
+
+
+def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
+    parts = save(tmp_path / "file.p")
+    fsync, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(embedding_writer.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES)
+    assert not list((tmp_path / "store").glob(".*.tmp"))
+    monkeypatch.setattr(embedding_writer.os, "fsync", fsync)
+    assert_holds(convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES), parts)
+
+
+def test_a_killed_process_leaves_no_store_and_the_next_one_keeps_its_shards(tmp_path):
+    parts = save(tmp_path / "file.p")
+    program = (
+        "import os, signal, sys\n"
+        "from data import embedding_writer\n"
+        "from data.embeddings import convert\n"
+        "write = embedding_writer._write_array\n"
+        "def killed(path, *rest):\n"
+        "    if path.name == 'train-00002.labels.npy':\n"
+        "        open(path.with_name('.' + path.name + '.1.tmp'), 'wb').write(b'half')\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return write(path, *rest)\n"
+        "embedding_writer._write_array = killed\n"
+        f"convert(sys.argv[1], sys.argv[2], shard_bytes={SHARD_BYTES})\n"
+    )
+    folder = tmp_path / "store"
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "file.p", folder], cwd=REPOSITORY)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(EmbeddingError, match="was not finished"):
+        open_store(folder)
+    first = (folder / "train-00000.embeddings.npy").stat().st_mtime_ns
+    assert_holds(convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES), parts)
+    assert (folder / "train-00000.embeddings.npy").stat().st_mtime_ns == first
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_a_complete_store_is_opened_and_not_written_again(tmp_path):
+    save(tmp_path / "file.p")
+    first = convert(tmp_path / "file.p", tmp_path / "store", backbone="net")
+    written = (tmp_path / "store" / "manifest.json").stat().st_mtime_ns
+    assert convert(tmp_path / "file.p", tmp_path / "store", backbone="net").verify() == first.verify() == []
+    assert (tmp_path / "store" / "manifest.json").stat().st_mtime_ns == written
+    assert convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float16).backbone == "net"
+    message = "complete store already, with backbone 'net', not 'other'; dtype 'float16', not 'float32': delete it"
+    with pytest.raises(EmbeddingError, match=message):
+        convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float32, backbone="other")
+
+
+def test_a_store_of_another_dtype_than_the_file_is_not_taken_for_its_own(tmp_path):
+    save(tmp_path / "file.p")
+    convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float32)
+    with pytest.raises(EmbeddingError, match="dtype 'float32', not 'float16'"):
+        convert(tmp_path / "file.p", tmp_path / "store")
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["newer", "of another size"])
+def test_a_store_of_what_the_file_was_before_is_refused(tmp_path, newer):
+    save(tmp_path / "file.p")
+    convert(tmp_path / "file.p", tmp_path / "store")
+    if not newer:
+        with open(tmp_path / "file.p", "ab") as file:
+            file.write(b"more")
+    later = (tmp_path / "store" / "manifest.json").stat().st_mtime + (60 if newer else -60)
+    os.utime(tmp_path / "file.p", (later, later))
+    with pytest.raises(EmbeddingError, match=r"was not made of .*file.p as it is now: delete the store"):
+        convert(tmp_path / "file.p", tmp_path / "store")
+
+
+@pytest.mark.skipif(not LINUX, reason="reads the peak memory from /proc")
+def test_peak_memory_stays_far_below_the_size_of_the_file(tmp_path):
+    rows, dim = 24_576, 2048  # 96 MiB
+    embeddings = torch.ones(rows, dim, dtype=torch.float16)
+    tensors = {"train_embeddings": embeddings, "train_labels": torch.arange(rows)}
+    torch.save({**tensors, "test_embeddings": embeddings[:1].clone(), "test_labels": torch.arange(1)}, tmp_path / "f.p")
+    program = (
+        "import sys\n"
+        "from data.embeddings import convert, open_store\n"
+        "def peak():\n"
+        "    with open('/proc/self/status') as status:\n"
+        "        return int(next(line for line in status if line.startswith('VmHWM')).split()[1]) / 1024\n"
+        "def reset():\n"
+        "    with open('/proc/self/clear_refs', 'w') as file:\n"
+        "        file.write('5')\n"
+        "reset(); before = peak()\n"
+        "convert(sys.argv[1], sys.argv[2], shard_bytes=2**22)\n"
+        "converted = peak() - before\n"
+        "reset(); before = peak()\n"
+        "train = open_store(sys.argv[2])['train']\n"
+        "maps = [train.mapped(shard) for shard in range(len(train.shards))]\n"
+        "print(converted, peak() - before)\n"
+    )
+    command = [sys.executable, "-c", program, tmp_path / "f.p", tmp_path / "store"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    converting, opening = map(float, done.stdout.split())
+    assert converting < 40  # MiB, of 96
+    assert opening < 10

@@ -1,0 +1,737 @@
+"""data/object_store.py against moto's S3 server and a server that fails, both on loopback.
+
+The claims: nothing but the right file ever reaches the cache; what has arrived is not fetched again; every error
+says what to do. No test depends on how long anything takes.
+"""
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque, namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import boto3
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from moto.server import ThreadedMotoServer
+
+from data import download, object_store
+from data.download import etag_part_sizes
+from data.object_store import (
+    PUBLISHED,
+    ChecksumError,
+    MissingObjectError,
+    NetworkError,
+    NoSpaceError,
+    ObjectStoreError,
+    PermissionDeniedError,
+    SourceChangedError,
+    Transfer,
+    cached_path,
+    fetch,
+    fetch_folder,
+    resolve,
+    upload,
+)
+from tests.data.object_store_servers import PROBE, FaultyServer
+
+ROOT = Path(__file__).parent.parent.parent
+PART = 64 * 1024
+FAST = Transfer(connections=3, part_bytes=PART, timeout=60, retries=6, backoff=0.001)
+CONTENT = random.Random(0).randbytes(15 * PART + 1003)
+OTHER = random.Random(1).randbytes(15 * PART + 1003)
+PARTS = 16
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """No credentials, proxies or cache of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.delenv("TOPK_CACHE", raising=False)
+
+
+@pytest.fixture
+def server():
+    running = FaultyServer(CONTENT)
+    yield running
+    running.close()
+
+
+@pytest.fixture(params=["http", "s3"])
+def arguments(request, server):
+    """The same file of the failing server, by requests and by boto3."""
+    if request.param == "http":
+        return {"source": server.url, "progress": False, "transfer": FAST}
+    return {
+        "source": "s3://bucket/file.bin",
+        "endpoint_url": server.endpoint,
+        "anonymous": True,
+        "progress": False,
+        "transfer": FAST,
+    }
+
+
+def partial(path, ending):
+    return path.parent / ".partial" / (path.name + ending)
+
+
+def assert_nothing_cached(cache):
+    assert [file for file in cache.glob("*") if file.is_file()] == []
+
+
+# Names, places, parts
+
+
+def test_published_names_resolve_to_the_published_bucket():
+    location = resolve("wsl-32x48d-320")
+    assert location.uri == ("s3://publicdata1/ImageNet_embeddings_labels_train_test_IGAM_Resnext101_32x48d_320.p")
+    assert location.endpoint_url == "https://nyc3.digitaloceanspaces.com"
+    assert location.anonymous is True
+    assert resolve("wsl-32x48d-320", endpoint_url="http://mirror", anonymous=False).endpoint_url == "http://mirror"
+    assert len(set(PUBLISHED.values())) == 6
+    address = f"https://nyc3.digitaloceanspaces.com/publicdata1/{PUBLISHED['wsl-32x48d-320']}"
+    assert location.address == address
+    assert cached_path("wsl-32x48d-320") == cached_path(address)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(MissingObjectError, match="did you mean 'wsl-32x48d-320'"):
+        resolve("wsl-32x48-320")
+
+
+def test_an_endpoint_is_an_address():
+    with pytest.raises(ObjectStoreError, match="endpoint_url is http"):
+        resolve("s3://bucket/key", endpoint_url="localhost:9000")
+
+
+@pytest.mark.parametrize("source", ["gs://bucket/key", "ftp://host/file", "https://", "s3://"])
+def test_other_addresses_are_refused(source):
+    with pytest.raises(ObjectStoreError, match="a source is s3://"):
+        resolve(source)
+
+
+def test_cached_names_differ_between_sources_and_are_readable(tmp_path, monkeypatch):
+    sources = [
+        "s3://a/x.p",
+        "s3://b/x.p",
+        "s3://a/y/x.p",
+        "https://a/x.p",
+        "https://a/x.p?v=2",
+        "s3://a/x%2Fp",
+        "s3://a/x/p",
+    ]
+    paths = [cached_path(source, tmp_path) for source in sources]
+    paths.append(cached_path("s3://a/x.p", tmp_path, endpoint_url="http://elsewhere"))
+    assert len(set(paths)) == len(paths)
+    assert all(path.parent == tmp_path for path in paths)
+    assert paths[0].name.startswith("x-")
+    assert paths[0].suffix == ".p"
+    assert len(cached_path("https://a/" + "é/.. " * 99, tmp_path).name) < 200
+    monkeypatch.setenv("TOPK_CACHE", str(tmp_path / "variable"))
+    assert cached_path("s3://a/x.p").parent == tmp_path / "variable"
+    assert cached_path("s3://a/x.p", tmp_path).parent == tmp_path
+    monkeypatch.delenv("TOPK_CACHE")
+    assert cached_path("s3://a/x.p").parent == ROOT / "data" / "downloads" / "embeddings"
+
+
+def test_a_local_path_is_checked_and_returned(tmp_path):
+    file = tmp_path / "set.p"
+    file.write_bytes(CONTENT)
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    assert fetch(file, size=len(CONTENT), sha256=digest.upper(), progress=False) == file
+    assert fetch(str(file)) == file
+    assert fetch_folder(tmp_path) == tmp_path
+    with pytest.raises(ChecksumError, match=f"{len(CONTENT)} bytes instead of 5"):
+        fetch(file, size=5)
+    with pytest.raises(ChecksumError, match=f"{digest} instead of {'0' * 64}"):
+        fetch(file, sha256="0" * 64, progress=False)
+    with pytest.raises(ObjectStoreError, match="sha256 is 64 hexadecimal digits, got 'abc'"):
+        fetch(file, sha256="abc")
+    with pytest.raises(MissingObjectError, match="there is no file"):
+        fetch(tmp_path / "other.p")
+    with pytest.raises(MissingObjectError, match="is a folder"):
+        fetch(tmp_path, size=5)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_transfer_refuses_impossible_settings():
+    with pytest.raises(ValueError, match="connections and part_bytes must be at least 1"):
+        Transfer(connections=0)
+
+
+@given(st.integers(1, 10**6), st.integers(1000, 10**5))
+def test_parts_cover_a_file_once(size, part_bytes):
+    parts = download.Parts(size, '"v"', part_bytes)
+    spans = [parts.span(part) for part in parts.missing()]
+    assert [spans[0][0], spans[-1][1]] == [0, size]
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(spans))
+    assert all(0 < stop - start <= part_bytes for start, stop in spans)
+    parts.done = parts.missing()[::2]
+    assert parts.bytes_done() == sum(stop - start for start, stop in spans[::2])
+    assert sorted(parts.done + parts.missing()) == list(range(len(spans)))
+
+
+@given(st.integers(1, 10**11), st.sampled_from([5, 8, 15, 16, 64]))
+def test_part_sizes_of_an_etag_include_the_true_one(size, mib):
+    count = -(-size // (mib * MIB))
+    found = etag_part_sizes(size, count)
+    assert all(-(-size // part) == count for part in found)
+    assert (mib * MIB if count > 1 else size) in found
+
+
+# Downloads
+
+
+def test_fetch_brings_the_file_once(server, arguments, tmp_path):
+    path = fetch(**arguments, cache_dir=tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert sorted(server.part_spans) == [(i * PART, min((i + 1) * PART, len(CONTENT))) for i in range(PARTS)]
+    assert server.sent == len(CONTENT) + 1  # and the probe's byte
+    assert not partial(path, ".part").exists()
+    requests = len(server.spans)
+    assert fetch(**arguments, cache_dir=tmp_path) == path
+    assert len(server.spans) == requests
+
+
+def test_the_bar_counts_bytes(server, arguments, tmp_path, capsys):
+    fetch(**arguments | {"progress": True}, cache_dir=tmp_path)
+    drawn = capsys.readouterr().err
+    assert "file-" in drawn
+    assert "B/s" in drawn
+    assert "100%" in drawn
+    assert "984k/984k" in drawn
+
+
+@pytest.mark.parametrize("content", [b"", b"x", CONTENT[:PART], CONTENT[: PART + 1]])
+def test_small_files(server, arguments, tmp_path, content):
+    server.content = content
+    assert fetch(**arguments, cache_dir=tmp_path, size=len(content)).read_bytes() == content
+
+
+@pytest.mark.parametrize("fault", ["503", "truncate", "reset"])
+def test_passing_failures_are_retried_from_where_they_were(server, arguments, tmp_path, fault):
+    server.faults.extend([fault, None, fault, fault, None, fault])
+    server.probe_faults.extend(["503", "503"])
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    # Only what lay between the last chunk read and the break may come twice.
+    assert server.sent <= len(CONTENT) + 4 * PART + 3
+
+
+def test_a_stalled_connection_is_given_up_and_the_rest_fetched(server, arguments, tmp_path):
+    server.faults.extend(["stall", None, "stall"])
+    arguments["transfer"] = replace(FAST, timeout=1.0, retries=50)
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+
+
+def test_retries_end_with_a_sentence_and_keep_the_parts(server, arguments, tmp_path):
+    server.faults.extend([None] * 5 + ["503"] * 1000)
+    arguments["transfer"] = replace(FAST, connections=1)
+    with pytest.raises(NetworkError, match=r"503.*7 failures in a row.*finished parts are kept.*by hand"):
+        fetch(**arguments, cache_dir=tmp_path)
+    assert_nothing_cached(tmp_path)
+    server.faults.clear()
+    server.spans.clear()
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert len(server.part_spans) == PARTS - 5
+
+
+def test_a_line_that_breaks_in_every_part_still_brings_the_file(server, arguments, tmp_path):
+    """More failures than retries, each after some progress."""
+    server.faults.extend(["truncate"] * 12)
+    arguments["transfer"] = replace(FAST, connections=1, part_bytes=16 * MIB, retries=2)
+    server.content = random.Random(2).randbytes(3 * MIB)
+    path = fetch(**arguments, cache_dir=tmp_path)
+    assert path.read_bytes() == server.content
+    starts = [start for start, _ in server.part_spans]
+    assert starts == sorted(starts)
+    assert len(starts) > 3
+
+
+def test_a_server_that_ignores_ranges_is_read_in_one_stream(server, arguments, tmp_path):
+    server.ranges = False
+    server.faults.extend(["truncate", "reset", "503"])
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert server.spans == [PROBE, None, None, None, None]
+
+
+def test_ranges_given_up_or_shifted_on_the_way_end_in_one_stream(server, arguments, tmp_path):
+    def give_up(number):
+        server.ranges = number < 4
+        if number == 5:  # the stream itself
+            server.faults.append("truncate")
+
+    server.on_request = give_up
+    arguments["transfer"] = replace(FAST, connections=1)
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    server.on_request, server.ranges, server.etag = lambda number: None, True, '"version-2"'
+    server.faults.append("shifted")
+    assert fetch(**arguments, cache_dir=tmp_path / "other").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("if_match", [True, False])
+@pytest.mark.parametrize("weak", [True, False])
+def test_a_file_that_changes_under_way_starts_again(server, arguments, tmp_path, if_match, weak, capsys):
+    server.if_match = if_match
+    server.etag = 'W/"1"' if weak else '"1"'
+
+    def change(number):
+        if number == 5:
+            server.content, server.etag = OTHER, 'W/"2"' if weak else '"2"'
+
+    server.on_request = change
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == OTHER
+    assert "starting again" in capsys.readouterr().err
+
+
+def test_a_file_that_never_rests_is_given_up(server, arguments, tmp_path):
+    server.on_request = lambda number: setattr(server, "etag", f'"{number}"')
+    with pytest.raises(SourceChangedError, match="during each of 3 downloads"):
+        fetch(**arguments, cache_dir=tmp_path)
+    assert_nothing_cached(tmp_path)
+
+
+def test_a_file_changed_between_two_starts_keeps_no_old_part(server, arguments, tmp_path):
+    server.faults.extend([None] * 6 + ["403"] * 10)
+    with pytest.raises(PermissionDeniedError):
+        fetch(**arguments, cache_dir=tmp_path)
+    server.faults.clear()
+    server.content, server.etag = OTHER, '"version-2"'
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == OTHER
+
+
+def test_without_a_version_the_file_is_read_in_one_stream(server, tmp_path):
+    server.etag = None
+    assert fetch(server.url, tmp_path, transfer=FAST, progress=False).read_bytes() == CONTENT
+    assert server.part_spans == []
+    server.last_modified = "Wed, 21 Oct 2015 07:28:00 GMT"
+    assert fetch(server.url, tmp_path / "b", transfer=FAST, progress=False).read_bytes() == CONTENT
+    assert len(server.part_spans) == PARTS
+
+
+def test_a_lie_about_the_length_is_not_believed(server, arguments, tmp_path):
+    server.ranges = False
+    server.length_header = len(CONTENT) + 7
+    with pytest.raises(NetworkError):
+        fetch(**arguments, cache_dir=tmp_path)
+    server.length_header = len(CONTENT) - 7
+    with pytest.raises(ChecksumError, match=f"{len(CONTENT) - 7} bytes instead of {len(CONTENT)}"):
+        fetch(**arguments, cache_dir=tmp_path, size=len(CONTENT))
+    with pytest.raises(ChecksumError, match="SHA-256"):
+        fetch(**arguments, cache_dir=tmp_path, sha256=hashlib.sha256(CONTENT).hexdigest())
+    assert_nothing_cached(tmp_path)
+
+
+def test_a_body_without_a_length_needs_a_size_or_a_sum(server, tmp_path):
+    server.ranges, server.frame = False, ""
+    with pytest.raises(ChecksumError, match="tells no length"):
+        fetch(server.url, tmp_path, transfer=FAST, progress=False)
+    server.faults.append("truncate")
+    with pytest.raises(ChecksumError, match="bytes came instead of"):
+        fetch(server.url, tmp_path, transfer=FAST, progress=False, size=len(CONTENT))
+    assert_nothing_cached(tmp_path)
+    assert fetch(server.url, tmp_path, transfer=FAST, progress=False, size=len(CONTENT)).read_bytes() == CONTENT
+
+
+def test_a_chunked_body_cut_short_is_fetched_again(server, tmp_path):
+    server.ranges, server.frame = False, "chunked"
+    server.faults.extend(["truncate", "reset"])
+    assert fetch(server.url, tmp_path, transfer=FAST, progress=False).read_bytes() == CONTENT
+    assert len(server.spans) == 4
+
+
+def test_garbage_of_the_right_length_is_not_accepted(server, arguments, tmp_path):
+    server.faults.extend([None, None, "garbage"])
+    with pytest.raises(ChecksumError, match=r"SHA-256.*by hand"):
+        fetch(**arguments, cache_dir=tmp_path, sha256=hashlib.sha256(CONTENT).hexdigest())
+    server.headers = {"x-amz-request-id": "1"}
+    server.etag = f'"{hashlib.md5(CONTENT).hexdigest()}"'
+    server.faults.extend([None, None, "garbage"])
+    with pytest.raises(ChecksumError, match="MD5"):
+        fetch(**arguments, cache_dir=tmp_path)
+    assert_nothing_cached(tmp_path)
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_goes_wrong_the_file_is_right_or_absent(server, arguments, tmp_path, seed):
+    chance = random.Random(seed)
+    server.headers = {"x-amz-request-id": "1"}
+    server.etag = f'"{hashlib.md5(CONTENT).hexdigest()}"'
+    kinds = [None, "503", "truncate", "reset", "shifted", "garbage", "403"]
+    weights = [20, 4, 4, 4, 1, 1, 1]
+    for _ in range(3):
+        server.faults = deque(chance.choices(kinds, weights, k=30))
+        try:
+            assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+        except ObjectStoreError:
+            assert_nothing_cached(tmp_path)
+    server.faults.clear()
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+
+
+def test_a_size_the_server_contradicts_is_told_before_the_download(server, arguments, tmp_path):
+    with pytest.raises(ChecksumError, match=f"{len(CONTENT)} bytes instead of 12"):
+        fetch(**arguments, cache_dir=tmp_path, size=12)
+    assert server.spans == [PROBE]
+
+
+def test_a_damaged_sidecar_starts_again(server, arguments, tmp_path):
+    server.faults.extend([None] * 6 + ["403"] * 10)
+    with pytest.raises(PermissionDeniedError):
+        fetch(**arguments, cache_dir=tmp_path)
+    (sidecar,) = (tmp_path / ".partial").glob("*.json")
+    sidecar.write_text('{"size": 12, "do')
+    server.faults.clear()
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+
+
+# What is found in the cache
+
+
+def test_a_file_placed_by_hand_is_used(server, arguments, tmp_path):
+    path = cached_path(arguments["source"], tmp_path, endpoint_url=arguments.get("endpoint_url"))
+    path.write_bytes(OTHER)
+    digest = hashlib.sha256(OTHER).hexdigest()
+    assert fetch(**arguments, cache_dir=tmp_path) == path
+    assert fetch(**arguments, cache_dir=tmp_path, size=len(OTHER), sha256=digest) == path
+    with pytest.raises(ChecksumError, match="must be deleted before"):
+        fetch(**arguments, cache_dir=tmp_path, sha256="0" * 64)
+    assert path.read_bytes() == OTHER
+    assert server.spans == []
+
+
+def test_a_sum_is_taken_again_only_after_the_file_was_touched(server, tmp_path, monkeypatch):
+    options = {"transfer": FAST, "progress": False, "sha256": hashlib.sha256(CONTENT).hexdigest()}
+    path = fetch(server.url, tmp_path, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(download.Download, "_digests", None)
+        assert fetch(server.url, tmp_path, **options) == path
+    path.write_bytes(OTHER)
+    os.utime(path, (1, 1))
+    with pytest.raises(ChecksumError, match="SHA-256"):
+        fetch(server.url, tmp_path, **options)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [("404", MissingObjectError, "Check bucket, key"), ("403", PermissionDeniedError, "anonymous=True")],
+)
+def test_refusals_say_what_to_do(server, arguments, tmp_path, fault, kind, words):
+    server.probe_faults.append(fault)
+    with pytest.raises(kind, match=f"{fault}.*{words}.*To place the file by hand") as caught:
+        fetch(**arguments, cache_dir=tmp_path)
+    assert arguments["source"] in str(caught.value)
+    assert server.url in str(caught.value)
+    assert len(server.spans) == 1  # no use in a second try
+
+
+def test_no_server(arguments, server, tmp_path):
+    server.close()
+    with pytest.raises(NetworkError, match=r"4 failures in a row.*Check the network"):
+        fetch(**arguments, cache_dir=tmp_path)
+
+
+def test_a_disk_too_small_is_found_before_the_download(server, arguments, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 1000))
+    with pytest.raises(NoSpaceError, match=r"0\.00 GB are still to come.*TOPK_CACHE"):
+        fetch(**arguments, cache_dir=tmp_path)
+    assert server.spans == [PROBE]
+
+
+def test_a_disk_that_fills_up_keeps_the_parts(server, arguments, tmp_path, monkeypatch):
+    fsync, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 7:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    arguments["transfer"] = replace(FAST, connections=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(NoSpaceError, match=r"No space left.*TOPK_CACHE.*finished parts are kept"):
+            fetch(**arguments, cache_dir=tmp_path)
+    server.spans.clear()
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert len(server.part_spans) == PARTS - 3  # the first call was for the new sidecar, then two for each part
+
+
+def test_a_cache_that_cannot_be_written(server, arguments, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(PermissionDeniedError, match="choose another folder by cache_dir"):
+        fetch(**arguments, cache_dir=tmp_path / "file" / "cache")
+
+
+# Several processes, and their sudden end
+
+PROGRAM = """
+import json, resource, sys
+from data.object_store import Transfer, fetch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+path = fetch(sys.argv[1], sys.argv[2], transfer=Transfer(**json.loads(sys.argv[3])), progress=False)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, path)
+"""
+
+
+def start(server, cache, **transfer):
+    settings = json.dumps({"connections": 2, "part_bytes": PART, "timeout": 600, "backoff": 0.001, **transfer})
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, server.url, str(cache), settings],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(condition, process):
+    for _ in range(12000):
+        if condition():
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    raise AssertionError("waited for two minutes")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGINT"])
+def test_a_killed_download_goes_on_from_its_parts(server, tmp_path, sent):
+    server.gate_from = 7
+    path = cached_path(server.url, tmp_path)
+    sidecar = partial(path, ".json")
+    process = start(server, tmp_path)
+    wait_until(lambda: sidecar.is_file() and len(json.loads(sidecar.read_text())["done"]) == 7, process)
+    process.send_signal(getattr(signal, sent))
+    _, error = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert ("KeyboardInterrupt" in error) == (sent == "SIGINT")
+    assert_nothing_cached(tmp_path)
+    done = json.loads(sidecar.read_text())["done"]
+    assert len(done) == 7
+    server.gate.set()
+    server.spans.clear()
+    # The parts keep the size they began with.
+    assert fetch(server.url, tmp_path, transfer=replace(FAST, part_bytes=1000), progress=False) == path
+    assert path.read_bytes() == CONTENT
+    assert sorted(start // PART for start, _ in server.part_spans) == sorted(set(range(PARTS)) - set(done))
+
+
+def test_two_processes_download_once(server, tmp_path):
+    server.gate_from = 0
+    first = start(server, tmp_path)
+    wait_until(lambda: server.part_spans, first)
+    second = start(server, tmp_path)
+    assert "another process is fetching" in second.stderr.readline()
+    server.gate.set()
+    outputs = [process.communicate(timeout=120)[0].split()[-1] for process in (first, second)]
+    assert outputs[0] == outputs[1]
+    assert Path(outputs[0]).read_bytes() == CONTENT
+    assert len(server.spans) == PARTS + 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="getrusage")
+def test_memory_does_not_grow_with_the_file(server, tmp_path):
+    server.content = bytes(200 * MIB)
+    process = start(server, tmp_path, connections=8, part_bytes=16 * MIB)
+    output, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    assert int(output.split()[0]) < 100
+    assert cached_path(server.url, tmp_path).stat().st_size == 200 * MIB
+
+
+# A real S3 server
+
+
+@pytest.fixture(scope="module")
+def moto():
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    yield "http://{}:{}".format(*running.get_host_and_port())
+    running.stop()
+
+
+@pytest.fixture
+def bucket(moto, monkeypatch):
+    """A client, and an empty private bucket `store`."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    client = boto3.Session().client("s3", endpoint_url=moto)
+    client.create_bucket(Bucket="store")
+    yield client
+    for found in client.list_objects_v2(Bucket="store").get("Contents", []):
+        client.delete_object(Bucket="store", Key=found["Key"])
+    client.delete_bucket(Bucket="store")
+
+
+@pytest.fixture
+def options(moto, tmp_path):
+    return {"cache_dir": tmp_path / "cache", "endpoint_url": moto, "transfer": FAST, "progress": False}
+
+
+def test_s3_object_in_parts(bucket, options):
+    bucket.put_object(Bucket="store", Key="a b/é#?.p", Body=CONTENT)
+    path = fetch("s3://store/a b/é#?.p", **options)
+    assert path.read_bytes() == CONTENT
+    record = json.loads(partial(path, ".json").read_text())
+    assert record["version"] == f'"{hashlib.md5(CONTENT).hexdigest()}"'
+
+
+def test_s3_short_name_from_a_mirror(bucket, options):
+    bucket.create_bucket(Bucket="publicdata1")
+    key = PUBLISHED["wsl-32x8d-320"]
+    bucket.put_object(Bucket="publicdata1", Key=key, Body=CONTENT, ACL="public-read")
+    assert fetch("wsl-32x8d-320", **options).read_bytes() == CONTENT
+
+
+def test_s3_multipart_etag_is_verified(bucket, options, capsys):
+    content = random.Random(3).randbytes(6 * MIB)
+    started = bucket.create_multipart_upload(Bucket="store", Key="big")
+    place = {"Bucket": "store", "Key": "big", "UploadId": started["UploadId"]}
+    pieces = (content[: 5 * MIB], content[5 * MIB :])
+    parts = [
+        {"PartNumber": i, "ETag": bucket.upload_part(**place, PartNumber=i, Body=piece)["ETag"]}
+        for i, piece in enumerate(pieces, start=1)
+    ]
+    etag = bucket.complete_multipart_upload(**place, MultipartUpload={"Parts": parts})["ETag"]
+    assert etag.endswith('-2"')
+    assert fetch("s3://store/big", **options).read_bytes() == content
+    assert capsys.readouterr().err == ""  # no word of an ETag that could not be verified
+
+
+def test_s3_object_replaced_under_way(bucket, options, monkeypatch):
+    bucket.put_object(Bucket="store", Key="x", Body=CONTENT)
+    fetch_part, calls = download.Download._fetch_part, []
+
+    def replacing(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            bucket.put_object(Bucket="store", Key="x", Body=OTHER)
+        fetch_part(self, *arguments)
+
+    monkeypatch.setattr(download.Download, "_fetch_part", replacing)
+    assert fetch("s3://store/x", **options).read_bytes() == OTHER
+
+
+def test_s3_refusals(bucket, options):
+    bucket.put_object(Bucket="store", Key="private", Body=CONTENT)
+    with pytest.raises(MissingObjectError, match=r"NoSuchKey.*by hand"):
+        fetch("s3://store/nothing", **options)
+    with pytest.raises(MissingObjectError, match="NoSuchBucket"):
+        fetch("s3://nothing/nothing", **options)
+    with pytest.raises(PermissionDeniedError, match="AWS_PROFILE"):
+        fetch("s3://store/private", **options, anonymous=True)
+    with pytest.raises(ObjectStoreError, match="without a key"):
+        fetch("s3://store", **options)
+    with pytest.raises(MissingObjectError, match="no object below"):
+        fetch_folder("s3://store/nothing", **options)
+    with pytest.raises(MissingObjectError, match="NoSuchBucket"):
+        fetch_folder("s3://nothing/nothing", **options)
+
+
+def test_s3_without_credentials(bucket, options, monkeypatch):
+    bucket.put_object(Bucket="store", Key="public", Body=CONTENT, ACL="public-read")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert fetch("s3://store/public", **options).read_bytes() == CONTENT
+    with pytest.raises(PermissionDeniedError, match="credentials"):
+        fetch("s3://store/public", **options | {"cache_dir": options["cache_dir"] / "b"}, anonymous=False)
+
+
+@pytest.fixture
+def store(tmp_path):
+    folder = tmp_path / "store"
+    (folder / "train").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    files = {"train/1.bin": CONTENT, "train/0.bin": OTHER, "manifest.json": b"{}", "labels.bin": b""}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / ".hidden" / "x").write_bytes(b"x")
+    return folder, files
+
+
+def test_a_folder_goes_up_and_comes_back(bucket, options, store, monkeypatch):
+    folder, files = store
+    up = {"endpoint_url": options["endpoint_url"], "progress": False}
+    sent = upload(folder, "s3://store/sets/one/", last="manifest.json", **up)
+    names = [uri.removeprefix("s3://store/sets/one/") for uri in sent]
+    assert names == ["labels.bin", "train/0.bin", "train/1.bin", "manifest.json"]
+    back = fetch_folder("s3://store/sets/one", **options)
+    assert {name: (back / name).read_bytes() for name in files} == files
+    assert sorted(path.name for path in back.iterdir()) == [".partial", "labels.bin", "manifest.json", "train"]
+    with monkeypatch.context() as patch:  # a complete folder needs no server
+        patch.setattr(object_store, "s3_client", None)
+        assert fetch_folder("s3://store/sets/one/", **options) == back
+    # One that lost a file fetches that, and what has changed.
+    (back / "labels.bin").unlink()
+    bucket.put_object(Bucket="store", Key="sets/one/train/0.bin", Body=CONTENT)
+    assert fetch_folder("s3://store/sets/one", **options) == back
+    assert (back / "labels.bin").read_bytes() == b""
+    assert (back / "train" / "0.bin").read_bytes() == CONTENT
+
+
+def test_a_folder_of_folders_comes_back(bucket, options):
+    bucket.put_object(Bucket="store", Key="deep/a/b/x.bin", Body=CONTENT)
+    bucket.put_object(Bucket="store", Key="deeper/x.bin", Body=OTHER)
+    back = fetch_folder("s3://store/deep", **options)
+    assert [path.relative_to(back).as_posix() for path in back.rglob("*.bin")] == ["a/b/x.bin"]
+    whole = fetch_folder("s3://store", **options)
+    assert sorted(path.relative_to(whole).as_posix() for path in whole.rglob("*.bin")) == [
+        "deep/a/b/x.bin",
+        "deeper/x.bin",
+    ]
+
+
+def test_a_file_goes_up(bucket, options, store):
+    folder, _ = store
+    up = {"endpoint_url": options["endpoint_url"], "progress": False}
+    assert upload(folder / "labels.bin", "s3://store", **up) == ["s3://store/labels.bin"]
+    assert upload(folder / "labels.bin", "s3://store/sets/", **up) == ["s3://store/sets/labels.bin"]
+    assert upload(folder / "labels.bin", "s3://store/sets/x", **up) == ["s3://store/sets/x"]
+
+
+def test_upload_refusals(bucket, options, store, tmp_path, monkeypatch):
+    folder, _ = store
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    up = {"endpoint_url": options["endpoint_url"], "progress": False}
+    with pytest.raises(MissingObjectError, match=r"NoSuchBucket.*Check bucket"):
+        upload(folder, "s3://nothing/x", **up)
+    with pytest.raises(MissingObjectError, match="no file at or in"):
+        upload(tmp_path / "nothing", "s3://store/x", **up)
+    with pytest.raises(MissingObjectError, match="no file at or in"):
+        upload(empty, "s3://store/x", **up)
+    with pytest.raises(MissingObjectError, match=r"no other\.json in .* at the end"):
+        upload(folder, "s3://store/x", last="other.json", **up)
+    with pytest.raises(ObjectStoreError, match="a destination is s3://"):
+        upload(folder, "https://store/x", **up)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(PermissionDeniedError, match="credentials"):
+        upload(folder, "s3://store/x", **up)
+
+
+def test_keys_that_leave_the_folder_are_refused(bucket, options):
+    bucket.put_object(Bucket="store", Key="set/../../evil", Body=b"x")
+    with pytest.raises(ObjectStoreError, match="cannot be the name of a file"):
+        fetch_folder("s3://store/set", **options)
