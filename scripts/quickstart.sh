@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 
 row() {
-  .venv/bin/python experiments/train_cifar100.py --dataset digits --n_epochs 3 --results results/quickstart.csv "$@"
+  .venv/bin/python experiments/train_cifar100.py --dataset digits --n_epochs 3 --batch_size 32 --results results/quickstart.csv "$@"
 }
 row --method softmax_cross_entropy "$@"
 row --method splitter_selection --p_k .5 0 0 0 .5 "$@"
