@@ -167,13 +167,15 @@ class _TransportOperator(TopKOperator):
         anchors = torch.linspace(1, 0, len(ends), dtype=scores.dtype, device=scores.device)
         x = whiten_and_squash(scores)
         epsilon = 1 / self.inverse_temperature
-        self.warn_above = DEFAULT_TOLERANCE[scores.dtype] if self.tolerance is None else self.tolerance
+        tolerance = DEFAULT_TOLERANCE[scores.dtype] if self.tolerance is None else self.tolerance
+        if tolerance != self.warn_above:  # another dtype: what was enough for it says nothing here
+            self.warn_above, self.largest_error = tolerance, torch.zeros_like(self.largest_error)
         with torch.no_grad():
             h = _hard_potentials(x, anchors, ends, last, epsilon)
         # Autocast would run the matrix products of the solver in half precision; the meta device knows no autocast.
         kind = scores.device.type
         with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-            P, error = _Transport.apply(x, anchors, sizes / n, h, epsilon, self.warn_above, self.max_iterations)
+            P, error = _Transport.apply(x, anchors, sizes / n, h, epsilon, tolerance, self.max_iterations)
         # A sample with a NaN has no error to speak of; its P is NaN.
         self.largest_error = torch.cat([error.double().nan_to_num(nan=0.0), self.largest_error.view(1)]).amax()
         if kind == "cpu":

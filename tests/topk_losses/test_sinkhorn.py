@@ -94,3 +94,11 @@ def test_whitening_forgets_shift_and_scale():
 def test_refuses_solver_options_out_of_range(options):
     with pytest.raises(ValueError, match="must be"):
         SinkhornSort(3, **options)
+
+
+def test_float32_and_float64_calls_are_each_held_to_their_own_tolerance():
+    operator, logits = SinkhornSort(3), random_logits(4, 30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator(logits.float())
+        operator(logits)
