@@ -55,7 +55,9 @@ def true_class(P, labels):
 def test_equals_its_definition(name, data):
     n = data.draw(st.integers(2, 12), "n")
     k = data.draw(st.integers(1, n - 1), "k")
-    beta = data.draw(st.sampled_from([0.1, 1.0, 5.0, 20.0]), "inverse temperature")
+    # plain Sinkhorn, the oracle of the transports, would need millions of iterations at 20
+    hardest = 10.0 if name in ("sinkhorn_sort", "soft_topk") else 20.0
+    beta = data.draw(st.sampled_from([0.1, 1.0, 5.0, hardest]), "inverse temperature")
     scale = data.draw(st.sampled_from([1e-4, 1.0, 30.0]), "scale")
     logits = random_logits(3, n, scale, seed=data.draw(st.integers(0, 99), "seed"))
     if data.draw(st.booleans(), "ties"):
