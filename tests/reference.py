@@ -77,7 +77,7 @@ def sinkhorn(
     """n times the entropic transport plan by plain Sinkhorn iterations: (batch, A, n)."""
     s = logits.double()
     n = s.shape[1]
-    std = (s - s.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
+    std = ((s - s.mean(1, keepdim=True)).square().mean(1, keepdim=True) + 1e-18).sqrt()  # the guard for equal scores
     x = torch.sigmoid((s - s.mean(1, keepdim=True)) / std)
     minus_cost = -inverse_temperature * (anchors.double().view(1, -1, 1) - x.unsqueeze(1)) ** 2  # (batch, A, n)
     log_mass = (sizes.double() / n).log().view(1, -1, 1)
