@@ -14,8 +14,8 @@ from torch import Tensor
 
 ART_EPSILON = 1e-10  # keeps |d|^-lambda finite at d = 0, as in difftopk
 # ART's slope at d = 0 is infinite; with the epsilon of difftopk it is 1e-10^-lambda / 4 times beta, 25,000 beta for the
-# published .5, and one such gradient undoes many steps of Adam. In bf16 some of 100 scores are always equal. Equal scores
-# get the mean slope over |d| <= ART_TIE instead, about the resolution of bf16 at 1.
+# published .5, and one such gradient undoes many steps of Adam. In bf16 some of 100 scores are always equal; equal
+# scores get the mean slope over |d| <= ART_TIE instead, about the resolution of bf16 at 1.
 ART_TIE = 1e-3
 
 
