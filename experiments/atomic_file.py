@@ -32,8 +32,10 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
         if path.exists():
             shutil.copymode(path, temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say where
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 

@@ -1,10 +1,12 @@
 """Whatever happens to a checkpoint file, the newest whole one is found, and a damaged one is never loaded."""
 
+import errno
 import random
 
 import pytest
 import torch
 
+from experiments.atomic_file import atomic_write
 from experiments.checkpoint import (
     CURRENT,
     PREVIOUS,
@@ -137,3 +139,14 @@ def test_random_states_come_back():
     drawn = torch.rand(5)
     restore_random_states(before, cpu)
     assert torch.equal(torch.rand(5), drawn)
+
+
+def test_a_full_disk_says_which_file_and_leaves_the_old_one(tmp_path):
+    path = tmp_path / "row.csv"
+    path.write_text("old")
+    with pytest.raises(OSError, match="row.csv") as caught, atomic_write(path) as file:
+        file.write("half")
+        raise OSError(errno.ENOSPC, "No space left on device")  # as the operating system raises it: without a name
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["row.csv"]
