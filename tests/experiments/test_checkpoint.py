@@ -144,9 +144,14 @@ def test_random_states_come_back():
 def test_a_full_disk_says_which_file_and_leaves_the_old_one(tmp_path):
     path = tmp_path / "row.csv"
     path.write_text("old")
-    with pytest.raises(OSError, match="row.csv") as caught, atomic_write(path) as file:
-        file.write("half")
-        raise OSError(errno.ENOSPC, "No space left on device")  # as the operating system raises it: without a name
+
+    def write_until_full():
+        with atomic_write(path) as file:
+            file.write("half")
+            raise OSError(errno.ENOSPC, "No space left on device")  # as the operating system raises it: without a name
+
+    with pytest.raises(OSError, match=r"row\.csv") as caught:
+        write_until_full()
     assert caught.value.errno == errno.ENOSPC
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["row.csv"]
