@@ -166,16 +166,8 @@ def load_dataset(
         )
     split_generator = _generator("split", seed)
 
-    if name == "digits":
-        train, test = _load_digits()
-        mean, std = DIGITS_MEAN, DIGITS_STD
-        class_names = tuple(str(digit) for digit in range(10))
-    else:
-        root = Path(data_dir).expanduser()
-        trainset, testset = _load_cifar(_CIFAR[name], root, download=download, mirror=mirror)
-        train, test = _as_split(trainset), _as_split(testset)
-        mean, std = CIFAR_MEAN, CIFAR_STD
-        class_names = tuple(trainset.classes)
+    train, test, class_names = load_complete(name, data_dir, download=download, mirror=mirror)
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
     num_classes = len(class_names)
 
     train_count = _checked_limit("limit_train", limit_train, len(train))
@@ -199,7 +191,7 @@ def load_dataset(
     train_labels = train.labels
     if label_noise > 0:
         if noise_groups == "superclass":
-            groups = _superclasses(_CIFAR[name], root)
+            groups = _superclasses(_CIFAR[name], Path(data_dir).expanduser())
         else:
             groups = torch.arange(num_classes).view(-1, _BLOCK)
         train_labels = noisy_labels(train_labels, groups, label_noise, _generator("label_noise", seed))
@@ -214,6 +206,20 @@ def load_dataset(
         std=std,
         class_names=class_names,
     )
+
+
+def load_complete(
+    name: str, data_dir: str | Path, *, download: bool = True, mirror: str | None = None
+) -> tuple[Split, Split, tuple[str, ...]]:
+    """All training images, all test images, each in the order of the files, and the class names.
+
+    Arguments and errors as for `load_dataset`; nothing is drawn at random.
+    """
+    if name == "digits":
+        return *_load_digits(), tuple(str(digit) for digit in range(10))
+    root = Path(data_dir).expanduser()
+    trainset, testset = _load_cifar(_CIFAR[name], root, download=download, mirror=mirror)
+    return _as_split(trainset), _as_split(testset), tuple(trainset.classes)
 
 
 def noisy_labels(labels: Tensor, groups: Tensor, probability: float, generator: torch.Generator) -> Tensor:

@@ -208,6 +208,15 @@ class EmbeddingStore:
         """Size of all shards on the disk, in bytes."""
         return sum(file.bytes for file in self._files())
 
+    @property
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits that the rows, their order and their dtype determine, by the shards' checksums."""
+        content = [
+            [name, split.dtype_name, [[file.sha256 for file in shard.files] for shard in split.shards]]
+            for name, split in self.splits.items()
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
     def verify(self, *, progress: bool = False) -> list[str]:
         """Read every byte and return a sentence for each file that does not match the manifest; [] if all do.
 

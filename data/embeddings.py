@@ -89,8 +89,10 @@ def open_or_fetch(
         file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
     except object_store.ObjectStoreError as error:
         raise EmbeddingError(str(error)) from error
-    known = PUBLISHED_SETS.get(str(source))
-    remote = known is not None or "://" in str(source)
+    # A published file keeps its name when it is downloaded by hand.
+    names = {key: name for name, key in object_store.PUBLISHED.items()}
+    known = PUBLISHED_SETS.get(names.get(last, str(source)))
+    remote = str(source) in PUBLISHED_SETS or "://" in str(source)
     return convert(
         file,
         store,

@@ -95,6 +95,9 @@ def resolve(source: str | Path, *, endpoint_url: str | None = None, anonymous: b
     path = Path(source).expanduser()
     if path.exists():
         return Location(str(path))
+    published = next((name for name, key in PUBLISHED.items() if key == path.name), None)
+    if published is not None:
+        raise MissingObjectError(f"there is no file {source}: give the short name {published}, and it is downloaded")
     if path.suffix or len(path.parts) > 1:
         raise MissingObjectError(f"there is no file {source}: check the path")
     nearest = difflib.get_close_matches(source, PUBLISHED, 1, cutoff=0)[0]

@@ -50,8 +50,14 @@ class Parser(argparse.ArgumentParser):
         raise CommandLineError(f"{message} (see --help)")
 
 
-def finish(run: Callable[[], int]) -> int:
-    """Run a script's work and return its exit status, with a sentence on stderr where that is not 0."""
+EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same command continues after it"
+
+
+def finish(run: Callable[[], int], stopped: str = EPOCHS_SAVED) -> int:
+    """Run a script's work and return its exit status, with a sentence on stderr where that is not 0.
+
+    stopped: what Ctrl-C and SIGTERM leave, said after "stopped: "; nothing is said where it is empty.
+    """
 
     def terminate(*_: object) -> NoReturn:
         raise Terminated
@@ -75,10 +81,8 @@ def finish(run: Callable[[], int]) -> int:
         print(f"error: {error}; mend that and give the same command again, it continues", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        print(
-            "\nstopped: every finished epoch is saved in its run folder; the same command continues after it",
-            file=sys.stderr,
-        )
+        if stopped:
+            print(f"\nstopped: {stopped}", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -144,8 +148,8 @@ seed = whole_number("a whole number between 0 and 4294967295", 0, 2**32 - 1)
 # Groups of flags.
 
 
-def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str) -> None:
-    """Add the flags that choose and shape a loss, under their published names."""
+def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | None = None) -> None:
+    """Add the flags that choose and shape a loss, under their published names; `m` is the default for --help."""
     group = parser.add_argument_group("loss", "a setting that is left out takes the method's default")
     group.add_argument(
         "--method",
@@ -176,7 +180,13 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str) -> None:
         help=f"sigmoid family of the networks: {', '.join(DISTRIBUTIONS)}",
     )
     group.add_argument("--art_lambda", type=non_negative, help="exponent of logistic_phi, in [0, 1)")
-    group.add_argument("--m", type=count, help="scores kept for sorting: the true class and the m - 1 largest others")
+    group.add_argument(
+        "--m",
+        "-m",
+        type=count,
+        help="scores kept for sorting: the true class and the m - 1 largest others; "
+        f"default {'all' if m is None else f'{m}, or all where there are no more classes'}",
+    )
     group.add_argument(
         "--top1_mode",
         type=choice("top1_mode", TOP1_MODES),
@@ -191,8 +201,13 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str) -> None:
     )
 
 
-def add_optimization_flags(parser: argparse.ArgumentParser, *, n_epochs: int, batch_size: int, nloglr: float) -> None:
-    """Add epochs, batch size, learning rate (--lr or --nloglr) and seed, with the published defaults."""
+def add_optimization_flags(
+    parser: argparse.ArgumentParser, *, n_epochs: int, batch_size: int, nloglr: float, seed_help: str
+) -> argparse._MutuallyExclusiveGroup:
+    """Add epochs, batch size, learning rate (--lr or --nloglr) and seed, with the published defaults.
+
+    Returns the group of --seed, for what may stand in its place.
+    """
     group = parser.add_argument_group("optimization", "Adam, default betas, no weight decay, no schedule")
     group.add_argument("--n_epochs", type=count, default=n_epochs, help="passes over the training split (%(default)s)")
     group.add_argument(
@@ -205,9 +220,9 @@ def add_optimization_flags(parser: argparse.ArgumentParser, *, n_epochs: int, ba
         type=number("a number between -10 and 30", lambda value: -10 <= value <= 30),
         help=f"learning rate 10^-nloglr ({nloglr:g})",
     )
-    group.add_argument(
-        "--seed", type=seed, default=0, help="of split, initialisation, order and augmentation (%(default)s)"
-    )
+    seeds = group.add_mutually_exclusive_group()
+    seeds.add_argument("--seed", type=seed, default=0, help=f"{seed_help} (%(default)s)")
+    return seeds
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
@@ -250,11 +265,11 @@ def learning_rate(args: argparse.Namespace, nloglr: float) -> dict[str, float | 
 
 
 def loss_settings(
-    args: argparse.Namespace, *, top1_mode: str, inverse_temperatures: Mapping[str, float]
+    args: argparse.Namespace, *, top1_mode: str, inverse_temperatures: Mapping[str, float], m: int | None = None
 ) -> dict[str, Any]:
     """Return the arguments of make_loss that the loss flags describe, nothing left to a default.
 
-    `top1_mode` and `inverse_temperatures` (by method) are the script's defaults; where it has none, the
+    `top1_mode`, `inverse_temperatures` (by method) and `m` are the script's defaults; where it has none, the
     library's hold. Settings that a method does not have are None. Raises ValueError.
     """
     method, relaxed = args.method, args.method in RELAXATIONS
@@ -269,15 +284,24 @@ def loss_settings(
     return {
         "method": method,
         "p_k": args.p_k or DEFAULT_P_K.get(method, [0.2] * 5),
-        "m": args.m if relaxed else None,
+        "m": (args.m or m) if relaxed else None,
         **resolved,
     }
 
 
-def build_loss(implementation: str, settings: Mapping[str, Any], num_classes: int, device: torch.device) -> nn.Module:
-    """Return the loss that loss_settings describes, on the device. Raises ValueError or CommandLineError."""
+def build_loss(
+    implementation: str,
+    settings: Mapping[str, Any],
+    num_classes: int,
+    device: torch.device,
+    reduction: str = "mean",
+) -> nn.Module:
+    """Return the loss that loss_settings describes, on the device. Raises ValueError or CommandLineError.
+
+    reduction: as for make_loss; the official implementation knows the mean alone.
+    """
     if implementation == "ours":
-        return make_loss(**settings, num_classes=num_classes).to(device)
+        return make_loss(**settings, num_classes=num_classes, reduction=reduction).to(device)
     try:
         from experiments.official_loss import make_official_loss
     except ImportError as error:

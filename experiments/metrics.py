@@ -30,13 +30,16 @@ def true_class_ranks(logits: Tensor, labels: Tensor) -> Tensor:
 def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the number of top-1, 5, 10 and 20 hits (TOP_K) in a batch, (4,) int64 on the logits' device.
 
+    logits (batch, n) and labels (batch,), or those of several heads, (heads, batch, n) and (heads, batch), whose
+    counts are (heads, 4).
+
     With n classes and k > n, top-k means top-n: on the ten classes of digits the top-10 and top-20 counts
     both equal the batch. Nothing is read back to the host, so the counts of an epoch can be summed on the
     device.
     """
-    ranks = true_class_ranks(logits, labels)  # (batch,)
-    n = logits.shape[1]
-    return torch.stack([(ranks <= min(k, n)).sum() for k in TOP_K])  # (4,)
+    n = logits.shape[-1]
+    ranks = true_class_ranks(logits.reshape(-1, n), labels.reshape(-1)).view(labels.shape)  # (..., batch)
+    return torch.stack([(ranks <= min(k, n)).sum(-1) for k in TOP_K], dim=-1)  # (..., 4)
 
 
 def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str, float]:
@@ -44,17 +47,18 @@ def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str
     return {f"{split}_top{k}": int(count) / num_samples for k, count in zip(TOP_K, hits)}
 
 
-def chosen_by_validation(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return test_top<k>, valid_top<k> and test_top<k>_epoch of the evaluation that validation chose for each
+def chosen_by_validation(history: Sequence[Mapping[str, float]], clock: str = "epoch") -> dict[str, float]:
+    """Return test_top<k>, valid_top<k> and test_top<k>_<clock> of the evaluation that validation chose for each
     k.
 
-    `history` has one entry per evaluation, in order, with "epoch" and the fractions of hit_fractions. Each k
-    is chosen separately, as published; of equally good evaluations the earliest is taken.
+    `history` has one entry per evaluation, in order, with the fractions of hit_fractions and, under the name
+    `clock`, when it was: "epoch" or "step". Each k is chosen separately, as published; of equally good evaluations
+    the earliest is taken.
     """
     chosen = {}
     for k in TOP_K:
         best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
         chosen[f"test_top{k}"] = best[f"test_top{k}"]
-        chosen[f"test_top{k}_epoch"] = best["epoch"]
+        chosen[f"test_top{k}_{clock}"] = best[clock]
         chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
     return chosen

@@ -33,11 +33,18 @@ COLUMNS = {
     "train_images": "images in the training split, after --limit_train",
     "valid_images": "images in the validation split",
     "test_images": "images in the test split, after --limit_test",
+    "embeddings": "content of the embedding store: classes x dimensions, then eight digits of a hash of its shards",
+    "embedding_dtype": "floating-point type of the stored embeddings; they are trained on in float32 or --precision",
+    "backbone": "network that made the embeddings, where it is known",
+    "resolution": "pixels of the images' sides when the embeddings were made, where it is known",
+    "batch_source": "where the training batches came from: device, ram or stream (from the disk)",
+    "num_heads": "heads trained in the last pass over the data; its train_seconds and eval_seconds are those of all",
     **{
         f"{name}_top{k}{suffix}": meaning.format(k=k)
         for name, suffix, meaning in (
             ("test", "", "test top-{k} accuracy, fraction in [0, 1], where valid_top{k} was best"),
             ("test", "_epoch", "the epoch of that evaluation, counted from 1; the earliest of equals"),
+            ("test", "_step", "the optimizer step of that evaluation, counted from 1; the earliest of equals"),
             ("valid", "", "best validation top-{k} accuracy, fraction in [0, 1]"),
             ("last_test", "", "test top-{k} accuracy of the last evaluation, fraction in [0, 1]"),
             ("last_valid", "", "validation top-{k} accuracy of the last evaluation, fraction in [0, 1]"),
@@ -49,7 +56,7 @@ COLUMNS = {
     "last_test_loss": "mean test loss of the last evaluation, nats",
     "train_seconds": "wall-clock seconds spent in training epochs (compilation, too), evaluation and saving excluded",
     "eval_seconds": "wall-clock seconds spent in evaluation",
-    "images_per_second": "training images (augmented, forward, backward, step) per second of train_seconds",
+    "images_per_second": "training images (loading, forward, backward, step) per second of train_seconds",
     "peak_memory_mib": "peak memory in MiB: tensors on the GPU, or the whole process on the CPU",
     "device_name": "model of the GPU or CPU",
     "python_version": "Python",
@@ -117,9 +124,9 @@ def write_config(folder: Path, config: Mapping[str, Value]) -> None:
         file.write("\n")
 
 
-def write_epochs(folder: Path, history: Sequence[Mapping[str, Value]]) -> None:
-    """Write epochs.csv into a run folder, whole, from the history that the checkpoint holds too."""
-    with atomic_write(folder / "epochs.csv") as file:
+def write_history(folder: Path, history: Sequence[Mapping[str, Value]], name: str = "epochs.csv") -> None:
+    """Write epochs.csv, or another file, into a run folder, whole, from the history that the checkpoint holds too."""
+    with atomic_write(folder / name) as file:
         _write_table(file, list(history[0]) if history else [], history)
 
 
@@ -222,7 +229,18 @@ def _write_table(file: io.TextIOBase, columns: Sequence[str], rows: Sequence[Map
 # Reading a results file from the command line.
 
 SHOWN = (
-    *("dataset", "model", "method", "p_k", "inverse_temperature", "m", "top1_mode", "label_noise"),
+    *(
+        "dataset",
+        "model",
+        "backbone",
+        "embeddings",
+        "method",
+        "p_k",
+        "inverse_temperature",
+        "m",
+        "top1_mode",
+        "label_noise",
+    ),
     *("n_epochs", "seed", "implementation", "test_top1", "test_top5", "train_seconds", "images_per_second"),
 )
 

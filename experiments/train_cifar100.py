@@ -39,7 +39,6 @@ from data.cifar100 import (
 from experiments import command_line as cli
 from experiments.checkpoint import (
     PREVIOUS,
-    load_checkpoint,
     random_states,
     remove_checkpoints,
     restore_random_states,
@@ -55,7 +54,8 @@ from experiments.environment import (
     set_up_device,
 )
 from experiments.metrics import TOP_K, chosen_by_validation, count_hits, hit_fractions
-from experiments.run_record import find_row, open_run, run_id, utc_now, write_config, write_epochs, write_row
+from experiments.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
+from experiments.training_run import diverged, recorded, restoring, saved_state, say
 from models.resnet_cifar import resnet_cifar
 from topk_losses import TopKCrossEntropyLoss
 
@@ -87,7 +87,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Train a ResNet on CIFAR-100, CIFAR-10 or digits with a top-k loss (Tables 1 and 4).",
     )
     cli.add_loss_flags(parser, top1_mode="smce")
-    cli.add_optimization_flags(parser, n_epochs=200, batch_size=128, nloglr=NLOGLR)
+    cli.add_optimization_flags(
+        parser,
+        n_epochs=200,
+        batch_size=128,
+        nloglr=NLOGLR,
+        seed_help="of split, initialisation, order and augmentation",
+    )
     group = parser.add_argument_group("data and model")
     group.add_argument(
         "--dataset",
@@ -157,7 +163,7 @@ def train(args: argparse.Namespace) -> int:
     }
     name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
     folder = args.results.parent / "runs" / name
-    if skip(args, name):
+    if recorded(args.results, name, args.force):
         return 0
 
     # Seed.
@@ -189,7 +195,7 @@ def train(args: argparse.Namespace) -> int:
 
     with open_run(folder):
         # Asked again: another process may have finished this configuration before the folder was ours.
-        if skip(args, name):
+        if recorded(args.results, name, args.force):
             return 0
         environment, commit = describe_environment(device), git_commit()
         write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})
@@ -204,17 +210,17 @@ def train(args: argparse.Namespace) -> int:
 
         # Resume where the last finished epoch ended.
         history, started_utc, times_resumed, commits = [], utc_now(), 0, [commit]
-        saved, recorded = load_checkpoint(folder), find_row(args.results, name)
-        if saved and recorded and saved["started_utc"] == recorded["started_utc"]:
-            # --force, and the checkpoint is of the run that the row reports: the repetition begins anew.
-            remove_checkpoints(folder)
-            saved = None
+        saved = saved_state(folder, args.results, name)
         if saved:
-            restore(saved, folder, model, optimizer, device)
+            with restoring(folder):
+                model.load_state_dict(saved["model"])
+                if saved["optimizer"] is not None:
+                    optimizer.load_state_dict(saved["optimizer"])
+                restore_random_states(saved["random_states"], device)
             history, started_utc = saved["history"], saved["started_utc"]
             times_resumed = saved["times_resumed"] + 1
             commits = list(dict.fromkeys([*saved["git_commits"], commit]))
-            write_epochs(folder, history)
+            write_history(folder, history)
             say(f"{name}: continuing after epoch {len(history)} of {args.n_epochs}")
         else:
             say(f"{name}: beginning on {environment['device_name']}, {flags['threads']} threads")
@@ -244,7 +250,7 @@ def train(args: argparse.Namespace) -> int:
                 "git_commits": commits,
             }
             save_checkpoint(folder, state)
-            write_epochs(folder, history)
+            write_history(folder, history)
             say(epoch_line(history[-1], args.n_epochs))
 
         # Record.
@@ -280,29 +286,6 @@ def train(args: argparse.Namespace) -> int:
         f"{row['images_per_second']:.0f} images/s\nrow: {args.results}\nrun: {folder}"
     )
     return 0
-
-
-def skip(args: argparse.Namespace, name: str) -> bool:
-    """Return whether the results file already has this configuration and --force was not given; say so."""
-    if args.force or find_row(args.results, name) is None:
-        return False
-    print(f"skipped: {args.results} already has {name} (--force repeats it)")
-    return True
-
-
-def restore(
-    saved: dict, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    """Load weights, optimizer and random states in place. Raises RunError if they do not fit."""
-    try:
-        model.load_state_dict(saved["model"])
-        if saved["optimizer"] is not None:
-            optimizer.load_state_dict(saved["optimizer"])
-        restore_random_states(saved["random_states"], device)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise cli.RunError(
-            f"the checkpoint in {folder} is of another version of this code ({error}); delete that folder to begin anew"
-        ) from None
 
 
 def train_epoch(
@@ -393,14 +376,6 @@ def evaluate(
     return {**result, "eval_seconds": time.perf_counter() - started}
 
 
-def diverged(method: str, value: float, where: str) -> cli.RunError:
-    """Return the error for a loss that is not finite."""
-    return cli.RunError(
-        f"the loss became {value} {where}, with method {method}; no row is written. "
-        "Try a smaller --lr, --precision fp32, or another --inverse_temperature"
-    )
-
-
 def epoch_line(epoch: dict[str, float], n_epochs: int) -> str:
     """Return one line on a finished epoch, accuracies as fractions."""
     return (
@@ -410,12 +385,6 @@ def epoch_line(epoch: dict[str, float], n_epochs: int) -> str:
         f"trained {epoch['train_seconds']:.1f} s ({epoch['images_per_second']:.0f} images/s), "
         f"evaluated {epoch['eval_seconds']:.1f} s"
     )
-
-
-def say(line: str) -> None:
-    """Print a line at once, above the bars where there are any."""
-    tqdm.write(line)
-    sys.stdout.flush()
 
 
 def main(argv: list[str] | None = None) -> int:

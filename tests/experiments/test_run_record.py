@@ -19,7 +19,7 @@ from experiments.run_record import (
     read_rows,
     run_id,
     write_config,
-    write_epochs,
+    write_history,
     write_row,
 )
 
@@ -199,7 +199,7 @@ def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path):
 def test_config_and_epochs(tmp_path):
     write_config(tmp_path, {"p_k": [0.5, 0.5], "data_dir": Path("data"), "m": None})
     assert json.loads((tmp_path / "config.json").read_text()) == {"p_k": [0.5, 0.5], "data_dir": "data", "m": None}
-    write_epochs(tmp_path, [{"epoch": 1, "loss": 0.1 + 0.2}, {"epoch": 2, "loss": 1e-9}])
+    write_history(tmp_path, [{"epoch": 1, "loss": 0.1 + 0.2}, {"epoch": 2, "loss": 1e-9}])
     with open(tmp_path / "epochs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(each["loss"]) for each in rows] == [0.1 + 0.2, 1e-9]

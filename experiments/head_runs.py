@@ -1,0 +1,85 @@
+"""The heads that a fine-tuning run trains, one per seed: each with its own folder, checkpoint and history.
+
+Heads are saved one by one, so that any of them can go on alone, with others, or with others than before.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.checkpoint import save_checkpoint
+from experiments.run_record import utc_now, write_history
+from experiments.training_run import restoring, saved_state
+from models.heads import HeadStack, head
+
+EVALUATIONS = "evaluations.csv"
+
+
+@dataclass
+class HeadRun:
+    """One seed's head: its place on the disk and how far it is."""
+
+    seed: int
+    order_seed: int
+    name: str
+    folder: Path
+    weights: dict[str, Tensor] | None = None  # None: not yet begun
+    optimizer: dict[str, dict[str, Tensor]] | None = None
+    steps: int = 0  # optimizer steps behind it
+    history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
+    started_utc: str = field(default_factory=utc_now)
+    times_resumed: int = 0
+    commits: list[str] = field(default_factory=list)
+
+
+def resume(run: HeadRun, results: Path) -> None:
+    """Put a head where its checkpoint left it; leave it at the beginning where there is none."""
+    saved = saved_state(run.folder, results, run.name)
+    if saved:
+        with restoring(run.folder):
+            run.weights, run.optimizer = saved["model"], saved["optimizer"]
+            run.steps, run.history, run.started_utc = saved["steps"], saved["history"], saved["started_utc"]
+            run.times_resumed, run.commits = saved["times_resumed"] + 1, saved["git_commits"]
+            write_history(run.folder, run.history, EVALUATIONS)
+
+
+def save(run: HeadRun, finished: bool) -> None:
+    """Write a head's checkpoint and its evaluations."""
+    state = {
+        "model": run.weights,
+        # Nothing continues a finished run: its file keeps the weights alone.
+        "optimizer": None if finished else run.optimizer,
+        "steps": run.steps,
+        "history": run.history,
+        "started_utc": run.started_utc,
+        "times_resumed": run.times_resumed,
+        "git_commits": run.commits,
+    }
+    save_checkpoint(run.folder, state)
+    write_history(run.folder, run.history, EVALUATIONS)
+
+
+def stack_of(
+    group: Sequence[HeadRun], shape: Mapping[str, Any], lr: float, device: torch.device
+) -> tuple[HeadStack, torch.optim.Optimizer]:
+    """Return the heads of a group as one module on the device, and its optimizer, as they were saved.
+
+    shape: the arguments of models.heads.head. A head that has not begun is initialised under its seed. Raises
+    RunError where a checkpoint does not fit.
+    """
+    heads = []
+    for run in group:
+        torch.manual_seed(run.seed)
+        heads.append(head(**shape))
+        if run.weights is not None:
+            with restoring(run.folder):
+                heads[-1].load_state_dict(run.weights)
+    stack = HeadStack(heads).to(device)
+    optimizer = torch.optim.Adam(stack.parameters(), lr=lr, fused=True)
+    if group[0].optimizer is not None:
+        stack.load_optimizer_states(optimizer, [run.optimizer for run in group])
+    return stack, optimizer

@@ -1,0 +1,61 @@
+"""What the training scripts share around their loops: skipping, continuing, diverging, saying.
+
+The loops themselves stand in the scripts, to be read there from top to bottom.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.checkpoint import load_checkpoint, remove_checkpoints
+from experiments.command_line import RunError
+from experiments.run_record import find_row
+
+
+def recorded(results: Path, name: str, force: bool) -> bool:
+    """Return whether the results file already has this configuration and --force was not given; say so."""
+    if force or find_row(results, name) is None:
+        return False
+    print(f"skipped: {results} already has {name} (--force repeats it)")
+    return True
+
+
+def saved_state(folder: Path, results: Path, name: str) -> dict[str, Any] | None:
+    """Return the checkpoint from which the run in `folder` goes on, or None where it begins.
+
+    With --force, a checkpoint of the very run that the row reports is removed: the repetition begins anew.
+    """
+    saved, row = load_checkpoint(folder), find_row(results, name)
+    if saved and row and saved["started_utc"] == row["started_utc"]:
+        remove_checkpoints(folder)
+        return None
+    return saved
+
+
+@contextmanager
+def restoring(folder: Path) -> Iterator[None]:
+    """Raise RunError where a checkpoint does not fit what is restored from it in the block."""
+    try:
+        yield
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"the checkpoint in {folder} is of another version of this code ({error}); delete that folder to begin anew"
+        ) from None
+
+
+def diverged(method: str, value: float, where: str) -> RunError:
+    """Return the error for a loss that is not finite."""
+    return RunError(
+        f"the loss became {value} {where}, with method {method}; no row is written. "
+        "Try a smaller --lr, --precision fp32, or another --inverse_temperature"
+    )
+
+
+def say(line: str) -> None:
+    """Print a line at once, above the bars where there are any."""
+    tqdm.write(line)
+    sys.stdout.flush()
