@@ -44,9 +44,9 @@ from experiments.environment import (
     set_up_device,
 )
 from experiments.head_runs import HeadRun, resume, save, stack_of
-from experiments.metrics import TOP_K, chosen_by_validation, count_hits, hit_fractions
+from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.run_record import open_run, run_id, utc_now, write_config, write_row
-from experiments.training_run import diverged, recorded, say
+from experiments.training_run import diverged, finished_line, recorded, say
 from models.heads import HeadStack
 from topk_losses import TopKCrossEntropyLoss
 
@@ -254,9 +254,9 @@ def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
 
         # Record.
         for run in unfinished:
-            last, final_epoch = run.history[-1], [each for each in run.history if each["epoch"] == args.n_epochs]
-            train_seconds = sum(each["train_seconds"] for each in run.history)
-            epoch_steps = sum(each["train_steps"] for each in final_epoch)
+            final_epoch = [each for each in run.history if each["epoch"] == args.n_epochs]
+            loss_sum = math.fsum(each["train_loss"] * each["train_steps"] for each in final_epoch)
+            measured = summary(run.history, "step")
             row = {
                 "run_id": run.name,
                 **flags,
@@ -266,20 +266,14 @@ def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
                 "backbone": store.backbone,
                 "resolution": store.resolution,
                 "batch_source": batches.mode,
-                "num_heads": last["num_heads"],
+                "num_heads": run.history[-1]["num_heads"],
                 "num_classes": store.num_classes,
                 "train_images": len(train_rows),
                 "valid_images": len(valid_rows),
                 "test_images": len(test_rows),
-                **chosen_by_validation(run.history, "step"),
-                **{f"last_{split}_top{k}": last[f"{split}_top{k}"] for split in ("test", "valid") for k in TOP_K},
-                "last_train_loss": sum(each["train_loss"] * each["train_steps"] for each in final_epoch) / epoch_steps,
-                "last_valid_loss": last["valid_loss"],
-                "last_test_loss": last["test_loss"],
-                "train_seconds": train_seconds,
-                "eval_seconds": sum(each["eval_seconds"] for each in run.history),
-                "images_per_second": last_step * args.batch_size / train_seconds,
-                "peak_memory_mib": max(each["peak_memory_mib"] for each in run.history),
+                **measured,
+                "last_train_loss": loss_sum / len(batches),
+                "images_per_second": last_step * args.batch_size / measured["train_seconds"],
                 **environment,
                 "git_commit": "+".join(filter(None, run.commits)),
                 "times_resumed": run.times_resumed,
@@ -288,11 +282,7 @@ def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
             }
             write_row(args.results, row)
             remove_checkpoints(run.folder, (PREVIOUS,))
-            print(
-                f"{run.name}: test top-1 {row['test_top1']:.4f} (step {row['test_top1_step']}), "
-                f"top-5 {row['test_top5']:.4f} (step {row['test_top5_step']}), {train_seconds:.1f} s of training, "
-                f"{row['images_per_second']:.0f} images/s\nrow: {args.results}\nrun: {run.folder}"
-            )
+            say(finished_line(row, "step", args.results, run.folder))
     return 0
 
 
@@ -313,12 +303,10 @@ def open_store_of(args: argparse.Namespace) -> EmbeddingStore:
     Raises CommandLineError for a name that does not exist, RunError for what cannot be had or used.
     """
     if not Path(args.data_path).is_dir():
-        from data.object_store import MissingObjectError, ObjectStoreError, resolve  # boto3 takes half a second
+        from data.object_store import ObjectStoreError, resolve  # boto3 takes half a second
 
         try:
             resolve(args.data_path)
-        except MissingObjectError as error:
-            raise cli.CommandLineError(f"--data_path: {error}") from None
         except ObjectStoreError as error:
             raise cli.CommandLineError(f"--data_path: {error}") from None
     try:

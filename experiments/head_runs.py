@@ -19,7 +19,7 @@ from models.heads import HeadStack, head
 EVALUATIONS = "evaluations.csv"
 
 
-@dataclass
+@dataclass(eq=False)
 class HeadRun:
     """One seed's head: its place on the disk and how far it is."""
 

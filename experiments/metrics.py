@@ -4,6 +4,7 @@ The top-k accuracy of the tables is the share of samples whose true class is amo
 sort is needed for it: the rank of the true class is one more than the number of scores above it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,7 +48,7 @@ def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str
     return {f"{split}_top{k}": int(count) / num_samples for k, count in zip(TOP_K, hits)}
 
 
-def chosen_by_validation(history: Sequence[Mapping[str, float]], clock: str = "epoch") -> dict[str, float]:
+def chosen_by_validation(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, float]:
     """Return test_top<k>, valid_top<k> and test_top<k>_<clock> of the evaluation that validation chose for each
     k.
 
@@ -62,3 +63,20 @@ def chosen_by_validation(history: Sequence[Mapping[str, float]], clock: str = "e
         chosen[f"test_top{k}_{clock}"] = best[clock]
         chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
     return chosen
+
+
+def summary(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, float]:
+    """Return what a row says of a run's evaluations: the chosen ones, the last one, the seconds and the memory.
+
+    `history` and `clock` are those of `chosen_by_validation`; the entries also hold valid_loss and test_loss,
+    train_seconds, eval_seconds and peak_memory_mib.
+    """
+    last = history[-1]
+    return {
+        **chosen_by_validation(history, clock),
+        **{f"last_{split}_top{k}": last[f"{split}_top{k}"] for split in ("test", "valid") for k in TOP_K},
+        **{f"last_{split}_loss": last[f"{split}_loss"] for split in ("valid", "test")},
+        "train_seconds": math.fsum(entry["train_seconds"] for entry in history),
+        "eval_seconds": math.fsum(entry["eval_seconds"] for entry in history),
+        "peak_memory_mib": max(entry["peak_memory_mib"] for entry in history),
+    }

@@ -53,9 +53,9 @@ from experiments.environment import (
     resolve_device,
     set_up_device,
 )
-from experiments.metrics import TOP_K, chosen_by_validation, count_hits, hit_fractions
+from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.training_run import diverged, recorded, restoring, saved_state, say
+from experiments.training_run import diverged, finished_line, recorded, restoring, saved_state, say
 from models.resnet_cifar import resnet_cifar
 from topk_losses import TopKCrossEntropyLoss
 
@@ -254,8 +254,7 @@ def train(args: argparse.Namespace) -> int:
             say(epoch_line(history[-1], args.n_epochs))
 
         # Record.
-        last = history[-1]
-        train_seconds = sum(epoch["train_seconds"] for epoch in history)
+        measured = summary(history, "epoch")
         trained_images = len(history) * (len(data.train) // args.batch_size) * args.batch_size
         del flags["results"], flags["force"]  # the row is in the one, and of a repetition nothing else is new
         row = {
@@ -265,13 +264,9 @@ def train(args: argparse.Namespace) -> int:
             "train_images": len(data.train),
             "valid_images": len(data.valid),
             "test_images": len(data.test),
-            **chosen_by_validation(history),
-            **{f"last_{split}_top{k}": last[f"{split}_top{k}"] for split in ("test", "valid") for k in TOP_K},
-            **{f"last_{split}_loss": last[f"{split}_loss"] for split in ("train", "valid", "test")},
-            "train_seconds": train_seconds,
-            "eval_seconds": sum(epoch["eval_seconds"] for epoch in history),
-            "images_per_second": trained_images / train_seconds,
-            "peak_memory_mib": max(epoch["peak_memory_mib"] for epoch in history),
+            **measured,
+            "last_train_loss": history[-1]["train_loss"],
+            "images_per_second": trained_images / measured["train_seconds"],
             **environment,
             "git_commit": "+".join(filter(None, commits)),
             "times_resumed": times_resumed,
@@ -280,11 +275,7 @@ def train(args: argparse.Namespace) -> int:
         }
         write_row(args.results, row)
         remove_checkpoints(folder, (PREVIOUS,))
-    print(
-        f"{name}: test top-1 {row['test_top1']:.4f} (epoch {row['test_top1_epoch']}), "
-        f"top-5 {row['test_top5']:.4f} (epoch {row['test_top5_epoch']}), {train_seconds:.1f} s of training, "
-        f"{row['images_per_second']:.0f} images/s\nrow: {args.results}\nrun: {folder}"
-    )
+    say(finished_line(row, "epoch", args.results, folder))
     return 0
 
 

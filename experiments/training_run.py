@@ -4,7 +4,7 @@ The loops themselves stand in the scripts, to be read there from top to bottom.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,19 @@ def diverged(method: str, value: float, where: str) -> RunError:
     return RunError(
         f"the loss became {value} {where}, with method {method}; no row is written. "
         "Try a smaller --lr, --precision fp32, or another --inverse_temperature"
+    )
+
+
+def finished_line(row: Mapping[str, Any], clock: str, results: Path, folder: Path) -> str:
+    """Return what is said of a finished run: its accuracies, fractions, and where its row and folder are.
+
+    clock: "epoch" or "step", by which its evaluations are counted.
+    """
+    return (
+        f"{row['run_id']}: test top-1 {row['test_top1']:.4f} ({clock} {row[f'test_top1_{clock}']}), "
+        f"top-5 {row['test_top5']:.4f} ({clock} {row[f'test_top5_{clock}']}), "
+        f"{row['train_seconds']:.1f} s of training, {row['images_per_second']:.0f} images/s\n"
+        f"row: {results}\nrun: {folder}"
     )
 
 

@@ -76,7 +76,7 @@ def test_validation_chooses_each_k_separately_and_the_earliest_of_equals():
         entry(2, [20, 40, 60, 80], [21, 41, 99, 81]),
         entry(3, [20, 30, 50, 75], [99, 31, 51, 76]),
     ]
-    chosen = chosen_by_validation(history)
+    chosen = chosen_by_validation(history, "epoch")
     assert [chosen[f"test_top{k}"] for k in TOP_K] == [0.21, 0.51, 0.61, 0.81]
     assert [chosen[f"test_top{k}_epoch"] for k in TOP_K] == [2, 1, 1, 2]
     assert [chosen[f"valid_top{k}"] for k in TOP_K] == [0.2, 0.5, 0.6, 0.8]

@@ -108,7 +108,7 @@ def test_a_run_leaves_a_row_and_a_folder(tiny, results, capsys):
             fractions = [each[f"{split}_top{k}"] for k in TOP_K]
             assert fractions == sorted(fractions)
             assert fractions[2:] == [1.0, 1.0]  # ten classes
-    for name, value in chosen_by_validation(epochs).items():
+    for name, value in chosen_by_validation(epochs, "epoch").items():
         assert float(row[name]) == value
     assert float(row["last_test_top1"]) == epochs[-1]["test_top1"]
     assert (row["train_images"], row["valid_images"], row["test_images"]) == ("76", "4", "40")
