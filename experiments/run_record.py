@@ -187,19 +187,26 @@ def write_row(path: Path, row: Mapping[str, Value]) -> None:
     in older rows; columns that only the file has stay, empty in the new row.
     """
     try:
-        with results_lock(path):
+        # The new file is made before the old one is read: over NFS a node may remember for half a minute that there was
+        # no results file, or which, and making a file in the folder is what brings its memory of the folder up to date.
+        with results_lock(path), atomic_write(path) as file:
             rows = [old for old in read_rows(path) if old["run_id"] != row["run_id"]]
             rows.append({name: _cell(value) for name, value in row.items()})
             columns = list(dict.fromkeys(name for each in rows for name in each))
-            with atomic_write(path) as file:
-                _write_table(file, columns, rows)
+            _write_table(file, columns, rows)
     except OSError as error:
         raise RecordError(f"cannot write the results file {path}: {error.strerror or error}") from None
 
 
 @contextmanager
 def results_lock(path: Path) -> Iterator[None]:
-    """Hold a results file against other writers; creates its folder. Raises RecordError or OSError."""
+    """Hold a results file against other writers; creates its folder. Raises RecordError or OSError.
+
+    The lock is flock(2), here and between nodes: over NFS Linux turns it into a lock of the server's (v4, and
+    v3 where lockd runs); Lustre needs its mount option flock. It ends with its process: a lock file made with O_EXCL
+    would hold everywhere, and for ever after a kill -9. Where a file system has no flock at all, filelock falls back to
+    that. Rows are few and minutes apart, so that one file needs no merging of a file per row.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(path.name + ".lock")
     try:

@@ -1,0 +1,364 @@
+"""Labelled images as they lie on the disk, unaugmented and in a fixed order: folders, torchvision's data sets, digits.
+
+    source = open_images("path/to/imagenet")       train/ and val/ (or test/), in each one folder per class
+    source = open_images("cifar100", data_dir)     data/cifar100.py: complete, without a validation split
+    source = open_images("flowers102", data_dir)   one of TORCHVISION, downloaded unless it is there
+
+Each split of a source is a list of images: `len`, `read(index)` gives a PIL image (RGB) and its label,
+`describe(index)` what to call it in a message. `ImageBatches` puts a transform behind it, for torch's DataLoader, and
+hands on an image that cannot be read as such: with its index and the reason.
+"""
+
+import difflib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+from data.cifar100 import DATASETS, DatasetUnavailableError, Split, load_complete
+
+# Names that the folder of a split may have.
+SPLIT_FOLDERS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "test": ("test", "val", "valid", "validation"),
+}
+
+# Name -> class in torchvision.datasets, and the arguments that select its training and its test images.
+_SPLIT = ({"split": "train"}, {"split": "test"})
+_TRAIN = ({"train": True}, {"train": False})
+TORCHVISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "country211": ("Country211", *_SPLIT),
+    "dtd": ("DTD", *_SPLIT),
+    "fashion_mnist": ("FashionMNIST", *_TRAIN),
+    "fgvc_aircraft": ("FGVCAircraft", {"split": "trainval"}, {"split": "test"}),
+    "flowers102": ("Flowers102", *_SPLIT),
+    "food101": ("Food101", *_SPLIT),
+    "gtsrb": ("GTSRB", *_SPLIT),
+    "imagenette": ("Imagenette", {"split": "train"}, {"split": "val"}),
+    "mnist": ("MNIST", *_TRAIN),
+    "oxford_iiit_pet": ("OxfordIIITPet", {"split": "trainval"}, {"split": "test"}),
+    "pcam": ("PCAM", *_SPLIT),
+    "rendered_sst2": ("RenderedSST2", *_SPLIT),
+    "stl10": ("STL10", *_SPLIT),
+    "svhn": ("SVHN", *_SPLIT),
+    "usps": ("USPS", *_TRAIN),
+}
+
+
+class ImageSourceError(ValueError):
+    """A source of images cannot be used as it was described; the message says why and how to mend it."""
+
+
+class Images(Protocol):
+    """The images of one split, in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """The image, RGB, and its label. Raises whatever its decoder does for one that is broken."""
+
+    def describe(self, index: int) -> str:
+        """The path of an image, or what else tells it from others."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Splits of labelled images.
+
+    name: what to call it. class_names: by label, () where they are not known. fingerprint: JSON that changes with the
+    list of images. notes: sentences on files that are no images by their names, and the like.
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    splits: Mapping[str, Images]
+    fingerprint: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    """Images below one folder per class. paths: relative to root. ignored: endings of the other files, counted."""
+
+    root: Path
+    paths: Sequence[str]
+    labels: Sequence[int]
+    ignored: Counter = field(default_factory=Counter)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See Images."""
+        with open(self.root / self.paths[index], "rb") as file, Image.open(file) as image:
+            return image.convert("RGB"), self.labels[index]
+
+    def describe(self, index: int) -> str:
+        """See Images."""
+        return str(self.root / self.paths[index])
+
+
+@dataclass(frozen=True)
+class TensorImages:
+    """Images that are in memory as a Split of data/cifar100.py."""
+
+    name: str
+    split: Split
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See Images."""
+        pixels = self.split.images[index].permute(1, 2, 0).numpy()  # (32, 32, 3) uint8
+        return Image.fromarray(pixels), int(self.split.labels[index])
+
+    def describe(self, index: int) -> str:
+        """See Images."""
+        return f"{self.name} image {index}"
+
+
+@dataclass(frozen=True)
+class LibraryImages:
+    """A data set of torchvision: items are a PIL image and a whole number."""
+
+    name: str
+    dataset: Dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See Images."""
+        image, label = self.dataset[index]
+        return image.convert("RGB"), int(label)
+
+    def describe(self, index: int) -> str:
+        """See Images."""
+        return f"{self.name} image {index}"
+
+
+@dataclass(frozen=True)
+class SomeImages:
+    """`count` images out of others, at equal distances, so that every class of a sorted list has its share."""
+
+    images: Images
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def _row(self, index: int) -> int:
+        return index * len(self.images) // self.count
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """See Images."""
+        return self.images.read(self._row(index))
+
+    def describe(self, index: int) -> str:
+        """See Images."""
+        return self.images.describe(self._row(index))
+
+
+def open_images(
+    dataset: str | None,
+    data_dir: str | Path,
+    *,
+    folders: Mapping[str, str | Path] | None = None,
+    mirror: str | None = None,
+    limits: Mapping[str, int | None] | None = None,
+) -> ImageSource:
+    """Open a source of images. Reads names, no images.
+
+    dataset: a name of data/cifar100.py's DATASETS or of TORCHVISION, or the path of a folder, "folder:PATH" where the
+        two could be confused; None with `folders`. A folder holds a folder per class, or one of SPLIT_FOLDERS per
+        split which do. data_dir: where torchvision's data sets are, or are downloaded to. mirror: as for
+        `load_dataset`. folders: split -> folder of class folders. limits: split -> take so many, at equal distances.
+
+    Raises ImageSourceError, and DatasetUnavailableError for files that are not to be had.
+    """
+    name = dataset or ""
+    path = Path(name.removeprefix("folder:")).expanduser()
+    if folders:
+        source = _open_folders({split: Path(folder).expanduser() for split, folder in folders.items()}, None)
+    elif name in DATASETS:
+        source = _open_tensors(name, data_dir, mirror)
+    elif name in TORCHVISION:
+        source = _open_library(name, Path(data_dir).expanduser())
+    elif path.is_dir() and name:
+        source = _open_folders(_split_folders(path), path.resolve().name)
+    elif "/" in name or os.sep in name or name.startswith("folder:"):
+        raise ImageSourceError(f"there is no folder {path}: check the path of --dataset")
+    else:
+        known = (*DATASETS, *TORCHVISION)
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+        raise ImageSourceError(f"unknown dataset {name!r}{hint} Give a folder or one of: {', '.join(known)}")
+    taken = {split: limit for split, limit in (limits or {}).items() if limit is not None}
+    for split, limit in taken.items():
+        available = len(source.splits.get(split, ()))
+        if not 1 <= limit <= available:
+            raise ImageSourceError(
+                f"--limit_{split} must be from 1 to {available}, the number of {split} images, got {limit}"
+            )
+    splits = {
+        split: SomeImages(images, taken[split]) if split in taken else images for split, images in source.splits.items()
+    }
+    rows = {split: len(images) for split, images in splits.items()}
+    fingerprint = {**source.fingerprint, "images": rows}
+    return ImageSource(source.name, source.class_names, splits, fingerprint, source.notes)
+
+
+class ImageBatches(Dataset):
+    """Transformed images by (split, index), for a DataLoader with `collate`. Pickles if the transform does.
+
+    An item is (tensor, label, index, ""), or (None, -1, index, reason) for an image that cannot be read.
+    """
+
+    def __init__(self, splits: Mapping[str, Images], transform: Callable[[Image.Image], Tensor]) -> None:
+        self.splits, self.transform = splits, transform
+
+    def __getitem__(self, key: tuple[str, int]) -> tuple[Tensor | None, int, int, str]:
+        split, index = key
+        try:
+            image, label = self.splits[split].read(index)
+        except MemoryError:
+            raise
+        except Exception as error:  # what a decoder meets in a broken file has no common class
+            reason = str(error).partition(" <_io.")[0] or "no reason given"
+            return None, -1, index, f"{type(error).__name__}: {reason}"
+        return self.transform(image), label, index, ""
+
+
+def collate(items: Iterable[tuple[Tensor | None, int, int, str]]) -> tuple[Tensor, Tensor, list[int], list]:
+    """Images (b, ...), labels (b,) int64 and indices of those that could be read; (index, reason) of the others."""
+    items = list(items)
+    good = [item for item in items if item[0] is not None]
+    broken = [(index, reason) for image, _, index, reason in items if image is None]
+    images = torch.stack([item[0] for item in good]) if good else torch.empty(0)
+    return images, torch.tensor([item[1] for item in good], dtype=torch.int64), [item[2] for item in good], broken
+
+
+def _open_tensors(name: str, data_dir: str | Path, mirror: str | None) -> ImageSource:
+    train, test, class_names = load_complete(name, data_dir, mirror=mirror)
+    splits = {split: TensorImages(f"{name} {split}", rows) for split, rows in (("train", train), ("test", test))}
+    return ImageSource(name, class_names, splits, {"dataset": name})
+
+
+def _open_library(name: str, data_dir: Path) -> ImageSource:
+    kind, *selections = TORCHVISION[name]
+    opened = {}
+    for split, selection in zip(("train", "test"), selections):
+        opened[split] = _load_library(getattr(torchvision.datasets, kind), name, data_dir, selection)
+    class_names = tuple(str(each) for each in getattr(opened["train"], "classes", ()))
+    splits = {split: LibraryImages(f"{name} {split}", dataset) for split, dataset in opened.items()}
+    return ImageSource(name, class_names, splits, {"dataset": name})
+
+
+def _load_library(kind: Callable[..., Dataset], name: str, data_dir: Path, selection: Mapping[str, Any]) -> Dataset:
+    try:
+        return kind(str(data_dir), **selection)
+    except ImportError as error:
+        raise ImageSourceError(f"{name} needs another package: {error}") from None
+    except (OSError, RuntimeError):  # torchvision's word for files that are not there
+        pass
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        return kind(str(data_dir), **selection, download=True)
+    except Exception as error:  # urllib, requests, tarfile, zipfile: each fails in its own way
+        raise DatasetUnavailableError(
+            f"{name} is neither in {data_dir} nor to be downloaded ({error}): check the network, or place its files "
+            f"there as torchvision.datasets.{kind.__name__} expects them"
+        ) from None
+
+
+def _split_folders(path: Path) -> dict[str, Path]:
+    """The folder of each split below `path`; `path` itself as train where it holds classes."""
+    found = {}
+    for split, names in SPLIT_FOLDERS.items():
+        # Only folders of classes: the test images that ImageNet brings have no labels, and lie flat.
+        candidates = [path / name for name in names if (path / name).is_dir() and _class_folders(path / name)]
+        if len(candidates) > 1:
+            raise ImageSourceError(
+                f"{path} has {' and '.join(f'{each.name}/' for each in candidates)}, and one can be the {split} split: "
+                "name the folders by --train_dir and --test_dir"
+            )
+        if candidates:
+            found[split] = candidates[0]
+    if found:
+        return found
+    if not _class_folders(path):
+        raise ImageSourceError(
+            f"{path} holds no folder per class, and no train/, val/ or test/ which do: name such folders by "
+            "--train_dir and --test_dir"
+        )
+    return {"train": path}
+
+
+def _class_folders(path: Path) -> list[str]:
+    return sorted(each.name for each in os.scandir(path) if each.is_dir() and not each.name.startswith("."))
+
+
+def _open_folders(folders: Mapping[str, Path], name: str | None) -> ImageSource:
+    for split, folder in folders.items():
+        if not folder.is_dir() or not _class_folders(folder):
+            raise ImageSourceError(
+                f"{folder}, given for the {split} images, "
+                f"{'holds no folder per class' if folder.is_dir() else 'is not a folder'}: check the path"
+            )
+    class_names = {split: _class_folders(folder) for split, folder in folders.items()}
+    first, *others = class_names
+    for other in others:
+        differing = sorted(set(class_names[first]) ^ set(class_names[other]))
+        if differing:
+            raise ImageSourceError(
+                f"{first} and {other} must have the same class folders, since these number the labels; "
+                f"{len(differing)} are in one alone: {', '.join(differing[:5])}"
+            )
+    splits = {split: _list_folder(folder, class_names[first]) for split, folder in folders.items()}
+    digests, notes = {}, []
+    for split, images in splits.items():
+        if not images.paths:
+            raise ImageSourceError(f"there is no image below {folders[split]}: files end in {' '.join(IMG_EXTENSIONS)}")
+        digests[split] = hashlib.sha256("\n".join(images.paths).encode()).hexdigest()
+        if images.ignored:
+            endings = ", ".join(
+                f"{count} {ending or 'without ending'}" for ending, count in sorted(images.ignored.items())
+            )
+            notes.append(
+                f"{images.ignored.total()} files below {folders[split]} are no images by their names ({endings}) "
+                "and are left out"
+            )
+        present = set(images.labels)
+        empty = [each for label, each in enumerate(class_names[first]) if label not in present]
+        if empty:
+            notes.append(f"{len(empty)} classes have no {split} image: {', '.join(empty[:5])}")
+    name = name or "+".join(folder.resolve().name for folder in folders.values())
+    return ImageSource(f"folder:{name}", tuple(class_names[first]), splits, {"paths_sha256": digests}, tuple(notes))
+
+
+def _list_folder(folder: Path, class_names: Sequence[str]) -> FolderImages:
+    """The images below the class folders, in torchvision's order: by class, then by folder and name."""
+    ignored = Counter()
+
+    def is_image(path: str) -> bool:
+        if path.lower().endswith(IMG_EXTENSIONS):
+            return True
+        ignored[Path(path).suffix.lower()] += 1
+        return False
+
+    labels = {name: label for label, name in enumerate(class_names)}
+    samples = make_dataset(str(folder), labels, is_valid_file=is_image, allow_empty=True)
+    begin = len(os.path.join(folder, ""))
+    paths = [path[begin:].replace(os.sep, "/") for path, _ in samples]
+    return FolderImages(folder, paths, [label for _, label in samples], ignored)

@@ -1,0 +1,47 @@
+"""A network of train_cifar100.py as a backbone."""
+
+import json
+from pathlib import Path
+
+from torchvision.transforms import v2
+
+from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
+from experiments.checkpoint import CURRENT, DamagedCheckpoint, read_checkpoint
+from experiments.command_line import RunError
+from models.backbones import Backbone
+from models.resnet_cifar import resnet_cifar
+
+
+def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
+    """The network of a checkpoint of train_cifar100.py, normalising as it was trained; its features at `fc`.
+
+    path: the file, beside which config.json lies, or their folder. Raises RunError.
+    """
+    path = path.expanduser() / CURRENT if path.expanduser().is_dir() else path.expanduser()
+    try:
+        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+        weights = read_checkpoint(path)["model"]
+        network = resnet_cifar(config["model"], len(weights["fc.weight"]))
+        network.load_state_dict(weights)
+    except FileNotFoundError as error:
+        raise RunError(
+            f"there is no {error.filename}: --checkpoint is the checkpoint.pt in a run folder of train_cifar100.py, "
+            "with its config.json beside it"
+        ) from None
+    except DamagedCheckpoint as error:
+        raise RunError(f"{error}; take another, such as checkpoint.previous.pt beside it") from None
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise RunError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if config["dataset"] == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    resolution = resolution or 32
+    return Backbone(
+        f"{config['dataset']}-{config['model']}",
+        network,
+        lambda images: network.features(normalise(images, mean, std)),
+        dim=network.fc.in_features,
+        resolution=resolution,
+        # Bytes until they are on the device; both steps leave an image of the right size as it is.
+        transform=v2.Compose([v2.Resize(resolution), v2.CenterCrop(resolution), v2.PILToTensor()]),
+        heads=("fc",),
+    )

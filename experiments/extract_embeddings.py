@@ -1,0 +1,427 @@
+"""Embeddings of any labelled images by any backbone, as a store that experiments/finetune_imagenet.py trains on.
+
+    python experiments/extract_embeddings.py --dataset /data/imagenet --backbone resnext101_32x48d_wsl --precision bf16
+    torchrun --nproc_per_node 8 experiments/extract_embeddings.py --dataset /data/imagenet \\
+        --backbone tf_efficientnet_l2_ns --precision bf16
+    python experiments/extract_embeddings.py --dataset cifar100 --backbone timm:convnext_tiny --upload s3://bucket/name/
+    python experiments/extract_embeddings.py --dataset digits --checkpoint results/runs/<run id>/checkpoint.pt
+
+The first two make what the paper published for Table 5 (data/embeddings.py downloads those); how far their networks
+and transforms are known is said in models/backbones.py.
+
+The store holds every image of every split, in the order of the files, unaugmented: the penultimate features, float16
+unless --dtype says otherwise. It is written shard by shard; a command that was stopped, killed even, continues when it
+is given again, and ends with the same bytes (on a GPU: with --deterministic). The processes of torchrun take every
+so-many-th shard each, in one folder that all can see; the manifest is merged once, at the end. An image that cannot be
+read stops the run (--on_error stop), or is left out and listed in skipped.csv (--on_error skip).
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from data.cifar100 import DatasetUnavailableError
+from data.embedding_store import UNFINISHED
+from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter, open_store
+from data.image_sources import ImageSource, open_images
+from experiments import command_line as cli
+from experiments.checkpoint_backbone import checkpoint_backbone
+from experiments.environment import ROOT, device_name, resolve_device, set_up_device
+from experiments.feature_shards import ImageRange, collect, feature_batches
+from experiments.ranks import Ranks
+from experiments.skipped_images import SKIPPED, merge_skipped, read_skipped, remove_parts, write_skipped
+from experiments.training_run import say
+from models.backbones import PAPER, Backbone, BackboneError, WeightsError, backbone, resolve_name
+
+STOPPED = "every finished shard is saved; the same command continues with the next"
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_WORKERS = 16
+NAMED = 10  # broken images named at the end; skipped.csv names all
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the flags, each checked on its own and with its neighbours. Raises CommandLineError."""
+    parser = cli.Parser(prog="extract_embeddings.py", description="Make an embedding store of labelled images.")
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--dataset",
+        metavar="NAME|FOLDER",
+        help="cifar100, cifar10, digits, another of torchvision's (a wrong name lists them), or a folder with train/ "
+        "and val/ (or test/), or with one of them, each holding a folder per class",
+    )
+    group.add_argument("--train_dir", type=Path, metavar="DIR", help="training images, in place of --dataset")
+    group.add_argument("--test_dir", type=Path, metavar="DIR", help="test images, in place of --dataset")
+    group.add_argument(
+        "--data_dir",
+        type=Path,
+        default=ROOT / "data" / "downloads",
+        help="where torchvision's data sets are, or are downloaded to (data/downloads in this repository)",
+    )
+    group.add_argument("--mirror", metavar="URL", help="download cifar100 or cifar10 from here")
+    for split in ("train", "test"):
+        group.add_argument(
+            f"--limit_{split}",
+            type=cli.count,
+            metavar="N",
+            help=f"N {split} images at equal distances, for a quick look",
+        )
+    group.add_argument(
+        "--on_error",
+        type=cli.choice("on_error", ("stop", "skip")),
+        default="stop",
+        help=f"an image that cannot be read: stop, or skip it and list it in {SKIPPED} (%(default)s)",
+    )
+    group = parser.add_argument_group("network")
+    network = group.add_mutually_exclusive_group(required=True)
+    network.add_argument(
+        "--backbone",
+        type=backbone_name,
+        metavar="NAME",
+        help=f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
+    )
+    network.add_argument("--checkpoint", type=Path, metavar="FILE", help="checkpoint.pt of train_cifar100.py")
+    group.add_argument(
+        "--weights", metavar="WEIGHTS", help="pretrained, none (random), or the path of a state dict (pretrained)"
+    )
+    group.add_argument(
+        "--resolution",
+        type=cli.count,
+        metavar="PIXELS",
+        help="side of the images; the paper's for its backbones (320, 800), else that of the network's own transform",
+    )
+    group = parser.add_argument_group("store")
+    group.add_argument(
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help="where it is written (data/downloads/embeddings/<dataset>-<backbone>-<pixels>-<dtype>.store)",
+    )
+    group.add_argument(
+        "--dtype", type=cli.choice("dtype", DTYPES), default="float16", help=f"{', '.join(DTYPES)} (%(default)s)"
+    )
+    group.add_argument("--shard_rows", type=cli.count, default=8192, metavar="N", help="images per shard (%(default)s)")
+    group.add_argument("--upload", type=s3_folder, metavar="S3", help="s3://bucket/prefix/ that receives the store")
+    group.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
+    group = parser.add_argument_group("machine")
+    group.add_argument("--batch_size", type=cli.count, default=128, metavar="N", help="images at a time (%(default)s)")
+    group.add_argument(
+        "--workers",
+        type=cli.whole_number("a whole number of at least 0", 0),
+        metavar="N",
+        help=f"processes that read images, per GPU; 0 for none (the CPU cores, at most {MAX_WORKERS})",
+    )
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
+    group.add_argument(
+        "--precision",
+        type=cli.choice("precision", PRECISIONS),
+        default="fp32",
+        help="of the network: fp32, or by autocast bf16, or fp16 on a GPU (%(default)s)",
+    )
+    group.add_argument("--threads", type=cli.count, metavar="N", help="CPU threads; PyTorch's choice without it")
+    group.add_argument("--deterministic", action="store_true", help="deterministic kernels where there are any")
+    args = parser.parse_args(argv)
+
+    if (args.dataset is None) == (args.train_dir is None and args.test_dir is None):
+        parser.error("the images are given by --dataset, or by --train_dir and --test_dir or one of them")
+    if args.checkpoint and args.weights:
+        parser.error("--checkpoint brings its own weights: leave --weights out")
+    if args.endpoint_url and not args.upload:
+        parser.error("--endpoint_url is of the server for --upload: give both or neither")
+    return args
+
+
+def backbone_name(text: str) -> str:
+    """Argument type of --backbone. A wrong name is told the nearest before anything is built."""
+    try:
+        resolve_name(text)
+    except BackboneError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def s3_folder(text: str) -> str:
+    """Argument type of --upload: the address with one slash at its end, by which it is known to be a store's."""
+    scheme, _, rest = text.partition("://")
+    if scheme != "s3" or not rest.partition("/")[0]:
+        raise argparse.ArgumentTypeError(f"must be s3://bucket/prefix/, got {text!r}")
+    return text.rstrip("/") + "/"
+
+
+def extract(argv: list[str] | None, ranks: Ranks) -> int:
+    """Write the store that the command line describes; return the exit status."""
+    # Rank 0 goes ahead as far as the loop, and the others follow: what is wrong is said once, and what must be
+    # downloaded is downloaded once.
+    ranks.follow_first()
+    args = parse_arguments(argv)
+
+    # Device.
+    device = choose_device(args, ranks)
+    set_up_device(device, args.threads, args.deterministic)
+
+    # Images, by name.
+    folders = {"train": args.train_dir, "test": args.test_dir}
+    try:
+        source = open_images(
+            args.dataset,
+            args.data_dir,
+            folders={split: folder for split, folder in folders.items() if folder is not None},
+            mirror=args.mirror,
+            limits={"train": args.limit_train, "test": args.limit_test},
+        )
+    except DatasetUnavailableError as error:
+        raise cli.RunError(str(error)) from None
+    except ValueError as error:
+        raise cli.CommandLineError(str(error)) from None
+
+    # Backbone.
+    if args.checkpoint:
+        network, weights = checkpoint_backbone(args.checkpoint, args.resolution), "checkpoint"
+    else:
+        weights = args.weights or "pretrained"
+        named = weights in ("pretrained", "none")
+        if weights == "pretrained" and ranks.rank == 0:
+            say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
+        try:
+            network = backbone(
+                args.backbone, weights if named else Path(weights).expanduser(), resolution=args.resolution
+            )
+        except BackboneError as error:
+            raise cli.CommandLineError(str(error)) from None
+        except WeightsError as error:
+            raise cli.RunError(str(error)) from None
+        weights = weights if named else "file"
+
+    # Store: what is there already, and what this process has to do.
+    settings = {
+        "dim": network.dim,
+        "dtype": DTYPES[args.dtype],
+        "num_classes": len(source.class_names) or None,
+        "backbone": network.name,
+        "resolution": network.resolution,
+        "source": source.name,
+        "details": {
+            "weights": weights,
+            "weights_sha256": network.weights_sha256(),
+            "transform": " ".join(str(network.transform).split()),
+            "precision": args.precision,
+            "shard_rows": args.shard_rows,
+            "images": source.fingerprint,
+            "class_names": source.class_names,
+        },
+    }
+    folder = (args.store or default_store(source, network, args.dtype)).expanduser()
+    with only_writer(folder, ranks):
+        if (folder / MANIFEST).exists():
+            store = complete_store(folder, settings)
+            ranks.let_follow()
+            if ranks.rank == 0:
+                say(f"skipped: {folder} holds these embeddings already")
+        else:
+            try:
+                store = write_store(folder, settings, source, network, device, args, ranks)
+            except EmbeddingError as error:
+                raise cli.RunError(str(error)) from None
+    if ranks.rank == 0:
+        remove_parts(folder)
+        report(store)
+        if args.upload:
+            upload(store, args.upload, args.endpoint_url)
+    return 0
+
+
+def write_store(
+    folder: Path,
+    settings: Mapping[str, Any],
+    source: ImageSource,
+    network: Backbone,
+    device: torch.device,
+    args: argparse.Namespace,
+    ranks: Ranks,
+) -> EmbeddingStore | None:
+    """Write the shards that are missing, this process its share; return the store, None to all but rank 0."""
+    if any(folder.glob("[!.]*")) and not (folder / UNFINISHED).exists():
+        raise cli.CommandLineError(f"{folder} holds other files, and no store that was begun: choose another --store")
+    if ranks.rank == 0 and not any(folder.glob("*.shard.json")):
+        (folder / UNFINISHED).unlink(missing_ok=True)  # settings under which nothing was written bind no one
+    try:
+        writer = StoreWriter(folder, **settings)
+    except EmbeddingError as error:
+        raise cli.CommandLineError(str(error)) from None
+    shards = [
+        ImageRange(split, number, begin, min(begin + args.shard_rows, len(images)))
+        for split, images in source.splits.items()
+        for number, begin in enumerate(range(0, len(images), args.shard_rows))
+    ]
+    # Shares are of the whole list, since what is present differs with the moment at which a process looks.
+    present = {split: writer.present(split) for split in source.splits}
+    mine = [shard for shard in shards[ranks.rank :: ranks.count] if shard.number not in present[shard.split]]
+    if ranks.rank == 0:
+        for note in source.notes:
+            print(f"note: {note}", file=sys.stderr)
+        done = sum(map(len, present.values()))
+        beginning = f"continuing after {done} of" if done else "beginning,"
+        say(f"{folder}: {beginning} {len(shards)} shards, on {device_name(device)}")
+    ranks.let_follow()
+
+    # Loop.
+    workers = args.workers
+    if workers is None:
+        workers = max(1, min((os.cpu_count() or 1) // ranks.local_count, MAX_WORKERS))
+    started = time.perf_counter()
+    network = network.to(device, memory_format=torch.channels_last)
+    images = sum(shard.end - shard.begin for shard in mine)
+    with tqdm(total=images, unit="image", disable=ranks.rank > 0 or not sys.stderr.isatty()) as bar:
+        batches = feature_batches(
+            mine,
+            network,
+            source.splits,
+            device,
+            batch_size=args.batch_size,
+            workers=workers,
+            precision=PRECISIONS[args.precision],
+        )
+        for shard in mine:
+            features, labels, broken = collect(
+                shard,
+                batches,
+                source.splits[shard.split],
+                batch_size=args.batch_size,
+                dtype=DTYPES[args.dtype],
+                stop=args.on_error == "stop",
+                bar=bar,
+            )
+            # Before the shard: one that is present has its list of broken images.
+            write_skipped(folder, str(shard), broken)
+            writer.write(shard.split, shard.number, features, labels)
+            left_out = f", {len(broken)} left out" if broken else ""
+            say(f"{shard}: {len(labels)} images{left_out}, {time.perf_counter() - started:.1f} s")
+
+    # Finish: one process merges the manifest when all are done.
+    images = ranks.sum(images)
+    seconds = time.perf_counter() - started
+    if ranks.rank > 0:
+        return None
+    merge_skipped(folder, [str(shard) for shard in shards])
+    store = writer.finish({split: sum(shard.split == split for shard in shards) for split in source.splits})
+    by = f" by {ranks.count} processes" if ranks.count > 1 else ""
+    say(f"{images} images in {seconds:.1f} s: {images / seconds:.1f} images/s{by}")
+    return store
+
+
+def choose_device(args: argparse.Namespace, ranks: Ranks) -> torch.device:
+    """The device of --device; for one of several processes the GPU of its own number. Raises CommandLineError."""
+    name = args.device
+    if ranks.count > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
+        name = f"cuda:{ranks.local_rank}"
+    elif ranks.count > 1 and name.startswith("cuda:"):
+        raise cli.CommandLineError(f"each process of torchrun has a GPU of its own: give --device cuda, got {name}")
+    try:
+        device = resolve_device(name)
+    except ValueError as error:
+        raise cli.CommandLineError(str(error)) from None
+    if args.precision == "fp16" and device.type != "cuda":
+        raise cli.CommandLineError("--precision fp16 is for GPUs: give bf16 or fp32 on a CPU")
+    return device
+
+
+def default_store(source: ImageSource, network: Backbone, dtype: str) -> Path:
+    """A place for the store, named after what it holds."""
+    name = f"{source.name}-{network.name}-{network.resolution}-{dtype}".replace(":", "_").replace(os.sep, "_")
+    return ROOT / "data" / "downloads" / "embeddings" / f"{name}.store"
+
+
+@contextmanager
+def only_writer(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Hold the store against another command that writes it, by a lock beside it. Raises RunError."""
+    if ranks.rank > 0:  # rank 0 holds it for all
+        yield
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise cli.RunError(f"another process is writing {folder}: wait for it or choose another --store") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
+    """Open a complete store that has these settings. Raises CommandLineError for others, RunError for a damaged one."""
+    try:
+        store = open_store(folder)
+    except EmbeddingError as error:
+        raise cli.RunError(str(error)) from None
+    found = {
+        "dim": store.dim,
+        "dtype": next(iter(store.splits.values())).dtype,
+        "num_classes": settings["num_classes"] and store.num_classes,
+        "backbone": store.backbone,
+        "resolution": store.resolution,
+        "source": store.source,
+        **store.details,
+    }
+    wanted = {**settings, **json.loads(json.dumps(settings["details"]))}
+    differing = [
+        f"{name} {found.get(name)!r}, now {value!r}"
+        for name, value in wanted.items()
+        if name != "details" and found.get(name) != value
+    ]
+    if differing:
+        raise cli.CommandLineError(
+            f"{folder} is complete, with other settings ({'; '.join(differing)}): choose another --store"
+        )
+    return store
+
+
+def report(store: EmbeddingStore) -> None:
+    """Print what the store holds, what was left out, and how to train on it."""
+    rows = ", ".join(f"{len(split)} {name}" for name, split in store.splits.items())
+    dtype = next(iter(store.splits.values())).dtype_name
+    say(f"store: {store.path}\n    {rows} rows of {store.dim} {dtype}, {store.num_classes} classes")
+    skipped = read_skipped(store.path)
+    if skipped:
+        listed = "".join(f"\n    {path} ({reason})" for _, _, path, reason in skipped[:NAMED])
+        more = f"\n    and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
+        print(
+            f"warning: {len(skipped)} images could not be read and are not in the store; all in "
+            f"{store.path / SKIPPED}:{listed}{more}",
+            file=sys.stderr,
+        )
+    say(f"train on it: python experiments/finetune_imagenet.py -d {store.path}")
+
+
+def upload(store: EmbeddingStore, address: str, endpoint_url: str | None) -> None:
+    """Send a complete store to s3://bucket/prefix/, the manifest last. Raises RunError."""
+    # Imported here: boto3 takes half a second, and most extractions stay on this disk.
+    from data.object_store import ObjectStoreError
+    from data.object_store import upload as send
+
+    try:
+        send(store.path, address, endpoint_url=endpoint_url, last=MANIFEST, progress=sys.stderr.isatty())
+    except ObjectStoreError as error:
+        raise cli.RunError(f"{error}. The store is complete in {store.path}; the same command sends it again") from None
+    say(f"uploaded: {address}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script; return its exit status (see experiments/command_line.py)."""
+    ranks = Ranks()
+    # Of several processes none speaks when it is stopped: torchrun stops all when one has failed, and that one spoke.
+    return cli.finish(lambda: extract(argv, ranks), stopped=STOPPED if ranks.count == 1 else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""data/image_sources.py on small generated files: order, labels, refusals, and images that cannot be read."""
+
+import inspect
+import pickle
+import struct
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from data.cifar100 import DatasetUnavailableError, load_complete, load_dataset
+from data.image_sources import TORCHVISION, ImageBatches, ImageSourceError, collate, open_images
+
+
+def grey(value: int) -> Image.Image:
+    return Image.new("RGB", (8, 6), (value, value, value))
+
+
+def make_folder(root, names):
+    for value, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        grey(value).save(root / name)
+    return root
+
+
+def contents(images):
+    """(grey value, label) of each image."""
+    return [(image.getpixel((0, 0))[0], label) for image, label in map(images.read, range(len(images)))]
+
+
+def test_a_folder_per_class_and_per_split(tmp_path):
+    make_folder(tmp_path / "train", ["b/2.png", "b/10.png", "a/x.png", "a/deep/y.png"])
+    make_folder(tmp_path / "val", ["a/1.PNG", "b/1.png"])
+    source = open_images(str(tmp_path), "unused")
+    assert (source.name, source.class_names) == (f"folder:{tmp_path.name}", ("a", "b"))
+    # torchvision's order: by class, then by folder and name.
+    assert source.splits["train"].paths == ["a/x.png", "a/deep/y.png", "b/10.png", "b/2.png"]
+    assert contents(source.splits["train"]) == [(2, 0), (3, 0), (1, 1), (0, 1)]
+    assert contents(source.splits["test"]) == [(0, 0), (1, 1)]
+    assert source.splits["test"].describe(1) == str(tmp_path / "val" / "b" / "1.png")
+    reference = torchvision.datasets.ImageFolder(tmp_path / "train")
+    assert [path for path, _ in reference.samples] == [source.splits["train"].describe(row) for row in range(4)]
+    assert source.fingerprint["images"] == {"train": 4, "test": 2}
+
+
+def test_folders_by_name_and_a_folder_of_one_split(tmp_path):
+    make_folder(tmp_path / "one", ["a/0.png", "b/1.png"])
+    make_folder(tmp_path / "two", ["a/0.png", "b/1.png", "b/2.png"])
+    both = open_images(None, "unused", folders={"train": tmp_path / "one", "test": tmp_path / "two"})
+    assert {split: len(images) for split, images in both.splits.items()} == {"train": 2, "test": 3}
+    assert {split: len(images) for split, images in open_images(f"folder:{tmp_path}/one", "").splits.items()} == {
+        "train": 2
+    }
+    assert list(open_images(None, "", folders={"test": tmp_path / "two"}).splits) == ["test"]
+
+
+def test_the_fingerprint_is_of_the_list_not_of_the_place(tmp_path):
+    names = ["a/0.png", "b/1.png"]
+    first = open_images(str(make_folder(tmp_path / "x" / "set", names)), "").fingerprint
+    assert open_images(str(make_folder(tmp_path / "y" / "set", names)), "").fingerprint == first
+    make_folder(tmp_path / "y" / "set", ["a/00.png"])
+    assert open_images(str(tmp_path / "y" / "set"), "").fingerprint != first
+
+
+def test_unlabelled_test_images_and_hidden_folders_are_no_split(tmp_path):
+    make_folder(tmp_path / "train", ["a/0.png", "b/1.png", ".cache/2.png"])
+    make_folder(tmp_path / "val", ["a/0.png", "b/1.png"])
+    make_folder(tmp_path / "test", ["0.png"])
+    source = open_images(str(tmp_path), "")
+    assert source.class_names == ("a", "b")
+    assert source.splits["test"].root.name == "val"
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    make_folder(tmp_path / "train", ["a/0.png", "b/1.png"])
+    make_folder(tmp_path / "val", ["a/0.png"])
+    (tmp_path / "val" / "b").mkdir()
+    for name in ("a/notes.txt", "a/list.txt", "b/README"):
+        (tmp_path / "train" / name).write_text("")
+    left_out, empty = open_images(str(tmp_path), "").notes
+    assert left_out.startswith("3 files below")
+    assert "1 without ending, 2 .txt" in left_out
+    assert empty == "1 classes have no test image: b"
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "message"),
+    [
+        (["train/a/0.png", "train/b/0.png", "val/a/0.png", "val/c/0.png"], {}, "2 are in one alone: b, c"),
+        (["train/a/0.png", "val/a/0.png", "test/a/0.png"], {}, "has test/ and val/, and one can be the test split"),
+        (["0.png"], {}, "holds no folder per class"),
+        (["a/0.png"], {"limits": {"train": 2}}, "--limit_train must be from 1 to 1"),
+        (["a/0.png"], {"limits": {"test": 2}}, "--limit_test must be from 1 to 0"),
+        (["a/0.png"], {"folders": {"train": "absent"}}, "absent, given for the train images, is not a folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_answered_with_a_sentence(tmp_path, names, arguments, message):
+    make_folder(tmp_path, names)
+    with pytest.raises(ImageSourceError) as refusal:
+        open_images(str(tmp_path), "", **arguments)
+    assert message in str(refusal.value)
+
+
+def test_a_split_without_images_is_refused(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "0.txt").write_text("")
+    with pytest.raises(ImageSourceError, match="there is no image below"):
+        open_images(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("cifar1000", "did you mean 'cifar100'"), ("", "unknown dataset ''"), ("no/such/folder", "there is no folder")],
+)
+def test_an_unknown_data_set_is_answered_with_a_sentence(name, message):
+    with pytest.raises(ImageSourceError, match=message):
+        open_images(name, "")
+
+
+def test_limits_take_images_at_equal_distances(tmp_path):
+    make_folder(tmp_path, [f"{name}/{row}.png" for name in "abc" for row in range(4)])
+    source = open_images(str(tmp_path), "", limits={"train": 6})
+    assert contents(source.splits["train"]) == [(0, 0), (2, 0), (4, 1), (6, 1), (8, 2), (10, 2)]
+    assert source.splits["train"].describe(3) == str(tmp_path / "b" / "2.png")
+
+
+def test_digits_are_complete_and_in_order():
+    source = open_images("digits", "unused")
+    train, test, _ = load_complete("digits", "unused")
+    assert {split: len(images) for split, images in source.splits.items()} == {"train": 1437, "test": 360}
+    for row in (0, 1436):
+        image, label = source.splits["train"].read(row)
+        assert np.array_equal(np.asarray(image).transpose(2, 0, 1), train.images[row].numpy())
+        assert label == int(train.labels[row])
+    # What is trained on is a choice out of these.
+    chosen = load_dataset("digits", "unused")
+    assert len(chosen.train) + len(chosen.valid) == len(train)
+    assert torch.equal(chosen.test.images, test.images)
+
+
+def test_torchvision_data_sets_have_the_arguments_of_the_table():
+    for kind, *selections in TORCHVISION.values():
+        for selection in selections:
+            inspect.signature(getattr(torchvision.datasets, kind)).bind("root", **selection, download=True)
+
+
+def test_a_torchvision_data_set_is_read_where_it_lies(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 5), ("t10k", 3)):
+        pixels = bytes(value for value in range(count) for _ in range(28 * 28))
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + pixels)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(range(count)))
+    source = open_images("fashion_mnist", tmp_path)
+    assert contents(source.splits["train"]) == [(value, value) for value in range(5)]
+    assert contents(source.splits["test"]) == [(value, value) for value in range(3)]
+    assert source.class_names[1] == "Trouser"
+    assert source.splits["train"].read(0)[0].mode == "RGB"
+
+
+def test_a_torchvision_data_set_that_is_not_to_be_had_is_a_sentence(tmp_path, monkeypatch):
+    def unreachable(*_, **__):
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr("torchvision.datasets.mnist.download_and_extract_archive", unreachable)
+    with pytest.raises(DatasetUnavailableError, match=r"fashion_mnist is neither in .* nor to be downloaded"):
+        open_images("fashion_mnist", tmp_path)
+
+
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image))
+
+
+def test_a_broken_image_comes_with_its_reason(tmp_path):
+    make_folder(tmp_path, ["a/0.jpg", "a/1.jpg", "a/2.jpg", "a/3.jpg"])
+    (tmp_path / "a" / "0.jpg").write_bytes(b"")
+    (tmp_path / "a" / "1.jpg").write_text("this is no image")
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    noise.save(tmp_path / "a" / "2.jpg")
+    (tmp_path / "a" / "2.jpg").write_bytes((tmp_path / "a" / "2.jpg").read_bytes()[:-400])
+    images = ImageBatches(open_images(str(tmp_path), "").splits, to_tensor)
+    images = pickle.loads(pickle.dumps(images))  # as for a worker that is not forked
+    batch, labels, indices, broken = collate(images["train", row] for row in range(4))
+    assert (batch.shape, labels.tolist(), indices) == ((1, 6, 8, 3), [0], [3])
+    assert [index for index, _ in broken] == [0, 1, 2]
+    assert broken[0][1] == broken[1][1] == "UnidentifiedImageError: cannot identify image file"
+    assert "truncated" in broken[2][1]
+    assert collate([images["train", 0]])[1].tolist() == []
+
+
+def test_an_error_of_the_transform_is_no_broken_image(tmp_path):
+    make_folder(tmp_path, ["a/0.png"])
+    images = ImageBatches(open_images(str(tmp_path), "").splits, lambda image: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        images["train", 0]

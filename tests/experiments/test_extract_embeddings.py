@@ -1,0 +1,583 @@
+"""The script as a user meets it: stores, resume to the byte, broken images, several processes, S3, refusals.
+
+A network of timm's for tests, with random weights, sees generated images.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from filelock import FileLock
+from moto.server import ThreadedMotoServer
+from PIL import Image
+
+from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, normalise
+from data.embeddings import open_or_fetch, open_store
+from data.image_sources import FolderImages, open_images
+from experiments import extract_embeddings as script
+from experiments import feature_shards, train_cifar100
+from experiments.checkpoint import read_checkpoint
+from models.backbones import backbone
+from models.resnet_cifar import resnet_cifar
+
+ROOT = Path(__file__).parent.parent.parent
+NETWORK = ["--backbone", "test_resnet", "--weights", "none", "--resolution", "32"]
+MACHINE = ["--device", "cpu", "--threads", "1", "--workers", "0", "--batch_size", "3"]
+QUICK = [*NETWORK, *MACHINE]
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def images(tmp_path):
+    return make_images(tmp_path / "images")
+
+
+def make_images(folder: Path, train: int = 20, test: int = 7) -> Path:
+    """Pictures of random blocks in two classes, as train/ and val/."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", test)):
+        for row in range(count):
+            path = folder / split / f"class {row * 2 // count}" / f"{row:03}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            blocks = Image.fromarray(generator.integers(0, 256, (2, 3, 3), np.uint8))
+            blocks.resize((48, 40), Image.Resampling.NEAREST).save(path, quality=95)
+    return folder
+
+
+def command(images: Path, store: Path, flags: str = "") -> list[str]:
+    return [*QUICK, "--dataset", str(images), "--store", str(store), "--shard_rows", "5", *flags.split()]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def expected_features(images: Path, split: str) -> torch.Tensor:
+    """Features (rows, dim) in float32, one image at a time, by what the script is made of."""
+    network = backbone("test_resnet", "none", 32)
+    listed = open_images(str(images), "").splits[split]
+    with torch.no_grad():
+        rows = [network.features(network.transform(listed.read(row)[0])[None]) for row in range(len(listed))]
+    return torch.cat(rows)
+
+
+# The store
+
+
+def test_a_folder_becomes_a_store(images, tmp_path, capsys):
+    assert script.main(command(images, tmp_path / "s")) == 0
+    store = open_store(tmp_path / "s")
+    assert store.verify() == []
+    assert (store.dim, store.num_classes, store.backbone, store.resolution) == (96, 2, "timm:test_resnet", 32)
+    assert store.source == "folder:images"
+    assert {name: len(split) for name, split in store.splits.items()} == {"train": 20, "test": 7}
+    assert [shard.rows for shard in store["train"].shards] == [5, 5, 5, 5]
+    assert [shard.rows for shard in store["test"].shards] == [5, 2]
+    for split in ("train", "test"):
+        rows = store[split].read(torch.arange(len(store[split])))
+        assert rows.dtype == torch.float16
+        expected = expected_features(images, split)
+        torch.testing.assert_close(rows.float(), expected, rtol=2e-3, atol=1e-4)
+        distances = torch.cdist(expected, expected) + torch.eye(len(expected))
+        assert distances.min() > 0.02  # so that the order of the rows counts
+    assert store["train"].labels().tolist() == [0] * 10 + [1] * 10
+    assert store.details["class_names"] == ["class 0", "class 1"]
+    assert store.details["weights_sha256"] == backbone("test_resnet", "none").weights_sha256()
+    printed = capsys.readouterr().out
+    assert f"store: {tmp_path / 's'}" in printed
+    assert "20 train, 7 test rows of 96 float16, 2 classes" in printed
+    assert "27 images in" in printed
+    assert f"python experiments/finetune_imagenet.py -d {tmp_path / 's'}" in printed
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_dtypes(images, tmp_path, dtype):
+    assert script.main(command(images, tmp_path / "s", f"--dtype {dtype}")) == 0
+    rows = open_store(tmp_path / "s")["test"].read(torch.arange(7))
+    assert rows.dtype == getattr(torch, dtype)
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    torch.testing.assert_close(rows.float(), expected_features(images, "test"), rtol=tolerance, atol=tolerance)
+
+
+def test_autocast(images, tmp_path):
+    assert script.main(command(images, tmp_path / "s", "--precision bf16 --dtype float32")) == 0
+    rows = open_store(tmp_path / "s")["test"].read(torch.arange(7))
+    expected = expected_features(images, "test")
+    torch.testing.assert_close(rows, expected, rtol=0.1, atol=0.02)
+    assert (rows - expected).abs().max() > 1e-4  # it was computed with fewer digits indeed
+    assert open_store(tmp_path / "s").details["precision"] == "bf16"
+
+
+def test_reading_in_other_processes_gives_the_same_bytes(images, tmp_path):
+    assert script.main(command(images, tmp_path / "a")) == 0
+    assert script.main(command(images, tmp_path / "b", "--workers 2")) == 0
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_digits_with_limits_into_a_place_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    assert script.main([*QUICK, "--dataset", "digits", "--limit_train", "20", "--limit_test", "6"]) == 0
+    (folder,) = (tmp_path / "data" / "downloads" / "embeddings").glob("*.store")
+    assert folder.name == "digits-timm_test_resnet-32-float16.store"
+    store = open_store(folder)
+    assert (len(store["train"]), len(store["test"]), store.num_classes) == (20, 6, 10)
+    train, _, _ = load_complete("digits", "")
+    assert store["train"].labels().tolist() == train.labels[torch.arange(20) * 1437 // 20].tolist()
+
+
+def test_one_split_alone(images, tmp_path):
+    flags = [*QUICK, "--test_dir", str(images / "val"), "--store", str(tmp_path / "s")]
+    assert script.main(flags) == 0
+    assert list(open_store(tmp_path / "s").splits) == ["test"]
+
+
+def test_a_complete_store_is_not_made_again(images, tmp_path, monkeypatch, capsys):
+    script.main(command(images, tmp_path / "s"))
+    before = files(tmp_path / "s")
+    monkeypatch.setattr(script, "feature_batches", lambda *_, **__: pytest.fail("extracted again"))
+    capsys.readouterr()
+    assert script.main(command(images, tmp_path / "s")) == 0
+    assert "skipped: " in capsys.readouterr().out
+    assert script.main(command(images, tmp_path / "s", "--dtype float32 --precision bf16")) == 2
+    message = capsys.readouterr().err
+    assert "dtype torch.float16, now torch.float32; precision 'fp32', now 'bf16'" in message
+    (images / "train" / "class 0" / "new.jpg").write_bytes((images / "train" / "class 0" / "000.jpg").read_bytes())
+    assert script.main(command(images, tmp_path / "s")) == 2
+    assert "'train': 20" in capsys.readouterr().err
+    assert files(tmp_path / "s") == before
+
+
+# A checkpoint of train_cifar100.py
+
+
+def test_a_checkpoint_becomes_a_backbone(tmp_path, capsys):
+    flags = "--method softmax_cross_entropy --dataset digits --limit_train 40 --limit_test 20 --batch_size 16"
+    machine = ["--n_epochs", "1", "--device", "cpu", "--threads", "1", "--results", str(tmp_path / "r.csv")]
+    assert train_cifar100.main([*flags.split(), *machine]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    flags = [*MACHINE, "--dataset", "digits", "--limit_train", "4", "--limit_test", "9", "--store", str(tmp_path / "s")]
+    assert script.main([*flags, "--checkpoint", str(run / "checkpoint.pt"), "--dtype", "float32"]) == 0
+    store = open_store(tmp_path / "s")
+    network = resnet_cifar("resnet18", 10).eval()
+    network.load_state_dict(read_checkpoint(run / "checkpoint.pt")["model"])
+    _, test, _ = load_complete("digits", "")
+    chosen = torch.arange(9) * 360 // 9
+    with torch.no_grad():
+        logits = network(normalise(test.images[chosen], DIGITS_MEAN, DIGITS_STD))
+        from_store = network.fc(store["test"].read(torch.arange(9)))
+    torch.testing.assert_close(from_store, logits)
+    assert (store.dim, store.resolution, store.backbone) == (512, 32, "digits-resnet18")
+    # The folder will do; what is no checkpoint gets a sentence.
+    assert script.main([*flags, "--checkpoint", str(run), "--dtype", "float32"]) == 0
+    capsys.readouterr()
+    for name, content, message in (
+        ("checkpoint.pt", b"truncated", "is truncated"),
+        ("config.json", b"{}", "is not a checkpoint of train_cifar100.py"),
+        ("config.json", None, "there is no"),
+    ):
+        shutil.copytree(run, tmp_path / "copy")
+        (tmp_path / "copy" / name).unlink()
+        if content is not None:
+            (tmp_path / "copy" / name).write_bytes(content)
+        assert script.main([*flags, "--checkpoint", str(tmp_path / "copy")]) == 1
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert len(captured.err.splitlines()) == 1
+        shutil.rmtree(tmp_path / "copy")
+
+
+# Resume
+
+
+def run_quietly(argv: list[str], seconds_per_batch: float) -> None:
+    """The script in a process of its own, not faster than it can be killed."""
+    write = script.StoreWriter.write
+
+    def slow_write(*arguments):
+        time.sleep(seconds_per_batch)
+        write(*arguments)
+
+    script.StoreWriter.write = slow_write
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(script.main(argv))
+
+
+def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path):
+    images = make_images(tmp_path / "images", train=60, test=20)
+    (images / "train" / "class 0" / "004.jpg").write_text("broken")
+    (images / "train" / "class 1" / "050.jpg").write_text("broken")
+    # The server imports what takes seconds, once; each process is then a fork of it.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["experiments.extract_embeddings", "experiments.train_cifar100", "moto.server"])
+
+    def start(folder: Path) -> multiprocessing.Process:
+        argv = command(images, folder, "--on_error skip")
+        process = processes.Process(target=run_quietly, args=(argv, 0.03))
+        process.start()
+        return process
+
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    process = start(undisturbed)
+    process.join()
+    assert process.exitcode == 0
+    generator = random.Random(0)
+    exit_codes = []
+    for shards in (0, 1, 4, 7, 10, 13):
+        process = start(killed)
+        while process.is_alive() and len(list(killed.glob("*.shard.json"))) < shards:
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        exit_codes.append(process.exitcode)
+    assert exit_codes.count(-signal.SIGKILL) >= 5  # the last may have been too late
+    process = start(killed)
+    process.join()
+    assert process.exitcode == 0
+    assert files(killed) == files(undisturbed)
+    assert sorted(files(killed))[:2] == ["manifest.json", "skipped.csv"]
+    assert len(files(killed)["skipped.csv"].splitlines()) == 3
+
+
+def stop_after(monkeypatch, shards: int, how: type[BaseException]) -> None:
+    collect, calls = script.collect, []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if len(calls) > shards:
+            raise how
+        return collect(*arguments, **options)
+
+    monkeypatch.setattr(script, "collect", interrupted)
+
+
+def test_ctrl_c_keeps_finished_shards_and_other_settings_do_not_mix(images, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, KeyboardInterrupt)
+        assert script.main(command(images, tmp_path / "s")) == 130
+    captured = capsys.readouterr()
+    assert "every finished shard is saved; the same command continues" in captured.err
+    assert "Traceback" not in captured.err
+    assert sorted(path.name for path in (tmp_path / "s").glob("*.json")) == [
+        *("train-00000.shard.json", "train-00001.shard.json", "unfinished.json")
+    ]
+    for flags in ("--dtype float32", "--shard_rows 6", "--precision bf16", "--limit_train 19", "--resolution 48"):
+        assert script.main(command(images, tmp_path / "s", flags)) == 2
+        assert "written with other settings" in capsys.readouterr().err
+    assert script.main(command(images, tmp_path / "s", "--batch_size 3 --workers 1")) == 0
+    printed = capsys.readouterr().out
+    assert "continuing after 2 of 6 shards" in printed
+    assert "train-00001: " not in printed
+    assert "train-00002: " in printed
+    assert script.main(command(images, tmp_path / "undisturbed")) == 0
+    assert files(tmp_path / "s") == files(tmp_path / "undisturbed")
+
+
+def test_settings_under_which_nothing_was_written_bind_no_one(images, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 0, KeyboardInterrupt)
+        assert script.main(command(images, tmp_path / "s")) == 130
+    assert script.main(command(images, tmp_path / "s", "--dtype float32")) == 0
+
+
+def test_one_command_at_a_time(images, tmp_path, capsys):
+    with FileLock(tmp_path / ".s.lock"):
+        assert script.main(command(images, tmp_path / "s")) == 1
+    assert "another process is writing" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_folder_of_other_files_is_left_alone(images, tmp_path, capsys):
+    before = sorted(images.rglob("*"))
+    assert script.main(command(images, images)) == 2
+    assert "holds other files" in capsys.readouterr().err
+    assert sorted(images.rglob("*")) == before
+
+
+# Broken images
+
+
+def break_images(images: Path) -> list[Path]:
+    """A truncated JPEG, a text, an empty file: rows 3, 4 and 17 of the training images."""
+    paths = [images / "train" / f"class {row // 10}" / f"{row:03}.jpg" for row in (3, 4, 17)]
+    paths[0].write_bytes(paths[0].read_bytes()[:-100])
+    paths[1].write_text("<html>not found</html>")
+    paths[2].write_bytes(b"")
+    return paths
+
+
+def test_a_broken_image_stops_and_is_skipped_on_demand(images, tmp_path, capsys):
+    expected = expected_features(images, "train")
+    paths = break_images(images)
+    assert script.main(command(images, tmp_path / "s")) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: cannot read {paths[0]} (OSError: image file is truncated")
+    assert "--on_error skip" in message
+    assert not (tmp_path / "s" / "manifest.json").exists()
+
+    assert script.main(command(images, tmp_path / "s", "--on_error skip")) == 0
+    captured = capsys.readouterr()
+    assert "3 images could not be read" in captured.err
+    assert all(str(path) in captured.err for path in paths)
+    assert "17 train, 7 test rows" in captured.out
+    store = open_store(tmp_path / "s")
+    assert [shard.rows for shard in store["train"].shards] == [3, 5, 5, 4]
+    kept = [row for row in range(20) if row not in (3, 4, 17)]
+    torch.testing.assert_close(store["train"].read(torch.arange(17)).float(), expected[kept], rtol=2e-3, atol=1e-4)
+    assert store["train"].labels().tolist() == [row // 10 for row in kept]
+    lines = (tmp_path / "s" / "skipped.csv").read_text().splitlines()
+    assert lines[0] == "split,image,path,reason"
+    assert [line.split(",")[:3] for line in lines[1:]] == [
+        ["train", str(row), str(path)] for row, path in zip((3, 4, 17), paths)
+    ]
+    assert not list((tmp_path / "s").glob(".*"))
+
+
+def test_a_mended_image_is_taken_up_when_its_shard_is_written_again(images, tmp_path, monkeypatch):
+    whole = files(images / "train" / "class 1")
+    break_images(images)
+    write = script.StoreWriter.write
+
+    def fail_at_the_last(self, split, number, *arguments):
+        if (split, number) == ("train", 3):
+            raise OSError("disk full")
+        write(self, split, number, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.StoreWriter, "write", fail_at_the_last)
+        assert script.main(command(images, tmp_path / "s", "--on_error skip")) == 1
+    (images / "train" / "class 1" / "017.jpg").write_bytes(whole["017.jpg"])
+    assert script.main(command(images, tmp_path / "s", "--on_error skip")) == 0
+    assert len((tmp_path / "s" / "skipped.csv").read_text().splitlines()) == 3
+    assert len(open_store(tmp_path / "s")["train"]) == 18
+
+
+def test_a_shard_of_broken_images_alone_is_a_sentence(images, tmp_path, capsys):
+    for path in (images / "val" / "class 1").iterdir():
+        path.write_text("broken")
+    assert script.main(command(images, tmp_path / "s", "--on_error skip --shard_rows 2")) == 1
+    message = capsys.readouterr().err
+    assert "none of the 2 images of test-00002 can be read" in message
+    assert str(images / "val" / "class 1" / "004.jpg") in message
+    assert not (tmp_path / "s" / "manifest.json").exists()
+
+
+def test_a_reader_that_is_killed_is_a_sentence(images, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(FolderImages, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert script.main(command(images, tmp_path / "s", "--workers 1")) == 1
+    message = capsys.readouterr().err
+    assert "a process that reads images was killed" in message
+    assert "fewer --workers" in message
+
+
+# Features that do not fit
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [(1e9, "has features that float16 cannot hold"), (float("nan"), "has features that are not finite")],
+)
+def test_features_that_a_store_cannot_hold_are_named(images, tmp_path, capsys, factor, message):
+    torch.manual_seed(0)
+    state = timm.create_model("test_resnet").state_dict()
+    name = [each for each in state if each.endswith("bn2.weight") or each.endswith("bn3.weight")][-1]
+    state[name] = torch.ones_like(state[name]) * factor
+    torch.save(state, tmp_path / "w.pt")
+    flags = ["--weights", str(tmp_path / "w.pt")]
+    assert script.main([*command(images, tmp_path / "s"), *flags]) == 1
+    captured = capsys.readouterr().err
+    assert captured.startswith(f"error: {images / 'train' / 'class 0' / '000.jpg'} {message}")
+    if factor == 1e9:
+        assert script.main([*command(images, tmp_path / "s", "--dtype bfloat16"), *flags]) == 0
+
+
+# Several processes
+
+
+def torchrun(argv: list[str]) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launcher, str(ROOT / "experiments" / "extract_embeddings.py"), *argv],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+
+
+def test_two_processes_write_what_one_writes(images, tmp_path):
+    break_images(images)
+    done = torchrun(command(images, tmp_path / "two", "--on_error skip"))
+    assert done.returncode == 0, done.stderr
+    assert script.main(command(images, tmp_path / "one", "--on_error skip")) == 0
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert "27 images in" in done.stdout
+    assert "by 2 processes" in done.stdout
+    for once in ("beginning, 6 shards", "store: ", "train on it: "):
+        assert done.stdout.count(once) == 1
+    assert all(done.stdout.count(f"{each}: ") == 1 for each in ("train-00000", "train-00003", "test-00001"))
+
+
+def test_an_error_in_one_process_ends_all_with_one_sentence(images, tmp_path):
+    (images / "train" / "class 0" / "006.jpg").write_text("broken")  # in the shard of rank 1
+    done = torchrun(command(images, tmp_path / "s"))
+    assert done.returncode != 0
+    assert done.stderr.count("error: cannot read") == 1
+    assert "006.jpg" in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert 'extract_embeddings.py", line' not in done.stderr  # a traceback of ours; torchrun prints one of its own
+    assert not (tmp_path / "s" / "manifest.json").exists()
+
+
+# S3
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+def test_a_store_is_uploaded_and_read_back(images, tmp_path, endpoint, capsys):
+    import boto3
+
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="stores")
+    break_images(images)
+    flags = f"--on_error skip --upload s3://stores/some/noise.store --endpoint_url {endpoint}"
+    assert script.main(command(images, tmp_path / "s", flags)) == 0
+    assert "uploaded: s3://stores/some/noise.store/" in capsys.readouterr().out
+    store = open_or_fetch("s3://stores/some/noise.store", tmp_path / "cache", endpoint_url=endpoint, progress=False)
+    assert store.verify() == []
+    names = [name for name in files(tmp_path / "s") if name != "skipped.csv"]
+    assert {name: (store.path / name).read_bytes() for name in names} == {
+        name: (tmp_path / "s" / name).read_bytes() for name in names
+    }
+    # A complete store is sent as it is.
+    other = flags.replace("some/noise.store", "again")
+    assert script.main(command(images, tmp_path / "s", other)) == 0
+    assert "skipped: " in capsys.readouterr().out
+    again = open_or_fetch("s3://stores/again/", tmp_path / "cache", endpoint_url=endpoint, progress=False)
+    assert len(again["train"]) == 17
+
+
+def test_an_upload_that_fails_keeps_the_store(images, tmp_path, endpoint, capsys):
+    flags = f"--upload s3://absent/store/ --endpoint_url {endpoint}"
+    assert script.main(command(images, tmp_path / "s", flags)) == 1
+    message = capsys.readouterr().err
+    assert f"The store is complete in {tmp_path / 's'}" in message
+    assert open_store(tmp_path / "s").verify() == []
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--dataset digits", "one of the arguments --backbone --checkpoint is required"),
+        ("--backbone test_resnet", "the images are given by --dataset, or by --train_dir"),
+        ("--backbone test_resnet --dataset digits --train_dir x", "the images are given by --dataset, or by"),
+        ("--backbone test_resnt --dataset digits", "did you mean 'test_resnet'"),
+        ("--backbone resnext101_32x48d_wls --dataset digits", "did you mean 'resnext101_32x48d_wsl'"),
+        ("--backbone test_resnet --dataset digit", "did you mean 'digits'"),
+        ("--backbone test_resnet --dataset no/such/folder", "there is no folder no/such/folder"),
+        ("--backbone test_resnet --checkpoint x --dataset digits", "not allowed with"),
+        ("--checkpoint x --weights none --dataset digits", "leave --weights out"),
+        ("--backbone test_resnet --dataset digits --dtype float64", "unknown dtype 'float64'"),
+        ("--backbone test_resnet --dataset digits --precision fp8", "unknown precision 'fp8'"),
+        ("--backbone test_resnet --dataset digits --precision fp16 --device cpu", "--precision fp16 is for GPUs"),
+        ("--backbone test_resnet --dataset digits --on_error ignore", "unknown on_error 'ignore'"),
+        ("--backbone test_resnet --dataset digits --shard_rows 0", "at least 1, got '0'"),
+        ("--backbone test_resnet --dataset digits --batch_size 1.5", "got '1.5'"),
+        ("--backbone test_resnet --dataset digits --workers -1", "at least 0, got '-1'"),
+        ("--backbone test_resnet --dataset digits --resolution small", "got 'small'"),
+        ("--backbone test_resnet --dataset digits --limit_train 2000 --weights none", "from 1 to 1437"),
+        ("--backbone test_resnet --dataset digits --device gpu", "cpu, cuda or cuda:<index>, got 'gpu'"),
+        ("--backbone test_resnet --dataset digits --upload bucket/x", "must be s3://bucket/prefix/, got 'bucket/x'"),
+        ("--backbone test_resnet --dataset digits --upload s3://", "must be s3://bucket/prefix/"),
+        ("--backbone test_resnet --dataset digits --endpoint_url http://x", "give both or neither"),
+        ("--backbone test_resnet --dataset digits --batch 5", "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_with_a_sentence(tmp_path, capsys, flags, message):
+    assert script.main([*flags.split(), "--store", str(tmp_path / "s")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--backbone test_resnet --weights pretraned", "there is no file pretraned: --weights is pretrained, none"),
+        ("--backbone test_vit --weights none --resolution 90", "cannot take images of shape (128, 3, 90, 90)"),
+        ("--backbone timm:test_resnet --weights none --dataset cifar10", "CIFAR10 is not available"),
+    ],
+)
+def test_what_cannot_be_done_is_answered_with_a_sentence(tmp_path, capsys, flags, message):
+    common = ["--device", "cpu", "--workers", "0", "--store", str(tmp_path / "s"), "--data_dir", str(tmp_path)]
+    mirror = ["--dataset", "digits", "--limit_train", "200", "--mirror", f"file://{tmp_path}/absent.tar.gz"]
+    assert script.main([*common, *mirror, *flags.split()]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_images_that_match_the_class_folders_of_one_split_alone(images, tmp_path, capsys):
+    (images / "val" / "class 1").rename(images / "val" / "other")
+    assert script.main(command(images, tmp_path / "s")) == 2
+    assert "2 are in one alone: class 1, other" in capsys.readouterr().err
+
+
+def test_help_names_the_paper_s_backbones(capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    assert "resnext101_32x48d_wsl" in capsys.readouterr().out
+
+
+def test_the_manifest_says_how_it_was_made(images, tmp_path):
+    script.main(command(images, tmp_path / "s"))
+    details = json.loads((tmp_path / "s" / "manifest.json").read_text())["details"]
+    assert (details["weights"], details["precision"], details["shard_rows"]) == ("none", "fp32", 5)
+    assert "Resize" in details["transform"]
+    assert details["images"]["images"] == {"train": 20, "test": 7}
+
+
+def test_the_last_batches_of_a_shard_do_not_reach_into_the_next():
+    shard = feature_shards.ImageRange("train", 1, 5, 10)
+    assert [[index for _, index in batch] for batch in shard.batches(3)] == [[5, 6, 7], [8, 9]]
+
+
+def test_shards_that_are_not_there_at_the_end_are_a_sentence(images, tmp_path, monkeypatch, capsys):
+    # As when the machines of several processes do not see one folder.
+    monkeypatch.setattr(script, "merge_skipped", lambda folder, _: (folder / "train-00001.shard.json").unlink())
+    assert script.main(command(images, tmp_path / "s")) == 1
+    assert "train-00001 is missing" in capsys.readouterr().err
+    assert not (tmp_path / "s" / "manifest.json").exists()
