@@ -1,0 +1,299 @@
+"""Runs the rows of a sweep, command lines read from standard input: here, J at once, or as a Slurm job array.
+
+    scripts/table1.sh --jobs 4                        # a table script pipes its rows into this one
+    scripts/table1.sh --dry-run                       # print the command lines and their number
+    scripts/table1.sh --jobs 8 --per-gpu 2 --n_epochs 5 --limit_train 5000
+    scripts/table1.sh --slurm --partition gpu --time 2:00:00 --array-limit 16 --wait
+    python scripts/launch.py --jobs 2 < commands.txt  # any commands; no shell expands them
+
+A flag that this script knows (see --help) is its own; every other argument, and all that follow a --, are added to
+every row. Each row writes results/logs/<name>/<number>-<row>.log. Rows that their results file already has are skipped
+before they start; a row that fails is tried again, then named at the end with the last lines of its log. Ctrl-C, or
+SIGTERM, is passed on to the rows, which leave a checkpoint after every epoch; a second one is passed on harder. After
+that, and after kill -9 of anything, the same call continues where it stopped.
+
+Exit status: 0 every row is recorded (or submitted, without --wait); 1 a row failed; 2 the command line or a line of
+input is wrong, and nothing was started; 130, 143 and 129: stopped by Ctrl-C, SIGTERM or a closed terminal.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from scripts.sweep import (
+    ROOT,
+    Progress,
+    Row,
+    Stop,
+    SweepError,
+    available_cores,
+    ending,
+    read_rows,
+    recorded_rows,
+    signal_group,
+    start_row,
+    summarise,
+    thread_settings,
+)
+
+POLL_SECONDS = 0.1
+# Before the next attempt: time for a row whose launcher was killed to end, and to let go of its run folder.
+RETRY_SECONDS = 3
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that answers a mistake with one sentence."""
+
+    def error(self, message: str) -> None:
+        raise SweepError(f"{message} (see --help)")
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the launcher's flags, and the words that are added to every row. Raises SweepError."""
+    parser = Parser(
+        prog="launch.py",
+        description="Run the command lines on standard input. Other arguments are added to every line.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--name", type=name_of_a_sweep, default="sweep", help="of the sweep (%(default)s)")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
+    parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number, no more")
+    parser.add_argument("--retries", type=whole_number(0), default=1, help="of a failed row (%(default)s)")
+    here = parser.add_argument_group("on this machine")
+    here.add_argument("--jobs", type=whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)")
+    here.add_argument("--per-gpu", type=whole_number(1), default=1, help="rows at once on one GPU (%(default)s)")
+    slurm = parser.add_argument_group("as a Slurm job array")
+    slurm.add_argument("--slurm", action="store_true", help="submit the rows; the flags below belong to it")
+    slurm.add_argument("--partition", help="the cluster's default without it")
+    slurm.add_argument("--time", type=minutes, metavar="[D-]H:M:S|M", help="limit; the row is requeued there (4:00:00)")
+    slurm.add_argument("--gpus-per-task", type=whole_number(0), help="(1, or 0 where the partition has no GPU)")
+    slurm.add_argument("--cpus-per-task", type=whole_number(1), help="the cluster's default without it")
+    slurm.add_argument("--array-limit", type=whole_number(1), help="rows at once (as many as there are)")
+    slurm.add_argument("--wait", action="store_true", help="follow the rows to the end, and sum up")
+
+    argv = list(argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    args, extra = parser.parse_known_args(argv[:split])
+    only_slurm = ("partition", "time", "gpus_per_task", "cpus_per_task", "array_limit", "wait")
+    for flag in ("jobs",) if args.slurm else only_slurm:
+        if getattr(args, flag) not in (None, False):
+            raise SweepError(f"--{flag.replace('_', '-')} goes {'without' if args.slurm else 'with'} --slurm")
+    return args, extra + argv[split + 1 :]
+
+
+def whole_number(lowest: int) -> Callable[[str], int]:
+    """Return an argument type for whole numbers of at least `lowest`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
+        return int(text)
+
+    return convert
+
+
+def name_of_a_sweep(text: str) -> str:
+    """Argument type: a word that can be a folder's name."""
+    if not re.fullmatch(r"\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"must be of letters, digits, dots, dashes and underscores, got {text!r}")
+    return text
+
+
+def minutes(text: str) -> int:
+    """Argument type: a time limit as Slurm writes it -> whole minutes, rounded up."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in (*parts, days or "0")) or len(parts) > 3:
+        raise argparse.ArgumentTypeError(f"must be minutes, H:M:S or D-H:M:S, got {text!r}")
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:
+        hours, mins, seconds = (*numbers, 0, 0)[:3]  # D-H, D-H:M, D-H:M:S, H:M:S
+    else:
+        hours, (mins, seconds) = 0, (*numbers, 0)[:2]  # M, M:S
+    total = (int(days or 0) * 24 + hours) * 60 + mins + (seconds > 0)
+    if total < 1:
+        raise argparse.ArgumentTypeError(f"must be at least one minute, got {text!r}")
+    return total
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Run a sweep; return the exit status. Raises SweepError before anything was started."""
+    args, extra = parse_arguments(argv)
+    if sys.stdin.isatty():
+        raise SweepError("rows are read from standard input: pipe command lines in, or call scripts/table1.sh, say")
+    logs = (args.logs or ROOT / "results" / "logs" / args.name).absolute()
+    rows = read_rows(sys.stdin, extra, logs)
+    if args.dry_run:
+        print("\n".join(row.command for row in rows))
+        print(f"# {len(rows)} rows")
+        return 0
+
+    gpus = visible_gpus()
+    slots = len(gpus) * args.per_gpu
+    jobs = args.jobs or slots or 1
+    if gpus and jobs > slots and not args.slurm:
+        raise SweepError(
+            f"--jobs {jobs} is more than {len(gpus)} visible GPUs x --per-gpu {args.per_gpu}; raise --per-gpu, "
+            "or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    with only_launcher(logs):
+        recorded = recorded_rows(rows)
+        to_run = [row for row in rows if row.number not in recorded]
+        print(f"{args.name}: {len(rows)} rows, {len(recorded)} already recorded; logs in {logs}", flush=True)
+        progress = Progress(args.name, to_run)
+        with stop_signals() as stop:
+            if not to_run:
+                pass
+            elif args.slurm:
+                # Imported here: submitit is needed by nobody else.
+                from scripts.slurm_array import run_on_slurm
+
+                if not run_on_slurm(to_run, args, logs, progress, stop):
+                    progress.close()
+                    return 0
+            else:
+                run_here(to_run, jobs, gpus, args.retries, progress, stop)
+        progress.close()
+    left = len(to_run) - len(progress.done) - len(progress.failed)
+    status = summarise(args.name, progress, len(rows), len(recorded), left)
+    if stop.numbers:
+        print("stopped: the same call continues where it stopped", file=sys.stderr)
+        return 128 + stop.numbers[0]
+    return status
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that rows may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # CUDA stops reading at the first number below 0.
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        return names[: next((place for place, name in enumerate(names) if name.startswith("-")), None)]
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+@contextmanager
+def only_launcher(logs: Path) -> Iterator[None]:
+    """Hold the sweep against a second launcher. Raises SweepError."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(logs / "launch.lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise SweepError(
+            f"another launcher runs this sweep and holds {logs / 'launch.lock'}; wait for it or stop it, "
+            "or choose another --name"
+        ) from None
+    except OSError as error:
+        raise SweepError(f"cannot use the folder of logs {logs}: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Collect Ctrl-C, SIGTERM and, unless nohup ignores it, SIGHUP, in place of being ended by them."""
+    stop = Stop()
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: stop.numbers.append(number)) for number in wanted}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Running:
+    """A row that has a process."""
+
+    row: Row
+    attempt: int
+    gpu: str | None
+    process: subprocess.Popen
+
+
+def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, progress: Progress, stop: Stop) -> None:
+    """Run the rows, `jobs` at once, until all have ended, or until those that ran when it was stopped have."""
+    # Of `jobs`, not of the rows that are left: a row that is continued must compute with as many threads as before.
+    threads = max(1, available_cores() // jobs)
+    waiting = [(row, 1, 0.0) for row in rows]  # row, attempt, not before this time
+    running: list[Running] = []
+    passed_on = 0
+    while running or (waiting and not stop.numbers):
+        # Start.
+        while len(running) < jobs and not stop.numbers:
+            ready = next((each for each in waiting if each[2] <= time.monotonic()), None)
+            if ready is None:
+                break
+            waiting.remove(ready)
+            row, attempt, _ = ready
+            gpu = min(gpus, key=lambda name: sum(each.gpu == name for each in running)) if gpus else None
+            settings = thread_settings(row, threads) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
+            process = start_row(row, attempt, retries + 1, settings)
+            if process is None:
+                progress.row_failed(row, "it cannot be started")
+                continue
+            running.append(Running(row, attempt, gpu, process))
+            progress.say(f"started: {row.name}" + (f" (attempt {attempt})" if attempt > 1 else ""))
+
+        # Pass signals on: Ctrl-C as such, the next one harder.
+        while passed_on < len(stop.numbers):
+            number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[min(passed_on, 2)]
+            passed_on += 1
+            progress.say(f"stopping: {number.name} to {len(running)} running rows, waiting for them to end")
+            for each in running:
+                signal_group(each.process, number)
+
+        # Collect.
+        for each in list(running):
+            status = each.process.poll()
+            if status is None:
+                continue
+            running.remove(each)
+            if status == 0:
+                progress.row_done(each.row)
+            elif stop.numbers:
+                progress.say(f"stopped: {each.row.name}")
+            elif each.attempt <= retries:
+                progress.say(f"failed, to be tried again ({ending(status)}): {each.row.name}")
+                waiting.append((each.row, each.attempt + 1, time.monotonic() + RETRY_SECONDS))
+            else:
+                progress.row_failed(each.row, ending(status))
+        progress.refresh(len(running))
+        time.sleep(POLL_SECONDS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; return its exit status, with a sentence on stderr where nothing was started."""
+    try:
+        return launch(sys.argv[1:] if argv is None else argv)
+    except SweepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped before any row was started", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

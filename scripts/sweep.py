@@ -1,0 +1,246 @@
+"""The rows of a sweep: read from lines, asked for in their results files, started, and summed up at the end.
+
+What scripts/launch.py (here, in processes) and scripts/slurm_array.py (there, in jobs) have in common.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+# The scripts that ask whether their row is recorded before they do any work (experiments/training_run.py).
+ASKING = ("train_cifar100.py", "finetune_imagenet.py", "finetune_imagenet21k.py")
+TAIL = 12  # lines of a failed row's log in the summary
+
+
+class SweepError(Exception):
+    """The sweep cannot be run as asked; the message says what, what was received and how to mend it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a sweep. `number` is its place among all lines, from 1; `log` is named after both."""
+
+    number: int
+    command: str
+    log: Path
+
+    @property
+    def name(self) -> str:
+        return self.log.stem
+
+
+@dataclass
+class Stop:
+    """The signals received so far that ask the launcher to stop."""
+
+    numbers: list[int] = field(default_factory=list)
+
+
+def read_rows(lines: Iterable[str], extra: Sequence[str], logs: Path) -> list[Row]:
+    """Return one row per line that is neither empty nor a comment, with `extra` words at its end.
+
+    Raises SweepError for a line that only a shell could run, for the same line twice, and for no line at all.
+    """
+    commands = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not commands:
+        raise SweepError("there is no row: pipe command lines into scripts/launch.py, one per line")
+    added = f" {shlex.join(extra)}" if extra else ""
+    rows: list[Row] = []
+    for number, command in enumerate((command + added for command in commands), start=1):
+        lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            words = list(lexer)
+        except ValueError as error:
+            raise SweepError(f"row {number} cannot be split into words ({error}): {command}") from None
+        if operators := [word for word in words if re.fullmatch(r"[();<>|&]+", word)]:
+            raise SweepError(
+                f"row {number} needs a shell for {operators[0]!r}, and rows are run without one; "
+                f"write bash -c '...' if you mean it: {command}"
+            )
+        if twin := next((row for row in rows if row.command == command), None):
+            raise SweepError(f"rows {twin.number} and {number} are the same command: {command}")
+        rows.append(Row(number, command, logs / f"{number:02}-{_short(shlex.split(command))}.log"))
+    return rows
+
+
+def _short(words: Sequence[str]) -> str:
+    """Return a command as part of a file name: its arguments without the flags' names."""
+    given = [word for word in words[1:] if "=" in word or not re.match(r"--?[A-Za-z]", word)]
+    if len(given) > 1 and given[0].endswith(".py"):
+        del given[0]
+    return re.sub(r"[^A-Za-z0-9.=_]+", "_", "_".join(given or words))[:70].strip("_.")
+
+
+def recorded_rows(rows: Sequence[Row]) -> set[int]:
+    """Return the numbers of the rows that their results files already have.
+
+    A row is named by a hash of its resolved settings, which only its script can resolve. So the scripts are asked,
+    all rows in one process (scripts/recorded.py): one import of torch, some 3 s, instead of one per row. Rows of
+    other programs, with --force, or whose --results is not there yet, are not asked about.
+    """
+    asked = [row for row in rows if _can_be_asked(shlex.split(row.command))]
+    if not asked:
+        return set()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "recorded.py")],
+        input=json.dumps([shlex.split(row.command) for row in asked]),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is the launcher's, which then ends it
+    )
+    if done.returncode:
+        print("warning: it could not be asked which rows are recorded; each finds out by itself", file=sys.stderr)
+        return set()
+    return {row.number for row, recorded in zip(asked, json.loads(done.stdout)) if recorded}
+
+
+def _can_be_asked(words: Sequence[str]) -> bool:
+    if len(words) < 2 or not Path(words[0]).name.startswith("python") or "--force" in words:
+        return False
+    script = Path(words[1]).resolve()
+    if script.parent != ROOT / "experiments" or script.name not in ASKING:
+        return False
+    given = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--results"]
+    return not given or Path(given[-1]).exists()
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_settings(row: Row, threads: int) -> dict[str, str]:
+    """Return the environment that gives a row its CPU threads, unless it says --threads itself."""
+    if "--threads" in shlex.split(row.command):
+        return {}
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def start_row(
+    row: Row, attempt: int, attempts: int, settings: Mapping[str, str], ignored: signal.Signals | None = None
+) -> subprocess.Popen | None:
+    """Start a row, its output appended to its log under a header; None, said in the log, if it does not start.
+
+    It gets a process group of its own, so that Ctrl-C reaches it once, through the launcher, and `ignored` does not
+    stop it. On Linux it gets SIGTERM when the launcher dies, of kill -9 too. Elsewhere it goes on unseen to its end,
+    where it records its row; called again meanwhile, its configuration is refused, as "being run by another process".
+    """
+    row.log.parent.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    launcher = os.getpid()
+
+    def before_the_program() -> None:
+        # Under nohup or "&" of a shell script SIGINT comes ignored, and the row could not be stopped.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if ignored is not None:
+            signal.signal(ignored, signal.SIG_IGN)
+        if _PRCTL is not None:
+            _PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            if os.getppid() != launcher:  # it died before the line above
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with open(row.log, "a", encoding="utf-8") as log:
+        shown = " ".join(f"{name}={value}" for name, value in settings.items())
+        log.write(f"=== {now} attempt {attempt} of {attempts} {shown}\n$ {row.command}\n")
+        log.flush()
+        try:
+            return subprocess.Popen(
+                shlex.split(row.command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **settings},
+                start_new_session=True,
+                preexec_fn=before_the_program,
+            )
+        except OSError as error:
+            log.write(f"error: cannot start: {error}\n")
+            return None
+
+
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def signal_group(process: subprocess.Popen, number: signal.Signals) -> None:
+    """Send a signal to a row and to what it started."""
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.killpg(process.pid, number)
+
+
+def ending(status: int) -> str:
+    """Return an exit status in words."""
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+class Progress:
+    """Lines on what happens to rows and, on a terminal, a live line below them."""
+
+    def __init__(self, sweep: str, rows: Sequence[Row]) -> None:
+        self.done: list[Row] = []
+        self.failed: dict[Row, str] = {}  # how each ended
+        self._bar = tqdm(
+            desc=sweep,
+            total=len(rows),
+            unit="row",
+            disable=not sys.stderr.isatty(),
+            bar_format="{desc} {bar:20} {n_fmt}/{total_fmt} rows{postfix}, {elapsed} passed, {remaining} left",
+        )
+
+    def say(self, line: str) -> None:
+        """Print a line at once, above the live one."""
+        tqdm.write(line)
+        sys.stdout.flush()
+
+    def row_done(self, row: Row) -> None:
+        self.done.append(row)
+        self._ended(row, "done")
+
+    def row_failed(self, row: Row, how: str) -> None:
+        self.failed[row] = how
+        self._ended(row, f"FAILED ({how})")
+
+    def _ended(self, row: Row, how: str) -> None:
+        self._bar.update()
+        self.say(f"[{len(self.done) + len(self.failed)}/{self._bar.total}] {how}: {row.name}")
+
+    def refresh(self, running: int) -> None:
+        """Bring the live line up to date."""
+        self._bar.set_postfix_str(f"{len(self.done)} done, {len(self.failed)} failed, {running} running")
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def summarise(sweep: str, progress: Progress, num_rows: int, skipped: int, left: int) -> int:
+    """Print how the sweep ended, each failed row with the last lines of its log; return the exit status."""
+    counts = {"done": len(progress.done), "already recorded": skipped, "failed": len(progress.failed), "left": left}
+    told = ", ".join(f"{number} {name}" for name, number in counts.items() if number) or "nothing to do"
+    for row, how in progress.failed.items():
+        print(f"\nFAILED row {row.number} ({how}): {row.command}\n  log: {row.log}, which ends")
+        print("\n".join(f"    {line}" for line in tail(row.log)))
+    print(f"{sweep}: {told}, of {num_rows} rows", flush=True)
+    return 1 if progress.failed else 0
+
+
+def tail(log: Path) -> list[str]:
+    """Return the last lines of a log; of a progress bar's line, what was shown last."""
+    try:
+        text = log.read_bytes()[-20_000:].decode(errors="replace")
+    except OSError as error:
+        return [f"(no log: {error})"]
+    lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    return lines[-TAIL:]

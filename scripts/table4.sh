@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Table 4: ResNet-18 from scratch on CIFAR-100, each method over the six P_K, two seeds: 46 rows, added to
+# results/table4.csv. With P_K = 1 0 0 0 0 nothing is sorted, so that this row, softmax cross-entropy, is there once and
+# not once per relaxed method; the smooth top-k loss has one k, hence its two rows. Works from any directory; paths in
+# arguments are relative to the repository. Rows that scripts/table1.sh has finished are recorded without training again;
+# the two must not run at the same time.
+#   scripts/table4.sh --dry-run                      # print the command lines and their number
+#   scripts/table4.sh --jobs 2                       # flags of scripts/launch.py (--help lists them) are the launcher's,
+#   scripts/table4.sh --n_epochs 5 --limit_train 5000     # every other argument goes to every row
+# What was stopped or killed continues when the same call is given again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ -x .venv/bin/python ] || . scripts/environment.sh
+
+train=".venv/bin/python experiments/train_cifar100.py"
+rows() {
+  for seed in 0 1; do
+    record="--seed $seed --results results/table4.csv"
+    echo "$train --method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. $record"
+    for p_k in "1. 0. 0. 0. 0." "0. 0. 0. 0. 1."; do
+      echo "$train --method smooth_hard_topk --inverse_temperature 1. --p_k $p_k $record"
+    done
+    for p_k in "0. 0. 0. 0. 1." ".5 0. 0. 0. .5" ".25 0. 0. 0. .75" ".1 0. 0. 0. .9" ".2 .2 .2 .2 .2"; do
+      for method in \
+        "neuralsort --inverse_temperature 0.0625" \
+        "softsort --inverse_temperature 0.0625" \
+        "sinkhorn_sort" \
+        "splitter_selection --distribution logistic_phi --inverse_temperature .5 --art_lambda .5"; do
+        echo "$train --method $method --p_k $p_k $record"
+      done
+    done
+  done
+}
+exec .venv/bin/python scripts/launch.py --name table4 "$@" < <(rows)

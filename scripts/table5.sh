@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Table 5, our rows: new linear heads on embeddings of ResNeXt-101 32x48d WSL and of Noisy Student EfficientNet-L2, each
+# with its published settings, two seeds: 12 rows, added to results/table5.csv. The P_K published for SinkhornSort is not
+# known: it has that of the networks here. Works from any directory; paths in arguments are relative to the repository.
+# The embeddings (11 and 14 GB) are best there before:
+#   .venv/bin/python -m data.embeddings fetch wsl-32x48d-320 --convert
+#   .venv/bin/python -m data.embeddings fetch efficientnet-l2-800 --convert
+#   scripts/table5.sh --dry-run                      # print the command lines and their number
+#   scripts/table5.sh --jobs 2                       # flags of scripts/launch.py (--help lists them) are the launcher's,
+#   scripts/table5.sh --n_epochs 5                   # every other argument goes to every row
+# What was stopped or killed continues when the same call is given again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ -x .venv/bin/python ] || . scripts/environment.sh
+
+finetune=".venv/bin/python experiments/finetune_imagenet.py --m 16 --nloglr 4.5"
+rows() {
+  for seed in 0 1; do
+    record="--seed $seed --results results/table5.csv"
+    for method in \
+      "softmax_cross_entropy --p_k 1. 0. 0. 0. 0." \
+      "sinkhorn_sort --p_k .2 .2 .2 .2 .2" \
+      "splitter_selection --distribution logistic_phi --inverse_temperature 1. --art_lambda .5 --p_k .2 .2 .2 .2 .2"; do
+      echo "$finetune -d wsl-32x48d-320 --method $method $record"
+    done
+    for method in \
+      "softmax_cross_entropy --p_k 1. 0. 0. 0. 0." \
+      "sinkhorn_sort --p_k .25 0. 0. 0. .75" \
+      "splitter_selection --distribution logistic --inverse_temperature .5 --p_k .25 0. 0. 0. .75"; do
+      echo "$finetune -d efficientnet-l2-800 --method $method $record"
+    done
+  done
+}
+exec .venv/bin/python scripts/launch.py --name table5 "$@" < <(rows)

@@ -1,0 +1,161 @@
+"""The table scripts: their rows, and that a sweep that is killed ends with the rows of an undisturbed one."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import command_line, finetune_imagenet, train_cifar100
+from experiments.finetune_imagenet21k import IMAGENET_21K
+from experiments.run_record import read_rows
+
+ROOT = Path(__file__).parents[2]
+NUM_ROWS = {"table1": 20, "table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "table4": 46, "table5": 12}
+PARSE = {
+    "experiments/train_cifar100.py": train_cifar100.parse_arguments,
+    "experiments/finetune_imagenet.py": finetune_imagenet.parse_arguments,
+    "experiments/finetune_imagenet21k.py": lambda words: finetune_imagenet.parse_arguments(words, IMAGENET_21K),
+}
+P_KS = ["1. 0. 0. 0. 0.", "0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", ".2 .2 .2 .2 .2"]
+
+
+def commands(table: str, *flags: str, cwd: Path = ROOT) -> list[str]:
+    """The rows that the table's script would run."""
+    done = subprocess.run(
+        [ROOT / "scripts" / f"{table}.sh", "--dry-run", *flags], capture_output=True, text=True, cwd=cwd, check=True
+    )
+    *rows, total = done.stdout.splitlines()
+    assert total == f"# {len(rows)} rows"
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rows_of() -> dict[str, list[str]]:
+    return {table: commands(table) for table in NUM_ROWS}
+
+
+@pytest.mark.parametrize("table", NUM_ROWS)
+def test_every_row_is_a_command_of_its_script_for_its_file(rows_of, table):
+    rows = rows_of[table]
+    assert len(rows) == len(set(rows)) == NUM_ROWS[table]
+    for row in rows:
+        words = shlex.split(row)
+        assert words[0] == ".venv/bin/python"
+        args = PARSE[words[1]](words[2:])
+        assert str(args.results) == f"results/{table}.csv"
+        settings = command_line.loss_settings(args, top1_mode="sm", inverse_temperatures={})
+        command_line.build_loss("ours", settings, 1000, torch.device("cpu"))
+    # Each row is there with both seeds, and no other.
+    without_seed = Counter(re.sub(r"--seed \d", "", row) for row in rows)
+    assert set(without_seed.values()) == {2}
+    assert {re.search(r"--seed (\d)", row)[1] for row in rows} == {"0", "1"}
+
+
+def test_table_1_is_what_the_readme_says(rows_of):
+    told = re.findall(r"^\$train (--method .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    ran = {re.search(r"(--method .*) --seed 0", row)[1] for row in rows_of["table1"] if "--seed 0" in row}
+    assert ran == set(told)
+
+
+def test_table_4_has_each_method_over_the_six_p_k(rows_of):
+    over = {}
+    for row in rows_of["table4"]:
+        method, p_k = re.search(r"--method (\w+) .*--p_k (.*) --seed", row).groups()
+        over.setdefault(method, []).append(p_k)
+    assert over.pop("softmax_cross_entropy") == [P_KS[0]] * 2
+    assert over.pop("smooth_hard_topk") == P_KS[:2] * 2
+    assert sorted(over) == ["neuralsort", "sinkhorn_sort", "softsort", "splitter_selection"]
+    assert all(p_ks == P_KS[1:] * 2 for p_ks in over.values())
+    # Table 1's rows are among them.
+    assert {row.replace("table1", "table4") for row in rows_of["table1"]} <= set(rows_of["table4"])
+
+
+def test_the_settings_of_the_heads_are_the_published_ones(rows_of):
+    """Written out in the rows, and what the scripts do without being told."""
+    for table in ("table2_3_imagenet1k", "table2_3_imagenet21k", "table5"):
+        for row in rows_of[table]:
+            script, *words = shlex.split(row)[1:]
+            args, default = PARSE[script](words), PARSE[script](["-d", "x", "--method", "softsort"])
+            defaults = IMAGENET_21K if "21k" in script else finetune_imagenet.IMAGENET_1K
+            assert (args.m, args.nloglr) == (defaults.m, defaults.nloglr)
+            assert (args.n_epochs, args.batch_size) == (default.n_epochs, default.batch_size)
+
+
+def test_further_arguments_go_to_every_row_from_any_directory(tmp_path):
+    flags = ("--jobs", "3", "--n_epochs", "5", "--retries", "0", "--limit_train", "5000")
+    rows = commands("table1", *flags, cwd=tmp_path)
+    assert len(rows) == 20
+    assert all(row.endswith(" --results results/table1.csv --n_epochs 5 --limit_train 5000") for row in rows)
+
+
+@pytest.mark.parametrize("table", NUM_ROWS)
+def test_nothing_is_commented_out(table):
+    script = (ROOT / "scripts" / f"{table}.sh").read_text()
+    _, _, body = script.partition("set -euo pipefail")
+    assert "#" not in re.sub(r"\$#", "", body)
+    assert os.access(ROOT / "scripts" / f"{table}.sh", os.X_OK)
+
+
+# Killed in the middle.
+
+QUICK = "--dataset digits --limit_train 80 --limit_test 40 --batch_size 16 --n_epochs 4 --device cpu --threads 1"
+# What a clock decides, and what a continued run says of itself.
+TIMES = (
+    *("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc"),
+    *("times_resumed", "git_commit"),
+)
+
+
+def outcome(results: Path) -> list[dict[str, str]]:
+    rows = sorted(read_rows(results), key=lambda row: row["run_id"])
+    return [{name: cell for name, cell in row.items() if name not in TIMES} for row in rows]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the rows' processes in /proc")
+def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
+    results, undisturbed = tmp_path / "r.csv", tmp_path / "undisturbed" / "r.csv"
+    flags = [f"--method {method} {QUICK}".split() for method in ("softsort", "neuralsort")]
+    (tmp_path / "rows").write_text(
+        "\n".join(f"{sys.executable} {train_cifar100.__file__} {' '.join(row)} --results {results}" for row in flags)
+    )
+
+    def start() -> subprocess.Popen:
+        with (tmp_path / "rows").open() as file:
+            command = [sys.executable, ROOT / "scripts" / "launch.py", "--logs", tmp_path / "logs", "--jobs", "2"]
+            return subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    def wait_for(text: str, number: int) -> None:
+        until = time.monotonic() + 90
+        while not any(text in log.read_text() for log in (tmp_path / "logs").glob(f"{number:02}-*.log")):
+            assert time.monotonic() < until, f"row {number} does not say {text!r}"
+            time.sleep(0.05)
+
+    first = start()
+    wait_for("epoch 1/4", 1)
+    os.kill(children(first.pid)[0], signal.SIGKILL)  # row 1, which is tried again
+    wait_for("epoch 1/4", 2)
+    wait_for("continuing after epoch", 1)
+    first.kill()
+    first.communicate()
+
+    second = start()
+    printed = second.communicate(timeout=120)[0]
+    assert second.returncode == 0, printed
+    assert "FAILED" not in printed
+
+    for row in flags:
+        assert train_cifar100.main([*row, "--results", str(undisturbed)]) == 0
+    assert outcome(results) == outcome(undisturbed)
+    assert {row["method"]: row["times_resumed"] for row in read_rows(results)}["softsort"] in ("1", "2")
