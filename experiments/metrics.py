@@ -14,18 +14,18 @@ TOP_K = (1, 5, 10, 20)
 
 
 def true_class_ranks(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the rank of each sample's true class, (batch,) int64, 1 = largest score.
+    """Return the rank of each sample's true class, (..., batch) int64, 1 = largest score.
 
-    logits (batch, n) of any floating dtype, labels (batch,) int64 in [0, n). Equal scores rank by class
+    logits (..., batch, n) of any floating dtype, labels (..., batch) int64 in [0, n). Equal scores rank by class
     index, as in a stable descending sort: half-precision logits tie often, so a pessimistic rule would lower
     their accuracy, and the order of torch.topk differs between devices. A NaN ranks above every number, and a
     true class whose own score is NaN gets rank n + 1: it is never a hit.
     """
-    true_scores = logits.gather(1, labels[:, None])  # (batch, 1)
-    classes = torch.arange(logits.shape[1], device=logits.device)  # (n,)
-    above = ~(logits <= true_scores)  # (batch, n), True where a comparison with NaN is undecided
-    tied_before = (logits == true_scores) & (classes < labels[:, None])  # (batch, n)
-    return 1 + (above | tied_before).sum(1)
+    true_scores = logits.gather(-1, labels.unsqueeze(-1))  # (..., batch, 1)
+    classes = torch.arange(logits.shape[-1], device=logits.device)  # (n,)
+    above = ~(logits <= true_scores)  # (..., batch, n), True where a comparison with NaN is undecided
+    tied_before = (logits == true_scores) & (classes < labels.unsqueeze(-1))  # (..., batch, n)
+    return 1 + (above | tied_before).sum(-1)
 
 
 def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
     device.
     """
     n = logits.shape[-1]
-    ranks = true_class_ranks(logits.reshape(-1, n), labels.reshape(-1)).view(labels.shape)  # (..., batch)
+    ranks = true_class_ranks(logits, labels)  # (..., batch)
     return torch.stack([(ranks <= min(k, n)).sum(-1) for k in TOP_K], dim=-1)  # (..., 4)
 
 

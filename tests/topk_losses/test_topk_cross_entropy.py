@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 from tests import reference
 from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, SmoothHardTopKLoss, TopKCrossEntropyLoss, make_loss
-from topk_losses.topk_cross_entropy import select_top_m
+from topk_losses.topk_cross_entropy import BLOCK, largest_indices, select_top_m
 
 P_KS = ([1, 0, 0, 0, 0], [0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)
 
@@ -118,6 +118,20 @@ def test_top_m_keeps_the_true_class_and_the_largest_others(n, data):
     assert torch.equal(scores[:, 0], tied.gather(1, labels.unsqueeze(1)).squeeze(1))
     want = torch.stack([tied[b, reference.top_m(tied[b], y, m)] for b, y in enumerate(labels.tolist())])
     assert torch.equal(scores, want)
+
+
+@given(m=st.integers(1, 6), extra=st.integers(0, 3 * BLOCK), kind=st.sampled_from(["normal", "ties", "nan", "inf"]))
+def test_the_largest_scores_are_those_of_topk_also_by_blocks(m, extra, kind):
+    n = 4 * m * BLOCK + extra - BLOCK  # on both sides of the size from which blocks are used
+    scores = torch.randn(7, n, generator=torch.Generator().manual_seed(n))
+    if kind == "ties":
+        scores = scores.round()
+    elif kind in ("nan", "inf"):
+        scores[torch.rand(7, n, generator=torch.Generator().manual_seed(m)) < 0.02] = float(kind)
+    index = largest_indices(scores, m)
+    assert index.shape == (7, m)
+    assert all(len(set(row)) == m for row in index.tolist())
+    torch.testing.assert_close(scores.gather(1, index), scores.topk(m, dim=1).values, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("method", RELAXATIONS)

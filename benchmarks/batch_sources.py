@@ -1,0 +1,249 @@
+"""Throughput and peak memory of each source of embedding batches, beside a DataLoader and the official script's way.
+
+    python benchmarks/batch_sources.py                               # 2 GiB: 524,288 rows of 2048 float16, batch 500
+    python benchmarks/batch_sources.py --mib 16384 --folder /mnt/disk --sources stream dataloader
+
+Writes a torch pickle in the published layout, makes a store of it (row `convert`) and draws two shuffled epochs of
+batches from each source, which do nothing but arrive on the device:
+
+    device, ram, stream    data/embedding_batches.py; `stream cold` with the files dropped from the page cache before
+                           each epoch by posix_fadvise, which needs no root
+    dataloader             torch's DataLoader over a memory-mapped TensorDataset, shuffled; `dataloader cold` alike, but
+                           what a process has mapped cannot be dropped: its second epoch is warm
+    whole file             torch.load of everything and a randperm that indexes it, as the official script does
+
+Each has a process of its own, one after another. `process_mib` is its peak resident memory, in which pages of a mapped
+file count though they can be given up, and `above_start_mib` that without what torch took before the file was opened.
+`disk_mib_1` and `_2` are what an epoch read from the disk: 0 from the page cache. `epoch1_crc32` is a checksum of the
+first epoch's batches, equal where the batches are. Prints a table and writes --output (default
+results/benchmarks/batch_sources.csv). Takes twice the size on the disk.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.table import write_table
+from data.embeddings import EmbeddingBatches, convert, open_store
+from experiments.command_line import choice, count
+from experiments.environment import device_name, git_commit, peak_memory_mib, resolve_device
+
+SOURCES = ("device", "ram", "stream", "stream cold", "dataloader", "dataloader cold", "whole file")
+TEST_ROWS = 8  # the layout has a test set, and nothing is measured on it
+NUM_CLASSES = 1000
+CPU = torch.device("cpu")
+COLUMNS = (
+    *("source", "rows", "dim", "batch", "file_mib", "open_ms", "construct_seconds"),
+    *("rows_per_second_1", "gib_per_second_1", "disk_mib_1", "rows_per_second_2", "gib_per_second_2", "disk_mib_2"),
+    *("process_mib", "above_start_mib", "gpu_mib", "epoch1_crc32"),
+    *("device", "threads", "torch", "python", "git_commit"),
+)
+LINE = "{source:16} {open_ms:>8} {construct_seconds:>10} {rows_per_second_1:>10} {gib_per_second_1:>7} {disk_mib_1:>8} "
+LINE += "{rows_per_second_2:>10} {gib_per_second_2:>7} {disk_mib_2:>8} {process_mib:>11} {above_start_mib:>11}"
+HEADINGS = {
+    **{"open_ms": "open ms", "construct_seconds": "ready s", "process_mib": "process MiB", "above_start_mib": "above"},
+    **{f"rows_per_second_{epoch}": "rows/s" for epoch in (1, 2)},
+    **{f"gib_per_second_{epoch}": "GiB/s" for epoch in (1, 2)},
+    **{f"disk_mib_{epoch}": "disk MiB" for epoch in (1, 2)},
+}
+
+Batches = Iterator[tuple[Tensor, Tensor]]  # embeddings (B, dim) and labels (B,) on the device
+
+
+def write_pickle(task: dict[str, Any]) -> dict[str, Any]:
+    """Write embeddings of `rows` random rows and their labels in the published layout."""
+    torch.manual_seed(0)
+    content: dict[str, Tensor] = {}
+    for split, rows in (("train", task["rows"]), ("test", TEST_ROWS)):
+        # The bits of the float16 numbers in [0, 1), many times faster than drawing the numbers.
+        bits = torch.empty(rows, task["dim"], dtype=torch.int16).random_(0, 0x3C00)
+        content[f"{split}_embeddings"] = bits.view(torch.float16)
+        content[f"{split}_labels"] = torch.randint(NUM_CLASSES, (rows,))
+    with open(task["pickle"], "wb") as file:
+        torch.save(content, file)
+        os.fsync(file.fileno())  # a page that is not yet on the disk cannot be dropped
+    return {}
+
+
+def make_store(task: dict[str, Any]) -> dict[str, Any]:
+    """Convert the file into a store."""
+    before, start = peak_memory_mib(CPU), time.perf_counter()
+    convert(task["pickle"], task["store"])
+    return {"construct_seconds": f"{time.perf_counter() - start:.4g}", **memory_since(before)}
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """Open one source and draw two epochs from it."""
+    source, cold, _ = task["source"].partition(" cold")
+    device = torch.device(task["device"])
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # the driver's memory and start do not count as the source's
+    files = [task["pickle"]] if source in ("dataloader", "whole file") else sorted(task["store"].glob("*.npy"))
+    open_source = {"dataloader": dataloader, "whole file": whole_file}.get(source, store_batches)
+    if cold:
+        drop_from_cache(files)
+    before, start = peak_memory_mib(CPU), time.perf_counter()
+    epoch, opened = open_source(source, task, device)
+    row = {"open_ms": f"{1e3 * (opened - start):.4g}", "construct_seconds": f"{time.perf_counter() - start:.4g}"}
+    for number in (1, 2):
+        if cold:
+            drop_from_cache(files)
+        read, start, rows = disk_mib(), time.perf_counter(), 0
+        for _, labels in epoch(number):
+            rows += len(labels)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        row[f"rows_per_second_{number}"] = f"{rows / seconds:.5g}"
+        row[f"gib_per_second_{number}"] = f"{rows * task['dim'] * 2 / seconds / 2**30:.4g}"
+        row[f"disk_mib_{number}"] = "" if read is None else f"{disk_mib() - read:.0f}"
+    row |= memory_since(before)
+    if device.type == "cuda":
+        row["gpu_mib"] = f"{torch.cuda.max_memory_allocated() / 2**20:.1f}"
+    if open_source is store_batches:  # the others draw their own orders
+        checksum = 0
+        for embeddings, labels in epoch(1):
+            for tensor in (embeddings, labels):
+                checksum = zlib.crc32(tensor.cpu().numpy(), checksum)
+        row["epoch1_crc32"] = f"{checksum:08x}"
+    return row
+
+
+# The sources: each returns a function from the number of an epoch to its batches, and when its file was open.
+
+
+def store_batches(source: str, task: dict[str, Any], device: torch.device) -> tuple[Callable[[int], Batches], float]:
+    """The batches that the scripts use, in one of their modes."""
+    split = open_store(task["store"])["train"]
+    opened = time.perf_counter()
+    return EmbeddingBatches(split, task["batch"], device, mode=source).epoch, opened
+
+
+def dataloader(source: str, task: dict[str, Any], device: torch.device) -> tuple[Callable[[int], Batches], float]:
+    """torch's DataLoader over the file, mapped."""
+    content = torch.load(task["pickle"], mmap=True, weights_only=True)
+    opened = time.perf_counter()
+    dataset = TensorDataset(content["train_embeddings"], content["train_labels"])
+    pinned = device.type == "cuda"
+    loader = DataLoader(dataset, task["batch"], shuffle=True, drop_last=True, pin_memory=pinned)
+
+    def epoch(number: int) -> Batches:
+        for embeddings, labels in loader:
+            yield embeddings.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    return epoch, opened
+
+
+def whole_file(source: str, task: dict[str, Any], device: torch.device) -> tuple[Callable[[int], Batches], float]:
+    """The file whole in memory, indexed by a permutation."""
+    content = torch.load(task["pickle"], weights_only=True)
+    opened = time.perf_counter()
+    embeddings, labels = content["train_embeddings"], content["train_labels"]
+
+    def epoch(number: int) -> Batches:
+        for rows in torch.randperm(len(labels)).split(task["batch"])[: len(labels) // task["batch"]]:
+            yield embeddings[rows].to(device), labels[rows].to(device)
+
+    return epoch, opened
+
+
+# Processes, and what the kernel knows of this one and its files.
+
+
+def memory_since(before: float) -> dict[str, str]:
+    """The columns on peak memory."""
+    peak = peak_memory_mib(CPU)
+    return {"process_mib": f"{peak:.1f}", "above_start_mib": f"{peak - before:.1f}"}
+
+
+def disk_mib() -> float | None:
+    """What this process has read from the disk so far, in MiB; None where the kernel does not count it."""
+    try:
+        return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0]) / 2**20
+    except (OSError, IndexError):
+        return None
+
+
+def drop_from_cache(files: list[Path]) -> None:
+    """Ask the kernel to forget the content of files; what is mapped stays."""
+    for file in files:
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_a_process(function: Callable[[dict[str, Any]], dict[str, Any]], task: dict[str, Any]) -> dict[str, Any]:
+    """Return function(task), computed in a process of its own."""
+    # The parent never ran a tensor operation, so there is nothing to inherit; but CUDA does not survive a fork.
+    context = multiprocessing.get_context("fork" if task["device"] == "cpu" else "spawn")
+    with ProcessPoolExecutor(1, context, torch.set_num_threads, (task["threads"],)) as process:
+        return process.submit(function, task).result()
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", nargs="+", type=choice("source", SOURCES), default=None, metavar="NAME")
+    parser.add_argument("--mib", type=count, default=2048, help="of embeddings (%(default)s)")
+    parser.add_argument("--dim", type=count, default=2048)
+    parser.add_argument("--batch_size", type=count, default=500)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
+    parser.add_argument("--threads", type=count, default=os.cpu_count())
+    parser.add_argument(
+        "--folder", type=Path, help="existing folder on the disk to be measured; the system's without it"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/batch_sources.csv"
+    )
+    arguments = parser.parse_args()
+    rows = arguments.mib * 2**20 // (2 * arguments.dim)
+    try:
+        device = resolve_device(arguments.device)
+    except ValueError as error:
+        parser.error(str(error))
+    if rows < arguments.batch_size:
+        parser.error(f"--mib must hold a batch of {arguments.batch_size} rows, got {arguments.mib} MiB: {rows} rows")
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        parser.error(f"--folder must exist, got {arguments.folder}")
+    sources = arguments.sources or [name for name in SOURCES if name != "device" or device.type == "cuda"]
+    if "device" in sources and device.type == "cpu":
+        parser.error("the source device needs a GPU: leave it out, or see --device")
+
+    size = {"rows": rows, "dim": arguments.dim, "batch": arguments.batch_size}
+    shared = {
+        **size,
+        "device": device_name(device),
+        "threads": arguments.threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "git_commit": git_commit(),
+    }
+    table: list[dict[str, Any]] = []
+    print(LINE.format(**{name: HEADINGS.get(name, name) for name in COLUMNS}))
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        task = {**size, "pickle": Path(folder, "set.p"), "store": Path(folder, "set.store")}
+        task |= {"device": str(device), "threads": arguments.threads}
+        in_a_process(write_pickle, task)
+        shared["file_mib"] = f"{task['pickle'].stat().st_size / 2**20:.1f}"
+        for source in ("convert", *dict.fromkeys(sources)):
+            found = in_a_process(make_store if source == "convert" else measure, {**task, "source": source})
+            table.append({**dict.fromkeys(COLUMNS, ""), **shared, "source": source, **found})
+            print(LINE.format(**table[-1]), flush=True)
+    write_table(arguments.output, COLUMNS, table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The three published embedding formats through download, conversion and fine-tuning, on synthetic sets.
+
+    python benchmarks/published_formats.py                       # ImageNet-1K at 2% of its rows, 21K-P at 50,000 rows
+    python benchmarks/published_formats.py --formats efficientnet-l2-800 --rows_share 1 --folder /mnt/disk
+
+Writes torch pickles in the published layouts, widths and dtypes, puts them into an S3 server on loopback (moto) under
+the published bucket and keys, and brings each one home as the scripts do: downloaded (`object_store.fetch`), converted
+into a store (`open_or_fetch`), both in processes of their own; then
+
+    python experiments/finetune_imagenet.py -d NAME --endpoint_url ... --cache_dir ... --method ...
+
+or finetune_imagenet21k.py, for each of --methods.
+
+The embeddings are class centres with noise, through a ReLU, so that a head can learn them: `test_top1` and `test_top5`
+(fractions) show that labels and rows still belong together, and say nothing about ImageNet. The learning rate is above
+the published one, since 2% of the rows make 2% of the steps. `seconds` is the script from its start to its end. moto
+reads an object whole for each part that it sends, so that the seconds of the download are moto's more than ours. Prints
+a table and writes --output (default results/benchmarks/published_formats.csv).
+"""
+
+import argparse
+import csv
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import torch
+from moto.server import ThreadedMotoServer
+from torch import Tensor
+
+from benchmarks.table import write_table
+from data.embeddings import LAYOUTS, PUBLISHED_SETS, open_or_fetch
+from data.object_store import PUBLISHED, PUBLISHED_BUCKET, fetch
+from experiments.command_line import count, positive
+from experiments.environment import ROOT, peak_memory_mib, resolve_device
+from topk_losses import METHODS, RELAXATIONS
+
+METHODS_SHOWN = ("softmax_cross_entropy", "splitter_selection", "neuralsort", "sinkhorn_sort")
+P_K = ("0.5", "0", "0", "0", "0.5")  # of Tables 2 and 3, for the relaxed sorts
+NOISE = 1.0  # standard deviations of the noise per standard deviation of the class centres
+CHUNK_ROWS = 4096  # made at a time
+CPU = torch.device("cpu")
+COLUMNS = (
+    *("format", "rows", "test_rows", "dim", "num_classes", "dtype", "file_mib"),
+    *("download_seconds", "download_peak_mib", "convert_seconds", "convert_peak_mib"),
+    *("method", "p_k", "n_epochs", "lr"),
+    *("test_top1", "test_top5", "train_seconds", "seconds", "peak_memory_mib"),
+    *("device_name", "threads", "torch_version", "python_version", "git_commit"),
+)
+LINE = "{format:20} {rows:>7} {dim:>5} {num_classes:>7} {file_mib:>8} {download_seconds:>8} {convert_seconds:>7} "
+LINE += "{convert_peak_mib:>7} {method:22} {test_top1:>6} {test_top5:>6} {seconds:>8} {peak_memory_mib:>8}"
+HEADINGS = {
+    **{"num_classes": "classes", "file_mib": "MiB", "download_seconds": "download", "convert_seconds": "convert"},
+    **{"convert_peak_mib": "MiB", "test_top1": "top-1", "test_top5": "top-5", "peak_memory_mib": "peak MiB"},
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a published file holds, and the script that trains on it."""
+
+    rows: int
+    test_rows: int
+    dim: int
+    num_classes: int
+    dtype: torch.dtype
+    script: str
+
+
+FORMATS = {
+    "wsl-32x48d-320": Format(1_281_167, 50_000, 2048, 1000, torch.float32, "finetune_imagenet.py"),
+    "efficientnet-l2-800": Format(1_281_167, 50_000, 5504, 1000, torch.float16, "finetune_imagenet.py"),
+    "wsl-32x48d-224-21k": Format(11_060_223, 522_500, 2048, 10_450, torch.float16, "finetune_imagenet21k.py"),
+}
+
+
+def rows_of(name: str, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Return the training and test rows of a synthetic set."""
+    published = FORMATS[name]
+    if published.num_classes == 1000:
+        return tuple(max(round(rows * arguments.rows_share), 1) for rows in (published.rows, published.test_rows))
+    return arguments.rows_21k, max(arguments.rows_21k // 25, 1)
+
+
+def embeddings_of(labels: Tensor, centres: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an embedding per label (rows, dim): its class's centre with noise, through a ReLU."""
+    made = torch.empty(len(labels), centres.shape[1], dtype=dtype)
+    for part, chosen in zip(made.split(CHUNK_ROWS), labels.split(CHUNK_ROWS)):
+        noisy = centres[chosen] + NOISE * torch.randn(len(chosen), centres.shape[1])
+        part.copy_(noisy.relu() / (1 + NOISE**2) ** 0.5)  # of mean .4, as pooled activations are
+    return made
+
+
+def write_pickle(name: str, sizes: tuple[int, int], file: Path) -> None:
+    """Write a synthetic set in the layout of the published file `name`."""
+    published, keys = FORMATS[name], LAYOUTS[PUBLISHED_SETS[name].layout]
+    torch.manual_seed(0)
+    centres = torch.randn(published.num_classes, published.dim)
+    content = {}
+    for split, rows in zip(("train", "test"), sizes):
+        # In the order of the classes, each as often as the others or, where rows are few, spread over all of them.
+        labels = torch.linspace(0, published.num_classes - 1, rows, dtype=torch.float64).round().long()
+        content[keys[f"{split}_embeddings"]] = embeddings_of(labels, centres, published.dtype)
+        content[keys[f"{split}_labels"]] = labels
+    torch.save(content, file)
+
+
+def serve(sets: dict[str, tuple[int, int]], folder: Path, channel: Any) -> None:
+    """In a process of its own: make the sets, put them into an S3 server, and serve them until told to stop."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line on every request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    credentials = {"aws_access_key_id": "user", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=address, **credentials)
+    client.create_bucket(Bucket=PUBLISHED_BUCKET)
+    for name, sizes in sets.items():
+        file = folder / "made.p"
+        write_pickle(name, sizes, file)
+        # Public as the original is: the short names are read unsigned.
+        client.upload_file(str(file), PUBLISHED_BUCKET, PUBLISHED[name], ExtraArgs={"ACL": "public-read"})
+        file.unlink()
+    channel.send(address)
+    channel.recv()
+    server.stop()
+
+
+def in_a_process(function: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+    """Return function(*arguments), computed in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def downloaded(name: str, address: str, cache: Path) -> dict[str, str]:
+    """Download one set, and return what that took."""
+    start = time.perf_counter()
+    file = fetch(name, cache, endpoint_url=address, progress=False)
+    seconds = time.perf_counter() - start
+    return {
+        "file_mib": f"{file.stat().st_size / 2**20:.1f}",
+        "download_seconds": f"{seconds:.3g}",
+        "download_peak_mib": f"{peak_memory_mib(CPU):.0f}",
+    }
+
+
+def converted(name: str, address: str, cache: Path) -> dict[str, Any]:
+    """Make the store of a downloaded set, and return what that took and what is in it."""
+    start = time.perf_counter()
+    store = open_or_fetch(name, cache, endpoint_url=address, progress=False)
+    seconds = time.perf_counter() - start
+    return {
+        "rows": len(store["train"]),
+        "test_rows": len(store["test"]),
+        "dim": store.dim,
+        "num_classes": store.num_classes,
+        "dtype": store["train"].dtype_name,
+        "convert_seconds": f"{seconds:.3g}",
+        "convert_peak_mib": f"{peak_memory_mib(CPU):.0f}",
+    }
+
+
+def fine_tuned(name: str, method: str, address: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train a head with the script, and return what it recorded. Raises RuntimeError with what it said."""
+    results = folder / f"{name}-{method}.csv"
+    command = [sys.executable, ROOT / "experiments" / FORMATS[name].script, "-d", name, "--method", method]
+    command += ["--endpoint_url", address, "--cache_dir", folder, "--results", results, "--device", arguments.device]
+    command += ["--n_epochs", arguments.n_epochs, "--lr", arguments.lr, "--eval_freq", 10**6]
+    command += ["--threads", arguments.threads]
+    command += ["--p_k", *P_K] if method in RELAXATIONS else []
+    start = time.perf_counter()
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode != 0:
+        raise RuntimeError(f"exit status {done.returncode} from {' '.join(done.args)}:\n{done.stdout}{done.stderr}")
+    with open(results, newline="", encoding="utf-8") as file:
+        (row,) = csv.DictReader(file)
+    return {
+        "method": method,
+        **{
+            column: row[column]
+            for column in ("p_k", "n_epochs", "lr", "device_name", "torch_version", "python_version")
+        },
+        **{column: f"{float(row[column]):.4f}" for column in ("test_top1", "test_top5")},
+        **{column: f"{float(row[column]):.5g}" for column in ("train_seconds", "peak_memory_mib")},
+        "seconds": f"{seconds:.3g}",
+        "git_commit": row["git_commit"],
+    }
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS_SHOWN))
+    parser.add_argument("--n_epochs", type=count, default=2)
+    parser.add_argument("--lr", type=positive, default=1e-3, help="learning rate (%(default)s)")
+    parser.add_argument("--rows_share", type=positive, default=0.02, help="of ImageNet-1K's rows (%(default)s)")
+    parser.add_argument("--rows_21k", type=count, default=50_000, help="training rows of the 21K-P set (%(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
+    parser.add_argument("--threads", type=count, default=os.cpu_count())
+    parser.add_argument("--folder", type=Path, help="existing folder for files and stores; the system's without it")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/published_formats.csv"
+    )
+    arguments = parser.parse_args()
+    sets = {name: rows_of(name, arguments) for name in dict.fromkeys(arguments.formats)}
+    try:
+        resolve_device(arguments.device)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        parser.error(f"--folder must exist, got {arguments.folder}")
+    if min(rows for rows, _ in sets.values()) < 600:  # a batch of 500, and 5% that validate
+        parser.error(f"--rows_share and --rows_21k must leave 600 training rows or more, got {sets}")
+
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"  # a proxy would not reach the loopback
+    table: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        folder = Path(temporary)
+        context = multiprocessing.get_context("fork")  # this process runs no tensor operation: nothing to inherit
+        here, there = context.Pipe()
+        server = context.Process(target=serve, args=(sets, folder, there), daemon=True)
+        server.start()
+        there.close()
+        address = here.recv()
+        print(LINE.format(**{name: HEADINGS.get(name, name) for name in COLUMNS}))
+        for name in sets:
+            data = {"format": name, "threads": arguments.threads}
+            data |= in_a_process(downloaded, name, address, folder)
+            data |= in_a_process(converted, name, address, folder)
+            for method in dict.fromkeys(arguments.methods):
+                table.append({**data, **fine_tuned(name, method, address, folder, arguments)})
+                print(LINE.format(**table[-1]), flush=True)
+        here.send("stop")
+        server.join()
+    write_table(arguments.output, COLUMNS, table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

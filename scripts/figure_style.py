@@ -1,0 +1,68 @@
+"""What the figures share: one colour, marker and line style per method, sizes for print, and files that are the same
+bytes whenever they are drawn from the same numbers.
+
+The colours are those of Okabe and Ito, told apart by colour-blind readers; marker and line style tell the methods apart
+in grey.
+"""
+
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from experiments.atomic_file import atomic_write
+
+COLUMN, PAGE = 3.35, 6.9  # inches: a column, and both with the gap between
+GREY = "#767676"
+pyplot.rcParams.update(
+    {
+        **{"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "legend.fontsize": 7.5},
+        **{"xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "lines.linewidth": 1.2, "lines.markersize": 4.5},
+        **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False},
+        **{"axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.5, "axes.axisbelow": True},
+        **{"figure.dpi": 100, "savefig.dpi": 300, "svg.hashsalt": "topk", "figure.constrained_layout.use": True},
+    }
+)
+
+
+class Style(NamedTuple):
+    """How a method looks in every figure."""
+
+    label: str
+    color: str
+    marker: str
+    line: str | tuple
+
+
+STYLES = {
+    "softmax_cross_entropy": Style("softmax CE", "#000000", "s", "-"),
+    "smooth_topk": Style("smooth top-k", "#999999", "h", (0, (1, 1))),
+    "smooth_hard_topk": Style("smooth top-k (hard)", "#666666", "p", (0, (1, 2))),
+    "neuralsort": Style("NeuralSort", "#E69F00", "o", "--"),
+    "softsort": Style("SoftSort", "#56B4E9", "^", "-."),
+    "sinkhorn_sort": Style("SinkhornSort", "#009E73", "D", (0, (5, 1))),
+    "soft_topk": Style("SOFT top-k", "#CC79A7", "v", (0, (3, 1, 1, 1, 1, 1))),
+    "odd_even": Style("odd-even network", "#8C6D1F", "<", (0, (5, 3))),
+    "bitonic": Style("bitonic network", "#0072B2", ">", (0, (3, 1, 1, 1))),
+    "splitter_selection": Style("splitter selection", "#D55E00", "X", "-"),
+}
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write NAME.png and NAME.svg into a folder, close the figure, and return the two paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for kind in ("png", "svg"):
+        content = io.BytesIO()
+        figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else {})
+        paths.append(folder / f"{name}.{kind}")
+        with atomic_write(paths[-1], "wb") as file:
+            file.write(content.getvalue())
+    pyplot.close(figure)
+    return paths

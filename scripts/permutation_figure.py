@@ -1,0 +1,96 @@
+"""The relaxed permutation matrix P of one sample by each method, as in the authors' talk: rank by class, the weights
+w_r of P_K to its right, the resulting class probabilities p = w P below.
+
+Scores, classes and P_K are the talk's (its fifth rank is the one that is left over), temperatures the library's
+defaults. Nothing is read from results/. The relaxed sort answers for every rank, as in the talk: top1_mode sort.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from torch import Tensor
+
+from scripts.figure_style import GREY, PAGE, STYLES, pyplot, save
+from scripts.report_tables import shown_p_k
+from topk_losses import METHODS, RELAXATIONS, make_operator
+
+CLASSES = ("airplane", "panda", "goldfish", "mammal", "husky")
+SCORES = (1.0, 8.0, -1.0, 9.0, 5.0)
+P_K = (0.5, 0.5, 0.0, 0.0)
+SHADES = LinearSegmentedColormap.from_list("white to blue", ["#ffffff", "#0072B2"])
+
+
+def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return P (k, n) by a method, the weights w (k,) of its rows, and p = w P (n,)."""
+    logits = torch.tensor([scores], dtype=torch.float64)  # (1, n)
+    matrix = make_operator(method, len(scores), len(p_k)).permutation_matrix(logits)[0]  # (k, n)
+    return matrix, rank_weights(p_k), rank_weights(p_k) @ matrix
+
+
+def rank_weights(p_k: Sequence[float]) -> Tensor:
+    """Return w_r = sum_{j>=r} P_K(j), (k,)."""
+    return torch.tensor(p_k, dtype=torch.float64).flip(0).cumsum(0).flip(0)
+
+
+def draw_permutations(folder: Path) -> list[Path]:
+    """Draw permutation_matrix.png and .svg and return their paths."""
+    weights = rank_weights(P_K)
+    hard = torch.zeros(len(P_K), len(SCORES), dtype=torch.float64)
+    hard[range(len(P_K)), torch.tensor(SCORES).argsort(descending=True)[: len(P_K)]] = 1.0
+    panels = {"hard sort": (hard, weights, weights @ hard)}
+    for method in RELAXATIONS:
+        temperature = METHODS[method].inverse_temperature
+        panels[f"{STYLES[method].label}, β = {temperature:g}"] = relaxed_sort(method, SCORES, P_K)
+
+    figure, axes = pyplot.subplots(2, 4, figsize=(PAGE, 4.5))
+    for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
+        draw_panel(axis, *panel)
+        axis.set_title(title, fontsize=7.5, loc="left")
+        if number % 4:
+            axis.set_yticklabels([])
+    shown = shown_p_k(" ".join(map(str, P_K)))
+    figure.suptitle(
+        "Relaxed permutation matrix P of one sample, ranks by classes (below each class its score).\n"
+        f"To the right the weights $w_r$ of $P_K$ = {shown}, at the bottom the class probabilities $p = w P$.\n"
+        "β: inverse temperature; larger is closer to the hard sort.",
+        fontsize=7.5,
+        x=0.01,
+        ha="left",
+    )
+    return save(figure, folder, "permutation_matrix")
+
+
+def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor) -> None:
+    """Draw P (k, n) with its weights (k,) to the right and p (n,) as a row below."""
+    k, n = matrix.shape
+    gap = 0.35  # in squares, above p
+    for row in range(k):
+        for column in range(n):
+            _square(axis, column, row, matrix[row, column].item())
+        axis.text(n - 0.25, row, f"×{weights[row].item():.3g}".replace("×0.", "×."), ha="left", va="center", fontsize=7)
+    for column in range(n):
+        _square(axis, column, k + gap, p[column].item())
+    axis.set_xlim(-0.5, n + 0.75)
+    axis.set_ylim(k + gap + 0.5, -0.5)
+    axis.set_aspect("equal")
+    labels = [f"{name}  {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
+    axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=6.5)
+    axis.set_yticks([*range(k), k + gap], [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=7)
+    axis.tick_params(length=0, pad=2)
+    axis.grid(False)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def _square(axis: Axes, x: float, y: float, value: float) -> None:
+    axis.add_patch(pyplot.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=SHADES(value), edgecolor=GREY, linewidth=0.4))
+    axis.text(x, y, _short(value), ha="center", va="center", fontsize=6, color="white" if value > 0.6 else "black")
+
+
+def _short(value: float) -> str:
+    """.62 for 0.62, as in the talk; 0 and 1 for what rounds to them."""
+    text = f"{value:.2f}"
+    return {"0.00": "0", "1.00": "1"}.get(text, text.removeprefix("0"))

@@ -1,0 +1,407 @@
+"""Rows of a results file beside the published ones: grouped over seeds, compared where that is fair, or refused.
+
+What makes runs comparable with a published value, the precise rule: every setting that results/paper/ states for the
+row (protocols.csv for the table, the row's own line for its loss) is equal, no --limit_train, --limit_test or
+--label_noise is set, and the precision is fp32. A setting whose published value is unknown (an empty cell) is not
+asked for. Otherwise the row has no difference to the published value, and the caption gives the reason.
+
+What a table refuses: a cell whose runs differ in anything but the seed, and a table whose rows differ in anything but
+the loss and its settings, the learning rate and the embeddings. Thus a caption can say what all runs were.
+"""
+
+import csv
+import math
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+from experiments.command_line import CommandLineError
+from experiments.run_record import COLUMNS
+from topk_losses import METHODS, RELAXATIONS
+
+METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
+# Flags that leave the experiment what it is: where and how fast it is computed, and where files lie. nloglr is a way to
+# write lr; the order of the training rows goes with the seed.
+SAME_EXPERIMENT = frozenset(
+    {"data_dir", "mirror", "data_path", "batches", "device", "compile", "threads", "deterministic", "nloglr"}
+)
+SEEDS = ("seed", "order_seed")
+# Columns that are no flags but say which data a run saw.
+DATA_SEEN = ("num_classes", "train_images", "valid_images", "test_images")
+EMBEDDINGS = ("embeddings", "embedding_dtype", "backbone", "resolution")
+# What may differ between the rows of a table, though never within one.
+OF_A_ROW = (
+    *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "lr"),
+    *EMBEDDINGS,
+)
+RELAXATIONS_ALONE = ("m", "top1_mode")  # settings that the other methods do not have
+LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda")  # on a published row's own line
+# A run with another value is cheaper, or of other data, than any published one.
+WHOLE_RUN = {
+    **{name: (("", "0.0"), "") for name in ("limit_train", "limit_test", "label_noise")},
+    "precision": (("", "fp32"), " (not fp32)"),
+}
+USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say how many it took
+
+Row = Mapping[str, str]
+
+
+@dataclass
+class Line:
+    """One line of a table: a published row (empty: ours alone) and the runs of ours beside it (none: not run).
+
+    rerun: a published row with the same key, by others. backbone: where it tells lines of ours apart.
+    reasons: why the runs are not comparable with the published values; none if they are.
+    """
+
+    method: str
+    p_k: str
+    published: Row = field(default_factory=dict)
+    rerun: Row = field(default_factory=dict)
+    backbone: str = ""
+    runs: list[Row] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """As published, with the method that stands for it here; or the method."""
+        if self.published:
+            return self.published["published_name"] + (f" ({self.method})" if self.method else "")
+        return self.method + (f", {self.backbone}" if self.backbone else "")
+
+    def value(self, metric: str) -> Decimal | None:
+        """The published accuracy, a fraction with the digits of its source; None where it is not known."""
+        return Decimal(self.published[metric]) if self.published.get(metric) else None
+
+    def mean(self, metric: str) -> float:
+        """The mean over the seeds, a fraction."""
+        return statistics.fmean(float(run[metric]) for run in self.runs)
+
+    def std(self, metric: str) -> float | None:
+        """The sample standard deviation (n - 1) over the seeds; None for one seed."""
+        if len(self.runs) < 2:
+            return None
+        return statistics.stdev(float(run[metric]) for run in self.runs)
+
+    def difference(self, metric: str) -> float | None:
+        """Our mean minus the published value; None where there is none or they are not comparable."""
+        published = self.value(metric)
+        if not self.runs or self.reasons or published is None:
+            return None
+        return self.mean(metric) - float(published)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A whole table. decimals: of the percentages, by metric. num_seeds: asked of each row."""
+
+    name: str
+    lines: list[Line]
+    caption: str
+    decimals: dict[str, int]
+    num_seeds: int
+    implementation: str
+
+    @property
+    def run_lines(self) -> list[Line]:
+        """The lines that have runs of ours."""
+        return [line for line in self.lines if line.runs]
+
+
+def read_published(path: Path) -> tuple[list[Row], Row]:
+    """Return the rows of a file of results/paper/ and the protocol of its table, from protocols.csv beside it.
+
+    Raises CommandLineError.
+    """
+    try:
+        rows, protocols = (_read_csv(each) for each in (path, path.parent / "protocols.csv"))
+        for row in rows:
+            _ = row["published_name"], [Decimal(row[metric] or 0) for metric in METRICS]
+        return rows, next(row for row in protocols if row["table"] == rows[0]["table"])
+    except OSError as error:
+        raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
+    except (StopIteration, IndexError, KeyError, UnicodeDecodeError, csv.Error, InvalidOperation):
+        raise CommandLineError(
+            f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
+            f"got {path}"
+        ) from None
+
+
+def build_table(
+    name: str, runs: Sequence[Row], published: Sequence[Row], protocol: Row, num_seeds: int | None
+) -> Table:
+    """Return the table of the runs beside the published rows (none: of the runs alone, protocol then empty).
+
+    num_seeds: asked of each row; None: as published, or USUAL_SEEDS. Raises CommandLineError for runs that do not
+    belong in one table.
+    """
+    for run in runs:
+        _check(run)
+    _refuse_mixtures(name, runs)
+    num_seeds = num_seeds or int(protocol.get("n_seeds") or USUAL_SEEDS)
+    lines = _lines(published)
+    ours_alone = []
+    has_backbones = len({run.get("backbone") for run in runs}) > 1
+    for key, group in _by_key(runs).items():
+        _refuse_mixed_cell(group)
+        line = _line_of(key, lines)
+        if line is None:
+            backbone = group[0]["backbone"] if has_backbones else ""
+            line = Line(group[0]["method"], group[0]["p_k"], backbone=backbone)
+            ours_alone.append(line)
+        elif line.runs:
+            raise CommandLineError(
+                f"{line.name} is one published row, and these runs have P_K {line.runs[0]['p_k']} and "
+                f"{group[0]['p_k']}; choose with --where '{line.method}:p_k={group[0]['p_k']}'"
+            )
+        line.runs = group
+        line.reasons = not_comparable(group[0], line.published, protocol) if line.published else []
+    methods = list(METHODS)
+    lines += sorted(ours_alone, key=lambda line: (methods.index(line.method), p_k_of(line.p_k)))
+    return Table(
+        name,
+        lines,
+        _caption(name, runs, lines, published, protocol, num_seeds),
+        {metric: _decimals(metric, published) for metric in METRICS},
+        num_seeds,
+        runs[0].get("implementation") or "ours",
+    )
+
+
+def not_comparable(run: Row, published: Row, protocol: Row) -> list[str]:
+    """Return the settings of a run that are not the published ones, each as a phrase; see the head of this file."""
+    reasons = []
+    expected = {name: cell for name, cell in protocol.items() if name not in ("table", "title", "n_seeds", "source")}
+    expected |= {name: published[name] for name in LOSS_SETTINGS if name in published}
+    for name, cell in expected.items():
+        if not cell or (name in RELAXATIONS_ALONE and run["method"] not in RELAXATIONS):
+            continue
+        if not _same(run.get(name, ""), "" if cell == "none" else cell):
+            reasons.append(f"{name} {run.get(name) or 'none'} (published: {cell})")
+    for name, (whole, rule) in WHOLE_RUN.items():
+        if run.get(name, "") not in whole:
+            reasons.append(f"{name} {run[name]}{rule}")
+    return reasons
+
+
+def identity_columns(run: Row) -> list[str]:
+    """Return the columns that make another experiment, the seed left out: the data seen, and every flag that is not
+    known to leave the experiment what it is."""
+    seen = (*DATA_SEEN, *EMBEDDINGS)
+    return [
+        name
+        for name in run
+        if name in seen or (name not in COLUMNS and name not in SAME_EXPERIMENT and name not in SEEDS)
+    ]
+
+
+def p_k_of(cell: str) -> tuple[float, ...]:
+    """Return a cell's P_K without the zeros at its end."""
+    numbers = [float(each) for each in cell.split()]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def shown_p_k(cell: str) -> str:
+    """Return a cell's P_K as the paper writes it: [.5, 0, 0, 0, .5]."""
+    return f"[{', '.join(f'{float(each):g}'.removeprefix('0') or '0' for each in cell.split())}]" if cell else ""
+
+
+def float_of(cell: str) -> float | None:
+    """Return a cell as a finite number, or None."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
+    """Return in one sentence what the runs were: epochs, subset, precision, seeds, device, versions."""
+    first = runs[0]
+    parts = []
+    if first.get("dataset") and "title" not in protocol:
+        parts.append(f"{first['dataset']}, {first.get('model', '')}")
+    if first.get("embeddings"):
+        stores = dict.fromkeys(f"{run['embeddings']} ({run.get('backbone') or 'backbone not known'})" for run in runs)
+        parts.append(f"embeddings {_and(list(stores))}")
+    epochs = f"{first.get('n_epochs') or 'an unknown number of'} epochs"
+    if protocol.get("n_epochs") and not _same(first.get("n_epochs", ""), protocol["n_epochs"]):
+        epochs += f" of the published {protocol['n_epochs']}"
+    parts.append(epochs)
+    parts += [
+        f"{name} {first[name]}"
+        for name in ("limit_train", "limit_test", "label_noise")
+        if float_of(first.get(name, ""))
+    ]
+    if first.get("precision"):
+        parts.append(first["precision"])
+    seeds = sorted({run.get("seed", "") for run in runs}, key=lambda seed: (float_of(seed) or 0, seed))
+    parts.append(f"seed{'s' * (len(seeds) > 1)} {_and(seeds)}")
+    devices = dict.fromkeys(run.get("device_name") or run.get("device") or "a device not recorded" for run in runs)
+    parts.append(f"on {_and(list(devices))}")
+    versions = dict.fromkeys(run["torch_version"] for run in runs if run.get("torch_version"))
+    if versions:
+        parts.append(f"PyTorch {_and(list(versions))}")
+    which = "difftopk's losses, " if first.get("implementation") == "difftopk" else ""
+    return f"{which}{', '.join(parts)}; {num_lines} row{'s' * (num_lines != 1)} run"
+
+
+def _caption(
+    name: str, runs: Sequence[Row], lines: Sequence[Line], published: Sequence[Row], protocol: Row, num_seeds: int
+) -> str:
+    run_lines = [line for line in lines if line.runs]
+    sentences = [
+        f"{protocol.get('title') or name}.",
+        "Test accuracy in percent where validation accuracy was best, mean ± sample standard deviation over the seeds.",
+        f"Ours ({name}.csv): {run_summary(runs, protocol, len(run_lines))}.",
+    ]
+    if any(len(line.runs) < num_seeds for line in run_lines):
+        sentences.append(f"Rows with fewer than the {num_seeds} seeds that the table asks for say so.")
+    sentences += _reason_sentences([line for line in run_lines if line.published])
+    if published:
+        first_hand = [row for row in published if row["second_hand"] == "false"]
+        known = [row for row in first_hand if row["test_top1"] or row["test_top5"]]
+        sources = list(dict.fromkeys(row["source"] for row in first_hand))
+        seeds = f", mean of {protocol['n_seeds']} seeds" if protocol.get("n_seeds") else ""
+        sentences.append(f"Published: {sources[0]}{seeds}{'' if known else '; its values are not known here'}.")
+        if len(sources) > 1:
+            sentences.append(f"Rerun: {_and(sources[1:])}.")
+    unknown = [line.name for line in run_lines if line.published and not line.p_k]
+    if unknown:
+        sentences.append(f"The published P_K of {_and(unknown)} is not known; the one shown is ours.")
+    if any(row["second_hand"] == "true" for row in published):
+        sentences.append("†: second-hand, read in a note about a paper.")
+    if any(row["approximate"] for row in published):
+        sentences.append("≈: approximate in the source.")
+    return " ".join(sentences)
+
+
+def _reason_sentences(lines: Sequence[Line]) -> list[str]:
+    """What every line shares is said once; the rest names its lines."""
+    refused = [line for line in lines if line.reasons]
+    if not refused:
+        return []
+    counts = Counter(reason for line in refused for reason in line.reasons)
+    shared = [reason for reason, count in counts.items() if count == len(lines)]
+    parts = [", ".join(shared)] if shared else []
+    for line in refused:
+        own = [reason for reason in line.reasons if reason not in shared]
+        if own:
+            parts.append(f"{line.name} {shown_p_k(line.runs[0]['p_k'])}: {', '.join(own)}")
+    whose = "These runs are not" if len(refused) == len(lines) else "Not"
+    return [f"{whose} comparable with the published values, hence no difference: {'; '.join(parts)}."]
+
+
+def _lines(published: Sequence[Row]) -> list[Line]:
+    """One line per published row; a later row with the same key is a rerun by others, beside the first."""
+    lines: list[Line] = []
+    for row in published:
+        first = next((line for line in lines if row["method"] and _key(line.published) == _key(row)), None)
+        if first:
+            first.rerun = row
+        else:
+            lines.append(Line(row["method"], row["p_k"], row))
+    return lines
+
+
+def _line_of(key: tuple, lines: Sequence[Line]) -> Line | None:
+    """The published line of a key; one whose P_K is not known takes any."""
+    method, _, backbone = key
+    for wanted in (key, (method, (), backbone)):
+        for line in lines:
+            if line.published and _key(line.published) == wanted:
+                return line
+    return None
+
+
+def _key(row: Row) -> tuple[str, tuple[float, ...], str]:
+    return row["method"], p_k_of(row["p_k"]), row.get("backbone", "")
+
+
+def _by_key(runs: Sequence[Row]) -> dict[tuple, list[Row]]:
+    groups: dict[tuple, list[Row]] = {}
+    for run in runs:
+        groups.setdefault(_key(run), []).append(run)
+    return groups
+
+
+def _check(run: Row) -> None:
+    """Raise CommandLineError for a row that is no training run's."""
+    for name in ("method", "p_k", "seed", *METRICS):
+        if name not in run:
+            raise CommandLineError(f"the results file has no column {name}; a report needs one")
+    if run["method"] not in METHODS:
+        raise CommandLineError(f"{run['method']!r} in row {run['run_id']} is no method: {', '.join(METHODS)}")
+    for metric in METRICS:
+        value = float_of(run[metric])
+        if value is None or not 0 <= value <= 1:
+            raise CommandLineError(f"{metric} must be a fraction in [0, 1], got {run[metric]!r} in row {run['run_id']}")
+    if not run["p_k"] or any(float_of(each) is None for each in run["p_k"].split()):
+        raise CommandLineError(f"p_k must be numbers such as .5 0 0 0 .5, got {run['p_k']!r} in row {run['run_id']}")
+
+
+def _refuse_mixtures(name: str, runs: Sequence[Row]) -> None:
+    """Raise CommandLineError if the rows differ in what one caption must say of all."""
+    shared = [column for column in identity_columns(runs[0]) if column not in OF_A_ROW]
+    differing = {column: values for column in shared if len(values := dict.fromkeys(run[column] for run in runs)) > 1}
+    if differing:
+        mixed = ", ".join(f"{column} {_and([v or '(empty)' for v in vs])}" for column, vs in differing.items())
+        # The images follow from the flags: those are what a user has set. The whole run is the likelier choice.
+        column = next((each for each in differing if each not in DATA_SEEN), next(iter(differing)))
+        whole, _ = WHOLE_RUN.get(column, ((), ""))
+        largest = max(differing[column], key=lambda cell: (float_of(cell) or 0, cell))
+        choice = next((cell for cell in differing[column] if cell in whole), largest)
+        raise CommandLineError(
+            f"{name} mixes {mixed}: a table reports one schedule, subset, precision and implementation; "
+            f"choose with --where {shlex.quote(f'{column}={choice}')}"
+        )
+
+
+def _refuse_mixed_cell(group: Sequence[Row]) -> None:
+    """Raise CommandLineError if the runs of one cell differ in anything but the seed."""
+    what = f"{group[0]['method']} {shown_p_k(group[0]['p_k'])}"
+    for column in OF_A_ROW:
+        values = dict.fromkeys(run[column] for run in group if column in run)
+        if column != "p_k" and len(values) > 1:
+            condition = f"{group[0]['method']}:{column}={next(iter(values))}"
+            raise CommandLineError(
+                f"the row {what} mixes {column} {_and([value or '(empty)' for value in values])}: a cell holds the "
+                f"seeds of one experiment; choose with --where {shlex.quote(condition)}"
+            )
+    for seed, count in Counter(run["seed"] for run in group).items():
+        if count > 1:
+            orders = [run.get("order_seed", "") for run in group if run["seed"] == seed]
+            raise CommandLineError(
+                f"the row {what} has seed {seed} {count} times, with order_seed {_and(orders)}: each seed counts once; "
+                f"choose with --where {group[0]['method']}:order_seed={orders[0]}"
+            )
+
+
+def _decimals(metric: str, published: Sequence[Row]) -> int:
+    """Of a percentage: as many as the source shows, 2 where there is none."""
+    digits = [-Decimal(row[metric]).as_tuple().exponent - 2 for row in published if row[metric]]
+    return max(digits, default=2)
+
+
+def _same(cell: str, other: str) -> bool:
+    """Whether two cells say the same; numbers to the digits that results/paper/ gives them."""
+    numbers = float_of(cell), float_of(other)
+    if None not in numbers:
+        return math.isclose(*numbers, rel_tol=1e-6)
+    return cell == other or (not cell and numbers[1] == 0)
+
+
+def _and(words: Sequence[str]) -> str:
+    words = list(words)
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,433 @@
+"""Tables from small files made here, the published values against the facts they were taken from, and the figures."""
+
+import csv
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from experiments import finetune_imagenet, train_cifar100
+from scripts import permutation_figure, report, report_tables
+from scripts.figure_style import STYLES
+from topk_losses import METHODS, RELAXATIONS, make_loss
+
+ROOT = Path(__file__).parents[2]
+PAPER = ROOT / "results" / "paper"
+CIFAR = {
+    **{"inverse_temperature": "", "distribution": "", "art_lambda": "", "m": "", "top1_mode": ""},
+    **{"implementation": "ours", "n_epochs": "200", "batch_size": "128", "lr": "0.001", "nloglr": "3.0"},
+    **{"dataset": "cifar100", "data_dir": "data/downloads", "limit_train": "", "limit_test": "", "label_noise": "0.0"},
+    **{"noise_groups": "", "model": "resnet18", "device": "cpu", "precision": "fp32", "threads": "2"},
+    **{"num_classes": "100", "train_images": "47500", "valid_images": "2500", "test_images": "10000"},
+    **{"device_name": "a CPU", "torch_version": "2.9"},
+}
+NEURALSORT = {"method": "neuralsort", "inverse_temperature": "0.0625", "top1_mode": "smce"}
+IMAGENET = {
+    **{name: "" for name in ("inverse_temperature", "distribution", "art_lambda", "m", "top1_mode", "hidden_dims")},
+    **{"implementation": "ours", "n_epochs": "20", "batch_size": "500", "lr": "3.1622776601683795e-05"},
+    **{"data_path": "wsl-32x48d-320", "num_valid": "50000", "limit_train": "", "limit_test": "", "split_seed": "0"},
+    **{"apply_relu": "false", "apply_dropout": "false", "eval_freq": "100", "precision": "fp32"},
+    **{"embeddings": "1000x2048-12345678", "backbone": "resnext101_32x48d_wsl", "resolution": "320"},
+    **{"num_classes": "1000", "device_name": "a GPU"},
+}
+
+
+def cifar_run(seed, top1, top5, method="softmax_cross_entropy", p_k="1 0 0 0 0", **settings):
+    row = {**CIFAR, "method": method, "p_k": p_k, "seed": str(seed), "test_top1": str(top1), "test_top5": str(top5)}
+    row |= settings
+    # The id of a run is made of what identifies it.
+    return {
+        "run_id": "-".join([row["method"], row["p_k"].replace(" ", "_"), *map(str, settings.values()), str(seed)]),
+        **row,
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows to a results file and return its path."""
+
+    def call(rows, name="table1.csv"):
+        path = tmp_path / name
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        return path
+
+    return call
+
+
+@pytest.fixture
+def made(write, capsys):
+    """Return (exit status, what was printed, what was said on stderr) of a report on rows."""
+
+    def call(rows, *flags, name="table1.csv"):
+        status = report.main([str(write(rows, name)), *map(str, flags)])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+TWO_SEEDS = [
+    *(cifar_run(seed, top1, top5) for seed, top1, top5 in ((0, 0.6100, 0.8500), (1, 0.6200, 0.8560))),
+    *(cifar_run(seed, 0.62, 0.86, p_k="0.2 0.2 0.2 0.2 0.2", **NEURALSORT) for seed in (0, 1)),
+]
+
+
+def cells(markdown, start):
+    """The cells of the one line of a Markdown table that starts so."""
+    (line,) = [line for line in markdown.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_mean_std_difference_and_bold_beside_the_published_values(made):
+    status, text, _ = made(TWO_SEEDS)
+    assert status == 0
+    # Sample standard deviation: .5 points off the mean on both sides give .71.
+    assert cells(text, "Softmax CE") == [
+        *("Softmax CE (softmax_cross_entropy)", "[1, 0, 0, 0, 0]"),
+        *("61.27", "", "61.50 ± 0.71", "+0.23", "85.31", "", "85.30 ± 0.42", "−0.01", "2"),
+    ]
+    assert cells(text, "Top-k NeuralSort") == [
+        *("Top-k NeuralSort (neuralsort)", "[.2, .2, .2, .2, .2]", "61.46", "59.42"),
+        *("**62.00 ± 0.00**", "+0.54", "86.03", "83.03", "**86.00 ± 0.00**", "−0.03", "2"),
+    ]
+    assert cells(text, "Top-k DiffSortNets")[2:5] == ["**62.00**", "55.00", "not run"]
+    assert cells(text, "Lap-Top-k†")[2:5] == ["64.53", "", ""]
+    caption = text.splitlines()[0]
+    for said in (
+        "Table 1: ResNet-18",
+        "200 epochs",
+        "fp32",
+        "seeds 0 and 1",
+        "a CPU",
+        "mean of 2 seeds",
+        "†: second-hand",
+    ):
+        assert said in caption
+    assert "not comparable" not in caption
+
+
+def test_a_row_with_fewer_seeds_than_asked_says_so(made):
+    _, text, _ = made(TWO_SEEDS[1:])
+    assert cells(text, "Softmax CE")[4:6] == ["**62.00**", "+0.73"]  # no ± for one seed; ties are both the best
+    assert cells(text, "Softmax CE")[-1] == "1 of 2"
+    assert "fewer than the 2 seeds" in text
+    assert cells(made(TWO_SEEDS, "--n_seeds", "3")[1], "Softmax CE")[-1] == "2 of 3"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n_epochs": "5"}, "n_epochs 5 (published: 200)"),
+        ({"limit_train": "5000", "train_images": "4750"}, "limit_train 5000"),
+        ({"limit_test": "100"}, "limit_test 100"),
+        ({"precision": "bf16"}, "precision bf16 (not fp32)"),
+        ({"label_noise": "0.2", "noise_groups": "blocks"}, "label_noise 0.2"),
+        ({"dataset": "digits", "num_classes": "10"}, "dataset digits (published: cifar100)"),
+        ({"lr": "0.01"}, "lr 0.01 (published: 0.001)"),
+    ],
+)
+def test_a_shorter_or_other_run_has_no_difference_and_the_caption_says_why(made, change, reason):
+    _, text, _ = made([{**row, **change} for row in TWO_SEEDS])
+    caption = text.splitlines()[0]
+    assert "These runs are not comparable with the published values" in caption
+    assert reason in caption.partition("hence no difference: ")[2]
+    assert cells(text, "Softmax CE")[5] == "—"
+    assert cells(text, "Top-k NeuralSort")[5] == "—"
+
+
+def test_a_reason_of_one_row_names_it(made):
+    rows = [*TWO_SEEDS[:2], *({**row, "inverse_temperature": "0.5", "m": "16"} for row in TWO_SEEDS[2:])]
+    _, text, _ = made(rows)
+    reason = "Top-k NeuralSort (neuralsort) [.2, .2, .2, .2, .2]: m 16 (published: none), inverse_temperature 0.5 (pub"
+    assert reason in text
+    assert cells(text, "Softmax CE")[5] == "+0.23"
+    assert cells(text, "Top-k NeuralSort")[5] == "—"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_epochs": "5"},
+        {"limit_train": "50"},
+        {"precision": "bf16"},
+        {"implementation": "difftopk"},
+        {"batch_size": "64"},
+    ],
+)
+def test_other_schedules_subsets_precisions_and_implementations_are_not_mixed(made, change):
+    (column, value), *_ = change.items()
+    rows = [*TWO_SEEDS, cifar_run(0, 0.3, 0.6, **change)]
+    status, text, said = made(rows)
+    assert (status, text) == (2, "")
+    assert f"mixes {column} " in said
+    (advice,) = re.findall(r"choose with (--where \S+)", said)
+    assert made(rows, *advice.split())[0] == 0
+    assert cells(made(rows, "--where", f"{column}={value}")[1], "Softmax CE")[4] == "30.00"
+
+
+def test_a_cell_holds_the_seeds_of_one_experiment(made):
+    rows = [
+        *TWO_SEEDS,
+        cifar_run(0, 0.3, 0.6, p_k="0.2 0.2 0.2 0.2 0.2", **{**NEURALSORT, "inverse_temperature": "0.5"}),
+    ]
+    status, _, said = made(rows)
+    assert status == 2
+    assert "neuralsort [.2, .2, .2, .2, .2] mixes inverse_temperature 0.0625 and 0.5" in said
+    status, text, _ = made(rows, "--where", "neuralsort:inverse_temperature=0.0625")
+    assert status == 0
+    assert cells(text, "Softmax CE")[4] == "61.50 ± 0.71"  # the condition is about neuralsort alone
+
+
+def test_runs_without_a_published_row_come_last_and_files_without_a_table_stand_alone(made):
+    rows = [cifar_run(0, 0.5, 0.8, "soft_topk", "0.2 0.2 0.2 0.2 0.2"), *TWO_SEEDS]
+    _, text, _ = made(rows)
+    assert text.splitlines()[-1].startswith("| soft_topk |")
+    status, text, _ = made(rows, "--table", "none", name="mine.csv")
+    assert status == 0
+    assert "published" not in text
+    assert cells(text, "method") == ["method", "P_K", "top-1 ours", "top-5 ours", "seeds"]
+    assert made([{**row, "implementation": "difftopk"} for row in rows])[1].count("top-1 difftopk") == 1
+
+
+def imagenet_run(seed, top5, **settings):
+    row = {
+        **IMAGENET,
+        "seed": str(seed),
+        "order_seed": str(seed),
+        "test_top1": "0.86",
+        "test_top5": str(top5),
+        **settings,
+    }
+    return {"run_id": f"{row['method']}-{row['backbone']}-{seed}", **row}
+
+
+def test_imagenet_rows_have_three_digits_and_are_recognised_by_their_columns(made):
+    settings = {"method": "softmax_cross_entropy", "p_k": "1 0 0 0 0"}
+    _, text, _ = made([imagenet_run(seed, 0.97812, **settings) for seed in (0, 1)], name="mine.csv")
+    assert text.startswith("Tables 2 and 3: linear heads on frozen ImageNet-1K")
+    assert cells(text, "Softmax (")[2:] == [
+        *("86.06", "86.00 ± 0.00", "−0.06", "97.795", "97.812 ± 0.000", "+0.017", "2"),
+    ]
+    large = [imagenet_run(0, 0.7, **settings, num_classes="10450")]
+    assert "ImageNet-21K-P" in made(large, "--table", "tables2_3", name="mine.csv")[1]
+    assert "num_valid 50000 (published: 100000)" in made(large, name="imagenet21k.csv")[1]
+
+
+def test_table_5_tells_the_backbones_apart_and_takes_any_p_k_where_none_is_known(made):
+    networks = {"method": "sinkhorn_sort", "inverse_temperature": "100.0", "m": "16", "top1_mode": "sm"}
+    other = {"backbone": "tf_efficientnet_l2_ns", "resolution": "800", "embeddings": "1000x5504-87654321"}
+    rows = [
+        imagenet_run(0, 0.98, **networks, p_k="0.2 0.2 0.2 0.2 0.2"),
+        imagenet_run(0, 0.99, **networks, p_k="0.25 0 0 0 0.75", **other),
+    ]
+    _, text, _ = made(rows, name="table5.csv")
+    assert cells(text, "ResNeXt-101 32x48d WSL, Top-k SinkhornSort")[7:9] == ["98.00", "+0.01"]
+    assert cells(text, "Noisy Student EfficientNet-L2, Top-k SinkhornSort")[1] == "[.25, 0, 0, 0, .75]"
+    assert cells(text, "CLIP")[2:4] == ["no", "≈88.4"]
+    assert "not comparable" not in text
+    assert "Top-k SinkhornSort (sinkhorn_sort) is not known; the one shown is ours" in text
+    alone = made(rows, "--table", "none", name="table5.csv")[1]
+    assert "| sinkhorn_sort, tf_efficientnet_l2_ns | [.25, 0, 0, 0, .75] |" in alone
+    rows.append(imagenet_run(0, 0.97, **networks, p_k="0.5 0 0 0 0.5"))
+    status, _, said = made(rows, name="table5.csv")
+    assert status == 2
+    assert "is one published row" in said
+
+
+def test_latex_is_balanced_and_uses_booktabs(made):
+    rows = [*TWO_SEEDS, cifar_run(0, 0.5, 0.8, "soft_topk", "0.2 0.2 0.2 0.2 0.2")]
+    _, text, _ = made(rows, "--format", "latex")
+    for command in (
+        "\\toprule",
+        "\\midrule",
+        "\\bottomrule",
+        "\\begin{table}",
+        "\\end{table}",
+        "\\caption{",
+        "\\label{",
+    ):
+        assert text.count(command) == 1
+    unescaped = re.sub(r"\\.", "", text)
+    assert unescaped.count("{") == unescaped.count("}")
+    assert unescaped.count("$") % 2 == 0
+    assert "\\textbf{62.00 $\\pm$ 0.00}" in text
+    assert not re.search(r"[±−—≈†]", text)
+    body = text.split("\\midrule")[1].split("\\bottomrule")[0].strip().splitlines()
+    columns = re.search(r"\\begin\{tabular\}\{([lr]+)\}", text)[1]
+    assert {len(re.split(r"(?<!\\)&", line)) for line in body} == {len(columns)}
+    assert all(line.endswith("\\\\") for line in body)
+    assert not re.search(r"(?<!\\)[_#%]", re.sub(r"%.*|\$P_K\$", "", text.split("\n", 1)[1].replace("\\%", "")))
+
+
+def test_csv_keeps_all_digits_as_fractions(made, tmp_path):
+    output = tmp_path / "new" / "table.csv"
+    status, text, said = made(TWO_SEEDS, "--format", "csv", "--output", output)
+    assert (status, text) == (0, "")
+    assert f"wrote {output}" in said
+    rows = list(csv.DictReader(io.StringIO(output.read_text())))
+    assert rows[0]["test_top1_mean"] == "0.615"
+    assert float(rows[0]["test_top1_std"]) == pytest.approx(0.005 * 2**0.5)
+    assert (rows[0]["published_test_top1"], rows[0]["n_seeds"], rows[0]["n_epochs"]) == ("0.6127", "2", "200")
+    assert (rows[6]["rerun_test_top5"], rows[10]["second_hand"]) == ("0.8303", "true")
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "said"),
+    [
+        (TWO_SEEDS, ["--where", "n_epoch=5"], "did you mean n_epochs"),
+        (TWO_SEEDS, ["--where", "n_epochs"], "must have the form COLUMN=VALUE"),
+        (TWO_SEEDS, ["--where", "n_epochs=5"], "leaves no row"),
+        (TWO_SEEDS, ["--where", "neuralsor:m=5"], "did you mean neuralsort"),
+        (TWO_SEEDS, ["--table", "table2"], "table"),
+        (TWO_SEEDS, ["--table", "tables2_3"], "no rows of embeddings"),
+        (TWO_SEEDS, ["--published", "nowhere.csv"], "cannot read nowhere.csv"),
+        (TWO_SEEDS, ["--published", PAPER / "network_depths.csv"], "like results/paper/table1.csv"),
+        ([{**TWO_SEEDS[0], "test_top1": "61.0"}], [], "fraction in [0, 1], got '61.0'"),
+        ([{**TWO_SEEDS[0], "method": "sorted"}], [], "is no method"),
+        ([{**TWO_SEEDS[0], "p_k": "one"}], [], "p_k must be numbers"),
+        ([{name: TWO_SEEDS[0][name] for name in ("run_id", "method")}], [], "no column p_k"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, said):
+    status, text, error = made(rows, *flags)
+    assert (status, text) == (2, "")
+    assert said in error
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+
+
+def test_an_absent_or_empty_file_gets_a_sentence(tmp_path, capsys):
+    assert report.main([str(tmp_path / "table1.csv")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    (tmp_path / "table1.csv").write_text("run_id,method\n")
+    assert report.main([str(tmp_path / "table1.csv")]) == 2
+    assert "has no rows yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [train_cifar100, finetune_imagenet])
+def test_what_makes_another_experiment_is_what_the_scripts_say(script):
+    flags = vars(script.parse_arguments(["--method", "softsort"]))
+    not_recorded = {"results", "force", "seeds", "cache_dir", "endpoint_url"}
+    row = dict.fromkeys([*flags, "embeddings"], "")
+    identity = {name for name in report_tables.identity_columns(row) if name not in not_recorded}
+    expected = set(script.IDENTITY) - set(report_tables.SEEDS) | {"embeddings"}
+    assert identity == expected
+
+
+def published(name):
+    return list(csv.DictReader((PAPER / name).open(newline="")))
+
+
+def test_the_published_values_are_those_of_the_facts():
+    counts = {"table1.csv": 15, "tables2_3_imagenet1k.csv": 10, "tables2_3_imagenet21k.csv": 12, "table5.csv": 18}
+    assert {name: len(published(name)) for name in counts} == counts
+    values = {(row["published_name"], row["p_k"], row["source"]): row for row in published("table1.csv")}
+    paper, rerun = "Petersen et al. 2022, Table 1", "the reproduction report's own rerun"
+    for name, p_k, source, top1, top5 in (
+        ("Softmax CE", "1 0 0 0 0", paper, "0.6127", "0.8531"),
+        ("Top-5 SoftSort", "0 0 0 0 1", paper, "0.0101", "0.0509"),
+        ("Top-k DiffSortNets", "0.2 0.2 0.2 0.2 0.2", paper, "0.6200", "0.8673"),
+        ("Top-k SoftSort", "0.2 0.2 0.2 0.2 0.2", rerun, "0.6354", "0.8017"),
+    ):
+        row = values[name, p_k, source]
+        assert (row["test_top1"], row["test_top5"], row["second_hand"]) == (top1, top5, "false")
+    imagenet = {row["published_name"]: row for row in published("tables2_3_imagenet1k.csv")}
+    assert imagenet["Smooth top-5 loss"]["test_top5"] == "0.97540"  # the digits of the source, its last 0 too
+    assert imagenet["Top-k SinkhornSort"]["test_top1"] == "0.8629"
+    table5 = {row["published_name"]: row for row in published("table5.csv")}
+    assert table5["Noisy Student EfficientNet-L2, Top-k DiffSortNets"]["test_top5"] == "0.9868"
+    assert (table5["ViT-L/16"]["test_top5"], table5["Meta Pseudo Labels (EffNet-L2)"]["approximate"]) == (
+        "",
+        "test_top5",
+    )
+    depths = {(row["n"], row["k"], row["network"]): row["layers"] for row in published("network_depths.csv")}
+    assert depths["10450", "5", "best earlier selection network"] == "50"
+
+
+def test_unknown_values_are_empty_and_second_hand_ones_marked():
+    table4 = published("table4.csv")
+    assert len({row["p_k"] for row in table4}) == 6
+    assert not any(row["test_top1"] or row["test_top5"] for row in table4)
+    known = [row for row in published("tables2_3_imagenet21k.csv") if row["test_top1"]]
+    assert [(row["published_name"], row["test_top1"], row["test_top5"], row["second_hand"]) for row in known] == [
+        ("DiffSortNets", "0.4022", "0.7088", "true"),
+        ("Lap-Top-k", "0.4048", "0.7105", "true"),
+    ]
+    second_hand = [row["published_name"] for row in published("table1.csv") if row["second_hand"] == "true"]
+    assert second_hand == ["Lap-Top-k"]
+    for path in PAPER.glob("table*.csv"):
+        for row in published(path.name):
+            assert row["source"], path
+            assert row["read_in"], path
+            assert row["table"] == path.stem
+
+
+def test_every_column_of_the_published_files_is_documented():
+    text = (ROOT / "results" / "README.md").read_text()
+    columns = {name for path in PAPER.glob("*.csv") for name in published(path.name)[0]}
+    assert not [name for name in sorted(columns) if f"`{name}`" not in text]
+
+
+def test_figures_are_drawn_and_are_the_same_bytes_twice(write, tmp_path, capsys):
+    settings = {**NEURALSORT, "p_k": "0.5 0 0 0 0.5"}
+    rows = [*TWO_SEEDS, *(cifar_run(seed, 0.6 + seed / 100, 0.85, **settings) for seed in (0, 1))]
+    for row in rows[:-1]:
+        (tmp_path / "runs" / row["run_id"]).mkdir(parents=True)
+        lines = [f"{epoch},{float(row['test_top1']) * epoch / 3},{0.1 * epoch}" for epoch in (1, 2, 3)]
+        (tmp_path / "runs" / row["run_id"] / "epochs.csv").write_text("\n".join(["epoch,test_top1,test_top5", *lines]))
+    names = [
+        "table1_accuracy_over_epochs",
+        "table1_accuracy_over_p_k",
+        "table1_top1_top5",
+        "permutation_matrix",
+        "times",
+    ]
+    path, drawn = write(rows), []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        assert report.main([str(path), "--figures", str(folder)]) == 0
+        drawn.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert "1 of 6 runs have no history" in capsys.readouterr().err
+    assert set(drawn[0]) == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert drawn[0] == drawn[1]
+    for name in names:
+        image = Image.open(tmp_path / "first" / f"{name}.png").convert("L")
+        shades = image.histogram()
+        assert min(image.size) >= 900
+        assert sum(shades[:200]) > 0.005 * image.width * image.height  # ink
+        assert shades[255] > 0.3 * image.width * image.height
+
+
+def test_figures_without_data_are_left_out_with_a_sentence(write, tmp_path, capsys, monkeypatch):
+    from scripts import report_figures
+
+    monkeypatch.setattr(report_figures, "draw_permutations", lambda folder: [])
+    flags = ["--figures", tmp_path / "figures", "--benchmarks", tmp_path]
+    assert report.main([str(write(TWO_SEEDS[:2])), *map(str, flags)]) == 0
+    said = capsys.readouterr().err
+    for figure in ("accuracy over epochs", "accuracy over P_K", "times"):
+        assert f"left out: {figure}" in said
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
+        f"table1_top1_top5.{kind}" for kind in ("png", "svg")
+    }
+
+
+def test_every_method_has_a_look_of_its_own():
+    assert set(STYLES) == set(METHODS)
+    for kind in ("label", "color", "marker"):
+        assert len({getattr(style, kind) for style in STYLES.values()}) == len(METHODS)
+
+
+@pytest.mark.parametrize("method", RELAXATIONS)
+def test_the_class_probabilities_of_the_permutation_figure_are_those_of_the_loss(method):
+    scores, p_k = [1.0, 8.0, -1.0, 9.0, 5.0], [0.5, 0.2, 0.2, 0.1]  # a weight of its own for each rank
+    matrix, weights, p = permutation_figure.relaxed_sort(method, scores, p_k)
+    assert weights.tolist() == pytest.approx([1, 0.5, 0.3, 0.1])
+    assert matrix.shape == (4, 5)
+    loss = make_loss(method, p_k=p_k, num_classes=5, top1_mode="sort", reduction="none")
+    logits = torch.tensor([scores] * 5, dtype=torch.float64)
+    assert p.tolist() == pytest.approx(loss(logits, torch.arange(5)).neg().exp().tolist(), abs=1e-6)
