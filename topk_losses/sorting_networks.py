@@ -17,6 +17,22 @@ from topk_losses.networks import Network
 from topk_losses.operator import TopKOperator, class_mass, refuse_double_backward
 
 
+# Slopes that are computed in one call: as many as the layers of a small network have, few beside those of a large one.
+SLOPES_AT_ONCE = 2**16
+
+
+def _groups(sizes: list[int]) -> list[list[int]]:
+    """Divide the layers 0, 1, ... into runs of at most SLOPES_AT_ONCE comparators times samples, or of one layer."""
+    groups, room = [], 0
+    for i, size in enumerate(sizes):
+        if not groups or size > room:
+            groups.append([])
+            room = SLOPES_AT_ONCE
+        groups[-1].append(i)
+        room -= size
+    return groups
+
+
 class _CarryMass(torch.autograd.Function):
     """Scores and mass through the layers; the mass on the output lanes comes out.
 
@@ -42,9 +58,9 @@ class _CarryMass(torch.autograd.Function):
             b, a = pair.chunk(2)  # (c, 2, batch) each
             d = a - b
             swap = distribution.alpha(d[:, 0], beta, art_lambda)  # (c, batch)
-            moved = d * swap.unsqueeze(1)  # (c, 2, batch)
-            b += moved
-            a -= moved
+            both = swap.unsqueeze(1)  # (c, 1, batch), for either channel
+            b.addcmul_(d, both)
+            a.addcmul_(d, both, value=-1)
             x.index_copy_(0, lanes, pair)
             saved += [d, swap]
         column = x.index_select(0, output_lanes)[:, 1].T  # (batch, k)
@@ -61,17 +77,22 @@ class _CarryMass(torch.autograd.Function):
         with torch.no_grad():
             g = grad.new_zeros(n, 2, batch)
             g[output_lanes, 1] = grad.T
-            for i in reversed(range(ctx.num_layers)):
-                lanes, d, swap = layers[i], saved[2 * i], saved[2 * i + 1]
-                pair = g.index_select(0, lanes)
-                g_hi, g_lo = pair.chunk(2)  # (c, 2, batch) each
-                g_moved = g_hi - g_lo
-                g_d = g_moved * swap.unsqueeze(1)  # (c, 2, batch)
-                g_swap = (g_moved * d).sum(1)  # (c, batch)
-                g_d[:, 0] += ctx.distribution.slope(d[:, 0], swap, ctx.beta, ctx.art_lambda).mul_(g_swap)
-                g_hi -= g_d
-                g_lo += g_d
-                g.index_copy_(0, lanes, pair)
+            for group in reversed(_groups([swap.numel() for swap in saved[1::2]])):
+                swaps = [saved[2 * i + 1] for i in group]
+                scores = torch.cat([saved[2 * i][:, 0] for i in group])  # (sum of c, batch)
+                slope = ctx.distribution.slope(scores, torch.cat(swaps), ctx.beta, ctx.art_lambda)
+                slopes = slope.split([len(swap) for swap in swaps])  # (c, batch) each
+                for i, swap, slope in zip(reversed(group), reversed(swaps), reversed(slopes)):
+                    d = saved[2 * i]  # (c, 2, batch)
+                    pair = g.index_select(0, layers[i])
+                    g_hi, g_lo = pair.chunk(2)  # (c, 2, batch) each
+                    g_moved = g_hi - g_lo
+                    g_d = g_moved * swap.unsqueeze(1)  # (c, 2, batch)
+                    g_swap = (g_moved * d).sum(1)  # (c, batch)
+                    g_d[:, 0].addcmul_(slope, g_swap)
+                    g_hi -= g_d
+                    g_lo += g_d
+                    g.index_copy_(0, layers[i], pair)
         grad_logits = refuse_double_backward(g[:, 0].T, grad, column)
         grad_mass = refuse_double_backward(g[:, 1].T, grad, column) if ctx.needs_input_grad[1] else None
         return grad_logits, grad_mass, None, None, None, None, None
