@@ -16,7 +16,6 @@ from topk_losses.distributions import DISTRIBUTIONS, Distribution
 from topk_losses.networks import Network
 from topk_losses.operator import TopKOperator, class_mass, refuse_double_backward
 
-
 # Slopes that are computed in one call: as many as the layers of a small network have, few beside those of a large one.
 SLOPES_AT_ONCE = 2**16
 
