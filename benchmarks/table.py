@@ -4,7 +4,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.atomic_file import atomic_write
+from data.atomic_file import atomic_write
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:

@@ -22,6 +22,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from data.atomic_file import atomic_write, sync_folder
 from data.remote import (
     CACHE_VARIABLE,
     S3,
@@ -166,7 +167,7 @@ class Download:
             self._discard()
             raise
         os.replace(self.part_file, self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         found = self.path.stat()
         record = {"source": self.location.uri, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
         write_json(self.sidecar, {**record, "version": remote.version, "sha256": self.sha256})
@@ -380,19 +381,5 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with atomic_write(path) as file:
         json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename within `folder` survive a power cut; Windows cannot open folders."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -7,18 +7,17 @@ Every file is written under a temporary name, synchronised and renamed. A shard 
 import hashlib
 import io
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data.atomic_file import atomic_write
 from data.embedding_store import (
     DTYPES,
     FORMAT,
@@ -192,15 +191,15 @@ def _write_array(path: Path, tensor: Tensor, name: str) -> StoredFile:
     content = memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
     digest = hashlib.sha256(header.getvalue())
     digest.update(content)
-    with _replacing(path) as file:
+    with atomic_write(path, "wb", shared=True) as file:
         file.write(header.getvalue())
         file.write(content)
     return StoredFile(path.name, len(header.getvalue()) + len(content), digest.hexdigest())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with _replacing(path) as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
+    with atomic_write(path, shared=True) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
 
 
 def _read_json(path: Path) -> Any | None:
@@ -209,27 +208,3 @@ def _read_json(path: Path) -> Any | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for bytes that takes the place of `path`, whole and on the disk, when the block ends.
-
-    The temporary name holds the process id, so that several writers may work in one folder.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # the rename itself must survive a power cut, too
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

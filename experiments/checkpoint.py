@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from experiments.atomic_file import atomic_write
+from data.atomic_file import atomic_write
 
 CURRENT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from experiments.atomic_file import atomic_write
+from data.atomic_file import atomic_write
 
 # Every column of a row that is not a flag of the script. Flags have their name as column, and their meaning
 # in --help.

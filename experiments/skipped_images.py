@@ -8,7 +8,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.atomic_file import atomic_write
+from data.atomic_file import atomic_write
 
 SKIPPED = "skipped.csv"
 COLUMNS = ("split", "image", "path", "reason")

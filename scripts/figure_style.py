@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from experiments.atomic_file import atomic_write
+from data.atomic_file import atomic_write
 
 COLUMN, PAGE = 3.35, 6.9  # inches: a column, and both with the gap between
 GREY = "#767676"

@@ -17,8 +17,8 @@ import difflib
 import sys
 from pathlib import Path
 
+from data.atomic_file import atomic_write
 from experiments import command_line as cli
-from experiments.atomic_file import atomic_write
 from experiments.environment import ROOT
 from experiments.run_record import read_rows
 from scripts.report_formats import FORMATS

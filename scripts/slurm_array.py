@@ -26,7 +26,7 @@ from pathlib import Path
 
 import submitit
 
-from experiments.atomic_file import atomic_write
+from data.atomic_file import atomic_write
 from scripts.sweep import (
     Progress,
     Row,

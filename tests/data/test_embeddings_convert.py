@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import embedding_formats, embedding_writer
+from data import atomic_file, embedding_formats
 from data.embeddings import DTYPES, LAYOUTS, EmbeddingError, convert, open_store
 
 REPOSITORY = Path(__file__).parents[2]
@@ -247,12 +247,12 @@ def test_a_kill_at_any_rename_leaves_no_store_and_the_next_call_finishes(tmp_pat
     # Settings; three files for each of four shards; manifest.
     for last in range(1, 15):
         count, folder = 0, tmp_path / f"store{last}"
-        monkeypatch.setattr(embedding_writer.os, "replace", stop_at(last))
+        monkeypatch.setattr(atomic_file.os, "replace", stop_at(last))
         with pytest.raises(Killed):
             convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES)
         with pytest.raises(EmbeddingError, match=r"was not finished|is not an embedding store"):
             open_store(folder)
-        monkeypatch.setattr(embedding_writer.os, "replace", replace)
+        monkeypatch.setattr(atomic_file.os, "replace", replace)
         done = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.shard.json")}
         assert len(done) == max(0, (last - 2) // 3)
         assert_holds(convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES), parts)
@@ -268,11 +268,11 @@ def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(descriptor)
 
-    monkeypatch.setattr(embedding_writer.os, "fsync", full)
+    monkeypatch.setattr(atomic_file.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES)
     assert not list((tmp_path / "store").glob(".*.tmp"))
-    monkeypatch.setattr(embedding_writer.os, "fsync", fsync)
+    monkeypatch.setattr(atomic_file.os, "fsync", fsync)
     assert_holds(convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES), parts)
 
 

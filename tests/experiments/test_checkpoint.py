@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from experiments.atomic_file import atomic_write
+from data.atomic_file import atomic_write
 from experiments.checkpoint import (
     CURRENT,
     PREVIOUS,

@@ -12,17 +12,18 @@ from typing import IO
 
 
 @contextmanager
-def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
+def atomic_write(path: Path, mode: str = "w", *, shared: bool = False) -> Iterator[IO]:
     """Open a file for writing ("w": UTF-8 text, "wb": bytes) that takes the place of `path` when the block
     ends.
 
     When the block raises, `path` is untouched. The temporary name is fixed, so that what a killed process
-    leaves behind is overwritten by the next; the caller holds a lock against a second writer. OSError passes
-    through.
+    leaves behind is overwritten by the next; the caller holds a lock against a second writer. shared: other processes
+    may write the same file at the same time; the temporary name holds the process id, and begins with a dot.
+    OSError passes through.
     """
     # A link stays a link: the file it points to is replaced.
     path = Path(os.path.realpath(path))
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
         with open(temporary, mode, **text) as file:
