@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from benchmarks.table import write_table
 from experiments.command_line import DEFAULT_P_K, build_loss, count
 from experiments.environment import device_name, git_commit, resolve_device, set_up_device
+from experiments.head_runs import HeadRun, Stack, stacks_of
 from experiments.official_loss import executor_of
-from models.heads import HeadStack, head
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
 SIZES = ("500x2048x1000m16", "500x2048x10450m50")
@@ -104,34 +104,36 @@ def measure(
         if method not in (SOFTMAX, *NOT_IN_DIFFTOPK):
             losses["difftopk", method] = loss_of("difftopk", method, n, m, device)
     # One set of weights for all losses, so that all find the same amount of it in the caches.
-    stacks = {number: stack_of(number, dim, n, device) for number in {1, heads}}
+    stacks = {number: heads_of(number, dim, n, device) for number in {1, heads}}
     timed: list[Timed] = [("ours", method, number) for number in sorted(stacks) for method in methods]
     timed += [("difftopk", method, 1) for implementation, method in losses if implementation == "difftopk"]
 
-    def batch_of(rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        return embeddings.index_select(0, rows), labels.index_select(0, rows).expand(number, -1)
+    def batch_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return embeddings.index_select(0, rows), labels.index_select(0, rows)
 
     def step(what: Timed) -> None:
         implementation, method, number = what
-        stack, optimizer = stacks[number]
-        rows, targets = batch_of(torch.randint(NUM_ROWS, (batch,), device=device), number)
-        logits = stack(rows.float())  # (heads, batch, n)
-        loss = mean_losses(implementation, losses[implementation, method], logits, targets)  # (heads,)
-        if device.type == "cpu" and not loss.isfinite().all():  # the script looks, too
-            raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.tolist()}")
-        optimizer.zero_grad(set_to_none=True)
-        loss.sum().backward()
-        optimizer.step()
+        rows, targets = batch_of(torch.randint(NUM_ROWS, (batch,), device=device))
+        rows = rows.float()
+        for stack in stacks[number]:
+            logits = stack.training(rows)  # (heads, batch, n)
+            shared = targets.expand(len(stack.runs), -1)  # (heads, batch)
+            loss = mean_losses(implementation, losses[implementation, method], logits, shared)  # (heads,)
+            if device.type == "cpu" and not loss.isfinite().all():  # the script looks, too
+                raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.tolist()}")
+            stack.optimizer.zero_grad(set_to_none=True)
+            loss.sum().backward()
+            stack.optimizer.step()
 
     first = {}
     with torch.no_grad():
-        rows, targets = batch_of(torch.arange(batch, device=device) % NUM_ROWS, 1)
-        logits = stacks[1][0](rows.float())  # (1, batch, n)
+        rows, targets = batch_of(torch.arange(batch, device=device) % NUM_ROWS)
+        logits = stacks[1][0].heads(rows.float())  # (1, batch, n)
         for what in timed:
             implementation, method, number = what
             if number == 1:
                 loss_fn = losses[implementation, method]
-                first[what] = mean_losses(implementation, loss_fn, logits, targets).item()
+                first[what] = mean_losses(implementation, loss_fn, logits, targets.unsqueeze(0)).item()
 
     times: dict[Timed, list[float]] = {what: [] for what in timed}
     for _ in range(turns):
@@ -141,10 +143,10 @@ def measure(
     return times, first
 
 
-def stack_of(number: int, dim: int, n: int, device: torch.device) -> tuple[HeadStack, torch.optim.Optimizer]:
-    """Return so many heads as one module on the device, and its optimizer."""
-    stack = HeadStack([head(dim, n) for _ in range(number)]).to(device)
-    return stack, torch.optim.Adam(stack.parameters(), lr=LEARNING_RATE, fused=True)
+def heads_of(number: int, dim: int, n: int, device: torch.device) -> list[Stack]:
+    """Return so many new heads on the device, as the script divides them."""
+    runs = [HeadRun(seed, 0, f"seed {seed}", Path()) for seed in range(number)]
+    return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, LEARNING_RATE, device, compiled=False)
 
 
 def milliseconds(call: Callable[[], None], number: int, device: torch.device) -> float:

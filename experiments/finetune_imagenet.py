@@ -43,11 +43,10 @@ from experiments.environment import (
     resolve_device,
     set_up_device,
 )
-from experiments.head_runs import HeadRun, resume, save, stack_of
+from experiments.head_runs import HeadRun, Stack, resume, stacks_of
 from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.run_record import open_run, run_id, utc_now, write_config, write_row
 from experiments.training_run import diverged, finished_line, recorded, say
-from models.heads import HeadStack
 from topk_losses import TopKCrossEntropyLoss
 
 # What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
@@ -246,11 +245,10 @@ def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
             group = [run for run in unfinished if run.steps == step]
             if group != together:
                 together = group
-                heads, optimizer = stack_of(group, shape, flags["lr"], device)
-                training_heads = torch.compile(heads) if args.compile else heads
+                stacks = stacks_of(group, shape, flags["lr"], device, args.compile)
                 # The loss is compiled with the heads' number of rows, and evaluated eagerly.
                 training_loss = torch.compile(loss_fn) if args.compile and args.implementation == "ours" else loss_fn
-            train_epoch(group, heads, training_heads, training_loss, loss_fn, optimizer, batches, splits, args)
+            train_epoch(stacks, training_loss, loss_fn, batches, splits, args)
 
         # Record.
         for run in unfinished:
@@ -344,21 +342,19 @@ def rows_of(store: EmbeddingStore, args: argparse.Namespace, defaults: Defaults)
 
 
 def train_epoch(
-    group: Sequence[HeadRun],
-    heads: HeadStack,
-    training_heads: nn.Module,
+    stacks: Sequence[Stack],
     training_loss: nn.Module,
     loss_fn: nn.Module,
-    optimizer: torch.optim.Optimizer,
     batches: EmbeddingBatches,
     splits: dict[str, EmbeddingBatches],
     args: argparse.Namespace,
 ) -> None:
-    """Train a group of heads to the end of its epoch, evaluating and saving on the way.
+    """Train heads that stand at the same step to the end of its epoch, evaluating and saving on the way.
 
     Losses stay on the device until an evaluation, so that no step waits for a GPU. Raises RunError if a loss is not
     finite: at once on the CPU, before the next evaluation on a GPU.
     """
+    group = [run for stack in stacks for run in stack.runs]
     device, num_steps = batches.device, len(batches)
     epoch, start = group[0].steps // num_steps + 1, group[0].steps % num_steps
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
@@ -370,18 +366,22 @@ def train_epoch(
     saved_at, started = time.monotonic(), time.perf_counter()
     losses: list[Tensor] = []  # of the steps since the last evaluation, each (heads,)
     for step, parts in enumerate(bar, start + 1):
-        embeddings, labels = parts[0] if len(orders) == 1 else map(torch.stack, zip(*parts))
-        labels = labels.expand(len(group), -1)  # (heads, batch)
-        kept = heads.dropout_mask(args.batch_size, [run.seed for run in group], (epoch - 1) * num_steps + step)
-        with autocast():
-            logits = training_heads(embeddings.float(), kept)  # (heads, batch, n)
-        loss = mean_losses(training_loss, logits.float(), labels, args.implementation)  # (heads,)
-        if device.type == "cpu":
-            check_finite(loss, group, args.method, f"in epoch {epoch}, step {step} of {num_steps}")
-        optimizer.zero_grad(set_to_none=True)
-        loss.sum().backward()  # the heads share no weight: each gets the gradient of its own loss
-        optimizer.step()
-        losses.append(loss.detach())
+        parts = {order: (embeddings.float(), labels) for order, (embeddings, labels) in zip(orders, parts)}
+        of_stacks = []  # losses of this step, (heads of the stack,) each
+        for stack in stacks:
+            seeds = [run.seed for run in stack.runs]
+            embeddings, labels = batch_of(stack, parts)
+            kept = stack.heads.dropout_mask(args.batch_size, seeds, (epoch - 1) * num_steps + step)
+            with autocast():
+                logits = stack.training(embeddings, kept)  # (heads, batch, n)
+            loss = mean_losses(training_loss, logits.float(), labels, args.implementation)  # (heads,)
+            if device.type == "cpu":
+                check_finite(loss, stack.runs, args.method, f"in epoch {epoch}, step {step} of {num_steps}")
+            stack.optimizer.zero_grad(set_to_none=True)
+            loss.sum().backward()  # the heads share no weight: each gets the gradient of its own loss
+            stack.optimizer.step()
+            of_stacks.append(loss.detach())
+        losses.append(torch.cat(of_stacks))
         if not (step == 1 or step % args.eval_freq == 0 or step == num_steps):
             continue
 
@@ -391,7 +391,8 @@ def train_epoch(
         if isinstance(loss_fn, TopKCrossEntropyLoss):
             loss_fn.check_convergence()
         train_seconds = time.perf_counter() - started
-        evaluated = evaluate(heads, loss_fn, splits, autocast, args.implementation)
+        evaluated = evaluate(stacks, loss_fn, splits, autocast, args.implementation)
+        where = f"epoch {epoch} step {step}/{num_steps}"
         for run, train_loss, result in zip(group, means.tolist(), evaluated):
             run.steps = (epoch - 1) * num_steps + step
             entry = {
@@ -405,16 +406,27 @@ def train_epoch(
                 "peak_memory_mib": peak_memory_mib(device),
             }
             run.history.append(entry)
-            where = f"epoch {epoch} step {step}/{num_steps}"
             if not math.isfinite(result["valid_loss"]):
                 raise diverged(args.method, result["valid_loss"], f"in the validation after {where}, seed {run.seed}")
         if step == num_steps or time.monotonic() - saved_at > SAVE_SECONDS:
-            for number, run in enumerate(group):
-                run.weights, run.optimizer = heads.state_of(number), heads.optimizer_state_of(optimizer, number)
-                save(run, finished=step == num_steps and epoch == args.n_epochs)
+            for stack in stacks:
+                stack.save(finished=step == num_steps and epoch == args.n_epochs)
+            for run in group:
                 say(evaluation_line(run, where, args.n_epochs))
             saved_at = time.monotonic()
         losses, started = [], time.perf_counter()
+
+
+def batch_of(stack: Stack, parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return a stack's embeddings, (batch, d) if its heads share them, else (heads, batch, d), and (heads, batch) labels.
+
+    parts: by order_seed, embeddings (batch, d) and labels (batch,).
+    """
+    if len(parts) == 1:
+        ((embeddings, labels),) = parts.values()
+        return embeddings, labels.expand(len(stack.runs), -1)
+    embeddings, labels = zip(*(parts[run.order_seed] for run in stack.runs))
+    return torch.stack(embeddings), torch.stack(labels)
 
 
 def mean_losses(loss_fn: nn.Module, logits: Tensor, labels: Tensor, implementation: str) -> Tensor:
@@ -435,7 +447,7 @@ def check_finite(losses: Tensor, group: Sequence[HeadRun], method: str, where: s
 
 @torch.no_grad()
 def evaluate(
-    heads: HeadStack,
+    stacks: Sequence[Stack],
     loss_fn: nn.Module,
     splits: dict[str, EmbeddingBatches],
     autocast: partial,
@@ -446,18 +458,23 @@ def evaluate(
     Counts alone are kept from batch to batch, never logits.
     """
     started = time.perf_counter()
-    results: list[dict[str, float]] = [{} for _ in range(heads.num_heads)]
+    results: list[dict[str, float]] = [{} for stack in stacks for _ in stack.runs]
     for name, split in splits.items():
         num_rows = len(split.rows)
-        loss_sum = torch.zeros(heads.num_heads, dtype=torch.float64, device=split.device)
-        hits = torch.zeros(heads.num_heads, len(TOP_K), dtype=torch.int64, device=split.device)
+        loss_sum = torch.zeros(len(results), dtype=torch.float64, device=split.device)
+        hits = torch.zeros(len(results), len(TOP_K), dtype=torch.int64, device=split.device)
         for embeddings, labels in split.in_order():
-            labels = labels.expand(heads.num_heads, -1)  # (heads, batch)
-            with autocast():
-                logits = heads(embeddings.float())  # (heads, batch, n)
-            logits = logits.float()
-            loss_sum += mean_losses(loss_fn, logits, labels, implementation) * labels.shape[1]
-            hits += count_hits(logits, labels)
+            embeddings = embeddings.float()  # (batch, d)
+            first = 0
+            for stack in stacks:
+                own = slice(first, first + len(stack.runs))  # of the heads of all stacks
+                first = own.stop
+                with autocast():
+                    logits = stack.heads(embeddings)  # (heads, batch, n)
+                logits = logits.float()
+                targets = labels.expand(len(stack.runs), -1)  # (heads, batch)
+                loss_sum[own] += mean_losses(loss_fn, logits, targets, implementation) * len(labels)
+                hits[own] += count_hits(logits, targets)
         for result, loss, counts in zip(results, loss_sum.tolist(), hits.tolist()):
             result |= {f"{name}_loss": loss / num_rows, **hit_fractions(name, counts, num_rows)}
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.checkpoint import save_checkpoint
 from experiments.run_record import utc_now, write_history
@@ -17,6 +17,7 @@ from experiments.training_run import restoring, saved_state
 from models.heads import HeadStack, head
 
 EVALUATIONS = "evaluations.csv"
+CPU_WEIGHTS = 2**23  # most weights in one stack on a CPU: four heads of ImageNet-1K, one of ImageNet-21K-P
 
 
 @dataclass(eq=False)
@@ -63,10 +64,27 @@ def save(run: HeadRun, finished: bool) -> None:
     write_history(run.folder, run.history, EVALUATIONS)
 
 
-def stack_of(
-    group: Sequence[HeadRun], shape: Mapping[str, Any], lr: float, device: torch.device
-) -> tuple[HeadStack, torch.optim.Optimizer]:
-    """Return the heads of a group as one module on the device, and its optimizer, as they were saved.
+@dataclass(eq=False)
+class Stack:
+    """Heads that take each step together: one module, one optimizer. training: the module, compiled or not."""
+
+    runs: list[HeadRun]
+    heads: HeadStack
+    training: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def save(self, finished: bool) -> None:
+        """Take the heads' states apart and save each."""
+        for number, run in enumerate(self.runs):
+            run.weights = self.heads.state_of(number)
+            run.optimizer = self.heads.optimizer_state_of(self.optimizer, number)
+            save(run, finished)
+
+
+def stacks_of(
+    group: Sequence[HeadRun], shape: Mapping[str, Any], lr: float, device: torch.device, compiled: bool
+) -> list[Stack]:
+    """Return the heads of a group, in its order, as modules on the device with their optimizers, as they were saved.
 
     shape: the arguments of models.heads.head. A head that has not begun is initialised under its seed. Raises
     RunError where a checkpoint does not fit.
@@ -78,8 +96,15 @@ def stack_of(
         if run.weights is not None:
             with restoring(run.folder):
                 heads[-1].load_state_dict(run.weights)
-    stack = HeadStack(heads).to(device)
-    optimizer = torch.optim.Adam(stack.parameters(), lr=lr, fused=True)
-    if group[0].optimizer is not None:
-        stack.load_optimizer_states(optimizer, [run.optimizer for run in group])
-    return stack, optimizer
+    # On a GPU the wider, the better; on a CPU a product of more weights than the caches hold gains nothing, and loses.
+    weights = sum(parameter.numel() for parameter in heads[0].parameters())
+    size = len(group) if device.type == "cuda" else max(CPU_WEIGHTS // weights, 1)
+    stacks = []
+    for begin in range(0, len(group), size):
+        runs = list(group[begin : begin + size])
+        stacked = HeadStack(heads[begin : begin + size]).to(device)
+        optimizer = torch.optim.Adam(stacked.parameters(), lr=lr, fused=True)
+        if runs[0].optimizer is not None:
+            stacked.load_optimizer_states(optimizer, [run.optimizer for run in runs])
+        stacks.append(Stack(runs, stacked, torch.compile(stacked) if compiled else stacked, optimizer))
+    return stacks

@@ -18,6 +18,7 @@ from torch import nn
 from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_rows
 from data.object_store import PUBLISHED, upload
 from experiments import finetune_imagenet as script
+from experiments import head_runs
 from experiments.checkpoint import CURRENT, read_checkpoint
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.metrics import TOP_K, chosen_by_validation
@@ -278,6 +279,20 @@ def test_heads_trained_together_give_the_rows_of_separate_runs(store, tmp_path, 
             assert float(ours[column]) == pytest.approx(float(expected[column]), rel=1e-5)
 
 
+@pytest.mark.parametrize("flag", ["", "--order_seed own"])
+def test_heads_too_large_for_one_stack_share_the_pass(store, tmp_path, monkeypatch, flag):
+    one, several = tmp_path / "one" / "r.csv", tmp_path / "several" / "r.csv"
+    flags = f"--seeds 5 1 2 --apply_dropout {flag}"
+    assert script.main(command(store, one, flags)) == 0
+    monkeypatch.setattr(head_runs, "CPU_WEIGHTS", 2 * (DIM + 1) * NUM_CLASSES)  # two heads and one
+    assert script.main(command(store, several, flags)) == 0
+    for ours, expected in zip(read_rows(several), read_rows(one)):
+        assert ours["run_id"] == expected["run_id"]
+        assert ours["num_heads"] == "3"
+        for column in ("last_train_loss", "last_valid_loss", "last_test_loss"):
+            assert float(ours[column]) == pytest.approx(float(expected[column]), rel=1e-5)
+
+
 def test_recorded_seeds_are_skipped_and_force_repeats_them(store, results, capsys):
     script.main(command(store, results, "--seed 4 --order_seed 7"))
     before = read_rows(results)
@@ -379,7 +394,6 @@ def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, ca
         script.main(command(store, results))
     (folder,) = (results.parent / "runs").iterdir()
     saved = read_checkpoint(folder / CURRENT)
-    script_save = script.save
     run = script.HeadRun(
         0,
         0,
@@ -388,7 +402,7 @@ def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, ca
         {"0.weight": torch.zeros(2, 2)},
         **{name: saved[name] for name in ("steps", "history", "started_utc", "times_resumed")},
     )
-    script_save(run, finished=False)
+    head_runs.save(run, finished=False)
     assert script.main(command(store, results)) == 1
     assert "another version of this code" in capsys.readouterr().err
 
