@@ -418,7 +418,7 @@ def train_epoch(
 
 
 def batch_of(stack: Stack, parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return a stack's embeddings, (batch, d) if its heads share them, else (heads, batch, d), and (heads, batch) labels.
+    """Return a stack's embeddings, (batch, d) if its heads share them or (heads, batch, d), and labels (heads, batch).
 
     parts: by order_seed, embeddings (batch, d) and labels (batch,).
     """
