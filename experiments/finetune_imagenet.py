@@ -56,6 +56,7 @@ IDENTITY = (
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
     *("implementation", "lr", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
+TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 SAVE_SECONDS = 600  # within an epoch, too, a checkpoint is written at the first evaluation after this time
 
@@ -113,6 +114,8 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
         help="embeddings: a short name (python -m data.embeddings list), a torch file, a store, or the s3:// or "
         "https:// address of one (%(default)s)",
     )
+    for key in TENSORS:
+        group.add_argument(f"--{key}", metavar="KEY", help="its name in a torch file of no published layout")
     group.add_argument("--cache_dir", type=Path, metavar="DIR", help="of downloads; $TOPK_CACHE or data/downloads")
     group.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
     group.add_argument(
@@ -190,7 +193,7 @@ def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
         "data_path": cli.portable(Path(args.data_path)) if Path(args.data_path).exists() else args.data_path,
     }
     # Of these a repetition or another place changes nothing that is reported.
-    for flag in ("results", "force", "seeds", "cache_dir", "endpoint_url"):
+    for flag in ("results", "force", "seeds", "cache_dir", "endpoint_url", *TENSORS):
         del flags[flag]
     runs = []
     for seed in args.seeds:
@@ -308,7 +311,8 @@ def open_store_of(args: argparse.Namespace) -> EmbeddingStore:
         except ObjectStoreError as error:
             raise cli.CommandLineError(f"--data_path: {error}") from None
     try:
-        store = open_or_fetch(args.data_path, args.cache_dir, endpoint_url=args.endpoint_url)
+        keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
+        store = open_or_fetch(args.data_path, args.cache_dir, endpoint_url=args.endpoint_url, keys=keys or None)
         store["train"], store["test"]  # named if they are missing
     except EmbeddingError as error:
         raise cli.RunError(str(error)) from None

@@ -120,7 +120,7 @@ def test_every_column_of_a_row_is_a_flag_or_explained(store, results):
     (row,) = read_rows(results)
     flags = vars(script.parse_arguments(["--method", "softsort"])).keys()
     assert row.keys() - flags <= COLUMNS.keys()
-    assert flags - row.keys() == {"results", "force", "seeds", "cache_dir", "endpoint_url"}
+    assert flags - row.keys() == {"results", "force", "seeds", "cache_dir", "endpoint_url", *script.TENSORS}
     assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
     assert set(script.IDENTITY) <= row.keys()
 
@@ -461,6 +461,17 @@ def test_a_published_file_arrives_by_itself(name, s3, store, tmp_path, results):
     client.delete_object(Bucket="publicdata1", Key=PUBLISHED[name])
     next((tmp_path / "cache").glob("*.p")).unlink()
     assert script.main(command(name, tmp_path / "again.csv", flags)) == 0
+
+
+def test_a_file_of_another_layout_is_read_by_the_names_of_its_tensors(store, tmp_path, results, capsys):
+    tensors = [each for _, embeddings, labels in rows_and_labels() for each in (embeddings, labels)]
+    torch.save(dict(zip("abcd", tensors)), tmp_path / "own.p")
+    assert script.main(command(tmp_path / "own.p", results, n_epochs=1)) == 1
+    assert "Found: a float16" in capsys.readouterr().err
+    flags = " ".join(f"--{name} {key}" for name, key in zip(script.TENSORS, "abcd"))
+    assert script.main(command(tmp_path / "own.p", results, flags, n_epochs=1)) == 0
+    script.main(command(store, tmp_path / "local.csv", n_epochs=1))
+    assert read_rows(results)[0]["last_test_loss"] == read_rows(tmp_path / "local.csv")[0]["last_test_loss"]
 
 
 def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
