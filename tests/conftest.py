@@ -1,9 +1,14 @@
 """Hypothesis draws new examples on every run, except under CI, where a run must not depend on luck."""
 
 import os
+import signal
 
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+# In the background of a script ("scripts/test.sh &") Ctrl-C comes ignored, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
