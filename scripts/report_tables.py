@@ -230,7 +230,8 @@ def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
     if first.get("embeddings"):
         stores = dict.fromkeys(f"{run['embeddings']} ({run.get('backbone') or 'backbone not known'})" for run in runs)
         parts.append(f"embeddings {_and(list(stores))}")
-    epochs = f"{first.get('n_epochs') or 'an unknown number of'} epochs"
+    number = first.get("n_epochs") or "an unknown number of"
+    epochs = f"{number} epoch{'s' * (number != '1')}"
     if protocol.get("n_epochs") and not _same(first.get("n_epochs", ""), protocol["n_epochs"]):
         epochs += f" of the published {protocol['n_epochs']}"
     parts.append(epochs)
