@@ -40,7 +40,7 @@ LEARNING_RATE = 10**-4.5
 COLUMNS = (
     *("method", "batch", "dim", "n", "m", "heads", "p_k", "ms", "over_softmax", "over_separate"),
     *("official_path", "official_ms", "official_over_ours", "loss", "official_loss"),
-    *("device", "threads", "torch", "python", "git_commit"),
+    *("compiled", "device", "threads", "torch", "python", "git_commit"),
 )
 LINE = "{method:22} {batch:>5} {dim:>5} {n:>6} {m:>4} {heads:>5} {ms:>8} {over_softmax:>9} {over_separate:>10} "
 LINE += "{official_ms:>11} {official_over_ours:>6}  {official_path}"
@@ -91,10 +91,11 @@ def mean_losses(implementation: str, loss_fn: nn.Module, logits: Tensor, labels:
 
 
 def measure(
-    size: Size, methods: list[str], heads: int, turns: int, steps: int, device: torch.device
+    size: Size, methods: list[str], arguments: argparse.Namespace, device: torch.device
 ) -> tuple[dict[Timed, list[float]], dict[Timed, float]]:
     """Return the milliseconds per step of each turn, and the losses of the first batch."""
     batch, dim, n, m = size
+    heads, turns, steps, compiled = arguments.heads, arguments.turns, arguments.steps, arguments.compile
     torch.manual_seed(0)
     embeddings = torch.rand(NUM_ROWS, dim, device=device).half()  # (rows, dim), positive as pooled ReLUs are
     labels = torch.randint(n, (NUM_ROWS,), device=device)
@@ -103,8 +104,12 @@ def measure(
         # Cross-entropy is PyTorch's in both: there is nothing to compare.
         if method not in (SOFTMAX, *NOT_IN_DIFFTOPK):
             losses["difftopk", method] = loss_of("difftopk", method, n, m, device)
+    training = {
+        (implementation, method): torch.compile(loss) if compiled and implementation == "ours" else loss
+        for (implementation, method), loss in losses.items()
+    }
     # One set of weights for all losses, so that all find the same amount of it in the caches.
-    stacks = {number: heads_of(number, dim, n, device) for number in {1, heads}}
+    stacks = {number: heads_of(number, dim, n, device, compiled) for number in {1, heads}}
     timed: list[Timed] = [("ours", method, number) for number in sorted(stacks) for method in methods]
     timed += [("difftopk", method, 1) for implementation, method in losses if implementation == "difftopk"]
 
@@ -118,7 +123,7 @@ def measure(
         for stack in stacks[number]:
             logits = stack.training(rows)  # (heads, batch, n)
             shared = targets.expand(len(stack.runs), -1)  # (heads, batch)
-            loss = mean_losses(implementation, losses[implementation, method], logits, shared)  # (heads,)
+            loss = mean_losses(implementation, training[implementation, method], logits, shared)  # (heads,)
             if device.type == "cpu" and not loss.isfinite().all():  # the script looks, too
                 raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.tolist()}")
             stack.optimizer.zero_grad(set_to_none=True)
@@ -143,10 +148,10 @@ def measure(
     return times, first
 
 
-def heads_of(number: int, dim: int, n: int, device: torch.device) -> list[Stack]:
+def heads_of(number: int, dim: int, n: int, device: torch.device, compiled: bool) -> list[Stack]:
     """Return so many new heads on the device, as the script divides them."""
     runs = [HeadRun(seed, 0, f"seed {seed}", Path()) for seed in range(number)]
-    return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, LEARNING_RATE, device, compiled=False)
+    return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, LEARNING_RATE, device, compiled)
 
 
 def milliseconds(call: Callable[[], None], number: int, device: torch.device) -> float:
@@ -202,6 +207,9 @@ def main() -> int:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
     parser.add_argument("--threads", type=count, default=os.cpu_count())
+    parser.add_argument(
+        "--compile", action="store_true", help="heads and our losses compiled, as the script's --compile"
+    )
     parser.add_argument("--turns", type=count, default=7)
     parser.add_argument("--steps", type=count, default=3, help="timed steps per turn and loss (%(default)s)")
     parser.add_argument(
@@ -218,6 +226,7 @@ def main() -> int:
         parser.error(str(error))
     set_up_device(device, arguments.threads, deterministic=False)
     shared = {
+        "compiled": str(arguments.compile).lower(),
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -228,7 +237,7 @@ def main() -> int:
     table = []
     print(LINE.format(**{name: HEADINGS.get(name, name) for name in COLUMNS}))
     for size in arguments.sizes:
-        times, first = measure(size, methods, arguments.heads, arguments.turns, arguments.steps, device)
+        times, first = measure(size, methods, arguments, device)
         for row in rows_of(size, methods, arguments.heads, times, first):
             table.append({**row, **shared})
             print(LINE.format(**table[-1]), flush=True)
