@@ -33,11 +33,12 @@ def largest_indices(scores: Tensor, m: int) -> Tensor:
     if scores.device.type != "cpu" or num_blocks < 4 * m:
         return scores.topk(m, dim=1).indices
     # On the CPU torch.topk takes longer for a score than amax does: the m largest scores lie in the m blocks with the
-    # largest maxima (and in the rest, which is no whole block), so that few scores need the former.
-    blocks = scores[:, : num_blocks * BLOCK].unflatten(1, (num_blocks, BLOCK))  # (batch, blocks, BLOCK)
-    chosen = blocks.amax(2).topk(m, dim=1, sorted=False).indices  # (batch, m)
-    within = torch.arange(BLOCK, device=scores.device)
-    candidates = (chosen.unsqueeze(2) * BLOCK + within).flatten(1)  # (batch, m * BLOCK)
+    # largest maxima (and in the rest, which is no whole block), so that few scores need the former. A block is every
+    # num_blocks-th score, so that amax runs along contiguous rows.
+    blocks = scores[:, : num_blocks * BLOCK].unflatten(1, (BLOCK, num_blocks))  # (batch, BLOCK, blocks)
+    chosen = blocks.amax(1).topk(m, dim=1, sorted=False).indices  # (batch, m)
+    within = num_blocks * torch.arange(BLOCK, device=scores.device)
+    candidates = (chosen.unsqueeze(2) + within).flatten(1)  # (batch, m * BLOCK)
     rest = torch.arange(num_blocks * BLOCK, n, device=scores.device).expand(batch, -1)  # (batch, n % BLOCK)
     candidates = torch.cat([candidates, rest], dim=1)
     return candidates.gather(1, scores.gather(1, candidates).topk(m, dim=1).indices)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from topk_losses.smooth_topk import SmoothHardTopKLoss, SmoothTopKLoss, smooth_kth_largest
+from topk_losses.smooth_kth_largest import smooth_kth_largest
+from topk_losses.smooth_topk import SmoothHardTopKLoss, SmoothTopKLoss
 
 with contextlib.redirect_stdout(io.StringIO()):
     import difftopk.smooth_topk
@@ -112,9 +113,9 @@ def test_gradcheck_with_ties_and_wide_gaps():
 @st.composite
 def problems(draw):
     """(logits, labels, k, tau): any size, scale and half, single or double precision; often with ties."""
-    n = draw(st.integers(2, 40))
+    n = draw(st.integers(2, 40) | st.integers(41, 400))
     batch = draw(st.integers(1, 5))
-    k = draw(st.integers(1, n - 1))
+    k = draw(st.integers(1, min(n - 1, 40)))
     tau = draw(st.sampled_from([0.01, 0.1, 1.0, 10.0]))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
     logits = seeded(batch, n, seed=draw(st.integers(0, 10**6)))
@@ -187,6 +188,47 @@ def test_ties_in_closed_form(n, k, dtype):
     want = torch.full_like(kth, 7 + 0.5 * math.log((n - k + 1) / k))
     torch.testing.assert_close(kth, want, rtol=rtol, atol=0)
     torch.testing.assert_close(scores.grad, torch.full_like(scores, 1 / n), rtol=300 * rtol, atol=10 * rtol / n)
+
+
+def shaped_scores(shape: str, n: int, k: int) -> Tensor:
+    """(n,) float64 scores whose rest, beyond the leaves of the tree, is hard for alternating power sums."""
+    place = torch.arange(n, dtype=torch.float64)
+    return {
+        "equal": torch.zeros(n, dtype=torch.float64),
+        "equal up to noise": 1e-3 * seeded(n),
+        "one step after 4 k": torch.where(place < 4 * k, 0.0, -2.0).double(),
+        "few at the top, then equal": torch.where(place < k, 50.0, 0.0).double(),
+        "few equal, then nothing": torch.where(place < 7 * k, 0.0, -200.0).double(),
+        "falling slowly": -place / k,
+        "falling fast": -5 * place,
+        "normal": seeded(n),
+        "far apart": 1e3 * seeded(n),
+    }[shape]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("equal", "equal up to noise", "one step after 4 k", "few at the top, then equal"),
+        *("few equal, then nothing", "falling slowly", "falling fast", "normal", "far apart"),
+    ],
+)
+@pytest.mark.parametrize("k", [1, 2, 5, 10, 32])
+def test_the_rest_by_power_sums_against_the_recurrence(k, shape, dtype):
+    n = 20 * k + 3
+    scores = shaped_scores(shape, n, k)[torch.randperm(n, generator=torch.Generator().manual_seed(k))]
+    scores = scores.to(dtype).unsqueeze(0)
+    for temperature in (0.1, 1.0, 5.0):
+        got, got_grad = value_and_grad(lambda x, t: smooth_kth_largest(x, k, t), scores, temperature)
+        want, want_grad = value_and_grad(lambda x, t: recurrence_kth(x, k, t), scores.double(), temperature)
+        # the recurrence in log space loses digits itself where scores are large
+        slack = 100 * torch.finfo(dtype).eps + 1e-14 * float(scores.abs().max()) / temperature
+        torch.testing.assert_close(got.double(), want, rtol=slack, atol=slack * temperature)
+        torch.testing.assert_close(got_grad.double(), want_grad, rtol=0, atol=20 * slack)
+        torch.testing.assert_close(
+            got_grad.double().sum(), torch.ones((), dtype=torch.float64), rtol=0, atol=50 * slack
+        )
 
 
 def test_many_classes_against_the_recurrence():
