@@ -6,15 +6,17 @@ Xie et al. 2020), with 1/n of mass per rank. The cost is the squared difference;
 is Gamma_ij = exp((f_i + g_j - C_ij) / epsilon), and P is n Gamma, shared equally among the ranks of a group.
 
 Sinkhorn's fixed point is found by Newton's method on the semi-dual: f is eliminated, so that the rows of n Gamma
-are softmax(h - C / epsilon) with h = g / epsilon, and h is sought for which the columns have their mass nu. The
-same Jacobian gives the backward pass in closed form, without unrolling (Xie et al. 2020, the KKT conditions).
+are softmax(h - C / epsilon) with h = g / epsilon, and h is sought for which the columns have their mass nu. It starts
+from the h of the hard transport or, where the transport is smooth, from that of normally distributed scores. The same
+Jacobian gives the backward pass in closed form, without unrolling (Xie et al. 2020, the KKT conditions).
 """
 
 import contextlib
+import functools
 import itertools
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ from topk_losses.operator import TopKOperator, refuse_double_backward
 WHITENING_EPSILON = 1e-18  # added to the variance: equal scores have a finite gradient
 MAX_DAMPING = 1e8
 DEFAULT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
+# The typical start saves most Newton steps where epsilon is at least this and anchors are few. It is taken where no
+# anchor's mass is off by more than this (relative); elsewhere the hard one leads to the solution sooner.
+SMOOTH_EPSILON, CLOSE = 0.1, 0.7
 
 
 def whiten_and_squash(scores: Tensor) -> Tensor:
@@ -49,17 +54,101 @@ def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tenso
     return torch.nn.functional.pad(solution, (0, 1))
 
 
-def _hard_potentials(x: Tensor, anchors: Tensor, ends: Tensor, last: int, epsilon: float) -> Tensor:
-    """The potentials h (batch, A) of the hard transport: exact for epsilon -> 0, a close start elsewhere.
+def _hard_potentials(x: Tensor, targets: "_Targets", epsilon: float) -> Tensor:
+    """The potentials h (batch, A) of the hard transport: exact for epsilon -> 0, close where it is small.
 
-    The scores go to the anchors in order. The potentials of two neighbouring anchors make the midpoint between
-    the last score of the one and the first score of the other indifferent. last: scores not on the last anchor.
+    The scores x (batch, n) go to the anchors in order. The potentials of two neighbouring anchors make the midpoint
+    between the last score of the one and the first score of the other indifferent.
     """
-    ordered = x.topk(last + 1, dim=1).values  # (batch, last + 1)
-    midpoint = (ordered[:, ends[:-1] - 1] + ordered[:, ends[:-1]]) / 2  # (batch, A - 1)
+    ends, anchors = targets.ends[:-1], targets.anchors
+    ordered = x.topk(targets.not_on_last + 1, dim=1).values  # (batch, n but the last anchor's, and its first)
+    midpoint = (ordered[:, ends - 1] + ordered[:, ends]) / 2  # (batch, A - 1)
     upper, lower = anchors[:-1], anchors[1:]
     step = (lower - upper) * (lower + upper - 2 * midpoint) / epsilon  # (batch, A - 1)
     return torch.nn.functional.pad(step.cumsum(1), (1, 0))
+
+
+class _Targets(NamedTuple):
+    """What a transport knows before it sees any score; (A,) each.
+
+    ends: last rank of each anchor's group. not_on_last: scores that do not belong on the last anchor. sizes: ranks that
+    share each anchor. mass: sizes / n. typical: potentials of normally distributed scores, None if of no use.
+    """
+
+    ends: Tensor
+    not_on_last: int
+    anchors: Tensor
+    sizes: Tensor
+    mass: Tensor
+    typical: Tensor | None
+
+
+@functools.lru_cache(maxsize=64)
+def _targets(ends: tuple[int, ...], epsilon: float, dtype: torch.dtype, device: torch.device) -> _Targets:
+    """The targets of ranks 1..n grouped by `ends`; kept, since on a GPU fresh constants would make every call wait."""
+    n, not_on_last = ends[-1], ends[-2]
+    with torch.inference_mode(False), torch.no_grad():
+        group_ends = torch.tensor(ends)
+        sizes = torch.diff(group_ends, prepend=group_ends.new_zeros(1)).double()
+        anchors = torch.linspace(1, 0, len(ends), dtype=torch.float64)
+        floats = (anchors, sizes, sizes / n)
+        typical = None
+        if epsilon >= SMOOTH_EPSILON and 2 * len(ends) <= n:
+            quantiles = torch.special.ndtri((torch.arange(n, dtype=torch.float64) + 0.5) / n)  # (n,)
+            x = whiten_and_squash(quantiles.unsqueeze(0))
+            start = _hard_potentials(x, _Targets(group_ends, not_on_last, *floats, None), epsilon)
+            typical = _potentials(_kernel(x, anchors, epsilon), sizes / n, lambda: start, None, 1e-3, 20)[0].squeeze(0)
+            typical = typical.to(device, dtype)
+        return _Targets(group_ends.to(device), not_on_last, *(each.to(device, dtype) for each in floats), typical)
+
+
+def _kernel(x: Tensor, anchors: Tensor, epsilon: float) -> Tensor:
+    """-(x - y)^2 / epsilon, (batch, A, n), without the x^2 / epsilon that no softmax over anchors sees."""
+    y = anchors.unsqueeze(1)  # (A, 1)
+    return (2 * x.unsqueeze(1) - y) * (y / epsilon)
+
+
+def _potentials(
+    kernel: Tensor,
+    mass: Tensor,
+    hard: Callable[[], Tensor],
+    typical: Tensor | None,
+    tolerance: float,
+    max_iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Newton's method from typical (A,) where that is close, else from hard(): h, P (batch, A, n), error (batch,)."""
+    # On the CPU looking at an error costs nothing; on a device it would wait for all work under way.
+    may_look = kernel.device.type == "cpu"
+
+    def evaluate(h: Tensor) -> tuple[Tensor, ...]:
+        P = (kernel + h.unsqueeze(2)).softmax(1)  # (batch, A, n)
+        c = P.mean(2)  # (batch, A)
+        return h, P, c, ((mass - c) / mass).abs().amax(1)  # error (batch,)
+
+    def choose(better: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if may_look and bool(better.all()):
+            return new
+        return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(new, old))
+
+    if typical is None:
+        state = evaluate(hard())
+    else:
+        state = evaluate(typical.expand(len(kernel), -1))
+        close = state[3] <= CLOSE  # (batch,)
+        if not (may_look and bool(close.all())):
+            state = choose(close, state, evaluate(hard()))
+    damping = torch.zeros_like(state[3])  # (batch,)
+    for _ in range(max_iterations):
+        h, P, c, error = state
+        if may_look and not bool((error > tolerance).any()):
+            break
+        step = _solve_laplacian(P, damping.unsqueeze(1), mass - c)  # (batch, A)
+        new = evaluate(h + step)
+        better = new[3] < error  # (batch,); false for NaN
+        state = choose(better, new, state)
+        # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
+        damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
+    return state[0], state[1], state[3]
 
 
 class _Transport(torch.autograd.Function):
@@ -67,40 +156,12 @@ class _Transport(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        anchors: Tensor,
-        mass: Tensor,
-        h: Tensor,
-        epsilon: float,
-        tolerance: float,
-        max_iterations: int,
+        ctx: Any, x: Tensor, targets: _Targets, epsilon: float, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
-        # -(x - y)^2 / epsilon without the x^2 / epsilon that no softmax over anchors sees
-        y = anchors.unsqueeze(1)  # (A, 1)
-        kernel = (2 * x.unsqueeze(1) - y) * (y / epsilon)  # (batch, A, n)
-
-        def evaluate(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            P = (kernel + h.unsqueeze(2)).softmax(1)  # (batch, A, n)
-            residual = mass - P.mean(2)  # (batch, A)
-            return P, residual, (residual / mass).abs().amax(1)  # error (batch,)
-
-        P, residual, error = evaluate(h)
-        damping = torch.zeros_like(error)  # (batch,)
-        for _ in range(max_iterations):
-            # On the CPU reading the error costs nothing; on a device it would wait for all work under way.
-            if x.device.type == "cpu" and not bool((error > tolerance).any()):
-                break
-            newton = h + _solve_laplacian(P, damping.unsqueeze(1), residual)  # (batch, A)
-            P_new, residual_new, error_new = evaluate(newton)
-            better = error_new < error  # (batch,); false for NaN
-            h = torch.where(better.unsqueeze(1), newton, h)
-            P = torch.where(better[:, None, None], P_new, P)
-            residual = torch.where(better.unsqueeze(1), residual_new, residual)
-            error = torch.where(better, error_new, error)
-            # A rejected step is shortened towards diag(c)^-1 residual, the first order of a Sinkhorn update.
-            damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
-        ctx.save_for_backward(anchors, P)
+        kernel = _kernel(x, targets.anchors, epsilon)
+        hard = functools.partial(_hard_potentials, x, targets, epsilon)
+        _, P, error = _potentials(kernel, targets.mass, hard, targets.typical, tolerance, max_iterations)
+        ctx.save_for_backward(targets.anchors, P)
         ctx.epsilon = epsilon
         ctx.mark_non_differentiable(error)
         return P, error
@@ -115,7 +176,7 @@ class _Transport(torch.autograd.Function):
             adjoint = _solve_laplacian(P, damping, direct.sum(2)).unsqueeze(2)  # (batch, A, 1)
             through_h = P * (adjoint - (P * adjoint).sum(1, keepdim=True)) / P.shape[2]
             grad_x = (anchors @ (direct - through_h)) * (2 / ctx.epsilon)  # (batch, n)
-        return refuse_double_backward(grad_x, grad, P), None, None, None, None, None, None
+        return refuse_double_backward(grad_x, grad, P), None, None, None, None
 
 
 class _TransportOperator(TopKOperator):
@@ -155,32 +216,28 @@ class _TransportOperator(TopKOperator):
             )
         return error
 
-    def _ends(self, n: int) -> tuple[Tensor, int]:
+    def _ends(self, n: int) -> tuple[int, ...]:
+        """The last rank of each anchor's group."""
         raise TypeError(f"{type(self).__name__} does not define _ends")
 
     @torch.compiler.disable
     def _plan(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """P over anchors (batch, A, n), and the number of ranks that share each anchor (A,)."""
-        n = scores.shape[1]
-        ends, last = self._ends(n)  # (A,) last rank of each anchor's group
-        sizes = torch.diff(ends, prepend=ends.new_zeros(1)).to(scores.dtype)  # (A,)
-        anchors = torch.linspace(1, 0, len(ends), dtype=scores.dtype, device=scores.device)
-        x = whiten_and_squash(scores)
         epsilon = 1 / self.inverse_temperature
+        targets = _targets(self._ends(scores.shape[1]), epsilon, scores.dtype, scores.device)
+        x = whiten_and_squash(scores)
         tolerance = DEFAULT_TOLERANCE[scores.dtype] if self.tolerance is None else self.tolerance
         if tolerance != self.warn_above:  # another dtype: what was enough for it says nothing here
             self.warn_above, self.largest_error = tolerance, torch.zeros_like(self.largest_error)
-        with torch.no_grad():
-            h = _hard_potentials(x, anchors, ends, last, epsilon)
         # Autocast would run the matrix products of the solver in half precision; the meta device knows no autocast.
         kind = scores.device.type
         with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-            P, error = _Transport.apply(x, anchors, sizes / n, h, epsilon, tolerance, self.max_iterations)
+            P, error = _Transport.apply(x, targets, epsilon, tolerance, self.max_iterations)
         # A sample with a NaN has no error to speak of; its P is NaN.
         self.largest_error = torch.cat([error.double().nan_to_num(nan=0.0), self.largest_error.view(1)]).amax()
         if kind == "cpu":
             self.check_convergence()
-        return P, sizes
+        return P, targets.sizes
 
     def _per_rank(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """For ranks 1..k: the anchor (k,) and the share of its mass 1 / size (k,)."""
@@ -220,8 +277,8 @@ class SinkhornSort(_TransportOperator):
     ) -> None:
         super().__init__(k, inverse_temperature, tolerance, max_iterations)
 
-    def _ends(self, n: int) -> tuple[Tensor, int]:
-        return torch.arange(1, n + 1, device=self.largest_error.device), n - 1
+    def _ends(self, n: int) -> tuple[int, ...]:
+        return tuple(range(1, n + 1))
 
     def _per_rank(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
         return torch.arange(self.k, device=sizes.device), sizes[: self.k]
@@ -252,12 +309,11 @@ class SoftTopK(_TransportOperator):
         rising = all(a < b for a, b in itertools.pairwise(self.boundaries))
         if not self.boundaries or self.boundaries[0] < 1 or self.boundaries[-1] > k or not rising:
             raise ValueError(f"boundaries must rise from at least 1 to at most k={k}, got {boundaries}")
-        group_ends = torch.tensor(self.boundaries)  # (A - 1,)
-        self.register_buffer("group_ends", group_ends, False)
-        self.register_buffer("anchor_of_rank", torch.searchsorted(group_ends, torch.arange(1, k + 1)), False)
+        anchor_of_rank = torch.searchsorted(torch.tensor(self.boundaries), torch.arange(1, k + 1))  # (k,)
+        self.register_buffer("anchor_of_rank", anchor_of_rank, False)
 
-    def _ends(self, n: int) -> tuple[Tensor, int]:
-        return torch.cat([self.group_ends, self.group_ends.new_full((1,), n)]), self.boundaries[-1]
+    def _ends(self, n: int) -> tuple[int, ...]:
+        return (*self.boundaries, n)
 
     def _per_rank(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
         return self.anchor_of_rank, 1 / sizes[self.anchor_of_rank]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from topk_losses import SinkhornSort, SoftTopK, TopKCrossEntropyLoss
+from topk_losses import SinkhornSort, SoftTopK, TopKCrossEntropyLoss, sinkhorn
 from topk_losses.sinkhorn import whiten_and_squash
 
 
@@ -102,3 +102,43 @@ def test_float32_and_float64_calls_are_each_held_to_their_own_tolerance():
         warnings.simplefilter("error")
         operator(logits.float())
         operator(logits)
+
+
+def newton_steps(monkeypatch, operator, logits) -> int:
+    steps = []
+    solve = sinkhorn._solve_laplacian
+    monkeypatch.setattr(sinkhorn, "_solve_laplacian", lambda *args: steps.append(0) or solve(*args))
+    operator(logits)
+    monkeypatch.undo()
+    return len(steps)
+
+
+def test_starts_from_typical_scores_and_stops_early(monkeypatch):
+    """From the hard transport alone it takes 10 steps here."""
+    operator, logits = SoftTopK(5, 10.0), random_logits(8, 2000, dtype=torch.float32)
+    operator(logits)  # solves for the typical scores, once
+    assert newton_steps(monkeypatch, operator, logits) <= 3
+    assert newton_steps(monkeypatch, operator, random_logits(8, 2000, 1e-3, dtype=torch.float32, seed=1)) <= 3
+
+
+def test_scores_far_from_typical_start_from_the_hard_transport(monkeypatch):
+    logits = random_logits(8, 40)
+    logits[::2, 0] += 20  # one class far above all others in every second sample
+    got = SoftTopK(5, 10.0)(logits)
+    monkeypatch.setattr(sinkhorn, "SMOOTH_EPSILON", float("inf"))
+    sinkhorn._targets.cache_clear()
+    want = SoftTopK(5, 10.0)(logits)
+    sinkhorn._targets.cache_clear()
+    torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
+    for row in range(8):  # each sample is solved as if it were alone
+        torch.testing.assert_close(SoftTopK(5, 10.0)(logits[row : row + 1]), got[row : row + 1], rtol=1e-7, atol=1e-9)
+
+
+def test_constants_made_under_inference_mode_serve_training_too():
+    sinkhorn._targets.cache_clear()
+    logits = random_logits(4, 30)
+    with torch.inference_mode():
+        SoftTopK(3)(logits)
+    logits.requires_grad_()
+    SoftTopK(3)(logits)[:, 0, 0].sum().backward()
+    assert bool(logits.grad.isfinite().all())
