@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from scripts.cost_figure import draw_cost
+from topk_losses.networks import bitonic
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
@@ -45,3 +48,42 @@ def test_a_size_that_cannot_be_read_is_refused(tmp_path):
     assert done.returncode == 2
     assert "BATCHxN" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
+    output = tmp_path / "scaling.csv"
+    flags = ["--max_n", 100, "--repeats", 1, "--limit_s", 0, "--threads", 1, "--output", output]
+    done = run("scaling.py", "--methods", "softsort", "bitonic", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(output.open()))
+    assert [(row["method"], row["n"], row["k"], row["batch"]) for row in rows] == [
+        (method, n, "5", "128") for method in ("softsort", "bitonic") for n in ("16", "100")
+    ]
+    assert all(float(row["ms"]) > 0 and row["passes"] == "1" for row in rows)
+    # to leading order: softsort n + k^2; the bitonic network's comparators that matter to the 5 largest
+    assert [float(row["operations"]) for row in rows] == [
+        *(16 + 25, 100 + 25),
+        *(float(bitonic(n, 5).pruned().num_comparators) for n in (16, 100)),
+    ]
+    assert [path.name for path in draw_cost(output, tmp_path)] == ["cost_over_size.png", "cost_over_size.svg"]
+    assert "asymptote" in (tmp_path / "cost_over_size.svg").read_text()
+    assert draw_cost(tmp_path / "absent.csv", tmp_path) == []
+
+
+def test_recipe_measures_ours_beside_the_official_loop(tmp_path):
+    output = tmp_path / "recipe.csv"
+    flags = ["--turns", 1, "--steps", 1, "--threads", 1, "--output", output]
+    done = run("recipe.py", "--methods", "softmax_cross_entropy", *flags)
+    assert done.returncode == 0, done.stderr
+    (row,) = csv.DictReader(output.open())
+    ratio = float(row["images_per_second"]) / float(row["official_images_per_second"])
+    assert float(row["ours_over_official"]) == pytest.approx(ratio, rel=0.01)
+
+
+def test_transport_agrees_with_unrolled_sinkhorn(tmp_path):
+    output = tmp_path / "transport.csv"
+    done = run("transport.py", "--sizes", "4x12", "--repeats", 1, "--threads", 1, "--output", output)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(output.open()))
+    assert [row["method"] for row in rows] == ["sinkhorn_sort", "soft_topk"]
+    assert all(float(row["largest_difference"]) < 2e-3 and float(row["unrolled_ms"]) > 0 for row in rows)
