@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.table import write_table
 from experiments.command_line import DEFAULT_P_K, build_loss, count
 from experiments.environment import device_name, git_commit, resolve_device, set_up_device
-from experiments.head_runs import HeadRun, Stack, stacks_of
+from experiments.head_runs import HeadRun, Recipe, Stack, stacks_of
 from experiments.official_loss import executor_of
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
@@ -150,8 +150,9 @@ def measure(
 
 def heads_of(number: int, dim: int, n: int, device: torch.device, compiled: bool) -> list[Stack]:
     """Return so many new heads on the device, as the script divides them."""
-    runs = [HeadRun(seed, 0, f"seed {seed}", Path()) for seed in range(number)]
-    return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, LEARNING_RATE, device, compiled)
+    recipe = Recipe({"lr": LEARNING_RATE, "implementation": "ours"}, nn.Identity())  # each loss is put behind the heads
+    runs = [HeadRun(recipe, seed, 0, {}, f"seed {seed}", Path()) for seed in range(number)]
+    return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, device, compiled)
 
 
 def milliseconds(call: Callable[[], None], number: int, device: torch.device) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from experiments.environment import ROOT
+from experiments.ranks import OthersEnded, Ranks
 from experiments.run_record import RecordError
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
 from topk_losses.checks import check_choice
@@ -53,39 +54,44 @@ class Parser(argparse.ArgumentParser):
 EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same command continues after it"
 
 
-def finish(run: Callable[[], int], stopped: str = EPOCHS_SAVED) -> int:
+def finish(run: Callable[[], int], stopped: str = EPOCHS_SAVED, *, ranks: Ranks | None = None, name: str = "") -> int:
     """Run a script's work and return its exit status, with a sentence on stderr where that is not 0.
 
-    stopped: what Ctrl-C and SIGTERM leave, said after "stopped: "; nothing is said where it is empty.
+    stopped: what Ctrl-C and SIGTERM leave, said after "stopped: "; nothing is said where it is empty. ranks: of
+    several processes, where the first that fails speaks for all. name: what an error is of, said before it.
     """
 
     def terminate(*_: object) -> NoReturn:
         raise Terminated
 
+    def fail(status: int, sentence: str) -> int:
+        if (ranks is None or ranks.speaks(status)) and sentence:
+            print(sentence, file=sys.stderr)
+        return status
+
     previous = signal.signal(signal.SIGTERM, terminate)
     try:
-        return run()
+        status = run()
+        if ranks is not None:
+            ranks.close()
+        return status
     except CommandLineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(2, f"error: {name}{error}")
     except (RunError, RecordError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return fail(1, f"error: {name}{error}")
+    except OthersEnded as error:
+        return fail(error.status, f"error: {name}{error}")
     except torch.OutOfMemoryError as error:
-        print(
-            f"error: {str(error).splitlines()[0]} Try a smaller --batch_size or --precision bf16",
-            file=sys.stderr,
-        )
-        return 1
+        remedy = "Try a smaller --batch_size or --precision bf16"
+        return fail(1, f"error: {name}{str(error).splitlines()[0]} {remedy}")
     except OSError as error:
-        print(f"error: {error}; mend that and give the same command again, it continues", file=sys.stderr)
-        return 1
+        return fail(1, f"error: {name}{error}; mend that and give the same command again, it continues")
     except KeyboardInterrupt as stop:
-        if stopped:
-            print(f"\nstopped: {stopped}", file=sys.stderr)
-        return 143 if isinstance(stop, Terminated) else 130
+        return fail(143 if isinstance(stop, Terminated) else 130, f"\nstopped: {stopped}" if stopped else "")
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        # One of several processes ends now, and is not to be stopped on the way.
+        if ranks is None or ranks.count == 1:
+            signal.signal(signal.SIGTERM, previous)
 
 
 # Argument types: text -> value, or ArgumentTypeError with a sentence.
@@ -254,6 +260,14 @@ def add_record_flags(parser: argparse.ArgumentParser, *, results: Path) -> None:
         action="store_true",
         help="repeat a configuration that the file already has; the new row takes the place of the old",
     )
+
+
+def device_of(name: str, ranks: Ranks) -> torch.device:
+    """Return the device of --device for this process. Raises CommandLineError."""
+    try:
+        return ranks.device(name)
+    except ValueError as error:
+        raise CommandLineError(str(error)) from None
 
 
 def learning_rate(args: argparse.Namespace, nloglr: float) -> dict[str, float | None]:

@@ -36,7 +36,7 @@ from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, St
 from data.image_sources import ImageSource, open_images
 from experiments import command_line as cli
 from experiments.checkpoint_backbone import checkpoint_backbone
-from experiments.environment import ROOT, device_name, resolve_device, set_up_device
+from experiments.environment import ROOT, device_name, set_up_device
 from experiments.feature_shards import ImageRange, collect, feature_batches
 from experiments.ranks import Ranks
 from experiments.skipped_images import SKIPPED, merge_skipped, read_skipped, remove_parts, write_skipped
@@ -320,15 +320,7 @@ def write_store(
 
 def choose_device(args: argparse.Namespace, ranks: Ranks) -> torch.device:
     """The device of --device; for one of several processes the GPU of its own number. Raises CommandLineError."""
-    name = args.device
-    if ranks.count > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
-        name = f"cuda:{ranks.local_rank}"
-    elif ranks.count > 1 and name.startswith("cuda:"):
-        raise cli.CommandLineError(f"each process of torchrun has a GPU of its own: give --device cuda, got {name}")
-    try:
-        device = resolve_device(name)
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
+    device = cli.device_of(args.device, ranks)
     if args.precision == "fp16" and device.type != "cuda":
         raise cli.CommandLineError("--precision fp16 is for GPUs: give bf16 or fp32 on a CPU")
     return device
@@ -419,8 +411,7 @@ def upload(store: EmbeddingStore, address: str, endpoint_url: str | None) -> Non
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/command_line.py)."""
     ranks = Ranks()
-    # Of several processes none speaks when it is stopped: torchrun stops all when one has failed, and that one spoke.
-    return cli.finish(lambda: extract(argv, ranks), stopped=STOPPED if ranks.count == 1 else "")
+    return cli.finish(lambda: extract(argv, ranks), stopped=STOPPED, ranks=ranks)
 
 
 if __name__ == "__main__":

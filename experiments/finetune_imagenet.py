@@ -10,43 +10,52 @@ as experiments/extract_embeddings.py makes of your own images.
 
 Protocol: a random 50,000 of the training rows for validation, one linear layer, m 16, batch 500, Adam with learning
 rate 10^-4.5, 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last; a row reports test
-accuracy where validation accuracy was best, per k. --seeds trains several heads in one pass over the data.
+accuracy where validation accuracy was best, per k. --seeds and --also train several heads in one pass over the data:
 
-One row per seed is added to results/imagenet1k.csv (--results); config.json, evaluations.csv and the checkpoint lie
-in results/runs/<run id>/. Stopping, killing, skipping and --force are as in train_cifar100.py.
+    python experiments/finetune_imagenet.py --seeds 0 1 --method softmax_cross_entropy \\
+        --also "--method neuralsort --p_k .5 0 0 0 .5" --also "--method softsort --p_k .5 0 0 0 .5"
+
+One row per configuration and seed is added to results/imagenet1k.csv (--results); config.json, evaluations.csv and
+the checkpoint lie in results/runs/<run id>/. Stopping, killing, skipping and --force are as in train_cifar100.py.
+
+    torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort --m 16    # two GPUs
+
+The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, dropout,
+gradient and accuracies are those of one process, but for rounding. Each keeps all training rows (--batches), since any
+of them may be in its share. The -- is torchrun's, which would take --m for a flag of its own. The column processes says
+how many; the run id, and so resuming, does not depend on it.
 """
 
 import argparse
+import itertools
 import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.embeddings import MODES, EmbeddingBatches, EmbeddingError, EmbeddingStore, open_or_fetch, split_rows
+from data.embeddings import EmbeddingBatches, EmbeddingStore, split_rows
 from experiments import command_line as cli
 from experiments.checkpoint import PREVIOUS, remove_checkpoints
 from experiments.environment import (
-    ROOT,
     check_compiler,
     describe_environment,
     git_commit,
     peak_memory_mib,
-    resolve_device,
     set_up_device,
 )
-from experiments.head_runs import HeadRun, Stack, resume, stacks_of
+from experiments.finetune_flags import IMAGENET_1K, LOSS_FLAGS, TENSORS, Defaults, open_store_of, parse_arguments
+from experiments.head_runs import EVALUATIONS, HeadRun, Recipe, Stack, resume, save, stacks_of
 from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
-from experiments.run_record import open_run, run_id, utc_now, write_config, write_row
-from experiments.training_run import diverged, finished_line, recorded, say
+from experiments.ranks import Ranks
+from experiments.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
+from experiments.training_run import diverged, finished_line, recorded, saved_state, say
 from topk_losses import TopKCrossEntropyLoss
 
 # What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
@@ -56,181 +65,97 @@ IDENTITY = (
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
     *("implementation", "lr", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
-TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 SAVE_SECONDS = 600  # within an epoch, too, a checkpoint is written at the first evaluation after this time
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """What a data set's published protocol sets. num_classes: so that flags can be refused before a download."""
-
-    table: str
-    prog: str
-    data_path: str
-    results: str
-    num_classes: int
-    m: int
-    nloglr: float
-    n_epochs: int
-    num_valid: int
-
-
-IMAGENET_1K = Defaults(
-    table="ImageNet-1K (Tables 2, 3 and 5)",
-    prog="finetune_imagenet.py",
-    data_path="wsl-32x48d-320",
-    results="imagenet1k.csv",
-    num_classes=1000,
-    m=16,
-    nloglr=4.5,
-    n_epochs=20,
-    num_valid=50_000,
-)
-
-
-def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> argparse.Namespace:
-    """Return the flags, each checked on its own. Raises CommandLineError."""
-    parser = cli.Parser(
-        prog=defaults.prog, description=f"Train heads on frozen embeddings of {defaults.table} with a top-k loss."
-    )
-    cli.add_loss_flags(parser, top1_mode="sm", m=defaults.m)
-    seeds = cli.add_optimization_flags(
-        parser,
-        n_epochs=defaults.n_epochs,
-        batch_size=500,
-        nloglr=defaults.nloglr,
-        seed_help="of initialisation, dropout and, unless --order_seed is given, order",
-    )
-    seeds.add_argument(
-        "--seeds", type=cli.seed, nargs="+", metavar="S", help="train a head for each in one pass; one row each"
-    )
-    group = parser.add_argument_group("data and model")
-    group.add_argument(
-        "--data_path",
-        "-d",
-        default=defaults.data_path,
-        metavar="SOURCE",
-        help="embeddings: a short name (python -m data.embeddings list), a torch file, a store, or the s3:// or "
-        "https:// address of one (%(default)s)",
-    )
-    for key in TENSORS:
-        group.add_argument(f"--{key}", metavar="KEY", help="its name in a torch file of no published layout")
-    group.add_argument("--cache_dir", type=Path, metavar="DIR", help="of downloads; $TOPK_CACHE or data/downloads")
-    group.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
-    group.add_argument(
-        "--batches",
-        type=cli.choice("batches", MODES),
-        default="auto",
-        help=f"where the training rows are kept: {', '.join(MODES)}; auto takes the first that holds them; the batches "
-        "are the same (%(default)s)",
-    )
-    group.add_argument(
-        "--num_valid",
-        type=cli.count,
-        metavar="N",
-        help=f"training rows that validate; default {defaults.num_valid}, or 5%% of a set of fewer than "
-        f"{20 * defaults.num_valid} rows",
-    )
-    group.add_argument(
-        "--limit_train", type=cli.count, metavar="N", help="use N random training rows, for a quick look"
-    )
-    group.add_argument("--limit_test", type=cli.count, metavar="N", help="use N random test rows, for a quick look")
-    group.add_argument("--split_seed", type=cli.seed, default=0, help="of the rows that validate (%(default)s)")
-    group.add_argument(
-        "--order_seed",
-        type=lambda text: text if text == "own" else cli.seed(text),
-        metavar="S",
-        help="of the order of the training rows: a number, or own for each head's seed; default: the first seed, "
-        "so that the heads of a pass share their batches",
-    )
-    group.add_argument(
-        "--hidden_dims", type=cli.count, nargs="+", metavar="D", help="widths of hidden layers; none without it"
-    )
-    group.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
-    group.add_argument("--apply_dropout", action="store_true", help="dropout of .5 on the embeddings in training")
-    group.add_argument(
-        "--eval_freq", type=cli.count, default=100, metavar="STEPS", help="steps between evaluations (%(default)s)"
-    )
-    cli.add_machine_flags(parser)
-    cli.add_record_flags(parser, results=ROOT / "results" / defaults.results)
-    args = parser.parse_args(argv)
-    args.seeds = args.seeds or [args.seed]
-    if len(set(args.seeds)) < len(args.seeds):
-        raise cli.CommandLineError(f"--seeds must differ, got {' '.join(map(str, args.seeds))}")
-    return args
-
-
-def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
-    """Train one configuration with each seed and record the rows; return the exit status."""
+def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
+    """Train each configuration with each seed and record the rows; return the exit status."""
     # What can be refused is refused before data is downloaded: tried with as many classes as the flags may need.
     try:
-        device = resolve_device(args.device)
-        loss_of(args, defaults, max(defaults.num_classes, args.m or 0), torch.device("cpu"))
+        device = ranks.device(args.device)
+        most = max(each.m or 0 for each in (args, *args.also))
+        recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))
         if args.compile:
             check_compiler()
     except ValueError as error:
         raise cli.CommandLineError(str(error)) from None
 
-    # Data: the store, and the loss for its classes.
+    # Data: the store, which rank 0 downloads for all, and the losses for its classes.
+    ranks.follow_first()
     store = open_store_of(args)
+    ranks.let_follow()
     train_rows, valid_rows, test_rows = rows_of(store, args, defaults)
+    if ranks.count > min(args.batch_size, len(valid_rows), len(test_rows)):
+        raise cli.CommandLineError(
+            f"{ranks.count} processes divide each batch of {args.batch_size}, the {len(valid_rows)} rows that validate "
+            f"and the {len(test_rows)} of test, and each needs one of each; lower --nproc_per_node"
+        )
     try:
-        loss_fn, settings = loss_of(args, defaults, store.num_classes, device)
+        recipes = recipes_of(args, defaults, store.num_classes, device)
     except ValueError as error:
         raise cli.CommandLineError(
             f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
         ) from None
 
-    # Names and folders, one per seed, and whether there is anything to do.
-    flags = {
-        **vars(args),
-        **settings,
-        **cli.learning_rate(args, defaults.nloglr),
+    # Names and folders, one per configuration and seed, and whether there is anything to do.
+    shared = {
         "embeddings": f"{store.num_classes}x{store.dim}-{store.fingerprint[:8]}",
         "num_valid": len(valid_rows),
         "device": str(device),
         "data_path": cli.portable(Path(args.data_path)) if Path(args.data_path).exists() else args.data_path,
     }
-    # Of these a repetition or another place changes nothing that is reported.
-    for flag in ("results", "force", "seeds", "cache_dir", "endpoint_url", *TENSORS):
-        del flags[flag]
     runs = []
-    for seed in args.seeds:
-        order_seed = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
-        name = run_id({flag: {**flags, "seed": seed, "order_seed": order_seed}[flag] for flag in IDENTITY}, READABLE)
-        runs.append(HeadRun(seed, order_seed, name, args.results.parent / "runs" / name))
-    unfinished = [run for run in runs if not recorded(args.results, run.name, args.force)]
+    for recipe in recipes:
+        for seed in args.seeds:
+            order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
+            flags = {**recipe.flags, **shared, "seed": seed, "order_seed": order}
+            # Of these a repetition or another place changes nothing that is reported.
+            for flag in ("results", "force", "seeds", "also", "cache_dir", "endpoint_url", *TENSORS):
+                del flags[flag]
+            name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
+            runs.append(HeadRun(recipe, seed, order, flags, name, args.results.parent / "runs" / name))
+    unrecorded = ranks.from_first(lambda: [not recorded(args.results, run.name, args.force) for run in runs])
+    unfinished = list(itertools.compress(runs, unrecorded))
     if not unfinished:
         return 0
 
     # Batches.
     set_up_device(device, args.threads, args.deterministic)
-    flags["threads"] = torch.get_num_threads()
-    batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=train_rows, mode=args.batches)
-    splits = {
-        "valid": EmbeddingBatches(store["train"], args.batch_size, device, rows=valid_rows),
-        "test": EmbeddingBatches(store["test"], args.batch_size, device, rows=test_rows),
-    }
-    say(f"{store.path}: {len(train_rows)} training rows, {len(valid_rows)} validate, {len(test_rows)} test")
-    say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
+    threads = torch.get_num_threads()
+    # On each machine one after another: what memory is free, the others have left.
+    for turn in range(max(ranks.gathered(ranks.local_count))):
+        if turn == ranks.local_rank:
+            batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=train_rows, mode=args.batches)
+            splits = {  # of each, this process's share
+                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[ranks.share(len(rows))])
+                for name, split, rows in (("valid", store["train"], valid_rows), ("test", store["test"], test_rows))
+            }
+        ranks.sum(0)
+    if ranks.is_first:
+        say(f"{store.path}: {len(train_rows)} training rows, {len(valid_rows)} validate, {len(test_rows)} test")
+        say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
 
     with ExitStack() as held:
-        for run in list(unfinished):
+        for run in unfinished if ranks.is_first else ():
             held.enter_context(open_run(run.folder))
-            # Asked again: another process may have finished this configuration before the folder was ours.
-            if recorded(args.results, run.name, args.force):
-                unfinished.remove(run)
+        # Asked again: another process may have finished this configuration before the folder was ours.
+        unrecorded = ranks.from_first(lambda: [not recorded(args.results, run.name, args.force) for run in unfinished])
+        unfinished = list(itertools.compress(unfinished, unrecorded))
         environment, commit = describe_environment(device), git_commit()
 
         # Resume each head where it stood when it was saved last.
         for run in unfinished:
-            row_flags = {**flags, "seed": run.seed, "order_seed": run.order_seed}
-            write_config(run.folder, {"run_id": run.name, **row_flags, **environment, "git_commit": commit})
-            resume(run, args.results)
+            run.flags["threads"] = threads
+            if ranks.is_first:
+                write_config(run.folder, {"run_id": run.name, **run.flags, **environment, "git_commit": commit})
+            resume(run, ranks.from_first(lambda run=run: saved_state(run.folder, args.results, run.name)))
             run.commits = list(dict.fromkeys([*run.commits, commit]))
             where = f"continuing after step {run.steps} of {args.n_epochs * len(batches)}" if run.steps else "beginning"
-            say(f"{run.name}: {where} on {environment['device_name']}, {flags['threads']} threads")
+            if ranks.is_first:
+                processes = f"{ranks.count} processes, " if ranks.count > 1 else ""
+                write_history(run.folder, run.history, EVALUATIONS)
+                say(f"{run.name}: {where} on {environment['device_name']}, {processes}{threads} threads")
 
         # Model: every head has this shape.
         shape = {
@@ -247,22 +172,18 @@ def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
         while (step := min((run.steps for run in unfinished), default=last_step)) < last_step:
             group = [run for run in unfinished if run.steps == step]
             if group != together:
-                together = group
-                stacks = stacks_of(group, shape, flags["lr"], device, args.compile)
-                # The loss is compiled with the heads' number of rows, and evaluated eagerly.
-                training_loss = torch.compile(loss_fn) if args.compile and args.implementation == "ours" else loss_fn
-            train_epoch(stacks, training_loss, loss_fn, batches, splits, args)
+                together, stacks = group, stacks_of(group, shape, device, args.compile)
+            train_epoch(stacks, batches, splits, args, ranks)
 
         # Record.
-        for run in unfinished:
+        for run in unfinished if ranks.is_first else ():
             final_epoch = [each for each in run.history if each["epoch"] == args.n_epochs]
             loss_sum = math.fsum(each["train_loss"] * each["train_steps"] for each in final_epoch)
             measured = summary(run.history, "step")
             row = {
                 "run_id": run.name,
-                **flags,
-                "seed": run.seed,
-                "order_seed": run.order_seed,
+                **run.flags,
+                "processes": ranks.count,
                 "embedding_dtype": store["train"].dtype_name,
                 "backbone": store.backbone,
                 "resolution": store.resolution,
@@ -287,36 +208,27 @@ def finetune(args: argparse.Namespace, defaults: Defaults) -> int:
     return 0
 
 
-def loss_of(
-    args: argparse.Namespace, defaults: Defaults, num_classes: int, device: torch.device
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the loss that the flags describe for so many classes, and its settings. Raises ValueError."""
+def recipes_of(args: argparse.Namespace, defaults: Defaults, num_classes: int, device: torch.device) -> list[Recipe]:
+    """Return the command's configurations, each with its loss for so many classes.
+
+    Raises ValueError for one that cannot be, CommandLineError for the same one twice.
+    """
     # The published m is for thousands of classes; a set of your own may have fewer.
     m = defaults.m if num_classes > defaults.m else None
-    settings = cli.loss_settings(args, top1_mode="sm", inverse_temperatures={}, m=m)
-    reduction = "none" if args.implementation == "ours" else "mean"
-    return cli.build_loss(args.implementation, settings, num_classes, device, reduction), settings
-
-
-def open_store_of(args: argparse.Namespace) -> EmbeddingStore:
-    """Return the store that --data_path names, downloaded and converted if need be.
-
-    Raises CommandLineError for a name that does not exist, RunError for what cannot be had or used.
-    """
-    if not Path(args.data_path).is_dir():
-        from data.object_store import ObjectStoreError, resolve  # boto3 takes half a second
-
+    recipes: list[Recipe] = []
+    for each in (args, *args.also):
+        given = f"--also {each.also!r}: " if each is not args else ""
+        reduction = "none" if each.implementation == "ours" else "mean"
         try:
-            resolve(args.data_path)
-        except ObjectStoreError as error:
-            raise cli.CommandLineError(f"--data_path: {error}") from None
-    try:
-        keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
-        store = open_or_fetch(args.data_path, args.cache_dir, endpoint_url=args.endpoint_url, keys=keys or None)
-        store["train"], store["test"]  # named if they are missing
-    except EmbeddingError as error:
-        raise cli.RunError(str(error)) from None
-    return store
+            settings = cli.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=m)
+            loss_fn = cli.build_loss(each.implementation, settings, num_classes, device, reduction)
+        except (ValueError, cli.CommandLineError) as error:
+            raise type(error)(f"{given}{error}") from None
+        flags = {**vars(each), **settings, **cli.learning_rate(each, defaults.nloglr)}
+        if any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes):
+            raise cli.CommandLineError(f"{given}the command has this configuration already; leave one of them out")
+        recipes.append(Recipe(flags, loss_fn))
+    return recipes
 
 
 def rows_of(store: EmbeddingStore, args: argparse.Namespace, defaults: Defaults) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,17 +259,17 @@ def rows_of(store: EmbeddingStore, args: argparse.Namespace, defaults: Defaults)
 
 def train_epoch(
     stacks: Sequence[Stack],
-    training_loss: nn.Module,
-    loss_fn: nn.Module,
     batches: EmbeddingBatches,
     splits: dict[str, EmbeddingBatches],
     args: argparse.Namespace,
+    ranks: Ranks,
 ) -> None:
     """Train heads that stand at the same step to the end of its epoch, evaluating and saving on the way.
 
     Losses stay on the device until an evaluation, so that no step waits for a GPU. Raises RunError if a loss is not
     finite: at once on the CPU, before the next evaluation on a GPU.
     """
+    share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
     group = [run for stack in stacks for run in stack.runs]
     device, num_steps = batches.device, len(batches)
     epoch, start = group[0].steps // num_steps + 1, group[0].steps % num_steps
@@ -365,24 +277,27 @@ def train_epoch(
     # Heads with the same order share each batch; otherwise each has its own.
     orders = list(dict.fromkeys(run.order_seed for run in group))
     streams = zip(*(batches.epoch(epoch, start=start, seed=seed) for seed in orders))
-    on_terminal = sys.stderr.isatty()
+    on_terminal = sys.stderr.isatty() and ranks.is_first
     bar = tqdm(streams, f"epoch {epoch}", num_steps, initial=start, unit="batch", leave=False, disable=not on_terminal)
     saved_at, started = time.monotonic(), time.perf_counter()
     losses: list[Tensor] = []  # of the steps since the last evaluation, each (heads,)
     for step, parts in enumerate(bar, start + 1):
-        parts = {order: (embeddings.float(), labels) for order, (embeddings, labels) in zip(orders, parts)}
-        of_stacks = []  # losses of this step, (heads of the stack,) each
+        parts = {order: (rows[share].float(), labels[share]) for order, (rows, labels) in zip(orders, parts)}
+        of_stacks = []  # losses of this step, (heads of the stack,) each; their sums over processes are batch means
         for stack in stacks:
             seeds = [run.seed for run in stack.runs]
             embeddings, labels = batch_of(stack, parts)
+            # Drawn for the whole batch, so that any number of processes drops the same.
             kept = stack.heads.dropout_mask(args.batch_size, seeds, (epoch - 1) * num_steps + step)
             with autocast():
-                logits = stack.training(embeddings, kept)  # (heads, batch, n)
-            loss = mean_losses(training_loss, logits.float(), labels, args.implementation)  # (heads,)
+                logits = stack.training(embeddings, None if kept is None else kept[:, share])  # (heads, share, n)
+            loss = mean_losses(stack.training_loss, logits.float(), labels, stack.recipe.implementation)
+            loss = loss * weight  # (heads,)
             if device.type == "cpu":
-                check_finite(loss, stack.runs, args.method, f"in epoch {epoch}, step {step} of {num_steps}")
+                check_finite(loss, stack.runs, f"in epoch {epoch}, step {step} of {num_steps}")
             stack.optimizer.zero_grad(set_to_none=True)
             loss.sum().backward()  # the heads share no weight: each gets the gradient of its own loss
+            ranks.sum_gradients(stack.heads.parameters())
             stack.optimizer.step()
             of_stacks.append(loss.detach())
         losses.append(torch.cat(of_stacks))
@@ -390,12 +305,13 @@ def train_epoch(
             continue
 
         # Evaluation.
-        means = torch.stack(losses).mean(0)  # (heads,)
-        check_finite(means, group, args.method, f"in epoch {epoch}, at or before step {step} of {num_steps}")
-        if isinstance(loss_fn, TopKCrossEntropyLoss):
-            loss_fn.check_convergence()
+        means = ranks.total(torch.stack(losses, 1).mean(1))  # (heads,)
+        check_finite(means, group, f"in epoch {epoch}, at or before step {step} of {num_steps}")
+        for loss_fn in dict.fromkeys(stack.recipe.loss_fn for stack in stacks):
+            if isinstance(loss_fn, TopKCrossEntropyLoss):
+                loss_fn.check_convergence()
         train_seconds = time.perf_counter() - started
-        evaluated = evaluate(stacks, loss_fn, splits, autocast, args.implementation)
+        evaluated = evaluate(stacks, splits, autocast, ranks)
         where = f"epoch {epoch} step {step}/{num_steps}"
         for run, train_loss, result in zip(group, means.tolist(), evaluated):
             run.steps = (epoch - 1) * num_steps + step
@@ -411,20 +327,22 @@ def train_epoch(
             }
             run.history.append(entry)
             if not math.isfinite(result["valid_loss"]):
-                raise diverged(args.method, result["valid_loss"], f"in the validation after {where}, seed {run.seed}")
-        if step == num_steps or time.monotonic() - saved_at > SAVE_SECONDS:
+                place = f"in the validation after {where}, seed {run.seed}"
+                raise diverged(run.recipe.method, result["valid_loss"], place)
+        if step == num_steps or (ranks.is_first and time.monotonic() - saved_at > SAVE_SECONDS):
             for stack in stacks:
-                stack.save(finished=step == num_steps and epoch == args.n_epochs)
-            for run in group:
+                stack.take_apart()
+            for run in group if ranks.is_first else ():
+                save(run, finished=step == num_steps and epoch == args.n_epochs)
                 say(evaluation_line(run, where, args.n_epochs))
             saved_at = time.monotonic()
         losses, started = [], time.perf_counter()
 
 
 def batch_of(stack: Stack, parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return a stack's embeddings, (batch, d) if its heads share them or (heads, batch, d), and labels (heads, batch).
+    """Return a stack's embeddings, (share, d) if its heads share them or (heads, share, d), and labels (heads, share).
 
-    parts: by order_seed, embeddings (batch, d) and labels (batch,).
+    parts: by order_seed, embeddings (share, d) and labels (share,).
     """
     if len(parts) == 1:
         ((embeddings, labels),) = parts.values()
@@ -442,29 +360,25 @@ def mean_losses(loss_fn: nn.Module, logits: Tensor, labels: Tensor, implementati
     return torch.stack([loss_fn(*each) for each in zip(logits, labels)])
 
 
-def check_finite(losses: Tensor, group: Sequence[HeadRun], method: str, where: str) -> None:
+def check_finite(losses: Tensor, group: Sequence[HeadRun], where: str) -> None:
     """Raise RunError if one of the heads' losses (heads,) is not finite."""
     if not losses.isfinite().all():
         number = int(losses.isfinite().int().argmin())
-        raise diverged(method, losses[number].item(), f"{where}, seed {group[number].seed}")
+        raise diverged(group[number].recipe.method, losses[number].item(), f"{where}, seed {group[number].seed}")
 
 
 @torch.no_grad()
 def evaluate(
-    stacks: Sequence[Stack],
-    loss_fn: nn.Module,
-    splits: dict[str, EmbeddingBatches],
-    autocast: partial,
-    implementation: str,
+    stacks: Sequence[Stack], splits: dict[str, EmbeddingBatches], autocast: partial, ranks: Ranks
 ) -> list[dict[str, float]]:
     """Return, for each head, mean loss and accuracies (fractions) on the whole of each split.
 
-    Counts alone are kept from batch to batch, never logits.
+    splits: this process's share of each. Counts alone are kept from batch to batch, never logits.
     """
     started = time.perf_counter()
     results: list[dict[str, float]] = [{} for stack in stacks for _ in stack.runs]
     for name, split in splits.items():
-        num_rows = len(split.rows)
+        num_rows = ranks.sum(len(split.rows))
         loss_sum = torch.zeros(len(results), dtype=torch.float64, device=split.device)
         hits = torch.zeros(len(results), len(TOP_K), dtype=torch.int64, device=split.device)
         for embeddings, labels in split.in_order():
@@ -477,8 +391,10 @@ def evaluate(
                     logits = stack.heads(embeddings)  # (heads, batch, n)
                 logits = logits.float()
                 targets = labels.expand(len(stack.runs), -1)  # (heads, batch)
-                loss_sum[own] += mean_losses(loss_fn, logits, targets, implementation) * len(labels)
+                means = mean_losses(stack.recipe.loss_fn, logits, targets, stack.recipe.implementation)  # (heads,)
+                loss_sum[own] += means * len(labels)
                 hits[own] += count_hits(logits, targets)
+        loss_sum, hits = ranks.total(loss_sum), ranks.total(hits)
         for result, loss, counts in zip(results, loss_sum.tolist(), hits.tolist()):
             result |= {f"{name}_loss": loss / num_rows, **hit_fractions(name, counts, num_rows)}
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
@@ -487,8 +403,10 @@ def evaluate(
 def evaluation_line(run: HeadRun, where: str, n_epochs: int) -> str:
     """Return one line on a head's last evaluation, accuracies as fractions."""
     last = run.history[-1]
+    p_k = " ".join(f"{p:g}" for p in run.flags["p_k"])
     return (
-        f"seed {run.seed} {where} (of {n_epochs} epochs)  train loss {last['train_loss']:.4f}  "
+        f"{run.recipe.method} {p_k} seed {run.seed} {where} (of {n_epochs} epochs)  "
+        f"train loss {last['train_loss']:.4f}  "
         f"valid top-1 {last['valid_top1']:.4f} top-5 {last['valid_top5']:.4f}  "
         f"test top-1 {last['test_top1']:.4f} top-5 {last['test_top5']:.4f}"
     )
@@ -496,7 +414,8 @@ def evaluation_line(run: HeadRun, where: str, n_epochs: int) -> str:
 
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
     """Run the script; return its exit status (see experiments/command_line.py)."""
-    return cli.finish(lambda: finetune(parse_arguments(argv, defaults), defaults))
+    ranks = Ranks()
+    return cli.finish(lambda: finetune(parse_arguments(argv, defaults), defaults, ranks), ranks=ranks)
 
 
 if __name__ == "__main__":

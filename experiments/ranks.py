@@ -1,13 +1,51 @@
-"""Several processes of one command, as torchrun starts them: who this one is, and where they wait for one another."""
+"""Several processes of one command, as torchrun starts them: who this one is, and what they do together.
+
+    ranks = Ranks()                                        # alone, all of the below does nothing, or returns its own
+    command_line.finish(lambda: train(args, ranks), ranks=ranks)
+
+    device = command_line.device_of(args.device, ranks)    # cuda:LOCAL_RANK, or the CPU
+    saved = ranks.from_first(lambda: saved_state(...))     # rank 0 looks, all know
+    ranks.copy_from_first(model.parameters())              # once, unless all loaded the same
+    share = ranks.share(batch_size)                        # this process's slice of every global batch
+    (loss_fn(model(images[share]), labels[share]) * ranks.weight(batch_size)).backward()
+    ranks.sum_gradients(model.parameters())                # now the gradient of the mean over the global batch
+    losses, hits = ranks.total(losses), ranks.total(hits)  # sums and counts, once per epoch
+    ranks.copy_from_first(model.buffers())                 # before an evaluation, of which each does its share
+    if ranks.is_first: ...                                 # rank 0 alone writes and prints
+
+A batch-norm layer sees the images of its own process; the running statistics that evaluate and are saved are rank 0's.
+
+The gradients are summed in one piece and by this module, not by DistributedDataParallel. Its buckets are arranged anew
+after the first backward pass, and with three processes or more the order in which a number is added up depends on its
+place in them: a resumed run would differ from an undisturbed one in the last bits.
+
+What goes wrong is said once: `finish` asks `speaks`, and the first process that fails answers for all.
+"""
 
 import os
+import signal
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
+from torch.distributed.rendezvous import rendezvous
+
+from experiments.environment import resolve_device
 
 # Longer than any shard of any split takes; a process that dies is noticed at once by its closed connection.
 _PATIENCE = timedelta(days=7)
+
+Value = TypeVar("Value")
+
+
+class OthersEnded(Exception):
+    """Another process has ended, and this one ends with the same status. The message is for where that said nothing."""
+
+    def __init__(self, status: int, reason: object) -> None:
+        super().__init__(f"another process of this run has ended without a word ({reason})")
+        self.status = status
 
 
 class Ranks:
@@ -17,26 +55,112 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        """Read the environment; where there are others, meet them. The connection is by gloo, on the CPU."""
+        """Read the environment; where there are others, meet them: tensors on a GPU travel by NCCL, others by gloo."""
         self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
         if self.count > 1:
-            distributed.init_process_group("gloo", timeout=_PATIENCE)
+            store, _, _ = next(rendezvous("env://", self.rank, self.count, timeout=_PATIENCE))
+            nccl = torch.cuda.is_available() and distributed.is_nccl_available()
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=distributed.PrefixStore("group", store),
+                rank=self.rank,
+                world_size=self.count,
+                timeout=_PATIENCE,
+            )
+            # Under torchrun it is kept outside these processes, and so outlives any of them.
+            self._store = distributed.PrefixStore("ended", store)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    def device(self, name: str) -> torch.device:
+        """Return the device of --device; of several processes each has the GPU of its own number. Raises ValueError."""
+        if self.count > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
+            if self.local_rank >= torch.cuda.device_count() > 0:
+                raise ValueError(
+                    f"each process of torchrun has a GPU of its own: {self.local_count} processes were started on a "
+                    f"machine with {torch.cuda.device_count()}; lower --nproc_per_node, or give --device cpu"
+                )
+            return resolve_device(f"cuda:{self.local_rank}" if torch.cuda.is_available() else name)
+        if self.count > 1 and name.startswith("cuda:"):
+            raise ValueError(f"each process of torchrun has a GPU of its own: give --device cuda, got {name}")
+        return resolve_device(name)
+
+    # Shares.
+
+    def share(self, length: int) -> slice:
+        """Return this process's part of a batch or a split: contiguous, and as long as any other's or one longer."""
+        return slice(length * self.rank // self.count, length * (self.rank + 1) // self.count)
+
+    def weight(self, length: int) -> float:
+        """Return what a mean over this process's share counts for in the mean over the whole: 1 / count, or near it."""
+        share = self.share(length)
+        return (share.stop - share.start) / length
+
+    # Together: each of these waits for all processes, and raises OthersEnded where one is no more.
+
+    def from_first(self, ask: Callable[[], Value]) -> Value:
+        """Return what `ask` returns in rank 0, where alone it is called; anything that can be pickled, on the CPU."""
+        answer: list[Any] = [ask() if self.is_first else None]
+        if self.count > 1:
+            self._together(distributed.broadcast_object_list, answer, 0)
+        return answer[0]
+
+    def gathered(self, value: Value) -> list[Value]:
+        """Return what each process gave, by rank; anything that can be pickled, on the CPU."""
+        values: list[Any] = [value] * self.count
+        if self.count > 1:
+            self._together(distributed.all_gather_object, values, value)
+        return values
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes, equal in all; the given one is overwritten."""
+        if self.count > 1:
+            self._together(distributed.all_reduce, tensor)
+        return tensor
 
     def sum(self, value: int) -> int:
-        """Wait for all processes and return the sum of what each gave.
+        """Return the sum of what each process gave."""
+        return int(self.total(torch.tensor(value)))
 
-        Where another has ended, leaves with status 1 and without a word: that one has said why.
+    @torch.no_grad()
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process rank 0's values of a model's parameters or buffers."""
+        if self.count == 1:
+            return
+        for tensor in tensors:
+            received = tensor.contiguous()
+            self._together(distributed.broadcast, received, 0)
+            tensor.copy_(received)
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Replace each gradient by its sum over the processes, to be called between backward() and step().
+
+        With losses weighted by `weight`, that is the gradient of the mean over the global batch. The order of the
+        sums depends on the shapes of the parameters and on nothing else.
         """
         if self.count == 1:
-            return value
-        total = torch.tensor(value)
+            return
+        parameters = [each for each in parameters if each.grad is not None]
+        # A gradient has the strides of its parameter: laid out as it lies in memory, nothing is transposed.
+        flat = torch.cat([each.grad.as_strided((each.numel(),), (1,)) for each in parameters])
+        self.total(flat)
+        offset = 0
+        for each in parameters:
+            each.grad = flat.as_strided(each.shape, each.stride(), offset)
+            offset += each.numel()
+
+    def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         try:
-            distributed.all_reduce(total)
-        except RuntimeError:
-            raise SystemExit(1) from None
-        return int(total)
+            collective(*arguments, **options)
+        except RuntimeError as error:
+            raise OthersEnded(self._status_of_others(), str(error).splitlines()[0]) from None
+
+    # Rank 0 ahead of the others.
 
     def follow_first(self) -> None:
         """In all but rank 0: wait until rank 0 calls `let_follow`, or leave where it failed before."""
@@ -47,3 +171,31 @@ class Ranks:
         """In rank 0: let the others pass `follow_first`."""
         if self.rank == 0:
             self.sum(0)
+
+    # The end.
+
+    def speaks(self, status: int) -> bool:
+        """Note that this process ends with a status other than 0; return whether it is the first, and so says why."""
+        if self.count == 1:
+            return True
+        # torchrun stops all when one has ended: not before a sentence is complete.
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, signal.SIG_IGN)
+        try:
+            if self._store.add("number", 1) > 1:
+                return False
+            self._store.set("status", str(status))
+        except RuntimeError:  # without torchrun, the store ends with rank 0
+            return False
+        return True
+
+    def _status_of_others(self) -> int:
+        try:
+            return int(self._store.get("status")) if self._store.check(["status"]) else 1
+        except RuntimeError:
+            return 1
+
+    def close(self) -> None:
+        """Part from the others, at the end of a run that succeeded."""
+        if self.count > 1:
+            distributed.destroy_process_group()

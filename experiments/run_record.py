@@ -38,6 +38,7 @@ COLUMNS = {
     "backbone": "network that made the embeddings, where it is known",
     "resolution": "pixels of the images' sides when the embeddings were made, where it is known",
     "batch_source": "where the training batches came from: device, ram or stream (from the disk)",
+    "processes": "processes of torchrun that divided each batch; peak_memory_mib is that of the first",
     "num_heads": "heads trained in the last pass over the data; its train_seconds and eval_seconds are those of all",
     **{
         f"{name}_top{k}{suffix}": meaning.format(k=k)

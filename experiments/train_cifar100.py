@@ -4,6 +4,8 @@
     python experiments/train_cifar100.py --method splitter_selection --distribution logistic_phi \\
         --inverse_temperature .5 --art_lambda .5 --p_k .2 .2 .2 .2 .2
     python experiments/train_cifar100.py --method neuralsort --dataset digits --n_epochs 3      # no download
+    python experiments/train_cifar100.py --method softsort --seeds 0 1 2                        # three rows
+    torchrun --nproc_per_node 2 -- experiments/train_cifar100.py --method softsort              # two GPUs, one row
 
 Protocol: 5% of the training images for validation, random crop and flip, batch 128, Adam with learning rate 1e-3,
 200 epochs, evaluation after each; a row reports test accuracy where validation accuracy was best, per k.
@@ -12,29 +14,36 @@ The row is added to results/cifar100.csv (--results); config.json, epochs.csv an
 results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
 as many threads, it ends with the same bits. A configuration that the file already has is skipped (--force repeats
 it, and the new row takes the place of the old).
+
+--seeds trains in one process per seed, as many at a time as the CPU has cores for, or all on the GPUs, in turn: a small
+network leaves much of either idle. Each row is what --seed alone gives with as many --threads, to the bit on a CPU.
+
+The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, crops
+and flips are those of one process. Gradient, loss and accuracies are those of the whole batch; batch norm alone uses
+the images of its own process, and its running statistics are those of the first (the published ones see 128 images:
+two processes see 64 each). The column processes says how many; the run id, and so resuming, does not depend on it.
 """
 
 import argparse
 import math
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from data.cifar100 import (
-    DATASETS,
-    NOISE_GROUPS,
     Dataset,
     DatasetUnavailableError,
-    augment,
+    crop_and_flip,
     epoch_generator,
     epoch_order,
     load_dataset,
     normalise,
+    sample_crops,
 )
 from experiments import command_line as cli
 from experiments.checkpoint import (
@@ -44,20 +53,14 @@ from experiments.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
-from experiments.environment import (
-    ROOT,
-    check_compiler,
-    describe_environment,
-    git_commit,
-    peak_memory_mib,
-    resolve_device,
-    set_up_device,
-)
+from experiments.environment import describe_environment, git_commit, peak_memory_mib, set_up_device
 from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments.ranks import Ranks
 from experiments.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.training_run import diverged, finished_line, recorded, restoring, saved_state, say
+from experiments.seed_processes import run_seeds
+from experiments.train_cifar100_flags import configuration, parse_arguments
+from experiments.training_run import compiled, diverged, finished_line, recorded, restoring, saved_state, say
 from models.resnet_cifar import resnet_cifar
-from topk_losses import TopKCrossEntropyLoss
 
 # What makes it another experiment. Where and how fast it is computed (device, threads, compile,
 # deterministic) and where files lie does not; nor does --force.
@@ -68,165 +71,77 @@ IDENTITY = (
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 
-# Known before the data is, so that a refused command line costs no download.
-NUM_CLASSES = {"cifar100": 100, "cifar10": 10, "digits": 10}
-NLOGLR = 3.0  # published: learning rate 1e-3
-# Published for CIFAR-100, where all 100 scores are sorted; a method that is not here takes the library's
-# default.
-INVERSE_TEMPERATURES = {
-    **{"neuralsort": 0.0625, "softsort": 0.0625},
-    **{"odd_even": 0.5, "bitonic": 0.5, "splitter_selection": 0.5},
-}
-EVAL_BATCH = 500
+PADDING = 4  # black pixels on each side of an image before it is cropped
+# Of the evaluation, on which the result does not depend: a CPU's caches hold little, a GPU waits for launches.
+EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations of 0.5 GB
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, each checked on its own. Raises CommandLineError."""
-    parser = cli.Parser(
-        prog="train_cifar100.py",
-        description="Train a ResNet on CIFAR-100, CIFAR-10 or digits with a top-k loss (Tables 1 and 4).",
-    )
-    cli.add_loss_flags(parser, top1_mode="smce")
-    cli.add_optimization_flags(
-        parser,
-        n_epochs=200,
-        batch_size=128,
-        nloglr=NLOGLR,
-        seed_help="of split, initialisation, order and augmentation",
-    )
-    group = parser.add_argument_group("data and model")
-    group.add_argument(
-        "--dataset",
-        type=cli.choice("dataset", DATASETS),
-        default="cifar100",
-        help=f"{', '.join(DATASETS)} (%(default)s); digits needs no download",
-    )
-    group.add_argument(
-        "--data_dir",
-        type=Path,
-        default=ROOT / "data" / "downloads",
-        help="where the data set is, or is downloaded to (data/downloads in this repository)",
-    )
-    group.add_argument("--mirror", metavar="URL", help="download from here instead of the data set's home page")
-    group.add_argument(
-        "--limit_train",
-        type=cli.count,
-        metavar="N",
-        help="use N training images (5%% of them validate), for a quick look",
-    )
-    group.add_argument("--limit_test", type=cli.count, metavar="N", help="use N test images, for a quick look")
-    group.add_argument(
-        "--label_noise",
-        type=cli.fraction,
-        default=0.0,
-        metavar="P",
-        help="probability that a training label is drawn anew from its group (%(default)s)",
-    )
-    group.add_argument(
-        "--noise_groups",
-        type=cli.choice("noise_groups", NOISE_GROUPS),
-        default="blocks",
-        help="the groups: blocks of five consecutive ids, or superclass (%(default)s)",
-    )
-    group.add_argument(
-        "--model",
-        type=cli.choice("model", ("resnet18", "resnet34", "resnet50")),
-        default="resnet18",
-        help="resnet18, resnet34, resnet50 (%(default)s)",
-    )
-    cli.add_machine_flags(parser)
-    cli.add_record_flags(parser, results=ROOT / "results" / "cifar100.csv")
-    return parser.parse_args(argv)
-
-
-def train(args: argparse.Namespace) -> int:
-    """Train one configuration and record its row; return the exit status."""
-    # Loss. It comes first: what can be refused is refused before a folder is made or data downloaded.
-    num_classes = NUM_CLASSES[args.dataset]
-    try:
-        device = resolve_device(args.device)
-        settings = cli.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
-        loss_fn = cli.build_loss(args.implementation, settings, num_classes, device)
-        if args.compile:
-            check_compiler()
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
-
-    # Name, folder, and whether there is anything to do.
-    flags = {
-        **vars(args),
-        **settings,
-        **cli.learning_rate(args, NLOGLR),
-        "device": str(device),
-        "data_dir": cli.portable(args.data_dir),
-        "noise_groups": args.noise_groups if args.label_noise > 0 else None,
-    }
+def train(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Train one configuration with --seed and record its row; return the exit status."""
+    # Loss and name. First what can be refused, before a folder is made or data downloaded.
+    device = cli.device_of(args.device, ranks)
+    loss_fn, flags = configuration(args, device)
     name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
-    folder = args.results.parent / "runs" / name
-    if recorded(args.results, name, args.force):
-        return 0
-
-    # Seed.
-    set_up_device(device, args.threads, args.deterministic)
-    flags["threads"] = torch.get_num_threads()
-    torch.manual_seed(args.seed)
-
-    # Data, whole on the device as uint8.
-    try:
-        data = load_dataset(
-            args.dataset,
-            args.data_dir,
-            mirror=args.mirror,
-            seed=args.seed,
-            limit_train=args.limit_train,
-            limit_test=args.limit_test,
-            label_noise=args.label_noise,
-            noise_groups=args.noise_groups,
-        ).to(device)
-    except DatasetUnavailableError as error:
-        raise cli.RunError(str(error)) from None
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
-    if len(data.train) < args.batch_size:
+    if args.batch_size < ranks.count:
         raise cli.CommandLineError(
-            f"--batch_size must not exceed the {len(data.train)} training images, since the last partial "
-            f"batch is dropped, got {args.batch_size}"
+            f"--batch_size must be at least the number of processes, which divide each batch: got {args.batch_size} "
+            f"and {ranks.count} processes; lower --nproc_per_node"
         )
 
-    with open_run(folder):
+    # Folder, and whether there is anything to do.
+    folder = args.results.parent / "runs" / name
+    if ranks.from_first(lambda: recorded(args.results, name, args.force)):
+        return 0
+
+    # Seed, another one for what the other processes draw (dropout, where there is any).
+    set_up_device(device, args.threads, args.deterministic)
+    flags["threads"] = torch.get_num_threads()
+    torch.manual_seed(args.seed + (ranks.rank << 32))
+
+    # Data, whole on the device as uint8.
+    data = dataset(args).to(device)
+
+    with open_run(folder) if ranks.is_first else nullcontext():
         # Asked again: another process may have finished this configuration before the folder was ours.
-        if recorded(args.results, name, args.force):
+        if ranks.from_first(lambda: recorded(args.results, name, args.force)):
             return 0
         environment, commit = describe_environment(device), git_commit()
-        write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})
+        if ranks.is_first:
+            write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})
 
         # Model and optimizer.
-        model = resnet_cifar(args.model, num_classes).to(device, memory_format=torch.channels_last)
+        model = resnet_cifar(args.model, data.num_classes).to(device, memory_format=torch.channels_last)
         optimizer = torch.optim.Adam(model.parameters(), lr=flags["lr"], fused=True)
         autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
         # Only the training step is compiled: eval mode and its partial batches would each be compiled again.
-        training_model = torch.compile(model) if args.compile else model
-        training_loss = torch.compile(loss_fn) if args.compile and args.implementation == "ours" else loss_fn
+        training_model = compiled(model, device) if args.compile else model
+        training_loss = compiled(loss_fn, device) if args.compile and args.implementation == "ours" else loss_fn
 
         # Resume where the last finished epoch ended.
         history, started_utc, times_resumed, commits = [], utc_now(), 0, [commit]
-        saved = saved_state(folder, args.results, name)
+        saved = ranks.from_first(lambda: saved_state(folder, args.results, name))
         if saved:
             with restoring(folder):
                 model.load_state_dict(saved["model"])
                 if saved["optimizer"] is not None:
                     optimizer.load_state_dict(saved["optimizer"])
-                restore_random_states(saved["random_states"], device)
+                states = [saved["random_states"], *saved.get("random_states_of_others", [])]
+                if ranks.rank < len(states):
+                    restore_random_states(states[ranks.rank], device)
             history, started_utc = saved["history"], saved["started_utc"]
             times_resumed = saved["times_resumed"] + 1
             commits = list(dict.fromkeys([*saved["git_commits"], commit]))
-            write_history(folder, history)
-            say(f"{name}: continuing after epoch {len(history)} of {args.n_epochs}")
         else:
-            say(f"{name}: beginning on {environment['device_name']}, {flags['threads']} threads")
+            ranks.copy_from_first(model.parameters())
+        if ranks.is_first:
+            if saved:
+                write_history(folder, history)
+            where = f"continuing after epoch {len(history)} of {args.n_epochs}" if saved else "beginning"
+            processes = f"{ranks.count} processes, " if ranks.count > 1 else ""
+            say(f"{name}: {where} on {environment['device_name']}, {processes}{flags['threads']} threads")
 
         # Loop.
-        on_terminal = sys.stderr.isatty()
+        on_terminal = sys.stderr.isatty() and ranks.is_first and len(args.seeds) == 1
         epochs = tqdm(
             range(len(history) + 1, args.n_epochs + 1),
             initial=len(history),
@@ -235,15 +150,22 @@ def train(args: argparse.Namespace) -> int:
             disable=not on_terminal,
         )
         for epoch in epochs:
-            trained = train_epoch(epoch, training_model, training_loss, optimizer, data, autocast, args, on_terminal)
-            evaluated = evaluate(epoch, model, loss_fn, data, autocast, args)
+            trained = train_epoch(
+                epoch, training_model, training_loss, optimizer, data, autocast, args, on_terminal, ranks
+            )
+            ranks.copy_from_first(model.buffers())  # the running statistics
+            evaluated = evaluate(epoch, model, loss_fn, data, autocast, args, ranks)
             history.append({**trained, **evaluated, "peak_memory_mib": peak_memory_mib(device)})
+            states = ranks.gathered(random_states(device))
+            if not ranks.is_first:
+                continue
             state = {
                 "epoch": epoch,
                 "model": model.state_dict(),
                 # Nothing continues a finished run: its file keeps the weights alone.
                 "optimizer": optimizer.state_dict() if epoch < args.n_epochs else None,
-                "random_states": random_states(device),
+                "random_states": states[0],
+                "random_states_of_others": states[1:],
                 "history": history,
                 "started_utc": started_utc,
                 "times_resumed": times_resumed,
@@ -251,7 +173,9 @@ def train(args: argparse.Namespace) -> int:
             }
             save_checkpoint(folder, state)
             write_history(folder, history)
-            say(epoch_line(history[-1], args.n_epochs))
+            say(epoch_line(history[-1], args))
+        if not ranks.is_first:
+            return 0
 
         # Record.
         measured = summary(history, "epoch")
@@ -260,7 +184,8 @@ def train(args: argparse.Namespace) -> int:
         row = {
             "run_id": name,
             **flags,
-            "num_classes": num_classes,
+            "processes": ranks.count,
+            "num_classes": data.num_classes,
             "train_images": len(data.train),
             "valid_images": len(data.valid),
             "test_images": len(data.test),
@@ -279,6 +204,31 @@ def train(args: argparse.Namespace) -> int:
     return 0
 
 
+def dataset(args: argparse.Namespace) -> Dataset:
+    """Return the data set that the flags describe, on the CPU. Raises CommandLineError or RunError."""
+    try:
+        data = load_dataset(
+            args.dataset,
+            args.data_dir,
+            mirror=args.mirror,
+            seed=args.seed,
+            limit_train=args.limit_train,
+            limit_test=args.limit_test,
+            label_noise=args.label_noise,
+            noise_groups=args.noise_groups,
+        )
+    except DatasetUnavailableError as error:
+        raise cli.RunError(str(error)) from None
+    except ValueError as error:
+        raise cli.CommandLineError(str(error)) from None
+    if len(data.train) < args.batch_size:
+        raise cli.CommandLineError(
+            f"--batch_size must not exceed the {len(data.train)} training images, since the last partial "
+            f"batch is dropped, got {args.batch_size}"
+        )
+    return data
+
+
 def train_epoch(
     epoch: int,
     model: nn.Module,
@@ -288,16 +238,21 @@ def train_epoch(
     autocast: partial,
     args: argparse.Namespace,
     on_terminal: bool,
+    ranks: Ranks,
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1; return its loss, accuracies as fractions, seconds and images/s.
 
     Order and augmentation depend on seed and epoch alone. Losses and hits stay on the device until the epoch
-    is over, so that no step waits for a GPU. Raises RunError if a loss is not finite: at once on the CPU, at
-    the end of the epoch, before anything is saved, on a GPU.
+    is over, so that no step waits for a GPU. Raises RunError if a loss is not finite: at once where one process
+    computes on the CPU, else in all of them at the end of the epoch, before anything is saved.
     """
     started = time.perf_counter()
     device = data.train.labels.device
-    order = epoch_order(len(data.train), args.seed, epoch).to(device)  # (N,)
+    order = epoch_order(len(data.train), args.seed, epoch)  # (N,)
+    if device.type == "cuda":
+        order = order.pin_memory()  # copied without waiting
+    order = order.to(device, non_blocking=True)
+    share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
     generator = epoch_generator(args.seed, epoch, device)
     num_steps = len(order) // args.batch_size  # the last partial batch is dropped
     losses = torch.zeros(num_steps, device=device)
@@ -305,21 +260,28 @@ def train_epoch(
     model.train()
     bar = tqdm(range(num_steps), desc=f"epoch {epoch}", unit="batch", leave=False, disable=not on_terminal)
     for step in bar:
-        images, labels = data.train.batch(order[step * args.batch_size : (step + 1) * args.batch_size])
-        images = augment(images, data.mean, data.std, generator)  # (batch, 3, 32, 32) float32, channels_last
-        with autocast():
-            logits = model(images)  # (batch, num_classes)
-        logits = logits.float()
-        loss = loss_fn(logits, labels)  # ()
-        if device.type == "cpu" and not math.isfinite(loss.item()):
-            raise diverged(args.method, loss.item(), f"in epoch {epoch}, step {step + 1} of {num_steps}")
+        if args.compile and device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        images, labels = data.train.batch(order[step * args.batch_size : (step + 1) * args.batch_size][share])
+        # Drawn for the whole batch, so that an image is cropped alike by any number of processes.
+        tops, lefts, flips = (each[share] for each in sample_crops(args.batch_size, PADDING, generator))
+        # (share, 3, 32, 32) float32, channels_last
+        images = normalise(crop_and_flip(images, tops, lefts, flips, PADDING), data.mean, data.std)
         optimizer.zero_grad(set_to_none=True)
+        with autocast():
+            logits = model(images)  # (share, num_classes)
+        logits = logits.float()
+        loss = loss_fn(logits, labels) * weight  # (); summed over the processes, the mean over the batch
+        if device.type == "cpu" and ranks.count == 1 and not math.isfinite(loss.item()):
+            raise diverged(args.method, loss.item(), f"in epoch {epoch}, step {step + 1} of {num_steps}")
         loss.backward()
+        ranks.sum_gradients(model.parameters())
         optimizer.step()
         losses[step] = loss.detach()
         hits += count_hits(logits.detach(), labels)
+    losses, hits = ranks.total(losses), ranks.total(hits)
     losses = losses.tolist()  # the one wait for a GPU
-    if isinstance(loss_fn, TopKCrossEntropyLoss):
+    if hasattr(loss_fn, "check_convergence"):
         loss_fn.check_convergence()
     for step, value in enumerate(losses):
         if not math.isfinite(value):
@@ -343,6 +305,7 @@ def evaluate(
     data: Dataset,
     autocast: partial,
     args: argparse.Namespace,
+    ranks: Ranks,
 ) -> dict[str, float]:
     """Return mean loss and accuracies (fractions) on the whole validation and test splits, unaugmented.
 
@@ -350,27 +313,32 @@ def evaluate(
     """
     started = time.perf_counter()
     model.eval()
-    result = {}
-    for name, split in (("valid", data.valid), ("test", data.test)):
-        loss_sum = torch.zeros((), dtype=torch.float64, device=split.labels.device)
-        hits = torch.zeros(len(TOP_K), dtype=torch.int64, device=split.labels.device)
-        for images, labels in zip(split.images.split(EVAL_BATCH), split.labels.split(EVAL_BATCH)):
+    splits = {"valid": data.valid, "test": data.test}
+    device, size = data.test.labels.device, EVAL_BATCH[data.test.labels.device.type]
+    sums = torch.zeros(len(splits), 1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits
+    for of_split, split in zip(sums, splits.values()):
+        share = ranks.share(len(split))
+        for begin in range(share.start, share.stop, size):
+            batch = slice(begin, min(begin + size, share.stop))
+            images, labels = split.images[batch], split.labels[batch]
             with autocast():
                 logits = model(normalise(images, data.mean, data.std))  # (batch, num_classes)
             logits = logits.float()
-            loss_sum += loss_fn(logits, labels) * len(labels)
-            hits += count_hits(logits, labels)
-        result[f"{name}_loss"] = loss_sum.item() / len(split)
-        result |= hit_fractions(name, hits.tolist(), len(split))
+            of_split[0] += loss_fn(logits, labels) * len(labels)
+            of_split[1:] += count_hits(logits, labels)
+    result = {}
+    for (name, split), (loss, *hits) in zip(splits.items(), ranks.total(sums).tolist()):
+        result |= {f"{name}_loss": loss / len(split), **hit_fractions(name, hits, len(split))}
     if not math.isfinite(result["valid_loss"]):
         raise diverged(args.method, result["valid_loss"], f"in the validation after epoch {epoch}")
     return {**result, "eval_seconds": time.perf_counter() - started}
 
 
-def epoch_line(epoch: dict[str, float], n_epochs: int) -> str:
+def epoch_line(epoch: dict[str, float], args: argparse.Namespace) -> str:
     """Return one line on a finished epoch, accuracies as fractions."""
+    seed = f"seed {args.seed} " if len(args.seeds) > 1 else ""
     return (
-        f"epoch {epoch['epoch']}/{n_epochs}  train loss {epoch['train_loss']:.4f}  "
+        f"{seed}epoch {epoch['epoch']}/{args.n_epochs}  train loss {epoch['train_loss']:.4f}  "
         f"valid top-1 {epoch['valid_top1']:.4f} top-5 {epoch['valid_top5']:.4f}  "
         f"test top-1 {epoch['test_top1']:.4f} top-5 {epoch['test_top5']:.4f}  "
         f"trained {epoch['train_seconds']:.1f} s ({epoch['images_per_second']:.0f} images/s), "
@@ -378,9 +346,41 @@ def epoch_line(epoch: dict[str, float], n_epochs: int) -> str:
     )
 
 
+def train_seeds(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Train one configuration with each seed in a process of its own; return the exit status."""
+    if ranks.count > 1:
+        raise cli.CommandLineError(
+            f"--seeds starts a process per seed, and torchrun has started {ranks.count}: give one --seed, or leave "
+            "torchrun out"
+        )
+    # What can be refused is refused here, once.
+    cli.device_of(args.device, ranks)
+    _, flags = configuration(args, torch.device("cpu"))
+    unfinished = []
+    for seed in args.seeds:
+        name = run_id({flag: {**flags, "seed": seed}[flag] for flag in IDENTITY}, READABLE)
+        if not recorded(args.results, name, args.force):
+            unfinished.append(argparse.Namespace(**{**vars(args), "seed": seed}))
+    if not unfinished:
+        return 0
+    dataset(args)
+    return run_seeds(train_one_seed, unfinished, len(args.seeds))
+
+
+def train_one_seed(args: argparse.Namespace) -> int:
+    """The process of one seed; return its exit status."""
+    return cli.finish(lambda: train(args, Ranks()), stopped="", name=f"seed {args.seed}: ")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/command_line.py)."""
-    return cli.finish(lambda: train(parse_arguments(argv)))
+    ranks = Ranks()
+
+    def run() -> int:
+        args = parse_arguments(argv)
+        return train(args, ranks) if len(args.seeds) == 1 else train_seeds(args, ranks)
+
+    return cli.finish(run, ranks=ranks)
 
 
 if __name__ == "__main__":

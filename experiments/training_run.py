@@ -1,4 +1,4 @@
-"""What the training scripts share around their loops: skipping, continuing, diverging, saying.
+"""What the training scripts share around their loops: skipping, continuing, compiling, diverging, saying.
 
 The loops themselves stand in the scripts, to be read there from top to bottom.
 """
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from tqdm import tqdm
 
 from experiments.checkpoint import load_checkpoint, remove_checkpoints
@@ -45,6 +47,11 @@ def restoring(folder: Path) -> Iterator[None]:
         raise RunError(
             f"the checkpoint in {folder} is of another version of this code ({error}); delete that folder to begin anew"
         ) from None
+
+
+def compiled(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a module as --compile has it: on a GPU its kernels are also launched at once, as CUDA graphs."""
+    return torch.compile(module, mode="reduce-overhead" if device.type == "cuda" else None)
 
 
 def diverged(method: str, value: float, where: str) -> RunError:

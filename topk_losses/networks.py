@@ -57,6 +57,20 @@ class Network:
         return Network(self.n, self.k, tuple(reversed(kept)))
 
 
+def comparator_tiles(layers: tuple[Tensor, ...], width: int) -> tuple[Tensor, Tensor]:
+    """Layers cut into tiles of `width` comparators, which the Triton kernels take one after another.
+
+    Returns the tiles (T, 2, width) int32, row 0 the lanes lo and row 1 the lanes hi, -1 where a tile has no comparator
+    left; and (T,) int32, the number of comparators in the tiles before.
+    """
+    parts = [part for layer in layers for part in layer.split(width, dim=1)]  # (2, <= width) each
+    sizes = torch.tensor([part.shape[1] for part in parts])
+    tiles = torch.full((len(parts), 2, width), -1, dtype=torch.int32)
+    for tile, part in zip(tiles, parts):
+        tile[:, : part.shape[1]] = part
+    return tiles, (sizes.cumsum(0) - sizes).int()
+
+
 def odd_even(n: int, k: int) -> Network:
     """Odd-even transposition sort: n layers of neighbours.
 

@@ -9,6 +9,7 @@ sums of non-negative terms, where the definition has n differences of large numb
 import torch
 from torch import Tensor
 
+from topk_losses.backend import LONGEST_ROW, use_triton
 from topk_losses.checks import check_positive
 from topk_losses.operator import TopKOperator
 
@@ -42,6 +43,10 @@ class NeuralSort(TopKOperator):
         return torch.log_softmax(row_factor * D - 2 * E, dim=2), order
 
     def _rank_probabilities(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if use_triton(scores) and not labels.is_floating_point() and scores.shape[1] <= LONGEST_ROW:
+            from topk_losses.triton_sorts import neuralsort_column
+
+            return neuralsort_column(scores, labels, self.k, self.inverse_temperature)
         log_rows, order = self._log_rows(scores)
         if labels.is_floating_point():
             mass = labels.to(scores.dtype).gather(1, order)  # (batch, n) in sorted order

@@ -6,6 +6,7 @@ all j below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_
 
 from torch import Tensor
 
+from topk_losses.backend import LONGEST_ROW, MOST_TAKEN, use_triton
 from topk_losses.checks import check_positive
 from topk_losses.operator import TopKOperator
 
@@ -45,6 +46,10 @@ class SoftSort(TopKOperator):
         if self.power != 1:
             return self._log_rows(scores).exp().gather(2, true.unsqueeze(1).expand(-1, self.k, 1)).squeeze(2)
         beta = self.inverse_temperature
+        if use_triton(scores) and scores.shape[1] <= LONGEST_ROW and self.k <= MOST_TAKEN:
+            from topk_losses.triton_sorts import softsort_column
+
+            return softsort_column(scores, labels, self.k, beta)
         largest = scores.topk(self.k, dim=1).values  # (batch, k)
         kth = largest[:, -1:]  # (batch, 1)
         # each of the k largest adds exp(0) = 1 to this sum, which is taken off again

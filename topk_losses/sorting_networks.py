@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from topk_losses.backend import use_numba, use_triton
 from topk_losses.checks import check_choice, check_positive
 from topk_losses.distributions import DISTRIBUTIONS, Distribution
-from topk_losses.networks import Network
+from topk_losses.networks import Network, comparator_tiles
 from topk_losses.operator import TopKOperator, class_mass, refuse_double_backward
 
 # Slopes that are computed in one call: as many as the layers of a small network have, few beside those of a large one.
 SLOPES_AT_ONCE = 2**16
+# Comparators that a Triton program takes at a time, at most: 4 for each thread of 8 warps.
+WIDEST_TILE = 1024
 
 
 def _groups(sizes: list[int]) -> list[list[int]]:
@@ -147,6 +150,12 @@ class RelaxedNetwork(TopKOperator):
         self.register_buffer("lanes", torch.cat([layer.flip(0).flatten() for layer in layers]), False)
         self.register_buffer("output_lanes", network.output_lanes, False)
         self.layer_sizes = [layer.numel() for layer in layers]
+        widest = max(layer.shape[1] for layer in layers)
+        tiles, first = comparator_tiles(layers, min(WIDEST_TILE, 2 ** (widest - 1).bit_length()))
+        comparators = torch.cat([layer.flip(0) for layer in layers], dim=1).int()  # (2, C) the lanes hi, the lanes lo
+        self.register_buffer("comparators", comparators, False)
+        self.register_buffer("tiles", tiles, False)
+        self.register_buffer("tile_first", first, False)
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
@@ -156,13 +165,30 @@ class RelaxedNetwork(TopKOperator):
             f"art_lambda={self.art_lambda:g}"
         )
 
-    def _centred(self, scores: Tensor) -> Tensor:
-        """Scores less their maximum: a network sees differences only, and a common offset would cost digits."""
+    def _check_n(self, scores: Tensor) -> None:
         if scores.shape[1] != self.n:
             raise ValueError(f"this network was built for n={self.n} scores, got logits {tuple(scores.shape)}")
+
+    def _centred(self, scores: Tensor) -> Tensor:
+        """Scores less their maximum: a network sees differences only, and a common offset would cost digits."""
         return scores - scores.detach().amax(1, keepdim=True)
 
     def _rank_probabilities(self, scores: Tensor, labels: Tensor) -> Tensor:
+        self._check_n(scores)
+        if use_triton(scores):
+            from topk_losses.triton_networks import carry_mass
+
+            settings = (self.distribution, self.inverse_temperature, self.art_lambda)
+            return carry_mass(
+                scores, labels, self.tiles, self.tile_first, sum(self.layer_sizes) // 2, self.k, *settings
+            )
+        if use_numba(scores):
+            from topk_losses import numba_networks
+
+            if numba_networks.has_kernel(self.distribution, self.art_lambda):
+                lanes = (self.comparators, self.output_lanes)
+                settings = (self.distribution, self.inverse_temperature)
+                return numba_networks.carry_mass(self._centred(scores), labels, *lanes, *settings)
         return _CarryMass.apply(
             self._centred(scores),
             class_mass(labels, scores),
@@ -179,6 +205,7 @@ class RelaxedNetwork(TopKOperator):
         A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
         output lane, runs through the same comparators in reverse order.
         """
+        self._check_n(scores)
         family = DISTRIBUTIONS[self.distribution]
         layers = self.lanes.split(self.layer_sizes)
         x = self._centred(scores).T  # (n, batch)

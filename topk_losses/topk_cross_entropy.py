@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from topk_losses.backend import LONGEST_ROW, MOST_TAKEN, use_triton
 from topk_losses.checks import (
     check_choice,
     check_logits_and_labels,
@@ -44,15 +45,21 @@ def largest_indices(scores: Tensor, m: int) -> Tensor:
     return candidates.gather(1, scores.gather(1, candidates).topk(m, dim=1).indices)
 
 
-def select_top_m(scores: Tensor, labels: Tensor, m: int) -> tuple[Tensor, Tensor]:
+def select_top_m(logits: Tensor, labels: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """Keep the true class and the m - 1 largest other scores (Petersen et al. 2022, section 3.4).
 
-    scores (batch, n); labels (batch,) int64, or (batch, n) a distribution, whose most probable class counts as the
-    true one. Returns scores (batch, m), true class first and the others falling, and the labels that go with them:
-    zeros (batch,), or the distribution's mass on the kept classes (batch, m). Among equal scores the choice is
-    arbitrary.
+    logits (batch, n); labels (batch,) int64, or (batch, n) a distribution, whose most probable class counts as the
+    true one. Returns scores (batch, m), true class first and the others falling, float32 for half-precision logits,
+    and the labels that go with them: zeros (batch,), or the distribution's mass on the kept classes (batch, m). Among
+    equal scores the choice is arbitrary.
     """
     true = labels.argmax(1) if labels.is_floating_point() else labels  # (batch,)
+    if use_triton(logits) and logits.shape[1] <= LONGEST_ROW and m <= MOST_TAKEN:
+        from topk_losses.triton_sorts import top_m
+
+        kept, index = top_m(logits, true, m)  # (batch, m) each
+        return kept, labels.gather(1, index) if labels.is_floating_point() else torch.zeros_like(labels)
+    scores = to_compute_dtype(logits)
     with torch.no_grad():
         index = largest_indices(scores, m)  # (batch, m)
         found = index == true.unsqueeze(1)  # (batch, m)
@@ -175,10 +182,9 @@ class TopKCrossEntropyLoss(nn.Module):
         Raises TypeError or ValueError for shapes, types and labels that do not fit.
         """
         check_logits_and_labels(logits, labels, self.num_classes, self.ignore_index, allow_distribution=True)
-        scores = to_compute_dtype(logits)  # (batch, n)
-        batch = scores.shape[0]
+        batch = logits.shape[0]
         if labels.is_floating_point():
-            counts = torch.ones(batch, dtype=torch.bool, device=scores.device)
+            counts = torch.ones(batch, dtype=torch.bool, device=logits.device)
         else:
             counts = labels != self.ignore_index  # (batch,)
             labels = torch.where(counts, labels, 0)
@@ -196,11 +202,13 @@ class TopKCrossEntropyLoss(nn.Module):
             p_k = labels.to(self.p_k.dtype) @ self.p_k  # (batch, K)
         else:
             p_k = self.p_k[labels]  # (batch, K)
+        if self.m is None:
+            scores = to_compute_dtype(logits)  # (batch, n)
+        else:
+            scores, labels = select_top_m(logits, labels, self.m)  # (batch, m)
         p_k = p_k.to(scores.dtype)
         weights = rank_weights(p_k, self.top1_mode)  # (K,) or (batch, K)
 
-        if self.m is not None:
-            scores, labels = select_top_m(scores, labels, self.m)
         within = (weights * operator._rank_probabilities(scores, labels)).sum(1)  # (batch,)
         if self.top1_mode == "sort":
             loss = -guarded_log(within)

@@ -73,16 +73,16 @@ def evaluations(row, results):
         return [{name: float(cell) for name, cell in each.items()} for each in csv.DictReader(file)]
 
 
-def outcome(results):
-    """Rows, evaluations and final weights by seed, without what a clock decides."""
+def outcome(results, by="seed", without=()):
+    """Rows, evaluations and final weights by seed, or another column, without what a clock decides."""
     found = {}
     for row in read_rows(results):
         history = evaluations(row, results)
-        for each in (row, *history):
-            for name in (*TIMES, "times_resumed"):
-                each.pop(name, None)
         weights = read_checkpoint(results.parent / "runs" / row["run_id"] / CURRENT)["model"]
-        found[row["seed"]] = (row, history, {name: weight.tolist() for name, weight in weights.items()})
+        found[row[by]] = (row, history, {name: weight.tolist() for name, weight in weights.items()})
+        for each in (row, *history):
+            for name in (*TIMES, "times_resumed", *without):
+                each.pop(name, None)
     return found
 
 
@@ -120,7 +120,7 @@ def test_every_column_of_a_row_is_a_flag_or_explained(store, results):
     (row,) = read_rows(results)
     flags = vars(script.parse_arguments(["--method", "softsort"])).keys()
     assert row.keys() - flags <= COLUMNS.keys()
-    assert flags - row.keys() == {"results", "force", "seeds", "cache_dir", "endpoint_url", *script.TENSORS}
+    assert flags - row.keys() == {"results", "force", "seeds", "also", "cache_dir", "endpoint_url", *script.TENSORS}
     assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
     assert set(script.IDENTITY) <= row.keys()
 
@@ -308,6 +308,64 @@ def test_recorded_seeds_are_skipped_and_force_repeats_them(store, results, capsy
     assert min(row["started_utc"] for row in read_rows(results)) > after[1]["finished_utc"]
 
 
+# Several configurations.
+
+ALSO = ("--method softsort --p_k .5 0 0 0 .5", "--method softmax_cross_entropy --nloglr 3")
+
+
+def with_also(*configurations):
+    return [word for text in configurations for word in ("--also", text)]
+
+
+@pytest.mark.parametrize("flags", ["", "--order_seed own --hidden_dims 8 --apply_dropout", "--precision bf16"])
+def test_configurations_in_one_pass_have_the_bits_of_separate_runs(store, tmp_path, flags):
+    together, separate = tmp_path / "together" / "r.csv", tmp_path / "separate" / "r.csv"
+    flags = f"{flags} --seeds 5 1"
+    assert script.main([*command(store, together, flags), *with_also(*ALSO)]) == 0
+    for loss in ("--method neuralsort", *ALSO):
+        assert script.main([*command(store, separate, flags), *loss.split()]) == 0
+    found, expected = (outcome(file, "run_id", ["num_heads"]) for file in (together, separate))
+    assert found == expected
+    rows = read_rows(together)
+    assert [(row["method"], row["seed"]) for row in rows] == [
+        (method, seed) for method in ("neuralsort", "softsort", "softmax_cross_entropy") for seed in ("5", "1")
+    ]
+    assert {row["num_heads"] for row in rows} == {"6"}
+    assert {row["num_heads"] for row in read_rows(separate)} == {"2"}
+    assert [row["nloglr"] for row in rows[::2]] == ["2.0", "2.0", "3.0"]
+    assert len({row["last_test_loss"] for row in rows}) == 6
+
+
+def test_recorded_configurations_are_skipped_and_force_repeats_them(store, results, capsys):
+    script.main([*command(store, results), *with_also(ALSO[0])])
+    before = read_rows(results)
+    capsys.readouterr()
+    assert script.main([*command(store, results), *with_also(*ALSO)]) == 0
+    assert capsys.readouterr().out.count("skipped: ") == 2
+    after = read_rows(results)
+    assert after[:2] == before
+    assert [row["num_heads"] for row in after] == ["2", "2", "1"]
+    assert script.main([*command(store, results), *with_also(*ALSO), "--force"]) == 0
+    repeated = read_rows(results)
+    assert [row["num_heads"] for row in repeated] == ["3", "3", "3"]
+    assert min(row["started_utc"] for row in repeated) > after[2]["finished_utc"]
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_configurations_continue_with_the_same_bits(store, tmp_path, monkeypatch, count):
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    assert script.main([*command(store, undisturbed, "--seeds 0 1"), *with_also(*ALSO)]) == 0
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, count)
+        assert script.main([*command(store, resumed, "--seeds 0 1"), *with_also(*ALSO)]) == 130
+    # One of them goes on alone; the others go on together.
+    assert script.main([*command(store, resumed, "--seeds 0 1"), *ALSO[0].split()]) == 0
+    assert script.main([*command(store, resumed, "--seeds 0 1"), *with_also(*ALSO)]) == 0
+    found, expected = (outcome(file, "run_id", ["num_heads"]) for file in (resumed, undisturbed))
+    assert found == expected
+    assert {row["times_resumed"] for row in read_rows(resumed)} == {"1" if count > 4 else "0"}
+
+
 # Resume.
 
 
@@ -395,8 +453,10 @@ def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, ca
     (folder,) = (results.parent / "runs").iterdir()
     saved = read_checkpoint(folder / CURRENT)
     run = script.HeadRun(
+        head_runs.Recipe({}, nn.Identity()),
         0,
         0,
+        {},
         folder.name,
         folder,
         {"0.weight": torch.zeros(2, 2)},
@@ -526,6 +586,33 @@ def test_a_wrong_command_line_is_answered_with_a_sentence(store, tmp_path, resul
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--method softsrt", "--also '--method softsrt': argument --method: unknown method"),
+        ("--p_k .5 0 0 0 .5", "required: --method"),
+        ("--method softsort --seeds 1", "--seeds belongs to the whole command; within are --method, --p_k"),
+        ("--method softsort --n_epochs 20", "--n_epochs belongs to the whole command"),
+        ("--method softsort --force", "--force belongs to the whole command"),
+        ("--method softsort --also x", "--also belongs to the whole command"),
+        ("--method softsort --lr 1 --nloglr 2", "not allowed with"),
+        ("--method softsort --lrr 1", "unrecognized arguments: --lrr 1"),
+        ("--method softsort --p_k .5 .6", "--also '--method softsort --p_k .5 .6': p_k must"),
+        ("--method softsort --m 25", "--also '--method softsort --m 25': m must"),
+        ("--method 'softsort", "No closing quotation"),
+        ("--method neuralsort", "--also '--method neuralsort': the command has this configuration already"),
+        ("--method neuralsort --lr .01 --p_k .2 .2 .2 .2 .2", "the command has this configuration already"),
+    ],
+)
+def test_a_wrong_configuration_is_answered_with_a_sentence(store, tmp_path, results, capsys, text, message):
+    assert script.main([*command(store, results), "--also", text]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_loss_that_cannot_be_is_refused_before_anything_is_downloaded(tmp_path, results, capsys, monkeypatch):
     monkeypatch.setattr(script, "open_store_of", lambda *_: pytest.fail("asked for data"))
     assert script.main(["--method", "softsort", "--p_k", ".5", "--results", str(results)]) == 2
@@ -564,6 +651,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(store, results, 
     assert script.main(command(store, results, "--seeds 3 4")) == 1
     message = capsys.readouterr().err
     assert "became nan in epoch 1, step 1 of 12, seed 4" in message
+    assert not results.exists()
+
+
+def test_of_several_configurations_the_one_that_is_not_finite_is_named(store, results, monkeypatch, capsys):
+    mean_losses, calls = script.mean_losses, []
+
+    def broken(*arguments):
+        calls.append(1)
+        losses = mean_losses(*arguments)
+        return losses * torch.tensor([1, math.nan]) if len(calls) == 2 else losses
+
+    monkeypatch.setattr(script, "mean_losses", broken)
+    assert script.main([*command(store, results, "--seeds 3 4"), *with_also(*ALSO)]) == 1
+    message = capsys.readouterr().err
+    assert "became nan in epoch 1, step 1 of 12, seed 4, with method softsort" in message
     assert not results.exists()
 
 

@@ -1,11 +1,14 @@
 """A head is the published one; a stack of heads computes and learns what each head does alone."""
 
+import math
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from models import heads as module
 from models.heads import HeadStack, head
 
 
@@ -38,6 +41,7 @@ def test_sizes_below_one_are_refused(sizes):
         head(*sizes)
 
 
+@settings(deadline=None)  # the first example pays for imports
 @given(
     num_heads=st.integers(1, 4),
     batch=st.integers(1, 5),
@@ -112,3 +116,127 @@ def test_the_dropout_of_a_head_depends_on_its_seed_and_the_step_alone():
 
 def test_without_dropout_there_is_no_mask():
     assert HeadStack(heads_of(2)).dropout_mask(4, [0, 1], step=1) is None
+
+
+# The backward pass of the last layer.
+
+
+def gradients(stack, embeddings, gradient, **modes):
+    """Gradients of the embeddings and of each parameter, given that of the logits."""
+    leaf = embeddings.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, **{"enabled": False, **modes}):
+        logits = stack(leaf)
+    return torch.autograd.grad(logits, [leaf, *stack.parameters()], gradient.to(logits.dtype), materialize_grads=True)
+
+
+def by_products(monkeypatch, *arguments, **modes):
+    """The same by products alone, as autograd has them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module._LastProduct, "apply", module._product)
+        return gradients(*arguments, **modes)
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    """How many rows were summed, call by call."""
+    numbers, sum_rows = [], module._sum_rows
+    monkeypatch.setattr(module, "_sum_rows", lambda *args: numbers.append(len(args[1])) or sum_rows(*args))
+    return numbers
+
+
+def gradient_of_few(few, num_heads, batch, outputs, dtype=torch.float32):
+    """(heads, batch, outputs): `few` entries in each row."""
+    values = torch.randn(num_heads, batch, few, dtype=dtype)
+    chosen = torch.rand(num_heads, batch, outputs).topk(few, dim=2).indices
+    return torch.zeros(num_heads, batch, outputs, dtype=dtype).scatter(2, chosen, values)
+
+
+@settings(deadline=None)  # the first example pays for imports
+@given(
+    few=st.integers(0, 3),
+    num_heads=st.integers(1, 3),
+    batch=st.integers(1, 6),
+    outputs=st.integers(3, 40),
+    hidden_dims=st.lists(st.integers(1, 4), max_size=1),
+    own=st.booleans(),
+    nan=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_gradients_by_entries_are_those_by_products(few, num_heads, batch, outputs, hidden_dims, own, nan, dtype):
+    torch.manual_seed(outputs)
+    stack = HeadStack(heads_of(num_heads, num_classes=outputs, hidden_dims=hidden_dims)).to(dtype)
+    embeddings = torch.randn(num_heads, batch, 6, dtype=dtype) if own else torch.randn(batch, 6, dtype=dtype)
+    gradient = gradient_of_few(few, num_heads, batch, outputs, dtype)
+    if nan:
+        gradient[0, -1, 1] = math.nan
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+    with pytest.MonkeyPatch.context() as patch:
+        expected = by_products(patch, stack, embeddings, gradient)
+        found = gradients(stack, embeddings, gradient)
+        again = gradients(stack, embeddings, gradient)
+    for ours, theirs, repeated in zip(found, expected, again):
+        torch.testing.assert_close(ours, theirs, equal_nan=True, **tolerance)
+        assert ours.nan_to_num().equal(repeated.nan_to_num())
+    weight = found[len(stack.weights)]
+    assert weight[0, 1].isnan().all() == nan
+    assert not weight[0, [0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize(("entries", "rows"), [(0, [0]), (8, [24]), (9, [])])
+def test_rows_are_summed_where_they_are_few(summed, entries, rows):
+    stack = HeadStack(heads_of(1, num_classes=64))
+    stack(torch.randn(3, 6)).backward(gradient_of_few(entries, 1, 3, 64))
+    assert summed == rows
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("hidden_dims", [(), (5,)])
+def test_a_head_with_few_entries_beside_one_with_many(monkeypatch, summed, own, hidden_dims):
+    stack = HeadStack(heads_of(3, num_classes=30, hidden_dims=hidden_dims))
+    embeddings = torch.randn(3, 7, 6) if own else torch.randn(7, 6)
+    gradient = gradient_of_few(2, 3, 7, 30)
+    gradient[1] = torch.randn(7, 30)
+    expected = by_products(monkeypatch, stack, embeddings, gradient)
+    for ours, theirs in zip(gradients(stack, embeddings, gradient), expected):
+        torch.testing.assert_close(ours, theirs)
+    assert summed == [28]
+
+
+def test_the_gradient_of_a_head_is_bit_for_bit_the_one_that_it_has_alone():
+    heads = heads_of(3, num_classes=30)
+    embeddings, gradient = torch.randn(7, 6), gradient_of_few(3, 3, 7, 30)
+    together = gradients(HeadStack(heads), embeddings, gradient)
+    for number, each in enumerate(heads):
+        alone = gradients(HeadStack([each]), embeddings, gradient[number : number + 1])
+        assert together[1][number].equal(alone[1][0])
+
+
+@pytest.mark.parametrize("hidden_dims", [(), (5,)])
+def test_gradients_by_entries_under_autocast(monkeypatch, summed, hidden_dims):
+    stack = HeadStack(heads_of(2, num_classes=30, hidden_dims=hidden_dims))
+    arguments = stack, torch.randn(7, 6), gradient_of_few(3, 2, 7, 30)
+    found, expected = gradients(*arguments, enabled=True), by_products(monkeypatch, *arguments, enabled=True)
+    assert summed
+    for ours, theirs in zip(found, expected):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
+
+
+def test_a_second_derivative_is_that_of_products(summed):
+    stack = HeadStack(heads_of(2, num_classes=10)).double()
+    gradient = gradient_of_few(1, 2, 3, 10, torch.float64).requires_grad_()
+    embeddings = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+
+    def first(embeddings, weight, bias, gradient):
+        logits = module._LastProduct.apply(embeddings, weight, bias)
+        return torch.autograd.grad(logits, (embeddings, weight, bias), gradient, create_graph=True)
+
+    assert torch.autograd.gradcheck(first, (embeddings, stack.weights[0], stack.biases[0], gradient))
+    assert not summed
+
+
+def test_a_compiled_stack_is_one_graph_of_products():
+    stack = HeadStack(heads_of(2, num_classes=30))
+    embeddings, gradient = torch.randn(7, 6), gradient_of_few(3, 2, 7, 30)
+    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled, embeddings, gradient), gradients(stack, embeddings, gradient))

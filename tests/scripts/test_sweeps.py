@@ -89,6 +89,24 @@ def test_the_settings_of_the_heads_are_the_published_ones(rows_of):
             assert (args.n_epochs, args.batch_size) == (default.n_epochs, default.batch_size)
 
 
+@pytest.mark.parametrize("table", ["table2_3_imagenet1k", "table2_3_imagenet21k"])
+def test_a_table_of_heads_can_be_one_command(rows_of, table):
+    """Its rows of one seed, the losses of all but the first in --also: they are the same configurations."""
+    rows = [row for row in rows_of[table] if "--seed 0" in row]
+    script = shlex.split(rows[0])[1]
+    losses = [re.search(r"(--method .*) --seed", row)[1] for row in rows]
+    also = [word for loss in losses[1:] for word in ("--also", loss)]
+    args = PARSE[script]([*shlex.split(rows[0])[2:], *also])
+    defaults = IMAGENET_21K if "21k" in script else finetune_imagenet.IMAGENET_1K
+    found = finetune_imagenet.recipes_of(args, defaults, defaults.num_classes, torch.device("cpu"))
+    assert len(found) == 10
+    for recipe, row in zip(found, rows):
+        (alone,) = finetune_imagenet.recipes_of(
+            PARSE[script](shlex.split(row)[2:]), defaults, defaults.num_classes, torch.device("cpu")
+        )
+        assert {**recipe.flags, "also": None} == {**alone.flags, "also": None}
+
+
 def test_further_arguments_go_to_every_row_from_any_directory(tmp_path):
     flags = ("--jobs", "3", "--n_epochs", "5", "--retries", "0", "--limit_train", "5000")
     rows = commands("table1", *flags, cwd=tmp_path)

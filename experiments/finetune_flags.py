@@ -1,0 +1,165 @@
+"""The command line of the fine-tuning scripts: data, heads, and several configurations in one command."""
+
+import argparse
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.embeddings import MODES, EmbeddingError, EmbeddingStore, open_or_fetch
+from experiments import command_line as cli
+from experiments.environment import ROOT
+
+TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
+# What a configuration of one command may have of its own.
+LOSS_FLAGS = ("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "m", "top1_mode", "implementation")
+RATE_FLAGS = ("lr", "nloglr")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a data set's published protocol sets. num_classes: so that flags can be refused before a download."""
+
+    table: str
+    prog: str
+    data_path: str
+    results: str
+    num_classes: int
+    m: int
+    nloglr: float
+    n_epochs: int
+    num_valid: int
+
+
+IMAGENET_1K = Defaults(
+    table="ImageNet-1K (Tables 2, 3 and 5)",
+    prog="finetune_imagenet.py",
+    data_path="wsl-32x48d-320",
+    results="imagenet1k.csv",
+    num_classes=1000,
+    m=16,
+    nloglr=4.5,
+    n_epochs=20,
+    num_valid=50_000,
+)
+
+
+def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> argparse.Namespace:
+    """Return the flags, each checked on its own. Raises CommandLineError."""
+    parser = cli.Parser(
+        prog=defaults.prog, description=f"Train heads on frozen embeddings of {defaults.table} with a top-k loss."
+    )
+    cli.add_loss_flags(parser, top1_mode="sm", m=defaults.m)
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar='"FLAGS"',
+        help="another configuration, whose heads train in the same pass, with rows of their own: loss flags, and --lr "
+        'or --nloglr, as in --also "--method softsort --p_k .5 0 0 0 .5"; all other flags are those of the command; '
+        "may be repeated",
+    )
+    seeds = cli.add_optimization_flags(
+        parser,
+        n_epochs=defaults.n_epochs,
+        batch_size=500,
+        nloglr=defaults.nloglr,
+        seed_help="of initialisation, dropout and, unless --order_seed is given, order",
+    )
+    seeds.add_argument(
+        "--seeds", type=cli.seed, nargs="+", metavar="S", help="train a head for each in one pass; one row each"
+    )
+    group = parser.add_argument_group("data and model")
+    group.add_argument(
+        "--data_path",
+        "-d",
+        default=defaults.data_path,
+        metavar="SOURCE",
+        help="embeddings: a short name (python -m data.embeddings list), a torch file, a store, or the s3:// or "
+        "https:// address of one (%(default)s)",
+    )
+    for key in TENSORS:
+        group.add_argument(f"--{key}", metavar="KEY", help="its name in a torch file of no published layout")
+    group.add_argument("--cache_dir", type=Path, metavar="DIR", help="of downloads; $TOPK_CACHE or data/downloads")
+    group.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
+    group.add_argument(
+        "--batches",
+        type=cli.choice("batches", MODES),
+        default="auto",
+        help=f"where the training rows are kept: {', '.join(MODES)}; auto takes the first that holds them; the batches "
+        "are the same (%(default)s)",
+    )
+    group.add_argument(
+        "--num_valid",
+        type=cli.count,
+        metavar="N",
+        help=f"training rows that validate; default {defaults.num_valid}, or 5%% of a set of fewer than "
+        f"{20 * defaults.num_valid} rows",
+    )
+    group.add_argument(
+        "--limit_train", type=cli.count, metavar="N", help="use N random training rows, for a quick look"
+    )
+    group.add_argument("--limit_test", type=cli.count, metavar="N", help="use N random test rows, for a quick look")
+    group.add_argument("--split_seed", type=cli.seed, default=0, help="of the rows that validate (%(default)s)")
+    group.add_argument(
+        "--order_seed",
+        type=lambda text: text if text == "own" else cli.seed(text),
+        metavar="S",
+        help="of the order of the training rows: a number, or own for each head's seed; default: the first seed, "
+        "so that the heads of a pass share their batches",
+    )
+    group.add_argument(
+        "--hidden_dims", type=cli.count, nargs="+", metavar="D", help="widths of hidden layers; none without it"
+    )
+    group.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
+    group.add_argument("--apply_dropout", action="store_true", help="dropout of .5 on the embeddings in training")
+    group.add_argument(
+        "--eval_freq", type=cli.count, default=100, metavar="STEPS", help="steps between evaluations (%(default)s)"
+    )
+    cli.add_machine_flags(parser)
+    cli.add_record_flags(parser, results=ROOT / "results" / defaults.results)
+    args = parser.parse_args(argv)
+    args.seeds = args.seeds or [args.seed]
+    if len(set(args.seeds)) < len(args.seeds):
+        raise cli.CommandLineError(f"--seeds must differ, got {' '.join(map(str, args.seeds))}")
+    args.also = [parse_also(text, parser, args) for text in args.also]
+    return args
+
+
+def parse_also(text: str, parser: cli.Parser, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags of one --also: its own on the loss and the learning rate, otherwise those of the command.
+
+    Its own `also` is the text.
+    Raises CommandLineError.
+    """
+    shared = vars(args).keys() - {*LOSS_FLAGS, *RATE_FLAGS}
+    try:
+        # What the namespace has already gets no default: of the shared flags, those that are given are not None.
+        given = vars(parser.parse_args(shlex.split(text), argparse.Namespace(**dict.fromkeys(shared))))
+        if refused := [f"--{name}" for name in sorted(shared) if given[name] is not None]:
+            taken = ", ".join(f"--{name}" for name in (*LOSS_FLAGS, *RATE_FLAGS))
+            raise cli.CommandLineError(f"{refused[0]} belongs to the whole command; within are {taken}")
+    except (cli.CommandLineError, ValueError) as error:  # ValueError: a quotation mark without its partner
+        raise cli.CommandLineError(f"--also {text!r}: {error}") from None
+    own = RATE_FLAGS if any(given[name] is not None for name in RATE_FLAGS) else ()
+    return argparse.Namespace(**{**vars(args), "also": text, **{name: given[name] for name in (*LOSS_FLAGS, *own)}})
+
+
+def open_store_of(args: argparse.Namespace) -> EmbeddingStore:
+    """Return the store that --data_path names, downloaded and converted if need be.
+
+    Raises CommandLineError for a name that does not exist, RunError for what cannot be had or used.
+    """
+    if not Path(args.data_path).is_dir():
+        from data.object_store import ObjectStoreError, resolve  # boto3 takes half a second
+
+        try:
+            resolve(args.data_path)
+        except ObjectStoreError as error:
+            raise cli.CommandLineError(f"--data_path: {error}") from None
+    try:
+        keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
+        store = open_or_fetch(args.data_path, args.cache_dir, endpoint_url=args.endpoint_url, keys=keys or None)
+        store["train"], store["test"]  # named if they are missing
+    except EmbeddingError as error:
+        raise cli.RunError(str(error)) from None
+    return store

@@ -1,0 +1,90 @@
+"""Several seeds of one row at the same time, one process each.
+
+A process, since nothing less shares a machine well: threads wait for one another in the interpreter, and with stacked
+parameters (torch.func.vmap) a convolution has a group per seed, is slower than one after another, and has other bits.
+"""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+
+import torch
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def division(num_seeds: int, threads: int | None, on_gpu: bool) -> tuple[int, int]:
+    """Return how many processes run at a time, and the CPU threads of each.
+
+    Both follow from the command line and the machine, not from what is left to do: with other threads a resumed seed
+    would end with other bits. threads: --threads. On a GPU all run at a time, and their kernels fill each other's gaps.
+    """
+    cores = usable_cores()
+    threads = threads or max(1, min(torch.get_num_threads(), cores // min(num_seeds, cores)))
+    return (num_seeds if on_gpu else min(num_seeds, max(1, cores // threads))), threads
+
+
+def run_seeds(work: Callable[[argparse.Namespace], int], each: Sequence[argparse.Namespace], num_seeds: int) -> int:
+    """Call `work` with the arguments of each seed, in a process of its own; return the exit status of all.
+
+    work: returns an exit status, and says what goes wrong. each: what is left to do of `num_seeds` seeds. A seed that
+    fails does not stop the others; it is named at the end. Ctrl-C, SIGTERM and the end of this process stop all.
+    """
+    on_gpu = each[0].device != "cpu" and torch.cuda.is_available()
+    at_a_time, threads = division(num_seeds, each[0].threads, on_gpu)
+    for number, args in enumerate(each):
+        args.threads = threads
+        if on_gpu and args.device in ("auto", "cuda"):
+            args.device = f"cuda:{number % torch.cuda.device_count()}"
+    processes = multiprocessing.get_context("spawn")  # forked, a process could use neither CUDA nor OpenMP
+    waiting = list(each)
+    running, statuses = {}, {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_a_time:
+                args = waiting.pop(0)
+                process = processes.Process(target=_watched, args=(work, args))
+                # Ctrl-C reaches every process of a terminal; this one stops the others, with SIGTERM.
+                previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+                try:
+                    process.start()
+                finally:
+                    signal.signal(signal.SIGINT, previous)
+                running[process.sentinel] = args.seed, process
+            for sentinel in wait(list(running)):
+                seed, process = running.pop(sentinel)
+                process.join()
+                statuses[seed] = process.exitcode
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.join()
+    failed = {args.seed: statuses[args.seed] for args in each if statuses[args.seed] != 0}
+    if not failed:
+        return 0
+    named = ", ".join(f"{seed} (status {status})" for seed, status in failed.items())
+    print(
+        f"error: {len(failed)} of {num_seeds} seeds failed: {named}. The same command trains what is not recorded",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _watched(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> None:
+    """Work, and stop as for SIGTERM when the process that started this one is no more, killed even."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+    sys.exit(work(args))

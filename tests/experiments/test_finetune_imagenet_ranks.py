@@ -1,0 +1,182 @@
+"""Several processes, as torchrun starts them, fine-tune what one process does: rows, resume, refusals."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.embeddings import StoreWriter
+from experiments import finetune_imagenet as script
+from experiments.checkpoint import CURRENT, read_checkpoint
+from experiments.ranks import Ranks
+from experiments.run_record import read_rows
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_CLASSES, DIM, TRAIN, TEST = 24, 12, 640, 103
+TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
+# Shares are 26 and 25 of a batch, 15 and 16 of the validation rows, 51 and 52 of the test rows.
+FLAGS = "--batch_size 51 --num_valid 31 --eval_freq 5 --n_epochs 12 --device cpu --threads 1 --seeds 5 1"
+HEADS = "--nloglr 2 --method neuralsort --hidden_dims 8 --apply_dropout"
+ALSO = "--method softmax_cross_entropy --nloglr 3"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Class centres and noise: something a head can learn."""
+    folder = tmp_path_factory.mktemp("stores") / "made.store"
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(NUM_CLASSES, DIM, generator=generator)
+    writer = StoreWriter(folder, dim=DIM, dtype=torch.float16, backbone="synthetic", resolution=32)
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        labels = torch.arange(rows) % NUM_CLASSES
+        writer.write(name, 0, (centres[labels] + torch.randn(rows, DIM, generator=generator)).half(), labels)
+    writer.finish()
+    return folder
+
+
+def command(store, results, heads=HEADS):
+    return [*f"-d {store} --results {results} {FLAGS} {heads}".split(), "--also", ALSO]
+
+
+def torchrun(arguments, program=ROOT / "experiments" / "finetune_imagenet.py"):
+    """What two processes of the script print, and their status."""
+    # The --: torchrun takes --m, which follows, for an abbreviation of its own flags.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [*launcher, str(program), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def histories(results):
+    """By run id: the evaluations and final weights, without what a clock decides."""
+    found = {}
+    for row in read_rows(results):
+        folder = results.parent / "runs" / row["run_id"]
+        saved = read_checkpoint(folder / CURRENT)
+        found[row["run_id"]] = (
+            [{name: value for name, value in each.items() if name not in TIMES} for each in saved["history"]],
+            {name: weight.tolist() for name, weight in saved["model"].items()},
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(store, tmp_path_factory):
+    """The results file of two processes that nobody stopped, and what they printed."""
+    results = tmp_path_factory.mktemp("undisturbed") / "r.csv"
+    done = torchrun(command(store, results))
+    assert done.returncode == 0, done.stderr
+    return results, done.stdout
+
+
+def test_two_processes_give_the_rows_of_one(store, undisturbed, tmp_path):
+    results, output = undisturbed
+    alone = tmp_path / "r.csv"
+    assert script.main(command(store, alone)) == 0
+    ours, expected = histories(results), histories(alone)
+    assert ours.keys() == expected.keys()
+    assert len(ours) == 4
+    for name, (history, weights) in ours.items():
+        other_history, other_weights = expected[name]
+        assert len(history) == len(other_history) == 12 * 4
+        for each, other in zip(history, other_history):
+            assert each.keys() == other.keys()
+            for column in ("train_loss", "valid_loss", "test_loss"):
+                assert each[column] == pytest.approx(other[column], rel=1e-5)
+        torch.testing.assert_close(
+            [torch.tensor(weight) for weight in weights.values()],
+            [torch.tensor(weight) for weight in other_weights.values()],
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    rows = read_rows(results)
+    assert {row["processes"] for row in rows} == {"2"}
+    assert {row["processes"] for row in read_rows(alone)} == {"1"}
+    assert min(float(row["test_top5"]) for row in rows if row["method"] == "neuralsort") > 0.5  # chance is .21
+    # One of them speaks.
+    assert output.count("609 training rows, 31 validate, 103 test") == 1
+    assert output.count(": beginning on ") == 4
+    assert "2 processes, 1 threads" in output
+
+
+DYING = """
+import os, signal, sys
+from experiments import finetune_imagenet as script
+
+evaluate, evaluations = script.evaluate, []
+
+def dying(*arguments):
+    evaluations.append(1)
+    if len(evaluations) == 11 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return evaluate(*arguments)
+
+script.evaluate = dying
+sys.exit(script.main())
+"""
+
+
+def test_when_one_process_is_killed_all_continue_with_the_same_bits(store, undisturbed, tmp_path):
+    results, program = tmp_path / "results" / "r.csv", tmp_path / "dying.py"
+    program.write_text(DYING)
+    died = torchrun(command(store, results), program)
+    assert died.returncode != 0
+    assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
+    assert not results.exists()
+    continued = torchrun(command(store, results))
+    assert continued.returncode == 0, continued.stderr
+    assert continued.stdout.count("continuing after step 22 of 132") == 4
+    assert histories(results) == histories(undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "status", "sentence"),
+    [
+        ("--method softsrt", 2, "did you mean 'softsort'"),
+        ("--method softsort --lr 1e38", 1, "with method softsort"),
+    ],
+)
+def test_what_goes_wrong_is_said_once(store, tmp_path, heads, status, sentence):
+    results = tmp_path / "results" / "r.csv"
+    done = torchrun(command(store, results, heads))
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, done.stderr
+    assert sentence in told[0]
+    assert done.returncode != 0
+    assert f"exitcode  : {status}" in done.stderr
+    assert not results.exists()
+    assert results.parent.exists() == (status == 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--batch_size 32", "40 processes divide each batch of 32,"),
+        ("--num_valid 39", "the 39 rows that validate"),
+        ("--limit_test 39", "the 39 of test"),
+    ],
+)
+def test_more_processes_than_there_is_to_divide_are_refused(store, tmp_path, monkeypatch, capsys, flags, sentence):
+    class Forty(Ranks):
+        """One process that believes in thirty-nine others."""
+
+        def __init__(self):
+            super().__init__()
+            self.count = 40
+
+        def total(self, tensor):
+            return tensor
+
+        def speaks(self, status):
+            return True
+
+    monkeypatch.setattr(script, "Ranks", Forty)
+    few = [*command(store, tmp_path / "r.csv"), "--num_valid", "60", *flags.split()]
+    assert script.main(few) == 2
+    message = capsys.readouterr().err
+    assert sentence in message
+    assert len(message.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

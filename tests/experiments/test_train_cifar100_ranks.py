@@ -1,0 +1,257 @@
+"""Several processes that train one row together: what one process computes, exact resume, one sentence when one fails.
+
+Most tests fork the processes from a server that has imported what takes seconds; the last ones start torchrun itself.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from experiments import train_cifar100 as script
+from experiments.ranks import Ranks
+from experiments.run_record import read_rows
+from tests.experiments.test_train_cifar100 import QUICK, assert_same_outcome, command, only_run, tiny_network
+
+
+def plain_network(num_classes: int = 10) -> nn.Module:
+    """Without batch norm, whose statistics are of a process's own images, dropout, and kinks, where roundings show."""
+    torch.manual_seed(0)
+    body = (nn.Conv2d(3, 8, 3, stride=4), nn.Tanh(), nn.Conv2d(8, 8, 1), nn.Flatten())
+    return nn.Sequential(*body, nn.Linear(512, num_classes)).to(memory_format=torch.channels_last)
+
+
+def as_rank(rank: int, count: int, port: int, output: Path, work: partial) -> None:
+    """One of `count` processes, in the environment that torchrun makes, with its output in a file."""
+    numbers = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in {**numbers, **place}.items()})
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    sys.exit(work())
+
+
+def together(count: int, tmp_path: Path, work: partial) -> tuple[list[int], list[str]]:
+    """Let `count` processes work; return the exit status and the output of each."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["experiments.train_cifar100", "sklearn.datasets", "sklearn.model_selection"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outputs = [tmp_path / f"output.{rank}" for rank in range(count)]
+    started = []
+    for rank, output in enumerate(outputs):
+        started.append(processes.Process(target=as_rank, args=(rank, count, port, output, work)))
+        started[-1].start()
+    try:
+        for process in started:
+            process.join(60)
+            assert process.exitcode is not None, "it waits for another"
+    finally:
+        for process in started:
+            process.kill()
+    return [process.exitcode for process in started], [output.read_text() for output in outputs]
+
+
+def run_tiny(argv: list[str], killed: int | None = None) -> int:
+    """The script with the tiny network; the process of rank `killed` ends as the checkpoint of epoch 2 is due."""
+    script.resnet_cifar = tiny_network
+    evaluate = script.evaluate
+
+    def evaluate_or_die(epoch, *others):
+        if epoch == 2 and int(os.environ["RANK"]) == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(epoch, *others)
+
+    script.evaluate = evaluate_or_die
+    return script.main(argv)
+
+
+# Shares.
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_shares_divide_a_batch(length, count):
+    ranks = Ranks()
+    ranks.count = count
+    end, lengths, weights = 0, [], []
+    for ranks.rank in range(count):
+        share = ranks.share(length)
+        assert share.start == end  # one begins where the one before ends
+        end = share.stop
+        lengths.append(end - share.start)
+        weights.append(ranks.weight(length))
+    assert end == length
+    assert max(lengths) - min(lengths) <= 1
+    assert weights == [each / length for each in lengths]
+
+
+def test_alone_nothing_is_done():
+    ranks, parameter = Ranks(), nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 2.0)
+    ranks.sum_gradients([parameter])
+    assert parameter.grad.tolist() == [2.0] * 3
+    assert (ranks.share(7), ranks.weight(7), ranks.sum(5), ranks.gathered("a")) == (slice(0, 7), 1.0, 5, ["a"])
+    assert ranks.from_first(lambda: "b") == "b"
+    assert ranks.speaks(1)
+
+
+def two_epochs(batch_size: int, path: Path) -> int:
+    """Train and evaluate the network without batch norm; save what came out."""
+    ranks = Ranks()
+    argv = ["--method", "softmax_cross_entropy", *QUICK, "--batch_size", str(batch_size), "--results", str(path)]
+    args = script.parse_arguments(argv)
+    device = torch.device("cpu")
+    loss_fn, _ = script.configuration(args, device)
+    data = script.dataset(args)
+    model = plain_network()
+    # Adam's first steps are of the size lr whatever the gradient's: where that is nearly 0, a rounding error shows.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=False)
+    history = []
+    for epoch in (1, 2):
+        trained = script.train_epoch(epoch, model, loss_fn, optimizer, data, autocast, args, False, ranks)
+        evaluated = script.evaluate(epoch, model, loss_fn, data, autocast, args, ranks)
+        history.append({**trained, **evaluated})
+    assert ranks.gathered(ranks.rank) == list(range(ranks.count))
+    assert ranks.from_first(lambda: ranks.rank) == 0
+    assert ranks.sum(ranks.rank) == sum(range(ranks.count))
+    torch.save((history, model.state_dict()), f"{path}.{ranks.rank}")
+    ranks.close()
+    return 0
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(2, 16), (2, 15), (3, 16)])
+def test_without_batch_norm_they_compute_what_one_computes(tmp_path, count, batch_size):
+    two_epochs(batch_size, tmp_path / "one")
+    expected, expected_weights = torch.load(tmp_path / "one.0")
+    statuses, outputs = together(count, tmp_path, partial(two_epochs, batch_size, tmp_path / "each"))
+    assert statuses == [0] * count, outputs
+    for rank in range(count):
+        history, weights = torch.load(tmp_path / f"each.{rank}")
+        for entry, expected_entry in zip(history, expected, strict=True):
+            for name, value in expected_entry.items():
+                if "top" in name:
+                    assert entry[name] == value  # the counts of hits are equal
+                elif "loss" in name:
+                    assert entry[name] == pytest.approx(value, rel=1e-6)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+# The script.
+
+
+@pytest.mark.parametrize(("count", "killed"), [(2, 1), (3, 0)])
+def test_killed_and_resumed_they_end_with_the_same_bits(tmp_path, count, killed):
+    # 16 images for 3 processes are uneven shares; dropout draws from the generator of each process.
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(undisturbed)))
+    assert statuses == [0] * count, outputs
+    assert outputs[1:] == [""] * (count - 1)  # rank 0 alone prints
+    assert len(read_rows(undisturbed)) == 1
+    assert read_rows(undisturbed)[0]["processes"] == str(count)
+    assert len(outputs[0].splitlines()) == 1 + 3 + 3
+
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed), killed))
+    assert statuses == [-signal.SIGKILL if rank == killed else 1 for rank in range(count)]
+    assert not any("Traceback" in output for output in outputs)
+    assert not resumed.exists()
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed)))
+    assert statuses == [0] * count, outputs
+    assert "continuing after epoch 1 of 3" in outputs[0]
+    assert_same_outcome(undisturbed, resumed)
+
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed)))
+    assert statuses == [0] * count
+    assert outputs[0].startswith("skipped: ")
+    assert outputs[1:] == [""] * (count - 1)
+
+
+def test_the_run_id_is_that_of_one_process_and_one_continues_what_two_began(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "r.csv"
+    together(2, tmp_path, partial(run_tiny, command(results), 0))
+    monkeypatch.setattr(script, "resnet_cifar", tiny_network)
+    assert script.main(command(results)) == 0
+    assert "continuing after epoch 1 of 3" in capsys.readouterr().out
+    (row,) = read_rows(results)
+    assert (row["processes"], row["times_resumed"]) == ("1", "1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ("--method softmax_cross_entropy --lr 1e30", 1, "the loss became nan in epoch 1, step 2 of 4"),
+        ("--method softmax_cross_entropy --lr 1e30 --batch_size 76", 1, "in the validation after epoch 1"),
+        ("--method softsort --m 5", 2, "raise m"),
+        ("--method softsort --batch_size 1000", 2, "must not exceed the 76 training images"),
+        ("--method softsort --batch_size 1", 2, "at least the number of processes"),
+        ("--method softsort --device cuda:0", 2, "give --device cuda, got cuda:0"),
+        ("--method softsort --seeds 0 1", 2, "give one --seed"),
+    ],
+)
+def test_what_goes_wrong_in_all_is_said_once(tmp_path, flags, status, message):
+    argv = [*QUICK, "--n_epochs", "1", "--results", str(tmp_path / "r.csv"), *flags.split()]
+    statuses, outputs = together(2, tmp_path, partial(run_tiny, argv))
+    assert statuses == [status] * 2
+    said = "".join(outputs)
+    assert message in said
+    assert (said.count("error: "), said.count("Traceback")) == (1, 0)
+    assert not (tmp_path / "r.csv").exists()
+
+
+def fail_in_rank_1(argv: list[str]) -> int:
+    if os.environ["RANK"] == "1":
+        script.count_hits = lambda *_: (_ for _ in ()).throw(OSError("no space left"))
+    return run_tiny(argv)
+
+
+def test_what_goes_wrong_in_one_ends_all_and_is_said_once(tmp_path):
+    statuses, outputs = together(2, tmp_path, partial(fail_in_rank_1, command(tmp_path / "r.csv")))
+    assert statuses == [1, 1]
+    assert outputs[1].startswith("error: no space left")
+    assert "error: " not in outputs[0]
+
+
+# torchrun.
+
+
+def torchrun(arguments: list[str]) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
+    words = [*launcher, script.__file__, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_torchrun_end_to_end(tmp_path):
+    together_, alone = tmp_path / "together" / "r.csv", tmp_path / "alone" / "r.csv"
+    flags = "--limit_train 72 --limit_test 20 --batch_size 32"  # two steps
+    done = torchrun(command(together_, flags, n_epochs=1))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1/1") == 1
+    assert script.main(command(alone, flags, n_epochs=1)) == 0
+    (row,), (expected,) = read_rows(together_), read_rows(alone)
+    assert row["run_id"] == expected["run_id"]
+    assert only_run(together_).name == only_run(alone).name
+    assert (row["processes"], expected["processes"]) == ("2", "1")
+    # Batch norm sees 16 images in place of 32.
+    assert float(row["last_train_loss"]) == pytest.approx(float(expected["last_train_loss"]), rel=0.1)
+
+
+def test_torchrun_reports_status_2_for_a_wrong_command_line(tmp_path):
+    done = torchrun([*command(tmp_path / "r.csv"), "--method", "neuralsrt"])
+    assert done.returncode != 0
+    assert done.stderr.count("did you mean 'neuralsort'") == done.stderr.count("error: ") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert 'train_cifar100.py", line' not in done.stderr  # a traceback of ours; torchrun prints one of its own

@@ -1,0 +1,149 @@
+"""--seeds: one command, one process and one row per seed, each row that of --seed alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from experiments import train_cifar100 as script
+from experiments.run_record import open_run, read_rows
+from experiments.seed_processes import division
+from tests.experiments.test_train_cifar100 import assert_same_outcome, command, stop_after
+
+# The network is the ResNet: what is patched here is not patched in the processes of the seeds.
+FLAGS = "--limit_train 40 --limit_test 20 --label_noise .2"
+
+
+def start(results, flags: str, n_epochs: int) -> subprocess.Popen:
+    line = [sys.executable, script.__file__, *command(results, f"{FLAGS} {flags}", n_epochs=n_epochs)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process: subprocess.Popen, text: str) -> None:
+    while text not in (printed := process.stdout.readline()):
+        assert printed, process.stderr.read()
+
+
+def run_folders(results) -> list:
+    return sorted((results.parent / "runs").iterdir())
+
+
+def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
+    alone = {seed: tmp_path / f"alone{seed}" / "r.csv" for seed in (3, 7)}
+    for seed, results in alone.items():
+        assert script.main(command(results, f"{FLAGS} --seed {seed}", n_epochs=2)) == 0
+    # Seed 3 was begun before; another process holds seed 7.
+    results = tmp_path / "together" / "r.csv"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1, KeyboardInterrupt)
+        assert script.main(command(results, f"{FLAGS} --seed 3", n_epochs=2)) == 130
+    capfd.readouterr()
+    both = command(results, f"{FLAGS} --seeds 7 3", n_epochs=2)
+    with open_run(results.parent / "runs" / run_folders(alone[7])[0].name):
+        assert script.main(both) == 1
+    captured = capfd.readouterr()
+    assert captured.err.startswith("error: seed 7: this configuration is being run by another process")
+    assert captured.err.endswith(
+        "error: 1 of 2 seeds failed: 7 (status 1). The same command trains what is not recorded\n"
+    )
+    assert "continuing after epoch 1 of 2" in captured.out
+    assert "\nseed 3 epoch 2/2 " in captured.out
+    (row,) = read_rows(results)
+    assert (row["seed"], row["times_resumed"]) == ("3", "1")
+
+    # The same command goes on with the other.
+    assert script.main(both) == 0
+    captured = capfd.readouterr()
+    assert captured.out.startswith("skipped: ")
+    assert captured.err == ""
+    rows = read_rows(results)
+    assert [row["seed"] for row in rows] == ["3", "7"]
+    assert "seeds" not in rows[0]
+    for row in rows:
+        one = tmp_path / f"split{row['seed']}" / "r.csv"
+        one.parent.mkdir()
+        (one.parent / "runs").symlink_to(results.parent / "runs")
+        lines = results.read_text().splitlines(keepends=True)
+        one.write_text(lines[0] + next(line for line in lines[1:] if line.startswith(row["run_id"])))
+        assert_same_outcome(alone[int(row["seed"])], one)
+
+    # And now there is nothing to do, which takes no process.
+    monkeypatch.setattr(script, "run_seeds", lambda *_: pytest.fail("started processes"))
+    assert script.main(both) == 0
+    assert capfd.readouterr().out.count("skipped: ") == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_ends_all_and_so_does_a_kill(tmp_path):
+    results = tmp_path / "r.csv"
+    process = start(results, "--seeds 0 1", 500)
+    wait_for(process, "epoch 1/500")
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert message.strip().startswith("stopped: every finished epoch is saved")
+    assert "Traceback" not in message
+    assert all(is_free(folder) for folder in run_folders(results))
+
+    process = start(results, "--seeds 0 1", 500)
+    wait_for(process, "continuing after epoch")
+    process.kill()
+    process.communicate(timeout=60)  # when the processes of the seeds, too, have closed it
+    assert all(is_free(folder) for folder in run_folders(results))
+    assert not results.exists()
+
+
+def is_free(folder) -> bool:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            with open_run(folder):
+                return True
+        except Exception:
+            time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--method softsort --seeds 1 2 1", "--seeds must differ, got 1 2 1"),
+        ("--method softsort --seeds 1 --seed 2", "not allowed with"),
+        ("--method softsort --seeds -1", "between 0 and"),
+        ("--method softsort --seeds 0 1 --m 5", "raise m"),
+        ("--method softsort --seeds 0 1 --device cuda:99", "cuda:99 is not there"),
+        ("--method softsort --seeds 0 1 --batch_size 1000", "--batch_size must not exceed the 76 training images"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_once(tmp_path, capfd, monkeypatch, flags, message):
+    monkeypatch.setattr(script, "run_seeds", lambda *_: pytest.fail("started processes"))
+    argv = f"--dataset digits --limit_train 80 --results {tmp_path / 'r.csv'} {flags}".split()
+    assert script.main(argv) == 2
+    message_printed = capfd.readouterr().err
+    assert message in message_printed
+    assert len(message_printed.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("num_seeds", "threads", "on_gpu", "cores", "expected"),
+    [
+        (2, None, False, 2, (2, 1)),
+        (5, None, False, 2, (2, 1)),
+        (2, None, False, 16, (2, 8)),
+        (3, None, False, 16, (3, 5)),
+        (3, 16, False, 16, (1, 16)),
+        (3, 4, False, 16, (3, 4)),
+        (5, 4, False, 16, (4, 4)),
+        (2, 4, False, 2, (1, 4)),
+        (5, None, True, 2, (5, 1)),
+    ],
+)
+def test_the_cores_are_divided(monkeypatch, num_seeds, threads, on_gpu, cores, expected):
+    monkeypatch.setattr("experiments.seed_processes.usable_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    assert division(num_seeds, threads, on_gpu) == expected

@@ -1,0 +1,190 @@
+"""The network kernels compiled by Numba against the same networks in float64 through PyTorch."""
+
+import copy
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from topk_losses import DISTRIBUTIONS, RelaxedNetwork, TopKCrossEntropyLoss, networks
+from topk_losses.backend import VARIABLE, use_numba
+
+pytest.importorskip("numba")
+NETWORKS = {"odd_even": networks.odd_even, "bitonic": networks.bitonic, "splitter": networks.splitter_selection}
+
+
+@pytest.fixture(autouse=True)
+def _numba(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "numba")
+
+
+def column_and_gradients(operator: RelaxedNetwork, scores: Tensor, labels: Tensor, weights: Tensor):
+    """P[1..k, y] (batch, k), and the gradients of its weighted sum by scores and, if a distribution, by labels."""
+    leaves = [scores.clone().requires_grad_()]
+    if labels.is_floating_point():
+        leaves.append(labels.clone().requires_grad_())
+    column = operator.rank_probabilities(leaves[0], leaves[-1] if len(leaves) == 2 else labels)
+    return column.detach(), *torch.autograd.grad((column * weights).sum(), leaves)
+
+
+@st.composite
+def problems(draw):
+    """(scores float32, labels or distribution, weights, operator): any size and scale, often with ties."""
+    n = draw(st.integers(2, 40) | st.integers(41, 150))
+    k = draw(st.integers(1, min(n - 1, 8)))
+    batch = draw(st.sampled_from([1, 2, 63, 64, 65, 130]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    scores = torch.randn(batch, n, generator=generator) * draw(st.sampled_from([1e-4, 1e-2, 1.0, 10.0, 1e4]))
+    if draw(st.booleans()):
+        scores = scores.bfloat16().float()
+    labels = torch.randint(n, (batch,), generator=generator)
+    if draw(st.booleans()):
+        labels = torch.rand(batch, n, generator=generator).softmax(1)
+    distribution = draw(st.sampled_from(list(DISTRIBUTIONS)))
+    beta = draw(st.sampled_from([0.1, 0.5, 4.0]))
+    network = NETWORKS[draw(st.sampled_from(list(NETWORKS)))](n, k)
+    return scores, labels, torch.randn(batch, k, generator=generator), RelaxedNetwork(network, beta, distribution)
+
+
+@given(problems())
+@settings(max_examples=120, deadline=None)
+def test_agrees_with_float64(problem):
+    scores, labels, weights, operator = problem
+    assert use_numba(scores)
+    exact_labels = labels.double() if labels.is_floating_point() else labels
+    got = column_and_gradients(operator, scores, labels, weights)
+    want = column_and_gradients(operator, scores.double(), exact_labels, weights.double())
+    assert all(each.dtype == torch.float32 for each in got)
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-4, atol=1e-5)
+    if labels.is_floating_point():
+        torch.testing.assert_close(got[2].double(), want[2], rtol=1e-3, atol=1e-4)
+    # Where float32 rounds a small difference, logistic_phi is steep, and the slope is that of another difference: so it
+    # is for PyTorch's float32 too, and the sum over a row, which is 0, tells errors of the rest.
+    largest = want[1].abs().amax(1, keepdim=True)
+    if operator.distribution != "logistic_phi":
+        torch.testing.assert_close(got[1].double(), want[1], rtol=1e-2, atol=1e-3 * float(largest.max()) + 1e-9)
+    assert bool((got[1].double().sum(1, keepdim=True).abs() <= 1e-4 * largest + 1e-6).all())
+
+
+@pytest.mark.parametrize("distribution", list(DISTRIBUTIONS))
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_well_separated_scores_have_the_gradient_of_float64(name, distribution):
+    generator = torch.Generator().manual_seed(1)
+    n, k, batch = 60, 5, 70
+    scores = torch.stack([torch.randperm(n, generator=generator).float() / 7 for _ in range(batch)])
+    operator = RelaxedNetwork(NETWORKS[name](n, k), 0.7, distribution)
+    labels = torch.randint(n, (batch,), generator=generator)
+    weights = torch.randn(batch, k, generator=generator)
+    got = column_and_gradients(operator, scores, labels, weights)
+    want = column_and_gradients(operator, scores.double(), labels, weights.double())
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-3, atol=2e-4 * float(want[1].abs().max()))
+
+
+def test_many_threads_give_the_bits_of_one():
+    operator = RelaxedNetwork(networks.splitter_selection(1000, 5))
+    scores, labels = torch.randn(300, 1000), torch.randint(1000, (300,))
+    weights = torch.randn(300, 5)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            results.append(column_and_gradients(operator, scores, labels, weights))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, four) for one, four in zip(*results))
+
+
+def _in_a_child(connection) -> None:
+    # A batch small enough for PyTorch's own operations to stay in one thread: those of OpenMP hang after a fork.
+    torch.set_num_threads(4)
+    operator = RelaxedNetwork(networks.splitter_selection(1000, 5))
+    connection.send(operator.rank_probabilities(torch.zeros(30, 1000), torch.zeros(30, dtype=torch.long)).sum().item())
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    before = torch.get_num_threads()
+    try:
+        _in_a_child(sender)  # starts the threads of this process
+    finally:
+        torch.set_num_threads(before)
+    want = receiver.recv()
+    child = context.Process(target=_in_a_child, args=(sender,), daemon=True)
+    child.start()
+    try:
+        assert receiver.poll(60), "the forked process hangs"
+        assert receiver.recv() == pytest.approx(want)
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_an_empty_batch():
+    operator = RelaxedNetwork(networks.bitonic(10, 3))
+    scores = torch.empty(0, 10, requires_grad=True)
+    column = operator.rank_probabilities(scores, torch.empty(0, dtype=torch.long))
+    column.sum().backward()
+    assert column.shape == (0, 3)
+    assert scores.grad.shape == (0, 10)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("distribution", list(DISTRIBUTIONS))
+def test_a_spoilt_sample_spoils_itself_only(bad, distribution):
+    loss = TopKCrossEntropyLoss("splitter_selection", num_classes=30, distribution=distribution, reduction="none")
+    clean = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    logits, labels = clean.clone(), torch.arange(5)
+    logits[2, 7] = bad
+    kept = [0, 1, 3, 4]
+    got, want = loss(logits, labels), loss(clean, labels)
+    assert bool(got[2].isnan())
+    assert torch.equal(got[kept], want[kept])
+
+
+def test_second_derivatives_are_refused():
+    operator = RelaxedNetwork(networks.bitonic(10, 3))
+    scores = torch.randn(4, 10, requires_grad=True)
+    column = operator.rank_probabilities(scores, torch.arange(4))
+    gradient = torch.autograd.grad(column.square().sum(), scores, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="not twice differentiable"):
+        gradient.sum().backward()
+
+
+def test_float64_and_other_art_lambdas_go_through_pytorch(monkeypatch):
+    assert not use_numba(torch.zeros(1, 2, dtype=torch.float64))
+    operator = RelaxedNetwork(networks.bitonic(10, 3), art_lambda=0.3)
+    scores, labels = torch.randn(4, 10), torch.arange(4)
+    got = operator.rank_probabilities(scores, labels)
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert torch.equal(got, operator.rank_probabilities(scores, labels))
+
+
+def test_pickles_and_copies():
+    operator = RelaxedNetwork(networks.splitter_selection(20, 4))
+    scores, labels = torch.randn(4, 20), torch.arange(4)
+    want = operator.rank_probabilities(scores, labels)
+    for twin in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        assert torch.equal(twin.rank_probabilities(scores, labels), want)
+
+
+def test_is_the_default_on_the_cpu_and_can_be_turned_off(monkeypatch):
+    scores = torch.zeros(1, 2)
+    monkeypatch.delenv(VARIABLE)
+    assert use_numba(scores)
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert not use_numba(scores)
+    monkeypatch.setenv(VARIABLE, "numba")
+    with pytest.raises(RuntimeError, match="needs tensors on the CPU"):
+        use_numba(torch.zeros(1, 2, device="meta"))
+    monkeypatch.setattr("topk_losses.backend.numba_is_installed", lambda: False)
+    with pytest.raises(RuntimeError, match="needs the package numba"):
+        use_numba(scores)
+    monkeypatch.delenv(VARIABLE)
+    assert not use_numba(scores)
