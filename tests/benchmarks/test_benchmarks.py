@@ -87,3 +87,12 @@ def test_transport_agrees_with_unrolled_sinkhorn(tmp_path):
     rows = list(csv.DictReader(output.open()))
     assert [row["method"] for row in rows] == ["sinkhorn_sort", "soft_topk"]
     assert all(float(row["largest_difference"]) < 2e-3 and float(row["unrolled_ms"]) > 0 for row in rows)
+
+
+def test_machine_measures_what_floors_are_made_of(tmp_path):
+    output = tmp_path / "machine.csv"
+    done = run("machine.py", "--repeats", 1, "--threads", 1, "--output", output)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(output.open()))
+    assert {row["unit"] for row in rows} == {"GB/s", "GFLOP/s", "billion/s", "microseconds"}
+    assert all(float(row["value"]) > 0 for row in rows)
