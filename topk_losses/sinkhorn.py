@@ -29,7 +29,7 @@ MAX_DAMPING = 1e8
 DEFAULT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 # The typical start saves most Newton steps where epsilon is at least this and anchors are few. It is taken where no
 # anchor's mass is off by more than this (relative); elsewhere the hard one leads to the solution sooner.
-SMOOTH_EPSILON, CLOSE = 0.1, 0.7
+SMOOTH_EPSILON, CLOSE = 0.1, 0.5
 
 
 def whiten_and_squash(scores: Tensor) -> Tensor:
@@ -130,11 +130,12 @@ def _potentials(
             return new
         return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(new, old))
 
+    close = torch.zeros((), dtype=torch.bool, device=kernel.device)  # which samples start from typical, () or (batch,)
     if typical is None:
         state = evaluate(hard())
     else:
         state = evaluate(typical.expand(len(kernel), -1))
-        close = state[3] <= CLOSE  # (batch,)
+        close = state[3] <= CLOSE
         if not (may_look and bool(close.all())):
             state = choose(close, state, evaluate(hard()))
     damping = torch.zeros_like(state[3])  # (batch,)
@@ -142,7 +143,9 @@ def _potentials(
         h, P, c, error = state
         if may_look and not bool((error > tolerance).any()):
             break
-        step = _solve_laplacian(P, damping.unsqueeze(1), mass - c)  # (batch, A)
+        # Newton's step for log c = log nu where all masses are near theirs in proportion, for c = nu elsewhere.
+        right = torch.where(close.unsqueeze(-1), c * (mass / c).log(), mass - c)  # (batch, A)
+        step = _solve_laplacian(P, damping.unsqueeze(1), right)  # (batch, A)
         new = evaluate(h + step)
         better = new[3] < error  # (batch,); false for NaN
         state = choose(better, new, state)
