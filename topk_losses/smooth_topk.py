@@ -12,6 +12,7 @@ topk_losses/smooth_kth_largest.py.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -80,18 +81,21 @@ class SmoothTopKLoss(nn.Module):
         true = logits.detach().gather(1, columns)  # (batch, 1)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
         spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan).squeeze(1)  # (batch,)
-        # alpha + (kth - true) / k, -inf (no loss, no gradient) where ignored
-        smooth, hard = (
-            (self.alpha + above / self.k + spoilt).masked_fill(ignored, -math.inf) for above in (smooth, hard)
-        )
-        losses = self._losses(smooth, hard, top, true)  # (batch,)
+
+        def violation(above: Tensor) -> Tensor:
+            """alpha + (kth - true) / k, (batch,): -inf (no loss, no gradient) where ignored."""
+            return (self.alpha + above / self.k + spoilt).masked_fill(ignored, -math.inf)
+
+        losses = self._losses(violation, smooth, hard, top, true)  # (batch,)
         if self.reduction == "none":
             return losses
         return losses.sum() if self.reduction == "sum" else losses.sum() / (~ignored).sum()
 
-    def _losses(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
-        """From the violations (batch,), the others' largest scores (batch, k + 1), the true class's (batch, 1)."""
-        return self._smooth_hinge(smooth)
+    def _losses(
+        self, violation: Callable[[Tensor], Tensor], smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor
+    ) -> Tensor:
+        """From what KthLargestOther returns, and the true class's score (batch, 1)."""
+        return self._smooth_hinge(violation(smooth))
 
     def _smooth_hinge(self, violation: Tensor) -> Tensor:
         # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
@@ -117,7 +121,9 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
     """
 
-    def _losses(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
+    def _losses(
+        self, violation: Callable[[Tensor], Tensor], smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor
+    ) -> Tensor:
         # Insert the true class's score into the ranking of the others: s_[r] is the median of o_[r], s_y, o_[r-1].
         kth, following, true = top[:, self.k - 1], top[:, self.k], true.squeeze(1)  # (batch,)
         kth_of_all = torch.maximum(kth, true)  # (batch,)
@@ -125,4 +131,4 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
             kth_of_all = torch.minimum(kth_of_all, top[:, self.k - 2])
         next_of_all = torch.maximum(following, torch.minimum(kth, true))  # (batch,)
         far_apart = kth_of_all - next_of_all >= self.k * self.tau * math.log(HARD_RATIO)  # (batch,)
-        return torch.where(far_apart, F.relu(hard), self._smooth_hinge(smooth))
+        return torch.where(far_apart, F.relu(violation(hard)), self._smooth_hinge(violation(smooth)))
