@@ -59,14 +59,18 @@ def test_agrees_with_float64(problem):
     got = column_and_gradients(operator, scores, labels, weights)
     want = column_and_gradients(operator, scores.double(), exact_labels, weights.double())
     assert all(each.dtype == torch.float32 for each in got)
-    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-4, atol=1e-5)
+    # The rounding of the scores, which are float32, moves each swap by beta times as much.
+    slack = 20 * torch.finfo(torch.float32).eps * operator.inverse_temperature * float(scores.abs().max())
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-4, atol=1e-5 + slack)
     if labels.is_floating_point():
-        torch.testing.assert_close(got[2].double(), want[2], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(got[2].double(), want[2], rtol=1e-3, atol=1e-4 + 5 * slack)
     # Where float32 rounds a small difference, logistic_phi is steep, and the slope is that of another difference: so it
     # is for PyTorch's float32 too, and the sum over a row, which is 0, tells errors of the rest.
     largest = want[1].abs().amax(1, keepdim=True)
     if operator.distribution != "logistic_phi":
-        torch.testing.assert_close(got[1].double(), want[1], rtol=1e-2, atol=1e-3 * float(largest.max()) + 1e-7)
+        torch.testing.assert_close(
+            got[1].double(), want[1], rtol=1e-2, atol=(1e-3 + slack) * float(largest.max()) + 1e-7
+        )
     assert bool((got[1].double().sum(1, keepdim=True).abs() <= 1e-4 * largest + 1e-6).all())
 
 
