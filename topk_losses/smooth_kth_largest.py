@@ -7,14 +7,16 @@ For any shift lambda let x_i = exp(o_i / temperature - lambda). Then e_k / e_{k-
 The lambda chosen here makes e_k(x) and e_{k-1}(x) about as large, so that both are comfortable float32 numbers however
 far apart the scores lie. They come from two parts, joined by one convolution:
 
-The largest 3 k to 6 k scores, or all if there are few more or k is large, by a binary tree. With p_i = x_i / (1 + x_i)
-and N the number of successes in independent trials of probabilities p_i, P(N = j) = e_j(x) prod_i (1 - p_i). Each node
-holds the distribution of the counts of its scores, cut off at k, each merge is a convolution of non-negative numbers:
-nothing is ever cancelled, and what underflows is a probability too small to be seen in the sum.
+The largest scores (8; for k > 5 between 3 k and 6 k; all if there are few more or k is large) by a binary tree. With
+p_i = x_i / (1 + x_i) and N the number of successes in independent trials of probabilities p_i, P(N = j) = e_j(x)
+prod_i (1 - p_i). Each node holds the distribution of the counts of its scores, cut off at k, each merge is a
+convolution of non-negative numbers: nothing is ever cancelled, and what underflows is a probability too small to be
+seen in the sum.
 
 The rest by Newton's identities, j e_j = sum_m (-1)^(m-1) e_{j-m} S_m, from its power sums S_m = sum_i x_i^m. The x of
-the rest are at most about 1/2, and many for their sum, so that the alternating sums lose little: about exp(k / 8) in
-the worst case. On the CPU powers are left out that cannot change e_k by half its rounding.
+the rest are at most about 1/2 (for k = 5, 1), and many for their sum, so that the alternating sums lose little: about
+exp(k / 8) in the worst case (for k = 5, exp(2)). On the CPU powers are left out that cannot change e_k by half its
+rounding.
 
 Time O(n d + k^2), d <= k the number of power sums, mostly 1 to 3; memory O(n).
 """
@@ -76,7 +78,7 @@ class KthLargestOther(torch.autograd.Function):
         batch, n = scores.shape
         # A score of -inf is in no subset, so the others keep their columns and nothing has to be compacted.
         others = scores.clone() if columns is None else scores.scatter(1, columns, -math.inf)  # (batch, n)
-        num_leaves = 2 ** math.ceil(math.log2(3 * k))
+        num_leaves = 8 if k <= 5 else 2 ** math.ceil(math.log2(3 * k))
         has_rest = k <= MAX_K_WITH_REST and n > 2 * num_leaves
         if has_rest:
             index = largest_indices(others, num_leaves)  # (batch, leaves)
