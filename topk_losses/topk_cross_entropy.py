@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from topk_losses.backend import LONGEST_ROW, MOST_TAKEN, use_triton
+from topk_losses.backend import LONGEST_ROW, MOST_TAKEN, use_numba, use_triton
 from topk_losses.checks import (
     check_choice,
     check_logits_and_labels,
@@ -29,6 +29,10 @@ def largest_indices(scores: Tensor, m: int) -> Tensor:
 
     NaN counts as the largest. Among equal scores the choice and the order are arbitrary.
     """
+    if use_numba(scores):
+        from topk_losses.numba_top_m import largest_columns
+
+        return largest_columns(scores, m)
     batch, n = scores.shape
     num_blocks = n // BLOCK
     if scores.device.type != "cpu" or num_blocks < 4 * m:

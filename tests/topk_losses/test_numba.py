@@ -14,6 +14,8 @@ from topk_losses import DISTRIBUTIONS, RelaxedNetwork, TopKCrossEntropyLoss, net
 from topk_losses.backend import VARIABLE, use_numba
 
 pytest.importorskip("numba")
+from topk_losses.numba_top_m import largest_columns
+
 NETWORKS = {"odd_even": networks.odd_even, "bitonic": networks.bitonic, "splitter": networks.splitter_selection}
 
 
@@ -102,6 +104,42 @@ def test_many_threads_give_the_bits_of_one():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, four) for one, four in zip(*results))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 200) | st.integers(1000, 1100), st.integers(1, 60), st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_largest_columns_are_those_of_topk(seed, n, m, data):
+    m = min(m, n)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(data.draw(st.integers(0, 9)), n, generator=generator)
+    kind = data.draw(st.sampled_from(["distinct", "ties", "sorted", "bad values", "equal"]))
+    if kind == "ties":
+        scores = scores.round()
+    elif kind == "sorted":
+        scores = scores.sort(1, descending=data.draw(st.booleans())).values
+    elif kind == "bad values":
+        bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+        chosen = torch.randint(4, scores.shape, generator=generator)
+        scores = torch.where(torch.rand(scores.shape, generator=generator) < 0.1, bad[chosen], scores)
+    elif kind == "equal":
+        scores = torch.zeros_like(scores)
+    index = largest_columns(scores, m)
+    assert all(len(set(row)) == m for row in index.tolist())
+    torch.testing.assert_close(scores.gather(1, index), scores.topk(m).values, equal_nan=True, rtol=0, atol=0)
+
+
+def test_top_m_by_the_kernel_is_that_of_pytorch(monkeypatch):
+    loss = TopKCrossEntropyLoss("softsort", num_classes=1000, m=16)
+    logits = torch.randn(200, 1000, generator=torch.Generator().manual_seed(3))
+    labels = torch.arange(200)
+    results = []
+    for backend in ("numba", "torch"):
+        monkeypatch.setenv(VARIABLE, backend)
+        leaf = logits.clone().requires_grad_()
+        value = loss(leaf, labels)
+        results.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def _in_a_child(connection) -> None:
