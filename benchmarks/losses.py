@@ -36,6 +36,7 @@ COLUMNS = (
     *("official_path", "official_ms", "official_peak_mib", "official_over_ours"),
     *("cross_entropy_ms", "ours_over_cross_entropy", "note", "device", "threads", "torch", "python"),
 )
+MEASUREMENT_FLAGS = ("device", "threads", "repeats", "limit_gib", "limit_s")
 LINE = "{method:22} {batch:>5} {n:>6} {m:>4} {ms:>9} {peak_mib:>8} {official_ms:>11} {official_peak_mib:>8} "
 LINE += "{official_over_ours:>8} {ours_over_cross_entropy:>6}  {official_path} {note}"
 HEADINGS = {
@@ -123,19 +124,26 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         process.join()
 
 
+def add_measurement_flags(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
+    """Add MEASUREMENT_FLAGS, what `measure` takes beside the loss and its size."""
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--repeats", type=int, default=repeats, help="least number of timed passes per median")
+    parser.add_argument("--limit_gib", type=int, default=16, help="address space of one measurement on the CPU, in GiB")
+    parser.add_argument(
+        "--limit_s", type=float, default=limit_s, help="no pass begins after so many seconds (%(default)s)"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in SIZES])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--repeats", type=int, default=7, help="least number of timed passes per median")
-    parser.add_argument("--limit_gib", type=int, default=16, help="address space of one measurement on the CPU, in GiB")
-    parser.add_argument("--limit_s", type=float, default=200, help="no pass begins after so many seconds (%(default)s)")
+    add_measurement_flags(parser, repeats=7, limit_s=200)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/losses.csv")
     arguments = parser.parse_args()
 
-    shared = {name: getattr(arguments, name) for name in ("device", "threads", "repeats", "limit_gib", "limit_s")}
+    shared = {name: getattr(arguments, name) for name in MEASUREMENT_FLAGS}
     rows = []
     print(LINE.format(**{name: HEADINGS.get(name, name) for name in COLUMNS}))
     for batch, n, m in arguments.sizes:

@@ -12,14 +12,13 @@ method has to do and to keep per sample to leading order (`operations`, `numbers
 
 import argparse
 import math
-import os
 import platform
 import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks.losses import run
+from benchmarks.losses import MEASUREMENT_FLAGS, add_measurement_flags, run
 from benchmarks.table import write_table
 from experiments.environment import device_name
 from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
@@ -52,7 +51,7 @@ def work(method: str, n: int, k: int) -> tuple[float, float]:
         return n * anchors * anchors, n * anchors
     if method == "sinkhorn_sort":
         return n**3, n * n
-    comparators = sum(make_operator(method, n, k).layer_sizes) // 2
+    comparators = sum(make_operator(method, n, k).layer_sizes)
     return comparators, comparators
 
 
@@ -60,15 +59,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--max_n", type=int, default=max(NS), help="leave out larger n (%(default)s)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--repeats", type=int, default=5, help="least number of timed passes per median")
-    parser.add_argument("--limit_gib", type=int, default=16, help="address space of one measurement on the CPU, in GiB")
-    parser.add_argument("--limit_s", type=float, default=20, help="no pass begins after so many seconds (%(default)s)")
+    add_measurement_flags(parser, repeats=5, limit_s=20)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/scaling.csv")
     arguments = parser.parse_args()
 
-    shared = {name: getattr(arguments, name) for name in ("device", "threads", "repeats", "limit_gib", "limit_s")}
+    shared = {name: getattr(arguments, name) for name in MEASUREMENT_FLAGS}
     rows = []
     print(LINE.format(**{name: name for name in COLUMNS}))
     for method in arguments.methods:

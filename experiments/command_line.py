@@ -19,6 +19,7 @@ from experiments.environment import ROOT
 from experiments.ranks import OthersEnded, Ranks
 from experiments.run_record import RecordError
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
+from topk_losses.backend import check_backend
 from topk_losses.checks import check_choice
 
 # P_K without --p_k, as in Table 1; [.2 .2 .2 .2 .2] for the other methods.
@@ -268,6 +269,16 @@ def device_of(name: str, ranks: Ranks) -> torch.device:
         return ranks.device(name)
     except ValueError as error:
         raise CommandLineError(str(error)) from None
+
+
+def training_device(name: str, ranks: Ranks) -> torch.device:
+    """Return device_of, where TOPK_LOSSES_BACKEND can run there. Raises CommandLineError."""
+    device = device_of(name, ranks)
+    try:
+        check_backend(device)
+    except ValueError as error:
+        raise CommandLineError(str(error)) from None
+    return device
 
 
 def learning_rate(args: argparse.Namespace, nloglr: float) -> dict[str, float | None]:

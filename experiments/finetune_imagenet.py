@@ -72,8 +72,8 @@ SAVE_SECONDS = 600  # within an epoch, too, a checkpoint is written at the first
 def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
     """Train each configuration with each seed and record the rows; return the exit status."""
     # What can be refused is refused before data is downloaded: tried with as many classes as the flags may need.
+    device = cli.training_device(args.device, ranks)
     try:
-        device = ranks.device(args.device)
         most = max(each.m or 0 for each in (args, *args.also))
         recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))
         if args.compile:

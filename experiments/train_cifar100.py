@@ -79,7 +79,7 @@ EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations
 def train(args: argparse.Namespace, ranks: Ranks) -> int:
     """Train one configuration with --seed and record its row; return the exit status."""
     # Loss and name. First what can be refused, before a folder is made or data downloaded.
-    device = cli.device_of(args.device, ranks)
+    device = cli.training_device(args.device, ranks)
     loss_fn, flags = configuration(args, device)
     name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
     if args.batch_size < ranks.count:
@@ -354,7 +354,7 @@ def train_seeds(args: argparse.Namespace, ranks: Ranks) -> int:
             "torchrun out"
         )
     # What can be refused is refused here, once.
-    cli.device_of(args.device, ranks)
+    cli.training_device(args.device, ranks)
     _, flags = configuration(args, torch.device("cpu"))
     unfinished = []
     for seed in args.seeds:

@@ -89,3 +89,15 @@ def use_numba(scores: Tensor) -> bool:
     if scores.device.type != "cpu":
         raise RuntimeError(f"{VARIABLE}=numba needs tensors on the CPU, got {scores.device}; unset {VARIABLE}")
     return True
+
+
+def check_backend(device: torch.device) -> None:
+    """Raise ValueError for a TOPK_LOSSES_BACKEND that does not exist or cannot run on the device."""
+    if not _chosen():
+        return
+    scores = torch.empty(0, device=device)
+    try:
+        use_triton(scores)
+        use_numba(scores)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None

@@ -236,7 +236,7 @@ def carry_mass(
 ) -> Tensor:
     """P[1..k, y], (batch, k), of a relaxed network for scores (batch, n) float32 on the CPU.
 
-    labels: (batch,) int64, or (batch, n), a distribution over classes. lanes: (2, comparators) int32, the lanes hi and
+    labels: (batch,) int64, or (batch, n), a distribution over classes. lanes: (2, comparators) int64, the lanes hi and
     the lanes lo of all layers' comparators in their order. output_lanes: (k,) int64. distribution: one of the six, with
     art_lambda ART_LAMBDA. beta: the inverse temperature.
     """

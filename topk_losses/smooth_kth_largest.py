@@ -29,7 +29,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_k, check_logits, check_positive
 from topk_losses.operator import refuse_double_backward, to_compute_dtype
-from topk_losses.topk_cross_entropy import largest_indices
+from topk_losses.top_m import largest_indices
 
 MAX_K_WITH_REST = 32  # beyond, the alternating sums could lose more than an order of magnitude
 

@@ -146,14 +146,12 @@ class RelaxedNetwork(TopKOperator):
             raise ValueError(f"art_lambda must lie in [0, 1), got {art_lambda:g}")
         # Comparators without a path to the output lanes cost time and change nothing.
         layers = network.pruned().layers
-        # One buffer for all layers moves between devices as one; per layer the lanes hi, then lo.
-        self.register_buffer("lanes", torch.cat([layer.flip(0).flatten() for layer in layers]), False)
+        # One buffer for all layers moves between devices as one: (2, C), the lanes hi and the lanes lo.
+        self.register_buffer("comparators", torch.cat([layer.flip(0) for layer in layers], dim=1), False)
         self.register_buffer("output_lanes", network.output_lanes, False)
-        self.layer_sizes = [layer.numel() for layer in layers]
+        self.layer_sizes = [layer.shape[1] for layer in layers]
         widest = max(layer.shape[1] for layer in layers)
         tiles, first = comparator_tiles(layers, min(WIDEST_TILE, 2 ** (widest - 1).bit_length()))
-        comparators = torch.cat([layer.flip(0) for layer in layers], dim=1).int()  # (2, C) the lanes hi, the lanes lo
-        self.register_buffer("comparators", comparators, False)
         self.register_buffer("tiles", tiles, False)
         self.register_buffer("tile_first", first, False)
 
@@ -169,6 +167,10 @@ class RelaxedNetwork(TopKOperator):
         if scores.shape[1] != self.n:
             raise ValueError(f"this network was built for n={self.n} scores, got logits {tuple(scores.shape)}")
 
+    def _layers(self) -> tuple[Tensor, ...]:
+        """Per layer of c comparators (2c,): the lanes hi, then the lanes lo."""
+        return tuple(layer.flatten() for layer in self.comparators.split(self.layer_sizes, dim=1))
+
     def _centred(self, scores: Tensor) -> Tensor:
         """Scores less their maximum: a network sees differences only, and a common offset would cost digits."""
         return scores - scores.detach().amax(1, keepdim=True)
@@ -179,9 +181,8 @@ class RelaxedNetwork(TopKOperator):
             from topk_losses.triton_networks import carry_mass
 
             settings = (self.distribution, self.inverse_temperature, self.art_lambda)
-            return carry_mass(
-                scores, labels, self.tiles, self.tile_first, sum(self.layer_sizes) // 2, self.k, *settings
-            )
+            tiles = (self.tiles, self.tile_first, self.comparators.shape[1])
+            return carry_mass(scores, labels, *tiles, self.k, *settings)
         if use_numba(scores):
             from topk_losses import numba_networks
 
@@ -192,7 +193,7 @@ class RelaxedNetwork(TopKOperator):
         return _CarryMass.apply(
             self._centred(scores),
             class_mass(labels, scores),
-            self.lanes.split(self.layer_sizes),
+            self._layers(),
             self.output_lanes,
             DISTRIBUTIONS[self.distribution],
             self.inverse_temperature,
@@ -207,7 +208,7 @@ class RelaxedNetwork(TopKOperator):
         """
         self._check_n(scores)
         family = DISTRIBUTIONS[self.distribution]
-        layers = self.lanes.split(self.layer_sizes)
+        layers = self._layers()
         x = self._centred(scores).T  # (n, batch)
         swaps = []
         for lanes in layers:

@@ -544,3 +544,14 @@ def test_the_script_end_to_end_with_ctrl_c_and_kill(tmp_path):
 
     assert script.main(command(undisturbed, flags, "splitter_selection")) == 0
     assert_same_outcome(undisturbed, resumed)
+
+
+@pytest.mark.parametrize("seeds", [["--seed", "0"], ["--seeds", "0", "1"]])
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, seeds):
+    monkeypatch.setenv("TOPK_LOSSES_BACKEND", "cuda")
+    results = tmp_path / "rows.csv"
+    flags = ["--dataset", "digits", "--method", "bitonic", *seeds, "--results", str(results), "--device", "cpu"]
+    assert script.main(flags) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "TOPK_LOSSES_BACKEND must be one of torch, triton, numba" in sentence
+    assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 from tests import reference
 from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, SmoothHardTopKLoss, TopKCrossEntropyLoss, make_loss
 from topk_losses.backend import VARIABLE
-from topk_losses.topk_cross_entropy import BLOCK, largest_indices, select_top_m
+from topk_losses.top_m import BLOCK, largest_indices, select_top_m
 
 P_KS = ([1, 0, 0, 0, 0], [0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)
 

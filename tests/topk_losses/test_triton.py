@@ -28,7 +28,7 @@ from topk_losses import (
     sorting_networks,
     splitter_selection,
 )
-from topk_losses.topk_cross_entropy import select_top_m
+from topk_losses.top_m import select_top_m
 
 
 def version(package):
