@@ -210,12 +210,12 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | 
 
 def add_optimization_flags(
     parser: argparse.ArgumentParser, *, n_epochs: int, batch_size: int, nloglr: float, seed_help: str
-) -> argparse._MutuallyExclusiveGroup:
+) -> tuple[argparse._ArgumentGroup, argparse._MutuallyExclusiveGroup]:
     """Add epochs, batch size, learning rate (--lr or --nloglr) and seed, with the published defaults.
 
-    Returns the group of --seed, for what may stand in its place.
+    Returns the group of these flags, for more of them, and that of --seed, for what may stand in its place.
     """
-    group = parser.add_argument_group("optimization", "Adam, default betas, no weight decay, no schedule")
+    group = parser.add_argument_group("optimization", "Adam, default betas, no weight decay")
     group.add_argument("--n_epochs", type=count, default=n_epochs, help="passes over the training split (%(default)s)")
     group.add_argument(
         "--batch_size", type=count, default=batch_size, help="the last partial batch is dropped (%(default)s)"
@@ -229,7 +229,7 @@ def add_optimization_flags(
     )
     seeds = group.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=seed, default=0, help=f"{seed_help} (%(default)s)")
-    return seeds
+    return group, seeds
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:

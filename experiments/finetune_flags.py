@@ -58,7 +58,7 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
         'or --nloglr, as in --also "--method softsort --p_k .5 0 0 0 .5"; all other flags are those of the command; '
         "may be repeated",
     )
-    seeds = cli.add_optimization_flags(
+    _, seeds = cli.add_optimization_flags(
         parser,
         n_epochs=defaults.n_epochs,
         batch_size=500,

@@ -9,6 +9,7 @@
 
 Protocol: 5% of the training images for validation, random crop and flip, batch 128, Adam with learning rate 1e-3,
 200 epochs, evaluation after each; a row reports test accuracy where validation accuracy was best, per k.
+--lr_schedule cosine, which is not published, brings a short run to rest.
 
 The row is added to results/cifar100.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
@@ -67,7 +68,7 @@ from models.resnet_cifar import resnet_cifar
 IDENTITY = (
     *("dataset", "limit_train", "limit_test", "label_noise", "noise_groups", "model", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *("implementation", "lr", "batch_size", "n_epochs", "seed"),
+    *("implementation", "lr", "lr_schedule", "batch_size", "n_epochs", "seed"),
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 
@@ -260,6 +261,9 @@ def train_epoch(
     model.train()
     bar = tqdm(range(num_steps), desc=f"epoch {epoch}", unit="batch", leave=False, disable=not on_terminal)
     for step in bar:
+        if args.lr_schedule == "cosine":
+            elapsed = (epoch - 1 + step / num_steps) / args.n_epochs  # from 0 to almost 1
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * (1 + math.cos(math.pi * elapsed)) / 2
         if args.compile and device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         images, labels = data.train.batch(order[step * args.batch_size : (step + 1) * args.batch_size][share])

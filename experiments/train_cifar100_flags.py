@@ -14,6 +14,7 @@ from experiments.environment import ROOT, check_compiler
 # Known before the data is, so that a refused command line costs no download.
 NUM_CLASSES = {"cifar100": 100, "cifar10": 10, "digits": 10}
 NLOGLR = 3.0  # published: learning rate 1e-3
+LR_SCHEDULES = ("constant", "cosine")  # published: constant
 # Published for CIFAR-100, where all 100 scores are sorted; a method that is not here takes the library's
 # default.
 INVERSE_TEMPERATURES = {
@@ -30,7 +31,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "of torchrun divide each batch, evenly or nearly; batch norm uses the images of its own process.",
     )
     cli.add_loss_flags(parser, top1_mode="smce")
-    seeds = cli.add_optimization_flags(
+    optimization, seeds = cli.add_optimization_flags(
         parser,
         n_epochs=200,
         batch_size=128,
@@ -43,6 +44,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         metavar="S",
         help="train with each, in one process per seed; one row each, which is that of --seed with as many --threads",
+    )
+    optimization.add_argument(
+        "--lr_schedule",
+        type=cli.choice("lr_schedule", LR_SCHEDULES),
+        default="constant",
+        help="constant, or cosine: half a cosine from the learning rate down to 0, for short runs (%(default)s)",
     )
     group = parser.add_argument_group("data and model")
     group.add_argument(
@@ -107,6 +114,8 @@ def configuration(args: argparse.Namespace, device: torch.device) -> tuple[nn.Mo
         **{flag: value for flag, value in vars(args).items() if flag != "seeds"},  # they have a row each
         **settings,
         **cli.learning_rate(args, NLOGLR),
+        # Empty where constant: ids of rows from before there was a choice stay.
+        "lr_schedule": args.lr_schedule if args.lr_schedule != "constant" else None,
         "device": str(device),
         "data_dir": cli.portable(args.data_dir),
         "noise_groups": args.noise_groups if args.label_noise > 0 else None,

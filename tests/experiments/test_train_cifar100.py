@@ -201,6 +201,25 @@ def test_variants_train(tiny, results, flags):
     assert len(read_rows(results)) == 1
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_the_learning_rate_follows_its_schedule(tiny, results, monkeypatch, schedule):
+    rates, step = [], torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self))
+    assert script.main(command(results, f"--lr_schedule {schedule} --nloglr 2", n_epochs=3)) == 0
+    expected = [0.01] * len(rates)
+    if schedule == "cosine":
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
+        oracle = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(rates))
+        expected = []
+        for _ in rates:
+            expected += oracle.get_last_lr()
+            oracle.optimizer.step()
+            oracle.step()
+    assert rates == pytest.approx(expected)
+    assert len(rates) > 3  # more than one step per epoch
+    assert read_rows(results)[0]["lr_schedule"] == ("cosine" if schedule == "cosine" else "")
+
+
 def test_the_official_loss_gives_the_same_row(tiny, results):
     flags = "--p_k .5 0 0 0 .5 --inverse_temperature .5"
     for implementation in ("ours", "difftopk"):
@@ -272,17 +291,18 @@ def test_a_forced_repetition_that_was_interrupted_continues(tiny, results, monke
 # Resume.
 
 
-def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("flags", ["", "--lr_schedule cosine"])
+def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tiny, tmp_path, monkeypatch, capsys, flags):
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
-    assert script.main(command(undisturbed, n_epochs=4)) == 0
+    assert script.main(command(undisturbed, flags, n_epochs=4)) == 0
     with monkeypatch.context() as patch:
         stop_after(patch, 2, KeyboardInterrupt)
-        assert script.main(command(resumed, n_epochs=4)) == 130
+        assert script.main(command(resumed, flags, n_epochs=4)) == 130
     message = capsys.readouterr().err
     assert "same command continues" in message
     assert "Traceback" not in message
     assert not resumed.exists()
-    assert script.main(command(resumed, n_epochs=4)) == 0
+    assert script.main(command(resumed, flags, n_epochs=4)) == 0
     assert_same_outcome(undisturbed, resumed)
     assert read_rows(resumed)[0]["times_resumed"] == "1"
 
@@ -418,6 +438,7 @@ def finished_epochs(results: Path) -> int:
         ("--method softsort --lr -1", "must be a number above 0, got '-1'"),
         ("--method softsort --lr inf", "got 'inf'"),
         ("--method softsort --nloglr 1000", "between -10 and 30"),
+        ("--method softsort --lr_schedule cosin", "did you mean 'cosine'"),
         ("--method softsort --n_epochs 0", "at least 1, got '0'"),
         ("--method softsort --n_epochs ten", "got 'ten'"),
         ("--method softsort --seed -1", "between 0 and"),

@@ -127,6 +127,7 @@ def test_a_row_with_fewer_seeds_than_asked_says_so(made):
         ({"limit_test": "100"}, "limit_test 100"),
         ({"precision": "bf16"}, "precision bf16 (not fp32)"),
         ({"label_noise": "0.2", "noise_groups": "blocks"}, "label_noise 0.2"),
+        ({"lr_schedule": "cosine"}, "lr_schedule cosine"),
         ({"dataset": "digits", "num_classes": "10"}, "dataset digits (published: cifar100)"),
         ({"lr": "0.01"}, "lr 0.01 (published: 0.001)"),
     ],
