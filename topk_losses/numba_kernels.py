@@ -1,22 +1,47 @@
 """What the kernels that Numba compiles for the CPU share: how they are compiled, and how they use several threads."""
 
 import itertools
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import numba
+import numpy as np
+
+_f32 = np.float32
 
 
 def jit(function: Callable) -> Callable:
-    """Compile at the first call, and keep the code on the disk where there is a place for it."""
+    """Compile at the first call, and keep the code on the disk where there is a place for it.
+
+    What is kept is renewed when the file of `function` changes, not when a compiled function that it calls from another
+    file does: then delete __pycache__.
+    """
     # No fused multiply-adds, so that values are those of PyTorch's operations.
     options = {"nogil": True, "error_model": "numpy", "fastmath": {"nsz"}}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written
         return numba.njit(**options)(function)
+
+
+@jit
+def exp(v):
+    """exp(v) in float32 to 2 units in the last place (Cephes expf); written out so that it becomes vector code."""
+    v = _f32(-87) if v < _f32(-87) else v  # comparisons that let NaN pass
+    v = _f32(88) if v > _f32(88) else v
+    whole = _f32(math.floor(v * _f32(1.44269504) + _f32(0.5)))
+    f = v - whole * _f32(0.693359375) + whole * _f32(2.12194440e-4)
+    p = _f32(1.9875691500e-4)
+    p = p * f + _f32(1.3981999507e-3)
+    p = p * f + _f32(8.3334519073e-3)
+    p = p * f + _f32(4.1665795894e-2)
+    p = p * f + _f32(1.6666665459e-1)
+    p = p * f + _f32(5.0000001201e-1)
+    p = p * (f * f) + f + _f32(1)
+    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @lru_cache(maxsize=1)

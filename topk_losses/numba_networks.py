@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from topk_losses.distributions import ART_EPSILON, ART_TIE, DISTRIBUTIONS
-from topk_losses.numba_kernels import in_threads, jit
+from topk_losses.numba_kernels import exp, in_threads, jit
 from topk_losses.operator import refuse_double_backward
 
 TILE = 64  # samples: enough for vector code, few enough for the cache
@@ -29,32 +29,15 @@ _f32 = np.float32
 
 
 @jit
-def _exp(v):
-    """exp(v) in float32 to 2 units in the last place (Cephes expf); written out so that it becomes vector code."""
-    v = _f32(-87) if v < _f32(-87) else v  # comparisons that let NaN pass
-    v = _f32(88) if v > _f32(88) else v
-    whole = _f32(math.floor(v * _f32(1.44269504) + _f32(0.5)))
-    f = v - whole * _f32(0.693359375) + whole * _f32(2.12194440e-4)
-    p = _f32(1.9875691500e-4)
-    p = p * f + _f32(1.3981999507e-3)
-    p = p * f + _f32(8.3334519073e-3)
-    p = p * f + _f32(4.1665795894e-2)
-    p = p * f + _f32(1.6666665459e-1)
-    p = p * f + _f32(5.0000001201e-1)
-    p = p * (f * f) + f + _f32(1)
-    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
-
-
-@jit
 def _fill_swap(family, d, beta, swap):
     """swap = sigmoid family(d) for the differences d of a comparator; formulas as in distributions.py."""
     one, half = _f32(1), _f32(0.5)
     if family == _LOGISTIC:
         for i in range(len(d)):
-            swap[i] = one / (one + _exp(-beta * d[i]))
+            swap[i] = one / (one + exp(-beta * d[i]))
     elif family == _LOGISTIC_PHI:
         for i in range(len(d)):
-            swap[i] = one / (one + _exp(-beta * d[i] / np.sqrt(np.abs(d[i]) + _f32(ART_EPSILON))))
+            swap[i] = one / (one + exp(-beta * d[i] / np.sqrt(np.abs(d[i]) + _f32(ART_EPSILON))))
     elif family == _GAUSSIAN:
         for i in range(len(d)):
             swap[i] = half * _f32(math.erfc(-beta * d[i] * _f32(math.sqrt(0.5))))
@@ -89,7 +72,7 @@ def _fill_slope(family, d, swap, beta, slope):
             slope[i] = inner * (swap[i] - swap[i] * swap[i]) * beta
     elif family == _GAUSSIAN:
         for i in range(len(d)):
-            slope[i] = beta * _f32(1 / math.sqrt(2 * math.pi)) * _exp(-half * (beta * d[i]) * (beta * d[i]))
+            slope[i] = beta * _f32(1 / math.sqrt(2 * math.pi)) * exp(-half * (beta * d[i]) * (beta * d[i]))
     elif family == _RECIPROCAL:
         for i in range(len(d)):
             size = _f32(2) + np.abs(beta * d[i])

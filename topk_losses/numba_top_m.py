@@ -28,7 +28,7 @@ def _insert(score, column, best, columns, held):
 
 
 @jit
-def _largest(scores, first, last, index):
+def largest_of_rows(scores, first, last, index):
     """Rows first..last of scores (batch, n): the columns of the largest, falling, into index (batch, m)."""
     n, m = scores.shape[1], index.shape[1]
     whole = n // CHUNK  # chunks; what is left over is looked into in any case
@@ -72,5 +72,5 @@ def largest_columns(scores: Tensor, m: int) -> Tensor:
     index = torch.empty(len(scores), m, dtype=torch.int64)
     rows = scores.detach().contiguous().numpy()
     threads = max(1, min(torch.get_num_threads(), len(scores), 1 + scores.numel() // WORK_OF_A_THREAD))
-    in_threads(threads, len(scores), lambda first, last: _largest(rows, first, last, index.numpy()))
+    in_threads(threads, len(scores), lambda first, last: largest_of_rows(rows, first, last, index.numpy()))
     return index

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from topk_losses.backend import use_numba
 from topk_losses.checks import check_k, check_logits, check_positive
 from topk_losses.operator import refuse_double_backward, to_compute_dtype
 from topk_losses.top_m import largest_indices
@@ -59,7 +60,25 @@ def smooth_kth_largest(scores: Tensor, k: int, temperature: float = 1.0) -> Tens
     check_k(k, scores.shape[1] + 1)
     check_positive("temperature", temperature)
     scores = to_compute_dtype(scores)
-    return KthLargestOther.apply(scores, None, k, temperature)[0]
+    return kth_largest_other(scores, None, k, temperature)[0]
+
+
+def num_leaves(n: int, k: int) -> int:
+    """How many of n scores enter the tree, the largest ones: n where the rest has no power sums."""
+    leaves = 8 if k <= 5 else 2 ** math.ceil(math.log2(3 * k))
+    return leaves if k <= MAX_K_WITH_REST and n > 2 * leaves else n
+
+
+def kth_largest_other(
+    scores: Tensor, columns: Tensor | None, k: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """KthLargestOther, below, by whichever path takes the scores."""
+    if k <= MAX_K_WITH_REST and use_numba(scores):
+        from topk_losses import numba_kth_largest
+
+        leaves = num_leaves(scores.shape[1], k)
+        return numba_kth_largest.kth_largest_other(scores, columns, k, temperature, leaves)
+    return KthLargestOther.apply(scores, columns, k, temperature)
 
 
 class KthLargestOther(torch.autograd.Function):
@@ -78,14 +97,14 @@ class KthLargestOther(torch.autograd.Function):
         batch, n = scores.shape
         # A score of -inf is in no subset, so the others keep their columns and nothing has to be compacted.
         others = scores.clone() if columns is None else scores.scatter(1, columns, -math.inf)  # (batch, n)
-        num_leaves = 8 if k <= 5 else 2 ** math.ceil(math.log2(3 * k))
-        has_rest = k <= MAX_K_WITH_REST and n > 2 * num_leaves
+        leaf_count = num_leaves(n, k)
+        has_rest = leaf_count < n
         if has_rest:
-            index = largest_indices(others, num_leaves)  # (batch, leaves)
+            index = largest_indices(others, leaf_count)  # (batch, leaves)
             leaves = others.gather(1, index)
             top = leaves[:, : k + 1].clone()
         else:
-            num_leaves, leaves = n, others
+            leaves = others
             top, index = leaves.topk(min(k + 1, n))
         kth = top[:, k - 1 : k]  # (batch, 1)
         enough = kth != -math.inf  # (batch, 1): are there k scores at all?
@@ -100,8 +119,8 @@ class KthLargestOther(torch.autograd.Function):
         tilt = torch.where(enough, _tilt((top[:, :k] - shift) / temperature, beyond), 0)  # (batch, 1)
         z.sub_(tilt)
         # The tree holds the batch in its last dimension, where halves of the nodes are contiguous.
-        p = z.new_zeros(num_leaves + num_leaves % 2, batch)  # success probabilities, the last one padding
-        p[:num_leaves].copy_(z.sigmoid().t())
+        p = z.new_zeros(leaf_count + leaf_count % 2, batch)  # success probabilities, the last one padding
+        p[:leaf_count].copy_(z.sigmoid().t())
         levels = [_pair(p)]  # each (counts, nodes, batch); nodes halve from level to level
         while levels[-1].shape[1] > 1:
             levels.append(_merge(levels[-1], max(k, 2)))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from topk_losses.checks import check_choice, check_k, check_logits_and_labels, check_positive
 from topk_losses.operator import to_compute_dtype
-from topk_losses.smooth_kth_largest import KthLargestOther
+from topk_losses.smooth_kth_largest import kth_largest_other
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
@@ -77,7 +77,7 @@ class SmoothTopKLoss(nn.Module):
         logits = to_compute_dtype(logits)
         ignored = labels == self.ignore_index  # (batch,)
         columns = labels.masked_fill(ignored, 0).unsqueeze(1)  # (batch, 1)
-        smooth, hard, top = KthLargestOther.apply(logits, columns, self.k, self.k * self.tau)
+        smooth, hard, top = kth_largest_other(logits, columns, self.k, self.k * self.tau)
         true = logits.detach().gather(1, columns)  # (batch, 1)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
         spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan).squeeze(1)  # (batch,)
@@ -94,7 +94,7 @@ class SmoothTopKLoss(nn.Module):
     def _losses(
         self, violation: Callable[[Tensor], Tensor], smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor
     ) -> Tensor:
-        """From what KthLargestOther returns, and the true class's score (batch, 1)."""
+        """From what kth_largest_other returns, and the true class's score (batch, 1)."""
         return self._smooth_hinge(violation(smooth))
 
     def _smooth_hinge(self, violation: Tensor) -> Tensor:

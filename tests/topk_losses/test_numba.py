@@ -1,4 +1,4 @@
-"""The network kernels compiled by Numba against the same networks in float64 through PyTorch."""
+"""The kernels compiled by Numba against float64 and PyTorch; the smooth k-th largest also in test_smooth_topk.py."""
 
 import copy
 import multiprocessing
@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from topk_losses import DISTRIBUTIONS, RelaxedNetwork, TopKCrossEntropyLoss, networks
+from topk_losses import (
+    DISTRIBUTIONS,
+    RelaxedNetwork,
+    SmoothHardTopKLoss,
+    SmoothTopKLoss,
+    TopKCrossEntropyLoss,
+    networks,
+)
 from topk_losses.backend import VARIABLE, check_backend, use_numba
+from topk_losses.smooth_kth_largest import smooth_kth_largest
 
 pytest.importorskip("numba")
 from topk_losses.numba_top_m import largest_columns
@@ -105,6 +113,52 @@ def test_many_threads_give_the_bits_of_one():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, four) for one, four in zip(*results))
+
+
+@pytest.mark.parametrize("loss", [SmoothTopKLoss, SmoothHardTopKLoss])
+def test_the_smooth_losses_are_those_of_pytorch_by_any_number_of_threads(loss, monkeypatch):
+    logits = 4 * torch.randn(300, 1000, generator=torch.Generator().manual_seed(2))
+    labels = torch.arange(300)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for backend, threads in (("numba", 1), ("numba", 4), ("torch", 1)):
+            monkeypatch.setenv(VARIABLE, backend)
+            torch.set_num_threads(threads)
+            leaf = logits.clone().requires_grad_()
+            value = loss(5, tau=0.3)(leaf, labels)
+            results.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+    finally:
+        torch.set_num_threads(before)
+    one, four, pytorch = results
+    assert torch.equal(one[0], four[0])
+    assert torch.equal(one[1], four[1])
+    torch.testing.assert_close(one, pytorch, rtol=1e-5, atol=1e-8)
+
+
+def test_the_smooth_kth_largest_backward_can_be_repeated_and_is_not_needed():
+    scores = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    kept = scores.clone()
+    want = smooth_kth_largest(scores, 5)  # without a gradient to prepare
+    leaf = scores.clone().requires_grad_()
+    got = smooth_kth_largest(leaf, 5)
+    assert torch.equal(got, want)
+    weights = torch.arange(7.0)  # the first one 0
+    first = torch.autograd.grad(got, leaf, weights, retain_graph=True)[0]
+    again = torch.autograd.grad(got, leaf, weights)[0]
+    assert torch.equal(first, again)
+    assert torch.equal(scores, kept)
+    assert not bool(first[0].any())
+    torch.testing.assert_close(first.sum(1), weights)
+    transposed = scores.T.contiguous().T.requires_grad_()  # another order in memory
+    assert torch.equal(torch.autograd.grad(smooth_kth_largest(transposed, 5), transposed, weights)[0], first)
+
+
+def test_second_derivatives_of_the_smooth_kth_largest_are_refused():
+    scores = torch.randn(4, 30, requires_grad=True)
+    gradient = torch.autograd.grad(smooth_kth_largest(scores, 3).square().sum(), scores, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="not twice differentiable"):
+        gradient.sum().backward()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 200) | st.integers(1000, 1100), st.integers(1, 60), st.data())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from topk_losses.backend import VARIABLE
 from topk_losses.smooth_kth_largest import smooth_kth_largest
 from topk_losses.smooth_topk import SmoothHardTopKLoss, SmoothTopKLoss
 
@@ -23,6 +24,14 @@ with contextlib.redirect_stdout(io.StringIO()):
 
 LOSSES = (SmoothTopKLoss, SmoothHardTopKLoss)
 inf, nan = math.inf, math.nan
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "chosen by the device"])
+def _backend(request):
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setenv(VARIABLE, "torch")
+        yield
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

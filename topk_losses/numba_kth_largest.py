@@ -1,0 +1,257 @@
+"""The smooth k-th largest score on the CPU, compiled by Numba: smooth_kth_largest.KthLargestOther, row by row.
+
+Through PyTorch the polynomials of a few scores per sample are some 200 small operations. Here a row stays in the cache
+from its first score to its gradient, which the forward pass leaves for the backward pass to scale. Scores float32;
+whatever is one number per sample is computed in float64. The formulas are those of smooth_kth_largest.py, but that the
+largest scores enter the distribution of their count one after the other instead of by a tree.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from topk_losses.numba_kernels import exp, in_threads, jit
+from topk_losses.numba_top_m import largest_of_rows
+from topk_losses.operator import refuse_double_backward
+
+CHUNK = 16  # scores that are summed side by side
+WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
+_f32 = np.float32
+_HALF_ROUNDING = float(np.finfo(np.float32).eps) / 2
+
+
+@jit
+def _sum(values):
+    """The sum of values (n,) float32, in CHUNK partial sums, so that it becomes vector code."""
+    parts = np.zeros(CHUNK, _f32)
+    whole = len(values) // CHUNK
+    for c in range(whole):
+        for i in range(CHUNK):
+            parts[i] += values[c * CHUNK + i]
+    total = 0.0
+    for part in parts:
+        total += part
+    for j in range(whole * CHUNK, len(values)):
+        total += values[j]
+    return total
+
+
+@jit
+def _tilt(z, k, beyond):
+    """smooth_kth_largest._tilt for one sample: z (leaves,) falling, the k-th one 0; beyond: sum of exp(z) after it."""
+    # Overflow to inf stands at places that the minimum passes over.
+    least, total = math.inf, beyond
+    for j in range(k - 1, -1, -1):
+        total += math.exp(z[j])
+        least = min(least, total / (k - j))
+    start = math.log(least)
+    beyond *= math.exp(-start)
+    expected = variance = beyond
+    for j in range(k):
+        p = 1 / (1 + math.exp(start - z[j]))
+        expected += p
+        variance += p * (1 - p)
+    return start + (expected - (k - 0.5)) / variance
+
+
+@jit
+def _polynomials(rest, power, rest_sum, largest, scale, E):
+    """Fill E[j] = e_j of x = rest * scale by Newton's identities; return the number of power sums in use.
+
+    As smooth_kth_largest._polynomials, which says when to stop; power: room for as many numbers as rest (n,).
+    """
+    k = len(E) - 1
+    sums = np.empty(k + 1, np.float64)  # sums[m] = S_m
+    sums[1] = rest_sum * scale
+    degree, factor = 1, scale
+    while degree < k and sums[degree] * largest > _HALF_ROUNDING * (degree + 1):
+        if degree == 1:
+            for j in range(len(rest)):
+                power[j] = rest[j] * rest[j]
+        else:
+            for j in range(len(rest)):
+                power[j] *= rest[j]
+        degree += 1
+        factor *= scale
+        sums[degree] = _sum(power) * factor
+    E[0] = 1
+    for j in range(1, k + 1):
+        e_j, sign = 0.0, 1.0
+        for m in range(1, min(j, degree) + 1):
+            e_j += sign * E[j - m] * sums[m]
+            sign = -sign
+        E[j] = max(e_j / j, 0.0)  # what cancels below 0 is rounding
+    return degree
+
+
+@jit
+def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, smooth, hard, top, kth_columns, slopes):
+    """Rows first..last of scores (batch, n) to smooth, hard (batch,), top (batch, some), kth_columns (batch,): -1 for
+    less than k scores; and, if wanted, slopes (batch, n), the gradient of smooth.
+
+    columns (batch,) or (0,): the true classes. index (batch, leaves, and one more if there are true classes).
+    """
+    n = scores.shape[1]
+    others = index.shape[1] - (len(columns) > 0)  # leaves
+    inverse = _f32(1 / temperature)
+    rest, power = np.empty(n, _f32), np.empty(n, _f32)
+    leaves = np.empty(others, np.int64)
+    z, p, q = np.empty(others), np.empty(others), np.empty(others)
+    counts = np.zeros((others + 1, k + 1))  # row i: the distribution of successes among the first i leaves
+    E, g_counts = np.zeros(k + 1), np.empty(k + 1)
+    for row in range(first, last):
+        x = scores[row]
+        true = columns[row] if len(columns) > 0 else -1
+        true_score = x[true] if true >= 0 else _f32(0)
+        largest_of_rows(scores, row, row + 1, index)
+        held = 0
+        for column in index[row]:
+            if column != true and held < others:
+                leaves[held] = column
+                held += 1
+        for r in range(top.shape[1]):
+            top[row, r] = x[leaves[r]] if r < held else _f32(-np.inf)
+        kth = top[row, k - 1]
+        if kth == _f32(-np.inf):
+            smooth[row] = hard[row] = kth - true_score
+            kth_columns[row] = -1
+            if wants_slopes:
+                slopes[row] = _f32(0)
+            continue
+        kth_columns[row] = leaves[k - 1]
+        beyond = 0.0
+        for i in range(others):
+            z[i] = (np.float64(x[leaves[i]]) - np.float64(kth)) / temperature if i < held else -math.inf
+            if i >= k:
+                beyond += math.exp(z[i])
+
+        # What is neither leaf nor true class: x_i but for the factor scale.
+        rest_sum = 0.0
+        if others < n:
+            for j in range(n):
+                v = (x[j] - kth) * inverse
+                rest[j] = _f32(0) if v < _f32(-87) else exp(v)
+            for i in range(held):
+                rest[leaves[i]] = _f32(0)
+            if true >= 0:
+                rest[true] = _f32(0)
+            rest_sum = _sum(rest)
+
+        tilt = _tilt(z, k, beyond + rest_sum)
+        counts[0, 0] = 1
+        for i in range(others):
+            p[i], q[i] = 1 / (1 + math.exp(tilt - z[i])), 1 / (1 + math.exp(z[i] - tilt))
+            counts[i + 1, 0] = counts[i, 0] * q[i]
+            for j in range(1, k + 1):
+                counts[i + 1, j] = counts[i, j] * q[i] + counts[i, j - 1] * p[i]
+        P = counts[others]
+        E[0], scale, degree = 1, math.exp(-tilt), 0
+        if rest_sum > 0:
+            degree = _polynomials(rest, power, rest_sum, math.exp(z[others - 1] - tilt), scale, E)
+        else:
+            E[1:] = 0
+        e_k, e_below = P[k] * E[0], 0.0  # of all scores, but for a common factor
+        for j in range(1, k + 1):
+            e_k += P[k - j] * E[j]
+            e_below += P[k - j] * E[j - 1]
+        difference = np.float64(kth) - np.float64(true_score)
+        hard[row] = difference
+        smooth[row] = difference + temperature * (tilt + math.log(e_k / e_below))
+        if not wants_slopes:
+            continue
+
+        # log e_k - log e_{k-1} by each score: of the rest by Horner's rule, of the leaves backward through the counts.
+        of_k, of_below = 1 / e_k, -1 / e_below
+        if degree == 0:
+            slopes[row] = _f32(0)
+        for m in range(degree, 0, -1):
+            c = 0.0
+            for j in range(m, k + 1):
+                c += (of_k * P[k - j] + (of_below * P[k - 1 - j] if j < k else 0.0)) * E[j - m]
+            coefficient = _f32(c * scale**m * (1 - 2 * ((m - 1) % 2)))
+            if m == degree:
+                for j in range(n):
+                    slopes[row, j] = rest[j] * coefficient
+            else:
+                for j in range(n):
+                    slopes[row, j] = rest[j] * (slopes[row, j] + coefficient)
+        for j in range(k + 1):
+            g_counts[j] = of_k * E[k - j] + (of_below * E[k - 1 - j] if j < k else 0.0)
+        for i in range(others - 1, -1, -1):
+            of_success = 0.0
+            for j in range(1, k + 1):
+                of_success += g_counts[j] * counts[i, j - 1]
+                g_counts[j - 1] = g_counts[j - 1] * q[i] + g_counts[j] * p[i]
+            g_counts[k] *= q[i]
+            if i < held:
+                slopes[row, leaves[i]] = of_success * p[i]
+        if true >= 0:
+            slopes[row, true] = _f32(-1)
+
+
+@jit
+def _backward(grad, grad_hard, kth_columns, columns, slopes, first, last, grad_scores):
+    """Rows first..last of grad, grad_hard (batch,) times slopes (batch, n) to grad_scores (batch, n)."""
+    for row in range(first, last):
+        g, of_hard = grad[row], grad_hard[row]
+        # Samples without a gradient (unused branch, ignored label) get zeros even if they hold NaN or inf.
+        if g == _f32(0) or kth_columns[row] < 0:
+            grad_scores[row] = _f32(0)
+        else:
+            for j in range(slopes.shape[1]):
+                grad_scores[row, j] = g * slopes[row, j]
+        if kth_columns[row] >= 0:
+            grad_scores[row, kth_columns[row]] += of_hard
+        if len(columns) > 0:
+            grad_scores[row, columns[row]] = -(g + of_hard)
+
+
+class _FusedKthLargestOther(torch.autograd.Function):
+    """As smooth_kth_largest.KthLargestOther; leaves: the number of largest scores that enter one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, columns: Tensor | None, k: int, temperature: float, leaves: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        batch, n = scores.shape
+        threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
+        flat = torch.empty(0, dtype=torch.int64) if columns is None else columns.flatten().contiguous()
+        index = torch.empty(batch, min(leaves + (columns is not None), n), dtype=torch.int64)
+        smooth, hard = scores.new_empty(batch), scores.new_empty(batch)
+        top = scores.new_empty(batch, min(k + 1, n))
+        kth_columns = torch.empty(batch, dtype=torch.int64)
+        slopes = torch.empty_like(scores, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        inputs = (scores.detach().contiguous().numpy(), flat.numpy(), k, temperature, slopes is not None)
+        outputs = [index, smooth, hard, top, kth_columns, scores.new_empty(0, 0) if slopes is None else slopes]
+        outputs = [each.detach().numpy() for each in outputs]
+        in_threads(threads, batch, lambda first, last: _forward(*inputs, first, last, *outputs))
+        ctx.save_for_backward(smooth, kth_columns, flat, slopes)
+        ctx.threads = threads
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(top)
+        return smooth, hard, top
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_hard: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        smooth, kth_columns, flat, slopes = ctx.saved_tensors
+        sources = [each for each in (grad, grad_hard) if each is not None]
+        with torch.no_grad():
+            grads = [torch.zeros_like(smooth) if each is None else each.contiguous() for each in (grad, grad_hard)]
+            grad_scores = torch.empty_like(slopes)
+            inputs = [each.detach().numpy() for each in (*grads, kth_columns, flat, slopes)]
+            output = grad_scores.numpy()
+            in_threads(ctx.threads, len(grad_scores), lambda first, last: _backward(*inputs, first, last, output))
+        return refuse_double_backward(grad_scores, *sources, smooth), None, None, None, None
+
+
+def kth_largest_other(
+    scores: Tensor, columns: Tensor | None, k: int, temperature: float, leaves: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """smooth_kth_largest.KthLargestOther of scores (batch, n) float32 on the CPU; arguments and results as there.
+
+    leaves: the number of largest scores that enter one by one, at least k + 1, or n.
+    """
+    return _FusedKthLargestOther.apply(scores, columns, k, float(temperature), leaves)
