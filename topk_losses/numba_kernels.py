@@ -1,6 +1,5 @@
 """What the kernels that Numba compiles for the CPU share: how they are compiled, and how they use several threads."""
 
-import itertools
 import math
 import os
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import numba
 import numpy as np
 
 _f32 = np.float32
+SHARES = 8  # per thread
 
 
 def jit(function: Callable) -> Callable:
@@ -53,13 +53,26 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive 
 
 
 def in_threads(threads: int, tiles: int, call: Callable[[int, int], None]) -> None:
-    """call(first, last) on as many shares of the tiles as there are threads, this one among them; waits for all.
+    """call(first, last) on shares of the tiles, in this thread and threads - 1 others; waits for all.
+
+    Each takes the next share when it is through with one: PyTorch's own threads wait busily for some milliseconds after
+    each operation, so that a core may be half taken.
 
     Python's threads, since the kernels run without its lock: Numba's own can be entered by one caller only, and those
     of OpenMP do not survive a fork.
     """
-    bounds = [tiles * i // threads for i in range(threads + 1)]
-    others = [_pool().submit(call, *share) for share in itertools.pairwise(bounds[1:])]
-    call(bounds[0], bounds[1])
+    if threads == 1:
+        call(0, tiles)
+        return
+    size = -(-tiles // (SHARES * threads))
+    starts = iter(range(0, tiles, size))  # next() holds Python's lock
+
+    def work() -> None:
+        for first in starts:
+            call(first, min(first + size, tiles))
+
+    others = [_pool().submit(work) for _ in range(threads - 1)]
+    work()
     for other in others:
-        other.result()
+        if not other.cancel():  # cancelled: it has not begun, and nothing is left
+            other.result()

@@ -17,66 +17,65 @@ from topk_losses.numba_kernels import exp, in_threads, jit
 from topk_losses.numba_top_m import largest_of_rows
 from topk_losses.operator import refuse_double_backward
 
-CHUNK = 16  # scores that are summed side by side
+CHUNK = 64  # scores that are summed side by side
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 _f32 = np.float32
+FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 _HALF_ROUNDING = float(np.finfo(np.float32).eps) / 2
 
 
 @jit
-def _sum(values):
-    """The sum of values (n,) float32, in CHUNK partial sums, so that it becomes vector code."""
-    parts = np.zeros(CHUNK, _f32)
+def _multiply_and_sum(values, factors, parts):
+    """values *= factors, both (n,) float32; return their sum, by partial sums (CHUNK,), which makes it vector code."""
+    parts[:] = _f32(0)
     whole = len(values) // CHUNK
     for c in range(whole):
+        some, by = values[c * CHUNK : (c + 1) * CHUNK], factors[c * CHUNK : (c + 1) * CHUNK]
         for i in range(CHUNK):
-            parts[i] += values[c * CHUNK + i]
+            some[i] *= by[i]
+            parts[i] += some[i]
     total = 0.0
     for part in parts:
         total += part
     for j in range(whole * CHUNK, len(values)):
+        values[j] *= factors[j]
         total += values[j]
     return total
 
 
 @jit
-def _tilt(z, k, beyond):
-    """smooth_kth_largest._tilt for one sample: z (leaves,) falling, the k-th one 0; beyond: sum of exp(z) after it."""
-    # Overflow to inf stands at places that the minimum passes over.
+def _tilt(odds, k, beyond):
+    """smooth_kth_largest._tilt for one sample: odds (leaves,) are exp(z), falling, the k-th one 1; beyond: their
+    sum after it, and that of the rest.
+
+    From 0, less at most 2, to log n, plus at most 2.
+    """
     least, total = math.inf, beyond
     for j in range(k - 1, -1, -1):
-        total += math.exp(z[j])
+        total += odds[j]
         least = min(least, total / (k - j))
-    start = math.log(least)
-    beyond *= math.exp(-start)
-    expected = variance = beyond
+    expected = variance = beyond / least
     for j in range(k):
-        p = 1 / (1 + math.exp(start - z[j]))
+        p = odds[j] / (least + odds[j])
         expected += p
         variance += p * (1 - p)
-    return start + (expected - (k - 0.5)) / variance
+    return math.log(least) + (expected - (k - 0.5)) / variance
 
 
 @jit
-def _polynomials(rest, power, rest_sum, largest, scale, E):
+def _polynomials(rest, rest_sum, largest, scale, power, parts, sums, E):
     """Fill E[j] = e_j of x = rest * scale by Newton's identities; return the number of power sums in use.
 
-    As smooth_kth_largest._polynomials, which says when to stop; power: room for as many numbers as rest (n,).
+    As smooth_kth_largest._polynomials, which says when to stop. power (n,): a copy of rest, to work on; parts (CHUNK,)
+    and sums (k + 1,): room to work.
     """
     k = len(E) - 1
-    sums = np.empty(k + 1, np.float64)  # sums[m] = S_m
-    sums[1] = rest_sum * scale
+    sums[1] = rest_sum * scale  # S_1
     degree, factor = 1, scale
     while degree < k and sums[degree] * largest > _HALF_ROUNDING * (degree + 1):
-        if degree == 1:
-            for j in range(len(rest)):
-                power[j] = rest[j] * rest[j]
-        else:
-            for j in range(len(rest)):
-                power[j] *= rest[j]
         degree += 1
         factor *= scale
-        sums[degree] = _sum(power) * factor
+        sums[degree] = _multiply_and_sum(power, rest, parts) * factor
     E[0] = 1
     for j in range(1, k + 1):
         e_j, sign = 0.0, 1.0
@@ -97,11 +96,11 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
     n = scores.shape[1]
     others = index.shape[1] - (len(columns) > 0)  # leaves
     inverse = _f32(1 / temperature)
-    rest, power = np.empty(n, _f32), np.empty(n, _f32)
+    rest, power, parts = np.empty(n, _f32), np.empty(n, _f32), np.empty(CHUNK, _f32)
     leaves = np.empty(others, np.int64)
-    z, p, q = np.empty(others), np.empty(others), np.empty(others)
+    odds, p, q = np.empty(others), np.empty(others), np.empty(others)
     counts = np.zeros((others + 1, k + 1))  # row i: the distribution of successes among the first i leaves
-    E, g_counts = np.zeros(k + 1), np.empty(k + 1)
+    sums, E, g_counts = np.empty(k + 1), np.zeros(k + 1), np.empty(k + 1)
     for row in range(first, last):
         x = scores[row]
         true = columns[row] if len(columns) > 0 else -1
@@ -124,9 +123,10 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
         kth_columns[row] = leaves[k - 1]
         beyond = 0.0
         for i in range(others):
-            z[i] = (np.float64(x[leaves[i]]) - np.float64(kth)) / temperature if i < held else -math.inf
+            z = (np.float64(x[leaves[i]]) - np.float64(kth)) / temperature if i < held else -math.inf
+            odds[i] = math.exp(FAR if z > FAR else z)
             if i >= k:
-                beyond += math.exp(z[i])
+                beyond += odds[i]
 
         # What is neither leaf nor true class: x_i but for the factor scale.
         rest_sum = 0.0
@@ -138,19 +138,22 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
                 rest[leaves[i]] = _f32(0)
             if true >= 0:
                 rest[true] = _f32(0)
-            rest_sum = _sum(rest)
+            power[:] = _f32(1)
+            rest_sum = _multiply_and_sum(power, rest, parts)
 
-        tilt = _tilt(z, k, beyond + rest_sum)
+        tilt = _tilt(odds, k, beyond + rest_sum)
+        E[0], scale, degree = 1, math.exp(-tilt), 0
         counts[0, 0] = 1
         for i in range(others):
-            p[i], q[i] = 1 / (1 + math.exp(tilt - z[i])), 1 / (1 + math.exp(z[i] - tilt))
-            counts[i + 1, 0] = counts[i, 0] * q[i]
+            q[i] = 1 / (1 + odds[i] * scale)
+            p[i] = odds[i] * scale * q[i]
+            before, after = counts[i], counts[i + 1]
+            after[0] = before[0] * q[i]
             for j in range(1, k + 1):
-                counts[i + 1, j] = counts[i, j] * q[i] + counts[i, j - 1] * p[i]
+                after[j] = before[j] * q[i] + before[j - 1] * p[i]
         P = counts[others]
-        E[0], scale, degree = 1, math.exp(-tilt), 0
         if rest_sum > 0:
-            degree = _polynomials(rest, power, rest_sum, math.exp(z[others - 1] - tilt), scale, E)
+            degree = _polynomials(rest, rest_sum, odds[others - 1] * scale, scale, power, parts, sums, E)
         else:
             E[1:] = 0
         e_k, e_below = P[k] * E[0], 0.0  # of all scores, but for a common factor
