@@ -11,6 +11,8 @@ import numpy as np
 
 _f32 = np.float32
 SHARES = 8  # per thread
+WRITTEN_BY_A_THREAD = 1_000_000  # numbers, where little else is done than to write them
+CHUNK = 64  # numbers that are summed side by side
 
 
 def jit(function: Callable) -> Callable:
@@ -42,6 +44,24 @@ def exp(v):
     p = p * f + _f32(5.0000001201e-1)
     p = p * (f * f) + f + _f32(1)
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@jit
+def sum_of(values, parts):
+    """The sum of values (n,) float32, by partial sums (CHUNK,), which makes it vector code."""
+    whole = len(values) // CHUNK
+    total = 0.0
+    if whole > 0:
+        parts[:] = values[:CHUNK]
+        for c in range(1, whole):
+            some = values[c * CHUNK : (c + 1) * CHUNK]
+            for i in range(CHUNK):
+                parts[i] += some[i]
+        for part in parts:
+            total += part
+    for value in values[whole * CHUNK :]:
+        total += value
+    return total
 
 
 @lru_cache(maxsize=1)

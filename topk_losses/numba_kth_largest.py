@@ -13,34 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topk_losses.numba_kernels import exp, in_threads, jit
+from topk_losses.numba_kernels import CHUNK, WRITTEN_BY_A_THREAD, exp, in_threads, jit, sum_of
 from topk_losses.numba_top_m import largest_of_rows
 from topk_losses.operator import refuse_double_backward
 
-CHUNK = 64  # scores that are summed side by side
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 _f32 = np.float32
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 _HALF_ROUNDING = float(np.finfo(np.float32).eps) / 2
-
-
-@jit
-def _multiply_and_sum(values, factors, parts):
-    """values *= factors, both (n,) float32; return their sum, by partial sums (CHUNK,), which makes it vector code."""
-    parts[:] = _f32(0)
-    whole = len(values) // CHUNK
-    for c in range(whole):
-        some, by = values[c * CHUNK : (c + 1) * CHUNK], factors[c * CHUNK : (c + 1) * CHUNK]
-        for i in range(CHUNK):
-            some[i] *= by[i]
-            parts[i] += some[i]
-    total = 0.0
-    for part in parts:
-        total += part
-    for j in range(whole * CHUNK, len(values)):
-        values[j] *= factors[j]
-        total += values[j]
-    return total
 
 
 @jit
@@ -75,7 +55,9 @@ def _polynomials(rest, rest_sum, largest, scale, power, parts, sums, E):
     while degree < k and sums[degree] * largest > _HALF_ROUNDING * (degree + 1):
         degree += 1
         factor *= scale
-        sums[degree] = _multiply_and_sum(power, rest, parts) * factor
+        for j in range(len(rest)):
+            power[j] *= rest[j]
+        sums[degree] = sum_of(power, parts) * factor
     E[0] = 1
     for j in range(1, k + 1):
         e_j, sign = 0.0, 1.0
@@ -138,8 +120,8 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
                 rest[leaves[i]] = _f32(0)
             if true >= 0:
                 rest[true] = _f32(0)
-            power[:] = _f32(1)
-            rest_sum = _multiply_and_sum(power, rest, parts)
+            power[:] = rest
+            rest_sum = sum_of(rest, parts)
 
         tilt = _tilt(odds, k, beyond + rest_sum)
         E[0], scale, degree = 1, math.exp(-tilt), 0
@@ -246,7 +228,8 @@ class _FusedKthLargestOther(torch.autograd.Function):
             grad_scores = torch.empty_like(slopes)
             inputs = [each.detach().numpy() for each in (*grads, kth_columns, flat, slopes)]
             output = grad_scores.numpy()
-            in_threads(ctx.threads, len(grad_scores), lambda first, last: _backward(*inputs, first, last, output))
+            threads = max(1, min(ctx.threads, slopes.numel() // WRITTEN_BY_A_THREAD))
+            in_threads(threads, len(grad_scores), lambda first, last: _backward(*inputs, first, last, output))
         return refuse_double_backward(grad_scores, *sources, smooth), None, None, None, None
 
 

@@ -91,6 +91,8 @@ def _fill_slope(family, d, swap, beta, slope):
 def _forward(scores, labels, mass, hi, lo, output_lanes, family, beta, first, last, saved, column):
     """Tiles first..last of scores (batch, n) to column (batch, k); fills saved (tiles, comparators, 3, tile).
 
+    Of the scores their maximum is taken off: a network sees differences only, and a common offset would cost digits.
+
     The class is that of labels (batch,) or, unless it is empty, the distribution mass (batch, n).
     """
     batch, n = scores.shape
@@ -101,8 +103,12 @@ def _forward(scores, labels, mass, hi, lo, output_lanes, family, beta, first, la
         width = min(tile, batch - start)
         q[:] = _f32(0)
         for i in range(width):
+            largest = scores[start + i, 0]
             for j in range(n):
-                x[j, i] = scores[start + i, j]
+                score = scores[start + i, j]
+                largest = score if score > largest or score != score else largest  # NaN stays
+            for j in range(n):
+                x[j, i] = scores[start + i, j] - largest
             if len(mass) == 0:
                 q[labels[start + i], i] = _f32(1)
             else:

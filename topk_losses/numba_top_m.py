@@ -7,11 +7,13 @@ Nearly all of it is written without branches: which scores are large cannot be p
 processor as much as a dozen scores.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from topk_losses.numba_kernels import in_threads, jit
+from topk_losses.numba_kernels import WRITTEN_BY_A_THREAD, in_threads, jit
 
 CHUNK = 16
 WORK_OF_A_THREAD = 500_000  # scores that pay for another thread
@@ -100,13 +102,62 @@ def largest_of_rows(scores, first, last, index):
             index[row, r] = _LOW - (largest[r] & _LOW)
 
 
-def largest_columns(scores: Tensor, m: int) -> Tensor:
-    """The columns of the m largest of scores (batch, n) float32 on the CPU, by falling score: (batch, m) int64.
+@jit
+def _select(scores, true, first, last, index, kept):
+    """Rows first..last of scores (batch, n): true class and m - 1 largest others into index and kept (batch, m)."""
+    m = index.shape[1]
+    largest_of_rows(scores, first, last, index)
+    for row in range(first, last):
+        # The true class moves to the front from its place; from the lowest one if it is not there.
+        place = m - 1
+        for r in range(m - 1):
+            place = r if index[row, r] == true[row] else place
+        for r in range(place, 0, -1):
+            index[row, r] = index[row, r - 1]
+        index[row, 0] = true[row]
+        for r in range(m):
+            kept[row, r] = scores[row, index[row, r]]
 
-    NaN counts as the largest. Among equal scores the one further left comes first. n < 2^31.
+
+@jit
+def _scatter(grad, index, first, last, grad_scores):
+    """Rows first..last of grad (batch, m) to their places among zeros, grad_scores (batch, n)."""
+    for row in range(first, last):
+        grad_scores[row] = _f32(0)
+        for r in range(index.shape[1]):
+            grad_scores[row, index[row, r]] = grad[row, r]
+
+
+class _SelectTopM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, true: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        batch, n = scores.shape
+        index, kept = torch.empty(batch, m, dtype=torch.int64), torch.empty(batch, m)
+        inputs = [each.detach().contiguous().numpy() for each in (scores, true)]
+        outputs = (index.numpy(), kept.numpy())
+        threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
+        in_threads(threads, batch, lambda first, last: _select(*inputs, first, last, *outputs))
+        ctx.save_for_backward(index)
+        ctx.n, ctx.threads = n, threads
+        ctx.mark_non_differentiable(index)
+        return kept, index
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: gather knows its own derivatives
+            return grad.new_zeros(len(grad), ctx.n).scatter(1, index, grad), None, None
+        grad_scores = grad.new_empty(len(grad), ctx.n)
+        inputs, output = [each.contiguous().numpy() for each in (grad, index)], grad_scores.numpy()
+        threads = max(1, min(ctx.threads, grad_scores.numel() // WRITTEN_BY_A_THREAD))
+        in_threads(threads, len(grad), lambda first, last: _scatter(*inputs, first, last, output))
+        return grad_scores, None, None
+
+
+def select_top_m(scores: Tensor, true: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The scores of the true class and the m - 1 largest others, falling, and their columns: (batch, m) each.
+
+    scores (batch, n) float32 on the CPU, n < 2^31; true (batch,) int64. NaN counts as the largest. Among equal scores
+    the one further left comes first.
     """
-    index = torch.empty(len(scores), m, dtype=torch.int64)
-    rows = scores.detach().contiguous().numpy()
-    threads = max(1, min(torch.get_num_threads(), len(scores), 1 + scores.numel() // WORK_OF_A_THREAD))
-    in_threads(threads, len(scores), lambda first, last: largest_of_rows(rows, first, last, index.numpy()))
-    return index
+    return _SelectTopM.apply(scores, true, m)

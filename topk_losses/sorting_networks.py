@@ -189,7 +189,7 @@ class RelaxedNetwork(TopKOperator):
             if numba_networks.has_kernel(self.distribution, self.art_lambda):
                 lanes = (self.comparators, self.output_lanes)
                 settings = (self.distribution, self.inverse_temperature)
-                return numba_networks.carry_mass(self._centred(scores), labels, *lanes, *settings)
+                return numba_networks.carry_mass(scores, labels, *lanes, *settings)
         return _CarryMass.apply(
             self._centred(scores),
             class_mass(labels, scores),

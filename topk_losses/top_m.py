@@ -14,10 +14,6 @@ def largest_indices(scores: Tensor, m: int) -> Tensor:
 
     NaN counts as the largest. Among equal scores the choice and the order are arbitrary.
     """
-    if use_numba(scores):
-        from topk_losses.numba_top_m import largest_columns
-
-        return largest_columns(scores, m)
     batch, n = scores.shape
     num_blocks = n // BLOCK
     if scores.device.type != "cpu" or num_blocks < 4 * m:
@@ -49,6 +45,11 @@ def select_top_m(logits: Tensor, labels: Tensor, m: int) -> tuple[Tensor, Tensor
         kept, index = top_m(logits, true, m)  # (batch, m) each
         return kept, labels.gather(1, index) if labels.is_floating_point() else torch.zeros_like(labels)
     scores = to_compute_dtype(logits)
+    if use_numba(scores):
+        from topk_losses import numba_top_m
+
+        kept, index = numba_top_m.select_top_m(scores, true, m)  # (batch, m) each
+        return kept, labels.gather(1, index) if labels.is_floating_point() else torch.zeros_like(labels)
     with torch.no_grad():
         index = largest_indices(scores, m)  # (batch, m)
         found = index == true.unsqueeze(1)  # (batch, m)

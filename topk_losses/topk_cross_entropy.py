@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from topk_losses.backend import use_numba
 from topk_losses.checks import (
     check_choice,
     check_logits_and_labels,
@@ -158,24 +159,29 @@ class TopKCrossEntropyLoss(nn.Module):
         else:
             scores, labels = select_top_m(logits, labels, self.m)  # (batch, m)
         p_k = p_k.to(scores.dtype)
-        weights = rank_weights(p_k, self.top1_mode)  # (K,) or (batch, K)
+        column = operator._rank_probabilities(scores, labels)  # (batch, K), P[1..K, y]
+        loss = self._losses(scores, labels, column, p_k)  # (batch,)
+        if self.reduction == "none":
+            return torch.where(counts, loss, 0.0)
+        total = torch.where(counts, loss, 0.0).sum()
+        return total if self.reduction == "sum" else total / counts.sum()
 
-        within = (weights * operator._rank_probabilities(scores, labels)).sum(1)  # (batch,)
+    def _losses(self, scores: Tensor, labels: Tensor, column: Tensor, p_k: Tensor) -> Tensor:
+        """The loss of each sample, (batch,): scores (batch, n or m), column (batch, K), p_k (K,) or (batch, K)."""
+        if not (labels.is_floating_point() or p_k.requires_grad) and use_numba(scores):
+            from topk_losses.numba_loss import row_losses
+
+            return row_losses(scores, labels, column, p_k, self.top1_mode)
+        within = (rank_weights(p_k, self.top1_mode) * column).sum(1)  # (batch,)
         if self.top1_mode == "sort":
-            loss = -guarded_log(within)
-        elif self.top1_mode == "sm":
+            return -guarded_log(within)
+        if self.top1_mode == "sm":
             softmax = scores.softmax(1)  # (batch, n or m)
             if labels.is_floating_point():
                 top1 = (labels.to(scores.dtype) * softmax).sum(1)  # (batch,)
             else:
                 top1 = softmax.gather(1, labels.unsqueeze(1)).squeeze(1)  # (batch,)
-            loss = -guarded_log(p_k[..., 0] * top1 + within)
-        else:
-            soft_labels = labels.to(scores.dtype) if labels.is_floating_point() else labels
-            top1 = cross_entropy(scores, soft_labels, reduction="none")  # (batch,)
-            loss = p_k[..., 0] * top1 - (1 - p_k[..., 0]) * guarded_log(within)
-
-        if self.reduction == "none":
-            return torch.where(counts, loss, 0.0)
-        total = torch.where(counts, loss, 0.0).sum()
-        return total if self.reduction == "sum" else total / counts.sum()
+            return -guarded_log(p_k[..., 0] * top1 + within)
+        soft_labels = labels.to(scores.dtype) if labels.is_floating_point() else labels
+        top1 = cross_entropy(scores, soft_labels, reduction="none")  # (batch,)
+        return p_k[..., 0] * top1 - (1 - p_k[..., 0]) * guarded_log(within)
