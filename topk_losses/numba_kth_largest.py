@@ -1,8 +1,9 @@
 """The smooth k-th largest score on the CPU, compiled by Numba: smooth_kth_largest.KthLargestOther, row by row.
 
 Through PyTorch the polynomials of a few scores per sample are some 200 small operations. Here a row stays in the cache
-from its first score to its gradient, which the forward pass leaves for the backward pass to scale. Scores float32;
-whatever is one number per sample is computed in float64. The formulas are those of smooth_kth_largest.py, but that the
+from its first score to its value. Kept for the backward pass: the derivatives by the largest scores, and a polynomial
+that gives those of the rest; nothing of the size of the scores. Scores float32; whatever is one number per sample is
+computed in float64. The formulas are those of smooth_kth_largest.py, but that the
 largest scores enter the distribution of their count one after the other instead of by a tree.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topk_losses.numba_kernels import CHUNK, WRITTEN_BY_A_THREAD, exp, in_threads, jit, sum_of
+from topk_losses.numba_kernels import CHUNK, exp, in_threads, jit, sum_of
 from topk_losses.numba_top_m import largest_of_rows
 from topk_losses.operator import refuse_double_backward
 
@@ -69,22 +70,36 @@ def _polynomials(rest, rest_sum, largest, scale, power, parts, sums, E):
 
 
 @jit
-def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, smooth, hard, top, kth_columns, slopes):
-    """Rows first..last of scores (batch, n) to smooth, hard (batch,), top (batch, some), kth_columns (batch,): -1 for
-    less than k scores; and, if wanted, slopes (batch, n), the gradient of smooth.
+def _fill_rest(x, kth, inverse, leaves, true, rest):
+    """Fill rest (n,) with exp((x - kth) / temperature), but 0 for the leaves and, unless it is -1, the true class."""
+    for j in range(len(x)):
+        v = (x[j] - kth) * inverse
+        rest[j] = _f32(0) if v < _f32(-87) else exp(v)
+    for column in leaves:
+        rest[column] = _f32(0)
+    if true >= 0:
+        rest[true] = _f32(0)
 
-    columns (batch,) or (0,): the true classes. index (batch, leaves, and one more if there are true classes).
+
+@jit
+def _forward(
+    scores, columns, k, temperature, first, last, index, smooth, hard, top, leaves_of, held_of, polynomials, slopes
+):
+    """Rows first..last of scores (batch, n) to smooth, hard (batch,) and top (batch, some), and what _backward needs.
+
+    columns (batch,) or (0,): the true classes. index (batch, leaves, and one more if there are true classes): room to
+    work. leaves_of (batch, leaves): their columns, of which held_of (batch,) count, 0 if there are less than k.
+    slopes (batch, leaves): d smooth / d score. polynomials (batch, k): with x of the rest as in _fill_rest, theirs is
+    x times the first, x^2 times the second, ...
     """
-    n = scores.shape[1]
-    others = index.shape[1] - (len(columns) > 0)  # leaves
+    n, others = scores.shape[1], leaves_of.shape[1]
     inverse = _f32(1 / temperature)
     rest, power, parts = np.empty(n, _f32), np.empty(n, _f32), np.empty(CHUNK, _f32)
-    leaves = np.empty(others, np.int64)
     odds, p, q = np.empty(others), np.empty(others), np.empty(others)
     counts = np.zeros((others + 1, k + 1))  # row i: the distribution of successes among the first i leaves
     sums, E, g_counts = np.empty(k + 1), np.zeros(k + 1), np.empty(k + 1)
     for row in range(first, last):
-        x = scores[row]
+        x, leaves = scores[row], leaves_of[row]
         true = columns[row] if len(columns) > 0 else -1
         true_score = x[true] if true >= 0 else _f32(0)
         largest_of_rows(scores, row, row + 1, index)
@@ -98,11 +113,9 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
         kth = top[row, k - 1]
         if kth == _f32(-np.inf):
             smooth[row] = hard[row] = kth - true_score
-            kth_columns[row] = -1
-            if wants_slopes:
-                slopes[row] = _f32(0)
+            held_of[row] = 0
             continue
-        kth_columns[row] = leaves[k - 1]
+        held_of[row] = held
         beyond = 0.0
         for i in range(others):
             z = (np.float64(x[leaves[i]]) - np.float64(kth)) / temperature if i < held else -math.inf
@@ -113,13 +126,7 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
         # What is neither leaf nor true class: x_i but for the factor scale.
         rest_sum = 0.0
         if others < n:
-            for j in range(n):
-                v = (x[j] - kth) * inverse
-                rest[j] = _f32(0) if v < _f32(-87) else exp(v)
-            for i in range(held):
-                rest[leaves[i]] = _f32(0)
-            if true >= 0:
-                rest[true] = _f32(0)
+            _fill_rest(x, kth, inverse, leaves[:held], true, rest)
             power[:] = rest
             rest_sum = sum_of(rest, parts)
 
@@ -145,24 +152,16 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
         difference = np.float64(kth) - np.float64(true_score)
         hard[row] = difference
         smooth[row] = difference + temperature * (tilt + math.log(e_k / e_below))
-        if not wants_slopes:
-            continue
 
-        # log e_k - log e_{k-1} by each score: of the rest by Horner's rule, of the leaves backward through the counts.
+        # log e_k - log e_{k-1} by each score: of the rest a polynomial, of the leaves backward through the counts.
         of_k, of_below = 1 / e_k, -1 / e_below
-        if degree == 0:
-            slopes[row] = _f32(0)
-        for m in range(degree, 0, -1):
+        signed_power = -1.0
+        for m in range(1, k + 1):
+            signed_power *= -scale
             c = 0.0
-            for j in range(m, k + 1):
+            for j in range(m, k + 1 if m <= degree else 0):
                 c += (of_k * P[k - j] + (of_below * P[k - 1 - j] if j < k else 0.0)) * E[j - m]
-            coefficient = _f32(c * scale**m * (1 - 2 * ((m - 1) % 2)))
-            if m == degree:
-                for j in range(n):
-                    slopes[row, j] = rest[j] * coefficient
-            else:
-                for j in range(n):
-                    slopes[row, j] = rest[j] * (slopes[row, j] + coefficient)
+            polynomials[row, m - 1] = c * signed_power
         for j in range(k + 1):
             g_counts[j] = of_k * E[k - j] + (of_below * E[k - 1 - j] if j < k else 0.0)
         for i in range(others - 1, -1, -1):
@@ -171,27 +170,38 @@ def _forward(scores, columns, k, temperature, wants_slopes, first, last, index, 
                 of_success += g_counts[j] * counts[i, j - 1]
                 g_counts[j - 1] = g_counts[j - 1] * q[i] + g_counts[j] * p[i]
             g_counts[k] *= q[i]
-            if i < held:
-                slopes[row, leaves[i]] = of_success * p[i]
-        if true >= 0:
-            slopes[row, true] = _f32(-1)
+            slopes[row, i] = of_success * p[i]
 
 
 @jit
-def _backward(grad, grad_hard, kth_columns, columns, slopes, first, last, grad_scores):
-    """Rows first..last of grad, grad_hard (batch,) times slopes (batch, n) to grad_scores (batch, n)."""
+def _backward(
+    grad, grad_hard, scores, columns, k, temperature, leaves_of, held_of, polynomials, slopes, first, last, grad_scores
+):
+    """Rows first..last of grad, grad_hard (batch,) to grad_scores (batch, n)."""
+    n = scores.shape[1]
+    inverse, rest = _f32(1 / temperature), np.empty(n, _f32)
     for row in range(first, last):
-        g, of_hard = grad[row], grad_hard[row]
-        # Samples without a gradient (unused branch, ignored label) get zeros even if they hold NaN or inf.
-        if g == _f32(0) or kth_columns[row] < 0:
-            grad_scores[row] = _f32(0)
-        else:
-            for j in range(slopes.shape[1]):
-                grad_scores[row, j] = g * slopes[row, j]
-        if kth_columns[row] >= 0:
-            grad_scores[row, kth_columns[row]] += of_hard
-        if len(columns) > 0:
-            grad_scores[row, columns[row]] = -(g + of_hard)
+        g, of_hard, out, held = grad[row], grad_hard[row], grad_scores[row], held_of[row]
+        leaves, polynomial = leaves_of[row, :held], polynomials[row]
+        true = columns[row] if len(columns) > 0 else -1
+        out[:] = _f32(0)
+        # Samples without a gradient (unused branch, ignored label) keep zeros even if they hold NaN or inf.
+        if g != _f32(0) and held > 0:
+            degree = k
+            while degree > 0 and polynomial[degree - 1] == _f32(0):
+                degree -= 1
+            if degree > 0:
+                _fill_rest(scores[row], scores[row, leaves[k - 1]], inverse, leaves, true, rest)
+            for m in range(degree, 0, -1):  # Horner's rule
+                coefficient = g * polynomial[m - 1]
+                for j in range(n):
+                    out[j] = rest[j] * (out[j] + coefficient)
+            for i in range(held):
+                out[leaves[i]] = g * slopes[row, i]
+        if held > 0:
+            out[leaves[k - 1]] += of_hard
+        if true >= 0:
+            out[true] = -(g + of_hard)
 
 
 class _FusedKthLargestOther(torch.autograd.Function):
@@ -202,34 +212,35 @@ class _FusedKthLargestOther(torch.autograd.Function):
         ctx: Any, scores: Tensor, columns: Tensor | None, k: int, temperature: float, leaves: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, n = scores.shape
-        threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
+        ctx.threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
         flat = torch.empty(0, dtype=torch.int64) if columns is None else columns.flatten().contiguous()
         index = torch.empty(batch, min(leaves + (columns is not None), n), dtype=torch.int64)
-        smooth, hard = scores.new_empty(batch), scores.new_empty(batch)
+        leaves_of = index.new_empty(batch, index.shape[1] - (columns is not None))
+        smooth, hard, held_of = scores.new_empty(batch), scores.new_empty(batch), index.new_empty(batch)
         top = scores.new_empty(batch, min(k + 1, n))
-        kth_columns = torch.empty(batch, dtype=torch.int64)
-        slopes = torch.empty_like(scores, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        inputs = (scores.detach().contiguous().numpy(), flat.numpy(), k, temperature, slopes is not None)
-        outputs = [index, smooth, hard, top, kth_columns, scores.new_empty(0, 0) if slopes is None else slopes]
-        outputs = [each.detach().numpy() for each in outputs]
-        in_threads(threads, batch, lambda first, last: _forward(*inputs, first, last, *outputs))
-        ctx.save_for_backward(smooth, kth_columns, flat, slopes)
-        ctx.threads = threads
+        polynomials, slopes = scores.new_empty(batch, k), scores.new_empty(leaves_of.shape)
+        scores = scores.contiguous()
+        inputs = (scores.detach().numpy(), flat.numpy(), k, temperature)
+        outputs = [each.numpy() for each in (index, smooth, hard, top, leaves_of, held_of, polynomials, slopes)]
+        in_threads(ctx.threads, batch, lambda first, last: _forward(*inputs, first, last, *outputs))
+        ctx.save_for_backward(smooth, scores, flat, leaves_of, held_of, polynomials, slopes)
+        ctx.k, ctx.temperature = k, temperature
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(top)
         return smooth, hard, top
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_hard: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        smooth, kth_columns, flat, slopes = ctx.saved_tensors
+        smooth, scores, flat, *saved = ctx.saved_tensors
         sources = [each for each in (grad, grad_hard) if each is not None]
         with torch.no_grad():
             grads = [torch.zeros_like(smooth) if each is None else each.contiguous() for each in (grad, grad_hard)]
-            grad_scores = torch.empty_like(slopes)
-            inputs = [each.detach().numpy() for each in (*grads, kth_columns, flat, slopes)]
+            grad_scores = torch.empty_like(scores)
+            saved = [each.numpy() for each in saved]
+            inputs = [each.detach().numpy() for each in (*grads, scores, flat)]
+            inputs += [ctx.k, ctx.temperature, *saved]
             output = grad_scores.numpy()
-            threads = max(1, min(ctx.threads, slopes.numel() // WRITTEN_BY_A_THREAD))
-            in_threads(threads, len(grad_scores), lambda first, last: _backward(*inputs, first, last, output))
+            in_threads(ctx.threads, len(scores), lambda first, last: _backward(*inputs, first, last, output))
         return refuse_double_backward(grad_scores, *sources, smooth), None, None, None, None
 
 
