@@ -1,5 +1,4 @@
-"""Which path evaluates an operator for the true class: PyTorch's own operations, or the kernels of triton_*.py (CUDA)
-and numba_*.py (CPU).
+"""Which path computes a loss: PyTorch's own operations, or the kernels of triton_*.py (CUDA) and numba_*.py (CPU).
 
 The kernels compute in float32. By default Triton's take float16, bfloat16 and float32 tensors on a CUDA device of
 compute capability 8.0 or above, Numba's take float32 tensors on the CPU, each where its package can be imported. The

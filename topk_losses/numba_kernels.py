@@ -2,9 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numba
 import numpy as np
@@ -15,21 +15,21 @@ WRITTEN_BY_A_THREAD = 1_000_000  # numbers, where little else is done than to wr
 CHUNK = 64  # numbers that are summed side by side
 
 
-def jit(function: Callable) -> Callable:
+def jit(function: Callable, fastmath: Collection[str] = ("nsz",)) -> Callable:
     """Compile at the first call, and keep the code on the disk where there is a place for it.
 
     What is kept is renewed when the file of `function` changes, not when a compiled function that it calls from another
     file does: then delete __pycache__.
     """
-    # No fused multiply-adds, so that values are those of PyTorch's operations.
-    options = {"nogil": True, "error_model": "numpy", "fastmath": {"nsz"}}
+    # Else no fused multiply-adds, so that values are those of PyTorch's operations.
+    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written
         return numba.njit(**options)(function)
 
 
-@jit
+@partial(jit, fastmath=("nsz", "contract"))
 def exp(v):
     """exp(v) in float32 to 2 units in the last place (Cephes expf); written out so that it becomes vector code."""
     v = _f32(-87) if v < _f32(-87) else v  # comparisons that let NaN pass

@@ -3,8 +3,8 @@
 Through PyTorch the polynomials of a few scores per sample are some 200 small operations. Here a row stays in the cache
 from its first score to its value. Kept for the backward pass: the derivatives by the largest scores, and a polynomial
 that gives those of the rest; nothing of the size of the scores. Scores float32; whatever is one number per sample is
-computed in float64. The formulas are those of smooth_kth_largest.py, but that the
-largest scores enter the distribution of their count one after the other instead of by a tree.
+computed in float64. The formulas are those of smooth_kth_largest.py, but that the largest scores enter the distribution
+of their count one after the other instead of by a tree.
 """
 
 import math
@@ -19,8 +19,8 @@ from topk_losses.numba_top_m import largest_of_rows
 from topk_losses.operator import refuse_double_backward
 
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
-_f32 = np.float32
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
+_f32 = np.float32
 _HALF_ROUNDING = float(np.finfo(np.float32).eps) / 2
 
 
@@ -44,21 +44,53 @@ def _tilt(odds, k, beyond):
 
 
 @jit
-def _polynomials(rest, rest_sum, largest, scale, power, parts, sums, E):
+def _power_sums(values, parts):
+    """The sums of values^m, values (n,) float32, for m = 0 (not filled), 1, ..., 4; parts (CHUNK,): room to work."""
+    parts[:] = _f32(0)
+    width = CHUNK // 4
+    one, two, three, four = parts[:width], parts[width : 2 * width], parts[2 * width : 3 * width], parts[3 * width :]
+    whole = len(values) // width
+    for c in range(whole):
+        some = values[c * width : (c + 1) * width]
+        for i in range(width):
+            value = some[i]
+            square = value * value
+            one[i] += value
+            two[i] += square
+            three[i] += square * value
+            four[i] += square * square
+    s_1 = s_2 = s_3 = s_4 = 0.0
+    for i in range(width):
+        s_1, s_2, s_3, s_4 = s_1 + one[i], s_2 + two[i], s_3 + three[i], s_4 + four[i]
+    for value in values[whole * width :]:
+        square = value * value
+        s_1, s_2, s_3, s_4 = s_1 + value, s_2 + square, s_3 + square * value, s_4 + square * square
+    return 0.0, s_1, s_2, s_3, s_4
+
+
+@jit
+def _polynomials(rest, first_sums, largest, scale, power, parts, sums, E):
     """Fill E[j] = e_j of x = rest * scale by Newton's identities; return the number of power sums in use.
 
-    As smooth_kth_largest._polynomials, which says when to stop. power (n,): a copy of rest, to work on; parts (CHUNK,)
-    and sums (k + 1,): room to work.
+    As smooth_kth_largest._polynomials, which says when to stop. first_sums: those of rest, as from _power_sums. power
+    (n,), parts (CHUNK,) and sums (k + 1,): room to work.
     """
     k = len(E) - 1
-    sums[1] = rest_sum * scale  # S_1
-    degree, factor = 1, scale
+    factor = 1.0
+    for m in range(1, min(k, len(first_sums) - 1) + 1):
+        factor *= scale
+        sums[m] = first_sums[m] * factor
+    degree = 1
     while degree < k and sums[degree] * largest > _HALF_ROUNDING * (degree + 1):
         degree += 1
-        factor *= scale
-        for j in range(len(rest)):
-            power[j] *= rest[j]
-        sums[degree] = sum_of(power, parts) * factor
+        if degree == len(first_sums):
+            for j in range(len(rest)):
+                power[j] = rest[j] * rest[j] * (rest[j] * rest[j])
+        if degree >= len(first_sums):
+            factor *= scale
+            for j in range(len(rest)):
+                power[j] *= rest[j]
+            sums[degree] = sum_of(power, parts) * factor
     E[0] = 1
     for j in range(1, k + 1):
         e_j, sign = 0.0, 1.0
@@ -98,11 +130,11 @@ def _forward(
     odds, p, q = np.empty(others), np.empty(others), np.empty(others)
     counts = np.zeros((others + 1, k + 1))  # row i: the distribution of successes among the first i leaves
     sums, E, g_counts = np.empty(k + 1), np.zeros(k + 1), np.empty(k + 1)
+    largest_of_rows(scores, first, last, index)
     for row in range(first, last):
         x, leaves = scores[row], leaves_of[row]
         true = columns[row] if len(columns) > 0 else -1
         true_score = x[true] if true >= 0 else _f32(0)
-        largest_of_rows(scores, row, row + 1, index)
         held = 0
         for column in index[row]:
             if column != true and held < others:
@@ -124,13 +156,12 @@ def _forward(
                 beyond += odds[i]
 
         # What is neither leaf nor true class: x_i but for the factor scale.
-        rest_sum = 0.0
+        first_sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         if others < n:
             _fill_rest(x, kth, inverse, leaves[:held], true, rest)
-            power[:] = rest
-            rest_sum = sum_of(rest, parts)
+            first_sums = _power_sums(rest, parts)
 
-        tilt = _tilt(odds, k, beyond + rest_sum)
+        tilt = _tilt(odds, k, beyond + first_sums[1])
         E[0], scale, degree = 1, math.exp(-tilt), 0
         counts[0, 0] = 1
         for i in range(others):
@@ -141,8 +172,8 @@ def _forward(
             for j in range(1, k + 1):
                 after[j] = before[j] * q[i] + before[j - 1] * p[i]
         P = counts[others]
-        if rest_sum > 0:
-            degree = _polynomials(rest, rest_sum, odds[others - 1] * scale, scale, power, parts, sums, E)
+        if first_sums[1] > 0:
+            degree = _polynomials(rest, first_sums, odds[others - 1] * scale, scale, power, parts, sums, E)
         else:
             E[1:] = 0
         e_k, e_below = P[k] * E[0], 0.0  # of all scores, but for a common factor

@@ -6,6 +6,7 @@ whatever is one number per sample is computed in float64.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from topk_losses.numba_kernels import CHUNK, WRITTEN_BY_A_THREAD, exp, in_threads, jit, sum_of
-from topk_losses.operator import refuse_double_backward
 
+Operations = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 MODES = ("sort", "sm", "smce")
 WORK_OF_A_THREAD = 100_000  # scores that pay for another thread
 _SORT, _SM, _SMCE = range(len(MODES))
@@ -90,34 +91,43 @@ def _backward(grad, of_scores, of_column, first, last, grad_scores, grad_column)
 
 class _RowLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, labels: Tensor, column: Tensor, p_k: Tensor, mode: int) -> Tensor:
+    def forward(
+        ctx: Any, scores: Tensor, labels: Tensor, column: Tensor, p_k: Tensor, mode: int, operations: Operations
+    ) -> Tensor:
         batch = len(scores)
         threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
         losses, of_scores, of_column = scores.new_empty(batch), torch.empty(scores.shape), torch.empty(column.shape)
-        inputs = [each.detach().contiguous().numpy() for each in (scores, labels, column, p_k)]
+        shared = p_k.unsqueeze(0) if p_k.dim() == 1 else p_k  # (batch or 1, K)
+        inputs = [each.detach().contiguous().numpy() for each in (scores, labels, column, shared)]
         outputs = [each.numpy() for each in (losses, of_scores, of_column)]
         in_threads(threads, batch, lambda first, last: _forward(*inputs, mode, first, last, *outputs))
-        ctx.save_for_backward(losses, of_scores, of_column)
-        ctx.threads = threads
+        ctx.save_for_backward(scores, labels, column, p_k, of_scores, of_column)
+        ctx.threads, ctx.operations = threads, operations
         return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        losses, of_scores, of_column = ctx.saved_tensors
-        with torch.no_grad():
-            results = [torch.empty_like(of_scores), torch.empty_like(of_column)]
-            inputs = [each.detach().contiguous().numpy() for each in (grad, of_scores, of_column)]
-            outputs = [each.numpy() for each in results]
-            threads = max(1, min(ctx.threads, of_scores.numel() // WRITTEN_BY_A_THREAD))
-            in_threads(threads, len(grad), lambda first, last: _backward(*inputs, first, last, *outputs))
-        grad_scores, grad_column = (refuse_double_backward(each, grad, losses) for each in results)
-        return grad_scores, None, grad_column, None, None
+        scores, labels, column, p_k, of_scores, of_column = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
+            inputs = (scores.view_as(scores), column.view_as(column))  # of which the one does not depend on the other
+            losses = ctx.operations(inputs[0], labels, inputs[1], p_k)
+            # mode sort: the scores themselves do not matter, and have None
+            gradients = torch.autograd.grad(losses, inputs, grad, create_graph=True, allow_unused=True)
+            return gradients[0], None, gradients[1], None, None, None
+        grad_scores, grad_column = torch.empty_like(of_scores), torch.empty_like(of_column)
+        inputs = [each.contiguous().numpy() for each in (grad, of_scores, of_column)]
+        outputs = (grad_scores.numpy(), grad_column.numpy())
+        threads = max(1, min(ctx.threads, of_scores.numel() // WRITTEN_BY_A_THREAD))
+        in_threads(threads, len(grad), lambda first, last: _backward(*inputs, first, last, *outputs))
+        return grad_scores, None, grad_column, None, None, None
 
 
-def row_losses(scores: Tensor, labels: Tensor, column: Tensor, p_k: Tensor, top1_mode: str) -> Tensor:
+def row_losses(
+    scores: Tensor, labels: Tensor, column: Tensor, p_k: Tensor, top1_mode: str, operations: Operations
+) -> Tensor:
     """The loss of each sample, (batch,), float32 on the CPU.
 
     scores (batch, n), labels (batch,) int64, column (batch, K): P[1..K, y], p_k (K,) or (batch, K) without a gradient.
+    operations: the same by PyTorch's operations, of the first four; for derivatives of derivatives.
     """
-    p_k = p_k.unsqueeze(0) if p_k.dim() == 1 else p_k  # (batch or 1, K)
-    return _RowLosses.apply(scores, labels, column, p_k, MODES.index(top1_mode))
+    return _RowLosses.apply(scores, labels, column, p_k, MODES.index(top1_mode), operations)

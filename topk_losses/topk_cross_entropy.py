@@ -171,7 +171,10 @@ class TopKCrossEntropyLoss(nn.Module):
         if not (labels.is_floating_point() or p_k.requires_grad) and use_numba(scores):
             from topk_losses.numba_loss import row_losses
 
-            return row_losses(scores, labels, column, p_k, self.top1_mode)
+            return row_losses(scores, labels, column, p_k, self.top1_mode, self._losses_by_operations)
+        return self._losses_by_operations(scores, labels, column, p_k)
+
+    def _losses_by_operations(self, scores: Tensor, labels: Tensor, column: Tensor, p_k: Tensor) -> Tensor:
         within = (rank_weights(p_k, self.top1_mode) * column).sum(1)  # (batch,)
         if self.top1_mode == "sort":
             return -guarded_log(within)

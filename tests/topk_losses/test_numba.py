@@ -330,11 +330,24 @@ def test_second_derivatives_are_refused():
     operator = RelaxedNetwork(networks.bitonic(10, 3))
     scores = torch.randn(4, 10, requires_grad=True)
     column = operator.rank_probabilities(scores, torch.arange(4))
-    loss = TopKCrossEntropyLoss("neuralsort", num_classes=10)(scores, torch.arange(4))
+    loss = TopKCrossEntropyLoss("bitonic", num_classes=10)(scores, torch.arange(4))
     for value in (column.square().sum(), loss):
         gradient = torch.autograd.grad(value, scores, create_graph=True)[0]
         with pytest.raises(RuntimeError, match="not twice differentiable"):
             gradient.sum().backward()
+
+
+@pytest.mark.parametrize("top1_mode", ["sort", "sm", "smce"])
+@pytest.mark.parametrize("m", [None, 8])
+def test_second_derivatives_are_right_where_the_operator_has_some(m, top1_mode):
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(0))
+    loss = TopKCrossEntropyLoss("neuralsort", num_classes=20, m=m, top1_mode=top1_mode)
+    results = []
+    for leaf in (logits.requires_grad_(), logits.detach().double().requires_grad_()):
+        gradient = torch.autograd.grad(loss(leaf, torch.arange(4)), leaf, create_graph=True)[0]
+        results.append((gradient.detach(), torch.autograd.grad(gradient.square().sum(), leaf)[0]))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
 
 def test_float64_and_other_art_lambdas_go_through_pytorch(monkeypatch):
