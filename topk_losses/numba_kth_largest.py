@@ -244,8 +244,8 @@ class _FusedKthLargestOther(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, n = scores.shape
         ctx.threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
-        flat = torch.empty(0, dtype=torch.int64) if columns is None else columns.flatten().contiguous()
-        index = torch.empty(batch, min(leaves + (columns is not None), n), dtype=torch.int64)
+        flat = scores.new_empty(0, dtype=torch.int64) if columns is None else columns.flatten().contiguous()
+        index = scores.new_empty(batch, min(leaves + (columns is not None), n), dtype=torch.int64)
         leaves_of = index.new_empty(batch, index.shape[1] - (columns is not None))
         smooth, hard, held_of = scores.new_empty(batch), scores.new_empty(batch), index.new_empty(batch)
         top = scores.new_empty(batch, min(k + 1, n))

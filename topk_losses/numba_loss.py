@@ -44,8 +44,9 @@ def _forward(scores, labels, column, p_k, mode, first, last, losses, of_scores, 
         p = p_k[row if len(p_k) > 1 else 0]
         within = weight = 0.0
         for r in range(K - 1, -1, -1):
-            weight += p[r] if r > 0 or mode == _SORT else _f32(0)
+            weight += p[r] if r > 0 or mode == _SORT else _f32(0)  # as in topk_cross_entropy.rank_weights
             within += weight * column[row, r]
+            of_column[row, r] = weight
         probability, top1, share = within, 0.0, np.float64(1)
         slopes, label, p_1 = of_scores[row], labels[row], np.float64(p[0])
         if mode == _SORT:
@@ -68,10 +69,8 @@ def _forward(scores, labels, column, p_k, mode, first, last, losses, of_scores, 
             for j in range(len(slopes)):
                 slopes[j] *= factor
             slopes[label] = -of_softmax * of_others / total
-        weight = 0.0
-        for r in range(K - 1, -1, -1):
-            weight += p[r] if r > 0 or mode == _SORT else _f32(0)
-            of_column[row, r] = of_probability * weight
+        for r in range(K):
+            of_column[row, r] *= of_probability
 
 
 @jit
@@ -96,7 +95,7 @@ class _RowLosses(torch.autograd.Function):
     ) -> Tensor:
         batch = len(scores)
         threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
-        losses, of_scores, of_column = scores.new_empty(batch), torch.empty(scores.shape), torch.empty(column.shape)
+        losses, of_scores, of_column = (scores.new_empty(shape) for shape in (batch, scores.shape, column.shape))
         shared = p_k.unsqueeze(0) if p_k.dim() == 1 else p_k  # (batch or 1, K)
         inputs = [each.detach().contiguous().numpy() for each in (scores, labels, column, shared)]
         outputs = [each.numpy() for each in (losses, of_scores, of_column)]

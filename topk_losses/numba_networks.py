@@ -187,7 +187,7 @@ class _FusedCarryMass(torch.autograd.Function):
         saved = scores.new_empty(tiles, num_comparators, 3, tile)
         column = scores.new_empty(batch, len(output_lanes))
         if mass.is_floating_point():
-            labels, mass = torch.empty(0, dtype=torch.int64), mass.contiguous()
+            labels, mass = scores.new_empty(0, dtype=torch.int64), mass.contiguous()
         else:
             labels, mass = mass.contiguous(), scores.new_empty(0, 0)
         hi, lo = lanes.numpy()

@@ -132,7 +132,7 @@ class _SelectTopM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, true: Tensor, m: int) -> tuple[Tensor, Tensor]:
         batch, n = scores.shape
-        index, kept = torch.empty(batch, m, dtype=torch.int64), torch.empty(batch, m)
+        index, kept = scores.new_empty(batch, m, dtype=torch.int64), scores.new_empty(batch, m)
         inputs = [each.detach().contiguous().numpy() for each in (scores, true)]
         outputs = (index.numpy(), kept.numpy())
         threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))

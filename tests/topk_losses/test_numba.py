@@ -272,6 +272,19 @@ def test_a_class_that_the_softmax_rules_out_has_a_finite_loss(top1_mode):
     assert bool(torch.autograd.grad(value, logits)[0].isfinite().all())
 
 
+def test_defaults_of_pytorch_do_not_matter():
+    losses = [TopKCrossEntropyLoss("bitonic", num_classes=20, m=8), SmoothTopKLoss(3)]
+    logits, labels = torch.randn(4, 20).requires_grad_(), torch.arange(4)
+    want = [torch.autograd.grad(loss(logits, labels), logits)[0] for loss in losses]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):  # the default device
+            got = [torch.autograd.grad(loss(logits, labels), logits)[0] for loss in losses]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(got, want))
+
+
 def test_p_k_can_be_learned():
     p_k = torch.full((2, 3), 1 / 3, requires_grad=True)
     loss = TopKCrossEntropyLoss("softsort", [0.2, 0.3, 0.5], 6)
