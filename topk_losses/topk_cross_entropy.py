@@ -22,6 +22,7 @@ from topk_losses.registry import make_operator, resolve_relaxation, resolve_sett
 from topk_losses.top_m import select_top_m
 
 REDUCTIONS = ("mean", "sum", "none")
+FEW_SCORES = 256  # per sample: up to here PyTorch's operations take longer to call than to run, and a kernel pays
 
 
 def guarded_log(p: Tensor) -> Tensor:
@@ -168,7 +169,8 @@ class TopKCrossEntropyLoss(nn.Module):
 
     def _losses(self, scores: Tensor, labels: Tensor, column: Tensor, p_k: Tensor) -> Tensor:
         """The loss of each sample, (batch,): scores (batch, n or m), column (batch, K), p_k (K,) or (batch, K)."""
-        if not (labels.is_floating_point() or p_k.requires_grad) and use_numba(scores):
+        has_kernel = not (labels.is_floating_point() or p_k.requires_grad)
+        if has_kernel and scores.shape[1] <= FEW_SCORES and use_numba(scores):
             from topk_losses.numba_loss import row_losses
 
             return row_losses(scores, labels, column, p_k, self.top1_mode, self._losses_by_operations)
