@@ -1,14 +1,13 @@
 """Differentiable top-k classification losses for PyTorch.
 
-loss = TopKCrossEntropyLoss("splitter_selection", p_k=[.5, 0, 0, 0, .5], num_classes=1000, m=16)
+loss = TopKCrossEntropyLoss("splitter_selection", p_k={1: .5, 5: .5}, m=16)
 loss(logits, labels).backward()
 """
 
-from topk_losses.distributions import DISTRIBUTIONS
-from topk_losses.make_loss import SoftmaxCrossEntropyLoss, make_loss
-from topk_losses.networks import bitonic, odd_even, splitter_selection
-from topk_losses.neuralsort import NeuralSort
-from topk_losses.registry import (
+from topk_losses.classification import SoftmaxCrossEntropyLoss
+from topk_losses.functional import topk_cross_entropy
+from topk_losses.loss import TopKCrossEntropyLoss, make_loss
+from topk_losses.methods import (
     ALIASES,
     METHODS,
     RELAXATIONS,
@@ -17,11 +16,11 @@ from topk_losses.registry import (
     resolve_method,
     resolve_settings,
 )
-from topk_losses.sinkhorn import SinkhornSort, SoftTopK
-from topk_losses.smooth_topk import SmoothHardTopKLoss, SmoothTopKLoss
-from topk_losses.softsort import SoftSort
-from topk_losses.sorting_networks import RelaxedNetwork
-from topk_losses.topk_cross_entropy import TopKCrossEntropyLoss
+from topk_losses.networks import RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.sigmoids import DISTRIBUTIONS
+from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
+from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.transport import SinkhornSort, SoftTopK
 
 __all__ = [
     "ALIASES",
@@ -38,6 +37,7 @@ __all__ = [
     "SoftTopK",
     "SoftmaxCrossEntropyLoss",
     "TopKCrossEntropyLoss",
+    "TopKOperator",
     "bitonic",
     "make_loss",
     "make_operator",
@@ -45,4 +45,5 @@ __all__ = [
     "resolve_method",
     "resolve_settings",
     "splitter_selection",
+    "topk_cross_entropy",
 ]

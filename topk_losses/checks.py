@@ -1,11 +1,37 @@
 """The refusals of the library: each says the rule, the value received and how to mend it."""
 
+import contextlib
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, see check_p_k
+
+
+def is_concrete(tensor: Tensor) -> bool:
+    """Whether a tensor is an ordinary one: not of torch.compile, torch.export, torch.func, nor a fake one."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def has_known_values(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be looked at without waiting for a device: is_concrete, and on the CPU."""
+    return tensor.device.type == "cpu" and is_concrete(tensor)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast switched off: no matrix product within the library runs in half precision."""
+    if not torch.amp.is_autocast_available(device.type):  # the meta device knows no autocast
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
@@ -26,106 +52,154 @@ def check_positive(name: str, value: float) -> float:
     return value
 
 
-def check_k(k: int, n: int | None) -> int:
-    """Return `k`; raise ValueError unless 1 <= k < n (n may be None: unknown until the first call)."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"k must be an integer of at least 1, got {k!r}")
-    if n is not None and k >= n:
-        raise ValueError(f"k must be smaller than the number of scores n, got k={k} and n={n}")
-    return k
+def check_inverse_temperature(value: float | Tensor) -> float | Tensor:
+    """Return a positive float, or a tensor of one floating-point number as it is: learned or scheduled."""
+    if not isinstance(value, Tensor):
+        return check_positive("inverse_temperature", value)
+    if value.dim() != 0 or not value.is_floating_point():
+        raise ValueError(
+            "inverse_temperature as a tensor must hold one floating-point number, of shape (), "
+            f"got {value.dtype} of shape {tuple(value.shape)}"
+        )
+    if has_known_values(value):
+        check_positive("inverse_temperature", float(value.detach()))
+    return value
 
 
-def check_p_k(
-    p_k: Sequence[float] | Tensor, *, num_classes: int | None = None, num_scores: int | None = None
-) -> Tensor:
-    """Return P_K as a float64 tensor (K,) or (num_classes, K), each row scaled to sum to 1 exactly.
+def check_fraction(name: str, value: float) -> float:
+    """Return `value` as a float; raise ValueError unless it lies in [0, 1)."""
+    value = float(value)
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must lie in [0, 1), got {value:g}")
+    return value
 
-    Trailing ranks without mass in any row are kept: K is the length that was given. Raises ValueError if an
-    entry is negative or not finite, a row's sum is further than 1e-4 from 1 (the tolerance of difftopk), the
-    shape is neither (K,) nor (num_classes, K), or K is not smaller than `num_scores` (m, or else n).
+
+def check_integer(name: str, value: SupportsIndex, least: int, most: int | None = None, of: str = "") -> int:
+    """Return `value` as an int (NumPy's are taken); raise ValueError unless it lies in [least, most]."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        allowed = f"of at least {least}" if most is None else f"between {least} and {of}{most}"
+        raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
+    return number
+
+
+def check_k(k: SupportsIndex, n: int | None = None) -> int:
+    """Return `k` as an int; raise ValueError unless 1 <= k <= n (n None: unknown)."""
+    return check_integer("k", k, 1, n, "the number of scores n = ")
+
+
+def check_num_classes(num_classes: SupportsIndex | None) -> int | None:
+    """Return `num_classes` as an int, or None; raise ValueError below 2."""
+    return None if num_classes is None else check_integer("num_classes", num_classes, 2)
+
+
+def check_m(m: SupportsIndex | None, num_classes: int | None) -> int | None:
+    """Return `m`; raise ValueError unless it is None or 2 <= m <= num_classes."""
+    return None if m is None else check_integer("m", m, 2, num_classes, "num_classes = ")
+
+
+def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = None) -> Tensor:
+    """Return P_K as a float64 tensor (K,) or (num_classes, K), each row scaled to sum to 1, without trailing zeros.
+
+    p_k: a sequence or tensor (K,), p_k[j] = P(K = j + 1); an integer k, for [0, .., 0, 1]; a mapping {k: P(K = k)}; or
+    one row per class, (num_classes, K). Raises ValueError if an entry is negative or not finite, a row's sum is further
+    than 1e-4 from 1 (the tolerance of difftopk), the shape is another one, or a rank with mass is beyond num_scores.
     """
-    rows = torch.as_tensor(p_k, dtype=torch.float64).detach().cpu()
-    if rows.dim() not in (1, 2) or rows.shape[-1] == 0:
+    if isinstance(p_k, Mapping):
+        ranks = [check_k(k) for k in p_k]
+        dense = [0.0] * max(ranks, default=0)
+        for k, share in zip(ranks, p_k.values()):
+            dense[k - 1] = float(share)
+        p_k = dense
+    elif not isinstance(p_k, (Sequence, Tensor)):
+        p_k = [0.0] * (check_integer("p_k as a single k", p_k, 1) - 1) + [1.0]
+    rows = torch.as_tensor(p_k, dtype=torch.float64, device="cpu").detach()
+    if rows.dim() not in (1, 2) or rows.numel() == 0:
         raise ValueError(f"p_k must have shape (K,) or (num_classes, K) with K >= 1, got shape {tuple(rows.shape)}")
-    if rows.dim() == 2 and rows.shape[0] != num_classes:
+    if rows.dim() == 2 and num_classes is not None and rows.shape[0] != num_classes:
         raise ValueError(
             f"p_k with one row per class must have num_classes={num_classes} rows, got {rows.shape[0]}; "
             "for one row per sample pass p_k to forward instead"
         )
-    sums = rows.sum(-1)  # () or (num_classes,)
-    wrong = ~torch.isfinite(rows).all(-1) | (rows < 0).any(-1) | ~((sums - 1).abs() < 1e-4)
+    sums = rows.sum(-1, keepdim=True)  # (..., 1)
+    wrong = ~(torch.isfinite(rows) & (rows >= 0)).all(-1) | ~((sums.squeeze(-1) - 1).abs() < 1e-4)  # (...)
     if bool(wrong.any()):
         row = rows if rows.dim() == 1 else rows[int(wrong.nonzero()[0])]
         where = "" if rows.dim() == 1 else f" in row {int(wrong.nonzero()[0])}"
         shown = ", ".join(f"{p:g}" for p in row.tolist())
         raise ValueError(f"p_k must be non-negative and sum to 1, got [{shown}] (sum {float(row.sum()):g}){where}")
-    K = rows.shape[-1]
-    if num_scores is not None and num_scores <= K:
+    K = int((rows.reshape(-1, rows.shape[-1]) > 0).any(0).nonzero().max()) + 1
+    if num_scores is not None and num_scores < K:
         raise ValueError(
-            f"p_k must be shorter than the number of scores that are sorted, got K={K} entries for "
-            f"{num_scores} scores (m, or num_classes without m); shorten p_k or raise m"
+            f"p_k has mass on rank {K}, but only {num_scores} scores are sorted (m, or the number of classes without "
+            "m); take ranks away from p_k, or raise m"
         )
-    return rows / sums.unsqueeze(-1)
+    return rows[..., :K] / sums
 
 
-def check_m(m: int | None, num_classes: int) -> int | None:
-    """Return `m`; raise ValueError unless it is None or 2 <= m <= num_classes."""
-    if m is None:
-        return None
-    if isinstance(m, bool) or not isinstance(m, int) or not 2 <= m <= num_classes:
-        raise ValueError(
-            f"m must be an integer between 2 and num_classes={num_classes} (or None to keep all), got {m!r}"
-        )
-    return m
-
-
-def check_logits(logits: Tensor, num_classes: int | None = None) -> None:
-    """Raise unless `logits` is a floating-point tensor (batch, n), with n == num_classes where that is given."""
+def check_logits(logits: Tensor) -> None:
+    """Raise TypeError unless `logits` is a floating-point tensor, ValueError if it has no dimension for classes."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits must be a floating-point tensor, got {kind}; convert with logits.float()")
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have shape (batch, n), got {tuple(logits.shape)}")
-    if num_classes is not None and logits.shape[1] != num_classes:
-        raise ValueError(f"logits must have num_classes={num_classes} columns, got shape {tuple(logits.shape)}")
+    if logits.dim() == 0:
+        raise ValueError("logits must have a dimension for the classes, got a tensor of shape ()")
 
 
-def check_logits_and_labels(
-    logits: Tensor,
-    labels: Tensor,
-    num_classes: int | None = None,
-    ignore_index: int = -100,
-    allow_distribution: bool = False,
-) -> None:
-    """Raise ValueError or TypeError unless logits (batch, n) and labels (batch,) belong together.
+def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_index: int | None = None) -> None:
+    """Raise unless `labels` are int64 classes of the given shape, in [0, num_classes) or equal to ignore_index.
 
-    With `allow_distribution` the labels may also be a floating-point distribution over classes (batch, n).
-    The range of integer labels is checked on the CPU only: on CUDA it would need a synchronisation, and there
-    the gather of the true class's score raises PyTorch's own device-side assertion; under torch.compile the
-    compiled gather checks its index itself.
+    Values are looked at where that costs no wait (has_known_values). Elsewhere, on CUDA say, the gather of the true
+    class's score checks its index itself, with PyTorch's own error.
     """
-    check_logits(logits, num_classes)
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
-    if labels.is_floating_point() and allow_distribution:
-        if labels.shape != logits.shape:
-            raise ValueError(
-                f"labels that are distributions over classes must have the shape of the logits "
-                f"{tuple(logits.shape)}, got {tuple(labels.shape)}"
-            )
-        return
     if labels.dtype != torch.int64:
         raise TypeError(f"labels must be int64 class indices, got {labels.dtype}; convert with labels.long()")
-    if labels.shape != logits.shape[:1]:
+    if labels.shape != torch.Size(shape):
         raise ValueError(
-            f"labels must have shape (batch,) = ({logits.shape[0]},) to go with logits {tuple(logits.shape)}, "
+            f"labels must have shape {tuple(shape)}, that of the logits without the classes, got {tuple(labels.shape)}"
+        )
+    if has_known_values(labels) and labels.numel():
+        flat = labels.flatten()
+        wrong = (flat < 0) | (flat >= num_classes)
+        if ignore_index is not None:
+            wrong &= flat != ignore_index
+        if bool(wrong.any()):
+            first = int(wrong.nonzero()[0])
+            ignored = "" if ignore_index is None else f" or equal ignore_index={ignore_index}"
+            raise ValueError(
+                f"labels must lie in [0, {num_classes - 1}]{ignored}, got {int(flat[first])} at position {first}"
+            )
+
+
+def check_label_masses(labels: Tensor, logits: Tensor, several: bool) -> None:
+    """Raise ValueError unless `labels` (like logits) are distributions over the classes or, if `several`, sets of them.
+
+    several: entries in [0, 1], at least one of them above 0 per sample. Values are looked at as in check_labels.
+    """
+    if labels.shape != logits.shape:
+        raise ValueError(
+            f"labels that name several classes must have the shape of the logits {tuple(logits.shape)}, "
             f"got {tuple(labels.shape)}"
         )
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling() and labels.numel():
-        in_range = (labels >= 0) & (labels < logits.shape[1]) | (labels == ignore_index)  # (batch,)
-        if not bool(in_range.all()):
-            first = int((~in_range).nonzero()[0])
-            raise ValueError(
-                f"labels must lie in [0, {logits.shape[1] - 1}] or equal ignore_index={ignore_index}, "
-                f"got {int(labels[first])} at position {first}"
-            )
+    if not has_known_values(labels) or not labels.numel():
+        return
+    rows = labels.movedim(1, -1).flatten(0, -2) if labels.dim() > 1 else labels.unsqueeze(0)  # (rows, n)
+    rows = rows.double()
+    totals = rows.sum(1)
+    if several:
+        wrong = ~((rows >= 0) & (rows <= 1)).all(1) | (totals <= 0)
+        rule = "sets of right answers must have entries in [0, 1], at least one of them above 0"
+    else:
+        wrong = ~(rows >= 0).all(1) | ~((totals - 1).abs() <= 2e-2)  # half-precision labels sum to 1 within that
+        rule = (
+            "labels that are distributions must be non-negative and sum to 1 (for sets of right answers, k-hot say, "
+            "build the loss with soft_labels='any')"
+        )
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise ValueError(f"{rule}; got a sum of {float(totals[first]):g} in row {first}")

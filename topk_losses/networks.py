@@ -1,30 +1,39 @@
-"""Sorting and selection networks as lists of comparators.
+"""Sorting and selection networks, relaxed (Petersen et al. 2021, 2022) and evaluated for the true class alone.
 
 A network is a list of layers, a layer a list of comparators (lo, hi) on disjoint lanes: the smaller value goes
 to lane lo, the larger to lane hi. After the last layer lane n - r holds rank r for r = 1..k. Lane numbers and
 the placing of the comparators are those of difftopk 0.2.0, so that relaxed values agree with it (`bitonic` says where
 they can't).
+
+A relaxed comparator puts its values in order and then mixes them, the more the closer they are (sigmoids.py). Two
+channels run through the same comparators: the scores, from which the shares are taken, and the mass of the true class
+(its one-hot), which ends as P[1..k, y] on the top lanes.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
-from topk_losses.checks import check_k
+from topk_losses.checks import check_choice, check_fraction, check_k
+from topk_losses.kernels import kernel
+from topk_losses.sigmoids import DISTRIBUTIONS, distance_of_rounding, mixing
+from topk_losses.sorts import TopKOperator, finite
+
+Layer = tuple[tuple[int, ...], tuple[int, ...]]  # the lanes lo, and the lanes hi
 
 
 @dataclass(frozen=True)
 class Network:
-    """A comparator network that brings the k largest of n values, in order, to its last k lanes.
-
-    layers: one (2, c) int64 tensor per layer; row 0 holds the c lanes lo, row 1 the lanes hi.
-    """
+    """A comparator network that brings the k largest of n values, in order, to its last k lanes."""
 
     n: int
     k: int
-    layers: tuple[Tensor, ...]
+    layers: tuple[Layer, ...] = field(repr=False)
 
     @property
     def depth(self) -> int:
@@ -34,57 +43,57 @@ class Network:
     @property
     def num_comparators(self) -> int:
         """Number of comparators in all layers."""
-        return sum(layer.shape[1] for layer in self.layers)
+        return sum(len(lo) for lo, _ in self.layers)
 
     @property
-    def output_lanes(self) -> Tensor:
-        """(k,) int64: the lane of rank 1, 2, ..., k."""
-        return self.n - 1 - torch.arange(self.k)
+    def output_lanes(self) -> tuple[int, ...]:
+        """The lane of rank 1, 2, ..., k."""
+        return tuple(range(self.n - 1, self.n - 1 - self.k, -1))
 
     def pruned(self) -> "Network":
         """The same network without the comparators from which no path leads to an output lane.
 
         The outputs, relaxed or hard, are the same; only full sorts have such comparators.
         """
-        needed = torch.zeros(self.n, dtype=torch.bool)
-        needed[self.output_lanes] = True
-        kept = []
-        for layer in reversed(self.layers):
-            layer = layer[:, needed[layer].any(0)]  # (2, c)
-            needed[layer] = True
-            if layer.shape[1]:
-                kept.append(layer)
+        needed = set(self.output_lanes)
+        kept: list[Layer] = []
+        for lo, hi in reversed(self.layers):
+            pairs = [pair for pair in zip(lo, hi) if not needed.isdisjoint(pair)]
+            needed.update(*pairs)
+            if pairs:
+                kept.append((tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)))
         return Network(self.n, self.k, tuple(reversed(kept)))
 
 
-def comparator_tiles(layers: tuple[Tensor, ...], width: int) -> tuple[Tensor, Tensor]:
-    """Layers cut into tiles of `width` comparators, which the Triton kernels take one after another.
-
-    Returns the tiles (T, 2, width) int32, row 0 the lanes lo and row 1 the lanes hi, -1 where a tile has no comparator
-    left; and (T,) int32, the number of comparators in the tiles before.
-    """
-    parts = [part for layer in layers for part in layer.split(width, dim=1)]  # (2, <= width) each
-    sizes = torch.tensor([part.shape[1] for part in parts])
-    tiles = torch.full((len(parts), 2, width), -1, dtype=torch.int32)
-    for tile, part in zip(tiles, parts):
-        tile[:, : part.shape[1]] = part
-    return tiles, (sizes.cumsum(0) - sizes).int()
+def _network(n: int, k: int, layers: list[Tensor]) -> Network:
+    """From one (2, c) int64 tensor per layer, row 0 the lanes lo; empty layers are left out."""
+    lanes = [layer.tolist() for layer in layers if layer.shape[1]]
+    return Network(n, k, tuple((tuple(lo), tuple(hi)) for lo, hi in lanes))
 
 
+def _construction(build: Callable[[int, int], Network]) -> Callable[[int, SupportsIndex], Network]:
+    """Check k, compute on the CPU whatever the default device is, and keep the last networks: integers, no tensors."""
+
+    @functools.lru_cache(maxsize=8, typed=True)
+    @functools.wraps(build)
+    def checked(n: int, k: SupportsIndex) -> Network:
+        with torch.device("cpu"):
+            return build(n, check_k(k, n))
+
+    return checked
+
+
+@_construction
 def odd_even(n: int, k: int) -> Network:
     """Odd-even transposition sort: n layers of neighbours.
 
-    Raises ValueError unless 1 <= k < n.
+    Raises ValueError unless 1 <= k <= n.
     """
-    check_k(k, n)
-    layers = []
-    for depth in range(n):
-        lo = torch.arange(depth % 2, n - 1, 2)  # (c,)
-        layers.append(torch.stack([lo, lo + 1]))
-    # n = 2 has no neighbours left in its second layer
-    return Network(n, k, tuple(layer for layer in layers if layer.shape[1]))
+    starts = [torch.arange(depth % 2, n - 1, 2) for depth in range(n)]  # (c,) each, the lanes lo
+    return _network(n, k, [torch.stack([lo, lo + 1]) for lo in starts])
 
 
+@_construction
 def bitonic(n: int, k: int) -> Network:
     """Bitonic sort (Batcher 1968): b (b + 1) / 2 layers with b = ceil(log2 n), for any n.
 
@@ -92,9 +101,8 @@ def bitonic(n: int, k: int) -> Network:
     as if they held -inf and stayed where they are. In a descending merge they would not stay, and the result then
     sorts only by luck: not for n = 22 or 10450, for instance. It does sort where the binary digits of 2^b - n that
     are 1 stand in one run, and is kept there (n = 16, 50, 100, 1000, 1024 are such n). Elsewhere the missing -inf
-    move as they should, which takes no comparator either. Raises ValueError unless 1 <= k < n.
+    move as they should, which takes no comparator either. Raises ValueError unless 1 <= k <= n.
     """
-    check_k(k, n)
     num_blocks = math.ceil(math.log2(n))
     padding = 2**num_blocks - n
     missing_stay = "01" not in f"{padding:b}".lstrip("0")
@@ -117,18 +125,18 @@ def bitonic(n: int, k: int) -> Network:
     # Lanes are named by the place where they end, so that lane n - r holds rank r.
     name = torch.empty(n, dtype=torch.int64)
     name[lane_on[padding:]] = torch.arange(n)
-    return Network(n, k, tuple(name[layer] for layer in layers))
+    return _network(n, k, [name[layer] for layer in layers])
 
 
+@_construction
 def splitter_selection(n: int, k: int) -> Network:
     """Splitter selection network (Petersen et al. 2022, section 3.3): O(log n) layers for k much below n.
 
     Each lane carries a lower bound on the number of lanes above it. A splitter cascade over the lanes of equal
     bound halves its stride layer by layer; a lane that lost in j of its layers has at least 2^j - 1 of the
     cascade's lanes above it, which raises its bound. Lanes whose bound reaches k are out. The cascades repeat,
-    each as early as its lanes are free, until the top k are ordered. Raises ValueError unless 1 <= k < n.
+    each as early as its lanes are free, until the top k are ordered. Raises ValueError unless 1 <= k <= n.
     """
-    check_k(k, n)
     bound = torch.zeros(n, dtype=torch.int64)  # (n,) lanes known to be above this one
     free_from = torch.zeros(n, dtype=torch.int64)  # (n,) first layer in which the lane is free
     # losses of each position in a cascade = ones in its binary digits
@@ -155,4 +163,114 @@ def splitter_selection(n: int, k: int) -> Network:
             free_from[lanes] = start + num_layers
         if (len(layers), sum(map(len, layers))) == before:
             break
-    return Network(n, k, tuple(torch.cat(parts, dim=1) for parts in layers))
+    return _network(n, k, [torch.cat(parts, dim=1) for parts in layers])
+
+
+class RelaxedNetwork(TopKOperator):
+    """A comparator network with comparators relaxed by one of the six sigmoid families.
+
+    network: `odd_even`, `bitonic` or `splitter_selection` for a fixed n and k. inverse_temperature: beta > 0, larger =
+    closer to the hard network; default 1, as published for ImageNet (CIFAR-100: .5). distribution: default
+    "logistic_phi" with art_lambda .5, as published (the other five have no art_lambda).
+    Raises ValueError for an unknown distribution (naming the nearest), beta <= 0, art_lambda outside [0, 1).
+    Source: Petersen et al. 2022, section 3.3.
+    """
+
+    constants = ("comparators",)
+
+    def __init__(
+        self,
+        network: Network,
+        inverse_temperature: float | Tensor = 1.0,
+        distribution: str = "logistic_phi",
+        art_lambda: float | None = None,
+    ) -> None:
+        super().__init__(network.k, inverse_temperature)
+        self.n = network.n
+        self.depth, self.num_comparators = network.depth, network.num_comparators
+        self.distribution = check_choice("distribution", distribution, DISTRIBUTIONS)
+        self.art_lambda = check_fraction("art_lambda", 0.5 if art_lambda is None else art_lambda)
+        # Comparators without a path to the output lanes cost time and change nothing.
+        layers = network.pruned().layers
+        self.layer_sizes = [len(lo) for lo, _ in layers]
+        lanes = [[lane for layer in layers for lane in layer[side]] for side in (1, 0)]
+        # One tensor for all layers moves between devices as one: (2, C), the lanes hi and the lanes lo.
+        self.comparators = torch.tensor(lanes, dtype=torch.int64, device="cpu")
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return (
+            f"n={self.n}, {super().extra_repr()}, depth={self.depth}, num_comparators={self.num_comparators}, "
+            f"distribution={self.distribution}, art_lambda={self.art_lambda:g}"
+        )
+
+    def _layers(self, scores: Tensor) -> list[Tensor]:
+        """Per layer of c comparators (2c,): the lanes hi, then the lanes lo."""
+        if scores.shape[1] != self.n:
+            raise ValueError(f"this network was built for n={self.n} scores, got {scores.shape[1]}")
+        return [layer.flatten() for layer in self.comparators.to(scores.device).split(self.layer_sizes, dim=1)]
+
+    def _compare(self, x: Tensor, lanes: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """Which comparators of a layer are out of order, and the share that they mix: (c, rows) each.
+
+        x (n, rows): the scores less their maximum, whose size is offset (rows,).
+        """
+        b, a = x.index_select(0, lanes).chunk(2)  # (c, rows) each
+        d = a - b
+        rounding = distance_of_rounding(x.dtype) * (torch.maximum(a.abs(), b.abs()) + offset)
+        d = torch.where(d.abs() <= rounding, d - d.detach(), d)  # equal, with the derivative of d
+        out = d > 0
+        # e = |d|, but at 0 with a derivative, for which sigmoid(-e) has that of sigmoid(d)
+        e = torch.where(out, d, -d)
+        return out, mixing(e, self.distribution, self.inverse_temperature, self.art_lambda)
+
+    def _exchange(self, x: Tensor, lanes: Tensor, out: Tensor, mix: Tensor) -> Tensor:
+        """A layer applied to x (n, channels, rows): a symmetric map of the two lanes of each comparator."""
+        b, a = x.index_select(0, lanes).chunk(2)  # (c, channels, rows) each, on the lanes hi and lo
+        out, mix = out.unsqueeze(1), mix.unsqueeze(1)
+        hi, lo = torch.where(out, a, b), torch.where(out, b, a)
+        moved = mix * (hi - lo)
+        return x.index_copy(0, lanes, torch.cat([hi - moved, lo + moved]))
+
+    def _centred(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores less their maximum (n, rows), since an offset would cost digits, and the maximum's size (rows,)."""
+        scores = finite(scores)
+        largest = scores.detach().amax(1, keepdim=True)  # (rows, 1)
+        return (scores - largest).T, largest.abs().squeeze(1)
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        fused = kernel("carry_mass", scores, self.inverse_temperature)
+        if fused is not None:
+            return fused(self, scores, labels)
+        return self._column_by_operations(scores, labels)
+
+    def _column_by_operations(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """_column without a kernel: what the kernels' second derivatives come from, too."""
+        if labels.is_floating_point():
+            mass = labels.to(scores.dtype)  # (rows, n)
+        else:
+            mass = torch.zeros_like(scores).scatter(1, labels.unsqueeze(1), 1.0)
+        centred, offset = self._centred(scores)
+        x = torch.stack([centred, mass.T], dim=1)  # (n, 2, rows)
+        for lanes in self._layers(scores):
+            x = self._exchange(x, lanes, *self._compare(x[:, 0], lanes, offset))
+        return x[self.n - self.k :, 1].flip(0).T  # (rows, k)
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        """Bidirectional evaluation (Petersen et al. 2022, section 3.2): scores forward, rows of P backward.
+
+        A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
+        output lane, runs through the same comparators in reverse order.
+        """
+        layers = self._layers(scores)
+        centred, offset = self._centred(scores)
+        x = centred.unsqueeze(1)  # (n, 1, rows)
+        compared = []
+        for lanes in layers:
+            compared.append(self._compare(x[:, 0], lanes, offset))
+            x = self._exchange(x, lanes, *compared[-1])
+        units = torch.eye(self.n, dtype=scores.dtype, device=scores.device)[:, self.n - self.k :].flip(1)  # (n, k)
+        P = units.unsqueeze(2).expand(-1, -1, len(scores))  # (n, k, rows)
+        for lanes, (out, mix) in zip(reversed(layers), reversed(compared)):
+            P = self._exchange(P, lanes, out, mix)
+        return P.permute(2, 1, 0)  # (rows, k, n)

@@ -1,10 +1,19 @@
-"""The smooth k-th largest score on the CPU, compiled by Numba: smooth_kth_largest.KthLargestOther, row by row.
+"""The smooth k-th largest score on the CPU, compiled by Numba: a ratio of elementary symmetric polynomials, row by row.
 
-Through PyTorch the polynomials of a few scores per sample are some 200 small operations. Here a row stays in the cache
-from its first score to its value. Kept for the backward pass: the derivatives by the largest scores, and a polynomial
-that gives those of the rest; nothing of the size of the scores. Scores float32; whatever is one number per sample is
-computed in float64. The formulas are those of smooth_kth_largest.py, but that the largest scores enter the distribution
-of their count one after the other instead of by a tree.
+For any shift lambda let x_i = exp(o_i / temperature - lambda). Then e_k / e_{k-1} = exp(lambda) e_k(x) / e_{k-1}(x).
+The lambda chosen here makes e_k(x) and e_{k-1}(x) about as large, so that both are comfortable numbers however far
+apart the scores lie. They come from two parts, joined by one convolution:
+
+The largest scores, the leaves, one after the other. With p_i = x_i / (1 + x_i) and N the number of successes in
+independent trials of probabilities p_i, P(N = j) = e_j(x) prod_i (1 - p_i), cut off at k: sums of non-negative numbers,
+where nothing is cancelled, and what underflows is a probability too small to be seen in the sum.
+
+The rest by Newton's identities, j e_j = sum_m (-1)^(m-1) e_{j-m} S_m, from its power sums S_m = sum_i x_i^m. The x of
+the rest are at most about 1/2 (for k = 5, 1), and many for their sum, so that the alternating sums lose little: about
+exp(k / 8) in the worst case (for k = 5, exp(2)). Powers are left out that cannot change e_k by half its rounding.
+
+Kept for the backward pass: the derivatives by the leaves, and a polynomial that gives those of the rest; nothing of the
+size of the scores. Scores float32; whatever is one number per sample is computed in float64.
 """
 
 import math
@@ -14,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topk_losses.numba_kernels import CHUNK, exp, in_threads, jit, sum_of
-from topk_losses.numba_top_m import largest_of_rows
-from topk_losses.operator import refuse_double_backward
+from topk_losses.kernels.cpu_top_m import largest_of_rows
+from topk_losses.kernels.numba_support import exp, in_threads, jit
 
+CHUNK = 64  # numbers that are summed side by side
+MAX_K_WITH_REST = 32  # beyond, the alternating sums could lose more than an order of magnitude
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 _f32 = np.float32
@@ -25,11 +35,35 @@ _HALF_ROUNDING = float(np.finfo(np.float32).eps) / 2
 
 
 @jit
-def _tilt(odds, k, beyond):
-    """smooth_kth_largest._tilt for one sample: odds (leaves,) are exp(z), falling, the k-th one 1; beyond: their
-    sum after it, and that of the rest.
+def _sum_of(values, parts):
+    """The sum of values (n,) float32, by partial sums (CHUNK,), which makes it vector code."""
+    whole = len(values) // CHUNK
+    total = 0.0
+    if whole > 0:
+        parts[:] = values[:CHUNK]
+        for c in range(1, whole):
+            some = values[c * CHUNK : (c + 1) * CHUNK]
+            for i in range(CHUNK):
+                parts[i] += some[i]
+        for part in parts:
+            total += part
+    for value in values[whole * CHUNK :]:
+        total += value
+    return total
 
-    From 0, less at most 2, to log n, plus at most 2.
+
+@jit
+def _tilt(odds, k, beyond):
+    """A lambda for which the expected number of successes sum_i sigmoid(z_i - lambda) is close to k - 1/2.
+
+    Any lambda is right in exact arithmetic; this one keeps e_k(x) and e_{k-1}(x) away from 0. odds (leaves,): exp(z),
+    falling, the k-th one 1; beyond: their sum after it, and that of the rest. From 0, less at most 2, to log n, plus at
+    most 2.
+
+    The start solves sum_i min(1, exp(z_i - lambda)) = k, an upper bound of the expected count and at most twice it.
+    The left side is min_j (j + exp(-lambda) sum_{i>j} exp(z_i)), hence lambda = min_{j<k} log(sum_{i>j} exp(z_i)) -
+    log(k - j). One Newton step follows (never longer than 2), with the scores beyond the k largest in place of their
+    sigmoids by exponentials.
     """
     least, total = math.inf, beyond
     for j in range(k - 1, -1, -1):
@@ -72,8 +106,9 @@ def _power_sums(values, parts):
 def _polynomials(rest, first_sums, largest, scale, power, parts, sums, E):
     """Fill E[j] = e_j of x = rest * scale by Newton's identities; return the number of power sums in use.
 
-    As smooth_kth_largest._polynomials, which says when to stop. first_sums: those of rest, as from _power_sums. power
-    (n,), parts (CHUNK,) and sums (k + 1,): room to work.
+    At this tilt no e_j is much larger than e_k, so that S_m counts for at most about S_m / m, and S_m <= largest
+    S_{m-1}, with largest a bound of the x: sums that cannot change e_k by more than half its rounding are left out.
+    first_sums: those of rest, as from _power_sums. power (n,), parts (CHUNK,) and sums (k + 1,): room to work.
     """
     k = len(E) - 1
     factor = 1.0
@@ -90,7 +125,7 @@ def _polynomials(rest, first_sums, largest, scale, power, parts, sums, E):
             factor *= scale
             for j in range(len(rest)):
                 power[j] *= rest[j]
-            sums[degree] = sum_of(power, parts) * factor
+            sums[degree] = _sum_of(power, parts) * factor
     E[0] = 1
     for j in range(1, k + 1):
         e_j, sign = 0.0, 1.0
@@ -103,14 +138,13 @@ def _polynomials(rest, first_sums, largest, scale, power, parts, sums, E):
 
 @jit
 def _fill_rest(x, kth, inverse, leaves, true, rest):
-    """Fill rest (n,) with exp((x - kth) / temperature), but 0 for the leaves and, unless it is -1, the true class."""
+    """Fill rest (n,) with exp((x - kth) / temperature), but 0 for the leaves and the true class."""
     for j in range(len(x)):
         v = (x[j] - kth) * inverse
         rest[j] = _f32(0) if v < _f32(-87) else exp(v)
     for column in leaves:
         rest[column] = _f32(0)
-    if true >= 0:
-        rest[true] = _f32(0)
+    rest[true] = _f32(0)
 
 
 @jit
@@ -119,10 +153,10 @@ def _forward(
 ):
     """Rows first..last of scores (batch, n) to smooth, hard (batch,) and top (batch, some), and what _backward needs.
 
-    columns (batch,) or (0,): the true classes. index (batch, leaves, and one more if there are true classes): room to
-    work. leaves_of (batch, leaves): their columns, of which held_of (batch,) count, 0 if there are less than k.
-    slopes (batch, leaves): d smooth / d score. polynomials (batch, k): with x of the rest as in _fill_rest, theirs is
-    x times the first, x^2 times the second, ...
+    columns (batch,): the true classes. index (batch, leaves and one more): room to work. leaves_of (batch, leaves):
+    their columns, of which held_of (batch,) count, 0 if there are less than k. slopes (batch, leaves): d smooth by
+    d score. polynomials (batch, k): with x of the rest as in _fill_rest, theirs is x times the first, x^2 times the
+    second, ...
     """
     n, others = scores.shape[1], leaves_of.shape[1]
     inverse = _f32(1 / temperature)
@@ -133,8 +167,8 @@ def _forward(
     largest_of_rows(scores, first, last, index)
     for row in range(first, last):
         x, leaves = scores[row], leaves_of[row]
-        true = columns[row] if len(columns) > 0 else -1
-        true_score = x[true] if true >= 0 else _f32(0)
+        true = columns[row]
+        true_score = x[true]
         held = 0
         for column in index[row]:
             if column != true and held < others:
@@ -214,7 +248,7 @@ def _backward(
     for row in range(first, last):
         g, of_hard, out, held = grad[row], grad_hard[row], grad_scores[row], held_of[row]
         leaves, polynomial = leaves_of[row, :held], polynomials[row]
-        true = columns[row] if len(columns) > 0 else -1
+        true = columns[row]
         out[:] = _f32(0)
         # Samples without a gradient (unused branch, ignored label) keep zeros even if they hold NaN or inf.
         if g != _f32(0) and held > 0:
@@ -231,55 +265,49 @@ def _backward(
                 out[leaves[i]] = g * slopes[row, i]
         if held > 0:
             out[leaves[k - 1]] += of_hard
-        if true >= 0:
-            out[true] = -(g + of_hard)
+        out[true] = -(g + of_hard)
 
 
-class _FusedKthLargestOther(torch.autograd.Function):
-    """As smooth_kth_largest.KthLargestOther; leaves: the number of largest scores that enter one by one."""
+def num_leaves(n: int, k: int) -> int:
+    """How many of n other scores enter one by one, the largest ones: 8, for k > 5 between 3 k and 6 k, or all."""
+    leaves = 8 if k <= 5 else 2 ** math.ceil(math.log2(3 * k))
+    return leaves if k <= MAX_K_WITH_REST and n > 2 * leaves else n
 
+
+class _KthLargest(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, columns: Tensor | None, k: int, temperature: float, leaves: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, scores: Tensor, labels: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         batch, n = scores.shape
         ctx.threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
-        flat = scores.new_empty(0, dtype=torch.int64) if columns is None else columns.flatten().contiguous()
-        index = scores.new_empty(batch, min(leaves + (columns is not None), n), dtype=torch.int64)
-        leaves_of = index.new_empty(batch, index.shape[1] - (columns is not None))
+        index = labels.new_empty(batch, min(num_leaves(n, k) + 1, n))
+        leaves_of = index.new_empty(batch, index.shape[1] - 1)
         smooth, hard, held_of = scores.new_empty(batch), scores.new_empty(batch), index.new_empty(batch)
         top = scores.new_empty(batch, min(k + 1, n))
         polynomials, slopes = scores.new_empty(batch, k), scores.new_empty(leaves_of.shape)
-        scores = scores.contiguous()
-        inputs = (scores.detach().numpy(), flat.numpy(), k, temperature)
+        inputs = (*(each.detach().contiguous().numpy() for each in (scores, labels)), k, temperature)
         outputs = [each.numpy() for each in (index, smooth, hard, top, leaves_of, held_of, polynomials, slopes)]
         in_threads(ctx.threads, batch, lambda first, last: _forward(*inputs, first, last, *outputs))
-        ctx.save_for_backward(smooth, scores, flat, leaves_of, held_of, polynomials, slopes)
+        ctx.save_for_backward(scores, labels, leaves_of, held_of, polynomials, slopes)
         ctx.k, ctx.temperature = k, temperature
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(top)
         return smooth, hard, top
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_hard: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        smooth, scores, flat, *saved = ctx.saved_tensors
-        sources = [each for each in (grad, grad_hard) if each is not None]
-        with torch.no_grad():
-            grads = [torch.zeros_like(smooth) if each is None else each.contiguous() for each in (grad, grad_hard)]
-            grad_scores = torch.empty_like(scores)
-            saved = [each.numpy() for each in saved]
-            inputs = [each.detach().numpy() for each in (*grads, scores, flat)]
-            inputs += [ctx.k, ctx.temperature, *saved]
-            output = grad_scores.numpy()
-            in_threads(ctx.threads, len(scores), lambda first, last: _backward(*inputs, first, last, output))
-        return refuse_double_backward(grad_scores, *sources, smooth), None, None, None, None
+    def backward(ctx: Any, grad: Tensor, grad_hard: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        scores, labels, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
+            from topk_losses.smooth_svm import kth_largest_by_operations
+
+            copy = scores.view_as(scores)
+            results = kth_largest_by_operations(copy, labels, ctx.k, ctx.temperature)[:2]
+            return *torch.autograd.grad(results, copy, (grad, grad_hard), create_graph=True), None, None, None
+        grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        inputs = [each.detach().contiguous().numpy() for each in (grad, grad_hard, scores, labels)]
+        inputs += [ctx.k, ctx.temperature, *(each.numpy() for each in saved)]
+        in_threads(ctx.threads, len(scores), lambda first, last: _backward(*inputs, first, last, grad_scores.numpy()))
+        return grad_scores, None, None, None
 
 
-def kth_largest_other(
-    scores: Tensor, columns: Tensor | None, k: int, temperature: float, leaves: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """smooth_kth_largest.KthLargestOther of scores (batch, n) float32 on the CPU; arguments and results as there.
-
-    leaves: the number of largest scores that enter one by one, at least k + 1, or n.
-    """
-    return _FusedKthLargestOther.apply(scores, columns, k, float(temperature), leaves)
+def kth_largest(scores: Tensor, labels: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """smooth_svm.kth_largest_by_operations for scores (rows, n) float32 on the CPU; arguments and results as there."""
+    return _KthLargest.apply(scores, labels, k, float(temperature))

@@ -7,13 +7,11 @@ Nearly all of it is written without branches: which scores are large cannot be p
 processor as much as a dozen scores.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from topk_losses.numba_kernels import WRITTEN_BY_A_THREAD, in_threads, jit
+from topk_losses.kernels.numba_support import in_threads, jit
 
 CHUNK = 16
 WORK_OF_A_THREAD = 500_000  # scores that pay for another thread
@@ -103,8 +101,8 @@ def largest_of_rows(scores, first, last, index):
 
 
 @jit
-def _select(scores, true, first, last, index, kept):
-    """Rows first..last of scores (batch, n): true class and m - 1 largest others into index and kept (batch, m)."""
+def _true_first(scores, true, first, last, index):
+    """Rows first..last of scores (batch, n): true class and m - 1 largest others into index (batch, m)."""
     m = index.shape[1]
     largest_of_rows(scores, first, last, index)
     for row in range(first, last):
@@ -115,49 +113,16 @@ def _select(scores, true, first, last, index, kept):
         for r in range(place, 0, -1):
             index[row, r] = index[row, r - 1]
         index[row, 0] = true[row]
-        for r in range(m):
-            kept[row, r] = scores[row, index[row, r]]
 
 
-@jit
-def _scatter(grad, index, first, last, grad_scores):
-    """Rows first..last of grad (batch, m) to their places among zeros, grad_scores (batch, n)."""
-    for row in range(first, last):
-        grad_scores[row] = _f32(0)
-        for r in range(index.shape[1]):
-            grad_scores[row, index[row, r]] = grad[row, r]
+def top_m(scores: Tensor, true: Tensor, m: int) -> Tensor:
+    """The columns of the true class and of the m - 1 largest others, falling: (rows, m) int64.
 
-
-class _SelectTopM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, true: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        batch, n = scores.shape
-        index, kept = scores.new_empty(batch, m, dtype=torch.int64), scores.new_empty(batch, m)
-        inputs = [each.detach().contiguous().numpy() for each in (scores, true)]
-        outputs = (index.numpy(), kept.numpy())
-        threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
-        in_threads(threads, batch, lambda first, last: _select(*inputs, first, last, *outputs))
-        ctx.save_for_backward(index)
-        ctx.n, ctx.threads = n, threads
-        ctx.mark_non_differentiable(index)
-        return kept, index
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: gather knows its own derivatives
-            return grad.new_zeros(len(grad), ctx.n).scatter(1, index, grad), None, None
-        grad_scores = grad.new_empty(len(grad), ctx.n)
-        inputs, output = [each.contiguous().numpy() for each in (grad, index)], grad_scores.numpy()
-        threads = max(1, min(ctx.threads, grad_scores.numel() // WRITTEN_BY_A_THREAD))
-        in_threads(threads, len(grad), lambda first, last: _scatter(*inputs, first, last, output))
-        return grad_scores, None, None
-
-
-def select_top_m(scores: Tensor, true: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The scores of the true class and the m - 1 largest others, falling, and their columns: (batch, m) each.
-
-    scores (batch, n) float32 on the CPU, n < 2^31; true (batch,) int64. NaN counts as the largest. Among equal scores
-    the one further left comes first.
+    scores (rows, n) float32 on the CPU, n < 2^31; true (rows,) int64 in [0, n). NaN counts as the largest. Among equal
+    scores the one further left comes first.
     """
-    return _SelectTopM.apply(scores, true, m)
+    index = torch.empty(len(scores), m, dtype=torch.int64)
+    arrays = [each.detach().contiguous().numpy() for each in (scores, true)]
+    threads = max(1, min(torch.get_num_threads(), len(scores), 1 + scores.numel() // WORK_OF_A_THREAD))
+    in_threads(threads, len(scores), lambda first, last: _true_first(*arrays, first, last, index.numpy()))
+    return index

@@ -1,0 +1,207 @@
+"""What every loss here shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights, reductions."""
+
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from topk_losses.checks import (
+    check_choice,
+    check_fraction,
+    check_integer,
+    check_label_masses,
+    check_labels,
+    check_logits,
+    check_num_classes,
+    full_precision,
+    has_known_values,
+)
+from topk_losses.sorts import Constants, to_compute_dtype
+
+REDUCTIONS = ("mean", "sum", "none")
+SOFT_LABELS = ("expected", "any")
+
+
+class ClassificationLoss(Constants):
+    """A loss with the interface of torch.nn.CrossEntropyLoss: loss(logits, labels).
+
+    Args:
+        num_classes: n; None takes it from the logits.
+        weight: (n,) >= 0, the weight of each class, as in CrossEntropyLoss.
+        label_smoothing: in [0, 1): the share of the label that is spread over all classes. That takes the loss of every
+            class: n times the cost of one, or, for a relaxed operator without m, that of its permutation matrix.
+        soft_labels: what labels (batch, n) mean. "expected" (default): a distribution q, the loss is
+            sum_j q_j L(s, j), as in CrossEntropyLoss: what mixup and label smoothing need; the cost is that of the
+            classes with mass. "any": several right answers (k-hot, bool or numbers in [0, 1]), any of which is fine:
+            -log of the probability that one of them is among the k highest, bounded by the sum of theirs.
+        ignore_index: label of samples that do not count.
+        reduction: "mean" (of the samples that count, weighted by their classes' weights), "sum", or "none" (0 where
+            ignored).
+
+    Shapes: logits (batch, n), (n,), or (batch, n, d1, ...); labels int64 without the dimension n, or of the same shape
+    as the logits. Half-precision logits are computed in float32 and give a float32 loss, under autocast too.
+    """
+
+    constants: tuple[str, ...] = ("weight",)
+    fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
+
+    def __init__(
+        self,
+        num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        soft_labels: str = "expected",
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        self.num_classes = check_num_classes(num_classes)
+        self.weight = weight
+        self.label_smoothing = label_smoothing
+        self.soft_labels = soft_labels
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings act from the next call on, checked as on construction; those in `fixed` can't be changed."""
+        if name in self.fixed and name in self.__dict__:
+            raise AttributeError(f"{name} is fixed: build a new loss with {name}={value!r}")
+        super().__setattr__(name, self._checked_setting(name, value))
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "reduction":
+            return check_choice("reduction", value, REDUCTIONS)
+        if name == "soft_labels":
+            return check_choice("soft_labels", value, SOFT_LABELS)
+        if name == "label_smoothing":
+            return check_fraction("label_smoothing", value)
+        if name == "ignore_index":
+            return check_integer("ignore_index", value, -(2**63))
+        if name == "weight" and value is not None:
+            value = torch.as_tensor(value).detach()
+            wrong = value.dim() != 1 or (self.num_classes is not None and len(value) != self.num_classes)
+            if wrong or (has_known_values(value) and not bool((value >= 0).all() & value.isfinite().all())):
+                raise ValueError(
+                    f"weight must hold a finite number >= 0 for each of the {self.num_classes or 'n'} classes, "
+                    f"got shape {tuple(value.shape)}" + (f" with {value.tolist()}" if value.numel() < 20 else "")
+                )
+        return value
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        shown = f"num_classes={self.num_classes}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+        if self.label_smoothing:
+            shown += f", label_smoothing={self.label_smoothing:g}"
+        return shown if self.soft_labels == "expected" else f"{shown}, soft_labels={self.soft_labels!r}"
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss: () for reduction mean and sum, the shape of int64 labels for none.
+
+        float32, or float64 for float64 logits. Raises TypeError or ValueError for inputs that do not fit.
+        """
+        return self._reduced(logits, labels, None)
+
+    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+        """The loss of each row: scores (rows, n), labels (rows,) int64 in [0, n), p_k (rows, K) -> (rows,)."""
+        raise TypeError(f"{type(self).__name__} does not define _losses")
+
+    def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor | None:
+        """The loss of each row for every class as its label, (rows, n), where that is cheaper than n times _losses."""
+        return None
+
+    def _losses_of_any(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
+        """The loss of each row for a set of right answers, mass (rows, n) in [0, 1] -> (rows,)."""
+        raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels='any'")
+
+    def _reduced(self, logits: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+        check_logits(logits)
+        axis = 0 if logits.dim() == 1 else 1
+        n = logits.shape[axis]
+        if n != (self.num_classes or n):
+            raise ValueError(
+                f"logits must have num_classes={self.num_classes} columns, got shape {tuple(logits.shape)}"
+            )
+        shape = logits.shape[:axis] + logits.shape[axis + 1 :]
+        is_mass = isinstance(labels, Tensor) and (
+            labels.is_floating_point() or (self.soft_labels == "any" and labels.shape == logits.shape)
+        )
+        if is_mass:
+            check_label_masses(labels, logits, self.soft_labels == "any")
+        else:
+            check_labels(labels, shape, n, self.ignore_index)
+        rows = logits.movedim(axis, -1).reshape(-1, n)
+        with full_precision(logits.device):
+            scores = to_compute_dtype(rows)  # (rows, n)
+            weight = None if self.weight is None else self.weight.to(scores)  # (n,)
+            if is_mass:
+                mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
+                losses = self._of_mass(scores, mass, weight, p_k)  # (rows,)
+                counted: Tensor | int = len(losses)
+            else:
+                labels = labels.reshape(-1)
+                losses, counted = self._of_labels(scores, labels, weight, p_k)
+            if self.reduction == "none":
+                return losses.reshape(shape)
+            return losses.sum() if self.reduction == "sum" else losses.sum() / counted
+
+    def _of_labels(
+        self, scores: Tensor, labels: Tensor, weight: Tensor | None, p_k: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The losses (rows,), 0 where the label is ignored, and the weight of all that count ()."""
+        counts = labels != self.ignore_index  # (rows,)
+        labels = torch.where(counts, labels, 0)
+        losses = self._losses(scores, labels, p_k)
+        share = counts.to(scores.dtype)
+        if weight is not None:
+            share = share * weight[labels]
+            losses = losses * weight[labels]
+        if self.label_smoothing:
+            uniform = torch.full_like(scores, 1 / scores.shape[1])
+            smooth = self._expected(scores, uniform if weight is None else uniform * weight, p_k)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * smooth
+        return torch.where(counts, losses, 0), share.sum()
+
+    def _of_mass(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
+        if self.soft_labels == "any":
+            if weight is not None or self.label_smoothing:
+                raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
+            return self._losses_of_any(scores, mass, p_k)
+        if self.label_smoothing:
+            mass = (1 - self.label_smoothing) * mass + self.label_smoothing / scores.shape[1]
+        return self._expected(scores, mass if weight is None else mass * weight, p_k)
+
+    def _expected(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
+        """sum_j mass_j L(s, j), (rows,); mass (rows, n) >= 0."""
+        number, n = scores.shape
+        known = has_known_values(mass)
+        if not known or int(mass.count_nonzero()) > MANY * number:
+            losses = self._losses_of_all(scores, p_k)  # (rows, n)
+            if losses is not None:
+                # 0 times an infinite loss is 0: a class without mass
+                return torch.where(mass > 0, losses * mass, 0).sum(1)
+        if known:
+            row, column = mass.nonzero(as_tuple=True)  # (pairs,) each
+        else:
+            pairs = torch.arange(number * n, device=mass.device)
+            row, column = pairs // n, pairs % n
+        losses = self._losses(scores[row], column, None if p_k is None else p_k[row])  # (pairs,)
+        share = mass[row, column]
+        losses = torch.where(share > 0, losses * share, 0)
+        return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
+
+
+MANY = 8  # classes with mass, per sample, from which on all columns of P together cost less than each alone
+
+
+class SoftmaxCrossEntropyLoss(ClassificationLoss):
+    """torch.nn.CrossEntropyLoss that refuses what the other losses refuse, and computes in float32 as they do."""
+
+    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+        return cross_entropy(scores, labels, reduction="none")
+
+    def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor:
+        return -scores.log_softmax(1)
+
+    def _losses_of_any(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
+        return scores.logsumexp(1) - (scores + mass.log()).logsumexp(1)

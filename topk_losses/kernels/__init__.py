@@ -1,0 +1,63 @@
+"""Kernels that compute what PyTorch's operations compute, faster: one table, asked in one place.
+
+A kernel takes float32 tensors. On the CPU Numba's (cpu.py) are taken where the package numba is installed: they are
+tested against PyTorch's operations, and timed in whole training steps (benchmarks/). Triton's for CUDA (cuda.py) pass
+their tests in Triton's interpreter, but have not run on a GPU yet: they are taken only on request, and the default on
+CUDA is PyTorch, compiled or not. The environment variable TOPK_LOSSES_BACKEND, read at every call, settles it: `torch`
+takes no kernel, `numba` and `triton` take theirs and say so where they cannot run.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topk_losses.checks import is_concrete
+
+VARIABLE = "TOPK_LOSSES_BACKEND"
+TABLE = {
+    ("carry_mass", "cpu"): "topk_losses.kernels.cpu_networks",  # a relaxed network for the true class
+    ("top_m", "cpu"): "topk_losses.kernels.cpu_top_m",  # the true class and the m - 1 largest others
+    ("kth_largest", "cpu"): "topk_losses.kernels.cpu_smooth",  # the smooth k-th largest score
+    ("carry_mass", "cuda"): "topk_losses.kernels.cuda",
+}
+PACKAGES = {"cpu": "numba", "cuda": "triton"}
+
+
+def device_of_kernels(device: torch.device) -> str:
+    """Whose kernels a tensor on `device` gets: "cpu", "cuda", or "" for none.
+
+    Raises ValueError for a TOPK_LOSSES_BACKEND that does not exist, or that cannot run there.
+    """
+    backend = os.environ.get(VARIABLE, "")
+    if backend not in ("", "torch", *PACKAGES.values()):
+        raise ValueError(f"{VARIABLE} must be torch, numba or triton, or unset to choose by device; got {backend!r}")
+    if backend == "torch":
+        return ""
+    if not backend:
+        return "cpu" if device.type == "cpu" and importlib.util.find_spec("numba") else ""
+    wanted = "cpu" if backend == "numba" else "cuda"
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != wanted and not (interpreted and device.type == "cpu"):
+        hint = ", or set TRITON_INTERPRET=1 to interpret the kernels, slowly" if backend == "triton" else ""
+        raise ValueError(f"{VARIABLE}={backend} needs tensors on {wanted}, got {device.type}; unset it{hint}")
+    if importlib.util.find_spec(backend) is None:
+        raise ValueError(f"{VARIABLE}={backend} needs the package {backend}; install it, or unset {VARIABLE}")
+    return wanted
+
+
+def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callable[..., Any] | None:
+    """The kernel for an operation on `scores`, or None where PyTorch's operations shall compute it.
+
+    They do for all but ordinary float32 tensors, and for settings that want a gradient: kernels know theirs alone.
+    """
+    if scores.dtype != torch.float32 or not is_concrete(scores):
+        return None
+    if any(isinstance(each, Tensor) and each.requires_grad for each in settings):
+        return None
+    module = TABLE.get((operation, device_of_kernels(scores.device)))
+    return getattr(importlib.import_module(module), operation) if module else None

@@ -1,0 +1,129 @@
+"""How the kernels for the CPU are compiled by Numba, kept, and run in several threads."""
+
+import ast
+import hashlib
+import inspect
+import math
+import os
+import textwrap
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+PACKAGE = Path(__file__).resolve().parents[1]
+SHARES = 8  # per thread
+_f32 = np.float32
+
+
+@lru_cache(maxsize=1)
+def _cache_folder() -> str:
+    """A folder for compiled kernels that belongs to these sources alone; "" where nothing can be written.
+
+    Numba renews what it keeps when the file of a function changes, not when a formula does that it takes from another
+    file. So each state of the package has a folder of its own.
+    """
+    sources = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
+    name = f"kernels-{hashlib.sha256(sources).hexdigest()[:16]}"
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    for parent in [Path(chosen)] if chosen else [PACKAGE / "__pycache__", Path.home() / ".cache" / "topk_losses"]:
+        try:
+            (parent / name).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(parent / name, os.W_OK):
+            return str(parent / name)
+    return ""
+
+
+def jit(function: Callable[..., Any], kind: str = "", fastmath: Collection[str] = ("nsz",)) -> Callable[..., Any]:
+    """Compile at the first call, and keep the code on the disk where there is a place for it.
+
+    kind: tells apart functions of the same lines that are bound to other names. fastmath: without "contract" there are
+    no fused multiply-adds, so that values are those of PyTorch's operations.
+    """
+    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
+    if _cache_folder():
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(Path(_cache_folder(), kind))
+        try:
+            compiled.enable_caching()
+        finally:
+            numba.config.CACHE_DIR = before
+    return compiled
+
+
+class _Float32(ast.NodeTransformer):
+    """Numbers become float32: Numba would compute in float64 with any other."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if not isinstance(node.value, float):
+            return node
+        return ast.copy_location(ast.Call(ast.Name("_f32", ast.Load()), [node], []), node)
+
+
+def in_float32(formula: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
+    """A formula of sigmoids.py compiled for float32 numbers, its elementary functions taken from `names`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(formula)))
+    for argument in ast.walk(tree):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    tree.body[0].returns = None  # type: ignore[attr-defined]
+    code = compile(ast.fix_missing_locations(_Float32().visit(tree)), inspect.getfile(formula), "exec")
+    namespace = {"_f32": _f32, **names}
+    exec(code, namespace)
+    return numba.njit(error_model="numpy", fastmath={"nsz"})(namespace[formula.__name__])
+
+
+@partial(jit, fastmath=("nsz", "contract"))
+def exp(v):
+    """exp(v) in float32 to 2 units in the last place (Cephes expf); written out so that it becomes vector code."""
+    v = _f32(-87) if v < _f32(-87) else v  # comparisons that let NaN pass
+    v = _f32(88) if v > _f32(88) else v
+    whole = _f32(math.floor(v * _f32(1.44269504) + _f32(0.5)))
+    f = v - whole * _f32(0.693359375) + whole * _f32(2.12194440e-4)
+    p = _f32(1.9875691500e-4)
+    p = p * f + _f32(1.3981999507e-3)
+    p = p * f + _f32(8.3334519073e-3)
+    p = p * f + _f32(4.1665795894e-2)
+    p = p * f + _f32(1.6666665459e-1)
+    p = p * f + _f32(5.0000001201e-1)
+    p = p * (f * f) + f + _f32(1)
+    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="topk_losses")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
+
+
+def in_threads(threads: int, tiles: int, call: Callable[[int, int], None]) -> None:
+    """call(first, last) on shares of the tiles, in this thread and threads - 1 others; waits for all.
+
+    Each takes the next share when it is through with one: PyTorch's own threads wait busily for some milliseconds after
+    each operation, so that a core may be half taken.
+
+    Python's threads, since the kernels run without its lock: Numba's own can be entered by one caller only, and those
+    of OpenMP do not survive a fork.
+    """
+    if threads == 1:
+        call(0, tiles)
+        return
+    size = -(-tiles // (SHARES * threads))
+    starts = iter(range(0, tiles, size))  # next() holds Python's lock
+
+    def work() -> None:
+        for first in starts:
+            call(first, min(first + size, tiles))
+
+    others = [_pool().submit(work) for _ in range(threads - 1)]
+    work()
+    for other in others:
+        if not other.cancel():  # cancelled: it has not begun, and nothing is left
+            other.result()

@@ -1,0 +1,137 @@
+"""The methods by their name on the command line. The only place that dispatches on a method's name.
+
+Default temperatures are the published ones for ImageNet (the paper's README), where m = 16 scores are sorted; the
+CIFAR-100 ones (all 100 scores) are in the training script. Transport methods, whose settings were not published,
+take the defaults of OTT (SinkhornSort) and of Xie et al. (SOFT top-k).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, SupportsIndex
+
+from torch import Tensor
+
+from topk_losses.checks import check_choice, check_fraction, check_inverse_temperature, check_k
+from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.sigmoids import DISTRIBUTIONS
+from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.transport import SinkhornSort, SoftTopK
+
+TOP1_MODES = ("sm", "smce", "sort")
+
+
+class Method(NamedTuple):
+    """A method: its default inverse temperature (None: it has none), and what it is built from.
+
+    operator: for k ranks of any number of scores; network: for n scores and k ranks; neither: a loss that has no
+    relaxed permutation matrix.
+    """
+
+    inverse_temperature: float | None
+    operator: Callable[..., TopKOperator] | None = None
+    network: Callable[[int, SupportsIndex], Network] | None = None
+
+
+METHODS: dict[str, Method] = {
+    "softmax_cross_entropy": Method(None),
+    "smooth_topk": Method(1.0),
+    "smooth_hard_topk": Method(1.0),
+    "neuralsort": Method(0.5, NeuralSort),
+    "softsort": Method(0.5, SoftSort),
+    "sinkhorn_sort": Method(100.0, SinkhornSort),
+    "soft_topk": Method(10.0, SoftTopK),
+    "odd_even": Method(1.0, network=odd_even),
+    "bitonic": Method(1.0, network=bitonic),
+    "splitter_selection": Method(1.0, network=splitter_selection),
+}
+RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
+# Published commands name the official code's dense path; here one evaluation serves both.
+ALIASES = {"bitonic__non_sparse": "bitonic"}
+
+
+def resolve_method(method: str, relaxed: bool = False) -> str:
+    """The canonical name of `method`; ValueError naming the nearest one if it is unknown.
+
+    relaxed: refuse a method that has no relaxed permutation matrix.
+    """
+    method = check_choice("method", ALIASES.get(method, method), METHODS)
+    if relaxed and method not in RELAXATIONS:
+        raise ValueError(
+            f"{method} has no relaxed permutation matrix; build its loss with make_loss({method!r}, ...), or choose "
+            f"one of: {', '.join(RELAXATIONS)}"
+        )
+    return method
+
+
+def resolve_settings(
+    method: str,
+    inverse_temperature: float | Tensor | None = None,
+    distribution: str | None = None,
+    art_lambda: float | None = None,
+    top1_mode: str | None = None,
+    relaxed: bool = False,
+) -> dict[str, Any]:
+    """The settings `method` runs with: defaults filled in, None where a setting does not apply.
+
+    Returns inverse_temperature, distribution, art_lambda, top1_mode. Raises ValueError for an unknown name, a
+    value out of range, or a setting given to a method (or distribution) that has none; `relaxed` as in resolve_method.
+    """
+    method = resolve_method(method, relaxed)
+    spec = METHODS[method]
+
+    def not_for(name: str, value: object, only: str) -> None:
+        if value is not None:
+            raise ValueError(f"{name} applies to {only}, not to {method}; leave it out, got {value!r}")
+
+    if spec.inverse_temperature is None:
+        not_for("inverse_temperature", inverse_temperature, "methods with a temperature")
+    elif inverse_temperature is None:
+        inverse_temperature = spec.inverse_temperature
+    else:
+        inverse_temperature = check_inverse_temperature(inverse_temperature)
+
+    if spec.network is not None:
+        distribution = check_choice("distribution", distribution or "logistic_phi", DISTRIBUTIONS)
+        if distribution == "logistic_phi":
+            art_lambda = check_fraction("art_lambda", 0.5 if art_lambda is None else art_lambda)
+        elif art_lambda is not None:
+            raise ValueError(
+                f"art_lambda applies to the distribution logistic_phi, not to {distribution}; leave it out, "
+                f"got {art_lambda!r}"
+            )
+    else:
+        not_for("distribution", distribution, "relaxed networks (odd_even, bitonic, splitter_selection)")
+        not_for("art_lambda", art_lambda, "relaxed networks with the distribution logistic_phi")
+
+    if method not in RELAXATIONS:
+        not_for("top1_mode", top1_mode, "methods with a relaxed permutation matrix")
+    else:
+        top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
+    return {
+        "inverse_temperature": inverse_temperature,
+        "distribution": distribution,
+        "art_lambda": art_lambda,
+        "top1_mode": top1_mode,
+    }
+
+
+def make_operator(
+    method: str,
+    num_scores: int,
+    k: SupportsIndex,
+    inverse_temperature: float | Tensor | None = None,
+    distribution: str | None = None,
+    art_lambda: float | None = None,
+) -> TopKOperator:
+    """Build the relaxed top-k operator of a method by name, for num_scores scores and ranks 1..k <= num_scores.
+
+    None means the method's default. Raises ValueError for a method without a relaxed permutation matrix and for
+    settings that do not fit.
+    """
+    settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, relaxed=True)
+    spec = METHODS[resolve_method(method)]
+    k, beta = check_k(k, num_scores), settings["inverse_temperature"]
+    if spec.network is not None:
+        network = spec.network(num_scores, k)
+        return RelaxedNetwork(network, beta, settings["distribution"], settings["art_lambda"])
+    assert spec.operator is not None
+    return spec.operator(k, beta)

@@ -1,0 +1,125 @@
+"""The smooth k-th largest score, and with it the smooth top-k SVM losses of Berrada, Zisserman and Kumar (2018).
+
+Source: "Smooth Loss Functions for Deep Top-k Classification", ICLR 2018. With o the scores of the n - 1 other
+classes, e_j the elementary symmetric polynomials of exp(o / (k tau)) and s_y the true class's score,
+
+    L = tau log(exp(alpha / tau) e_k + e_{k-1} exp(s_y / (k tau))) - tau log(e_{k-1} exp(s_y / (k tau)))
+      = tau softplus((alpha + (kth - s_y) / k) / tau),    kth = k tau (log e_k - log e_{k-1}).
+
+`kth` is a smooth k-th largest score of the other classes: as tau -> 0 it tends to the k-th largest, and L to the
+hard top-k hinge relu(alpha + (o_[k] - s_y) / k). So one number per sample is all that the loss needs.
+"""
+
+import math
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from topk_losses.checks import check_k, check_positive
+from topk_losses.classification import ClassificationLoss
+from topk_losses.kernels import kernel
+from topk_losses.sorts import finite
+
+# SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
+HARD_RATIO = 1000.0
+
+
+def kth_largest_by_operations(
+    scores: Tensor, labels: Tensor, k: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows,) each.
+
+    temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others / temperature). Also
+    returned: the largest scores of the others, falling, (rows, k + 1) or as many as there are, without a gradient.
+    scores (rows, n), labels (rows,) int64. O(n k) per row, by a recurrence over k on logarithms.
+    """
+    true = scores.gather(1, labels.unsqueeze(1)).squeeze(1)  # (rows,)
+    # A class that is out is in no subset, so the others keep their columns and nothing has to be compacted.
+    others = finite(scores.scatter(1, labels.unsqueeze(1), -math.inf))  # (rows, n)
+    top = others.topk(min(k + 1, scores.shape[1]), dim=1).values
+    kth = top[:, k - 1].detach()  # (rows,)
+    z = (others - kth.unsqueeze(1)) / temperature
+    e = torch.zeros_like(z)  # log e_0 of the first j scores, for each j
+    for j in range(k):
+        below, e = e, (z[:, j:] + e[:, : scores.shape[1] - j]).logcumsumexp(1)  # log e_j+1 of the first j + 1, ...
+    smooth = (kth - true) + temperature * (e[:, -1] - below[:, -1])
+    return smooth, top[:, k - 1] - true, top.detach()
+
+
+class SmoothTopKLoss(ClassificationLoss):
+    """The smooth top-k SVM loss, a drop-in for torch.nn.CrossEntropyLoss; the formula is at the top of this file.
+
+    It is positive, and fades out over a width of k * tau where the true class's score passes the k-th largest of the
+    others by k * alpha. The authors advise to cross-validate tau over powers of ten.
+
+    Args:
+        k: the number of guesses, 1 <= k < number of classes.
+        tau: temperature, above 0; the smaller, the closer to the hard hinge. The paper's tau, *not* an inverse
+            temperature as elsewhere in this library.
+        alpha: margin in units of the logits, above 0.
+        num_classes, weight, label_smoothing, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
+
+    A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A logit of -inf is a class that
+    cannot be chosen, which is the limit of ever lower scores: loss 0 if fewer than k other classes remain, +inf if the
+    true class is the masked one. Raises TypeError or ValueError for settings and inputs that do not fit.
+    """
+
+    def __init__(
+        self,
+        k: SupportsIndex,
+        tau: float = 1.0,
+        alpha: float = 1.0,
+        num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(num_classes, weight, label_smoothing, "expected", ignore_index, reduction)
+        self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
+        self.tau = check_positive("tau", tau)
+        self.alpha = check_positive("alpha", alpha)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"k={self.k}, tau={self.tau:g}, alpha={self.alpha:g}, {super().extra_repr()}"
+
+    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+        check_k(self.k, scores.shape[1] - 1)
+        find = kernel("kth_largest", scores) or kth_largest_by_operations
+        smooth, hard, top = find(scores, labels, self.k, self.k * self.tau)
+        true = scores.gather(1, labels.unsqueeze(1)).squeeze(1).detach()  # (rows,)
+        # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
+        spoilt = torch.where(torch.maximum(top[:, 0], true) < math.inf, 0.0, math.nan)  # (rows,)
+        return self._hinge(self.alpha + smooth / self.k + spoilt, self.alpha + hard / self.k + spoilt, top, true)
+
+    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
+        """The loss (rows,) from alpha + (kth - s_y) / k, smooth or hard (rows,); the rest serves SmoothHardTopKLoss."""
+        # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
+        return F.softplus(smooth, beta=1 / self.tau, threshold=40)
+
+
+class SmoothHardTopKLoss(SmoothTopKLoss):
+    """SmoothTopKLoss, but hard for samples whose k-th and (k+1)-th largest logits lie far apart.
+
+    Where s_[k] - s_[k+1] >= k tau log(1000), the true class included in the ranking, the loss is the hard hinge
+
+        relu(mean of the k largest of (others + alpha) - (sum of the k-1 largest of the others + s_y) / k)
+        = relu(alpha + (o_[k] - s_y) / k).
+
+    The official authors' `smooth_hard`, which they use to save time and for stability; here the smooth branch is
+    stable and is evaluated for every sample, so this class exists to reproduce their numbers. The loss is not
+    continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
+    """
+
+    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
+        # Insert the true class's score into the ranking of the others: s_[r] is the median of o_[r], s_y, o_[r-1].
+        kth, following = top[:, self.k - 1], top[:, self.k]  # (rows,)
+        kth_of_all = torch.maximum(kth, true)  # (rows,)
+        if self.k > 1:
+            kth_of_all = torch.minimum(kth_of_all, top[:, self.k - 2])
+        next_of_all = torch.maximum(following, torch.minimum(kth, true))  # (rows,)
+        far_apart = kth_of_all - next_of_all >= self.k * self.tau * math.log(HARD_RATIO)  # (rows,)
+        return torch.where(far_apart, F.relu(hard), super()._hinge(smooth, hard, top, true))

@@ -1,0 +1,214 @@
+"""The common signature of the relaxed top-k operators, and those in closed form: NeuralSort and SoftSort."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from topk_losses.checks import (
+    check_inverse_temperature,
+    check_k,
+    check_label_masses,
+    check_labels,
+    check_logits,
+    full_precision,
+)
+
+# Stands in for a score of -inf, a class that takes no part. All operators have reached their limit there, to rounding,
+# and its square is a float32 number still.
+MASKED = -1e18
+
+
+def to_compute_dtype(logits: Tensor) -> Tensor:
+    """float64 and float32 stay; half precision is computed in float32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def finite(scores: Tensor) -> Tensor:
+    """`scores` with MASKED in place of -inf; NaN and inf stay, and spoil their sample alone."""
+    return scores.masked_fill(scores == -torch.inf, MASKED)
+
+
+def pick_ranks(cumulative: Tensor, ks: Sequence[int]) -> Tensor:
+    """The entries of `cumulative` (rows, K, ...) for the k of interest, (rows, len(ks), ...); no index to be moved."""
+    if len(ks) == cumulative.shape[1]:
+        return cumulative
+    return torch.stack([cumulative[:, k - 1] for k in ks], dim=1)
+
+
+class Constants(nn.Module):
+    """A module whose tensors named in `constants` move with it, but are never cast, emptied or saved.
+
+    They are made anew from what the module was built with, so that state dicts do without them; buffers would come out
+    rounded of .bfloat16(), and as garbage of .to_empty().
+    """
+
+    constants: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Constants":
+        super()._apply(fn, recurse)
+        for name in self.constants:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                device = fn(torch.empty(0, device=tensor.device)).device
+                exact = tensor.float() if device.type == "mps" and tensor.dtype == torch.float64 else tensor
+                setattr(self, name, exact.to(device))
+        return self
+
+
+class TopKOperator(Constants):
+    """A relaxed permutation matrix P restricted to its first k rows, P[r, j] = P(class j holds rank r + 1).
+
+    k: ranks, from 1 to n. inverse_temperature: above 0, larger = closer to the hard operator; a tensor of shape () that
+    requires a gradient gets it, and an nn.Parameter is learned. It can be set at any time.
+
+    Subclasses compute on rows, in the dtype that they receive (float32 or float64), with autocast off:
+    `_column(scores, labels)`: (rows, n) and (rows,) int64, or a mass per class (rows, n) -> (rows, k);
+    `_matrix(scores)` -> (rows, k, n).
+    """
+
+    inverse_temperature: float | Tensor
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor) -> None:
+        super().__init__()
+        self.k = check_k(k)
+        self.inverse_temperature = inverse_temperature
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, check_inverse_temperature(value) if name == "inverse_temperature" else value)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"k={self.k}, inverse_temperature={float(self.inverse_temperature):g}"
+
+    def rank_probabilities(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """P[:, y], the column of the true class, by true-class evaluation: P is never built.
+
+        logits (..., n) floating point; labels (...,) int64 in [0, n), or (..., n), the mass on each class, a
+        distribution say, that is carried in place of the one-hot. Returns (..., k), entry r: P(rank = r + 1), float32
+        for half-precision logits. Raises TypeError or ValueError for shapes and labels that do not fit.
+        """
+        scores = self._checked(logits)
+        n = logits.shape[-1]
+        if isinstance(labels, Tensor) and labels.is_floating_point():
+            check_label_masses(labels.flatten(0, -2), logits.flatten(0, -2), several=True)
+            labels = labels.reshape(-1, n)
+        else:
+            check_labels(labels, logits.shape[:-1], n)
+            labels = labels.reshape(-1)
+        with full_precision(logits.device):
+            return self._column(scores, labels).reshape(*logits.shape[:-1], self.k)
+
+    def permutation_matrix(self, logits: Tensor) -> Tensor:
+        """P, the first k rows of the relaxed permutation matrix: (..., k, n), row 0 is rank 1 (top-1).
+
+        logits (..., n) floating point. float32 for half-precision logits. Raises TypeError or ValueError.
+        """
+        scores = self._checked(logits)
+        with full_precision(logits.device):
+            return self._matrix(scores).reshape(*logits.shape[:-1], self.k, logits.shape[-1])
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """The permutation matrix."""
+        return self.permutation_matrix(logits)
+
+    def check_convergence(self) -> float:
+        """The largest error that an iterative solver left so far; 0 for an operator in closed form."""
+        return 0.0
+
+    def _checked(self, logits: Tensor) -> Tensor:
+        check_logits(logits)
+        check_k(self.k, logits.shape[-1])
+        return to_compute_dtype(logits).reshape(-1, logits.shape[-1])  # (rows, n)
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not define _column")
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not define _matrix")
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        """P(rank <= k) of the true class, for the k of interest, rising: (rows, len(ks))."""
+        return pick_ranks(self._column(scores, labels).cumsum(1), ks)
+
+    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        """P(rank <= k) of every class: (rows, len(ks), n)."""
+        return pick_ranks(self._matrix(scores).cumsum(1), ks)
+
+
+class NeuralSort(TopKOperator):
+    """The first k rows of NeuralSort's relaxed permutation matrix (Grover et al. 2019), in O(n log n + n k).
+
+    P[i, :] = softmax(((n + 1 - 2i) s - A 1) / tau), A_jl = |s_j - s_l|, i = 1..k. With the scores sorted,
+    s_(1) >= s_(2) >= ..., and the gaps delta_q = s_(q) - s_(q+1) >= 0, the softmax argument of s_(r) relative to
+    that of s_(1) is (2i - 1) D_r - 2 E_r with D_r = sum_{q<r} delta_q and E_r = sum_{q<r} q delta_q: two prefix
+    sums of non-negative terms, where the definition has n differences of large numbers.
+
+    k: ranks, 1 <= k <= n. inverse_temperature: 1 / tau > 0; default .5, as published for ImageNet (CIFAR-100: .0625).
+    Equal scores have equal columns in P; their gradient is that of the order in which torch.sort puts them. Raises
+    ValueError for a non-positive inverse temperature.
+    """
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.5) -> None:
+        super().__init__(k, inverse_temperature)
+
+    def _log_rows(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Log of P's rows over the sorted classes (rows, k, n), and the class at each place (rows, n)."""
+        n = scores.shape[1]
+        ordered, order = finite(scores).sort(dim=1, descending=True)  # (rows, n)
+        gaps = (ordered[:, :-1] - ordered[:, 1:]) * self.inverse_temperature  # (rows, n - 1)
+        place = torch.arange(1, n, device=scores.device, dtype=scores.dtype)  # (n - 1,)
+        D = pad(gaps.cumsum(1), (1, 0)).unsqueeze(1)  # (rows, 1, n)
+        E = pad((gaps * place).cumsum(1), (1, 0)).unsqueeze(1)  # (rows, 1, n)
+        factor = torch.arange(1, 2 * self.k, 2, device=scores.device, dtype=scores.dtype).unsqueeze(1)  # (k, 1)
+        return torch.log_softmax(factor * D - 2 * E, dim=2), order
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        log_rows, order = self._log_rows(scores)
+        if labels.is_floating_point():
+            mass = labels.to(scores.dtype).gather(1, order)  # (rows, n) in sorted order
+            return torch.einsum("bkn,bn->bk", log_rows.exp(), mass)
+        place = (order == labels.unsqueeze(1)).int().argmax(1)  # (rows,) where the true class stands
+        index = place.view(-1, 1, 1).expand(-1, self.k, 1)  # (rows, k, 1)
+        return log_rows.gather(2, index).squeeze(2).exp()
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        log_rows, order = self._log_rows(scores)
+        places = order.argsort(dim=1).unsqueeze(1).expand_as(log_rows)  # (rows, k, n) where each class stands
+        return log_rows.gather(2, places).exp()
+
+
+class SoftSort(TopKOperator):
+    """The first k rows of SoftSort's relaxed permutation matrix (Prillo, Eisenschlos 2020): O(n + k^2) for one class.
+
+    P[i, j] is proportional to exp(-|s_[i] - s_j| / tau), s_[i] the i-th largest score. For i <= k the sum over all j
+    below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_j) there: one sum serves all k rows.
+
+    k: ranks, 1 <= k <= n. inverse_temperature: 1 / tau > 0; default .5, as published for ImageNet (CIFAR-100: .0625).
+    Among equal scores s_[i] is the one that torch.topk returns, and the derivative of |s_[k] - s_j| is that from below.
+    Raises ValueError for a non-positive inverse temperature.
+    """
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.5) -> None:
+        super().__init__(k, inverse_temperature)
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if labels.is_floating_point():
+            return (self._matrix(scores) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
+        beta, scores = self.inverse_temperature, finite(scores)
+        largest = scores.topk(self.k, dim=1).values  # (rows, k)
+        kth = largest[:, -1:]  # (rows, 1)
+        # each of the k largest adds exp(0) = 1 to this sum, which is taken off again
+        below = ((scores - kth).clamp(max=0) * beta).exp().sum(1, keepdim=True) - self.k  # (rows, 1)
+        among = ((largest.unsqueeze(2) - largest.unsqueeze(1)).abs() * -beta).exp().sum(2)  # (rows, k)
+        total = among + ((kth - largest) * beta).exp() * below  # (rows, k)
+        true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
+        return ((largest - true).abs() * -beta).exp() / total
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        scores = finite(scores)
+        largest = scores.topk(self.k, dim=1).values  # (rows, k)
+        distance = (largest.unsqueeze(2) - scores.unsqueeze(1)).abs()  # (rows, k, n)
+        return (distance * -self.inverse_temperature).softmax(2)

@@ -1,0 +1,352 @@
+"""Top-k operators by entropic optimal transport: SinkhornSort and SOFT top-k.
+
+The n scores, whitened and squashed into [0, 1], are the sources, with mass 1/n each. The targets are anchors in [0, 1]:
+one per rank (SinkhornSort, Cuturi, Teboul and Vert 2019), one per top rank and one for all the rest (SOFT top-k, Xie et
+al. 2020, its sorted form), or two, for being among the k highest or not (its plain form). The cost is the squared
+difference, the entropy epsilon = 1 / inverse_temperature.
+
+With two anchors the plan is a logistic function of x - theta, and theta the root of one equation. With more, Sinkhorn's
+fixed point is found by Newton's method on the semi-dual: P, n times the plan, is the softmax over anchors of
+h - C / epsilon, and h is sought for which the anchors have their mass. Gradients are those of the solution, by the
+implicit function theorem, not of the iterations (Xie et al. 2020); they are differentiable in turn.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from topk_losses.checks import check_integer, check_positive, has_known_values, is_concrete
+from topk_losses.sorts import MASKED, TopKOperator, finite
+
+# Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
+# and one step from a head of zeros does not fill Adam's memory with a gradient that never comes again.
+LEAST_STD = 0.1
+FAR = 4.0
+ROUNDS = 5  # until the weights of classes that lie far below have come to rest: two or three do
+MAX_DAMPING = 1e8
+# Largest error of a mass that counts as converged, relative to it, where rounding allows that.
+DEFAULT_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
+
+
+def whiten_and_squash(scores: Tensor) -> Tensor:
+    """sigmoid((s - mean) / std) per sample: (rows, n) in [0, 1], as in Cuturi et al. 2019 and OTT, where all is well.
+
+    A class that lies FAR times as deep below the highest score as the mean does counts less and less for mean and
+    standard deviation, and its own depth grows as a logarithm only: a class at -1e4 neither blunts the others nor loses
+    its gradient, and one at -inf, which does not count at all, is the limit. std is sqrt(variance + LEAST_STD^2).
+    """
+    scores = finite(scores)
+    depth = scores.amax(1, keepdim=True) - scores  # (rows, n), >= 0
+    weights = (scores > MASKED / 2).to(scores.dtype)  # (rows, n)
+    for step in range(ROUNDS):
+        mean = (weights * depth).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
+        # in units of the depth from which a class counts less
+        relative = (depth / (FAR * mean).clamp(min=torch.finfo(scores.dtype).tiny)).clamp(min=1)  # (rows, n)
+        if step == ROUNDS - 1 or (has_known_values(scores) and bool((relative <= 1).all())):
+            break
+        weights = relative**-4.0
+    variance = (weights * (depth - mean).square()).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
+    near = torch.minimum(depth, FAR * mean)
+    squashed = near * (1 + 0.25 * relative.log())  # = depth up to FAR * mean
+    return torch.sigmoid((mean - squashed) * torch.rsqrt(variance + LEAST_STD**2))
+
+
+class _Threshold(torch.autograd.Function):
+    """theta_k with sum_i sigmoid(z_i - theta_k) = k, for each k of interest: (rows, n) -> (rows, len(ks)).
+
+    Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores lie close, within a
+    bracket that halves where they do not. Also returned: the largest error of a sum, relative to k, per row.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, ks: tuple[int, ...], tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor]:
+        n = z.shape[1]
+        odds = [math.log(k / (n - k)) for k in ks]
+        low = torch.stack([z.amin(1) - each for each in odds], dim=1)  # (rows, J) where the sum is at least k
+        high = torch.stack([z.amax(1) - each for each in odds], dim=1)  # and at most k
+        want = torch.stack([torch.full_like(z[:, 0], float(k)) for k in ks], dim=1)  # (rows, J)
+        theta = (low + high) / 2
+        may_look = has_known_values(z)
+        error = torch.full_like(theta, torch.inf)
+        for _ in range(max_iterations):
+            p = torch.sigmoid(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
+            inside = p.sum(2)  # (rows, J)
+            outside = n - inside
+            excess = inside - want
+            error = excess.abs() / want
+            going = ~(error <= tolerance)
+            if may_look and not bool(going.any()):
+                break
+            low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
+            slope = (p * (1 - p)).sum(2) * (1 / inside + 1 / outside)
+            step = ((inside / outside).log() - (want / (n - want)).log()) / slope
+            new = theta + step
+            new = torch.where((new > low) & (new < high), new, (low + high) / 2)  # false for NaN
+            theta = torch.where(going, new, theta)  # a row stops where it would alone
+        return theta, error.amax(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], output[0])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        z, theta = ctx.saved_tensors
+        p = torch.sigmoid(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
+        slopes = p * (1 - p)
+        total = slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny)  # (rows, J)
+        return ((grad / total).unsqueeze(2) * slopes).sum(1), None, None, None
+
+
+class _Plan(torch.autograd.Function):
+    """P = softmax over anchors of h - C / epsilon, (rows, A, n), with h such that its means over scores are `mass`.
+
+    logits (rows, A, n): -C / epsilon. mass (A,), summing to 1. start (rows, A): h to begin with. Also returned: the
+    largest error of a mass, relative to it, per row.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        logits: Tensor, mass: Tensor, start: Tensor, tolerance: float, max_iterations: int
+    ) -> tuple[Tensor, Tensor]:
+        def evaluate(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            P = (logits + h.unsqueeze(2)).softmax(1)  # (rows, A, n)
+            c = P.mean(2)  # (rows, A)
+            # (rows,) relative to the smaller one: an anchor that has lost all its mass would be past recovery
+            return P, c, ((mass - c).abs() / torch.minimum(mass, c)).amax(1)
+
+        h = start
+        P, c, error = evaluate(h)
+        damping = torch.zeros_like(error)  # (rows,)
+        may_look = has_known_values(logits)
+        for _ in range(max_iterations):
+            going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
+            if may_look and not bool(going.any()):
+                break
+            new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - c)  # (rows, A)
+            new_P, new_c, new_error = evaluate(new)
+            better = (new_error < error) & going  # (rows,); false for NaN
+            h, c = torch.where(better.unsqueeze(1), new, h), torch.where(better.unsqueeze(1), new_c, c)
+            P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
+            # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
+            damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
+        return P, error
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[0])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (P,) = ctx.saved_tensors
+        direct = P * (grad - (grad * P).sum(1, keepdim=True))  # (rows, A, n) by the logits at fixed h
+        # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
+        damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
+        adjoint = _solve_laplacian(P, damping, direct.sum(2)).unsqueeze(2)  # (rows, A, 1)
+        through_h = P * (adjoint - (P * adjoint).sum(1, keepdim=True)) / P.shape[2]
+        return direct - through_h, None, None, None, None
+
+
+def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tensor:
+    """Solve (d c / d h + damping diag(c)) v = right for v (rows, A), with v = 0 at the last anchor.
+
+    c = mean over scores of P is the mass of the anchors, and P (rows, A, n) has columns that sum to 1, so that
+    d c / d h = diag(c) - P P^T / n is the Laplacian of a graph with the weights P P^T / n. Its diagonal is the sum
+    of the weights beside it: a sum of non-negative terms, where diag(c) - ... would cancel.
+    """
+    weights = P @ P.mT / P.shape[2]  # (rows, A, A)
+    off_diagonal = weights - torch.diag_embed(weights.diagonal(dim1=1, dim2=2))
+    diagonal = off_diagonal.sum(2) + damping * P.mean(2)  # (rows, A)
+    laplacian = (torch.diag_embed(diagonal) - off_diagonal)[:, :-1, :-1]  # (rows, A - 1, A - 1)
+    factor, _ = torch.linalg.cholesky_ex(laplacian)
+    solution = torch.cholesky_solve(right[:, :-1].unsqueeze(2), factor).squeeze(2)  # (rows, A - 1)
+    return pad(solution, (0, 1))
+
+
+class _TransportOperator(TopKOperator):
+    """What the two transports share: how well they converged, and the plan with an anchor per top rank."""
+
+    def __init__(
+        self,
+        k: SupportsIndex,
+        inverse_temperature: float | Tensor,
+        tolerance: float | None,
+        max_iterations: SupportsIndex,
+    ) -> None:
+        super().__init__(k, inverse_temperature)
+        self.tolerance = None if tolerance is None else check_positive("tolerance", tolerance)
+        self.max_iterations = check_integer("max_iterations", max_iterations, 1)
+        self.largest_error: Tensor | None = None
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"{super().extra_repr()}, tolerance={self.tolerance}, max_iterations={self.max_iterations}"
+
+    def check_convergence(self) -> float:
+        """The largest relative error of a mass since the last call; RuntimeWarning if it is above the tolerance.
+
+        On the CPU each use of the operator warns by itself. On CUDA it would have to wait for the device there, so that
+        a training loop calls this where it synchronises anyway, for instance once per epoch.
+        """
+        error, self.largest_error = self.largest_error, None
+        return 0.0 if error is None else self._warn_above(error)
+
+    def _tolerance_of(self, dtype: torch.dtype) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        beta = self.inverse_temperature
+        if isinstance(beta, Tensor):
+            beta = float(beta.detach()) if has_known_values(beta) else 1.0
+        # the logits are of the size of beta, and their rounding moves the masses
+        return max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
+
+    def _warn_above(self, error: Tensor) -> float:
+        largest, tolerance = float(error), self._tolerance_of(error.dtype)
+        if largest > tolerance:
+            warnings.warn(
+                f"{type(self).__name__}: the optimal transport did not converge within {self.max_iterations} "
+                f"iterations: a mass is off by {largest:.1e} (relative), the tolerance is {tolerance:.0e}. Lower "
+                f"inverse_temperature={float(self.inverse_temperature):g}, use float64 or raise max_iterations.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return largest
+
+    def _record(self, error: Tensor) -> None:
+        """Note the errors (rows,) of a solution. A sample with a NaN has no error to speak of; its P is NaN."""
+        if not is_concrete(error) or not error.numel():
+            return
+        largest, before = error.detach().nan_to_num(nan=0.0).amax(), self.largest_error
+        if has_known_values(error):
+            self._warn_above(largest)
+        if before is not None and before.device == largest.device:
+            largest = torch.maximum(before.to(largest.dtype), largest)
+        self.largest_error = largest
+
+    def _anchored(self, scores: Tensor, num_anchors: int) -> Tensor:
+        """P (rows, A, n) for evenly spaced anchors in [0, 1], of which the last has the mass of all ranks from A on."""
+        n = scores.shape[1]
+        x = whiten_and_squash(scores)
+        anchors = torch.linspace(1, 0, num_anchors, dtype=x.dtype, device=x.device)  # (A,)
+        mass = torch.full_like(anchors, 1 / n)
+        mass[-1] = (n - num_anchors + 1) / n
+        y = anchors.unsqueeze(1)  # (A, 1)
+        # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
+        logits = (2 * x.unsqueeze(1) - y) * y * self.inverse_temperature  # (rows, A, n)
+        with torch.no_grad():
+            # The start: the hard transport's potentials. Those of two neighbouring anchors make the midpoint between
+            # the last score of the one and the first score of the other indifferent.
+            ordered = x.topk(num_anchors, dim=1).values  # (rows, A)
+            twice_midpoint = ordered[:, :-1] + ordered[:, 1:]  # (rows, A - 1)
+            upper, lower = anchors[:-1], anchors[1:]
+            steps = (lower - upper) * (lower + upper - twice_midpoint) * self.inverse_temperature
+            start = pad(steps.cumsum(1), (1, 0))  # (rows, A)
+        P, error = _Plan.apply(logits, mass, start, self._tolerance_of(x.dtype), self.max_iterations)
+        self._record(error)
+        return P
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        P = self._matrix(scores)
+        if labels.is_floating_point():
+            return (P @ labels.to(P.dtype).unsqueeze(2)).squeeze(2)  # (rows, k)
+        return P.gather(2, labels.view(-1, 1, 1).expand(-1, self.k, 1)).squeeze(2)
+
+
+class SinkhornSort(_TransportOperator):
+    """SinkhornSort (Cuturi, Teboul and Vert 2019): n sorted anchors, evenly spaced in [0, 1].
+
+    k: ranks, 1 <= k <= n. inverse_temperature: 1 / epsilon > 0, larger = closer to the hard sort; default 100
+    (epsilon .01, the default of OTT), since no published value is known. tolerance: largest error of an anchor's mass,
+    relative to it; default 1e-4 in float32 and 1e-9 in float64. max_iterations: Newton steps, each with an n x n
+    solve; on CUDA all are made, so as not to wait for the device. A transport that misses the tolerance warns.
+    Raises ValueError for a non-positive inverse temperature or tolerance.
+    """
+
+    def __init__(
+        self,
+        k: SupportsIndex,
+        inverse_temperature: float | Tensor = 100.0,
+        tolerance: float | None = None,
+        max_iterations: SupportsIndex = 30,
+    ) -> None:
+        super().__init__(k, inverse_temperature, tolerance, max_iterations)
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        return self._anchored(scores, scores.shape[1])[:, : self.k]
+
+
+class SoftTopK(_TransportOperator):
+    """SOFT top-k (Xie et al. 2020): entropic transport to the top and the rest.
+
+    The plain form (default) transports to two anchors, 1 for the k highest and 0 for the rest, for each k on its own:
+    mask_k = sigmoid((2 x - theta_k) / epsilon), theta_k such that it sums to k. Masks are nested, so that row r of P is
+    mask_r - mask_{r-1}, and a loss is a mixture of masks, sum_k P_K(k) mask_k[y]: continuous in P_K, however P_K is
+    given. sorted=True has one anchor for each of the k top ranks and one for the rest, evenly spaced in [0, 1] (the
+    paper's sorted form): where they lie depends on k.
+
+    k: ranks, 1 <= k <= n. inverse_temperature: 1 / epsilon > 0, larger = closer to the hard operator; default 10
+    (epsilon .1, the authors' default). tolerance and max_iterations as in SinkhornSort, with k x k solves if sorted,
+    and none else. Raises ValueError for a non-positive inverse temperature or tolerance.
+    """
+
+    def __init__(
+        self,
+        k: SupportsIndex,
+        inverse_temperature: float | Tensor = 10.0,
+        sorted: bool = False,
+        tolerance: float | None = None,
+        max_iterations: SupportsIndex = 60,
+    ) -> None:
+        super().__init__(k, inverse_temperature, tolerance, max_iterations)
+        self.sorted = bool(sorted)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"{super().extra_repr()}, sorted={self.sorted}"
+
+    def _logits_of_masks(self, scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """z (rows, n) and theta (rows, J) for the k of interest: mask_k = sigmoid(z - theta_k)."""
+        z = whiten_and_squash(scores) * (2 * self.inverse_temperature)
+        n = z.shape[1]
+        proper = tuple(k for k in ks if k < n)
+        theta, error = _Threshold.apply(z, proper, self._tolerance_of(z.dtype), self.max_iterations)
+        self._record(error)
+        # among n classes all are the n highest
+        return z, theta if len(proper) == len(ks) else pad(theta, (0, 1), value=-torch.inf)
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if self.sorted:
+            return super()._within(scores, labels, ks)
+        if labels.is_floating_point():
+            return (self._all_within(scores, ks) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
+        z, theta = self._logits_of_masks(scores, ks)
+        return torch.sigmoid(z.gather(1, labels.unsqueeze(1)) - theta)
+
+    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        if self.sorted:
+            return super()._all_within(scores, ks)
+        z, theta = self._logits_of_masks(scores, ks)
+        return torch.sigmoid(z.unsqueeze(1) - theta.unsqueeze(2))
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if self.sorted:
+            return super()._column(scores, labels)
+        within = self._within(scores, labels, range(1, self.k + 1))  # (rows, k)
+        return within - pad(within[:, :-1], (1, 0))
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        if self.sorted:
+            return self._anchored(scores, min(self.k + 1, scores.shape[1]))[:, : self.k]
+        within = self._all_within(scores, range(1, self.k + 1))  # (rows, k, n)
+        return within - pad(within[:, :-1], (0, 0, 1, 0))
