@@ -40,7 +40,6 @@ def sizes() -> list[dict[str, int]]:
 
 def work(method: str, n: int, k: int) -> tuple[float, float]:
     """Operations of one sample, and numbers that its backward pass needs, to leading order in n and k."""
-    anchors = k + 1
     if method in ("softmax_cross_entropy", "smooth_topk", "smooth_hard_topk"):
         return n, n
     if method == "softsort":
@@ -48,7 +47,7 @@ def work(method: str, n: int, k: int) -> tuple[float, float]:
     if method == "neuralsort":
         return n * math.log2(n) + n * k, n * k
     if method == "soft_topk":
-        return n * anchors * anchors, n * anchors
+        return n * k, n * k
     if method == "sinkhorn_sort":
         return n**3, n * n
     comparators = sum(make_operator(method, n, k).layer_sizes)

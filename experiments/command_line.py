@@ -19,8 +19,8 @@ from experiments.environment import ROOT
 from experiments.ranks import OthersEnded, Ranks
 from experiments.run_record import RecordError
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
-from topk_losses.backend import check_backend
 from topk_losses.checks import check_choice
+from topk_losses.kernels import device_of_kernels
 
 # P_K without --p_k, as in Table 1; [.2 .2 .2 .2 .2] for the other methods.
 DEFAULT_P_K = {
@@ -275,7 +275,7 @@ def training_device(name: str, ranks: Ranks) -> torch.device:
     """Return device_of, where TOPK_LOSSES_BACKEND can run there. Raises CommandLineError."""
     device = device_of(name, ranks)
     try:
-        check_backend(device)
+        device_of_kernels(device)
     except ValueError as error:
         raise CommandLineError(str(error)) from None
     return device

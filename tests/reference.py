@@ -59,7 +59,7 @@ def network(logits: Tensor, layers, distribution: str, beta: float, art_lambda: 
     P = torch.eye(n, dtype=torch.float64).expand(batch, n, n)
     for lo_lanes, hi_lanes in layers:
         L = torch.eye(n, dtype=torch.float64).repeat(batch, 1, 1)
-        for lo, hi in zip(lo_lanes.tolist(), hi_lanes.tolist()):
+        for lo, hi in zip(lo_lanes, hi_lanes):
             d = x[:, hi] - x[:, lo]
             alpha = sigmoid_family(distribution, beta * d, d, beta, art_lambda)
             for row, weight_lo in ((lo, alpha), (hi, 1 - alpha)):
@@ -71,14 +71,46 @@ def network(logits: Tensor, layers, distribution: str, beta: float, art_lambda: 
     return P.flip(1)
 
 
+def whitened(scores: Tensor) -> Tensor:
+    """topk_losses.transport.whiten_and_squash of one sample (n,), term by term."""
+    highest = max(scores.tolist())
+    depths = [min(highest - score, 1e18) for score in scores.tolist()]
+    weights = [float(depth < 1e18) for depth in depths]
+
+    def mean_of(values: list[float]) -> float:
+        return sum(w * value for w, value in zip(weights, values)) / sum(weights)
+
+    for _ in range(4):
+        mean = mean_of(depths)
+        weights = [1.0 if depth <= 3 * mean else (3 * mean / depth) ** 4 for depth in depths]
+    mean = mean_of(depths)
+    std = math.sqrt(mean_of([(depth - mean) ** 2 for depth in depths]) + 0.1**2)
+    squashed = []
+    for depth in depths:
+        if depth > 3 * mean:
+            depth = 3 * mean * (1 + math.log(depth / (3 * mean)) / 4) if mean > 0 else 0.0
+        squashed.append(1 / (1 + math.exp((depth - mean) / std)))
+    return torch.tensor(squashed, dtype=torch.float64)
+
+
+def soft_topk(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
+    """Differences of the masks of two-anchor transports, rows 1..k: (batch, k, n)."""
+    n = logits.shape[1]
+    masks = [torch.zeros(logits.shape, dtype=torch.float64)]
+    for size in range(1, k + 1):
+        sizes = torch.tensor([size, n - size])
+        whole = torch.ones(logits.shape, dtype=torch.float64)
+        plan = sinkhorn(logits, torch.tensor([1.0, 0.0]), sizes, inverse_temperature)[:, 0] if size < n else whole
+        masks.append(plan)
+    return torch.stack([after - before for before, after in itertools.pairwise(masks)], dim=1)
+
+
 def sinkhorn(
     logits: Tensor, anchors: Tensor, sizes: Tensor, inverse_temperature: float, iterations: int = 50_000
 ) -> Tensor:
     """n times the entropic transport plan by plain Sinkhorn iterations: (batch, A, n)."""
-    s = logits.double()
-    n = s.shape[1]
-    std = ((s - s.mean(1, keepdim=True)).square().mean(1, keepdim=True) + 1e-18).sqrt()  # the guard for equal scores
-    x = torch.sigmoid((s - s.mean(1, keepdim=True)) / std)
+    x = torch.stack([whitened(row) for row in logits.double()])  # (batch, n)
+    n = x.shape[1]
     minus_cost = -inverse_temperature * (anchors.double().view(1, -1, 1) - x.unsqueeze(1)) ** 2  # (batch, A, n)
     log_mass = (sizes.double() / n).log().view(1, -1, 1)
     f = torch.zeros_like(x).unsqueeze(1)

@@ -21,8 +21,8 @@ EXECUTABLE = {
     f"experiments.{path.stem}" for path in (ROOT / "experiments").glob("*.py") if "__main__" in path.read_text()
 }
 EXECUTABLE -= {"experiments.run_record"}  # a module that also prints its files
+KERNELS = {"cuda": {"triton"}, "cpu": {"numba", "numpy"}, "numba": {"numba", "numpy"}}  # by a file's first word
 # A script that states only what differs from another one.
-KERNELS = {"triton": {"triton"}, "numba": {"numba", "numpy"}}  # by the first word of a file's name
 VARIANTS = {"experiments/finetune_imagenet21k.py": "experiments.finetune_imagenet"}
 
 
@@ -49,7 +49,7 @@ def test_the_library_imports_torch_and_the_standard_library_only():
     """Its kernels, which are imported only where they run, import their compiler too."""
     for path in (ROOT / "topk_losses").rglob("*.py"):
         names = {name.split(".")[0] for name in imported_modules(path)}
-        kernels = KERNELS.get(path.name.partition("_")[0], set())
+        kernels = KERNELS.get(path.stem.partition("_")[0], set()) if path.parent.name == "kernels" else set()
         assert names <= {"torch", "topk_losses"} | kernels | sys.stdlib_module_names, path
 
 

@@ -150,7 +150,9 @@ class ClassificationLoss(Constants):
     ) -> tuple[Tensor, Tensor]:
         """The losses (rows,), 0 where the label is ignored, and the weight of all that count ()."""
         counts = labels != self.ignore_index  # (rows,)
-        labels = torch.where(counts, labels, 0)
+        if not has_known_values(counts) or not bool(counts.all()):
+            # what is ignored may hold anything, and gets no gradient
+            scores, labels = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, labels, 0)
         losses = self._losses(scores, labels, p_k)
         share = counts.to(scores.dtype)
         if weight is not None:

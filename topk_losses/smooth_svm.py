@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from topk_losses.checks import check_k, check_positive
 from topk_losses.classification import ClassificationLoss
 from topk_losses.kernels import kernel
-from topk_losses.sorts import finite
+from topk_losses.sorts import MASKED, finite
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
@@ -39,13 +39,17 @@ def kth_largest_by_operations(
     # A class that is out is in no subset, so the others keep their columns and nothing has to be compacted.
     others = finite(scores.scatter(1, labels.unsqueeze(1), -math.inf))  # (rows, n)
     top = others.topk(min(k + 1, scores.shape[1]), dim=1).values
-    kth = top[:, k - 1].detach()  # (rows,)
-    z = (others - kth.unsqueeze(1)) / temperature
+    kth, enough = top[:, k - 1].detach(), top[:, k - 1] > MASKED / 2  # (rows,): are there k others at all?
+    # Logarithms of the size of z carry the rounding of z: float64, where the device has it.
+    wide = scores.dtype if scores.device.type == "mps" else torch.float64
+    z = (others.to(wide) - kth.unsqueeze(1)) / temperature
     e = torch.zeros_like(z)  # log e_0 of the first j scores, for each j
     for j in range(k):
         below, e = e, (z[:, j:] + e[:, : scores.shape[1] - j]).logcumsumexp(1)  # log e_j+1 of the first j + 1, ...
-    smooth = (kth - true) + temperature * (e[:, -1] - below[:, -1])
-    return smooth, top[:, k - 1] - true, top.detach()
+    smooth = (kth - true) + (temperature * (e[:, -1] - below[:, -1])).to(scores.dtype)
+    hard, too_few = top[:, k - 1] - true, -math.inf - true.detach()
+    top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
+    return torch.where(enough, smooth, too_few), torch.where(enough, hard, too_few), top
 
 
 class SmoothTopKLoss(ClassificationLoss):

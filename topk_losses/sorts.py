@@ -54,7 +54,7 @@ class Constants(nn.Module):
             if tensor is not None:
                 device = fn(torch.empty(0, device=tensor.device)).device
                 exact = tensor.float() if device.type == "mps" and tensor.dtype == torch.float64 else tensor
-                setattr(self, name, exact.to(device))
+                object.__setattr__(self, name, exact.to(device))  # checked already
         return self
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tests.topk_losses.test_operators import CONSTRUCTIONS, build, random_logits, true_class
+from topk_losses.top_m import select_top_m
+
 from topk_losses import (
     DISTRIBUTIONS,
     NeuralSort,
@@ -28,7 +29,6 @@ from topk_losses import (
     sorting_networks,
     splitter_selection,
 )
-from topk_losses.top_m import select_top_m
 
 
 def version(package):

@@ -5,9 +5,9 @@ import pathlib
 import subprocess
 
 import pytest
+from topk_losses.backend import MOST_TAKEN
 
 from topk_losses import DISTRIBUTIONS, make_operator
-from topk_losses.backend import MOST_TAKEN
 
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.compiler")

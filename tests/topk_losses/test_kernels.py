@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from topk_losses.backend import VARIABLE, check_backend, use_numba
+from topk_losses.smooth_kth_largest import smooth_kth_largest
+from topk_losses.top_m import select_top_m
 from torch import Tensor
 
 from topk_losses import (
@@ -18,9 +21,6 @@ from topk_losses import (
     TopKCrossEntropyLoss,
     networks,
 )
-from topk_losses.backend import VARIABLE, check_backend, use_numba
-from topk_losses.smooth_kth_largest import smooth_kth_largest
-from topk_losses.top_m import select_top_m
 
 pytest.importorskip("numba")
 from topk_losses.numba_top_m import largest_of_rows

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from tests import reference
 from topk_losses import (
@@ -17,8 +17,8 @@ from topk_losses import (
     SoftTopK,
     make_operator,
 )
-from topk_losses.distributions import DISTRIBUTIONS as FAMILIES
 from topk_losses.networks import bitonic, odd_even, splitter_selection
+from topk_losses.sigmoids import ART_TIE, mixing
 
 CONSTRUCTIONS = {"odd_even": odd_even, "bitonic": bitonic, "splitter_selection": splitter_selection}
 NAMES = ("neuralsort", "softsort", "sinkhorn_sort", "soft_topk", *CONSTRUCTIONS)
@@ -34,8 +34,7 @@ def build(name, n, k, beta, distribution="logistic_phi"):
         anchors, sizes = torch.linspace(1, 0, n), torch.ones(n)
         return SinkhornSort(k, beta), lambda s: reference.sinkhorn(s, anchors, sizes, beta)[:, :k]
     if name == "soft_topk":
-        anchors, sizes = torch.linspace(1, 0, k + 1), torch.tensor([1.0] * k + [n - k])
-        return SoftTopK(k, beta), lambda s: reference.sinkhorn(s, anchors, sizes, beta)[:, :k]
+        return SoftTopK(k, beta), lambda s: reference.soft_topk(s, k, beta)
     network = CONSTRUCTIONS[name](n, k)
     oracle = lambda s: reference.network(s, network.layers, distribution, beta, 0.5)[:, :k]  # noqa: E731
     return RelaxedNetwork(network, beta, distribution), oracle
@@ -54,7 +53,7 @@ def true_class(P, labels):
 @settings(max_examples=25, deadline=None)
 def test_equals_its_definition(name, data):
     n = data.draw(st.integers(2, 12), "n")
-    k = data.draw(st.integers(1, n - 1), "k")
+    k = data.draw(st.integers(1, n), "k")
     # plain Sinkhorn, the oracle of the transports, would need millions of iterations at 20
     hardest = 10.0 if name in ("sinkhorn_sort", "soft_topk") else 20.0
     beta = data.draw(st.sampled_from([0.1, 1.0, 5.0, hardest]), "inverse temperature")
@@ -62,7 +61,6 @@ def test_equals_its_definition(name, data):
     logits = random_logits(3, n, scale, seed=data.draw(st.integers(0, 99), "seed"))
     if data.draw(st.booleans(), "ties"):
         logits = (logits / scale).round() * scale
-        logits[:, 0] = logits.amax(1) + scale  # scores that are all equal have no whitened form
     labels = torch.arange(3) % n
     operator, oracle = build(name, n, k, beta)
     want = oracle(logits)
@@ -83,14 +81,19 @@ def test_networks_with_every_distribution_equal_dense_matrices(name, distributio
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_slope_is_the_derivative_of_alpha(distribution):
-    family = FAMILIES[distribution]
-    d = torch.tensor([-30.0, -2, -0.3, -0.05, -1e-3, 1e-3, 0.05, 0.3, 2, 30], dtype=torch.float64, requires_grad=True)
-    alpha = family.alpha(d, 3.0, 0.5)
-    (want,) = torch.autograd.grad(alpha.sum(), d)
-    torch.testing.assert_close(family.slope(d.detach(), alpha.detach(), 3.0, 0.5), want)
-    assert float(family.alpha(torch.zeros(1), 3.0, 0.5)) == 0.5
-    torch.testing.assert_close(alpha + alpha.flip(0), torch.ones_like(alpha))
+def test_slopes_for_the_kernels_are_the_derivatives(distribution):
+    family, art_lambda, tie = DISTRIBUTIONS[distribution], 0.4, ART_TIE**-0.4
+    e = torch.tensor([1e-6, 1e-3, 0.05, 0.3, 2, 30], dtype=torch.float64, requires_grad=True)
+    u = 3 * e * family.scale(e, art_lambda, tie)
+    mix = family.mix(u)
+    (want,) = torch.autograd.grad(mix.sum(), e)
+    with torch.no_grad():
+        slope = family.slope(u, mix) * 3 * family.scale_slope(e, art_lambda, tie)
+    torch.testing.assert_close(slope, want)
+    mix, e = mix.detach(), e.detach()
+    want = reference.sigmoid_family(distribution, -3 * e, -e, 3, art_lambda)
+    torch.testing.assert_close(mix, want, rtol=1e-6, atol=1e-15)
+    assert float(mixing(torch.zeros(1), distribution, 3.0, art_lambda)) == 0.5
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -131,10 +134,10 @@ def test_gradient_of_the_true_class_equals_that_of_the_whole_matrix(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", [5, 16, 37])
+@pytest.mark.parametrize("n", [4, 16, 37])
 def test_approaches_the_hard_permutation(name, n):
     beta = 1e7 if name in ("sinkhorn_sort", "soft_topk") else 1e6
-    k = min(5, n - 1)
+    k = min(5, n)
     operator, _ = build(name, n, k, beta)
     logits = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]).double()
     torch.testing.assert_close(operator.permutation_matrix(logits), reference.hard_permutation(logits)[:, :k])
@@ -221,38 +224,111 @@ def test_the_gradient_at_ties_is_that_of_the_whole_matrix(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_infinite_or_nan_score_never_gives_a_wrong_number(name):
+def test_a_nan_or_infinite_score_never_gives_a_wrong_number(name):
     operator, _ = build(name, 9, 3, 2.0)
     clean = random_logits(4, 9, dtype=torch.float32)
     labels = torch.tensor([0, 1, 2, 3])
-    for bad in (float("nan"), float("inf"), float("-inf")):
+    for bad in (float("nan"), float("inf")):
         logits = clean.clone()
         logits[1, 5] = bad
         column = operator.rank_probabilities(logits, labels)
         others = torch.tensor([0, 2, 3])
         torch.testing.assert_close(column[others], operator.rank_probabilities(clean[others], labels[others]))
-        if name == "softsort" and bad == float("-inf"):  # the limit: a class that takes no part
-            without = torch.cat([clean[1:2, :5], clean[1:2, 6:]], dim=1)
-            torch.testing.assert_close(column[1:2], operator.rank_probabilities(without, labels[1:2]))
-        else:
-            assert bool(column[1].isnan().any())
+        assert bool(column[1].isnan().any())
 
 
-@pytest.mark.parametrize("name", ["splitter_selection", "sinkhorn_sort"])
-def test_double_backward_is_refused_by_name(name):
-    operator, _ = build(name, 7, 3, 2.0)
-    logits = random_logits(2, 7).requires_grad_()
-    loss = operator.rank_probabilities(logits, torch.tensor([0, 1])).square().sum()
-    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="not twice differentiable"):
-        torch.autograd.grad(gradient.sum() + logits.sum(), logits)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_class_at_minus_infinity_is_the_limit_of_ever_lower_scores(name, distribution):
+    if name not in CONSTRUCTIONS and distribution != "logistic_phi":
+        return
+    operator, _ = build(name, 9, 3, 2.0, distribution)
+    logits = random_logits(4, 9)
+    out = torch.tensor([[2], [5], [0], [1]])
+    labels = torch.tensor([1, 5, 2, 0])  # the true class may be out itself
+    results = []
+    for low in (-1e13, -torch.inf):
+        scores = logits.scatter(1, out, low).requires_grad_()
+        column = operator.rank_probabilities(scores, labels)
+        (gradient,) = torch.autograd.grad(column.square().sum(), scores)
+        results.append((column.detach(), gradient.scatter(1, out, 0.0), operator(scores.detach())))
+    for lower, limit in zip(*results):
+        torch.testing.assert_close(limit, lower, rtol=1e-4, atol=1e-6)
+    in_float32 = operator.rank_probabilities(scores.float(), labels)
+    torch.testing.assert_close(in_float32.double(), results[1][0], rtol=1e-4, atol=1e-5)
+    few = logits.masked_fill(torch.arange(9) > 1, -torch.inf)  # fewer classes than ranks are left
+    assert bool(operator(few).isfinite().all())
+    everything = torch.full_like(few, -torch.inf)
+    assert bool(operator(everything).isfinite().all())
 
 
-def test_softsort_with_a_power():
-    logits = random_logits(3, 8)
-    torch.testing.assert_close(SoftSort(3, 2.0, power=2.0)(logits), reference.softsort(logits, 2.0, 2.0)[:, :3])
-    with pytest.raises(ValueError, match="power must be at least 1"):
-        SoftSort(3, power=0.5)
+@pytest.mark.parametrize("n", [4, 5, 8, 100])
+@pytest.mark.parametrize("name", ["sinkhorn_sort", "soft_topk"])
+def test_a_class_far_below_does_not_blunt_the_others(name, n):
+    operator, _ = build(name, n, 3, 100.0 if name == "sinkhorn_sort" else 10.0)
+    logits = random_logits(8, n)
+    logits[:, 0] = logits.amax(1) + 1
+    clean = operator.rank_probabilities(logits, torch.zeros(8, dtype=torch.long))[:, 0]
+    logits[:, -1] = -1e4
+    low = operator.rank_probabilities(logits, torch.zeros(8, dtype=torch.long))[:, 0]
+    assert bool((low > 0.8 * clean).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives_are_right(name):
+    operator, _ = build(name, 6, 3, 2.0)
+    logits, labels = random_logits(2, 6).requires_grad_(), torch.tensor([0, 4])
+    if hasattr(operator, "tolerance"):
+        operator.tolerance = 1e-13
+    assert gradgradcheck(lambda s: operator.rank_probabilities(s, labels), (logits,))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_takes_any_number_of_dimensions(name):
+    operator, _ = build(name, 6, 3, 2.0)
+    logits, labels = random_logits(8, 6), torch.arange(8) % 6
+    column, P = operator.rank_probabilities(logits, labels), operator(logits)
+    shaped = logits.view(2, 4, 6)
+    torch.testing.assert_close(operator.rank_probabilities(shaped, labels.view(2, 4)), column.view(2, 4, 3))
+    torch.testing.assert_close(operator(shaped), P.view(2, 4, 3, 6))
+    torch.testing.assert_close(operator(logits[0]), P[0])
+    torch.testing.assert_close(operator.rank_probabilities(logits[0], labels[0]), column[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_temperature_can_be_a_tensor_that_learns(name):
+    operator, _ = build(name, 6, 3, 2.0)
+    if hasattr(operator, "tolerance"):
+        operator.tolerance = 1e-13
+    logits, labels = random_logits(2, 6), torch.tensor([0, 4])
+    want = operator.rank_probabilities(logits, labels)
+
+    def column(beta):
+        operator.inverse_temperature = beta
+        return operator.rank_probabilities(logits, labels)
+
+    beta = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(column(beta), want)
+    assert gradcheck(column, (beta,))
+    operator.inverse_temperature = torch.nn.Parameter(torch.tensor(2.0))
+    assert [name for name, _ in operator.named_parameters()] == ["inverse_temperature"]
+    for wrong in (torch.ones(2), torch.tensor(1), torch.tensor(-1.0), 0.0):
+        with pytest.raises(ValueError, match="inverse_temperature"):
+            build(name, 6, 3, wrong)
+
+
+def test_ties_that_rounding_splits_do_not_blow_up_the_gradient_of_art():
+    """Equal scores that a network parts by a rounding had gradients of 10,925 and 884 here."""
+    for dtype in (torch.float64, torch.float32):
+        for construct in CONSTRUCTIONS.values():
+            for scores in ([2.0, 1, 1, 0], [3.0, 1, 1, 1, 0, 0], [0.1, 0.1, 0.1, 0.7], [1e3, 1e3 + 1, 1e3, 1e3 - 1]):
+                logits = torch.tensor([scores], dtype=dtype, requires_grad=True)
+                operator = RelaxedNetwork(construct(len(scores), 2))
+                for label in range(len(scores)):
+                    column = operator.rank_probabilities(logits, torch.tensor([label]))
+                    for entry in column[0]:
+                        (gradient,) = torch.autograd.grad(entry, logits, retain_graph=True)
+                        assert float(gradient.abs().max()) < 20
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -263,19 +339,22 @@ def test_refuses_inputs_that_do_not_fit(name):
         operator.rank_probabilities(torch.zeros(4, 9, dtype=torch.long), labels)
     with pytest.raises(ValueError, match="shape"):
         operator.rank_probabilities(logits, labels[:3])
-    with pytest.raises(ValueError, match="got 9 at position 2"):
-        operator.rank_probabilities(logits, torch.tensor([0, 0, 9, 0]))
-    with pytest.raises(ValueError, match=r"\(batch, n\)"):
-        operator.permutation_matrix(logits[0])
-    with pytest.raises(ValueError, match="k=3 and n=3"):
-        operator.permutation_matrix(logits[:, :3])
+    for label in (-100, -1, 9):
+        with pytest.raises(ValueError, match=rf"\[0, 8\], got {label} at position 2"):
+            operator.rank_probabilities(logits, torch.tensor([0, 0, label, 0]))
+    with pytest.raises(ValueError, match="entries in"):
+        operator.rank_probabilities(logits, -torch.ones(4, 9))
+    with pytest.raises(ValueError, match="shape"):
+        operator.permutation_matrix(torch.tensor(0.0))
+    with pytest.raises(ValueError, match="the number of scores n = 2, got 3"):
+        operator.permutation_matrix(logits[:, :2])
     with pytest.raises(ValueError, match="inverse_temperature must be"):
         build(name, 9, 3, -1.0)
 
 
 def test_networks_refuse_another_number_of_scores_and_odd_settings():
     operator, _ = build("bitonic", 9, 3, 1.0)
-    with pytest.raises(ValueError, match="built for n=9"):
+    with pytest.raises(ValueError, match="built for n=9 scores, got 10"):
         operator.permutation_matrix(torch.randn(2, 10))
     with pytest.raises(ValueError, match="did you mean 'cauchy'"):
         RelaxedNetwork(bitonic(9, 3), distribution="couchy")
@@ -289,8 +368,7 @@ def test_make_operator_builds_every_relaxation_by_name():
         operator = make_operator(method, 9, 3)
         assert operator.rank_probabilities(logits, labels).shape == (3, 3)
         assert "k=3" in repr(operator)
-    assert make_operator("soft_topk", 9, 3, boundaries=[3]).boundaries == [3]
     with pytest.raises(ValueError, match="no relaxed permutation matrix"):
         make_operator("smooth_topk", 9, 3)
-    with pytest.raises(ValueError, match="k=9 and n=9"):
-        make_operator("softsort", 9, 9)
+    with pytest.raises(ValueError, match="n = 9, got 10"):
+        make_operator("softsort", 9, 10)

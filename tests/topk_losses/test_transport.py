@@ -1,0 +1,137 @@
+"""What is particular to the transports: groups of ranks, convergence, and the warning."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import reference
+from topk_losses import SinkhornSort, SoftTopK, TopKCrossEntropyLoss
+from topk_losses.transport import LEAST_STD, whiten_and_squash
+
+
+def random_logits(batch, n, scale=1.0, dtype=torch.float64, seed=0):
+    return torch.randn(batch, n, dtype=dtype, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@given(st.integers(2, 14), st.data())
+@settings(max_examples=30, deadline=None)
+def test_the_sorted_form_has_an_anchor_per_top_rank(n, data):
+    k = data.draw(st.integers(1, n))
+    logits = random_logits(3, n, seed=n)
+    sizes = torch.tensor([1.0] * k + [n - k] * (k < n))
+    want = reference.sinkhorn(logits, torch.linspace(1, 0, len(sizes)), sizes, 10.0)[:, :k]  # (batch, k, n)
+    operator = SoftTopK(k, 10.0, sorted=True)
+    torch.testing.assert_close(operator(logits), want, rtol=1e-6, atol=1e-8)
+    labels = torch.arange(3) % n
+    column = want[torch.arange(3), :, labels]
+    torch.testing.assert_close(operator.rank_probabilities(logits, labels), column, rtol=1e-6, atol=1e-8)
+
+
+@given(st.integers(2, 60), st.sampled_from([0.1, 10.0, 1e3]), st.booleans(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_masks_sum_to_k_and_are_nested(n, beta, ties, data):
+    logits = random_logits(4, n, data.draw(st.sampled_from([1e-4, 1.0, 1e4])), seed=n)
+    logits = logits.round() if ties else logits
+    masks = SoftTopK(n, beta)(logits).cumsum(1)  # (batch, n, n)
+    want = torch.arange(1, n + 1, dtype=torch.float64).expand(4, -1)
+    torch.testing.assert_close(masks.sum(2), want, rtol=1e-8, atol=0)
+    assert bool((masks.diff(dim=1) >= -1e-9).all())
+
+
+@pytest.mark.parametrize("operator", [SinkhornSort(5), SoftTopK(5), SoftTopK(5, sorted=True)], ids=["n", "2", "6"])
+@pytest.mark.parametrize("factor", [0.01, 1, 100])
+@pytest.mark.parametrize("kind", ["normal", "outlier", "ties", "clusters", "tiny", "heavy"])
+def test_converges_in_float32_for_all_kinds_of_scores(operator, factor, kind):
+    logits = random_logits(32, 100, dtype=torch.float32)
+    if kind == "outlier":
+        logits[:, 0] += 50
+    elif kind == "ties":
+        logits = logits.bfloat16().float()
+    elif kind == "clusters":
+        logits = logits.round() + 1e-4 * random_logits(32, 100, dtype=torch.float32, seed=1)
+    elif kind == "tiny":
+        logits = logits * 1e-3
+    elif kind == "heavy":
+        logits = logits.exp()
+    options = {"sorted": operator.sorted} if isinstance(operator, SoftTopK) else {}
+    fresh = type(operator)(5, operator.inverse_temperature * factor, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        P = fresh(logits)
+    assert fresh.check_convergence() <= 2e-3  # a rounding of the logits at the hardest
+    torch.testing.assert_close(P.sum(2), torch.ones(32, 5), atol=1e-2, rtol=0)
+
+
+def test_ranks_order_the_scores():
+    """A higher score is the likelier for rank 1, and the expected rank falls with the score."""
+    logits = torch.linspace(-2, 2, 10, dtype=torch.float64).unsqueeze(0)
+    P = SinkhornSort(9)(logits)[0]  # (9, n)
+    assert bool((P[0].diff() > 0).all())
+
+
+def test_warns_each_time_that_the_tolerance_is_missed():
+    operator = SinkhornSort(3, inverse_temperature=1e4, tolerance=1e-12, max_iterations=1)
+    logits = random_logits(4, 30)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="did not converge within 1 iterations"):
+            operator(logits)
+    with pytest.warns(RuntimeWarning, match="did not converge"):
+        assert operator.check_convergence() > 1e-12
+    assert operator.check_convergence() == 0  # told
+    loss = TopKCrossEntropyLoss("soft_topk", [0.5, 0.2, 0.3], 30)
+    loss(logits, torch.arange(4))
+    assert 0 < loss.check_convergence() < 1e-9
+    assert TopKCrossEntropyLoss("softsort", [0.5, 0.5], 30).check_convergence() == 0
+
+
+def test_whitening_forgets_the_shift_and_nearly_the_scale():
+    logits = random_logits(4, 20)
+    torch.testing.assert_close(whiten_and_squash(logits - 3), whiten_and_squash(logits))
+    std = logits.std(1, unbiased=False, keepdim=True)
+    centred = (logits - logits.mean(1, keepdim=True)) / (std.square() + LEAST_STD**2).sqrt()
+    torch.testing.assert_close(whiten_and_squash(logits), centred.sigmoid())
+
+
+def test_the_slope_of_whitening_is_bounded_at_equal_scores():
+    logits = torch.zeros(1, 50, dtype=torch.float64, requires_grad=True)
+    for operator in (SinkhornSort(5), SoftTopK(5), SoftTopK(5, sorted=True)):
+        (gradient,) = torch.autograd.grad(operator.rank_probabilities(logits, torch.tensor([3]))[0, 0].log(), logits)
+        assert 1 < float(gradient.abs().max()) < 1000
+
+
+@pytest.mark.parametrize("options", [{"tolerance": 0.0}, {"max_iterations": 0}, {"inverse_temperature": float("nan")}])
+def test_refuses_solver_options_out_of_range(options):
+    with pytest.raises(ValueError, match="must be"):
+        SinkhornSort(3, **options)
+
+
+def test_float32_and_float64_calls_are_each_held_to_their_own_tolerance():
+    operator, logits = SinkhornSort(3), random_logits(4, 30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator(logits.float())
+        operator(logits)
+
+
+@pytest.mark.parametrize("operator", [SinkhornSort(3), SoftTopK(3), SoftTopK(3, sorted=True)], ids=["n", "2", "4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_sample_is_solved_as_if_it_were_alone(operator, dtype):
+    logits = random_logits(16, 40, dtype=dtype)
+    logits[::2, 0] += 20  # one class far above all others in every second sample
+    logits[1::4] *= 1e-3
+    together = operator(logits)
+    for row in range(16):
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(operator(logits[row : row + 1])[0], together[row], rtol=tolerance, atol=1e-7)
+
+
+def test_constants_made_under_inference_mode_serve_training_too():
+    operator, logits = SoftTopK(3, sorted=True), random_logits(4, 30)
+    with torch.inference_mode():
+        operator(logits)
+    logits.requires_grad_()
+    operator(logits)[:, 0, 0].sum().backward()
+    assert bool(logits.grad.isfinite().all())
