@@ -212,6 +212,7 @@ class _CarryMass(torch.autograd.Function):
         outputs = (saved.numpy(), grad_scores.numpy(), grad_mass.numpy())
         inputs = (grad.contiguous().numpy(), hi, lo, *settings)
         in_threads(ctx.threads, len(saved), lambda first, last: ctx.kernel(*inputs, first, last, *outputs))
+        grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
         return grad_scores, grad_mass if ctx.needs_input_grad[1] else None, None
 
 

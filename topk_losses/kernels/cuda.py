@@ -258,7 +258,8 @@ class _CarryMass(torch.autograd.Function):
         lanes[1, :, scores.shape[1] - grad.shape[1] :] = grad.flip(1)
         with torch.cuda.device_of(grad):
             backward_kernel[ctx.grid](lanes, *tables, *ctx.settings, *ctx.family, **ctx.shape)
-        return lanes[0], lanes[1] if ctx.needs_input_grad[1] else None, None
+        grad_scores = lanes[0].masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
+        return grad_scores, lanes[1] if ctx.needs_input_grad[1] else None, None
 
 
 def carry_mass(network: "RelaxedNetwork", scores: Tensor, labels: Tensor) -> Tensor:
