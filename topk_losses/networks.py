@@ -204,10 +204,12 @@ class RelaxedNetwork(TopKOperator):
             f"distribution={self.distribution}, art_lambda={self.art_lambda:g}"
         )
 
-    def _layers(self, scores: Tensor) -> list[Tensor]:
-        """Per layer of c comparators (2c,): the lanes hi, then the lanes lo."""
+    def _check_n(self, scores: Tensor) -> None:
         if scores.shape[1] != self.n:
             raise ValueError(f"this network was built for n={self.n} scores, got {scores.shape[1]}")
+
+    def _layers(self, scores: Tensor) -> list[Tensor]:
+        """Per layer of c comparators (2c,): the lanes hi, then the lanes lo."""
         return [layer.flatten() for layer in self.comparators.to(scores.device).split(self.layer_sizes, dim=1)]
 
     def _compare(self, x: Tensor, lanes: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,7 +240,14 @@ class RelaxedNetwork(TopKOperator):
         largest = scores.detach().amax(1, keepdim=True)  # (rows, 1)
         return (scores - largest).T, largest.abs().squeeze(1)
 
+    def _mass(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The mass on each class that labels stand for: (rows, n)."""
+        if labels.is_floating_point():
+            return labels.to(scores.dtype)
+        return torch.zeros_like(scores).scatter(1, labels.unsqueeze(1), 1.0)
+
     def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        self._check_n(scores)  # a kernel would read what does not exist
         fused = kernel("carry_mass", scores, self.inverse_temperature)
         if fused is not None:
             return fused(self, scores, labels)
@@ -246,12 +255,8 @@ class RelaxedNetwork(TopKOperator):
 
     def _column_by_operations(self, scores: Tensor, labels: Tensor) -> Tensor:
         """_column without a kernel: what the kernels' second derivatives come from, too."""
-        if labels.is_floating_point():
-            mass = labels.to(scores.dtype)  # (rows, n)
-        else:
-            mass = torch.zeros_like(scores).scatter(1, labels.unsqueeze(1), 1.0)
         centred, offset = self._centred(scores)
-        x = torch.stack([centred, mass.T], dim=1)  # (n, 2, rows)
+        x = torch.stack([centred, self._mass(scores, labels).T], dim=1)  # (n, 2, rows)
         for lanes in self._layers(scores):
             x = self._exchange(x, lanes, *self._compare(x[:, 0], lanes, offset))
         return x[self.n - self.k :, 1].flip(0).T  # (rows, k)
@@ -262,6 +267,7 @@ class RelaxedNetwork(TopKOperator):
         A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
         output lane, runs through the same comparators in reverse order.
         """
+        self._check_n(scores)
         layers = self._layers(scores)
         centred, offset = self._centred(scores)
         x = centred.unsqueeze(1)  # (n, 1, rows)

@@ -61,3 +61,14 @@ def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callabl
         return None
     module = TABLE.get((operation, device_of_kernels(scores.device)))
     return getattr(importlib.import_module(module), operation) if module else None
+
+
+def gradients(
+    operations: Callable[..., Tensor], inputs: tuple[Tensor, Tensor], grad: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of operations(*inputs), with a graph of their own."""
+    wanted = [number for number, each in enumerate(inputs) if each.requires_grad]
+    copies = [each.view_as(each) if each.requires_grad else each for each in inputs]
+    found = torch.autograd.grad(operations(*copies), [copies[i] for i in wanted], grad, create_graph=True)
+    by_number = dict(zip(wanted, found))
+    return by_number.get(0), by_number.get(1)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from topk_losses.kernels import gradients
 from topk_losses.kernels.numba_support import exp, in_float32, in_threads, jit
 from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, distance_of_rounding
 from topk_losses.sorts import MASKED
@@ -204,25 +205,15 @@ class _CarryMass(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scores, labels, saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
-            return *_gradients(ctx.network._column_by_operations, (scores, labels), grad), None
+            return *gradients(ctx.network._column_by_operations, (scores, labels), grad), None
         grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
         grad_mass = torch.empty_like(grad_scores) if ctx.needs_input_grad[1] else grad.new_empty(0, 0)
         hi, lo, _, *settings = ctx.settings
         outputs = (saved.numpy(), grad_scores.numpy(), grad_mass.numpy())
         inputs = (grad.contiguous().numpy(), hi, lo, *settings)
         in_threads(ctx.threads, len(saved), lambda first, last: ctx.kernel(*inputs, first, last, *outputs))
+        grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
         return grad_scores, grad_mass if ctx.needs_input_grad[1] else None, None
-
-
-def _gradients(
-    operations: Callable[..., Tensor], inputs: tuple[Tensor, Tensor], grad: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of operations(*inputs), with a graph of their own."""
-    wanted = [number for number, each in enumerate(inputs) if each.requires_grad]
-    copies = [each.view_as(each) if each.requires_grad else each for each in inputs]
-    found = torch.autograd.grad(operations(*copies), [copies[i] for i in wanted], grad, create_graph=True)
-    by_number = dict(zip(wanted, found))
-    return by_number.get(0), by_number.get(1)
 
 
 def carry_mass(network: "RelaxedNetwork", scores: Tensor, labels: Tensor) -> Tensor:

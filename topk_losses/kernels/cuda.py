@@ -1,304 +1,272 @@
-"""Triton kernels of the relaxed networks: scores and mass through all layers in one launch, and back in another.
+"""Relaxed networks for the true class on CUDA, by Triton: all layers in one launch, and back in another.
 
-One program carries a few samples through the whole network. Triton cannot index registers, so the lanes stand in a
-workspace in global memory, (2, batch, n): a program reads and writes its own 8 n bytes per sample alone, which stay in
-the L1 cache (8 KB for n = 1000, 84 KB for n = 10450), and the layers are parted by a barrier of the program's threads.
-Against lanes in registers, exchanged by tl.gather, this costs what the comparators cost rather than the lanes, serves
-any n, and computes each swap once rather than on both lanes.
+One program carries a few samples through the whole network. Triton cannot index registers, so the lanes stand in global
+memory, (2, batch, n), the scores and the mass: a program reads and writes its own 8 n bytes per sample alone, which
+stay in the L1 cache (8 KB for n = 1000, 84 KB for n = 10450), and the layers are parted by a barrier of the program's
+threads. Against lanes in registers, exchanged by tl.gather, this costs what the comparators cost rather than the lanes,
+serves any n, and computes each comparator once rather than on both lanes.
 
-Layers come as tiles of WIDTH comparators (`networks.comparator_tiles`). A tile's lanes, and in the backward pass its
-saved differences, do not depend on the tile before, and are asked for ahead of the barrier that waits for it.
+Layers are cut into tiles of WIDTH comparators. A tile's lanes, and in the backward pass its saved differences, do not
+depend on the tile before, and are asked for ahead of the barrier that waits for it. float32 only.
 """
 
-from typing import Any
+import functools
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from topk_losses.distributions import ART_TIE
-from topk_losses.operator import refuse_double_backward
-from topk_losses.triton_distributions import family_alpha, family_slope
+from topk_losses.kernels import gradients
+from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, Sigmoid, bind, distance_of_rounding
 
-# Were these known to be aligned, a thread would take 4 neighbouring comparators, for one wide load. Their lanes would
-# then be 4 apart from thread to thread, and the stores would have to change hands through shared memory.
-_one_comparator_per_thread = triton.jit(do_not_specialize_on_alignment=["tiles", "d_scores", "d_mass"])
+if TYPE_CHECKING:
+    from topk_losses.networks import RelaxedNetwork
 
-
-@triton.jit
-def _tile_lanes(tiles, tile, WIDTH: tl.constexpr):
-    """The lanes lo and hi of a tile, (1, WIDTH) each; -1 where it has no comparator."""
-    place = tile * 2 * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return tl.load(tiles + place), tl.load(tiles + WIDTH + place)
+WIDEST = 1024  # comparators of a tile
+_ROUNDING = tl.constexpr(distance_of_rounding(torch.float32))
 
 
 @triton.jit
-def _tile_saved(tiles, first, d_scores, d_mass, tile, row, live, num_comparators, WIDTH: tl.constexpr):
-    """A tile's lanes (1, WIDTH) and its differences in the two channels (ROWS, WIDTH)."""
-    lo, hi = _tile_lanes(tiles, tile, WIDTH)
-    place = row * num_comparators + tl.load(first + tile) + tl.arange(0, WIDTH)[None, :]
-    on = live & (lo >= 0)
-    return lo, hi, tl.load(d_scores + place, on, 0.0), tl.load(d_mass + place, on, 0.0)
+def _exp(x):
+    return tl.exp(x)
 
 
-@_one_comparator_per_thread
-def carry_mass_forward(
-    scores,
-    labels,
-    mass,
-    tiles,
-    first,
-    score_lanes,
-    mass_lanes,
-    d_scores,
-    d_mass,
-    column,
+@triton.jit
+def _where(condition, a, b):
+    return tl.where(condition, a, b)
+
+
+@triton.jit
+def _at_least(u, least):
+    return tl.where(u < least, least, u)  # NaN passes
+
+
+@triton.jit
+def _power(x, exponent):
+    return tl.exp(exponent * tl.log(x))
+
+
+@triton.jit
+def _erfc(u):
+    """erfc u for u >= 0 to 1.2e-7 of itself, in the tail too (Press et al., Numerical Recipes)."""
+    t = 1.0 / (1.0 + 0.5 * u)
+    p = ((0.17087277 * t - 0.82215223) * t + 1.48851587) * t - 1.13520398
+    p = (((p * t + 0.27886807) * t - 0.18628806) * t + 0.09678418) * t + 0.37409196
+    return t * tl.exp((p * t + 1.00002368) * t - 1.26551223 - u * u)
+
+
+@triton.jit
+def _arccot(u):
+    """arccot u for u >= 0: the angle is halved twice, then a polynomial takes it from its tangent (Cephes, atanf)."""
+    half = 1.0 / (u + tl.sqrt(1.0 + u * u))
+    x = half / (1.0 + tl.sqrt(1.0 + half * half))
+    z = x * x
+    p = ((0.0805374449538 * z - 0.138776856032) * z + 0.199777106478) * z - 0.333329491539
+    return 4.0 * (p * z * x + x)
+
+
+_NAMES = {"exp": _exp, "where": _where, "at_least": _at_least, "power": _power, "erfc": _erfc, "arccot": _arccot}
+
+
+@functools.cache
+def _family(distribution: str) -> Sigmoid:
+    """The formulas of a family as Triton's functions, arguments MIX, SLOPE, SCALE and SCALE_SLOPE of the kernels."""
+    # Triton allows no other names than its own in a function, nor in an annotation.
+    names = {**_NAMES, "tl": tl, "Any": tl.tensor}
+    return Sigmoid(*(triton.jit(bind(formula, names)) for formula in DISTRIBUTIONS[distribution]))
+
+
+@triton.jit
+def _lanes_of(hi_lanes, lo_lanes, bounds, tile, WIDTH: tl.constexpr):
+    """Of a tile, (1, WIDTH) each: the places of its comparators, and their lanes hi and lo, -1 where it has none."""
+    place = tl.load(bounds + tile) + tl.arange(0, WIDTH)[None, :]
+    inside = place < tl.load(bounds + tile + 1)
+    return place, tl.load(hi_lanes + place, inside, -1), tl.load(lo_lanes + place, inside, -1)
+
+
+@triton.jit
+def _saved_of(hi_lanes, lo_lanes, bounds, tile, saved_d, saved_D, live, WIDTH: tl.constexpr):
+    """The lanes of a tile, and its differences in the two channels, (ROWS, WIDTH) each."""
+    place, hi, lo = _lanes_of(hi_lanes, lo_lanes, bounds, tile, WIDTH)
+    on = live & (hi >= 0)
+    return hi, lo, tl.load(saved_d + place, on, 0.0), tl.load(saved_D + place, on, 0.0)
+
+
+@triton.jit
+def forward_kernel(
+    lanes,
+    offset,
+    comparators,
+    bounds,
+    saved,
     batch,
     n,
-    k,
     num_tiles,
-    num_comparators,
     beta,
     art_lambda,
-    FAMILY: tl.constexpr,
-    ONE_HOT: tl.constexpr,
+    tie_scale,
+    MIX: tl.constexpr,
+    SCALE: tl.constexpr,
     SAVE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    K: tl.constexpr,
 ):
-    """Scores (batch, n) and the mass on them -> column (batch, k); d_scores, d_mass (batch, comparators) if SAVE.
+    """lanes (2, batch, n) through the network, in place; saved (2, batch, comparators) if SAVE: d, and D in order.
 
-    The mass is the one-hot of labels (batch,) if ONE_HOT, else mass (batch, n). The lanes (batch, n) are workspace.
+    offset (batch,): the size of the maximum that was taken off the scores.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
     live = row < batch
-    score_lanes += row * n
-    mass_lanes += row * n
-
-    largest = tl.full((ROWS, 1), float("-inf"), tl.float32)
-    for start in range(0, n, CHUNK):
-        lane = start + tl.arange(0, CHUNK)[None, :]
-        x = tl.load(scores + row * n + lane, live & (lane < n), float("-inf"))
-        # tl.max passes over NaN, PyTorch's amax does not
-        largest = tl.maximum(largest, tl.max(x, 1, keep_dims=True), propagate_nan=tl.PropagateNan.ALL)
-        largest = tl.where(tl.max((x != x).to(tl.int32), 1, keep_dims=True) > 0, float("nan"), largest)
-    if ONE_HOT:
-        label = tl.load(labels + row, live, 0)
-        # a class that does not exist makes its sample NaN: a check on the host would wait for the device
-        one = tl.where((label >= 0) & (label < n), 1.0, float("nan"))
-        zero = one - one
-    for start in range(0, n, CHUNK):
-        lane = start + tl.arange(0, CHUNK)[None, :]
-        on = live & (lane < n)
-        x = tl.load(scores + row * n + lane, on, 0.0)
-        tl.store(score_lanes + lane, x - largest, on)
-        if ONE_HOT:
-            tl.store(mass_lanes + lane, tl.where(lane == label, one, zero), on)
-        else:
-            tl.store(mass_lanes + lane, tl.load(mass + row * n + lane, on, 0.0), on)
-
-    next_lo, next_hi = _tile_lanes(tiles, 0, WIDTH)
+    x, q = lanes + row * n, lanes + (batch + row) * n
+    num_comparators = tl.load(bounds + num_tiles)
+    lo_lanes = comparators + num_comparators
+    saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
+    size = tl.load(offset + row, live, 0.0)
+    next_place, next_hi, next_lo = _lanes_of(comparators, lo_lanes, bounds, 0, WIDTH)
     for tile in range(num_tiles):
-        lo, hi = next_lo, next_hi
-        next_lo, next_hi = _tile_lanes(tiles, tl.minimum(tile + 1, num_tiles - 1), WIDTH)
-        on = live & (lo >= 0)
+        place, hi, lo = next_place, next_hi, next_lo
+        after = tl.minimum(tile + 1, num_tiles - 1)
+        next_place, next_hi, next_lo = _lanes_of(comparators, lo_lanes, bounds, after, WIDTH)
+        on = live & (hi >= 0)
         tl.debug_barrier()
-        a, b = tl.load(score_lanes + lo, on, 0.0), tl.load(score_lanes + hi, on, 0.0)
-        a_mass, b_mass = tl.load(mass_lanes + lo, on, 0.0), tl.load(mass_lanes + hi, on, 0.0)
-        d = a - b
-        d_of_mass = a_mass - b_mass
-        swap = family_alpha(d, beta, art_lambda, FAMILY)
-        tl.store(score_lanes + lo, a - swap * d, on)
-        tl.store(score_lanes + hi, b + swap * d, on)
-        tl.store(mass_lanes + lo, a_mass - swap * d_of_mass, on)
-        tl.store(mass_lanes + hi, b_mass + swap * d_of_mass, on)
+        x_hi, x_lo = tl.load(x + hi, on, 0.0), tl.load(x + lo, on, 0.0)
+        q_hi, q_lo = tl.load(q + hi, on, 0.0), tl.load(q + lo, on, 0.0)
+        d = x_lo - x_hi
+        d = tl.where(tl.abs(d) <= (tl.maximum(tl.abs(x_lo), tl.abs(x_hi)) + size) * _ROUNDING, 0.0, d)
+        e, swapped = tl.abs(d), d > 0
+        mix = MIX(beta * (e * SCALE(e, art_lambda, tie_scale)))
+        above, below = tl.where(swapped, q_lo, q_hi), tl.where(swapped, q_hi, q_lo)
+        D = above - below
+        tl.store(x + hi, tl.where(swapped, x_lo, x_hi) - mix * e, on)
+        tl.store(x + lo, tl.where(swapped, x_hi, x_lo) + mix * e, on)
+        tl.store(q + hi, above - mix * D, on)
+        tl.store(q + lo, below + mix * D, on)
         if SAVE:
-            place = row * num_comparators + tl.load(first + tile) + tl.arange(0, WIDTH)[None, :]
-            tl.store(d_scores + place, d, on)
-            tl.store(d_mass + place, d_of_mass, on)
-    tl.debug_barrier()
-
-    rank = tl.arange(0, K)[None, :]
-    on = live & (rank < k)
-    tl.store(column + row * k + rank, tl.load(mass_lanes + n - 1 - rank, on, 0.0), on)
+            tl.store(saved_d + place, d, on)
+            tl.store(saved_D + place, D, on)
 
 
-@_one_comparator_per_thread
-def carry_mass_backward(
-    grad_column,
-    tiles,
-    first,
-    d_scores,
-    d_mass,
-    grad_scores,
-    grad_mass,
+@triton.jit
+def backward_kernel(
+    lanes,
+    comparators,
+    bounds,
+    saved,
     batch,
     n,
-    k,
     num_tiles,
-    num_comparators,
     beta,
     art_lambda,
-    art_tie_factor,
-    FAMILY: tl.constexpr,
+    tie_scale,
+    MIX: tl.constexpr,
+    SLOPE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_SLOPE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """grad_column (batch, k) -> grad_scores and grad_mass (batch, n), which hold the lanes meanwhile."""
+    """The gradients by the lanes (2, batch, n) back through the network, in place."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
     live = row < batch
-    score_lanes = grad_scores + row * n
-    mass_lanes = grad_mass + row * n
-    for start in range(0, n, CHUNK):
-        lane = start + tl.arange(0, CHUNK)[None, :]
-        on = live & (lane < n)
-        rank = n - 1 - lane
-        tl.store(score_lanes + lane, tl.zeros((ROWS, CHUNK), tl.float32), on)
-        tl.store(mass_lanes + lane, tl.load(grad_column + row * k + rank, on & (rank < k), 0.0), on)
-
-    next_lo, next_hi, next_d, next_d_of_mass = _tile_saved(
-        tiles, first, d_scores, d_mass, num_tiles - 1, row, live, num_comparators, WIDTH
+    x, q = lanes + row * n, lanes + (batch + row) * n
+    num_comparators = tl.load(bounds + num_tiles)
+    lo_lanes = comparators + num_comparators
+    saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
+    next_hi, next_lo, next_d, next_D = _saved_of(
+        comparators, lo_lanes, bounds, num_tiles - 1, saved_d, saved_D, live, WIDTH
     )
     for step in range(num_tiles):
-        lo, hi, d, d_of_mass = next_lo, next_hi, next_d, next_d_of_mass
-        tile = tl.maximum(num_tiles - 2 - step, 0)
-        next_lo, next_hi, next_d, next_d_of_mass = _tile_saved(
-            tiles, first, d_scores, d_mass, tile, row, live, num_comparators, WIDTH
+        hi, lo, d, D = next_hi, next_lo, next_d, next_D
+        before = tl.maximum(num_tiles - 2 - step, 0)
+        next_hi, next_lo, next_d, next_D = _saved_of(
+            comparators, lo_lanes, bounds, before, saved_d, saved_D, live, WIDTH
         )
-        on = live & (lo >= 0)
-        swap = family_alpha(d, beta, art_lambda, FAMILY)
-        slope = family_slope(d, swap, beta, art_lambda, art_tie_factor, FAMILY)
+        on = live & (hi >= 0)
+        e, swapped = tl.abs(d), d > 0
+        u = beta * (e * SCALE(e, art_lambda, tie_scale))
+        mix = MIX(u)
+        slope = SLOPE(u, mix) * (beta * SCALE_SLOPE(e, art_lambda, tie_scale))
         tl.debug_barrier()
-        g_lo, g_hi = tl.load(score_lanes + lo, on, 0.0), tl.load(score_lanes + hi, on, 0.0)
-        g_lo_mass, g_hi_mass = tl.load(mass_lanes + lo, on, 0.0), tl.load(mass_lanes + hi, on, 0.0)
-        moved = g_hi - g_lo
-        moved_mass = g_hi_mass - g_lo_mass
-        g_d = moved * swap + slope * (moved * d + moved_mass * d_of_mass)
-        g_d_of_mass = moved_mass * swap
-        tl.store(score_lanes + lo, g_lo + g_d, on)
-        tl.store(score_lanes + hi, g_hi - g_d, on)
-        tl.store(mass_lanes + lo, g_lo_mass + g_d_of_mass, on)
-        tl.store(mass_lanes + hi, g_hi_mass - g_d_of_mass, on)
+        x_hi, x_lo = tl.load(x + hi, on, 0.0), tl.load(x + lo, on, 0.0)
+        q_hi, q_lo = tl.load(q + hi, on, 0.0), tl.load(q + lo, on, 0.0)
+        moved_x, moved_q = x_lo - x_hi, q_lo - q_hi
+        moved_x = mix * moved_x + slope * (moved_x * e + moved_q * D)
+        moved_q = mix * moved_q
+        tl.store(x + hi, tl.where(swapped, x_lo - moved_x, x_hi + moved_x), on)
+        tl.store(x + lo, tl.where(swapped, x_hi + moved_x, x_lo - moved_x), on)
+        tl.store(q + hi, tl.where(swapped, q_lo - moved_q, q_hi + moved_q), on)
+        tl.store(q + lo, tl.where(swapped, q_hi + moved_q, q_lo - moved_q), on)
 
 
-def launch_shape(batch: int, n: int, width: int) -> tuple[tuple[int], dict[str, int], dict[str, int]]:
-    """The grid, the sizes that are compiled in, and the launch's options.
+_tables: WeakKeyDictionary[Any, dict[torch.device, tuple[Tensor, Tensor, dict[str, int]]]] = WeakKeyDictionary()
 
-    A program has a warp at least, and 4 comparators per thread in wide tiles.
+
+def _table(network: "RelaxedNetwork", device: torch.device) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """For the kernels, int32 on the device: the comparators (2, C) and bounds (T + 1,); and the shape of a program.
+
+    The bounds are the places among the comparators where each of the T tiles begins, and where the last one ends.
     """
-    rows = max(1, 32 // width)
-    chunk = min(triton.next_power_of_2(n), max(1024, width) // rows)
-    warps = min(max(rows * width // 128, 1), 8)
-    options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
-    return (triton.cdiv(batch, rows),), {"ROWS": rows, "WIDTH": width, "CHUNK": chunk}, options
+    known = _tables.setdefault(network, {})
+    if device not in known:
+        sizes = network.layer_sizes
+        width = min(WIDEST, triton.next_power_of_2(max(sizes, default=1)))
+        starts = [place for size, end in zip(sizes, accumulate(sizes)) for place in range(end - size, end, width)]
+        bounds = [*(starts or [0]), sum(sizes)]  # a network of one lane has an empty tile
+        rows = max(1, 32 // width)  # a warp at least, and 4 comparators per thread in wide tiles
+        shape = {"ROWS": rows, "WIDTH": width, "num_warps": min(max(rows * width // 128, 1), 8), "num_stages": 1}
+        comparators = network.comparators.to(device, torch.int32)
+        known[device] = comparators, torch.tensor(bounds, dtype=torch.int32, device=device), shape
+    return known[device]
 
 
 class _CarryMass(torch.autograd.Function):
-    """Saved for the backward pass: each comparator's differences in the two channels, 8 bytes per sample."""
+    """RelaxedNetwork._column_by_operations; labels: (batch,) int64 or a mass per class (batch, n) float32.
+
+    Saved for the backward pass: each comparator's differences in the two channels, 8 bytes per sample.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        labels: Tensor,
-        tiles: Tensor,
-        first: Tensor,
-        num_comparators: int,
-        k: int,
-        distribution: str,
-        beta: float,
-        art_lambda: float,
-    ) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, labels: Tensor, network: "RelaxedNetwork") -> Tensor:
         batch, n = scores.shape
-        one_hot = not labels.is_floating_point()
-        save = any(ctx.needs_input_grad[:2])
-        lanes = scores.new_empty((2, batch, n))
-        d = scores.new_empty((2, batch, num_comparators) if save else (2, 0))
-        column = scores.new_empty((batch, k))
-        grid, sizes, options = launch_shape(batch, n, tiles.shape[2])
+        comparators, bounds, shape = _table(network, scores.device)
+        centred, offset = network._centred(scores)
+        lanes = torch.stack([centred.T, network._mass(scores, labels)])  # (2, batch, n)
+        save = any(ctx.needs_input_grad)
+        saved = scores.new_empty(2, batch if save else 0, comparators.shape[1])
+        tables = (comparators, bounds, saved)
+        beta, art_lambda = float(network.inverse_temperature), network.art_lambda
+        ctx.settings = (batch, n, len(bounds) - 1, beta, art_lambda, ART_TIE**-art_lambda)
+        ctx.grid, ctx.shape, ctx.family = (triton.cdiv(batch, shape["ROWS"]),), shape, _family(network.distribution)
         with torch.cuda.device_of(scores):
-            carry_mass_forward[grid](
-                scores,
-                labels if one_hot else tiles,
-                tiles if one_hot else labels,
-                tiles,
-                first,
-                *lanes,
-                *d,
-                column,
-                batch,
-                n,
-                k,
-                len(tiles),
-                num_comparators,
-                beta,
-                art_lambda,
-                FAMILY=distribution,
-                ONE_HOT=one_hot,
-                SAVE=save,
-                K=triton.next_power_of_2(k),
-                **sizes,
-                **options,
+            forward_kernel[ctx.grid](
+                lanes, offset, *tables, *ctx.settings, ctx.family.mix, ctx.family.scale, save, **shape
             )
-        ctx.save_for_backward(column, tiles, first, d)
-        ctx.n, ctx.settings = n, (distribution, beta, art_lambda)
-        return column
+        ctx.save_for_backward(scores, labels, *tables)
+        ctx.network = network
+        return lanes[1, :, n - network.k :].flip(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        column, tiles, first, d = ctx.saved_tensors
-        distribution, beta, art_lambda = ctx.settings
-        batch, k = column.shape
-        grad_scores, grad_mass = d.new_empty((batch, ctx.n)), d.new_empty((batch, ctx.n))
-        grid, sizes, options = launch_shape(batch, ctx.n, tiles.shape[2])
+        scores, labels, *tables = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
+            return *gradients(ctx.network._column_by_operations, (scores, labels), grad), None
+        lanes = grad.new_zeros(2, *scores.shape)
+        lanes[1, :, scores.shape[1] - grad.shape[1] :] = grad.flip(1)
         with torch.cuda.device_of(grad):
-            carry_mass_backward[grid](
-                grad.contiguous(),
-                tiles,
-                first,
-                *d,
-                grad_scores,
-                grad_mass,
-                batch,
-                ctx.n,
-                k,
-                len(tiles),
-                d.shape[2],
-                beta,
-                art_lambda,
-                ART_TIE**-art_lambda,
-                FAMILY=distribution,
-                **sizes,
-                **options,
-            )
-        grad_scores = refuse_double_backward(grad_scores, grad, column)
-        grad_mass = refuse_double_backward(grad_mass, grad, column) if ctx.needs_input_grad[1] else None
-        return grad_scores, grad_mass, None, None, None, None, None, None, None
+            backward_kernel[ctx.grid](lanes, *tables, *ctx.settings, *ctx.family, **ctx.shape)
+        grad_scores = lanes[0].masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
+        return grad_scores, lanes[1] if ctx.needs_input_grad[1] else None, None
 
 
-def carry_mass(
-    scores: Tensor,
-    labels: Tensor,
-    tiles: Tensor,
-    first: Tensor,
-    num_comparators: int,
-    k: int,
-    distribution: str,
-    beta: float,
-    art_lambda: float,
-) -> Tensor:
-    """P[1..k, y] of a relaxed network, (batch, k) float32; the counterpart of sorting_networks._CarryMass.
+def carry_mass(network: "RelaxedNetwork", scores: Tensor, labels: Tensor) -> Tensor:
+    """P[1..k, y], (rows, k), of a relaxed network for scores (rows, n) float32 on CUDA.
 
-    scores (batch, n) float32, not centred; labels (batch,) int64, or the mass (batch, n) floating point. tiles
-    (T, 2, width) and first (T,), int32, from networks.comparator_tiles, of num_comparators in all. Labels
-    outside [0, n) give NaN.
+    labels: (rows,) int64 in [0, n), or the mass on each class (rows, n).
     """
     if labels.is_floating_point():
-        labels = labels.float()
-    return _CarryMass.apply(
-        scores.contiguous(), labels.contiguous(), tiles, first, num_comparators, k, distribution, beta, art_lambda
-    )
+        labels = labels.to(scores.dtype)
+    return _CarryMass.apply(scores, labels, network)
