@@ -1,4 +1,4 @@
-"""SinkhornSort and the sorted SOFT top-k by Newton's method and a closed-form backward pass, beside plain unrolled Sinkhorn.
+"""SinkhornSort and sorted SOFT top-k by Newton's method with a closed-form backward pass, beside unrolled Sinkhorn.
 
     python benchmarks/transport.py
     python benchmarks/transport.py --sizes 128x100 500x1000m16 --device cuda
@@ -74,9 +74,7 @@ def iterations_needed(logits: Tensor, anchors: Tensor, mass: Tensor, epsilon: fl
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = ["128x16", "500x16", "500x50", "128x100"]
-    parser.add_argument(
-        "--methods", nargs="+", choices=OPERATORS, default=list(OPERATORS)
-    )
+    parser.add_argument("--methods", nargs="+", choices=OPERATORS, default=list(OPERATORS))
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in sizes])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -15,6 +15,7 @@ from topk_losses.checks import (
     PK,
     check_integer,
     check_inverse_temperature,
+    check_k,
     check_m,
     check_num_classes,
     check_p_k,
@@ -175,6 +176,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     def _operator_for(self, num_scores: int, k: int) -> TopKOperator:
         """The operator for that many scores and k ranks, built anew only where these change."""
+        check_k(k, num_scores)
         operator = self.operator
         if operator is None or operator.k != k or getattr(operator, "n", num_scores) != num_scores:
             settings = (self.inverse_temperature, self.distribution, self.art_lambda)

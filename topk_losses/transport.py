@@ -320,6 +320,8 @@ class SoftTopK(_TransportOperator):
         z = whiten_and_squash(scores) * (2 * self.inverse_temperature)
         n = z.shape[1]
         proper = tuple(k for k in ks if k < n)
+        if not proper:
+            return z, torch.full_like(z[:, : len(ks)], -torch.inf)
         theta, error = _Threshold.apply(z, proper, self._tolerance_of(z.dtype), self.max_iterations)
         self._record(error)
         # among n classes all are the n highest

@@ -2,17 +2,20 @@
 
 import copy
 import multiprocessing
+import os
 import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from topk_losses.backend import VARIABLE, check_backend, use_numba
-from topk_losses.smooth_kth_largest import smooth_kth_largest
-from topk_losses.top_m import select_top_m
 from torch import Tensor
 
+import topk_losses
 from topk_losses import (
     DISTRIBUTIONS,
     RelaxedNetwork,
@@ -21,9 +24,11 @@ from topk_losses import (
     TopKCrossEntropyLoss,
     networks,
 )
+from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
+from topk_losses.loss import top_m
 
 pytest.importorskip("numba")
-from topk_losses.numba_top_m import largest_of_rows
+from topk_losses.kernels.cpu_top_m import largest_of_rows
 
 NETWORKS = {"odd_even": networks.odd_even, "bitonic": networks.bitonic, "splitter": networks.splitter_selection}
 
@@ -45,8 +50,8 @@ def column_and_gradients(operator: RelaxedNetwork, scores: Tensor, labels: Tenso
 @st.composite
 def problems(draw):
     """(scores float32, labels or distribution, weights, operator): any size and scale, often with ties."""
-    n = draw(st.integers(2, 40) | st.integers(41, 150))
-    k = draw(st.integers(1, min(n - 1, 8)))
+    n = draw(st.integers(2, 40) | st.integers(41, 70))
+    k = draw(st.integers(1, min(n, 8)))
     batch = draw(st.sampled_from([1, 2, 63, 64, 65, 130]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     scores = torch.randn(batch, n, generator=generator) * draw(st.sampled_from([1e-4, 1e-2, 1.0, 10.0, 1e4]))
@@ -62,10 +67,10 @@ def problems(draw):
 
 
 @given(problems())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_agrees_with_float64(problem):
     scores, labels, weights, operator = problem
-    assert use_numba(scores)
+    assert kernel("carry_mass", scores) is not None
     exact_labels = labels.double() if labels.is_floating_point() else labels
     got = column_and_gradients(operator, scores, labels, weights)
     want = column_and_gradients(operator, scores.double(), exact_labels, weights.double())
@@ -138,11 +143,15 @@ def test_the_smooth_losses_are_those_of_pytorch_by_any_number_of_threads(loss, m
 
 
 def test_the_smooth_kth_largest_backward_can_be_repeated_and_is_not_needed():
-    scores = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    scores, labels = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)), torch.arange(7)
     kept = scores.clone()
-    want = smooth_kth_largest(scores, 5)  # without a gradient to prepare
+
+    def smooth(scores):
+        return kernel("kth_largest", scores)(scores, labels, 5, 1.0)[0]
+
+    want = smooth(scores)  # without a gradient to prepare
     leaf = scores.clone().requires_grad_()
-    got = smooth_kth_largest(leaf, 5)
+    got = smooth(leaf)
     assert torch.equal(got, want)
     weights = torch.arange(7.0)  # the first one 0
     first = torch.autograd.grad(got, leaf, weights, retain_graph=True)[0]
@@ -150,16 +159,9 @@ def test_the_smooth_kth_largest_backward_can_be_repeated_and_is_not_needed():
     assert torch.equal(first, again)
     assert torch.equal(scores, kept)
     assert not bool(first[0].any())
-    torch.testing.assert_close(first.sum(1), weights)
+    torch.testing.assert_close(first.sum(1), torch.zeros(7), rtol=0, atol=1e-6)
     transposed = scores.T.contiguous().T.requires_grad_()  # another order in memory
-    assert torch.equal(torch.autograd.grad(smooth_kth_largest(transposed, 5), transposed, weights)[0], first)
-
-
-def test_second_derivatives_of_the_smooth_kth_largest_are_refused():
-    scores = torch.randn(4, 30, requires_grad=True)
-    gradient = torch.autograd.grad(smooth_kth_largest(scores, 3).square().sum(), scores, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="not twice differentiable"):
-        gradient.sum().backward()
+    assert torch.equal(torch.autograd.grad(smooth(transposed), transposed, weights)[0], first)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 200) | st.integers(1000, 1100), st.integers(1, 60), st.data())
@@ -185,25 +187,15 @@ def test_the_largest_columns_are_those_of_topk(seed, n, m, data):
 
 
 def test_top_m_by_the_kernel_is_that_of_pytorch(monkeypatch):
-    logits = torch.randn(200, 1000, generator=torch.Generator().manual_seed(3))
-    distribution = torch.rand(200, 1000, generator=torch.Generator().manual_seed(4)).softmax(1)
+    logits, labels = torch.randn(200, 1000, generator=torch.Generator().manual_seed(3)), torch.arange(200)
     weights = torch.randn(200, 16, generator=torch.Generator().manual_seed(5))
-    for labels in (torch.arange(200), distribution):
-        results = []
-        for backend in ("numba", "torch"):
-            monkeypatch.setenv(VARIABLE, backend)
-            leaf = logits.clone().requires_grad_()
-            scores, kept = select_top_m(leaf, labels, 16)
-            results.append((scores.detach(), kept, *torch.autograd.grad(scores, leaf, weights)))
-        assert all(torch.equal(ours, pytorch) for ours, pytorch in zip(*results))
-
-
-def test_top_m_by_the_kernel_can_be_differentiated_twice():
-    logits = torch.randn(3, 9, dtype=torch.float32, requires_grad=True)
-    scores, _ = select_top_m(logits, torch.arange(3), 4)
-    gradient = torch.autograd.grad(scores.pow(3).sum(), logits, create_graph=True)[0]
-    second = torch.autograd.grad(gradient.sum(), logits)[0]
-    torch.testing.assert_close(second, torch.where(gradient == 0, 0.0, 6 * logits.detach()))
+    results = []
+    for backend in ("numba", "torch"):
+        monkeypatch.setenv(VARIABLE, backend)
+        leaf = logits.clone().requires_grad_()
+        scores = top_m(leaf, labels, 16)
+        results.append((scores.detach(), *torch.autograd.grad(scores, leaf, weights)))
+    assert all(torch.equal(ours, pytorch) for ours, pytorch in zip(*results))
 
 
 @st.composite
@@ -230,7 +222,7 @@ def losses(draw):
 
 
 @given(losses())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_losses_are_those_of_pytorch(problem):
     arguments, logits, labels, p_k = problem
     loss = TopKCrossEntropyLoss(**arguments)
@@ -326,7 +318,7 @@ def test_an_empty_batch():
     assert scores.grad.shape == (0, 10)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("distribution", list(DISTRIBUTIONS))
 def test_a_spoilt_sample_spoils_itself_only(bad, distribution):
     loss = TopKCrossEntropyLoss("splitter_selection", num_classes=30, distribution=distribution, reduction="none")
@@ -339,22 +331,34 @@ def test_a_spoilt_sample_spoils_itself_only(bad, distribution):
     assert torch.equal(got[kept], want[kept])
 
 
-def test_second_derivatives_are_refused():
-    operator = RelaxedNetwork(networks.bitonic(10, 3))
-    scores = torch.randn(4, 10, requires_grad=True)
-    column = operator.rank_probabilities(scores, torch.arange(4))
-    loss = TopKCrossEntropyLoss("bitonic", num_classes=10)(scores, torch.arange(4))
-    for value in (column.square().sum(), loss):
-        gradient = torch.autograd.grad(value, scores, create_graph=True)[0]
-        with pytest.raises(RuntimeError, match="not twice differentiable"):
-            gradient.sum().backward()
+@pytest.mark.parametrize("distribution", list(DISTRIBUTIONS))
+def test_classes_that_are_out_have_the_values_and_gradients_of_pytorch(distribution):
+    operator = RelaxedNetwork(networks.splitter_selection(20, 4), 0.7, distribution)
+    scores = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
+    scores[:, [2, 3, 11]] = -torch.inf
+    scores[4, 1:] = -torch.inf
+    labels, weights = torch.arange(9), torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
+    got = column_and_gradients(operator, scores, labels, weights)
+    want = column_and_gradients(operator, scores.double(), labels, weights.double())
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-3, atol=1e-4 * float(want[1].abs().max()))
+    assert not bool(got[1][scores == -torch.inf].any())
+
+
+def test_no_label_or_size_reaches_a_kernel_that_would_read_beyond_its_arrays():
+    operator = RelaxedNetwork(networks.splitter_selection(20, 4))
+    for label in (-100, -1, 20, 2**40):
+        with pytest.raises(ValueError, match="labels must lie in"):
+            operator.rank_probabilities(torch.zeros(3, 20), torch.tensor([0, label, 0]))
+    with pytest.raises(ValueError, match="built for n=20 scores, got 19"):
+        operator.rank_probabilities(torch.zeros(3, 19), torch.zeros(3, dtype=torch.long))
 
 
 @pytest.mark.parametrize("top1_mode", ["sort", "sm", "smce"])
-@pytest.mark.parametrize("m", [None, 8])
-def test_second_derivatives_are_right_where_the_operator_has_some(m, top1_mode):
+@pytest.mark.parametrize(("method", "m"), [("neuralsort", 8), ("bitonic", None), ("splitter_selection", 8)])
+def test_second_derivatives_are_those_of_float64(method, m, top1_mode):
     logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(0))
-    loss = TopKCrossEntropyLoss("neuralsort", num_classes=20, m=m, top1_mode=top1_mode)
+    loss = TopKCrossEntropyLoss(method, num_classes=20, m=m, top1_mode=top1_mode)
     results = []
     for leaf in (logits.requires_grad_(), logits.detach().double().requires_grad_()):
         gradient = torch.autograd.grad(loss(leaf, torch.arange(4)), leaf, create_graph=True)[0]
@@ -363,13 +367,37 @@ def test_second_derivatives_are_right_where_the_operator_has_some(m, top1_mode):
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
 
-def test_float64_and_other_art_lambdas_go_through_pytorch(monkeypatch):
-    assert not use_numba(torch.zeros(1, 2, dtype=torch.float64))
-    operator = RelaxedNetwork(networks.bitonic(10, 3), art_lambda=0.3)
-    scores, labels = torch.randn(4, 10), torch.arange(4)
-    got = operator.rank_probabilities(scores, labels)
-    monkeypatch.setenv(VARIABLE, "torch")
-    assert torch.equal(got, operator.rank_probabilities(scores, labels))
+@pytest.mark.parametrize("art_lambda", [0.1, 0.3, 0.75])
+def test_other_art_lambdas(art_lambda):
+    operator = RelaxedNetwork(networks.bitonic(10, 3), art_lambda=art_lambda)
+    scores, labels = torch.randn(4, 10, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    got = column_and_gradients(operator, scores, labels, torch.ones(4, 3))
+    want = column_and_gradients(operator, scores.double(), labels, torch.ones(4, 3).double())
+    for ours, exact in zip(got, want):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-4)
+
+
+def test_a_change_of_any_source_of_the_library_leaves_no_kernel_in_force(tmp_path):
+    """The compiled code lies in a folder named by the sources: a changed formula finds none."""
+    shutil.copytree(Path(topk_losses.__file__).parent, tmp_path / "topk_losses", ignore=shutil.ignore_patterns("*pyc*"))
+    program = (
+        "import torch, topk_losses; "
+        "operator = topk_losses.RelaxedNetwork(topk_losses.bitonic(4, 1), distribution='reciprocal'); "
+        "print(float(operator.rank_probabilities(torch.arange(4.0).view(1, 4), torch.tensor([3]))))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def computed():
+        done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        return float(done.stdout)
+
+    first = computed()
+    assert computed() == first
+    assert any((tmp_path / "cache").rglob("*.nbi"))
+    formulas = tmp_path / "topk_losses" / "sigmoids.py"
+    formulas.write_text(formulas.read_text().replace("1.0 / (2.0 + u)", "1.0 / (3.0 + u)"))
+    assert computed() != first
 
 
 def test_pickles_and_copies():
@@ -383,28 +411,34 @@ def test_pickles_and_copies():
 def test_is_the_default_on_the_cpu_and_can_be_turned_off(monkeypatch):
     scores = torch.zeros(1, 2)
     monkeypatch.delenv(VARIABLE)
-    assert use_numba(scores)
+    assert kernel("top_m", scores) is not None
+    assert kernel("top_m", scores.double()) is None
+    assert kernel("top_m", scores, torch.ones((), requires_grad=True)) is None
+    assert kernel("no such operation", scores) is None
     monkeypatch.setenv(VARIABLE, "torch")
-    assert not use_numba(scores)
-    monkeypatch.setenv(VARIABLE, "numba")
-    with pytest.raises(RuntimeError, match="needs tensors on the CPU"):
-        use_numba(torch.zeros(1, 2, device="meta"))
-    monkeypatch.setattr("topk_losses.backend.numba_is_installed", lambda: False)
-    with pytest.raises(RuntimeError, match="needs the package numba"):
-        use_numba(scores)
+    assert kernel("top_m", scores) is None
+    monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: False)
     monkeypatch.delenv(VARIABLE)
-    assert not use_numba(scores)
+    assert kernel("top_m", scores) is None
+    monkeypatch.setenv(VARIABLE, "numba")
+    with pytest.raises(ValueError, match="needs the package numba"):
+        kernel("top_m", scores)
+
+
+def test_triton_is_taken_on_request_only(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    assert device_of_kernels(torch.device("cuda")) == ""
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert device_of_kernels(torch.device("cuda")) == "cuda"
 
 
 def test_a_backend_that_cannot_run_on_a_device_is_told_before_any_loss_is(monkeypatch):
-    cpu = torch.device("cpu")
-    for backend in ("numba", "torch"):
-        monkeypatch.setenv(VARIABLE, backend)
-        check_backend(cpu)
-    monkeypatch.delenv(VARIABLE)
-    check_backend(cpu)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for backend, sentence in (("triton", "needs"), ("cuda", "must be one of torch, triton, numba")):
+    for backend, device, sentence in (
+        ("triton", "cpu", "needs tensors on cuda, got cpu"),
+        ("numba", "meta", "needs tensors on cpu, got meta"),
+        ("cuda", "cpu", "must be torch, numba or triton"),
+    ):
         monkeypatch.setenv(VARIABLE, backend)
         with pytest.raises(ValueError, match=sentence):
-            check_backend(cpu)
+            device_of_kernels(torch.device(device))

@@ -7,6 +7,7 @@ CUDA is PyTorch, compiled or not. The environment variable TOPK_LOSSES_BACKEND, 
 takes no kernel, `numba` and `triton` take theirs and say so where they cannot run.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -28,6 +29,12 @@ TABLE = {
 PACKAGES = {"cpu": "numba", "cuda": "triton"}
 
 
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it isn't imported for that."""
+    return importlib.util.find_spec(package) is not None
+
+
 def device_of_kernels(device: torch.device) -> str:
     """Whose kernels a tensor on `device` gets: "cpu", "cuda", or "" for none.
 
@@ -39,13 +46,13 @@ def device_of_kernels(device: torch.device) -> str:
     if backend == "torch":
         return ""
     if not backend:
-        return "cpu" if device.type == "cpu" and importlib.util.find_spec("numba") else ""
+        return "cpu" if device.type == "cpu" and is_installed("numba") else ""
     wanted = "cpu" if backend == "numba" else "cuda"
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != wanted and not (interpreted and device.type == "cpu"):
         hint = ", or set TRITON_INTERPRET=1 to interpret the kernels, slowly" if backend == "triton" else ""
         raise ValueError(f"{VARIABLE}={backend} needs tensors on {wanted}, got {device.type}; unset it{hint}")
-    if importlib.util.find_spec(backend) is None:
+    if not is_installed(backend):
         raise ValueError(f"{VARIABLE}={backend} needs the package {backend}; install it, or unset {VARIABLE}")
     return wanted
 

@@ -121,7 +121,7 @@ def top_m(scores: Tensor, true: Tensor, m: int) -> Tensor:
     scores (rows, n) float32 on the CPU, n < 2^31; true (rows,) int64 in [0, n). NaN counts as the largest. Among equal
     scores the one further left comes first.
     """
-    index = torch.empty(len(scores), m, dtype=torch.int64)
+    index = true.new_empty(len(scores), m)
     arrays = [each.detach().contiguous().numpy() for each in (scores, true)]
     threads = max(1, min(torch.get_num_threads(), len(scores), 1 + scores.numel() // WORK_OF_A_THREAD))
     in_threads(threads, len(scores), lambda first, last: _true_first(*arrays, first, last, index.numpy()))
