@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def _construction(build: Callable[[int, int], Network]) -> Callable[[int, Suppor
         with torch.device("cpu"):
             return build(n, check_k(k, n))
 
-    return checked
+    return cast(Callable[[int, SupportsIndex], Network], checked)
 
 
 @_construction

@@ -77,7 +77,8 @@ class TopKOperator(Constants):
         self.inverse_temperature = inverse_temperature
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, check_inverse_temperature(value) if name == "inverse_temperature" else value)
+        checked: Any = check_inverse_temperature(value) if name == "inverse_temperature" else value
+        super().__setattr__(name, checked)
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""

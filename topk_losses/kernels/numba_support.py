@@ -48,11 +48,12 @@ def jit(function: Callable[..., Any], kind: str = "", fastmath: Collection[str] 
     """
     compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
     if _cache_folder():
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(Path(_cache_folder(), kind))
+        config: Any = numba.config
+        before, config.CACHE_DIR = config.CACHE_DIR, str(Path(_cache_folder(), kind))
         try:
             compiled.enable_caching()
         finally:
-            numba.config.CACHE_DIR = before
+            config.CACHE_DIR = before
     return compiled
 
 
