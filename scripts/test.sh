@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Installs what is needed into .venv (made if absent), then runs ruff and pytest. Works from any directory.
-#   scripts/test.sh [pytest arguments]
+# Installs what is needed into .venv (made if absent), then runs ruff and pytest, in two processes. Works from any
+# directory.
+#   scripts/test.sh [pytest arguments]     # -n 0: in one process, as --pdb and -s want it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m pytest -n 2 --dist worksteal "$@"

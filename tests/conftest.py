@@ -1,4 +1,7 @@
-"""Hypothesis draws new examples on every run, except under CI, where a run must not depend on luck."""
+"""What holds for all tests: Hypothesis under CI, Ctrl-C in the background, and one thread for each of several workers.
+
+Hypothesis draws new examples on every run, except under CI, where a run must not depend on luck.
+"""
 
 import os
 import signal
@@ -12,3 +15,7 @@ if os.environ.get("CI"):
 # In the background of a script ("scripts/test.sh &") Ctrl-C comes ignored, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# With pytest -n, the workers and the programs that they start share the cores. PyTorch reads this when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
