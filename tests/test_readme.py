@@ -14,7 +14,7 @@ CONTINUES = re.compile(r"^#.*\b(continued|continues|as above)\b", re.IGNORECASE)
 
 
 def blocks(text: str) -> list[tuple[int, str, str]]:
-    """Each ```python block: the line of its first statement, its code, and the prose up to the next heading or fence."""
+    """Each ```python block: the line where its code begins, the code, and the prose up to the next heading or fence."""
     fences = list(FENCE.finditer(text))
     assert len(fences) % 2 == 0, "a fence is left open"
     found = []
@@ -62,11 +62,11 @@ def run(code: str, line: int, namespace: dict[str, object]) -> None:
 
 def namespace_of(index: int) -> dict[str, object]:
     """What block `index` finds: a training, and what the blocks before it made where its first line continues them."""
-    line, code, _ = BLOCKS[index]
-    if index == 0 or not CONTINUES.match(code):
+    if index == 0 or not CONTINUES.match(BLOCKS[index][1]):
         return a_training()
     namespace = namespace_of(index - 1)
-    run(BLOCKS[index - 1][1], BLOCKS[index - 1][0], namespace)
+    line, code, _ = BLOCKS[index - 1]
+    run(code, line, namespace)
     return namespace
 
 

@@ -2,19 +2,14 @@
 
 import csv
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks import batch_sources, finetuning, published_formats
+from tests.processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-
-
-def run(script, *arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def rows_of(done, output):
@@ -29,7 +24,7 @@ def test_a_step_beside_softmax_and_difftopk(tmp_path):
     output = tmp_path / "finetuning.csv"
     methods = ["softsort", "splitter_selection", "sinkhorn_sort", "smooth_topk"]
     flags = ["--turns", 2, "--steps", 1, "--threads", 1, "--device", "cpu", "--output", output]
-    done = run("finetuning.py", "--methods", *methods, "--sizes", "8x16x40m8", "8x16x12", "--heads", 2, *flags)
+    done = run(finetuning.main, "--methods", *methods, "--sizes", "8x16x40m8", "8x16x12", "--heads", 2, *flags)
     rows = rows_of(done, output)
     # Softmax is what the others are measured by.
     every = ["softmax_cross_entropy", *methods]
@@ -56,7 +51,7 @@ def test_the_sources_give_the_same_batches(tmp_path):
     output = tmp_path / "batch_sources.csv"
     sources = ["ram", "stream", "stream cold", "dataloader", "whole file"]
     flags = ["--batch_size", 100, "--threads", 1, "--device", "cpu", "--folder", tmp_path, "--output", output]
-    done = run("batch_sources.py", "--mib", 1, "--dim", 512, "--sources", *sources, *flags)
+    done = run(batch_sources.main, "--mib", 1, "--dim", 512, "--sources", *sources, *flags)
     rows = rows_of(done, output)
     assert [row["source"] for row in rows] == ["convert", *sources]
     assert {(row["rows"], row["dim"], row["batch"]) for row in rows} == {("1024", "512", "100")}
@@ -75,7 +70,7 @@ def test_the_published_formats_pass_from_the_server_to_a_head(tmp_path):
     output = tmp_path / "published_formats.csv"
     flags = ["--n_epochs", 1, "--threads", 1, "--device", "cpu", "--folder", tmp_path, "--output", output]
     size = ["--rows_share", 0.001, "--rows_21k", 1000]
-    rows = rows_of(run("published_formats.py", "--methods", "softmax_cross_entropy", *size, *flags), output)
+    rows = rows_of(run(published_formats.main, "--methods", "softmax_cross_entropy", *size, *flags), output)
     assert [
         tuple(row[name] for name in ("format", "rows", "test_rows", "dim", "num_classes", "dtype")) for row in rows
     ] == [
