@@ -34,6 +34,7 @@ def _begin(work: Callable[[], int], words: Sequence[str], streams: Sequence[Path
     os.environ.update(environment)
     for number, file in enumerate(streams, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
+    multiprocessing.set_start_method(None, force=True)  # that of the platform, and not the server's
     sys.argv = ["program", *words]
     torch.set_num_threads(1)
     sys.exit(work())
