@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed.run
 
 SERVER = multiprocessing.get_context("forkserver")
 # It imports them once and runs no tensor operation: a fork of it has nothing to inherit.
 SERVER.set_forkserver_preload(
     [
-        *("sklearn.datasets", "sklearn.model_selection", "moto.server"),
+        *("sklearn.datasets", "sklearn.model_selection", "moto.server", "torch.distributed.run"),
         *(f"experiments.{name}" for name in ("train_cifar100", "finetune_imagenet", "extract_embeddings")),
         *(f"benchmarks.{name}" for name in ("batch_sources", "finetuning", "machine", "published_formats")),
         *(f"benchmarks.{name}" for name in ("recipe", "scaling", "transport")),
@@ -85,10 +86,10 @@ class Program:
         return Ended(self.process.exitcode, self.stdout.read_text(), self.stderr.read_text())
 
 
-def run(work: Callable[[], int], *words: object) -> Ended:
+def run(work: Callable[[], int], *words: object, **environment: object) -> Ended:
     """Run `work` as a program to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        return Program(work, words, folder=Path(folder)).end()
+        return Program(work, words, folder=Path(folder), **environment).end()
 
 
 def together(count: int, folder: Path, work: Callable[[], int]) -> tuple[list[int], list[str]]:
@@ -104,3 +105,10 @@ def together(count: int, folder: Path, work: Callable[[], int]) -> tuple[list[in
         for program in started:
             program.process.kill()
     return [each.returncode for each in ended], [each.stdout + each.stderr for each in ended]
+
+
+def torchrun(script: str | Path, words: Sequence[object]) -> Ended:
+    """Let torchrun start two processes of a script: real ones, which import what they need."""
+    # The --: torchrun takes --m, which may follow, for an abbreviation of its own flags.
+    launcher = ("--standalone", "--nproc_per_node=2", "--")
+    return run(torch.distributed.run.main, *launcher, script, *words, OMP_NUM_THREADS=1)

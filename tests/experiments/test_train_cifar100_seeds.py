@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,19 +11,14 @@ from experiments import train_cifar100 as script
 from experiments.run_record import open_run, read_rows
 from experiments.seed_processes import division
 from tests.experiments.test_train_cifar100 import assert_same_outcome, command, stop_after
+from tests.processes import Program
 
 # The network is the ResNet: what is patched here is not patched in the processes of the seeds.
 FLAGS = "--limit_train 40 --limit_test 20 --label_noise .2"
 
 
-def start(results, flags: str, n_epochs: int) -> subprocess.Popen:
-    line = [sys.executable, script.__file__, *command(results, f"{FLAGS} {flags}", n_epochs=n_epochs)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(process: subprocess.Popen, text: str) -> None:
-    while text not in (printed := process.stdout.readline()):
-        assert printed, process.stderr.read()
+def start(results, flags: str, n_epochs: int) -> Program:
+    return Program(script.main, command(results, f"{FLAGS} {flags}", n_epochs=n_epochs), folder=results.parent)
 
 
 def run_folders(results) -> list:
@@ -81,18 +74,18 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
 def test_ctrl_c_ends_all_and_so_does_a_kill(tmp_path):
     results = tmp_path / "r.csv"
     process = start(results, "--seeds 0 1", 500)
-    wait_for(process, "epoch 1/500")
+    process.wait_for("epoch 1/500")
     process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 130
+    status, _, message = process.end()
+    assert status == 130
     assert message.strip().startswith("stopped: every finished epoch is saved")
     assert "Traceback" not in message
     assert all(is_free(folder) for folder in run_folders(results))
 
     process = start(results, "--seeds 0 1", 500)
-    wait_for(process, "continuing after epoch")
-    process.kill()
-    process.communicate(timeout=60)  # when the processes of the seeds, too, have closed it
+    process.wait_for("continuing after epoch")
+    process.send_signal(signal.SIGKILL)
+    process.end()
     assert all(is_free(folder) for folder in run_folders(results))
     assert not results.exists()
 
