@@ -527,7 +527,7 @@ def test_a_results_path_that_cannot_be_is_refused(tiny, tmp_path, capsys):
 
 def test_the_script_end_to_end_with_ctrl_c_and_kill(tmp_path):
     """Interrupted, killed and resumed in three processes, against an undisturbed run in this one."""
-    flags = "--limit_train 40 --limit_test 20"
+    flags = "--limit_train 24 --limit_test 8 --batch_size 8"
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
     words = command(resumed, flags, "splitter_selection")
 

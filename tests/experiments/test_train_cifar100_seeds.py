@@ -14,7 +14,7 @@ from tests.experiments.test_train_cifar100 import assert_same_outcome, command, 
 from tests.processes import Program
 
 # The network is the ResNet: what is patched here is not patched in the processes of the seeds.
-FLAGS = "--limit_train 40 --limit_test 20 --label_noise .2"
+FLAGS = "--limit_train 24 --limit_test 8 --batch_size 8 --label_noise .2"
 
 
 def start(results, flags: str, n_epochs: int) -> Program:

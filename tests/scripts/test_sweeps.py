@@ -124,7 +124,7 @@ def test_nothing_is_commented_out(table):
 
 # Killed in the middle.
 
-QUICK = "--dataset digits --limit_train 40 --limit_test 20 --batch_size 16 --n_epochs 3 --device cpu --threads 1"
+QUICK = "--dataset digits --limit_train 24 --limit_test 8 --batch_size 8 --n_epochs 3 --device cpu --threads 1"
 # What a clock decides, and what a continued run says of itself.
 TIMES = (
     *("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc"),
