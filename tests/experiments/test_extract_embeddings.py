@@ -19,7 +19,6 @@ import pytest
 import timm
 import torch
 from filelock import FileLock
-from moto.server import ThreadedMotoServer
 from PIL import Image
 
 from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, normalise
@@ -437,16 +436,13 @@ def test_an_error_in_one_process_ends_all_with_one_sentence(images, tmp_path):
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
+def endpoint(moto, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    return moto
 
 
 def test_a_store_is_uploaded_and_read_back(images, tmp_path, endpoint, capsys):
