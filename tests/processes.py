@@ -69,8 +69,11 @@ class Program:
     def wait_for(self, text: str, seconds: float = 60) -> None:
         """Until it has printed `text`."""
         deadline = time.monotonic() + seconds
-        while text not in self.stdout.read_text():
-            assert self.process.is_alive(), self.stderr.read_text()
+        while True:
+            alive = self.process.is_alive()  # asked first: it may end as soon as it has printed
+            if text in self.stdout.read_text():
+                return
+            assert alive, self.stderr.read_text()
             assert time.monotonic() < deadline, f"{text!r} does not come"
             time.sleep(0.005)
 
