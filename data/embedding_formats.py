@@ -232,6 +232,8 @@ def _load(file: Path) -> tuple[dict[str, Tensor], bool]:
             if asked
             else f"{file} is not a torch pickle, or a damaged one: fetch it again, or save it with torch.save"
         ) from None
+    except EmbeddingError:
+        raise
     except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, IndexError) as error:
         raise EmbeddingError(
             f"{file} is not a torch pickle, or a truncated or damaged one: fetch it again "

@@ -10,10 +10,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
 import torch
+
+# Seconds after which SIGTERM is sent again: the exception that it raises is lost where it comes in a callback from C,
+# as of Numba's compiler.
+LOST_AFTER = 5
 
 
 def usable_cores() -> int:
@@ -64,10 +69,12 @@ def run_seeds(work: Callable[[argparse.Namespace], int], each: Sequence[argparse
                 process.join()
                 statuses[seed] = process.exitcode
     finally:
-        for _, process in running.values():
-            process.terminate()
-        for _, process in running.values():
-            process.join()
+        while running:
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                process.join(LOST_AFTER)
+            running = {sentinel: each for sentinel, each in running.items() if each[1].is_alive()}
     failed = {args.seed: statuses[args.seed] for args in each if statuses[args.seed] != 0}
     if not failed:
         return 0
@@ -84,7 +91,9 @@ def _watched(work: Callable[[argparse.Namespace], int], args: argparse.Namespace
 
     def watch() -> None:
         multiprocessing.parent_process().join()
-        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(LOST_AFTER)
 
     threading.Thread(target=watch, daemon=True).start()
     sys.exit(work(args))

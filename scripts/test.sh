@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs what is needed into .venv (made if absent), then runs ruff, mypy and pytest. Works from any directory.
-#   scripts/test.sh [pytest arguments]
+# Installs what is needed into .venv (made if absent), then runs ruff, mypy and pytest, the last in two processes. Works
+# from any directory.
+#   scripts/test.sh [pytest arguments]     # -n 0: in one process, as --pdb and -s want it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
@@ -8,4 +9,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m pytest -n 2 --dist worksteal "$@"

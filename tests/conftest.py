@@ -1,8 +1,13 @@
-"""Hypothesis draws new examples on every run, except under CI, where a run must not depend on luck."""
+"""What holds for all tests: Hypothesis under CI, Ctrl-C in the background, and one thread for each of several workers.
+
+Hypothesis draws new examples on every run, except under CI, where a run must not depend on luck.
+"""
 
 import os
 import signal
+from urllib.request import ProxyHandler, Request, build_opener
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True)
@@ -12,3 +17,24 @@ if os.environ.get("CI"):
 # In the background of a script ("scripts/test.sh &") Ctrl-C comes ignored, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# With pytest -n, the workers and the programs that they start share the cores. PyTorch reads this when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def moto_server():
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def moto(moto_server):
+    """The address of an S3 server that holds nothing yet."""
+    yield moto_server
+    build_opener(ProxyHandler({})).open(Request(f"{moto_server}/moto-api/reset", method="POST")).close()

@@ -7,22 +7,19 @@ import sys
 
 import pytest
 
+from benchmarks import losses, machine, recipe, scaling, transport
 from scripts.cost_figure import draw_cost
+from tests.processes import run
 from topk_losses.networks import bitonic
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-
-
-def run(script, *arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_losses_measures_ours_beside_difftopk(tmp_path):
     output = tmp_path / "losses.csv"
     sizes = ["4x12", "4x20m8"]
     done = run(
-        "losses.py", "--methods", "softsort", "sinkhorn_sort", "--sizes", *sizes, "--repeats", 1, "--output", output
+        losses.main, "--methods", "softsort", "sinkhorn_sort", "--sizes", *sizes, "--repeats", 1, "--output", output
     )
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(output.open()))
@@ -44,7 +41,8 @@ def test_losses_measures_ours_beside_difftopk(tmp_path):
 
 
 def test_a_size_that_cannot_be_read_is_refused(tmp_path):
-    done = run("losses.py", "--sizes", "12", "--output", tmp_path / "losses.csv")
+    program = [sys.executable, str(ROOT / "benchmarks" / "losses.py"), "--sizes", "12"]
+    done = subprocess.run([*program, "--output", tmp_path / "losses.csv"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "BATCHxN" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -53,7 +51,7 @@ def test_a_size_that_cannot_be_read_is_refused(tmp_path):
 def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
     output = tmp_path / "scaling.csv"
     flags = ["--max_n", 100, "--repeats", 1, "--limit_s", 0, "--threads", 1, "--output", output]
-    done = run("scaling.py", "--methods", "softsort", "bitonic", *flags)
+    done = run(scaling.main, "--methods", "softsort", "bitonic", *flags)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(output.open()))
     assert [(row["method"], row["n"], row["k"], row["batch"]) for row in rows] == [
@@ -70,10 +68,16 @@ def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
     assert draw_cost(tmp_path / "absent.csv", tmp_path) == []
 
 
+def small_recipe():
+    """With batches of 8 of 64 images in the place of 128 of 5000."""
+    recipe.BATCH, recipe.NUM_IMAGES, recipe.PAUSE = 8, 64, 0.01
+    return recipe.main()
+
+
 def test_recipe_measures_ours_beside_the_official_loop(tmp_path):
     output = tmp_path / "recipe.csv"
     flags = ["--turns", 1, "--steps", 1, "--threads", 1, "--output", output]
-    done = run("recipe.py", "--methods", "softmax_cross_entropy", *flags)
+    done = run(small_recipe, "--methods", "softmax_cross_entropy", *flags)
     assert done.returncode == 0, done.stderr
     (row,) = csv.DictReader(output.open())
     ratio = float(row["images_per_second"]) / float(row["official_images_per_second"])
@@ -82,7 +86,7 @@ def test_recipe_measures_ours_beside_the_official_loop(tmp_path):
 
 def test_transport_agrees_with_unrolled_sinkhorn(tmp_path):
     output = tmp_path / "transport.csv"
-    done = run("transport.py", "--sizes", "4x12", "--repeats", 1, "--threads", 1, "--output", output)
+    done = run(transport.main, "--sizes", "4x12", "--repeats", 1, "--threads", 1, "--output", output)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(output.open()))
     assert [row["method"] for row in rows] == ["sinkhorn_sort", "soft_topk"]
@@ -91,7 +95,7 @@ def test_transport_agrees_with_unrolled_sinkhorn(tmp_path):
 
 def test_machine_measures_what_floors_are_made_of(tmp_path):
     output = tmp_path / "machine.csv"
-    done = run("machine.py", "--repeats", 1, "--threads", 1, "--output", output)
+    done = run(machine.main, "--repeats", 1, "--threads", 1, "--output", output)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(output.open()))
     assert {row["unit"] for row in rows} == {"GB/s", "GFLOP/s", "billion/s", "microseconds"}

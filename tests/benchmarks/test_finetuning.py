@@ -1,20 +1,20 @@
 """The benchmarks of fine-tuning run, and what they compare is equal where it should be."""
 
 import csv
+import multiprocessing
 import pathlib
-import subprocess
 import sys
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import batch_sources, finetuning, published_formats
+from experiments import finetune_imagenet
+from experiments.finetune_imagenet21k import IMAGENET_21K
+from tests.processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-
-
-def run(script, *arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def rows_of(done, output):
@@ -29,7 +29,7 @@ def test_a_step_beside_softmax_and_difftopk(tmp_path):
     output = tmp_path / "finetuning.csv"
     methods = ["softsort", "splitter_selection", "sinkhorn_sort", "smooth_topk"]
     flags = ["--turns", 2, "--steps", 1, "--threads", 1, "--device", "cpu", "--output", output]
-    done = run("finetuning.py", "--methods", *methods, "--sizes", "8x16x40m8", "8x16x12", "--heads", 2, *flags)
+    done = run(finetuning.main, "--methods", *methods, "--sizes", "8x16x40m8", "8x16x12", "--heads", 2, *flags)
     rows = rows_of(done, output)
     # Softmax is what the others are measured by.
     every = ["softmax_cross_entropy", *methods]
@@ -56,7 +56,7 @@ def test_the_sources_give_the_same_batches(tmp_path):
     output = tmp_path / "batch_sources.csv"
     sources = ["ram", "stream", "stream cold", "dataloader", "whole file"]
     flags = ["--batch_size", 100, "--threads", 1, "--device", "cpu", "--folder", tmp_path, "--output", output]
-    done = run("batch_sources.py", "--mib", 1, "--dim", 512, "--sources", *sources, *flags)
+    done = run(batch_sources.main, "--mib", 1, "--dim", 512, "--sources", *sources, *flags)
     rows = rows_of(done, output)
     assert [row["source"] for row in rows] == ["convert", *sources]
     assert {(row["rows"], row["dim"], row["batch"]) for row in rows} == {("1024", "512", "100")}
@@ -71,11 +71,30 @@ def test_the_sources_give_the_same_batches(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [output.name]  # the set is gone
 
 
+def fine_tune(words, **_):
+    """In the place of subprocess.run: the script in a fork, which need not import what is here already."""
+    script, *flags = words[1:]
+    defaults = IMAGENET_21K if "21k" in script else finetune_imagenet.IMAGENET_1K
+    process = multiprocessing.get_context("fork").Process(target=end_with, args=(flags, defaults))
+    process.start()
+    process.join()
+    return CompletedProcess(words, process.exitcode, "", "")
+
+
+def end_with(flags, defaults):
+    sys.exit(finetune_imagenet.main(flags, defaults))
+
+
+def formats_without_imports():
+    published_formats.subprocess = SimpleNamespace(run=fine_tune)
+    return published_formats.main()
+
+
 def test_the_published_formats_pass_from_the_server_to_a_head(tmp_path):
     output = tmp_path / "published_formats.csv"
     flags = ["--n_epochs", 1, "--threads", 1, "--device", "cpu", "--folder", tmp_path, "--output", output]
     size = ["--rows_share", 0.001, "--rows_21k", 1000]
-    rows = rows_of(run("published_formats.py", "--methods", "softmax_cross_entropy", *size, *flags), output)
+    rows = rows_of(run(formats_without_imports, "--methods", "softmax_cross_entropy", *size, *flags), output)
     assert [
         tuple(row[name] for name in ("format", "rows", "test_rows", "dim", "num_classes", "dtype")) for row in rows
     ] == [

@@ -7,11 +7,8 @@ real CIFAR-100 is read only where a copy exists: in $CIFAR100_DIR or in data/dow
 
 import errno
 import hashlib
-import json
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -46,6 +43,7 @@ from data.cifar100 import (
     normalise,
     sample_crops,
 )
+from tests.processes import Program
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN, TEST = 400, 200
@@ -312,42 +310,29 @@ def test_mirror_of_another_kind_is_refused(data_dir, mirror):
         load_dataset("cifar100", data_dir, mirror=mirror)
 
 
-LOADER = """
-import json, sys
-import torch
-from torchvision.datasets import CIFAR100
-from data.cifar100 import load_dataset
-
-attributes, data_dir, mirror = json.loads(sys.argv[1])
-for name, value in attributes.items():
-    setattr(CIFAR100, name, value)
-print("ready", flush=True)
-sys.stdin.readline()
-dataset = load_dataset("cifar100", data_dir, mirror=mirror)
-print(int(dataset.train.images.long().sum()))
-"""
+def load_sum(attributes, data_dir, mirror, begin):
+    """Print the sum of the training images, loaded as soon as the file `begin` is there."""
+    for name, value in attributes.items():
+        setattr(CIFAR100, name, value)
+    print("ready", flush=True)
+    while not begin.exists():
+        time.sleep(0.001)
+    print(int(load_dataset("cifar100", data_dir, mirror=mirror).train.images.long().sum()))
+    return 0
 
 
 def test_two_processes_at_once_download_once(server, published, tmp_path):
     expected = load_dataset("cifar100", tmp_path / "alone", mirror=server.url).train.images
     requests_of_one, server.requests[:] = len(server.requests), []
-    argument = json.dumps([published.attributes, str(tmp_path / "shared"), server.url])
-    other = subprocess.Popen(
-        [sys.executable, "-c", LOADER, argument],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout.readline() == "ready\n", other.stderr.read()
+    work = partial(load_sum, published.attributes, tmp_path / "shared", server.url, tmp_path / "begin")
+    other = Program(work, folder=tmp_path)
+    other.wait_for("ready\n")
     server.delay = 0.3  # long enough for both to find the files missing
-    other.stdin.write("\n")
-    other.stdin.flush()
+    (tmp_path / "begin").touch()
     own = load_dataset("cifar100", tmp_path / "shared", mirror=server.url).train.images
-    out, err = other.communicate(timeout=60)
-    assert other.returncode == 0, err
-    assert int(out) == expected.long().sum()
+    status, out, err = other.end()
+    assert status == 0, err
+    assert int(out.split()[-1]) == expected.long().sum()
     assert torch.equal(own, expected)
     assert len(server.requests) == requests_of_one
 

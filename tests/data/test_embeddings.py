@@ -382,7 +382,7 @@ def server(tmp_path):
             asked.append(self.path)
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path / "served"))
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{http.server_port}", asked
     http.shutdown()

@@ -23,7 +23,6 @@ import boto3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 
 from data import download, object_store
 from data.download import etag_part_sizes
@@ -563,14 +562,6 @@ def test_memory_does_not_grow_with_the_file(server, tmp_path):
 # A real S3 server
 
 
-@pytest.fixture(scope="module")
-def moto():
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    yield "http://{}:{}".format(*running.get_host_and_port())
-    running.stop()
-
-
 @pytest.fixture
 def bucket(moto, monkeypatch):
     """A client, and an empty private bucket `store`."""
@@ -578,10 +569,7 @@ def bucket(moto, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     client = boto3.Session().client("s3", endpoint_url=moto)
     client.create_bucket(Bucket="store")
-    yield client
-    for found in client.list_objects_v2(Bucket="store").get("Contents", []):
-        client.delete_object(Bucket="store", Key=found["Key"])
-    client.delete_bucket(Bucket="store")
+    return client
 
 
 @pytest.fixture

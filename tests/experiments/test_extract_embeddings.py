@@ -9,9 +9,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ import pytest
 import timm
 import torch
 from filelock import FileLock
-from moto.server import ThreadedMotoServer
 from PIL import Image
 
 from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, normalise
@@ -30,8 +29,8 @@ from experiments import feature_shards, train_cifar100
 from experiments.checkpoint import read_checkpoint
 from models.backbones import backbone
 from models.resnet_cifar import resnet_cifar
+from tests.processes import SERVER, together, torchrun
 
-ROOT = Path(__file__).parent.parent.parent
 NETWORK = ["--backbone", "test_resnet", "--weights", "none", "--resolution", "32"]
 MACHINE = ["--device", "cpu", "--threads", "1", "--workers", "0", "--batch_size", "3"]
 QUICK = [*NETWORK, *MACHINE]
@@ -223,13 +222,10 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path):
     images = make_images(tmp_path / "images", train=60, test=20)
     (images / "train" / "class 0" / "004.jpg").write_text("broken")
     (images / "train" / "class 1" / "050.jpg").write_text("broken")
-    # The server imports what takes seconds, once; each process is then a fork of it.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["experiments.extract_embeddings", "experiments.train_cifar100", "moto.server"])
 
     def start(folder: Path) -> multiprocessing.Process:
         argv = command(images, folder, "--on_error skip")
-        process = processes.Process(target=run_quietly, args=(argv, 0.03))
+        process = SERVER.Process(target=run_quietly, args=(argv, 0.03))
         process.start()
         return process
 
@@ -411,21 +407,9 @@ def test_features_that_a_store_cannot_hold_are_named(images, tmp_path, capsys, f
 # Several processes
 
 
-def torchrun(argv: list[str]) -> subprocess.CompletedProcess:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launcher, str(ROOT / "experiments" / "extract_embeddings.py"), *argv],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-
-
 def test_two_processes_write_what_one_writes(images, tmp_path):
     break_images(images)
-    done = torchrun(command(images, tmp_path / "two", "--on_error skip"))
+    done = torchrun(script.__file__, command(images, tmp_path / "two", "--on_error skip"))
     assert done.returncode == 0, done.stderr
     assert script.main(command(images, tmp_path / "one", "--on_error skip")) == 0
     assert files(tmp_path / "two") == files(tmp_path / "one")
@@ -438,12 +422,13 @@ def test_two_processes_write_what_one_writes(images, tmp_path):
 
 def test_an_error_in_one_process_ends_all_with_one_sentence(images, tmp_path):
     (images / "train" / "class 0" / "006.jpg").write_text("broken")  # in the shard of rank 1
-    done = torchrun(command(images, tmp_path / "s"))
-    assert done.returncode != 0
-    assert done.stderr.count("error: cannot read") == 1
-    assert "006.jpg" in done.stderr
-    assert done.stderr.count("error: ") == 1
-    assert 'extract_embeddings.py", line' not in done.stderr  # a traceback of ours; torchrun prints one of its own
+    statuses, outputs = together(2, tmp_path, partial(script.main, command(images, tmp_path / "s")))
+    said = "".join(outputs)
+    assert 0 not in statuses
+    assert said.count("error: cannot read") == 1
+    assert "006.jpg" in said
+    assert said.count("error: ") == 1
+    assert "Traceback" not in said
     assert not (tmp_path / "s" / "manifest.json").exists()
 
 
@@ -451,16 +436,13 @@ def test_an_error_in_one_process_ends_all_with_one_sentence(images, tmp_path):
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
+def endpoint(moto, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    return moto
 
 
 def test_a_store_is_uploaded_and_read_back(images, tmp_path, endpoint, capsys):

@@ -12,7 +12,6 @@ from pathlib import Path
 import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 from torch import nn
 
 from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_rows
@@ -471,18 +470,14 @@ def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, ca
 
 
 @pytest.fixture
-def s3(monkeypatch):
+def s3(moto, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    return moto
 
 
 LAYOUTS = {

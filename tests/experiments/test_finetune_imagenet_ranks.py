@@ -1,9 +1,8 @@
 """Several processes, as torchrun starts them, fine-tune what one process does: rows, resume, refusals."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from experiments import finetune_imagenet as script
 from experiments.checkpoint import CURRENT, read_checkpoint
 from experiments.ranks import Ranks
 from experiments.run_record import read_rows
+from tests.processes import together, torchrun
 
-ROOT = Path(__file__).parent.parent.parent
 NUM_CLASSES, DIM, TRAIN, TEST = 24, 12, 640, 103
 TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
 # Shares are 26 and 25 of a batch, 15 and 16 of the validation rows, 51 and 52 of the test rows.
@@ -41,15 +40,6 @@ def command(store, results, heads=HEADS):
     return [*f"-d {store} --results {results} {FLAGS} {heads}".split(), "--also", ALSO]
 
 
-def torchrun(arguments, program=ROOT / "experiments" / "finetune_imagenet.py"):
-    """What two processes of the script print, and their status."""
-    # The --: torchrun takes --m, which follows, for an abbreviation of its own flags.
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [*launcher, str(program), *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-
-
 def histories(results):
     """By run id: the evaluations and final weights, without what a clock decides."""
     found = {}
@@ -67,7 +57,7 @@ def histories(results):
 def undisturbed(store, tmp_path_factory):
     """The results file of two processes that nobody stopped, and what they printed."""
     results = tmp_path_factory.mktemp("undisturbed") / "r.csv"
-    done = torchrun(command(store, results))
+    done = torchrun(script.__file__, command(store, results))
     assert done.returncode == 0, done.stderr
     return results, done.stdout
 
@@ -102,33 +92,28 @@ def test_two_processes_give_the_rows_of_one(store, undisturbed, tmp_path):
     assert "2 processes, 1 threads" in output
 
 
-DYING = """
-import os, signal, sys
-from experiments import finetune_imagenet as script
+def dying(words):
+    """The script, of whose processes that of rank 1 is killed at its eleventh evaluation."""
+    evaluate, evaluations = script.evaluate, []
 
-evaluate, evaluations = script.evaluate, []
+    def die(*arguments):
+        evaluations.append(1)
+        if len(evaluations) == 11 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(*arguments)
 
-def dying(*arguments):
-    evaluations.append(1)
-    if len(evaluations) == 11 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return evaluate(*arguments)
-
-script.evaluate = dying
-sys.exit(script.main())
-"""
+    script.evaluate = die
+    return script.main(words)
 
 
 def test_when_one_process_is_killed_all_continue_with_the_same_bits(store, undisturbed, tmp_path):
-    results, program = tmp_path / "results" / "r.csv", tmp_path / "dying.py"
-    program.write_text(DYING)
-    died = torchrun(command(store, results), program)
-    assert died.returncode != 0
-    assert "SIGKILL" in died.stderr or "Signal 9" in died.stderr
+    results = tmp_path / "results" / "r.csv"
+    words = command(store, results)
+    assert together(2, tmp_path, partial(dying, words))[0] == [1, -signal.SIGKILL]
     assert not results.exists()
-    continued = torchrun(command(store, results))
-    assert continued.returncode == 0, continued.stderr
-    assert continued.stdout.count("continuing after step 22 of 132") == 4
+    statuses, outputs = together(2, tmp_path, partial(script.main, words))
+    assert statuses == [0, 0], outputs
+    assert outputs[0].count("continuing after step 22 of 132") == 4
     assert histories(results) == histories(undisturbed[0])
 
 
@@ -141,12 +126,11 @@ def test_when_one_process_is_killed_all_continue_with_the_same_bits(store, undis
 )
 def test_what_goes_wrong_is_said_once(store, tmp_path, heads, status, sentence):
     results = tmp_path / "results" / "r.csv"
-    done = torchrun(command(store, results, heads))
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1, done.stderr
+    statuses, outputs = together(2, tmp_path, partial(script.main, command(store, results, heads)))
+    told = [line for line in "".join(outputs).splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, outputs
     assert sentence in told[0]
-    assert done.returncode != 0
-    assert f"exitcode  : {status}" in done.stderr
+    assert statuses == [status] * 2
     assert not results.exists()
     assert results.parent.exists() == (status == 1)
 

@@ -23,6 +23,7 @@ from experiments import train_cifar100 as script
 from experiments.checkpoint import CURRENT, PREVIOUS, read_checkpoint
 from experiments.metrics import TOP_K, chosen_by_validation
 from experiments.run_record import COLUMNS, open_run, read_rows
+from tests.processes import SERVER, Program
 from topk_losses import METHODS
 
 QUICK = [
@@ -368,12 +369,8 @@ def run_tiny(argv: list[str]) -> None:
 
 
 def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path):
-    # The server imports what takes seconds, once; each process is then a fork of it.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["experiments.train_cifar100", "sklearn.datasets", "sklearn.model_selection"])
-
     def start(results: Path) -> multiprocessing.Process:
-        process = processes.Process(target=run_tiny, args=(command(results, n_epochs=30),))
+        process = SERVER.Process(target=run_tiny, args=(command(results, n_epochs=30),))
         process.start()
         return process
 
@@ -530,38 +527,29 @@ def test_a_results_path_that_cannot_be_is_refused(tiny, tmp_path, capsys):
 
 def test_the_script_end_to_end_with_ctrl_c_and_kill(tmp_path):
     """Interrupted, killed and resumed in three processes, against an undisturbed run in this one."""
-    flags = "--limit_train 40 --limit_test 20"
+    flags = "--limit_train 24 --limit_test 8 --batch_size 8"
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
-    line = [sys.executable, script.__file__, *command(resumed, flags, "splitter_selection")]
+    words = command(resumed, flags, "splitter_selection")
 
-    def start() -> subprocess.Popen:
-        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-
-    def wait_for(process: subprocess.Popen, text: str) -> None:
-        while text not in (printed := process.stdout.readline()):
-            assert printed, process.stderr.read()
-
-    first = start()
-    wait_for(first, "epoch 1/3")
+    first = Program(script.main, words, folder=tmp_path)
+    first.wait_for("epoch 1/3")
     first.send_signal(signal.SIGINT)
-    _, message = first.communicate()
-    assert first.returncode == 130
+    status, _, message = first.end()
+    assert status == 130
     assert "same command continues" in message
     assert "Traceback" not in message
 
-    second = start()
-    wait_for(second, "continuing after epoch 1 of 3")
-    wait_for(second, "epoch 2/3")
+    second = Program(script.main, words, folder=tmp_path)
+    second.wait_for("continuing after epoch 1 of 3")
+    second.wait_for("epoch 2/3")
     time.sleep(0.1)
-    second.kill()
-    second.communicate()
-    assert second.returncode == -signal.SIGKILL
+    second.send_signal(signal.SIGKILL)
+    assert second.end().returncode == -signal.SIGKILL
 
-    third = start()
-    printed, message = third.communicate()
+    third = subprocess.run([sys.executable, script.__file__, *words], capture_output=True, text=True, cwd=tmp_path)
     assert third.returncode == 0
-    assert "continuing after epoch 2 of 3" in printed
-    assert message == ""
+    assert "continuing after epoch 2 of 3" in third.stdout
+    assert third.stderr == ""
 
     assert script.main(command(undisturbed, flags, "splitter_selection")) == 0
     assert_same_outcome(undisturbed, resumed)

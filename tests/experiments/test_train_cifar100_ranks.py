@@ -3,12 +3,8 @@
 Most tests fork the processes from a server that has imported what takes seconds; the last ones start torchrun itself.
 """
 
-import multiprocessing
 import os
 import signal
-import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from experiments import train_cifar100 as script
 from experiments.ranks import Ranks
 from experiments.run_record import read_rows
 from tests.experiments.test_train_cifar100 import QUICK, assert_same_outcome, command, only_run, tiny_network
+from tests.processes import together, torchrun
 
 
 def plain_network(num_classes: int = 10) -> nn.Module:
@@ -29,40 +26,6 @@ def plain_network(num_classes: int = 10) -> nn.Module:
     torch.manual_seed(0)
     body = (nn.Conv2d(3, 8, 3, stride=4), nn.Tanh(), nn.Conv2d(8, 8, 1), nn.Flatten())
     return nn.Sequential(*body, nn.Linear(512, num_classes)).to(memory_format=torch.channels_last)
-
-
-def as_rank(rank: int, count: int, port: int, output: Path, work: partial) -> None:
-    """One of `count` processes, in the environment that torchrun makes, with its output in a file."""
-    numbers = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in {**numbers, **place}.items()})
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    torch.set_num_threads(1)
-    sys.exit(work())
-
-
-def together(count: int, tmp_path: Path, work: partial) -> tuple[list[int], list[str]]:
-    """Let `count` processes work; return the exit status and the output of each."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["experiments.train_cifar100", "sklearn.datasets", "sklearn.model_selection"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    outputs = [tmp_path / f"output.{rank}" for rank in range(count)]
-    started = []
-    for rank, output in enumerate(outputs):
-        started.append(processes.Process(target=as_rank, args=(rank, count, port, output, work)))
-        started[-1].start()
-    try:
-        for process in started:
-            process.join(60)
-            assert process.exitcode is not None, "it waits for another"
-    finally:
-        for process in started:
-            process.kill()
-    return [process.exitcode for process in started], [output.read_text() for output in outputs]
 
 
 def run_tiny(argv: list[str], killed: int | None = None) -> int:
@@ -227,17 +190,10 @@ def test_what_goes_wrong_in_one_ends_all_and_is_said_once(tmp_path):
 # torchrun.
 
 
-def torchrun(arguments: list[str]) -> subprocess.CompletedProcess:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
-    words = [*launcher, script.__file__, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-
-
 def test_torchrun_end_to_end(tmp_path):
     together_, alone = tmp_path / "together" / "r.csv", tmp_path / "alone" / "r.csv"
     flags = "--limit_train 72 --limit_test 20 --batch_size 32"  # two steps
-    done = torchrun(command(together_, flags, n_epochs=1))
+    done = torchrun(script.__file__, command(together_, flags, n_epochs=1))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1/1") == 1
     assert script.main(command(alone, flags, n_epochs=1)) == 0
@@ -250,7 +206,7 @@ def test_torchrun_end_to_end(tmp_path):
 
 
 def test_torchrun_reports_status_2_for_a_wrong_command_line(tmp_path):
-    done = torchrun([*command(tmp_path / "r.csv"), "--method", "neuralsrt"])
+    done = torchrun(script.__file__, [*command(tmp_path / "r.csv"), "--method", "neuralsrt"])
     assert done.returncode != 0
     assert done.stderr.count("did you mean 'neuralsort'") == done.stderr.count("error: ") == 1
     assert "exitcode  : 2" in done.stderr

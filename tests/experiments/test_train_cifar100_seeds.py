@@ -1,31 +1,33 @@
 """--seeds: one command, one process and one row per seed, each row that of --seed alone."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from experiments import seed_processes
 from experiments import train_cifar100 as script
 from experiments.run_record import open_run, read_rows
 from experiments.seed_processes import division
 from tests.experiments.test_train_cifar100 import assert_same_outcome, command, stop_after
+from tests.processes import Program, run
 
 # The network is the ResNet: what is patched here is not patched in the processes of the seeds.
-FLAGS = "--limit_train 40 --limit_test 20 --label_noise .2"
+FLAGS = "--limit_train 24 --limit_test 8 --batch_size 8 --label_noise .2"
 
 
-def start(results, flags: str, n_epochs: int) -> subprocess.Popen:
-    line = [sys.executable, script.__file__, *command(results, f"{FLAGS} {flags}", n_epochs=n_epochs)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(process: subprocess.Popen, text: str) -> None:
-    while text not in (printed := process.stdout.readline()):
-        assert printed, process.stderr.read()
+def main_that_forks(words: list[str]) -> int:
+    """The script, whose seeds are forks in the place of spawned processes: what they import is here already."""
+    fork = multiprocessing.get_context("fork")
+    seed_processes.multiprocessing = SimpleNamespace(
+        get_context=lambda _: fork, parent_process=multiprocessing.parent_process
+    )
+    return script.main(words)
 
 
 def run_folders(results) -> list:
@@ -56,10 +58,10 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
     assert (row["seed"], row["times_resumed"]) == ("3", "1")
 
     # The same command goes on with the other.
-    assert script.main(both) == 0
-    captured = capfd.readouterr()
-    assert captured.out.startswith("skipped: ")
-    assert captured.err == ""
+    status, printed, said = run(partial(main_that_forks, both))
+    assert status == 0
+    assert printed.startswith("skipped: ")
+    assert said == ""
     rows = read_rows(results)
     assert [row["seed"] for row in rows] == ["3", "7"]
     assert "seeds" not in rows[0]
@@ -80,19 +82,20 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_ends_all_and_so_does_a_kill(tmp_path):
     results = tmp_path / "r.csv"
-    process = start(results, "--seeds 0 1", 500)
-    wait_for(process, "epoch 1/500")
+    words = command(results, f"{FLAGS} --seeds 0 1", n_epochs=500)
+    process = Program(partial(main_that_forks, words), folder=tmp_path)
+    process.wait_for("epoch 1/500")
     process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 130
+    status, _, message = process.end()
+    assert status == 130
     assert message.strip().startswith("stopped: every finished epoch is saved")
     assert "Traceback" not in message
     assert all(is_free(folder) for folder in run_folders(results))
 
-    process = start(results, "--seeds 0 1", 500)
-    wait_for(process, "continuing after epoch")
-    process.kill()
-    process.communicate(timeout=60)  # when the processes of the seeds, too, have closed it
+    process = Program(partial(script.main, words), folder=tmp_path)
+    process.wait_for("continuing after epoch")
+    process.send_signal(signal.SIGKILL)
+    process.end()
     assert all(is_free(folder) for folder in run_folders(results))
     assert not results.exists()
 

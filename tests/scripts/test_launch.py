@@ -17,6 +17,7 @@ import pytest
 
 from experiments import train_cifar100
 from scripts import launch, sweep
+from tests.experiments.test_train_cifar100 import tiny_network
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch.py"
@@ -357,7 +358,8 @@ def test_time_limits_as_slurm_writes_them(text, expected):
 # The training script.
 
 
-def test_recorded_rows_are_skipped_before_they_start(run, tmp_path):
+def test_recorded_rows_are_skipped_before_they_start(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_cifar100, "resnet_cifar", tiny_network)
     quick = "--dataset digits --limit_train 80 --limit_test 40 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
     flags = f"--method softsort {quick} --results {tmp_path / 'r.csv'}"
     assert train_cifar100.main(flags.split()) == 0

@@ -124,7 +124,7 @@ def test_nothing_is_commented_out(table):
 
 # Killed in the middle.
 
-QUICK = "--dataset digits --limit_train 80 --limit_test 40 --batch_size 16 --n_epochs 4 --device cpu --threads 1"
+QUICK = "--dataset digits --limit_train 24 --limit_test 8 --batch_size 8 --n_epochs 3 --device cpu --threads 1"
 # What a clock decides, and what a continued run says of itself.
 TIMES = (
     *("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc"),
@@ -161,9 +161,9 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
             time.sleep(0.05)
 
     first = start()
-    wait_for("epoch 1/4", 1)
+    wait_for("epoch 1/3", 1)
     os.kill(children(first.pid)[0], signal.SIGKILL)  # row 1, which is tried again
-    wait_for("epoch 1/4", 2)
+    wait_for("epoch 1/3", 2)
     wait_for("continuing after epoch", 1)
     first.kill()
     first.communicate()
