@@ -15,10 +15,7 @@ from multiprocessing.connection import wait
 
 import torch
 
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from experiments.cores import usable_cores
 
 
 def division(num_seeds: int, threads: int | None, on_gpu: bool) -> tuple[int, int]:

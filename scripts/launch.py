@@ -31,13 +31,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from experiments.cores import usable_cores
 from scripts.sweep import (
     ROOT,
     Progress,
     Row,
     Stop,
     SweepError,
-    available_cores,
     ending,
     read_rows,
     recorded_rows,
@@ -72,6 +72,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--retries", type=whole_number(0), default=1, help="of a failed row (%(default)s)")
     here = parser.add_argument_group("on this machine")
     here.add_argument("--jobs", type=whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)")
+    here.add_argument("--row-per-core", action="store_true", help="without --jobs and GPUs: as many rows as cores")
     here.add_argument("--per-gpu", type=whole_number(1), default=1, help="rows at once on one GPU (%(default)s)")
     slurm = parser.add_argument_group("as a Slurm job array")
     slurm.add_argument("--slurm", action="store_true", help="submit the rows; the flags below belong to it")
@@ -141,7 +142,7 @@ def launch(argv: Sequence[str]) -> int:
 
     gpus = visible_gpus()
     slots = len(gpus) * args.per_gpu
-    jobs = args.jobs or slots or 1
+    jobs = args.jobs or slots or (min(len(rows), usable_cores()) if args.row_per_core else 1)
     if gpus and jobs > slots and not args.slurm:
         raise SweepError(
             f"--jobs {jobs} is more than {len(gpus)} visible GPUs x --per-gpu {args.per_gpu}; raise --per-gpu, "
@@ -235,7 +236,7 @@ class Running:
 def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, progress: Progress, stop: Stop) -> None:
     """Run the rows, `jobs` at once, until all have ended, or until those that ran when it was stopped have."""
     # Of `jobs`, not of the rows that are left: a row that is continued must compute with as many threads as before.
-    threads = max(1, available_cores() // jobs)
+    threads = max(1, usable_cores() // jobs)
     waiting = [(row, 1, 0.0) for row in rows]  # row, attempt, not before this time
     running: list[Running] = []
     passed_on = 0

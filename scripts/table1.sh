@@ -26,4 +26,4 @@ rows() {
     done
   done
 }
-exec .venv/bin/python scripts/launch.py --name table1 "$@" < <(rows)
+exec .venv/bin/python scripts/launch.py --name table1 --row-per-core "$@" < <(rows)

@@ -31,4 +31,4 @@ rows() {
     done
   done
 }
-exec .venv/bin/python scripts/launch.py --name table4 "$@" < <(rows)
+exec .venv/bin/python scripts/launch.py --name table4 --row-per-core "$@" < <(rows)
