@@ -94,15 +94,17 @@ def _matrix(weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tens
 
 def _weight_gradient(maps: Tensor, gradient: Tensor, stride: int, dtype: torch.dtype) -> Tensor:
     """Return the gradient (C_out, C_in, 3, 3), channels_last, from that of the outputs (batch, C_out, H', W')."""
-    inputs, outputs = _positions_last(maps), _positions_last(gradient)
+    # Rows first: with the columns of a tap gathered, its rows lie together.
+    inputs = maps.permute(2, 0, 3, 1)  # (H, batch, W, C_in)
+    outputs = gradient.permute(2, 0, 3, 1)  # (H', batch, W', C_out)
     taps = maps.new_empty(outputs.shape[3], 3, 3, inputs.shape[3], dtype=dtype)  # (C_out, 3, 3, C_in)
-    for i in range(3):
-        out_rows, in_rows = _met(i, stride, inputs.shape[1], outputs.shape[1])
-        for j in range(3):
-            out_columns, in_columns = _met(j, stride, inputs.shape[2], outputs.shape[2])
-            ours = outputs[:, out_rows, out_columns].flatten(0, 2)  # (positions, C_out)
-            theirs = inputs[:, in_rows, in_columns].flatten(0, 2)  # (positions, C_in)
-            taps[:, i, j] = ours.T @ theirs
+    for j in range(3):
+        out_columns, in_columns = _met(j, stride, inputs.shape[2], outputs.shape[2])
+        of_outputs, of_inputs = outputs[:, :, out_columns].contiguous(), inputs[:, :, in_columns].contiguous()
+        for i in range(3):
+            out_rows, in_rows = _met(i, stride, inputs.shape[0], outputs.shape[0])
+            # (C_out, positions) x (positions, C_in)
+            taps[:, i, j] = of_outputs[out_rows].flatten(0, 2).T @ of_inputs[in_rows].flatten(0, 2)
     return taps.permute(0, 3, 1, 2)
 
 
