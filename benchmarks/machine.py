@@ -9,7 +9,6 @@ Medians; prints a table and writes --output (default results/benchmarks/machine.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.table import write_table
+from experiments.cores import usable_cores
 from experiments.environment import device_name
 
 COLUMNS = ("quantity", "value", "unit", "device", "threads", "torch")
@@ -28,7 +28,7 @@ MIB = 2**20
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/machine.csv")
     arguments = parser.parse_args()

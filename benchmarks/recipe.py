@@ -12,7 +12,6 @@ images per second, medians over the turns, and the median of the turns' ratios.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -28,7 +27,8 @@ from torchvision import transforms
 from benchmarks.table import write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
 from experiments.command_line import DEFAULT_P_K
-from experiments.environment import device_name
+from experiments.cores import usable_cores
+from experiments.environment import device_name, keep_freed_memory, set_up_device
 from experiments.official_loss import executor_of, make_official_loss
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
@@ -140,14 +140,15 @@ def main() -> int:
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of ours (%(default)s)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="steps per turn")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/recipe.csv")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     device = torch.device(arguments.device)
+    set_up_device(device, arguments.threads, deterministic=False)
+    keep_freed_memory()
     images = torch.randint(256, (NUM_IMAGES, 32, 32, 3), dtype=torch.uint8)
     labels = torch.randint(NUM_CLASSES, (NUM_IMAGES,))
 

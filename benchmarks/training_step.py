@@ -10,7 +10,6 @@ writes --output (default results/benchmarks/training_step.csv).
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -21,7 +20,8 @@ import torch
 from benchmarks.table import write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
 from experiments.command_line import DEFAULT_P_K
-from experiments.environment import device_name
+from experiments.cores import usable_cores
+from experiments.environment import device_name, keep_freed_memory, set_up_device
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
@@ -34,16 +34,17 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps per turn and method")
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/training_step.csv"
     )
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     device = torch.device(arguments.device)
+    set_up_device(device, arguments.threads, deterministic=False)
+    keep_freed_memory()
     methods = list(dict.fromkeys(["softmax_cross_entropy", *arguments.methods]))
 
     images = torch.randint(256, (NUM_IMAGES, 3, 32, 32), dtype=torch.uint8).contiguous(

@@ -243,7 +243,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         help="of the network, fp32 or bf16 by autocast; the loss is always float32 (%(default)s)",
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the network and the loss")
-    group.add_argument("--threads", type=count, help="CPU threads; PyTorch's choice without it")
+    group.add_argument("--threads", type=count, help="CPU threads; one per core without it")
     group.add_argument("--deterministic", action="store_true", help="deterministic kernels where there are any")
 
 

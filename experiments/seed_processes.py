@@ -16,14 +16,11 @@ from multiprocessing.connection import wait
 
 import torch
 
+from experiments.cores import usable_cores
+
 # Seconds after which SIGTERM is sent again: the exception that it raises is lost where it comes in a callback from C,
 # as of Numba's compiler.
 LOST_AFTER = 5
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def division(num_seeds: int, threads: int | None, on_gpu: bool) -> tuple[int, int]:

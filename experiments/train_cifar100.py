@@ -54,7 +54,13 @@ from experiments.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
-from experiments.environment import describe_environment, git_commit, peak_memory_mib, set_up_device
+from experiments.environment import (
+    describe_environment,
+    git_commit,
+    keep_freed_memory,
+    peak_memory_mib,
+    set_up_device,
+)
 from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.ranks import Ranks
 from experiments.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
@@ -96,6 +102,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
 
     # Seed, another one for what the other processes draw (dropout, where there is any).
     set_up_device(device, args.threads, args.deterministic)
+    keep_freed_memory()
     flags["threads"] = torch.get_num_threads()
     torch.manual_seed(args.seed + (ranks.rank << 32))
 

@@ -2,6 +2,7 @@
 
     scripts/table1.sh --jobs 4                        # a table script pipes its rows into this one
     scripts/table1.sh --dry-run                       # print the command lines and their number
+    scripts/table1.sh --status                        # where each row stands
     scripts/table1.sh --jobs 8 --per-gpu 2 --n_epochs 5 --limit_train 5000
     scripts/table1.sh --slurm --partition gpu --time 2:00:00 --array-limit 16 --wait
     python scripts/launch.py --jobs 2 < commands.txt  # any commands; no shell expands them
@@ -31,19 +32,20 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from experiments.cores import usable_cores
 from scripts.sweep import (
     ROOT,
     Progress,
     Row,
     Stop,
     SweepError,
-    available_cores,
     ending,
     read_rows,
     recorded_rows,
     signal_group,
     start_row,
     summarise,
+    tail,
     thread_settings,
 )
 
@@ -69,9 +71,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--name", type=name_of_a_sweep, default="sweep", help="of the sweep (%(default)s)")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number, no more")
+    parser.add_argument("--status", action="store_true", help="print where each row stands, no more")
     parser.add_argument("--retries", type=whole_number(0), default=1, help="of a failed row (%(default)s)")
     here = parser.add_argument_group("on this machine")
     here.add_argument("--jobs", type=whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)")
+    here.add_argument("--row-per-core", action="store_true", help="without --jobs and GPUs: as many rows as cores")
     here.add_argument("--per-gpu", type=whole_number(1), default=1, help="rows at once on one GPU (%(default)s)")
     slurm = parser.add_argument_group("as a Slurm job array")
     slurm.add_argument("--slurm", action="store_true", help="submit the rows; the flags below belong to it")
@@ -139,9 +143,13 @@ def launch(argv: Sequence[str]) -> int:
         print(f"# {len(rows)} rows")
         return 0
 
+    if args.status:
+        print_status(rows)
+        return 0
+
     gpus = visible_gpus()
     slots = len(gpus) * args.per_gpu
-    jobs = args.jobs or slots or 1
+    jobs = args.jobs or slots or (min(len(rows), usable_cores()) if args.row_per_core else 1)
     if gpus and jobs > slots and not args.slurm:
         raise SweepError(
             f"--jobs {jobs} is more than {len(gpus)} visible GPUs x --per-gpu {args.per_gpu}; raise --per-gpu, "
@@ -171,6 +179,15 @@ def launch(argv: Sequence[str]) -> int:
         print("stopped: the same call continues where it stopped", file=sys.stderr)
         return 128 + stop.numbers[0]
     return status
+
+
+def print_status(rows: Sequence[Row]) -> None:
+    """Print of each row that it is recorded, or the last line of its log, or that it waits; and how many are done."""
+    recorded = recorded_rows(rows)
+    for row in rows:
+        stands = "recorded" if row.number in recorded else tail(row.log)[-1] if row.log.exists() else "waiting"
+        print(f"{row.name}: {stands}")
+    print(f"# {len(recorded)} of {len(rows)} rows recorded")
 
 
 def visible_gpus() -> list[str]:
@@ -235,7 +252,7 @@ class Running:
 def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, progress: Progress, stop: Stop) -> None:
     """Run the rows, `jobs` at once, until all have ended, or until those that ran when it was stopped have."""
     # Of `jobs`, not of the rows that are left: a row that is continued must compute with as many threads as before.
-    threads = max(1, available_cores() // jobs)
+    threads = max(1, usable_cores() // jobs)
     waiting = [(row, 1, 0.0) for row in rows]  # row, attempt, not before this time
     running: list[Running] = []
     passed_on = 0

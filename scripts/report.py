@@ -129,7 +129,9 @@ def published_of(table: str | None, results: Path, runs: list[Row]) -> Path | No
         table = of_embeddings
     if table is None:
         is_cifar = {run.get("dataset") for run in runs} == {"cifar100"}
-        table = BY_FILE_NAME.get(results.stem) or of_embeddings or ("table1" if is_cifar else "none")
+        table = (
+            BY_FILE_NAME.get(results.stem.removesuffix("_short")) or of_embeddings or ("table1" if is_cifar else "none")
+        )
     return None if table == "none" else PAPER / f"{table}.csv"
 
 

@@ -27,12 +27,12 @@ from pathlib import Path
 import submitit
 
 from data.atomic_file import atomic_write
+from experiments.cores import usable_cores
 from scripts.sweep import (
     Progress,
     Row,
     Stop,
     SweepError,
-    available_cores,
     ending,
     signal_group,
     start_row,
@@ -63,7 +63,7 @@ class RunRow:
         # scancel and a requeue end every process of the job by themselves: here it only means not to try again.
         signal.signal(signal.SIGTERM, self._note_termination)
         given = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE")
-        threads = int(given or available_cores())
+        threads = int(given or usable_cores())
         how = ""
         for attempt in range(1, self.retries + 2):
             settings = thread_settings(row, threads)

@@ -118,11 +118,6 @@ def _can_be_asked(words: Sequence[str]) -> bool:
     return not given or Path(given[-1]).exists()
 
 
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def thread_settings(row: Row, threads: int) -> dict[str, str]:
     """Return the environment that gives a row its CPU threads, unless it says --threads itself."""
     if "--threads" in shlex.split(row.command):

@@ -1,12 +1,14 @@
 """Devices are resolved or refused with a sentence; what a row says about the machine is there."""
 
+import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments import environment
+from experiments import cores, environment
 from experiments.command_line import portable
 from experiments.environment import ROOT, describe_environment, git_commit, peak_memory_mib, resolve_device
 
@@ -33,6 +35,39 @@ def test_devices_without_a_gpu(no_gpu):
     assert str(resolve_device("auto")) == "cpu"
     with pytest.raises(ValueError, match="no GPU here; use --device cpu"):
         resolve_device("cuda")
+
+
+def test_hardware_threads_of_one_core_count_once(monkeypatch):
+    siblings = {0: "0,4", 4: "0,4", 1: "1,5"}
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(siblings), raising=False)
+    monkeypatch.setattr(cores, "_siblings", siblings.get)
+    assert cores.usable_cores() == 2
+
+
+def test_threads_are_given_or_one_per_core(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
+    try:
+        for given, started_with, expected in ((None, 4, 2), (None, 1, 1), (3, 1, 3)):
+            torch.set_num_threads(started_with)
+            environment.set_up_device(torch.device("cpu"), given, deterministic=False)
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_memory_that_is_kept_is_not_fetched_again():
+    program = """if True:
+        import resource, torch
+        from experiments.environment import keep_freed_memory
+        keep_freed_memory()
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(64, 2**20)  # 256 MiB, more than malloc would keep
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "mps", "cpu:0", "CPU"])

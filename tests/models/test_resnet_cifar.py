@@ -8,6 +8,7 @@ import torchvision
 from torch import nn
 
 from models.resnet_cifar import ARCHITECTURES, resnet_cifar
+from models.small_maps import SmallMapConv2d
 
 
 def basic_parameters(blocks: list[int], num_classes: int) -> int:
@@ -127,6 +128,34 @@ def test_forward_is_torchvisions_apart_from_the_first_convolution(resnet18):
     theirs.load_state_dict(resnet18.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(resnet18.eval()(images()), theirs.eval()(images()))
+
+
+def test_training_steps_are_torchvisions(resnet18):
+    """Losses, gradients and running statistics, with the maps of 4x4 and 2x2 as products and ReLU after the pool."""
+    ours = resnet_cifar("resnet18", 100).to(torch.float64, memory_format=torch.channels_last)
+    theirs = torchvision.models.resnet18(num_classes=100).double()
+    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False).double()
+    theirs.load_state_dict(ours.state_dict())
+    batch, labels = images(8).double(), torch.arange(8)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ours, theirs)]
+    for _ in range(2):
+        losses = []
+        for model, optimizer in zip((ours, theirs), optimizers):
+            loss = nn.functional.cross_entropy(model(batch), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)
+    for (name, our), their in zip(ours.state_dict().items(), theirs.state_dict().values()):
+        torch.testing.assert_close(our, their, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("name", "number"), [("resnet18", 8), ("resnet34", 18), ("resnet50", 9)])
+def test_the_last_two_stages_have_convolutions_for_small_maps(name, number):
+    layers = [path for path, layer in resnet_cifar(name).named_modules() if isinstance(layer, SmallMapConv2d)]
+    assert len(layers) == number
+    assert {path.split(".")[0] for path in layers} == {"layer3", "layer4"}
 
 
 def test_initial_weights_have_the_stated_statistics(resnet18):

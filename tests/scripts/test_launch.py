@@ -1,6 +1,7 @@
 """The launcher with small commands: order, retries, GPUs, threads, logs, signals, and what it refuses."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from experiments import train_cifar100
+from experiments.cores import usable_cores
 from scripts import launch, sweep
 from tests.experiments.test_train_cifar100 import tiny_network
 
@@ -196,9 +198,23 @@ def test_cpu_threads_are_divided_among_the_jobs(run, tmp_path):
     rows = [python(show), f"{python(show)} --threads 3"]
     assert run(rows, "--jobs", "2", OMP_NUM_THREADS="77", MKL_NUM_THREADS="77").returncode == 0
     first, second = (log.read_text() for log in sorted((tmp_path / "logs").glob("*.log")))
-    share = max(1, sweep.available_cores() // 2)
+    share = max(1, usable_cores() // 2)
     assert f"threads {share} {share}\n" in first
     assert "threads 77 77\n" in second  # --threads decides there
+
+
+@pytest.mark.parametrize(
+    ("flags", "at_once"), [((), 1), (("--row-per-core",), 2), (("--row-per-core", "--jobs", "1"), 1)]
+)
+def test_rows_at_once(monkeypatch, tmp_path, flags, at_once):
+    """Without GPUs one, or one on each core, but no more than there are; --jobs decides."""
+    monkeypatch.setattr(launch, "visible_gpus", list)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 4)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("true 1\ntrue 2\n"))
+    given = []
+    monkeypatch.setattr(launch, "run_here", lambda rows, jobs, *_: given.append(jobs))
+    launch.launch(["--logs", str(tmp_path), *flags])
+    assert given == [at_once]
 
 
 # Signals.

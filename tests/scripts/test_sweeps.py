@@ -18,6 +18,7 @@ from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.run_record import read_rows
 
 ROOT = Path(__file__).parents[2]
+EVIDENCE = ROOT / "scripts" / "evidence.sh"
 NUM_ROWS = {"table1": 20, "table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "table4": 46, "table5": 12}
 PARSE = {
     "experiments/train_cifar100.py": train_cifar100.parse_arguments,
@@ -114,7 +115,69 @@ def test_further_arguments_go_to_every_row_from_any_directory(tmp_path):
     assert all(row.endswith(" --results results/table1.csv --n_epochs 5 --limit_train 5000") for row in rows)
 
 
-@pytest.mark.parametrize("table", NUM_ROWS)
+SHORT = " --n_epochs 16 --lr_schedule cosine --precision bf16"
+
+
+@pytest.mark.parametrize(("table", "seeds"), [("table1", "012"), ("table4", "01")])
+def test_short_rows_are_the_tables_but_for_schedule_and_precision(rows_of, table, seeds):
+    of_one_seed = [row for row in rows_of[table] if "--seed 0" in row]
+    expected = [
+        row.replace("--seed 0", f"--seed {seed}").replace(f"{table}.csv", f"{table}_short.csv") + SHORT
+        for seed in seeds
+        for row in of_one_seed
+    ]
+    assert commands(table, "--short") == expected
+
+
+def test_evidence_comes_in_the_order_of_what_is_asked_for_most(rows_of):
+    found = []
+    for row in commands("evidence"):
+        file, seed = re.search(r"results/(\w+)\.csv", row)[1], re.search(r"--seed (\d)", row)[1]
+        if not found or found[-1][:2] != [file, seed]:
+            found.append([file, seed, 0])
+        found[-1][2] += 1
+    one_seed_of_1, one_seed_of_4 = NUM_ROWS["table1"] // 2, NUM_ROWS["table4"] // 2
+    assert found == [
+        *(["table1_short", seed, one_seed_of_1] for seed in "01"),
+        ["table4_short", "0", one_seed_of_4],
+        ["table1_short", "2", one_seed_of_1],
+        ["table1", "0", 2],
+    ]
+    published = [row for row in commands("evidence") if SHORT not in row]
+    assert [re.search(r"--method (\w+)", row)[1] for row in published] == [
+        "softmax_cross_entropy",
+        "splitter_selection",
+    ]
+    assert set(published) <= set(rows_of["table1"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the row's process in /proc")
+def test_evidence_runs_at_low_priority_says_where_it_stands_and_continues(tmp_path):
+    results = tmp_path / "r.csv"
+    flags = [*QUICK.split(), "--jobs", "1", "--logs", tmp_path / "logs", "--results", results]
+
+    def status() -> list[str]:
+        done = subprocess.run([EVIDENCE, "--status", *flags], capture_output=True, text=True, check=True)
+        return [line.rpartition(": ")[2] for line in done.stdout.splitlines()]
+
+    def start(until_recorded: int) -> str:
+        process = subprocess.Popen([EVIDENCE, *flags], stdout=subprocess.PIPE, text=True)
+        until = time.monotonic() + 90
+        while len(read_rows(results)) < until_recorded:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+        process.terminate()
+        return process.communicate(timeout=60)[0]
+
+    assert status() == ["waiting"] * 55 + ["# 0 of 55 rows recorded"]
+    assert "0 already recorded" in start(1)
+    assert status()[0] == "recorded"
+    assert status()[-2] == "waiting"
+    assert re.search(r"[12] already recorded", start(3))  # the second row may have finished while it was stopped
+
+
+@pytest.mark.parametrize("table", [*NUM_ROWS, "evidence"])
 def test_nothing_is_commented_out(table):
     script = (ROOT / "scripts" / f"{table}.sh").read_text()
     _, _, body = script.partition("set -euo pipefail")

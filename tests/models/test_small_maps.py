@@ -1,0 +1,90 @@
+"""models/small_maps.py: the values and gradients of nn.Conv2d, and when they are computed by products."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models.small_maps import SmallMapConv2d
+
+# Height, width and stride: those of ResNet-18's last stages, and the borders of what is taken.
+SHAPES = [(2, 2, 1), (4, 4, 2), (4, 4, 1), (8, 8, 2), (1, 1, 1), (1, 2, 1), (3, 5, 1), (5, 3, 2), (1, 1, 2), (7, 2, 2)]
+TAKEN, NOT_TAKEN = "_ConvolutionBackward", "ConvolutionBackward0"
+
+
+def layer_and_maps(height, width, stride, dtype=torch.float64, channels=(2, 3), batch=3):
+    torch.manual_seed(0)
+    layer = SmallMapConv2d(*channels, stride).to(dtype, memory_format=torch.channels_last)
+    maps = torch.randn(batch, channels[0], height, width, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    return layer, maps.requires_grad_()
+
+
+@pytest.mark.parametrize(("height", "width", "stride"), SHAPES)
+def test_values_and_gradients_are_those_of_conv2d(height, width, stride):
+    layer, maps = layer_and_maps(height, width, stride)
+    ours, theirs = layer(maps), F.conv2d(maps, layer.weight, stride=stride, padding=1)
+    assert ours.grad_fn.name() == TAKEN
+    torch.testing.assert_close(ours, theirs)
+    gradient = torch.randn_like(theirs)
+    for our, their in zip(*(torch.autograd.grad(y, (maps, layer.weight), gradient) for y in (ours, theirs))):
+        torch.testing.assert_close(our, their)
+    assert torch.autograd.gradcheck(
+        lambda maps, weight: torch.func.functional_call(layer, {"weight": weight}, maps), (maps, layer.weight)
+    )
+
+
+def test_any_memory_format_gives_the_same():
+    layer, maps = layer_and_maps(2, 2, 1)
+    expected = torch.autograd.grad(layer(maps).square().sum(), (maps, layer.weight))
+    layer.weight.data = layer.weight.data.contiguous()
+    planes = maps.detach().contiguous().requires_grad_()
+    for ours, theirs in zip(torch.autograd.grad(layer(planes).square().sum(), (planes, layer.weight)), expected):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("frozen", ["maps", "weight"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    layer, maps = layer_and_maps(2, 2, 1)
+    {"maps": maps, "weight": layer.weight}[frozen].requires_grad_(False)
+    layer(maps).sum().backward()
+    assert (maps.grad is None, layer.weight.grad is None) == (frozen == "maps", frozen == "weight")
+
+
+@pytest.mark.parametrize(("height", "stride"), [(2, 1), (4, 2), (4, 1)])
+def test_autocast_computes_in_bfloat16_with_the_rounding_of_one_product(height, stride):
+    layer, maps = layer_and_maps(height, height, stride, torch.float32, channels=(32, 48), batch=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = layer(maps)
+    assert (ours.dtype, ours.grad_fn.name()) == (torch.bfloat16, TAKEN)
+    gradient = torch.randn_like(ours)
+    exact = [each.detach().bfloat16().double().requires_grad_() for each in (maps, layer.weight)]
+    theirs = F.conv2d(*exact, stride=stride, padding=1)
+    torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=1e-4)
+    expected = torch.autograd.grad(theirs, exact, gradient.double())
+    for our, their in zip(torch.autograd.grad(ours, (maps, layer.weight), gradient), expected):
+        assert our.dtype == torch.float32
+        torch.testing.assert_close(our.double(), their, rtol=2**-8, atol=1e-3 * their.abs().max().item())
+
+
+def test_large_maps_and_other_devices_are_conv2ds():
+    layer, maps = layer_and_maps(8, 8, 1)
+    assert layer(maps).grad_fn.name() == NOT_TAKEN
+    layer, maps = layer_and_maps(2, 2, 1)
+    elsewhere = layer.to("meta")(maps.to("meta"))
+    assert (elsewhere.shape, elsewhere.grad_fn.name()) == ((3, 3, 2, 2), NOT_TAKEN)
+
+
+def test_parameters_and_initialisation_are_conv2ds():
+    torch.manual_seed(1)
+    theirs = nn.Conv2d(4, 5, 3, stride=2, padding=1, bias=False)
+    torch.manual_seed(1)
+    ours = SmallMapConv2d(4, 5, 2)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_second_derivatives_are_refused_and_not_wrong():
+    layer, maps = layer_and_maps(2, 2, 1)
+    (gradient,) = torch.autograd.grad(layer(maps).square().sum(), maps, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
