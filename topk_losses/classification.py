@@ -21,6 +21,7 @@ from topk_losses.sorts import Constants, to_compute_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
 SOFT_LABELS = ("expected", "any")
+MANY = 8  # classes with mass, per sample, from which on all columns of P together cost less than each alone
 
 
 class ClassificationLoss(Constants):
@@ -122,6 +123,8 @@ class ClassificationLoss(Constants):
             raise ValueError(
                 f"logits must have num_classes={self.num_classes} columns, got shape {tuple(logits.shape)}"
             )
+        if self.weight is not None and len(self.weight) != n:
+            raise ValueError(f"weight holds {len(self.weight)} numbers, but the logits have {n} classes")
         shape = logits.shape[:axis] + logits.shape[axis + 1 :]
         is_mass = isinstance(labels, Tensor) and (
             labels.is_floating_point() or (self.soft_labels == "any" and labels.shape == logits.shape)
@@ -191,9 +194,6 @@ class ClassificationLoss(Constants):
         share = mass[row, column]
         losses = torch.where(share > 0, losses * share, 0)
         return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
-
-
-MANY = 8  # classes with mass, per sample, from which on all columns of P together cost less than each alone
 
 
 class SoftmaxCrossEntropyLoss(ClassificationLoss):

@@ -128,6 +128,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _checked_p_k(self, p_k: PK) -> Tensor:
         """P_K as it is kept: float64 where the device has it. Sets the ranks that have mass, and their shares."""
         rows = check_p_k(p_k, self.num_classes, self.m or self.num_classes)  # (K,) or (num_classes, K)
+        if rows.dim() == 2 and self.num_classes is None:
+            raise ValueError(f"p_k with one row per class needs num_classes={len(rows)}; got num_classes=None")
         first = 1 if self.top1_mode == "sort" else 2
         if first == 2 and bool((rows[..., 0] == 1).all()):
             raise ValueError(
@@ -181,8 +183,15 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if operator is None or operator.k != k or getattr(operator, "n", num_scores) != num_scores:
             settings = (self.inverse_temperature, self.distribution, self.art_lambda)
             operator = make_operator(self.method, num_scores, k, *settings).to(self.p_k.device)
-            self.operator = operator
+            # Not a submodule: it comes and goes, and a learned temperature is saved once.
+            object.__setattr__(self, "operator", operator)
         return operator
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKCrossEntropyLoss":
+        super()._apply(fn, recurse)
+        if self.operator is not None:
+            self.operator._apply(fn, recurse)
+        return self
 
     def _ranks_and_operator(self, scores: Tensor, p_k: Tensor | None) -> tuple[list[int], TopKOperator]:
         """The k for which P(rank <= k) is wanted, rising, and who computes it; p_k (rows, K) or None."""

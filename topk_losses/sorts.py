@@ -33,8 +33,8 @@ def finite(scores: Tensor) -> Tensor:
 
 def pick_ranks(cumulative: Tensor, ks: Sequence[int]) -> Tensor:
     """The entries of `cumulative` (rows, K, ...) for the k of interest, (rows, len(ks), ...); no index to be moved."""
-    if len(ks) == cumulative.shape[1]:
-        return cumulative
+    if len(ks) in (0, cumulative.shape[1]):
+        return cumulative[:, : len(ks)]
     return torch.stack([cumulative[:, k - 1] for k in ks], dim=1)
 
 

@@ -101,6 +101,7 @@ def test_a_temperature_that_is_learned_is_a_parameter_of_the_loss(method):
     logits, labels = random_batch(dtype=torch.float32)
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, inverse_temperature=torch.nn.Parameter(torch.tensor(2.0)))
     assert [name for name, _ in loss.named_parameters()] == ["inverse_temperature"]
+    assert list(loss.state_dict()) == ["inverse_temperature"]
     loss(logits, labels).backward()
     assert float(loss.inverse_temperature.grad.abs()) > 0
     scheduled = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, inverse_temperature=torch.tensor(2.0))
@@ -141,3 +142,13 @@ def test_a_fake_call_leaves_nothing_behind(method):
         assert loss(mode.from_tensor(logits), mode.from_tensor(labels)).shape == ()
     assert torch.equal(loss(logits, labels), want)
     assert torch.equal(make_loss(method, None, 12)(logits, labels), want)
+
+
+def test_settings_that_do_not_fit_the_logits_say_so():
+    logits, labels = random_batch()
+    with pytest.raises(ValueError, match="weight holds 11 numbers, but the logits have 12 classes"):
+        make_loss("softsort", weight=torch.ones(11))(logits, labels)
+    with pytest.raises(ValueError, match="needs num_classes=12"):
+        make_loss("softsort", [[0.5, 0.5]] * 12)
+    rank_one = TopKCrossEntropyLoss("softsort", 3)(logits, labels, p_k=torch.ones(6, 1))
+    torch.testing.assert_close(rank_one, torch.nn.functional.cross_entropy(logits, labels), rtol=1e-5, atol=1e-5)
