@@ -88,7 +88,7 @@ def check_integer(name: str, value: SupportsIndex, least: int, most: int | None 
 
 def check_k(k: SupportsIndex, n: int | None = None) -> int:
     """Return `k` as an int; raise ValueError unless 1 <= k <= n (n None: unknown)."""
-    return check_integer("k", k, 1, n, "the number of scores n = ")
+    return check_integer("k", k, 1, n, "the number of scores n=")
 
 
 def check_num_classes(num_classes: SupportsIndex | None) -> int | None:
@@ -98,7 +98,7 @@ def check_num_classes(num_classes: SupportsIndex | None) -> int | None:
 
 def check_m(m: SupportsIndex | None, num_classes: int | None) -> int | None:
     """Return `m`; raise ValueError unless it is None or 2 <= m <= num_classes."""
-    return None if m is None else check_integer("m", m, 2, num_classes, "num_classes = ")
+    return None if m is None else check_integer("m", m, 2, num_classes, "num_classes=")
 
 
 def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = None) -> Tensor:

@@ -62,10 +62,12 @@ def test_memory_that_is_kept_is_not_fetched_again():
         import resource, torch
         from experiments.environment import keep_freed_memory
         keep_freed_memory()
-        for _ in range(3):
+        faults = []
+        for _ in range(6):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.ones(64, 2**20)  # 256 MiB, more than malloc would keep
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
+            torch.ones(64, 2**18)  # 64 MiB, more than malloc would keep
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        assert min(faults) < 1000, faults  # a system short of memory may take pages away in between
     """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -561,7 +561,7 @@ def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
         ("--method softsort --hidden_dims 0", "at least 1, got '0'"),
         ("--method softsort --hidden_dims", "--hidden_dims"),
         ("--method softsort --m 25", "num_classes=24"),
-        ("--method softsort --m 5", "raise m"),
+        ("--method softsort --m 4", "raise m"),
         ("--method softsort --p_k .5 .6", "sum to 1"),
         ("--method softmax_cross_entropy --p_k .2 .2 .2 .2 .2", "softmax_cross_entropy"),
         ("--method softsort --device cuda:99", "cuda:99 is not there"),

@@ -421,7 +421,7 @@ def finished_epochs(results: Path) -> int:
         ("--method softmax_cross_entropy --p_k .2 .2 .2 .2 .2", "softmax_cross_entropy"),
         ("--method smooth_topk --p_k .5 .5", "single k"),
         ("--method softsort --p_k 1 0 0", "softmax_cross_entropy"),
-        ("--method softsort --m 5", "raise m"),
+        ("--method softsort --m 4", "raise m"),
         ("--method softsort --m 11", "num_classes=10"),
         ("--method softsort --m 0", "at least 1, got '0'"),
         ("--method softsort --m 2.5", "got '2.5'"),
@@ -562,5 +562,5 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(tmp_pat
     flags = ["--dataset", "digits", "--method", "bitonic", *seeds, "--results", str(results), "--device", "cpu"]
     assert script.main(flags) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert "TOPK_LOSSES_BACKEND must be one of torch, triton, numba" in sentence
+    assert "TOPK_LOSSES_BACKEND must be torch, numba or triton" in sentence
     assert not list(tmp_path.iterdir())

@@ -157,7 +157,7 @@ def test_the_run_id_is_that_of_one_process_and_one_continues_what_two_began(tmp_
     [
         ("--method softmax_cross_entropy --lr 1e30", 1, "the loss became nan in epoch 1, step 2 of 4"),
         ("--method softmax_cross_entropy --lr 1e30 --batch_size 76", 1, "in the validation after epoch 1"),
-        ("--method softsort --m 5", 2, "raise m"),
+        ("--method softsort --m 4", 2, "raise m"),
         ("--method softsort --batch_size 1000", 2, "must not exceed the 76 training images"),
         ("--method softsort --batch_size 1", 2, "at least the number of processes"),
         ("--method softsort --device cuda:0", 2, "give --device cuda, got cuda:0"),

@@ -117,7 +117,7 @@ def is_free(folder) -> bool:
         ("--method softsort --seeds 1 2 1", "--seeds must differ, got 1 2 1"),
         ("--method softsort --seeds 1 --seed 2", "not allowed with"),
         ("--method softsort --seeds -1", "between 0 and"),
-        ("--method softsort --seeds 0 1 --m 5", "raise m"),
+        ("--method softsort --seeds 0 1 --m 4", "raise m"),
         ("--method softsort --seeds 0 1 --device cuda:99", "cuda:99 is not there"),
         ("--method softsort --seeds 0 1 --batch_size 1000", "--batch_size must not exceed the 76 training images"),
     ],

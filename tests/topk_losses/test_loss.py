@@ -298,7 +298,7 @@ BAD_CONSTRUCTIONS = [
     ({"p_k": {0: 1.0}}, "k must be an integer"),
     ({"p_k": {1: 0.5, 5: 0.6}}, r"sum 1.1"),
     ({"p_k": torch.full((4, 2), 0.5)}, "num_classes=10 rows, got 4"),
-    ({"m": 11}, "m must be an integer between 2 and num_classes = 10, got 11"),
+    ({"m": 11}, "m must be an integer between 2 and num_classes=10, got 11"),
     ({"m": 2.5}, "m must be"),
     ({"num_classes": 1}, "num_classes"),
     ({"inverse_temperature": 0}, "above 0"),

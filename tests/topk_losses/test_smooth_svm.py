@@ -501,7 +501,7 @@ def test_refuses_what_it_cannot_mean(loss):
     for arguments, sentence in (
         ({"k": 0}, "k must be an integer of at least 1"),
         ({"k": 2.0}, "k must be an integer"),
-        ({"k": 5, "num_classes": 5}, "k must be an integer between 1 and the number of scores n = 4, got 5"),
+        ({"k": 5, "num_classes": 5}, "k must be an integer between 1 and the number of scores n=4, got 5"),
         ({"k": 2, "tau": 0}, "tau must be a finite number above 0"),
         ({"k": 2, "tau": nan}, "tau must be"),
         ({"k": 2, "alpha": -1}, "alpha must be"),
@@ -514,7 +514,7 @@ def test_refuses_what_it_cannot_mean(loss):
     module = loss(5, num_classes=None)
     assert module(logits, labels).isfinite()
     for bad_logits, bad_labels, error, sentence in (
-        (logits[:, :5], labels % 5, ValueError, "between 1 and the number of scores n = 4, got 5"),
+        (logits[:, :5], labels % 5, ValueError, "between 1 and the number of scores n=4, got 5"),
         (logits[0], labels, ValueError, "labels must have shape"),
         (logits.long(), labels, TypeError, "floating-point"),
         (logits, labels.int(), TypeError, "labels must be int64"),

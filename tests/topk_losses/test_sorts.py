@@ -346,7 +346,7 @@ def test_refuses_inputs_that_do_not_fit(name):
         operator.rank_probabilities(logits, -torch.ones(4, 9))
     with pytest.raises(ValueError, match="shape"):
         operator.permutation_matrix(torch.tensor(0.0))
-    with pytest.raises(ValueError, match="the number of scores n = 2, got 3"):
+    with pytest.raises(ValueError, match="the number of scores n=2, got 3"):
         operator.permutation_matrix(logits[:, :2])
     with pytest.raises(ValueError, match="inverse_temperature must be"):
         build(name, 9, 3, -1.0)
@@ -370,5 +370,5 @@ def test_make_operator_builds_every_relaxation_by_name():
         assert "k=3" in repr(operator)
     with pytest.raises(ValueError, match="no relaxed permutation matrix"):
         make_operator("smooth_topk", 9, 3)
-    with pytest.raises(ValueError, match="n = 9, got 10"):
+    with pytest.raises(ValueError, match="n=9, got 10"):
         make_operator("softsort", 9, 10)
