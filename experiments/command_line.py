@@ -215,7 +215,7 @@ def add_optimization_flags(
 
     Returns the group of these flags, for more of them, and that of --seed, for what may stand in its place.
     """
-    group = parser.add_argument_group("optimization", "Adam, default betas, no weight decay")
+    group = parser.add_argument_group("optimization", "Adam, default betas; as published, no weight decay")
     group.add_argument("--n_epochs", type=count, default=n_epochs, help="passes over the training split (%(default)s)")
     group.add_argument(
         "--batch_size", type=count, default=batch_size, help="the last partial batch is dropped (%(default)s)"

@@ -9,7 +9,10 @@
 
 Protocol: 5% of the training images for validation, random crop and flip, batch 128, Adam with learning rate 1e-3,
 200 epochs, evaluation after each; a row reports test accuracy where validation accuracy was best, per k.
---lr_schedule cosine, which is not published, brings a short run to rest.
+--lr_schedule cosine, which is not published, brings a short run to rest. Nor are --weight_decay, which is AdamW's and
+of all parameters (without it AdamW is Adam), and --ema: an exponential moving average of the weights over the steps, by
+which a row is evaluated, its best epoch chosen, and which its checkpoint holds. Batch norm's running statistics are
+averaged alike: the model's own belong to its last weights, not to the average.
 
 The row is added to results/cifar100.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
@@ -34,6 +37,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from data.cifar100 import (
@@ -74,7 +78,7 @@ from models.resnet_cifar import resnet_cifar
 IDENTITY = (
     *("dataset", "limit_train", "limit_test", "label_noise", "noise_groups", "model", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *("implementation", "lr", "lr_schedule", "batch_size", "n_epochs", "seed"),
+    *("implementation", "lr", "lr_schedule", "weight_decay", "ema", "batch_size", "n_epochs", "seed"),
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 
@@ -119,7 +123,12 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
 
         # Model and optimizer.
         model = resnet_cifar(args.model, data.num_classes).to(device, memory_format=torch.channels_last)
-        optimizer = torch.optim.Adam(model.parameters(), lr=flags["lr"], fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), flags["lr"], weight_decay=args.weight_decay, fused=True)
+        evaluated_model = model
+        if args.ema:
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
+            optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+            evaluated_model = average.module
         autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
         # Only the training step is compiled: eval mode and its partial batches would each be compiled again.
         training_model = compiled(model, device) if args.compile else model
@@ -130,7 +139,9 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
         saved = ranks.from_first(lambda: saved_state(folder, args.results, name))
         if saved:
             with restoring(folder):
-                model.load_state_dict(saved["model"])
+                model.load_state_dict(saved.get("unaveraged") or saved["model"])
+                if args.ema:
+                    average.load_state_dict(saved["average"])
                 if saved["optimizer"] is not None:
                     optimizer.load_state_dict(saved["optimizer"])
                 states = [saved["random_states"], *saved.get("random_states_of_others", [])]
@@ -162,15 +173,20 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
                 epoch, training_model, training_loss, optimizer, data, autocast, args, on_terminal, ranks
             )
             ranks.copy_from_first(model.buffers())  # the running statistics
-            evaluated = evaluate(epoch, model, loss_fn, data, autocast, args, ranks)
+            if args.ema:
+                ranks.copy_from_first(average.buffers())
+            evaluated = evaluate(epoch, evaluated_model, loss_fn, data, autocast, args, ranks)
             history.append({**trained, **evaluated, "peak_memory_mib": peak_memory_mib(device)})
             states = ranks.gathered(random_states(device))
             if not ranks.is_first:
                 continue
             state = {
                 "epoch": epoch,
-                "model": model.state_dict(),
+                "model": evaluated_model.state_dict(),
+                # The same tensors, saved once, and that there are any.
+                "average": average.state_dict() if args.ema else None,
                 # Nothing continues a finished run: its file keeps the weights alone.
+                "unaveraged": model.state_dict() if args.ema and epoch < args.n_epochs else None,
                 "optimizer": optimizer.state_dict() if epoch < args.n_epochs else None,
                 "random_states": states[0],
                 "random_states_of_others": states[1:],

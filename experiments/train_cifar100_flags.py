@@ -51,6 +51,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="constant",
         help="constant, or cosine: half a cosine from the learning rate down to 0, for short runs (%(default)s)",
     )
+    optimization.add_argument(
+        "--weight_decay",
+        type=cli.non_negative,
+        default=0.0,
+        metavar="W",
+        help="AdamW's: each step takes learning rate x W of every parameter away (%(default)s, as published: Adam)",
+    )
+    optimization.add_argument(
+        "--ema",
+        type=cli.number("a number above 0 and below 1", lambda value: 0 < value < 1),
+        metavar="DECAY",
+        help="evaluate, choose and keep an exponential moving average of weights and batch-norm statistics, in which "
+        "each step counts for 1 - DECAY (none, as published)",
+    )
     group = parser.add_argument_group("data and model")
     group.add_argument(
         "--dataset",
@@ -114,8 +128,9 @@ def configuration(args: argparse.Namespace, device: torch.device) -> tuple[nn.Mo
         **{flag: value for flag, value in vars(args).items() if flag != "seeds"},  # they have a row each
         **settings,
         **cli.learning_rate(args, NLOGLR),
-        # Empty where constant: ids of rows from before there was a choice stay.
+        # Empty where as published (so is ema): ids of rows from before there was a choice stay.
         "lr_schedule": args.lr_schedule if args.lr_schedule != "constant" else None,
+        "weight_decay": args.weight_decay or None,
         "device": str(device),
         "data_dir": cli.portable(args.data_dir),
         "noise_groups": args.noise_groups if args.label_noise > 0 else None,

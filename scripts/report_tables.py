@@ -1,10 +1,10 @@
 """Rows of a results file beside the published ones: grouped over seeds, compared where that is fair, or refused.
 
 What makes runs comparable with a published value, the precise rule: every setting that results/paper/ states for the
-row (protocols.csv for the table, the row's own line for its loss) is equal, no --limit_train, --limit_test or
---label_noise is set, the learning rate is constant, and the precision is fp32. A setting whose published value is
-unknown (an empty cell) is not asked for. Otherwise the row has no difference to the published value, and the caption
-gives the reason.
+row (protocols.csv for the table, the row's own line for its loss) is equal, no --limit_train, --limit_test,
+--label_noise, --weight_decay or --ema is set, the learning rate is constant, and the precision is fp32. A setting whose
+published value is unknown (an empty cell) is not asked for. Otherwise the row has no difference to the published value,
+and the caption gives the reason.
 
 What a table refuses: a cell whose runs differ in anything but the seed, and a table whose rows differ in anything but
 the loss and its settings, the learning rate and the embeddings. Thus a caption can say what all runs were.
@@ -45,7 +45,7 @@ LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambd
 WHOLE_RUN = {
     **{name: (("", "0.0"), "") for name in ("limit_train", "limit_test", "label_noise")},
     "precision": (("", "fp32"), " (not fp32)"),
-    "lr_schedule": (("",), ""),
+    **{name: (("",), "") for name in ("lr_schedule", "weight_decay", "ema")},
 }
 USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say how many it took
 
@@ -239,7 +239,7 @@ def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
     parts.append(epochs)
     parts += [
         f"{name} {first[name]}"
-        for name in ("limit_train", "limit_test", "label_noise")
+        for name in ("limit_train", "limit_test", "label_noise", "weight_decay", "ema")
         if float_of(first.get(name, ""))
     ]
     if first.get("lr_schedule"):

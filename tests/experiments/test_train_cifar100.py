@@ -204,8 +204,8 @@ def test_variants_train(tiny, results, flags):
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_the_learning_rate_follows_its_schedule(tiny, results, monkeypatch, schedule):
-    rates, step = [], torch.optim.Adam.step
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self))
+    rates, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self))
     assert script.main(command(results, f"--lr_schedule {schedule} --nloglr 2", n_epochs=3)) == 0
     expected = [0.01] * len(rates)
     if schedule == "cosine":
@@ -219,6 +219,44 @@ def test_the_learning_rate_follows_its_schedule(tiny, results, monkeypatch, sche
     assert rates == pytest.approx(expected)
     assert len(rates) > 3  # more than one step per epoch
     assert read_rows(results)[0]["lr_schedule"] == ("cosine" if schedule == "cosine" else "")
+
+
+def test_weight_decay_and_average_are_other_experiments_and_columns(tiny, results):
+    for flags in ("", "--weight_decay 0", "--weight_decay .5", "--ema .9"):
+        assert script.main(command(results, flags, n_epochs=1)) == 0
+    rows = read_rows(results)
+    assert [(row["weight_decay"], row["ema"]) for row in rows] == [("", ""), ("0.5", ""), ("", "0.9")]
+    assert len({row["last_test_loss"] for row in rows}) == 3
+    assert len({row["last_train_loss"] for row in rows}) == 2  # nothing is trained on the average
+
+
+def test_without_weight_decay_the_optimizer_is_the_published_one(tiny, tmp_path, monkeypatch):
+    ours, published = tmp_path / "ours" / "r.csv", tmp_path / "published" / "r.csv"
+    assert script.main(command(ours)) == 0
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.Adam)
+    assert script.main(command(published)) == 0
+    assert_same_outcome(ours, published)
+
+
+def test_the_average_is_evaluated_and_kept(tiny, results, monkeypatch):
+    decay, expected, evaluated = 0.9, {}, []
+    update, evaluate = script.AveragedModel.update_parameters, script.evaluate
+
+    def averaged_here_too(self, model):
+        for name, tensor in model.state_dict().items():  # the first step's weights, then the recursion
+            expected[name] = decay * expected.get(name, tensor) + (1 - decay) * tensor
+        update(self, model)
+
+    monkeypatch.setattr(script.AveragedModel, "update_parameters", averaged_here_too)
+    monkeypatch.setattr(script, "evaluate", lambda *rest: evaluated.append(rest[1]) or evaluate(*rest))
+    assert script.main(command(results, f"--ema {decay}")) == 0
+    saved = read_checkpoint(only_run(results) / CURRENT)
+    assert (saved["optimizer"], saved["unaveraged"]) == (None, None)
+    for weights in (saved["model"], evaluated[-1].state_dict()):
+        assert weights.keys() == expected.keys()
+        for name, tensor in weights.items():
+            if tensor.is_floating_point():
+                torch.testing.assert_close(tensor, expected[name])
 
 
 def test_the_official_loss_gives_the_same_row(tiny, results):
@@ -247,18 +285,19 @@ def test_a_recorded_configuration_is_skipped_and_force_repeats_it(tiny, results,
     assert after["last_test_loss"] == before["last_test_loss"]
 
 
-def test_a_finished_run_without_its_row_is_recorded_without_training(tiny, results, monkeypatch):
-    script.main(command(results))
+@pytest.mark.parametrize("flags", ["", "--ema .9"])
+def test_a_finished_run_without_its_row_is_recorded_without_training(tiny, results, monkeypatch, flags):
+    script.main(command(results, flags))
     (before,) = read_rows(results)
     results.unlink()
     monkeypatch.setattr(script, "train_epoch", lambda *_: pytest.fail("trained again"))
-    assert script.main(command(results)) == 0
+    assert script.main(command(results, flags)) == 0
     (after,) = read_rows(results)
     assert after["train_seconds"] == before["train_seconds"]
     # A row whose line was cut short is mended in the same way.
     whole = results.read_text()
     results.write_text(whole[: len(whole) // 2 + 600])
-    assert script.main(command(results)) == 0
+    assert script.main(command(results, flags)) == 0
     assert read_rows(results)[0]["train_seconds"] == before["train_seconds"]
 
 
@@ -292,7 +331,7 @@ def test_a_forced_repetition_that_was_interrupted_continues(tiny, results, monke
 # Resume.
 
 
-@pytest.mark.parametrize("flags", ["", "--lr_schedule cosine"])
+@pytest.mark.parametrize("flags", ["", "--lr_schedule cosine --weight_decay .5", "--ema .9"])
 def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tiny, tmp_path, monkeypatch, capsys, flags):
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
     assert script.main(command(undisturbed, flags, n_epochs=4)) == 0
@@ -370,7 +409,7 @@ def run_tiny(argv: list[str]) -> None:
 
 def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path):
     def start(results: Path) -> multiprocessing.Process:
-        process = SERVER.Process(target=run_tiny, args=(command(results, n_epochs=30),))
+        process = SERVER.Process(target=run_tiny, args=(command(results, "--ema .9", n_epochs=30),))
         process.start()
         return process
 
@@ -436,6 +475,8 @@ def finished_epochs(results: Path) -> int:
         ("--method softsort --lr inf", "got 'inf'"),
         ("--method softsort --nloglr 1000", "between -10 and 30"),
         ("--method softsort --lr_schedule cosin", "did you mean 'cosine'"),
+        ("--method softsort --weight_decay -1", "must be a number of at least 0, got '-1'"),
+        ("--method softsort --ema 1", "must be a number above 0 and below 1, got '1'"),
         ("--method softsort --n_epochs 0", "at least 1, got '0'"),
         ("--method softsort --n_epochs ten", "got 'ten'"),
         ("--method softsort --seed -1", "between 0 and"),

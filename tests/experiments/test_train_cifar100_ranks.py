@@ -116,27 +116,27 @@ def test_without_batch_norm_they_compute_what_one_computes(tmp_path, count, batc
 # The script.
 
 
-@pytest.mark.parametrize(("count", "killed"), [(2, 1), (3, 0)])
-def test_killed_and_resumed_they_end_with_the_same_bits(tmp_path, count, killed):
+@pytest.mark.parametrize(("count", "killed", "flags"), [(2, 1, "--ema .9"), (3, 0, "")])
+def test_killed_and_resumed_they_end_with_the_same_bits(tmp_path, count, killed, flags):
     # 16 images for 3 processes are uneven shares; dropout draws from the generator of each process.
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
-    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(undisturbed)))
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(undisturbed, flags)))
     assert statuses == [0] * count, outputs
     assert outputs[1:] == [""] * (count - 1)  # rank 0 alone prints
     assert len(read_rows(undisturbed)) == 1
     assert read_rows(undisturbed)[0]["processes"] == str(count)
     assert len(outputs[0].splitlines()) == 1 + 3 + 3
 
-    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed), killed))
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed, flags), killed))
     assert statuses == [-signal.SIGKILL if rank == killed else 1 for rank in range(count)]
     assert not any("Traceback" in output for output in outputs)
     assert not resumed.exists()
-    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed)))
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed, flags)))
     assert statuses == [0] * count, outputs
     assert "continuing after epoch 1 of 3" in outputs[0]
     assert_same_outcome(undisturbed, resumed)
 
-    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed)))
+    statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed, flags)))
     assert statuses == [0] * count
     assert outputs[0].startswith("skipped: ")
     assert outputs[1:] == [""] * (count - 1)

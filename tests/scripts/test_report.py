@@ -128,6 +128,7 @@ def test_a_row_with_fewer_seeds_than_asked_says_so(made):
         ({"precision": "bf16"}, "precision bf16 (not fp32)"),
         ({"label_noise": "0.2", "noise_groups": "blocks"}, "label_noise 0.2"),
         ({"lr_schedule": "cosine"}, "lr_schedule cosine"),
+        ({"weight_decay": "0.5", "ema": "0.999"}, "weight_decay 0.5, ema 0.999"),
         ({"dataset": "digits", "num_classes": "10"}, "dataset digits (published: cifar100)"),
         ({"lr": "0.01"}, "lr 0.01 (published: 0.001)"),
     ],

@@ -19,7 +19,10 @@ from experiments.run_record import read_rows
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence.sh"
-NUM_ROWS = {"table1": 20, "table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "table4": 46, "table5": 12}
+NUM_ROWS = {
+    **{"table1": 20, "table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "table4": 46, "table5": 12},
+    "strong": 6,
+}
 PARSE = {
     "experiments/train_cifar100.py": train_cifar100.parse_arguments,
     "experiments/finetune_imagenet.py": finetune_imagenet.parse_arguments,
@@ -141,9 +144,11 @@ def test_evidence_comes_in_the_order_of_what_is_asked_for_most(rows_of):
         *(["table1_short", seed, one_seed_of_1] for seed in "01"),
         ["table4_short", "0", one_seed_of_4],
         ["table1_short", "2", one_seed_of_1],
+        ["strong", "0", 3],
         ["table1", "0", 2],
+        ["strong", "1", 3],
     ]
-    published = [row for row in commands("evidence") if SHORT not in row]
+    published = [row for row in commands("evidence") if "results/table1.csv" in row]
     assert [re.search(r"--method (\w+)", row)[1] for row in published] == [
         "softmax_cross_entropy",
         "splitter_selection",
@@ -170,7 +175,7 @@ def test_evidence_runs_at_low_priority_says_where_it_stands_and_continues(tmp_pa
         process.terminate()
         return process.communicate(timeout=60)[0]
 
-    assert status() == ["waiting"] * 55 + ["# 0 of 55 rows recorded"]
+    assert status() == ["waiting"] * 61 + ["# 0 of 61 rows recorded"]
     assert "0 already recorded" in start(1)
     assert status()[0] == "recorded"
     assert status()[-2] == "waiting"
