@@ -26,7 +26,7 @@ from topk_losses.sorts import MASKED, TopKOperator, finite
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
 # and one step from a head of zeros does not fill Adam's memory with a gradient that never comes again.
 LEAST_STD = 0.1
-FAR = 3.0
+FAR = 3.0  # normal scores, 100 of them, reach about twice as deep as their mean; one class of four at -1e4 is far
 ROUNDS = 5  # until the weights of classes that lie far below have come to rest: two or three do
 MAX_DAMPING = 1e8
 # Largest error of a mass that counts as converged, relative to it, where rounding allows that.
