@@ -6,7 +6,7 @@
 Writes a torch pickle in the published layout, makes a store of it (row `convert`) and draws two shuffled epochs of
 batches from each source, which do nothing but arrive on the device:
 
-    device, ram, stream    data/embedding_batches.py; `stream cold` with the files dropped from the page cache before
+    device, ram, stream    data/embeddings/batches.py; `stream cold` with the files dropped from the page cache before
                            each epoch by posix_fadvise, which needs no root
     dataloader             torch's DataLoader over a memory-mapped TensorDataset, shuffled; `dataloader cold` alike, but
                            what a process has mapped cannot be dropped: its second epoch is warm
@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.table import write_table
 from data.embeddings import EmbeddingBatches, convert, open_store
-from experiments.command_line import choice, count
-from experiments.environment import device_name, git_commit, peak_memory_mib, resolve_device
+from experiments.shared.command_line import choice, count
+from experiments.shared.environment import device_name, git_commit, peak_memory_mib, resolve_device
 
 SOURCES = ("device", "ram", "stream", "stream cold", "dataloader", "dataloader cold", "whole file")
 TEST_ROWS = 8  # the layout has a test set, and nothing is measured on it

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import write_table
-from experiments.command_line import DEFAULT_P_K, build_loss, count
-from experiments.environment import device_name, git_commit, resolve_device, set_up_device
-from experiments.head_runs import HeadRun, Recipe, Stack, stacks_of
-from experiments.official_loss import executor_of
+from experiments.shared.command_line import DEFAULT_P_K, build_loss, count
+from experiments.shared.environment import device_name, git_commit, resolve_device, set_up_device
+from experiments.shared.head_runs import HeadRun, Recipe, Stack, stacks_of
+from experiments.shared.official_loss import executor_of
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
 SIZES = ("500x2048x1000m16", "500x2048x10450m50")

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.table import write_table
-from experiments.environment import device_name
-from experiments.official_loss import executor_of, make_official_loss
+from experiments.shared.environment import device_name
+from experiments.shared.official_loss import executor_of, make_official_loss
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
 SIZES = ("128x100", "500x1000m16", "500x10450m50", "128x1000", "128x10450")

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.table import write_table
-from experiments.cores import usable_cores
-from experiments.environment import device_name
+from experiments.shared.cores import usable_cores
+from experiments.shared.environment import device_name
 
 COLUMNS = ("quantity", "value", "unit", "device", "threads", "torch")
 MIB = 2**20

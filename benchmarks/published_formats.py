@@ -40,9 +40,9 @@ from torch import Tensor
 
 from benchmarks.table import write_table
 from data.embeddings import LAYOUTS, PUBLISHED_SETS, open_or_fetch
-from data.object_store import PUBLISHED, PUBLISHED_BUCKET, fetch
-from experiments.command_line import count, positive
-from experiments.environment import ROOT, peak_memory_mib, resolve_device
+from data.transfers.object_store import PUBLISHED, PUBLISHED_BUCKET, fetch
+from experiments.shared.command_line import count, positive
+from experiments.shared.environment import ROOT, peak_memory_mib, resolve_device
 from topk_losses import METHODS, RELAXATIONS
 
 METHODS_SHOWN = ("softmax_cross_entropy", "splitter_selection", "neuralsort", "sinkhorn_sort")

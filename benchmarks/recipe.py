@@ -26,10 +26,10 @@ from torchvision import transforms
 
 from benchmarks.table import write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
-from experiments.command_line import DEFAULT_P_K
-from experiments.cores import usable_cores
-from experiments.environment import device_name, keep_freed_memory, set_up_device
-from experiments.official_loss import executor_of, make_official_loss
+from experiments.shared.command_line import DEFAULT_P_K
+from experiments.shared.cores import usable_cores
+from experiments.shared.environment import device_name, keep_freed_memory, set_up_device
+from experiments.shared.official_loss import executor_of, make_official_loss
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 

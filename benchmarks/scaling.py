@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py                     # 2 hours at most; most of it for sinkhorn_sort and odd_even
     python benchmarks/scaling.py --methods softsort splitter_selection
-    python -m scripts.cost_figure                    # draws results/figures/cost_over_size from it
+    python -m scripts.reporting.cost_figure                    # draws results/figures/cost_over_size from it
 
 One forward and backward pass, without m, P_K uniform on k ranks: n in 16, 100, 1000, 10450 (batch 128, k 5), k in 1, 5,
 20 and batch in 32, 128, 512 (n 1000). Prints a table and writes --output (default results/benchmarks/scaling.csv):
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.losses import MEASUREMENT_FLAGS, add_measurement_flags, run
 from benchmarks.table import write_table
-from experiments.environment import device_name
+from experiments.shared.environment import device_name
 from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
 
 NS, KS, BATCHES = (16, 100, 1000, 10450), (1, 5, 20), (32, 128, 512)

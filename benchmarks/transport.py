@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.losses import parse_size
 from benchmarks.table import write_table
-from experiments.environment import device_name
+from experiments.shared.environment import device_name
 from topk_losses import SinkhornSort, SoftTopK
 from topk_losses.transport import whiten_and_squash
 

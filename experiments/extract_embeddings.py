@@ -6,8 +6,8 @@
     python experiments/extract_embeddings.py --dataset cifar100 --backbone timm:convnext_tiny --upload s3://bucket/name/
     python experiments/extract_embeddings.py --dataset digits --checkpoint results/runs/<run id>/checkpoint.pt
 
-The first two make what the paper published for Table 5 (data/embeddings.py downloads those); how far their networks
-and transforms are known is said in models/backbones.py.
+The first two make what the paper published for Table 5 (`python -m data.embeddings fetch` gets those); how far their
+networks and transforms are known is said in models/backbones.py.
 
 The store holds every image of every split, in the order of the files, unaugmented: the penultimate features, float16
 unless --dtype says otherwise. It is written shard by shard; a command that was stopped, killed even, continues when it
@@ -31,16 +31,16 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from data.cifar100 import DatasetUnavailableError
-from data.embedding_store import UNFINISHED
 from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter, open_store
+from data.embeddings.store import UNFINISHED
 from data.image_sources import ImageSource, open_images
-from experiments import command_line as cli
-from experiments.checkpoint_backbone import checkpoint_backbone
-from experiments.environment import ROOT, device_name, set_up_device
-from experiments.feature_shards import ImageRange, collect, feature_batches
-from experiments.ranks import Ranks
-from experiments.skipped_images import SKIPPED, merge_skipped, read_skipped, remove_parts, write_skipped
-from experiments.training_run import say
+from experiments.shared import command_line as cli
+from experiments.shared.checkpoint_backbone import checkpoint_backbone
+from experiments.shared.environment import ROOT, device_name, set_up_device
+from experiments.shared.feature_shards import ImageRange, collect, feature_batches
+from experiments.shared.ranks import Ranks
+from experiments.shared.skipped_images import SKIPPED, merge_skipped, read_skipped, remove_parts, write_skipped
+from experiments.shared.training_run import say
 from models.backbones import PAPER, Backbone, BackboneError, WeightsError, backbone, resolve_name
 
 STOPPED = "every finished shard is saved; the same command continues with the next"
@@ -398,8 +398,8 @@ def report(store: EmbeddingStore) -> None:
 def upload(store: EmbeddingStore, address: str, endpoint_url: str | None) -> None:
     """Send a complete store to s3://bucket/prefix/, the manifest last. Raises RunError."""
     # Imported here: boto3 takes half a second, and most extractions stay on this disk.
-    from data.object_store import ObjectStoreError
-    from data.object_store import upload as send
+    from data.transfers.object_store import ObjectStoreError
+    from data.transfers.object_store import upload as send
 
     try:
         send(store.path, address, endpoint_url=endpoint_url, last=MANIFEST, progress=sys.stderr.isatty())
@@ -409,7 +409,7 @@ def upload(store: EmbeddingStore, address: str, endpoint_url: str | None) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/command_line.py)."""
+    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     ranks = Ranks()
     return cli.finish(lambda: extract(argv, ranks), stopped=STOPPED, ranks=ranks)
 

@@ -41,21 +41,21 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.embeddings import EmbeddingBatches, EmbeddingStore, split_rows
-from experiments import command_line as cli
-from experiments.checkpoint import PREVIOUS, remove_checkpoints
-from experiments.environment import (
+from experiments.shared import command_line as cli
+from experiments.shared.checkpoint import PREVIOUS, remove_checkpoints
+from experiments.shared.environment import (
     check_compiler,
     describe_environment,
     git_commit,
     peak_memory_mib,
     set_up_device,
 )
-from experiments.finetune_flags import IMAGENET_1K, LOSS_FLAGS, TENSORS, Defaults, open_store_of, parse_arguments
-from experiments.head_runs import EVALUATIONS, HeadRun, Recipe, Stack, resume, save, stacks_of
-from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
-from experiments.ranks import Ranks
-from experiments.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.training_run import diverged, finished_line, recorded, saved_state, say
+from experiments.shared.finetune_flags import IMAGENET_1K, LOSS_FLAGS, TENSORS, Defaults, open_store_of, parse_arguments
+from experiments.shared.head_runs import EVALUATIONS, HeadRun, Recipe, Stack, resume, save, stacks_of
+from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
+from experiments.shared.training_run import diverged, finished_line, recorded, saved_state, say
 from topk_losses import TopKCrossEntropyLoss
 
 # What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
@@ -413,7 +413,7 @@ def evaluation_line(run: HeadRun, where: str, n_epochs: int) -> str:
 
 
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
-    """Run the script; return its exit status (see experiments/command_line.py)."""
+    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     ranks = Ranks()
     return cli.finish(lambda: finetune(parse_arguments(argv, defaults), defaults, ranks), ranks=ranks)
 

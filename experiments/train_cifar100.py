@@ -50,27 +50,27 @@ from data.cifar100 import (
     normalise,
     sample_crops,
 )
-from experiments import command_line as cli
-from experiments.checkpoint import (
+from experiments.shared import command_line as cli
+from experiments.shared.checkpoint import (
     PREVIOUS,
     random_states,
     remove_checkpoints,
     restore_random_states,
     save_checkpoint,
 )
-from experiments.environment import (
+from experiments.shared.environment import (
     describe_environment,
     git_commit,
     keep_freed_memory,
     peak_memory_mib,
     set_up_device,
 )
-from experiments.metrics import TOP_K, count_hits, hit_fractions, summary
-from experiments.ranks import Ranks
-from experiments.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.seed_processes import run_seeds
-from experiments.train_cifar100_flags import configuration, parse_arguments
-from experiments.training_run import compiled, diverged, finished_line, recorded, restoring, saved_state, say
+from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
+from experiments.shared.seed_processes import run_seeds
+from experiments.shared.train_cifar100_flags import configuration, parse_arguments
+from experiments.shared.training_run import compiled, diverged, finished_line, recorded, restoring, saved_state, say
 from models.resnet_cifar import resnet_cifar
 
 # What makes it another experiment. Where and how fast it is computed (device, threads, compile,
@@ -400,7 +400,7 @@ def train_one_seed(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/command_line.py)."""
+    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     ranks = Ranks()
 
     def run() -> int:

@@ -32,8 +32,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from experiments.cores import usable_cores
-from scripts.sweep import (
+from experiments.shared.cores import usable_cores
+from scripts.sweeping.sweep import (
     ROOT,
     Progress,
     Row,
@@ -165,7 +165,7 @@ def launch(argv: Sequence[str]) -> int:
                 pass
             elif args.slurm:
                 # Imported here: submitit is needed by nobody else.
-                from scripts.slurm_array import run_on_slurm
+                from scripts.sweeping.slurm_array import run_on_slurm
 
                 if not run_on_slurm(to_run, args, logs, progress, stop):
                     progress.close()

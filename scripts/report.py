@@ -7,8 +7,8 @@
 
 The published values are those of results/paper/; which of its tables a file belongs to is seen from its name or its
 columns, or said with --table. Runs that differ in more than their seed never share a cell, and a run with another
-schedule, subset or precision than the published one has no difference to it: scripts/report_tables.py states the rule.
-Figures (scripts/report_figures.py, scripts/permutation_figure.py) also read runs/ beside the file, and
+schedule, subset or precision than the published one has no difference to it: reporting/tables.py states the rule.
+Figures (reporting/figures.py, reporting/permutation_figure.py) also read runs/ beside the file, and
 results/benchmarks/.
 """
 
@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 
 from data.atomic_file import atomic_write
-from experiments import command_line as cli
-from experiments.environment import ROOT
-from experiments.run_record import read_rows
-from scripts.report_formats import FORMATS
-from scripts.report_tables import Row, build_table, read_published
+from experiments.shared import command_line as cli
+from experiments.shared.environment import ROOT
+from experiments.shared.run_record import read_rows
+from scripts.reporting.formats import FORMATS
+from scripts.reporting.tables import Row, build_table, read_published
 
 PAPER = ROOT / "results" / "paper"
 TABLES = ("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5")
@@ -81,7 +81,7 @@ def report(args: argparse.Namespace) -> int:
         print(text, end="")
     if args.figures:
         try:
-            from scripts.report_figures import draw_figures  # matplotlib takes a second, and a table needs none
+            from scripts.reporting.figures import draw_figures  # matplotlib takes a second, and a table needs none
         except ImportError as error:
             raise cli.RunError(f"{error}; --figures needs pip install matplotlib") from None
         draw_figures(table, protocol, args.results.parent / "runs", args.benchmarks, args.figures)
@@ -136,7 +136,7 @@ def published_of(table: str | None, results: Path, runs: list[Row]) -> Path | No
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/command_line.py)."""
+    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     return cli.finish(lambda: report(parse_arguments(argv)), stopped="")
 
 

@@ -20,7 +20,6 @@ FORBIDDEN = {
 EXECUTABLE = {
     f"experiments.{path.stem}" for path in (ROOT / "experiments").glob("*.py") if "__main__" in path.read_text()
 }
-EXECUTABLE -= {"experiments.run_record"}  # a module that also prints its files
 KERNELS = {"cuda": {"triton"}, "cpu": {"numba", "numpy"}, "numba": {"numba", "numpy"}}  # by a file's first word
 # A script that states only what differs from another one.
 VARIANTS = {"experiments/finetune_imagenet21k.py": "experiments.finetune_imagenet"}
@@ -43,6 +42,14 @@ def test_rooms_import_only_what_they_may(room):
         assert not {name.split(".")[0] for name in imported} & FORBIDDEN[room], path
         allowed = {VARIANTS.get(path.relative_to(ROOT).as_posix())}
         assert not imported & (EXECUTABLE - allowed), f"{path} imports a script"
+
+
+@pytest.mark.parametrize("room", ["experiments", "scripts"])
+def test_a_room_of_scripts_shows_at_its_top_what_one_runs(room):
+    """What they share lies in sub-packages; environment.sh alone is sourced by all of them."""
+    for path in (ROOT / room).iterdir():
+        runnable = path.suffix == ".py" and ("__main__" in path.read_text() or path.stem == "__init__")
+        assert path.is_dir() or runnable or path.suffix == ".sh", path
 
 
 def test_the_library_imports_torch_and_the_standard_library_only():

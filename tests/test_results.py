@@ -3,7 +3,7 @@
 import csv
 import pathlib
 
-from experiments.run_record import COLUMNS
+from experiments.shared.run_record import COLUMNS
 
 RESULTS = pathlib.Path(__file__).parent.parent / "results"
 

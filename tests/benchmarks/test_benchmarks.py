@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import losses, machine, recipe, scaling, transport
-from scripts.cost_figure import draw_cost
+from scripts.reporting.cost_figure import draw_cost
 from tests.processes import run
 from topk_losses.networks import bitonic
 

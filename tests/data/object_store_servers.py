@@ -1,4 +1,4 @@
-"""A server on loopback that fails in the ways of real ones, for the tests of data/object_store.py.
+"""A server on loopback that fails in the ways of real ones, for the tests of data/transfers/object_store.py.
 
 It speaks enough HTTP for requests and enough S3 for boto3's unsigned GET of s3://bucket/file with a path-style
 endpoint, so that each failure can be tried on both.

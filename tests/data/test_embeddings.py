@@ -1,5 +1,5 @@
-"""data/embedding_store.py, embedding_writer.py and the commands of data/embeddings.py: what is written comes back,
-what is damaged or unfinished is named, and scripts open anything."""
+"""data/embeddings/ and its commands: what is written comes back, what is damaged or unfinished
+is named, and scripts open anything."""
 
 import json
 import os
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from data import embedding_store, object_store
 from data.embeddings import (
     DTYPES,
     LAYOUTS,
@@ -22,10 +21,12 @@ from data.embeddings import (
     EmbeddingError,
     StoreWriter,
     convert,
-    main,
     open_or_fetch,
     open_store,
 )
+from data.embeddings import store as embedding_store
+from data.embeddings.__main__ import main
+from data.transfers import object_store
 
 REPOSITORY = Path(__file__).parents[2]
 DIM, CLASSES = 12, 5

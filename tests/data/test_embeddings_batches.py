@@ -1,4 +1,4 @@
-"""data/embedding_batches.py: the same batches in every mode, an order that seed and epoch alone decide, each row
+"""data/embeddings/batches.py: the same batches in every mode, an order that seed and epoch alone decide, each row
 exactly once, and the choice between device, RAM and disk."""
 
 import os
@@ -10,8 +10,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import embedding_batches, machine_memory
-from data.embeddings import DTYPES, EmbeddingBatches, EmbeddingError, StoreWriter, epoch_order, split_rows
+from data import machine_memory
+from data.embeddings import (
+    DTYPES,
+    EmbeddingBatches,
+    EmbeddingError,
+    StoreWriter,
+    epoch_order,
+    split_rows,
+)
+from data.embeddings import batches as embedding_batches
 
 DIM, ROWS, SHARDS = 8, 1000, (400, 350, 250)
 WINDOW = 64  # rows

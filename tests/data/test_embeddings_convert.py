@@ -1,4 +1,4 @@
-"""data/embedding_formats.py: the published pickles become stores, in bounded memory, whatever is killed; what is
+"""data/embeddings/formats.py: the published pickles become stores, in bounded memory, whatever is killed; what is
 unknown, unsafe or damaged is refused with a sentence."""
 
 import errno
@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import atomic_file, embedding_formats
+from data import atomic_file
 from data.embeddings import DTYPES, LAYOUTS, EmbeddingError, convert, open_store
+from data.embeddings import formats as embedding_formats
 
 REPOSITORY = Path(__file__).parents[2]
 DIM, TRAIN, TEST = 16, 100, 30
@@ -280,7 +281,7 @@ def test_a_killed_process_leaves_no_store_and_the_next_one_keeps_its_shards(tmp_
     parts = save(tmp_path / "file.p")
     program = (
         "import os, signal, sys\n"
-        "from data import embedding_writer\n"
+        "from data.embeddings import writer as embedding_writer\n"
         "from data.embeddings import convert\n"
         "write = embedding_writer._write_array\n"
         "def killed(path, *rest):\n"

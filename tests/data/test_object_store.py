@@ -1,4 +1,4 @@
-"""data/object_store.py against moto's S3 server and a server that fails, both on loopback.
+"""data/transfers/object_store.py against moto's S3 server and a server that fails, both on loopback.
 
 The claims: nothing but the right file ever reaches the cache; what has arrived is not fetched again; every error
 says what to do. No test depends on how long anything takes.
@@ -24,9 +24,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import download, object_store
-from data.download import etag_part_sizes
-from data.object_store import (
+from data.transfers import download, object_store
+from data.transfers.download import etag_part_sizes
+from data.transfers.object_store import (
     PUBLISHED,
     ChecksumError,
     MissingObjectError,
@@ -486,7 +486,7 @@ def test_a_cache_that_cannot_be_written(server, arguments, tmp_path):
 
 PROGRAM = """
 import json, resource, sys
-from data.object_store import Transfer, fetch
+from data.transfers.object_store import Transfer, fetch
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 path = fetch(sys.argv[1], sys.argv[2], transfer=Transfer(**json.loads(sys.argv[3])), progress=False)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.atomic_file import atomic_write
-from experiments.checkpoint import (
+from experiments.shared.checkpoint import (
     CURRENT,
     PREVIOUS,
     DamagedCheckpoint,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import cores, environment
-from experiments.command_line import portable
-from experiments.environment import ROOT, describe_environment, git_commit, peak_memory_mib, resolve_device
+from experiments.shared import cores, environment
+from experiments.shared.command_line import portable
+from experiments.shared.environment import ROOT, describe_environment, git_commit, peak_memory_mib, resolve_device
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_threads_are_given_or_one_per_core(monkeypatch):
 def test_memory_that_is_kept_is_not_fetched_again():
     program = """if True:
         import resource, torch
-        from experiments.environment import keep_freed_memory
+        from experiments.shared.environment import keep_freed_memory
         keep_freed_memory()
         faults = []
         for _ in range(6):

@@ -25,8 +25,9 @@ from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, normalise
 from data.embeddings import open_or_fetch, open_store
 from data.image_sources import FolderImages, open_images
 from experiments import extract_embeddings as script
-from experiments import feature_shards, train_cifar100
-from experiments.checkpoint import read_checkpoint
+from experiments import train_cifar100
+from experiments.shared import feature_shards
+from experiments.shared.checkpoint import read_checkpoint
 from models.backbones import backbone
 from models.resnet_cifar import resnet_cifar
 from tests.processes import SERVER, together, torchrun

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_rows
-from data.object_store import PUBLISHED, upload
+from data.transfers.object_store import PUBLISHED, upload
 from experiments import finetune_imagenet as script
-from experiments import head_runs
-from experiments.checkpoint import CURRENT, read_checkpoint
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.metrics import TOP_K, chosen_by_validation
-from experiments.run_record import COLUMNS, read_rows
+from experiments.shared import head_runs
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.metrics import TOP_K, chosen_by_validation
+from experiments.shared.run_record import COLUMNS, read_rows
 from models.heads import head
 from topk_losses import METHODS
 

@@ -9,9 +9,9 @@ import torch
 
 from data.embeddings import StoreWriter
 from experiments import finetune_imagenet as script
-from experiments.checkpoint import CURRENT, read_checkpoint
-from experiments.ranks import Ranks
-from experiments.run_record import read_rows
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import read_rows
 from tests.processes import together, torchrun
 
 NUM_CLASSES, DIM, TRAIN, TEST = 24, 12, 640, 103

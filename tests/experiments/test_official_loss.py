@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from experiments.official_loss import executor_of, make_official_loss
+from experiments.shared.official_loss import executor_of, make_official_loss
 from topk_losses import METHODS, make_loss
 
 LACKING = ("sinkhorn_sort", "soft_topk")
@@ -28,7 +28,7 @@ def test_value_and_gradient_agree(method):
 
 def test_nothing_is_printed():
     program = (
-        "from experiments.official_loss import make_official_loss as make\n"
+        "from experiments.shared.official_loss import make_official_loss as make\n"
         "for method in ('splitter_selection', 'bitonic', 'softsort'): make(method, [.5, .5], 12)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

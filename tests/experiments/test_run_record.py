@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.run_record import (
+from experiments.run_record import main
+from experiments.shared.run_record import (
     COLUMNS,
     RecordError,
     find_row,
-    main,
     open_run,
     read_rows,
     run_id,

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from experiments import train_cifar100 as script
-from experiments.checkpoint import CURRENT, PREVIOUS, read_checkpoint
-from experiments.metrics import TOP_K, chosen_by_validation
-from experiments.run_record import COLUMNS, open_run, read_rows
+from experiments.shared.checkpoint import CURRENT, PREVIOUS, read_checkpoint
+from experiments.shared.metrics import TOP_K, chosen_by_validation
+from experiments.shared.run_record import COLUMNS, open_run, read_rows
 from tests.processes import SERVER, Program
 from topk_losses import METHODS
 

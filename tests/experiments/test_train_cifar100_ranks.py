@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experiments import train_cifar100 as script
-from experiments.ranks import Ranks
-from experiments.run_record import read_rows
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import read_rows
 from tests.experiments.test_train_cifar100 import QUICK, assert_same_outcome, command, only_run, tiny_network
 from tests.processes import together, torchrun
 

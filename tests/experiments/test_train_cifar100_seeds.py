@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import seed_processes
 from experiments import train_cifar100 as script
-from experiments.run_record import open_run, read_rows
-from experiments.seed_processes import division
+from experiments.shared import seed_processes
+from experiments.shared.run_record import open_run, read_rows
+from experiments.shared.seed_processes import division
 from tests.experiments.test_train_cifar100 import assert_same_outcome, command, stop_after
 from tests.processes import Program, run
 
@@ -147,6 +147,6 @@ def test_a_wrong_command_line_is_refused_once(tmp_path, capfd, monkeypatch, flag
     ],
 )
 def test_the_cores_are_divided(monkeypatch, num_seeds, threads, on_gpu, cores, expected):
-    monkeypatch.setattr("experiments.seed_processes.usable_cores", lambda: cores)
+    monkeypatch.setattr("experiments.shared.seed_processes.usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     assert division(num_seeds, threads, on_gpu) == expected

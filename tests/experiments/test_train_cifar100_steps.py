@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from experiments import train_cifar100 as script
-from experiments.ranks import Ranks
-from experiments.run_record import read_rows
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import read_rows
 from tests.experiments.test_train_cifar100 import QUICK, command, tiny_network
 from topk_losses import METHODS
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from experiments import train_cifar100
-from experiments.cores import usable_cores
-from scripts import launch, sweep
+from experiments.shared.cores import usable_cores
+from scripts import launch
+from scripts.sweeping import sweep
 from tests.experiments.test_train_cifar100 import tiny_network
 
 ROOT = Path(__file__).parents[2]

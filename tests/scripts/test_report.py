@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 from experiments import finetune_imagenet, train_cifar100
-from scripts import permutation_figure, report, report_tables
-from scripts.figure_style import STYLES
+from scripts import report
+from scripts.reporting import permutation_figure
+from scripts.reporting import tables as report_tables
+from scripts.reporting.figure_style import STYLES
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
 ROOT = Path(__file__).parents[2]
@@ -405,7 +407,7 @@ def test_figures_are_drawn_and_are_the_same_bytes_twice(write, tmp_path, capsys)
 
 
 def test_figures_without_data_are_left_out_with_a_sentence(write, tmp_path, capsys, monkeypatch):
-    from scripts import report_figures
+    from scripts.reporting import figures as report_figures
 
     monkeypatch.setattr(report_figures, "draw_permutations", lambda folder: [])
     flags = ["--figures", tmp_path / "figures", "--benchmarks", tmp_path]

@@ -1,4 +1,4 @@
-"""Rows as jobs of a real Slurm, which scripts/slurm_on_loopback.sh starts: requeued, timed out, killed, preempted."""
+"""Rows as jobs of a real Slurm, which slurm_on_loopback.sh starts: requeued, timed out, killed, preempted."""
 
 import contextlib
 import csv
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from experiments import train_cifar100 as script
-from experiments.run_record import read_rows
+from experiments.shared.run_record import read_rows
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch.py"
-LOOPBACK = ROOT / "scripts" / "slurm_on_loopback.sh"
+LOOPBACK = ROOT / "scripts" / "sweeping" / "slurm_on_loopback.sh"
 QUICK = "--dataset digits --limit_train 80 --limit_test 40 --batch_size 16 --n_epochs 4 --device cpu --threads 1"
 # What a clock decides, and what a continued run says of itself.
 TIMES = (
@@ -223,7 +223,7 @@ def test_without_slurm_it_is_a_sentence(tmp_path):
 def test_tasks_of_a_job_add_their_rows_to_one_file(start, slurm, tmp_path):
     """Four tasks at once, 15 rows each: none is lost, and the file is whole."""
     program = (
-        "import sys; from pathlib import Path; from experiments.run_record import write_row;"
+        "import sys; from pathlib import Path; from experiments.shared.run_record import write_row;"
         "[write_row(Path('shared.csv'), {'run_id': sys.argv[1] + str(i), 'seed': i}) for i in range(15)]"
     )
     process = start([f'{sys.executable} -c "{program}" {task}' for task in "abcd"], "--wait")

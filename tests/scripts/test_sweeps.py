@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import command_line, finetune_imagenet, train_cifar100
+from experiments import finetune_imagenet, train_cifar100
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.run_record import read_rows
+from experiments.shared import command_line
+from experiments.shared.run_record import read_rows
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence.sh"
@@ -167,7 +168,7 @@ def test_evidence_runs_at_low_priority_says_where_it_stands_and_continues(tmp_pa
 
     def start(until_recorded: int) -> str:
         process = subprocess.Popen([EVIDENCE, *flags], stdout=subprocess.PIPE, text=True)
-        until = time.monotonic() + 90
+        until = time.monotonic() + 300
         while len(read_rows(results)) < until_recorded:
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -223,7 +224,7 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
             return subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
 
     def wait_for(text: str, number: int) -> None:
-        until = time.monotonic() + 90
+        until = time.monotonic() + 300
         while not any(text in log.read_text() for log in (tmp_path / "logs").glob(f"{number:02}-*.log")):
             assert time.monotonic() < until, f"row {number} does not say {text!r}"
             time.sleep(0.05)

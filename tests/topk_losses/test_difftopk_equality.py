@@ -1,13 +1,13 @@
 """Equality with difftopk 0.2.0 in value and gradient, for every method, sigmoid, P_K, m and top1 mode it has.
 
-Its sparse networks need torch-sparse; without it experiments.official_loss runs the same layer matrices in its dense
-executor. The smooth top-k losses are compared in test_smooth_topk.py.
+Its sparse networks need torch-sparse; without it official_loss.py runs the same layer matrices in its dense executor.
+The smooth top-k losses are compared in test_smooth_svm.py.
 """
 
 import pytest
 import torch
 
-from experiments.official_loss import make_official_loss
+from experiments.shared.official_loss import make_official_loss
 from topk_losses import DISTRIBUTIONS, TOP1_MODES, make_loss
 
 P_KS = ([0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)

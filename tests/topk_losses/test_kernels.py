@@ -1,4 +1,4 @@
-"""The kernels compiled by Numba against float64 and PyTorch; the smooth k-th largest also in test_smooth_topk.py."""
+"""The kernels compiled by Numba against float64 and PyTorch; the smooth k-th largest also in test_smooth_svm.py."""
 
 import copy
 import multiprocessing

@@ -27,8 +27,8 @@ from pathlib import Path
 import submitit
 
 from data.atomic_file import atomic_write
-from experiments.cores import usable_cores
-from scripts.sweep import (
+from experiments.shared.cores import usable_cores
+from scripts.sweeping.sweep import (
     Progress,
     Row,
     Stop,

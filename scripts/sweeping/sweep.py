@@ -1,6 +1,6 @@
 """The rows of a sweep: read from lines, asked for in their results files, started, and summed up at the end.
 
-What scripts/launch.py (here, in processes) and scripts/slurm_array.py (there, in jobs) have in common.
+What scripts/launch.py (here, in processes) and scripts/sweeping/slurm_array.py (there, in jobs) have in common.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-# The scripts that ask whether their row is recorded before they do any work (experiments/training_run.py).
+ROOT = Path(__file__).resolve().parents[2]
+# The scripts that ask whether their row is recorded before they do any work (experiments/shared/training_run.py).
 ASKING = ("train_cifar100.py", "finetune_imagenet.py", "finetune_imagenet21k.py")
 TAIL = 12  # lines of a failed row's log in the summary
 
@@ -89,14 +89,14 @@ def recorded_rows(rows: Sequence[Row]) -> set[int]:
     """Return the numbers of the rows that their results files already have.
 
     A row is named by a hash of its resolved settings, which only its script can resolve. So the scripts are asked,
-    all rows in one process (scripts/recorded.py): one import of torch, some 3 s, instead of one per row. Rows of
+    all rows in one process (recorded.py): one import of torch, some 3 s, instead of one per row. Rows of
     other programs, with --force, or whose --results is not there yet, are not asked about.
     """
     asked = [row for row in rows if _can_be_asked(shlex.split(row.command))]
     if not asked:
         return set()
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "recorded.py")],
+        [sys.executable, str(ROOT / "scripts" / "sweeping" / "recorded.py")],
         input=json.dumps([shlex.split(row.command) for row in asked]),
         stdout=subprocess.PIPE,
         text=True,

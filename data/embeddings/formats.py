@@ -1,4 +1,4 @@
-"""The published embedding files, and their conversion into a store (`embedding_store.py`), a shard at a time.
+"""The published embedding files, and their conversion into a store (`store.py`), a shard at a time.
 
     convert("ImageNet_embeddings_..._320.p", "wsl-320.store")
     convert("mine.pt", "mine.store", keys={"train_embeddings": "x", "train_labels": "y"})
@@ -26,7 +26,7 @@ from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 
-from data.embedding_store import (
+from data.embeddings.store import (
     MANIFEST,
     EmbeddingError,
     EmbeddingStore,
@@ -34,7 +34,7 @@ from data.embedding_store import (
     dtype_name,
     open_store,
 )
-from data.embedding_writer import StoreWriter
+from data.embeddings.writer import StoreWriter
 from data.machine_memory import available_ram, gib
 
 SPLITS = ("train", "valid", "test")
@@ -61,7 +61,7 @@ class PublishedSet:
     gigabytes: int
 
 
-# By the short names of data/object_store.py.
+# By the short names of data/transfers/object_store.py.
 PUBLISHED_SETS: dict[str, PublishedSet] = {
     "wsl-32x48d-320": PublishedSet("wsl", "resnext101_32x48d_wsl", 320, 11),
     "wsl-32x32d-320": PublishedSet("wsl", "resnext101_32x32d_wsl", 320, 11),

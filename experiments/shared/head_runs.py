@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.checkpoint import save_checkpoint
-from experiments.run_record import utc_now, write_history
-from experiments.training_run import restoring
+from experiments.shared.checkpoint import save_checkpoint
+from experiments.shared.run_record import utc_now, write_history
+from experiments.shared.training_run import restoring
 from models.heads import HeadStack, head
 
 EVALUATIONS = "evaluations.csv"

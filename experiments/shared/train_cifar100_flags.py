@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from data.cifar100 import DATASETS, NOISE_GROUPS
-from experiments import command_line as cli
-from experiments.environment import ROOT, check_compiler
+from experiments.shared import command_line as cli
+from experiments.shared.environment import ROOT, check_compiler
 
 # Known before the data is, so that a refused command line costs no download.
 NUM_CLASSES = {"cifar100": 100, "cifar10": 10, "digits": 10}

@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 from boto3.s3.transfer import TransferConfig
 from filelock import FileLock
 
-from data.download import PARTIAL, Download, progress_bar, read_json, write_json
-from data.remote import (
+from data.transfers.download import PARTIAL, Download, progress_bar, read_json, write_json
+from data.transfers.remote import (
     CACHE_VARIABLE,
     DEFAULT_TRANSFER,
     ChecksumError,
@@ -72,7 +72,7 @@ PUBLISHED: dict[str, str] = {  # short name -> key
     "efficientnet-l2-800": f"{_IMAGENET}tf_efficientnet_l2_ns_timm_transform_800_float16.p",
     "wsl-32x48d-224-21k": "ImageNet21K-P_embeddings_labels_train_test_IGAM_Resnext101_32x48d_224_float16.p",
 }
-DEFAULT_CACHE = Path(__file__).parent / "downloads" / "embeddings"
+DEFAULT_CACHE = Path(__file__).parents[1] / "downloads" / "embeddings"
 
 
 def resolve(source: str | Path, *, endpoint_url: str | None = None, anonymous: bool | None = None) -> Location:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from experiments.checkpoint import load_checkpoint, remove_checkpoints
-from experiments.command_line import RunError
-from experiments.run_record import find_row
+from experiments.shared.checkpoint import load_checkpoint, remove_checkpoints
+from experiments.shared.command_line import RunError
+from experiments.shared.run_record import find_row
 
 
 def recorded(results: Path, name: str, force: bool) -> bool:

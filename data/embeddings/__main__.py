@@ -1,4 +1,4 @@
-"""Embedding sets: the published files, stores on the disk, and batches out of them.
+"""The commands of the embedding sets.
 
     python -m data.embeddings list                                   # the published files
     python -m data.embeddings fetch wsl-32x48d-320 --convert         # download one and make a store of it
@@ -7,108 +7,26 @@
     python -m data.embeddings verify FOLDER                          # read every byte, name damaged shards
 
 Exit status 0: done. 1: it failed, with a sentence on stderr. 2: the command line is wrong. 130: Ctrl-C.
-
-Scripts open anything with `open_or_fetch`, and take the rest from here as well: `open_store`, `StoreWriter`
-(embedding_writer.py), `convert` (embedding_formats.py), `EmbeddingBatches` and `split_rows` (embedding_batches.py).
 """
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from data.embedding_batches import MODES, EmbeddingBatches, epoch_order, split_rows
-from data.embedding_formats import LAYOUTS, PARTS, PUBLISHED_SETS, SPLITS, convert
-from data.embedding_store import (
+from data.embeddings import (
     DTYPES,
+    LAYOUTS,
     MANIFEST,
+    PUBLISHED_SETS,
     EmbeddingError,
     EmbeddingStore,
-    StoreSplit,
+    convert,
+    open_or_fetch,
     open_store,
+    store_beside,
 )
-from data.embedding_writer import StoreWriter
+from data.embeddings.formats import PARTS, SPLITS
 from data.machine_memory import gib
-
-__all__ = [
-    "DTYPES",
-    "LAYOUTS",
-    "MANIFEST",
-    "MODES",
-    "PUBLISHED_SETS",
-    "EmbeddingBatches",
-    "EmbeddingError",
-    "EmbeddingStore",
-    "StoreSplit",
-    "StoreWriter",
-    "convert",
-    "epoch_order",
-    "open_or_fetch",
-    "open_store",
-    "split_rows",
-]
-
-
-def open_or_fetch(
-    source: str | Path,
-    cache_dir: str | Path | None = None,
-    *,
-    endpoint_url: str | None = None,
-    keys: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
-    progress: bool = True,
-) -> EmbeddingStore:
-    """Open a store, making it first of whatever `source` names.
-
-    source: the folder of a store, here or as s3://bucket/prefix/; a file of embeddings, here, as s3:// or https://
-        address, or as the short name of a published one. An s3:// address that ends in a slash or .store, or whose
-        last part has no dot, is a store.
-    cache_dir: where downloads go; without it as in data/object_store.py. A file's store lies beside the file, as
-        <name>.store (<name>.<dtype>.store with a dtype). It is made once; afterwards the file can be deleted.
-    endpoint_url: of the S3 server. keys, dtype: as for `convert`. progress: whether to draw bars.
-
-    Raises EmbeddingError; OSError passes through.
-    """
-    if Path(source).expanduser().is_dir():
-        return open_store(source)
-    # Imported here: boto3 takes half a second, and a store on this disk does without.
-    from data import object_store
-
-    last = str(source).rpartition("/")[2]
-    try:
-        if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
-            return open_store(
-                object_store.fetch_folder(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
-            )
-        file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
-        store = _store_beside(file, dtype)
-        if (store / MANIFEST).exists() and not file.exists():
-            return open_store(store)
-        file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
-    except object_store.ObjectStoreError as error:
-        raise EmbeddingError(str(error)) from error
-    # A published file keeps its name when it is downloaded by hand.
-    names = {key: name for name, key in object_store.PUBLISHED.items()}
-    known = PUBLISHED_SETS.get(names.get(last, str(source)))
-    remote = str(source) in PUBLISHED_SETS or "://" in str(source)
-    return convert(
-        file,
-        store,
-        keys=keys,
-        dtype=dtype,
-        backbone=known and known.backbone,
-        resolution=known and known.resolution,
-        source=str(source) if remote else None,
-        progress=progress,
-    )
-
-
-def _store_beside(file: Path, dtype: torch.dtype | None) -> Path:
-    """Where the store of a file lies."""
-    variant = "" if dtype is None else f".{str(dtype).removeprefix('torch.')}"
-    return file.with_name(f"{file.stem}{variant}.store")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,11 +96,11 @@ def _keys(args: argparse.Namespace) -> dict[str, str] | None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from data.object_store import PUBLISHED, cached_path
+    from data.transfers.object_store import PUBLISHED, cached_path
 
     for name, key in PUBLISHED.items():
         known, file = PUBLISHED_SETS[name], cached_path(name, args.cache_dir)
-        here = [str(path) for path in (file, _store_beside(file, None) / MANIFEST) if path.exists()]
+        here = [str(path) for path in (file, store_beside(file, None) / MANIFEST) if path.exists()]
         print(f"{name}\n    {key}")
         print(f"    about {known.gigabytes} GB, {known.backbone} at {known.resolution} pixels")
         print(f"    tensors {', '.join(LAYOUTS[known.layout].values())}")
@@ -191,7 +109,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    from data.object_store import ObjectStoreError, fetch
+    from data.transfers.object_store import ObjectStoreError, fetch
 
     try:
         # With --convert and no checksum to enforce, a store that is there needs no file.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from scripts.report_tables import METRICS, Line, Row, Table, shown_p_k
+from scripts.reporting.tables import METRICS, Line, Row, Table, shown_p_k
 
 LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},

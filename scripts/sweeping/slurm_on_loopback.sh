@@ -3,8 +3,8 @@
 # slurmd on 127.0.0.1, everything they write in FOLDER. Needs no systemd and no cgroups, and so runs in a container; as
 # root, or as a user (who is then the only one it runs jobs for). Debian and Ubuntu:
 #   apt-get install slurmctld slurmd slurm-client munge
-#   scripts/slurm_on_loopback.sh start FOLDER      # then: export SLURM_CONF=FOLDER/slurm.conf
-#   scripts/slurm_on_loopback.sh stop FOLDER       # cancels what runs and ends the three daemons
+#   scripts/sweeping/slurm_on_loopback.sh start FOLDER      # then: export SLURM_CONF=FOLDER/slurm.conf
+#   scripts/sweeping/slurm_on_loopback.sh stop FOLDER       # cancels what runs and ends the three daemons
 # Partitions: main, and urgent, whose jobs preempt main's (which are requeued). The node claims 4 CPUs, however many
 # there are, and no accounting, as on small clusters. Exit status 1, with a sentence, where it does not come up.
 set -euo pipefail
@@ -14,7 +14,7 @@ fail() {
   exit 1
 }
 
-[ $# = 2 ] || { echo "usage: scripts/slurm_on_loopback.sh start|stop FOLDER" >&2; exit 2; }
+[ $# = 2 ] || { echo "usage: scripts/sweeping/slurm_on_loopback.sh start|stop FOLDER" >&2; exit 2; }
 mkdir -p "$2"
 folder=$(cd "$2" && pwd)
 export SLURM_CONF=$folder/slurm.conf

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.embedding_store import StoreSplit
+from data.embeddings.store import StoreSplit
 from data.machine_memory import available_on, available_ram, gib
 
 MODES: tuple[str, ...] = ("auto", "device", "ram", "stream")

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
 
-from experiments.environment import resolve_device
+from experiments.shared.environment import resolve_device
 
 # Longer than any shard of any split takes; a process that dies is noticed at once by its closed connection.
 _PATIENCE = timedelta(days=7)

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from torch import Tensor
 
-from scripts.figure_style import GREY, PAGE, STYLES, pyplot, save
-from scripts.report_tables import shown_p_k
+from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
+from scripts.reporting.tables import shown_p_k
 from topk_losses import METHODS, RELAXATIONS, make_operator
 
 CLASSES = ("airplane", "panda", "goldfish", "mammal", "husky")

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from experiments.command_line import CommandLineError
-from experiments.run_record import COLUMNS
+from experiments.shared.command_line import CommandLineError
+from experiments.shared.run_record import COLUMNS
 from topk_losses import METHODS, RELAXATIONS
 
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from experiments.environment import ROOT
-from experiments.ranks import OthersEnded, Ranks
-from experiments.run_record import RecordError
+from experiments.shared.environment import ROOT
+from experiments.shared.ranks import OthersEnded, Ranks
+from experiments.shared.run_record import RecordError
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
 from topk_losses.checks import check_choice
 from topk_losses.kernels import device_of_kernels
@@ -328,7 +328,7 @@ def build_loss(
     if implementation == "ours":
         return make_loss(**settings, num_classes=num_classes, reduction=reduction).to(device)
     try:
-        from experiments.official_loss import make_official_loss
+        from experiments.shared.official_loss import make_official_loss
     except ImportError as error:
         raise CommandLineError(f"{error}; --implementation difftopk needs pip install difftopk") from None
     return make_official_loss(**settings, num_classes=num_classes, device=device)

@@ -4,7 +4,7 @@ NAME_accuracy_over_epochs: test accuracy against epoch (steps for heads), from r
 with two seeds or more, a band of one sample standard deviation.
 NAME_top1_top5: top-1 against top-5 per method and P_K, ours filled, published hollow.
 NAME_accuracy_over_p_k: accuracy of each method over P_K (Table 4).
-times: time per epoch and per loss, from results/benchmarks/. permutation_matrix: see scripts/permutation_figure.py.
+times: time per epoch and per loss, from results/benchmarks/. permutation_matrix: see permutation_figure.py.
 A figure that has no data is left out with a sentence. What the runs were stands above each figure of them.
 """
 
@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from scripts.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
-from scripts.permutation_figure import draw_permutations
-from scripts.report_tables import METRICS, Line, Row, Table, p_k_of, run_summary, shown_p_k
+from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
+from scripts.reporting.permutation_figure import draw_permutations
+from scripts.reporting.tables import METRICS, Line, Row, Table, p_k_of, run_summary, shown_p_k
 
 HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step"}  # of a run folder, and what they count
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped

@@ -1,4 +1,4 @@
-"""A folder of embeddings and labels that opens in milliseconds, whatever its size. Written by embedding_writer.py.
+"""A folder of embeddings and labels that opens in milliseconds, whatever its size. Written by writer.py.
 
     <store>/
         train-00000.embeddings.npy    (rows, dim) float16, float32, or bfloat16 as its 16 bits in uint16

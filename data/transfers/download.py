@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from data.atomic_file import atomic_write, sync_folder
-from data.remote import (
+from data.transfers.remote import (
     CACHE_VARIABLE,
     S3,
     ChangedError,

@@ -1,4 +1,4 @@
-"""Writes a store of embeddings (`embedding_store.py`): shard by shard, resumable, by one process or several.
+"""Writes a store of embeddings (`store.py`): shard by shard, resumable, by one process or several.
 
 Every file is written under a temporary name, synchronised and renamed. A shard counts as there once its record,
 `train-00000.shard.json`, is; the manifest is merged from the records at the end.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from data.atomic_file import atomic_write
-from data.embedding_store import (
+from data.embeddings.store import (
     DTYPES,
     FORMAT,
     MANIFEST,

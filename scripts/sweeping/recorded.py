@@ -1,11 +1,11 @@
 """Which rows are recorded already? Asked by scripts/launch.py before it starts any.
 
-    echo '[["python", "experiments/train_cifar100.py", "--method", "softsort"]]' | python scripts/recorded.py
+    echo '[["python", "experiments/train_cifar100.py", "--method", "softsort"]]' | python scripts/sweeping/recorded.py
 
 Each command's script runs in this process up to the point where it asks whether its results file has its
 configuration; the answer is noted, and it goes no further. Thus the script itself resolves its settings, as it will
 when it runs, and torch is imported once for all rows. A command that is refused counts as not recorded: it says why
-when it runs. Only scripts that ask before they work may be given: ASKING in scripts/sweep.py.
+when it runs. Only scripts that ask before they work may be given: ASKING in scripts/sweeping/sweep.py.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import training_run
+from experiments.shared import training_run
 
 
 class NotRecorded(BaseException):

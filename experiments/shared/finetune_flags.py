@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.embeddings import MODES, EmbeddingError, EmbeddingStore, open_or_fetch
-from experiments import command_line as cli
-from experiments.environment import ROOT
+from experiments.shared import command_line as cli
+from experiments.shared.environment import ROOT
 
 TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 # What a configuration of one command may have of its own.
@@ -150,7 +150,7 @@ def open_store_of(args: argparse.Namespace) -> EmbeddingStore:
     Raises CommandLineError for a name that does not exist, RunError for what cannot be had or used.
     """
     if not Path(args.data_path).is_dir():
-        from data.object_store import ObjectStoreError, resolve  # boto3 takes half a second
+        from data.transfers.object_store import ObjectStoreError, resolve  # boto3 takes half a second
 
         try:
             resolve(args.data_path)

@@ -1,6 +1,6 @@
 """Time and memory of each loss as n, k and batch grow, each with its asymptote, from results/benchmarks/scaling.csv.
 
-    python -m scripts.cost_figure                   # draws results/figures/cost_over_size.png and .svg
+    python -m scripts.reporting.cost_figure                   # draws results/figures/cost_over_size.png and .svg
 
 The asymptote, dotted, is the number of operations (numbers kept) per sample to leading order, times the batch, drawn
 through the last measured point. Fixed costs lie above it at small sizes.
@@ -16,9 +16,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from scripts.figure_style import GREY, PAGE, STYLES, pyplot, save
+from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 AXES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 QUANTITIES = {"ms": ("operations", "time of a pass (ms)"), "peak_mib": ("numbers", "peak memory (MiB)")}
 SMALLEST_MIB = 0.5  # what the operating system counts in pages and pools says little below

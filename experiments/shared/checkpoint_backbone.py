@@ -6,8 +6,8 @@ from pathlib import Path
 from torchvision.transforms import v2
 
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
-from experiments.checkpoint import CURRENT, DamagedCheckpoint, read_checkpoint
-from experiments.command_line import RunError
+from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, read_checkpoint
+from experiments.shared.command_line import RunError
 from models.backbones import Backbone
 from models.resnet_cifar import resnet_cifar
 

@@ -12,9 +12,9 @@ import numpy
 import torch
 import torchvision
 
-from experiments.cores import usable_cores
+from experiments.shared.cores import usable_cores
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def resolve_device(name: str) -> torch.device:

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from data.embedding_store import dtype_name
+from data.embeddings.store import dtype_name
 from data.image_sources import ImageBatches, Images, collate
-from experiments.command_line import RunError
-from experiments.skipped_images import Skipped
+from experiments.shared.command_line import RunError
+from experiments.shared.skipped_images import Skipped
 from models.backbones import Backbone, BackboneError
 
 

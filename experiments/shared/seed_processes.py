@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 
 import torch
 
-from experiments.cores import usable_cores
+from experiments.shared.cores import usable_cores
 
 # Seconds after which SIGTERM is sent again: the exception that it raises is lost where it comes in a callback from C,
 # as of Numba's compiler.

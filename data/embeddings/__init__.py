@@ -1,0 +1,101 @@
+"""Embedding sets: the published files, stores on the disk, and batches out of them.
+
+Scripts open anything with `open_or_fetch`, and take the rest from here as well: `open_store` (store.py), `StoreWriter`
+(writer.py), `convert` (formats.py), `EmbeddingBatches` and `split_rows` (batches.py). Commands: __main__.py.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from data.embeddings.batches import MODES, EmbeddingBatches, epoch_order, split_rows
+from data.embeddings.formats import LAYOUTS, PUBLISHED_SETS, convert
+from data.embeddings.store import (
+    DTYPES,
+    MANIFEST,
+    EmbeddingError,
+    EmbeddingStore,
+    StoreSplit,
+    open_store,
+)
+from data.embeddings.writer import StoreWriter
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "MANIFEST",
+    "MODES",
+    "PUBLISHED_SETS",
+    "EmbeddingBatches",
+    "EmbeddingError",
+    "EmbeddingStore",
+    "StoreSplit",
+    "StoreWriter",
+    "convert",
+    "epoch_order",
+    "open_or_fetch",
+    "open_store",
+    "split_rows",
+    "store_beside",
+]
+
+
+def open_or_fetch(
+    source: str | Path,
+    cache_dir: str | Path | None = None,
+    *,
+    endpoint_url: str | None = None,
+    keys: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+) -> EmbeddingStore:
+    """Open a store, making it first of whatever `source` names.
+
+    source: the folder of a store, here or as s3://bucket/prefix/; a file of embeddings, here, as s3:// or https://
+        address, or as the short name of a published one. An s3:// address that ends in a slash or .store, or whose
+        last part has no dot, is a store.
+    cache_dir: where downloads go; without it as in data/transfers/object_store.py. A file's store lies beside the
+        file, as <name>.store (<name>.<dtype>.store with a dtype). It is made once; afterwards the file can be deleted.
+    endpoint_url: of the S3 server. keys, dtype: as for `convert`. progress: whether to draw bars.
+
+    Raises EmbeddingError; OSError passes through.
+    """
+    if Path(source).expanduser().is_dir():
+        return open_store(source)
+    # Imported here: boto3 takes half a second, and a store on this disk does without.
+    from data.transfers import object_store
+
+    last = str(source).rpartition("/")[2]
+    try:
+        if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
+            return open_store(
+                object_store.fetch_folder(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
+            )
+        file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
+        store = store_beside(file, dtype)
+        if (store / MANIFEST).exists() and not file.exists():
+            return open_store(store)
+        file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
+    except object_store.ObjectStoreError as error:
+        raise EmbeddingError(str(error)) from error
+    # A published file keeps its name when it is downloaded by hand.
+    names = {key: name for name, key in object_store.PUBLISHED.items()}
+    known = PUBLISHED_SETS.get(names.get(last, str(source)))
+    remote = str(source) in PUBLISHED_SETS or "://" in str(source)
+    return convert(
+        file,
+        store,
+        keys=keys,
+        dtype=dtype,
+        backbone=known and known.backbone,
+        resolution=known and known.resolution,
+        source=str(source) if remote else None,
+        progress=progress,
+    )
+
+
+def store_beside(file: Path, dtype: torch.dtype | None) -> Path:
+    """Where the store of a file lies."""
+    variant = "" if dtype is None else f".{str(dtype).removeprefix('torch.')}"
+    return file.with_name(f"{file.stem}{variant}.store")
