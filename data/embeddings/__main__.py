@@ -8,7 +8,8 @@
 
 `info` says by which checksum the file that became the store was verified, or that it is unverified.
 
-Exit status 0: done. 1: it failed, with a sentence on stderr (--debug adds the traceback). 2: the command line is wrong. 130: Ctrl-C.
+Exit status 0: done. 1: it failed, with a sentence on stderr (with --debug, a traceback). 2: the command line is wrong.
+130: Ctrl-C.
 """
 
 import argparse
