@@ -188,6 +188,8 @@ def fetch_folder(
         part = Location(location.uri + path.name, endpoint_url, anonymous)
         Download(part, path, size, sha256, transfer, progress, replace=True).run()
 
+    if _is_whole(folder, index, listed):  # without the lock: the cache may be another's, read-only
+        return folder
     with held(folder / PARTIAL / "folder.lock", waiting=f"another process is fetching {folder.name}; waiting for it"):
         if _is_whole(folder, index, listed):
             return folder

@@ -25,7 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.transfers import download, remote
+from data.transfers import download, object_store, remote
 from data.transfers.download import etag_part_sizes
 from data.transfers.object_store import (
     PUBLISHED,
@@ -778,8 +778,9 @@ def test_a_folder_goes_up_and_comes_back(bucket, options, store, monkeypatch):
     assert [checksum_of(back / name) for name in NAMES] == [
         f"sha256 {digest}" for *_, digest in listed(back / "index.json")
     ]
-    with monkeypatch.context() as patch:  # a complete folder needs no server
+    with monkeypatch.context() as patch:  # a complete folder needs no server, and no permission to write
         patch.setattr(remote, "s3_client", None)
+        patch.setattr(object_store, "held", None)
         assert fetch_folder("s3://store/sets/one/", **FOLDER, **options) == back
     # One that lost a file fetches that; where the bucket has another version now, all.
     (back / "a.bin").unlink()
