@@ -15,6 +15,7 @@ epoch sees the same batches and the same crops as one that never stopped.
 """
 
 import errno
+import os
 import pickle
 import shutil
 import socket
@@ -31,10 +32,11 @@ from urllib.request import url2pathname
 import numpy as np
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, download_url, extract_archive
+
+from data.file_lock import held, lock_beside
 
 DATASETS: tuple[str, ...] = ("cifar100", "cifar10", "digits")
 NOISE_GROUPS: tuple[str, ...] = ("blocks", "superclass")
@@ -191,7 +193,7 @@ def load_dataset(
     train_labels = train.labels
     if label_noise > 0:
         if noise_groups == "superclass":
-            groups = _superclasses(_CIFAR[name], Path(data_dir).expanduser())
+            groups = _superclasses(_CIFAR[name], Path(os.path.expanduser(data_dir)))
         else:
             groups = torch.arange(num_classes).view(-1, _BLOCK)
         train_labels = noisy_labels(train_labels, groups, label_noise, _generator("label_noise", seed))
@@ -217,7 +219,7 @@ def load_complete(
     """
     if name == "digits":
         return *_load_digits(), tuple(str(digit) for digit in range(10))
-    root = Path(data_dir).expanduser()
+    root = Path(os.path.expanduser(data_dir))
     trainset, testset = _load_cifar(_CIFAR[name], root, download=download, mirror=mirror)
     return _as_split(trainset), _as_split(testset), tuple(trainset.classes)
 
@@ -418,8 +420,7 @@ def _load_cifar(kind: type[CIFAR10], root: Path, *, download: bool, mirror: str 
     try:
         found = _open_verified(kind, root)
         if found is None and download:
-            root.mkdir(parents=True, exist_ok=True)
-            with FileLock(root / f".{kind.base_folder}.lock"):
+            with held(lock_beside(root / kind.base_folder)):
                 # Another process may have fetched the files while this one waited for the lock.
                 found = _open_verified(kind, root)
                 if found is None:

@@ -100,7 +100,10 @@ class FolderImages:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """See Images."""
-        with open(self.root / self.paths[index], "rb") as file, Image.open(file) as image:
+        path = self.root / self.paths[index]
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise OSError("not a regular file")
+        with open(path, "rb") as file, Image.open(file) as image:
             return image.convert("RGB"), self.labels[index]
 
     def describe(self, index: int) -> str:
@@ -188,13 +191,13 @@ def open_images(
     Raises ImageSourceError, and DatasetUnavailableError for files that are not to be had.
     """
     name = dataset or ""
-    path = Path(name.removeprefix("folder:")).expanduser()
+    path = Path(os.path.expanduser(name.removeprefix("folder:")))
     if folders:
-        source = _open_folders({split: Path(folder).expanduser() for split, folder in folders.items()}, None)
+        source = _open_folders({split: Path(os.path.expanduser(folder)) for split, folder in folders.items()}, None)
     elif name in DATASETS:
         source = _open_tensors(name, data_dir, mirror)
     elif name in TORCHVISION:
-        source = _open_library(name, Path(data_dir).expanduser())
+        source = _open_library(name, Path(os.path.expanduser(data_dir)))
     elif path.is_dir() and name:
         source = _open_folders(_split_folders(path), path.resolve().name)
     elif "/" in name or os.sep in name or name.startswith("folder:"):
@@ -270,15 +273,15 @@ def _load_library(kind: Callable[..., Dataset], name: str, data_dir: Path, selec
         return kind(str(data_dir), **selection)
     except ImportError as error:
         raise ImageSourceError(f"{name} needs another package: {error}") from None
-    except (OSError, RuntimeError):  # torchvision's word for files that are not there
+    except Exception:  # of a file that is missing or damaged; each data set has its own
         pass
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         return kind(str(data_dir), **selection, download=True)
-    except Exception as error:  # urllib, requests, tarfile, zipfile: each fails in its own way
+    except Exception as error:
         raise DatasetUnavailableError(
-            f"{name} is neither in {data_dir} nor to be downloaded ({error}): check the network, or place its files "
-            f"there as torchvision.datasets.{kind.__name__} expects them"
+            f"{name} is neither in {data_dir}, whole, nor to be downloaded ({type(error).__name__}: {error}): check "
+            f"the network, delete damaged files, or place whole ones as torchvision.datasets.{kind.__name__} wants them"
         ) from None
 
 

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from data.cifar100 import DatasetUnavailableError
-from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter, open_store
+from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter
 from data.embeddings.store import UNFINISHED
+from data.embeddings.writer import open_finished
+from data.file_lock import HeldError, held, lock_beside
 from data.image_sources import ImageSource, open_images
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint_backbone import checkpoint_backbone
@@ -137,6 +138,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--checkpoint brings its own weights: leave --weights out")
     if args.endpoint_url and not args.upload:
         parser.error("--endpoint_url is of the server for --upload: give both or neither")
+    if args.upload:
+        from data.transfers.object_store import Location, ObjectStoreError  # boto3 takes half a second
+
+        try:
+            Location(args.upload, args.endpoint_url)
+        except ObjectStoreError as error:
+            parser.error(str(error))
     return args
 
 
@@ -193,7 +201,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
         try:
             network = backbone(
-                args.backbone, weights if named else Path(weights).expanduser(), resolution=args.resolution
+                args.backbone, weights if named else Path(os.path.expanduser(weights)), resolution=args.resolution
             )
         except BackboneError as error:
             raise cli.CommandLineError(str(error)) from None
@@ -219,7 +227,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             "class_names": source.class_names,
         },
     }
-    folder = (args.store or default_store(source, network, args.dtype)).expanduser()
+    folder = Path(os.path.expanduser(args.store or default_store(source, network, args.dtype)))
     with only_writer(folder, ranks):
         if (folder / MANIFEST).exists():
             store = complete_store(folder, settings)
@@ -338,22 +346,17 @@ def only_writer(folder: Path, ranks: Ranks) -> Iterator[None]:
     if ranks.rank > 0:  # rank 0 holds it for all
         yield
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), timeout=0)
     try:
-        lock.acquire()
-    except Timeout:
+        with held(lock_beside(folder), wait=False):
+            yield
+    except HeldError:
         raise cli.RunError(f"another process is writing {folder}: wait for it or choose another --store") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
     """Open a complete store that has these settings. Raises CommandLineError for others, RunError for a damaged one."""
     try:
-        store = open_store(folder)
+        store = open_finished(folder)
     except EmbeddingError as error:
         raise cli.RunError(str(error)) from None
     found = {

@@ -111,7 +111,7 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
             order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
             flags = {**recipe.flags, **shared, "seed": seed, "order_seed": order}
             # Of these a repetition or another place changes nothing that is reported.
-            for flag in ("results", "force", "seeds", "also", "cache_dir", "endpoint_url", *TENSORS):
+            for flag in ("results", "force", "seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS):
                 del flags[flag]
             name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
             runs.append(HeadRun(recipe, seed, order, flags, name, args.results.parent / "runs" / name))
@@ -185,6 +185,7 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
                 **run.flags,
                 "processes": ranks.count,
                 "embedding_dtype": store["train"].dtype_name,
+                "embeddings_checksum": store.checksum,
                 "backbone": store.backbone,
                 "resolution": store.resolution,
                 "batch_source": batches.mode,

@@ -4,6 +4,7 @@ Scripts open anything with `open_or_fetch`, and take the rest from here as well:
 (writer.py), `convert` (formats.py), `EmbeddingBatches` and `split_rows` (batches.py). Commands: __main__.py.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from data.embeddings.formats import LAYOUTS, PUBLISHED_SETS, convert
 from data.embeddings.store import (
     DTYPES,
     MANIFEST,
+    UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
-    StoreSplit,
     open_store,
+    read_manifest,
 )
 from data.embeddings.writer import StoreWriter
 
@@ -30,7 +32,6 @@ __all__ = [
     "EmbeddingBatches",
     "EmbeddingError",
     "EmbeddingStore",
-    "StoreSplit",
     "StoreWriter",
     "convert",
     "epoch_order",
@@ -48,6 +49,7 @@ def open_or_fetch(
     endpoint_url: str | None = None,
     keys: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
+    sha256: str | None = None,
     progress: bool = True,
 ) -> EmbeddingStore:
     """Open a store, making it first of whatever `source` names.
@@ -57,42 +59,67 @@ def open_or_fetch(
         last part has no dot, is a store.
     cache_dir: where downloads go; without it as in data/transfers/object_store.py. A file's store lies beside the
         file, as <name>.store (<name>.<dtype>.store with a dtype). It is made once; afterwards the file can be deleted.
-    endpoint_url: of the S3 server. keys, dtype: as for `convert`. progress: whether to draw bars.
+    endpoint_url: of the S3 server. keys, dtype: as for `convert`. sha256: of the file; of a store, its fingerprint.
+    progress: whether to draw bars.
 
     Raises EmbeddingError; OSError passes through.
     """
-    if Path(source).expanduser().is_dir():
-        return open_store(source)
+    if Path(os.path.expanduser(source)).is_dir():
+        return _if_same(open_store(source), sha256)
     # Imported here: boto3 takes half a second, and a store on this disk does without.
     from data.transfers import object_store
 
     last = str(source).rpartition("/")[2]
     try:
         if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
-            return open_store(
-                object_store.fetch_folder(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
+            folder = object_store.fetch_folder(
+                source, cache_dir, index=MANIFEST, listed=_listed, endpoint_url=endpoint_url, progress=progress
             )
+            return _if_same(open_store(folder), sha256)
         file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
         store = store_beside(file, dtype)
         if (store / MANIFEST).exists() and not file.exists():
-            return open_store(store)
-        file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, progress=progress)
+            return _if_same(open_store(store), sha256)
+        file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, sha256=sha256, progress=progress)
+        checksum = f"sha256 {sha256.lower()}" if sha256 else object_store.checksum_of(file)
     except object_store.ObjectStoreError as error:
         raise EmbeddingError(str(error)) from error
     # A published file keeps its name when it is downloaded by hand.
     names = {key: name for name, key in object_store.PUBLISHED.items()}
     known = PUBLISHED_SETS.get(names.get(last, str(source)))
     remote = str(source) in PUBLISHED_SETS or "://" in str(source)
-    return convert(
-        file,
-        store,
-        keys=keys,
-        dtype=dtype,
-        backbone=known and known.backbone,
-        resolution=known and known.resolution,
-        source=str(source) if remote else None,
-        progress=progress,
-    )
+    try:
+        return convert(
+            file,
+            store,
+            keys=keys,
+            dtype=dtype,
+            backbone=known and known.backbone,
+            resolution=known and known.resolution,
+            source=str(source) if remote else None,
+            checksum=checksum or UNVERIFIED,
+            progress=progress,
+        )
+    except OSError as error:
+        raise EmbeddingError(
+            f"cannot make a store of {file} beside it ({error}): make it elsewhere by "
+            f"python -m data.embeddings convert {file} FOLDER, and give FOLDER in place of the file"
+        ) from error
+
+
+def _listed(manifest: Path) -> list[tuple[str, int, str]]:
+    """Name, bytes and SHA-256 of each file that a manifest names."""
+    return [(file.name, file.bytes, file.sha256) for file in read_manifest(manifest).files]
+
+
+def _if_same(store: EmbeddingStore, sha256: str | None) -> EmbeddingStore:
+    """The store, if it has this fingerprint or was made of a file with this sum. Raises EmbeddingError."""
+    if sha256 and sha256.lower() not in (store.fingerprint, str(store.checksum).removeprefix("sha256 ")):
+        raise EmbeddingError(
+            f"{store.path} has the fingerprint {store.fingerprint}, and was made of "
+            f"{f'a file with the checksum {store.checksum!r}' if store.checksum else 'images'}; neither is {sha256}"
+        )
+    return store
 
 
 def store_beside(file: Path, dtype: torch.dtype | None) -> Path:

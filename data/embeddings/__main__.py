@@ -1,12 +1,15 @@
 """The commands of the embedding sets.
 
     python -m data.embeddings list                                   # the published files
-    python -m data.embeddings fetch wsl-32x48d-320 --convert         # download one and make a store of it
+    python -m data.embeddings fetch wsl-32x48d-320 --convert         # download one and make a store of it [--sha256]
     python -m data.embeddings convert FILE FOLDER [--dtype bfloat16] # make a store of any torch pickle
     python -m data.embeddings info FOLDER                            # what a store holds
     python -m data.embeddings verify FOLDER                          # read every byte, name damaged shards
 
-Exit status 0: done. 1: it failed, with a sentence on stderr. 2: the command line is wrong. 130: Ctrl-C.
+`info` says by which checksum the file that became the store was verified, or that it is unverified.
+
+Exit status 0: done. 1: it failed, with a sentence on stderr (with --debug, a traceback). 2: the command line is wrong.
+130: Ctrl-C.
 """
 
 import argparse
@@ -26,7 +29,9 @@ from data.embeddings import (
     store_beside,
 )
 from data.embeddings.formats import PARTS, SPLITS
+from data.embeddings.store import UNVERIFIED
 from data.machine_memory import gib
+from data.transfers.object_store import PUBLISHED, ObjectStoreError, cached_path, checksum_of, fetch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,12 +40,16 @@ def main(argv: list[str] | None = None) -> int:
     command = {"list": _list, "fetch": _fetch, "convert": _convert, "verify": _verify, "info": _info}[args.command]
     try:
         return command(args)
-    except (EmbeddingError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("\nstopped: the same command continues with what is missing", file=sys.stderr)
         return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        foreseen = isinstance(error, (EmbeddingError, ObjectStoreError, OSError))
+        what = error if foreseen else f"{type(error).__name__}: {error}; --debug shows where that came from"
+        print(f"error: {what}", file=sys.stderr)
+        return 1
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -50,25 +59,29 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
+        command = commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
+        command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+        return command
 
     list_ = add("list", "List the published embedding files")
     fetch = add("fetch", "Download an embedding file into the cache and print its path")
-    fetch.add_argument("source", help="a short name of `list`, an s3:// or https:// address, or a path")
+    fetch.add_argument("source", type=_given, help="a short name of `list`, an s3:// or https:// address, or a path")
     fetch.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
-    fetch.add_argument("--sha256", metavar="HEX", help="the checksum the file must have")
     fetch.add_argument("--convert", action="store_true", help="make a store of it, and print the store's path")
     for each in (list_, fetch):
         each.add_argument(
             "--cache_dir", type=Path, metavar="DIR", help="$TOPK_CACHE without it, else data/downloads/embeddings"
         )
     converted = add("convert", "Make a store of a torch pickle of embeddings and labels")
-    converted.add_argument("file", type=Path, help="the pickle")
-    converted.add_argument("destination", type=Path, help="folder of the store")
+    converted.add_argument("file", type=_given, help="the pickle")
+    converted.add_argument("destination", type=_given, help="folder of the store")
     converted.add_argument("--num_classes", type=_positive, metavar="N", help="the largest label + 1 without it")
     converted.add_argument("--backbone", metavar="NAME", help="noted in the manifest")
     converted.add_argument("--resolution", type=_positive, metavar="PIXELS", help="noted in the manifest")
     for each in (fetch, converted):
+        each.add_argument(
+            "--sha256", metavar="HEX", help="the checksum the file must have; of a store to fetch, its fingerprint"
+        )
         each.add_argument("--dtype", choices=DTYPES, help="of the store; that of the file without it")
         group = each.add_argument_group(
             "tensors", "names of the file's tensors where its layout is not a published one"
@@ -77,11 +90,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             for part in PARTS:
                 group.add_argument(f"--{split}_{part}", metavar="KEY")
     for name, summary in (("verify", "Check every byte of a store"), ("info", "Show what a store holds")):
-        add(name, summary).add_argument("store", type=Path, help="folder of the store")
+        add(name, summary).add_argument("store", type=_given, help="folder of the store")
     args = parser.parse_args(argv)
     if args.command == "fetch" and not args.convert and (args.dtype or _keys(args)):
         fetch.error("--dtype and the tensors' names are for the store: add --convert")
     return args
+
+
+def _given(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty: the empty path would be the current folder")
+    return text
 
 
 def _positive(text: str) -> int:
@@ -96,8 +115,6 @@ def _keys(args: argparse.Namespace) -> dict[str, str] | None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from data.transfers.object_store import PUBLISHED, cached_path
-
     for name, key in PUBLISHED.items():
         known, file = PUBLISHED_SETS[name], cached_path(name, args.cache_dir)
         here = [str(path) for path in (file, store_beside(file, None) / MANIFEST) if path.exists()]
@@ -109,25 +126,19 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    from data.transfers.object_store import ObjectStoreError, fetch
-
-    try:
-        # With --convert and no checksum to enforce, a store that is there needs no file.
-        if args.sha256 or not args.convert:
-            file = fetch(args.source, args.cache_dir, endpoint_url=args.endpoint_url, sha256=args.sha256)
-    except ObjectStoreError as error:
-        raise EmbeddingError(str(error)) from error
+    options = {"endpoint_url": args.endpoint_url, "sha256": args.sha256}
     if args.convert:
         dtype = args.dtype and DTYPES[args.dtype]
-        store = open_or_fetch(
-            args.source, args.cache_dir, endpoint_url=args.endpoint_url, keys=_keys(args), dtype=dtype
-        )
-        file = store.path
+        file = open_or_fetch(args.source, args.cache_dir, keys=_keys(args), dtype=dtype, **options).path
+    else:
+        file = fetch(args.source, args.cache_dir, **options)
     print(file)
     return 0
 
 
 def _convert(args: argparse.Namespace) -> int:
+    if args.sha256:
+        fetch(args.file, sha256=args.sha256)
     store = convert(
         args.file,
         args.destination,
@@ -136,6 +147,7 @@ def _convert(args: argparse.Namespace) -> int:
         num_classes=args.num_classes,
         backbone=args.backbone,
         resolution=args.resolution,
+        checksum=f"sha256 {args.sha256.lower()}" if args.sha256 else checksum_of(Path(args.file)) or UNVERIFIED,
         progress=True,
     )
     print(_description(store))
@@ -161,6 +173,9 @@ def _description(store: EmbeddingStore) -> str:
     lines = [f"{store.path}: {gib(store.bytes)}, {store.num_classes} classes, {store.dim} dimensions"]
     for name, value in (("backbone", store.backbone), ("resolution", store.resolution), ("source", store.source)):
         lines.append(f"    {name:12}{'not known' if value is None else value}")
+    lines.append(f"    fingerprint {store.fingerprint}")
+    if store.checksum:
+        lines.append(f"    checksum    {store.checksum} (of the file it was made of)")
     for name, split in store.splits.items():
         lines.append(f"    {name:12}{len(split)} rows of {split.dtype_name} in {len(split.shards)} shards")
     return "\n".join(lines)

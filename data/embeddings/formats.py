@@ -14,6 +14,7 @@ read whole if the memory suffices.
 """
 
 import mmap
+import os
 import pickle
 import re
 import shutil
@@ -22,19 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 
 from data.embeddings.store import (
     MANIFEST,
+    UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
     check_labels,
     dtype_name,
-    open_store,
 )
-from data.embeddings.writer import StoreWriter
+from data.embeddings.writer import StoreWriter, open_finished
+from data.file_lock import held, lock_beside
 from data.machine_memory import available_ram, gib
 
 SPLITS = ("train", "valid", "test")
@@ -82,6 +83,7 @@ def convert(
     backbone: str | None = None,
     resolution: int | None = None,
     source: str | None = None,
+    checksum: str = UNVERIFIED,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> EmbeddingStore:
@@ -91,7 +93,7 @@ def convert(
         of a split both or neither. Without it the file must have one of LAYOUTS.
     dtype: float16, float32 or bfloat16 for the store; that of the file without it.
     num_classes: the largest label + 1 without it. backbone, resolution (pixels), source: noted in the manifest;
-        source is the file's name without it.
+        source is the file's name without it. checksum: what the file was verified by, noted likewise.
     shard_bytes: embeddings per shard. progress: whether to draw a bar.
 
     Killed and called again, it continues with the shards that are missing; a complete store of this file is opened.
@@ -99,7 +101,7 @@ def convert(
     layout, for tensors that do not fit each other, for too little memory or disk, and for a store of another file or
     other settings; OSError passes through.
     """
-    file, destination = Path(source_file).expanduser(), Path(destination).expanduser()
+    file, destination = Path(os.path.expanduser(source_file)), Path(os.path.expanduser(destination))
     if not file.is_file():
         raise EmbeddingError(f"there is no file {file} to convert: check the path")
     noted = {
@@ -108,11 +110,10 @@ def convert(
         "resolution": resolution,
         "source": source or file.name,
     }
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(destination.with_name(f".{destination.name}.lock")):
+    with held(lock_beside(destination)):
         if (destination / MANIFEST).exists():
             return _opened_if_same(file, destination, keys, dtype, noted)
-        return _converted(file, destination, keys, dtype, noted, shard_bytes, progress)
+        return _converted(file, destination, keys, dtype, noted, checksum, shard_bytes, progress)
 
 
 def _opened_if_same(
@@ -123,7 +124,7 @@ def _opened_if_same(
     noted: Mapping[str, str | int | None],
 ) -> EmbeddingStore:
     """The complete store at `destination` if it was made of this file in this way; what is None may be anything."""
-    store = open_store(destination)
+    store = open_finished(destination)
     made, status = store.details, file.stat()
     if made.get("file_bytes") != status.st_size or (destination / MANIFEST).stat().st_mtime < status.st_mtime:
         raise EmbeddingError(
@@ -155,6 +156,7 @@ def _converted(
     keys: Mapping[str, str] | None,
     dtype: torch.dtype | None,
     noted: Mapping[str, str | int | None],
+    checksum: str,
     shard_bytes: int,
     progress: bool,
 ) -> EmbeddingStore:
@@ -179,6 +181,7 @@ def _converted(
     details = {
         "file": file.name,
         "file_bytes": file.stat().st_size,
+        "checksum": checksum,
         "file_dtype": str(file_dtype).removeprefix("torch."),
         "keys": keys,
         "shard_bytes": shard_bytes,
@@ -234,7 +237,7 @@ def _load(file: Path) -> tuple[dict[str, Tensor], bool]:
         ) from None
     except EmbeddingError:
         raise
-    except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, IndexError) as error:
+    except Exception as error:  # what torch meets in a damaged file has no common class
         raise EmbeddingError(
             f"{file} is not a torch pickle, or a truncated or damaged one: fetch it again "
             f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'it ends too early'})"
@@ -302,10 +305,19 @@ def _check_keys(file: Path, keys: Mapping[str, str], tensors: Mapping[str, objec
 
 
 def _check_split(file: Path, split: str, embeddings: Tensor, labels: Tensor, num_classes: int | None) -> None:
-    if embeddings.dim() != 2 or not embeddings.is_floating_point() or len(embeddings) != len(labels) or not len(labels):
+    for part, tensor in zip(PARTS, (embeddings, labels)):
+        # One without numbers of its own for every place (expand) may be any number of times as large as its file.
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise EmbeddingError(
+                f"the {part} of {split} in {file} must be an ordinary tensor that holds each of its numbers, got "
+                f"{tensor.layout} {tuple(tensor.shape)} on {tensor.device}: save it again with .to_dense().clone()"
+            )
+    shape, rows = tuple(embeddings.shape), tuple(labels.shape)
+    if len(shape) != 2 or not embeddings.is_floating_point() or shape[:1] != rows or 0 in shape:
         raise EmbeddingError(
             f"the embeddings of {split} in {file} must be floating point of shape (rows, dim) with a label per row and "
-            f"at least one row, got {embeddings.dtype} {tuple(embeddings.shape)} and labels {tuple(labels.shape)}"
+            f"at least one row, got {embeddings.dtype} {shape} and labels {rows}"
         )
     try:
         check_labels(labels, num_classes)

@@ -8,8 +8,8 @@
         manifest.json                 written last: a folder without it is not a store
 
 The manifest holds, per split, the shapes, the dtype and the shards with the size and SHA-256 of each file, and
-for the whole the class count, backbone, resolution and source. `open_store` reads it and looks at the size of
-each file, nothing more; `EmbeddingStore.verify` reads every byte and names each file that changed.
+for the whole the class count, backbone, resolution and source. `open_store` reads it and looks at the size and
+the header of each file, nothing more; `EmbeddingStore.verify` reads every byte and names each file that changed.
 
 Why .npy and not safetensors: a file is a header of 128 bytes and then the rows, so any range of rows is one read
 at a known place and the whole is one memory map; every tool opens it, and it needs no further dependency. The
@@ -20,32 +20,43 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-FORMAT = "embedding store"
-VERSION = 1
+from data.checked_json import JsonError, read_json
+
 MANIFEST = "manifest.json"
 DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
 }
+UNVERIFIED = "unverified"  # the checksum of a file of embeddings where none was known
 
 # How each dtype lies on the disk, in NumPy's notation.
 ON_DISK = {"float16": "<f2", "float32": "<f4", "bfloat16": "<u2", "int64": "<i8"}
 UNFINISHED = "unfinished.json"  # in a folder that is being written: the settings that all its shards share
 _RUN_ROWS = 1024  # most rows in one read, so that the memory a read needs is bounded
 _RUN_GAP = 8  # rows left out that are cheaper to read along than to begin another read after
+_CHECK_ROWS = 2**20  # labels looked at together
+_MOST_CLASSES = 2**31 - 1
+
+# What a manifest may say. It may come from elsewhere: the names lead to no other folder, and no size overflows.
+_Count = Annotated[int, Field(ge=1, lt=2**40)]
+_Label = Annotated[int, Field(ge=0, lt=_MOST_CLASSES)]
+_Dtype = Literal["float16", "float32", "bfloat16"]
+_FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]+-\d{5,12}\.(embeddings|labels)\.npy$")]
+_SplitName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=100)]
 
 
 class EmbeddingError(ValueError):
@@ -56,18 +67,18 @@ class EmbeddingError(ValueError):
 class StoredFile:
     """One file of a store: its name within the folder, its size in bytes, its SHA-256 in hexadecimal."""
 
-    name: str
-    bytes: int
-    sha256: str
+    name: _FileName
+    bytes: _Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
 class Shard:
     """Consecutive rows of a split, in two files. Labels lie in [label_min, label_max]."""
 
-    rows: int
-    label_min: int
-    label_max: int
+    rows: _Count
+    label_min: _Label
+    label_max: _Label
     embeddings: StoredFile
     labels: StoredFile
 
@@ -76,15 +87,54 @@ class Shard:
         """Both files."""
         return self.embeddings, self.labels
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> "Shard":
-        """The shard that `dataclasses.asdict` described. Raises KeyError, TypeError, ValueError for another record."""
-        files = {part: StoredFile(**record[part]) for part in ("embeddings", "labels")}
-        for file in files.values():
-            # A manifest may come from elsewhere: it must not lead out of its folder.
-            if Path(file.name).name != file.name:
-                raise ValueError(f"{file.name!r} is not the name of a file in this folder")
-        return cls(**{**record, **files})
+    def problems(self, folder: Path, dtype_name: str, dim: int) -> list[str]:
+        """A sentence for each file that is missing, of another size, or by its header of other numbers."""
+        shapes = ((self.embeddings, dtype_name, (self.rows, dim)), (self.labels, "int64", (self.rows,)))
+        return [problem for each in shapes if (problem := _problem(folder, *each))]
+
+
+@dataclass(frozen=True)
+class StoredSplit:
+    """A split as the manifest describes it."""
+
+    dtype: _Dtype
+    embeddings_shape: tuple[_Count, _Count]
+    labels_shape: tuple[_Count]
+    labels_dtype: Literal["int64"]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all shards of a store share. details: what else the writer noted, anything that JSON can hold."""
+
+    embedding_dim: _Count
+    dtype: _Dtype
+    num_classes: Annotated[int, Field(ge=1, le=_MOST_CLASSES)] | None
+    backbone: str | None
+    resolution: _Count | None
+    source: str | None
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole store holds."""
+
+    format: Literal["embedding store"]
+    version: Literal[1]
+    embedding_dim: _Count
+    num_classes: Annotated[int, Field(ge=1, le=_MOST_CLASSES)]
+    backbone: str | None
+    resolution: _Count | None
+    source: str | None
+    details: dict[str, Any]
+    splits: Annotated[dict[_SplitName, StoredSplit], Field(min_length=1)]
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """Every file but the manifest."""
+        return [file for split in self.splits.values() for shard in split.shards for file in shard.files]
 
 
 class StoreSplit:
@@ -93,16 +143,14 @@ class StoreSplit:
     name: train, test or another. dtype: of the embeddings. dim: their width. shards: in the order of the rows.
     """
 
-    def __init__(self, folder: Path, name: str, dtype_name: str, dim: int, shards: Sequence[Shard]) -> None:
-        self.folder, self.name, self.dim, self.shards = folder, name, dim, tuple(shards)
-        self.dtype_name, self.dtype = dtype_name, DTYPES[dtype_name]
+    def __init__(self, folder: Path, name: str, stored: StoredSplit, dim: int, num_classes: int) -> None:
+        self.folder, self.name, self.dim, self.shards, self._num_classes = folder, name, dim, stored.shards, num_classes
+        self.dtype_name, self.dtype = stored.dtype, DTYPES[stored.dtype]
         self.row_bytes = dim * self.dtype.itemsize
         # Row at which each shard begins, and the number of rows at the end: (shards + 1,).
         self._starts = np.cumsum([0, *(shard.rows for shard in self.shards)])
-        for shard in self.shards:
-            headers = (shard.embeddings.bytes - shard.rows * self.row_bytes, shard.labels.bytes - shard.rows * 8)
-            if shard.rows < 1 or min(headers) < 1:
-                raise ValueError(f"{shard.rows} rows do not fit into {shard.embeddings.name}")
+        if (stored.embeddings_shape, stored.labels_shape) != (self.shape, (len(self),)):
+            raise EmbeddingError(f"{folder / MANIFEST} is damaged: the shapes of {name} are not those of its shards")
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -113,23 +161,22 @@ class StoreSplit:
         return len(self), self.dim
 
     def labels(self) -> Tensor:
-        """All labels, (N,) int64, read from the disk at each call (8 bytes a row)."""
-        return torch.cat([self.mapped(number)[1] for number in range(len(self.shards))])
+        """All labels, (N,) int64, read from the disk at each call (8 bytes a row).
 
-    def mapped(self, shard: int) -> tuple[Tensor, Tensor]:
-        """Embeddings (R, dim) and labels (R,) int64 of one shard as memory maps: read where they are touched.
-
-        What is written to them stays in memory and never reaches the files.
+        Raises EmbeddingError, naming the row, for one that is not in [0, num_classes).
         """
-        entry = self.shards[shard]
-        embeddings = self._map(entry.embeddings, self.dtype_name, (entry.rows, self.dim))
-        return embeddings, self._map(entry.labels, "int64", (entry.rows,))
-
-    def _map(self, file: StoredFile, dtype_name: str, shape: tuple[int, ...]) -> Tensor:
-        stored = ON_DISK[dtype_name]
-        offset = file.bytes - int(np.prod(shape)) * np.dtype(stored).itemsize
-        tensor = torch.from_numpy(np.memmap(self.folder / file.name, stored, "c", offset, shape))
-        return tensor.view(torch.bfloat16) if dtype_name == "bfloat16" else tensor
+        parts = [
+            np.fromfile(self.folder / shard.labels.name, ON_DISK["int64"], offset=shard.labels.bytes - shard.rows * 8)
+            for shard in self.shards
+        ]
+        labels = torch.from_numpy(np.concatenate(parts))
+        if len(labels) != len(self):
+            raise EmbeddingError(f"a file of labels of {self.name} in {self.folder} changed: copy or write them again")
+        try:
+            check_labels(labels, self._num_classes)
+        except EmbeddingError as error:
+            raise EmbeddingError(f"{self.folder}, {self.name}: {error}; copy or write the store again") from None
+        return labels
 
     def read(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Copy the embeddings at `rows` into memory: (R, dim) of the split's dtype.
@@ -181,21 +228,13 @@ class EmbeddingStore:
     (pixels), source: where the embeddings come from, None where it is not known. details: what else the writer noted.
     """
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        self.path = path
-        self.dim: int = manifest["embedding_dim"]
-        self.num_classes: int = manifest["num_classes"]
-        self.backbone: str | None = manifest["backbone"]
-        self.resolution: int | None = manifest["resolution"]
-        self.source: str | None = manifest["source"]
-        self.details: dict[str, Any] = manifest["details"]
-        self.splits: dict[str, StoreSplit] = {}
-        for name, entry in manifest["splits"].items():
-            shards = [Shard.from_json(shard) for shard in entry["shards"]]
-            split = StoreSplit(path, name, entry["dtype"], self.dim, shards)
-            if entry["embeddings_shape"] != list(split.shape) or entry["labels_shape"] != [len(split)]:
-                raise ValueError(f"the shapes of {name} are not those of its shards")
-            self.splits[name] = split
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.dim, self.num_classes = path, manifest.embedding_dim, manifest.num_classes
+        self.backbone, self.resolution, self.source = manifest.backbone, manifest.resolution, manifest.source
+        self.details, self._files = manifest.details, manifest.files
+        self.splits = {
+            name: StoreSplit(path, name, stored, self.dim, self.num_classes) for name, stored in manifest.splits.items()
+        }
 
     def __getitem__(self, name: str) -> StoreSplit:
         """The split `name`. Raises EmbeddingError, naming the splits there are."""
@@ -204,9 +243,17 @@ class EmbeddingStore:
         return self.splits[name]
 
     @property
+    def checksum(self) -> str | None:
+        """What the file that the store was made of was verified by: "sha256 ..." or "etag ...", or UNVERIFIED.
+
+        None for embeddings that were extracted, not converted.
+        """
+        return str(self.details.get("checksum", UNVERIFIED)) if "file" in self.details else None
+
+    @property
     def bytes(self) -> int:
         """Size of all shards on the disk, in bytes."""
-        return sum(file.bytes for file in self._files())
+        return sum(file.bytes for file in self._files)
 
     @property
     def fingerprint(self) -> str:
@@ -224,52 +271,49 @@ class EmbeddingStore:
         """
         problems = []
         with tqdm(total=self.bytes, unit="B", unit_scale=True, desc=self.path.name, disable=not progress) as bar:
-            for file in self._files():
-                problem = size_problem(self.path, file)
-                if problem is None and _sha256(self.path / file.name) != file.sha256:
-                    problem = f"{self.path / file.name} is damaged: its SHA-256 is not the manifest's"
-                problems.extend([problem] if problem else [])
+            for file in self._files:
+                try:
+                    intact = _sha256(self.path / file.name) == file.sha256
+                except FileNotFoundError:
+                    problems.append(f"{self.path / file.name} is missing")
+                else:
+                    problems += [] if intact else [f"{self.path / file.name} is damaged: another SHA-256 than it had"]
                 bar.update(file.bytes)
         return problems
 
-    def _files(self) -> list[StoredFile]:
-        return [file for split in self.splits.values() for shard in split.shards for file in shard.files]
-
 
 def open_store(path: str | Path) -> EmbeddingStore:
-    """Open a store. Reads the manifest and looks at the size of each file.
+    """Open a store. Reads the manifest and looks at the size and the header of each file.
 
     Raises EmbeddingError for a folder that is no store, or not yet, and for shards that are missing or have another
-    size, by name.
+    size or type, by name.
     """
-    path = Path(path).expanduser()
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        if (path / UNFINISHED).exists():
-            raise EmbeddingError(
-                f"{path} was not finished: give the command that was writing it again, it continues"
-            ) from None
-        raise EmbeddingError(f"{path} is not an embedding store: there is no {MANIFEST} in it") from None
-    except (OSError, ValueError) as error:
-        raise EmbeddingError(f"cannot read {path / MANIFEST}: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise EmbeddingError(f"{path / MANIFEST} is not the manifest of an embedding store")
-    if manifest.get("version") != VERSION:
-        raise EmbeddingError(
-            f"{path} has format version {manifest.get('version')}, and this code reads version {VERSION}: "
-            "write the store again, or read it with the code that wrote it"
-        )
-    try:
-        store = EmbeddingStore(path, manifest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise EmbeddingError(
-            f"{path / MANIFEST} is damaged ({type(error).__name__}: {error}): write the store again"
-        ) from None
-    problems = [problem for file in store._files() if (problem := size_problem(path, file))]
+    path = Path(os.path.expanduser(path))
+    manifest = read_manifest(path / MANIFEST)
+    store = EmbeddingStore(path, manifest)
+    problems = [
+        problem
+        for split in store.splits.values()
+        for shard in split.shards
+        for problem in shard.problems(path, split.dtype_name, split.dim)
+    ]
     if problems:
         raise EmbeddingError("; ".join(problems) + ": copy or write the store again")
     return store
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a manifest says. Raises EmbeddingError for one that is missing, damaged or of another version."""
+    try:
+        return read_json(path, Manifest)
+    except (FileNotFoundError, NotADirectoryError):
+        if (path.parent / UNFINISHED).exists():
+            raise EmbeddingError(
+                f"{path.parent} was not finished: give the command that was writing it again, it continues"
+            ) from None
+        raise EmbeddingError(f"{path.parent} is not an embedding store: there is no {MANIFEST} in it") from None
+    except JsonError as error:
+        raise EmbeddingError(f"{error}; write the store again, or read it with the code that wrote it") from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -280,29 +324,47 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def check_labels(labels: Tensor, num_classes: int | None = None) -> Tensor:
-    """Return labels (R,) of an integer dtype as int64. Raises EmbeddingError for others and those out of range."""
+def check_labels(labels: Tensor, num_classes: int | None = None) -> None:
+    """Raise EmbeddingError unless labels (R,) are of an integer dtype and in [0, num_classes), naming the first row."""
     if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise EmbeddingError(
             f"labels must be whole numbers of shape (rows,), got {labels.dtype} of shape {tuple(labels.shape)}"
         )
-    labels = labels.to(torch.int64)
-    lowest, highest = int(labels.min()), int(labels.max())
-    if lowest < 0 or (num_classes is not None and highest >= num_classes):
-        limit = (
-            "at least 0" if num_classes is None else f"in [0, {num_classes - 1}], since num_classes is {num_classes}"
-        )
-        raise EmbeddingError(f"labels must be {limit}; they range from {lowest} to {highest}")
-    return labels
+    limit = num_classes or _MOST_CLASSES
+    for number, part in enumerate(labels.split(_CHECK_ROWS)):
+        part = part.to(torch.int64)
+        wrong = ((part < 0) | (part >= limit)).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            since = "" if num_classes is None else f", since num_classes is {num_classes}"
+            raise EmbeddingError(
+                f"labels must be in [0, {limit - 1}]{since}; row {number * _CHECK_ROWS + row} has {int(part[row])}"
+            )
 
 
-def size_problem(folder: Path, file: StoredFile) -> str | None:
-    """A sentence if a file is missing or has another size than it must."""
+def npy_header(dtype_name: str, shape: tuple[int, ...]) -> bytes:
+    """The first bytes of a .npy file of these numbers."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": ON_DISK[dtype_name], "fortran_order": False, "shape": tuple(shape)}
+    )
+    return header.getvalue()
+
+
+def _problem(folder: Path, file: StoredFile, dtype_name: str, shape: tuple[int, ...]) -> str | None:
+    path, expected = folder / file.name, npy_header(dtype_name, shape)
     try:
-        size = os.stat(folder / file.name).st_size
+        size = os.stat(path).st_size
+        if size != file.bytes:
+            return f"{path} has {size} bytes where {file.bytes} are expected"
+        rows = math.prod(shape) * np.dtype(ON_DISK[dtype_name]).itemsize
+        with open(path, "rb") as opened:
+            # NumPy's versions fill up with another number of blanks.
+            if opened.read(min(max(size - rows, 0), 4096))[10:].rstrip() != expected[10:].rstrip():
+                return f"{path} does not hold {dtype_name} of shape {shape}, by its header"
     except FileNotFoundError:
-        return f"{folder / file.name} is missing"
-    return None if size == file.bytes else f"{folder / file.name} has {size} bytes where {file.bytes} are expected"
+        return f"{path} is missing"
+    return None
 
 
 def _sha256(path: Path) -> str:

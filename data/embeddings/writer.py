@@ -5,34 +5,34 @@ Every file is written under a temporary name, synchronised and renamed. A shard 
 """
 
 import hashlib
-import io
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from data.atomic_file import atomic_write
+from data.checked_json import JsonError, read_json, write_json
 from data.embeddings.store import (
     DTYPES,
-    FORMAT,
     MANIFEST,
-    ON_DISK,
     UNFINISHED,
-    VERSION,
     EmbeddingError,
     EmbeddingStore,
+    Manifest,
+    Settings,
     Shard,
     StoredFile,
+    StoredSplit,
     check_labels,
     dtype_name,
+    npy_header,
     open_store,
-    size_problem,
 )
 
 
@@ -65,30 +65,25 @@ class StoreWriter:
         num_classes: largest label + 1 if left out. details: anything JSON can hold, kept in the manifest. Raises
         EmbeddingError where the folder holds a complete store, or shards of one with other settings.
         """
-        self.folder, self.dim = Path(folder).expanduser(), dim
-        self.dtype_name = dtype_name(dtype)
+        self.folder = Path(os.path.expanduser(folder))
         if (self.folder / MANIFEST).exists():
             raise EmbeddingError(f"{self.folder} is a complete store already; delete it or choose another folder")
-        self.num_classes = num_classes
-        self._settings = {
-            "embedding_dim": dim,
-            "dtype": self.dtype_name,
-            "num_classes": num_classes,
-            "backbone": backbone,
-            "resolution": resolution,
-            "source": source,
-            "details": json.loads(json.dumps(dict(details or {}))),
-        }
+        noted = json.loads(json.dumps(dict(details or {})))
+        self._settings = Settings(dim, dtype_name(dtype), num_classes, backbone, resolution, source, noted)
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = _read_json(self.folder / UNFINISHED)
-        if found is None:
-            _write_json(self.folder / UNFINISHED, self._settings)
-        elif found != self._settings:
-            changed = [
-                f"{name} {found.get(name)!r}, now {value!r}"
-                for name, value in self._settings.items()
-                if found.get(name) != value
-            ]
+        try:
+            found = read_json(self.folder / UNFINISHED, Settings)
+        except FileNotFoundError:
+            write_json(self.folder / UNFINISHED, self._settings, shared=True)
+            return
+        except JsonError as error:
+            raise EmbeddingError(f"{error}; delete {self.folder} to begin the store again") from None
+        changed = [
+            f"{name} {before!r}, now {now!r}"
+            for (name, before), now in zip(asdict(found).items(), asdict(self._settings).values())
+            if before != now
+        ]
+        if changed:
             raise EmbeddingError(
                 f"{self.folder} holds shards that were written with other settings ({'; '.join(changed)}): "
                 "delete it, choose another folder, or use the same settings to continue"
@@ -99,7 +94,7 @@ class StoreWriter:
         return {
             number
             for number, shard in self._shards(split).items()
-            if not any(size_problem(self.folder, file) for file in shard.files)
+            if not shard.problems(self.folder, self._settings.dtype, self._settings.embedding_dim)
         }
 
     def write(self, split: str, number: int, embeddings: Tensor, labels: Tensor) -> None:
@@ -112,16 +107,14 @@ class StoreWriter:
             raise EmbeddingError(
                 f"a shard needs a split name of a-z, 0-9, _ and a number from 0, got {split!r}, {number}"
             )
-        if (
-            embeddings.dtype != DTYPES[self.dtype_name]
-            or embeddings.shape != (len(labels), self.dim)
-            or not len(labels)
-        ):
+        dtype, dim = self._settings.dtype, self._settings.embedding_dim
+        if embeddings.dtype != DTYPES[dtype] or embeddings.shape != (len(labels), dim) or not len(labels):
             raise EmbeddingError(
-                f"embeddings must be {self.dtype_name} of shape ({len(labels)}, {self.dim}), a row for each label and "
+                f"embeddings must be {dtype} of shape ({len(labels)}, {dim}), a row for each label and "
                 f"at least one, got {dtype_name(embeddings.dtype)} of shape {tuple(embeddings.shape)}"
             )
-        labels = check_labels(labels, self.num_classes)  # (R,) int64
+        check_labels(labels, self._settings.num_classes)
+        labels = labels.to(torch.int64)  # (R,)
         stem = f"{split}-{number:05}"
         record = self.folder / f"{stem}.shard.json"
         record.unlink(missing_ok=True)
@@ -129,10 +122,10 @@ class StoreWriter:
             rows=len(labels),
             label_min=int(labels.min()),
             label_max=int(labels.max()),
-            embeddings=_write_array(self.folder / f"{stem}.embeddings.npy", embeddings, self.dtype_name),
+            embeddings=_write_array(self.folder / f"{stem}.embeddings.npy", embeddings, dtype),
             labels=_write_array(self.folder / f"{stem}.labels.npy", labels, "int64"),
         )
-        _write_json(record, asdict(shard))  # last: a shard with a record is whole
+        write_json(record, shard, shared=True)  # last: a shard with a record is whole
 
     def finish(self, shards: Mapping[str, int] | None = None) -> EmbeddingStore:
         """Merge the shards of all writers into the manifest, and open the store.
@@ -150,31 +143,39 @@ class StoreWriter:
         ]
         if missing or not shards:
             raise EmbeddingError(f"{self.folder} cannot be finished: {', '.join(missing) or 'every shard'} is missing")
-        splits = {}
+        splits, settings = {}, asdict(self._settings)
+        dtype = settings.pop("dtype")  # said per split
         for split, count in shards.items():
             found = self._shards(split)
-            rows = sum(found[number].rows for number in range(count))
-            splits[split] = {
-                "dtype": self.dtype_name,
-                "embeddings_shape": [rows, self.dim],
-                "labels_shape": [rows],
-                "labels_dtype": "int64",
-                "shards": [asdict(found[number]) for number in range(count)],
-            }
-        highest = max(shard["label_max"] for split in splits.values() for shard in split["shards"])
-        manifest = {"format": FORMAT, "version": VERSION, **self._settings, "splits": splits}
-        manifest["num_classes"] = self.num_classes or highest + 1
-        del manifest["dtype"]  # said per split
-        _write_json(self.folder / MANIFEST, manifest)
-        # The store is complete; what only its writing needed, or a killed writer left, can go.
-        for leftover in (*self.folder.glob("*.shard.json"), *self.folder.glob(".*.tmp"), self.folder / UNFINISHED):
-            leftover.unlink(missing_ok=True)
-        return open_store(self.folder)
+            merged = tuple(found[number] for number in range(count))
+            rows = sum(shard.rows for shard in merged)
+            splits[split] = StoredSplit(dtype, (rows, settings["embedding_dim"]), (rows,), "int64", merged)
+        highest = max(shard.label_max for split in splits.values() for shard in split.shards)
+        settings["num_classes"] = settings["num_classes"] or highest + 1
+        write_json(self.folder / MANIFEST, Manifest("embedding store", 1, **settings, splits=splits), shared=True)
+        return open_finished(self.folder)
 
     def _shards(self, split: str) -> dict[int, Shard]:
-        records = sorted(self.folder.glob(f"{split}-[0-9]*.shard.json"))
-        found = ((int(path.name.removeprefix(f"{split}-").split(".")[0]), _read_json(path)) for path in records)
-        return {number: Shard.from_json(record) for number, record in found if record is not None}
+        found = {}
+        for path in self.folder.glob(f"{split}-[0-9]*.shard.json"):
+            number = path.name.removeprefix(f"{split}-").removesuffix(".shard.json")
+            try:
+                if number.isdecimal():
+                    found[int(number)] = read_json(path, Shard)
+            except (FileNotFoundError, JsonError):
+                pass  # another process may just have merged it; a shard without its record is written again
+        return found
+
+
+def open_finished(folder: Path) -> EmbeddingStore:
+    """Open a complete store, and remove what only its writing needed, or a killed writer left.
+
+    For the process that holds it against other writers. Raises EmbeddingError as `open_store` does.
+    """
+    store = open_store(folder)
+    for leftover in (*folder.glob("*.shard.json"), *folder.glob(".*.tmp"), folder / UNFINISHED):
+        leftover.unlink(missing_ok=True)
+    return store
 
 
 def _split_order(name: str) -> tuple[int, str]:
@@ -185,26 +186,11 @@ def _split_order(name: str) -> tuple[int, str]:
 
 def _write_array(path: Path, tensor: Tensor, name: str) -> StoredFile:
     """Write a CPU tensor as .npy under a temporary name, rename it, and return its size and checksum."""
-    header = io.BytesIO()
-    description = {"descr": ON_DISK[name], "fortran_order": False, "shape": tuple(tensor.shape)}
-    np.lib.format.write_array_header_1_0(header, description)
+    header = npy_header(name, tuple(tensor.shape))
     content = memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
-    digest = hashlib.sha256(header.getvalue())
+    digest = hashlib.sha256(header)
     digest.update(content)
     with atomic_write(path, "wb", shared=True) as file:
-        file.write(header.getvalue())
+        file.write(header)
         file.write(content)
-    return StoredFile(path.name, len(header.getvalue()) + len(content), digest.hexdigest())
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with atomic_write(path, shared=True) as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-
-
-def _read_json(path: Path) -> Any | None:
-    """The content of a JSON file, None if there is none (another process may just have merged it)."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+    return StoredFile(path.name, len(header) + len(content), digest.hexdigest())

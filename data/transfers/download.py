@@ -7,7 +7,6 @@ verified moves to its name.
 
 import errno
 import hashlib
-import json
 import os
 import random
 import re
@@ -15,14 +14,17 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from filelock import FileLock, Timeout
+from pydantic import Field
 from tqdm import tqdm
 
-from data.atomic_file import atomic_write, sync_folder
+from data.atomic_file import sync_folder
+from data.checked_json import JsonError, read_json, write_json
+from data.file_lock import held
 from data.transfers.remote import (
     CACHE_VARIABLE,
     S3,
@@ -45,9 +47,10 @@ from data.transfers.remote import (
 PARTIAL = ".partial"
 
 _MIB = 2**20
+_MOST_PARTS = 10**6
 _LONGEST_WAIT = 30.0  # seconds between two attempts
 _FIRST_RETRIES = 3  # before anything has answered, so that a machine without a network is told so within seconds
-_STARTS = 3  # downloads of a file that keeps changing
+STARTS = 3  # downloads of a file that keeps changing
 _FAREWELL = 2.0  # seconds left to the threads to end after Ctrl-C
 
 T = TypeVar("T")
@@ -66,14 +69,23 @@ def etag_part_sizes(size: int, count: int) -> list[int]:
     return list(dict.fromkeys(fitting))
 
 
+_Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 @dataclass
 class Parts:
     """The sidecar: which parts of which version of the file are in the .part file."""
 
-    size: int
+    size: _Bytes
     version: str
-    part_bytes: int
-    done: list[int] = field(default_factory=list)
+    part_bytes: Annotated[int, Field(ge=1, lt=2**63)]
+    done: list[_Bytes] = field(default_factory=list)
+
+    def are_of(self, remote: Remote) -> bool:
+        """Whether they are parts of this version, in a number that can be."""
+        count = -(-self.size // self.part_bytes)
+        known = (self.size, self.version) == (remote.size, remote.version) and count <= _MOST_PARTS
+        return known and len(set(self.done)) == len(self.done) and max(self.done, default=-1) < count
 
     def span(self, part: int) -> tuple[int, int]:
         """First byte, and the one after the last."""
@@ -87,16 +99,36 @@ class Parts:
 
 
 @dataclass
+class Arrived:
+    """The sidecar of a file that is whole. checksum: what it was verified by, "sha256 ..." or "etag ...", or None."""
+
+    source: str
+    size: _Bytes
+    mtime_ns: int
+    version: str | None
+    checksum: str | None
+
+
+def checksum_of(path: Path) -> str | None:
+    """What a fetched file was verified by, as long as it is untouched; None where nothing was known but its length."""
+    record = _recorded(path.parent / PARTIAL / f"{path.name}.json", Arrived)
+    if record is None or not path.is_file():
+        return None
+    found = path.stat()
+    return record.checksum if (record.size, record.mtime_ns) == (found.st_size, found.st_mtime_ns) else None
+
+
+@dataclass
 class Download:
-    """One file on its way to `path`. version: the ETag that a file found there must have come with, if recorded."""
+    """One file on its way to `path`. replace: whether another file that is found there is fetched anew."""
 
     location: Location
     path: Path
     size: int | None
     sha256: str | None
-    version: str | None
     transfer: Transfer
     progress: bool
+    replace: bool = False
 
     def __post_init__(self) -> None:
         self.sha256 = self.sha256.lower() if self.sha256 else None
@@ -109,19 +141,11 @@ class Download:
         try:
             if self.is_there():
                 return
-            self.lock_file.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.lock_file)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                print(f"another process is fetching {self.path.name}; waiting for it", file=sys.stderr)
-                lock.acquire()
-            try:
-                # It may have come while this process waited.
+            waiting = f"another process is fetching {self.path.name}; waiting for it"
+            # It may have come while this process waited.
+            with held(self.lock_file, waiting=waiting):
                 if not self.is_there():
                     self._download()
-            finally:
-                lock.release()
         except ObjectStoreError as error:
             raise type(error)(
                 f"{self.location.uri}: {error}. {error.advice}. To place the file by hand, get "
@@ -136,41 +160,44 @@ class Download:
             ) from error
 
     def is_there(self) -> bool:
-        """Whether `path` exists; raises ChecksumError where it is not the file asked for."""
+        """Whether `path` exists; unless it may be replaced, raises ChecksumError where it is not the file asked for."""
         if not self.path.is_file():
             return False
-        found, record = self.path.stat(), read_json(self.sidecar)
-        if self.version and record.get("version", self.version) != self.version:
-            return False
-        if self.size not in (None, found.st_size):
-            raise ChecksumError(
-                f"{self.path} has {found.st_size} bytes instead of {self.size}: another file, or a damaged one"
-            )
-        # A sum once verified holds as long as the file is untouched: hashing 50 GB takes minutes.
-        if self.sha256 and (record.get("sha256"), record.get("mtime_ns")) != (self.sha256, found.st_mtime_ns):
-            self._check_sha256(self.path)
+        size = self.path.stat().st_size
+        try:
+            if self.size not in (None, size):
+                raise ChecksumError(
+                    f"{self.path} has {size} bytes instead of {self.size}: another file, or a damaged one"
+                )
+            # A sum once verified holds as long as the file is untouched: hashing 50 GB takes minutes.
+            if self.sha256 and checksum_of(self.path) != f"sha256 {self.sha256}":
+                self._check_sha256(self.path)
+        except ChecksumError:
+            if self.replace:
+                return False
+            raise
         return True
 
     def _download(self) -> None:
         self.transport = (S3 if self.location.scheme == "s3" else Http)(self.location, self.transfer)
-        for _ in range(_STARTS):
+        for _ in range(STARTS):
             try:
                 remote = self._fetch()
                 break
             except ChangedError:
                 print(f"{self.path.name} changed on the server; starting again", file=sys.stderr)
         else:
-            raise SourceChangedError(f"the file changed on the server during each of {_STARTS} downloads")
+            raise SourceChangedError(f"the file changed on the server during each of {STARTS} downloads")
         try:
-            self._verify(remote)
+            checksum = self._verify(remote)
         except ChecksumError:
             self._discard()
             raise
         os.replace(self.part_file, self.path)
         sync_folder(self.path.parent)
         found = self.path.stat()
-        record = {"source": self.location.uri, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
-        write_json(self.sidecar, {**record, "version": remote.version, "sha256": self.sha256})
+        record = Arrived(self.location.uri, found.st_size, found.st_mtime_ns, remote.version, checksum)
+        write_json(self.sidecar, record)
 
     def _fetch(self) -> Remote:
         """Fill the .part file. Raises ChangedError, after which everything must start again."""
@@ -185,7 +212,7 @@ class Download:
             except NoRangesError:
                 pass
         self._discard()
-        return self._retrying(self._fetch_whole, self.transfer.retries)
+        return self._retrying(partial(self._fetch_whole, remote), self.transfer.retries)
 
     def _probe(self) -> Remote:
         """Ask for the first byte: unlike HEAD, this is allowed wherever the file is, and shows whether ranges work."""
@@ -211,7 +238,7 @@ class Download:
                     self._fetch_part(remote, *parts.span(part), bar)
                     with self.guard:
                         parts.done.append(part)
-                        write_json(self.sidecar, asdict(parts))
+                        write_json(self.sidecar, parts)
             except BaseException as error:  # raised again by the main thread
                 failures.append(error)
                 self.stop.set()
@@ -237,17 +264,15 @@ class Download:
 
     def _kept_parts(self, remote: Remote) -> Parts:
         """The parts an earlier start left, where they are of this version; else an empty .part file of full size."""
-        kept = read_json(self.sidecar)
-        if kept.keys() == Parts.__dataclass_fields__.keys() and self.part_file.is_file():
-            parts = Parts(**kept)
-            if (parts.size, parts.version, self.part_file.stat().st_size) == (remote.size, remote.version, remote.size):
-                return parts
+        parts = _recorded(self.sidecar, Parts)
+        if parts and parts.are_of(remote) and self.part_file.is_file() and self.part_file.stat().st_size == remote.size:
+            return parts
         self._discard()
         self._check_space(remote.size)
         with open(self.part_file, "wb") as file:
             file.truncate(remote.size)
         parts = Parts(remote.size, remote.version, self.transfer.part_bytes)
-        write_json(self.sidecar, asdict(parts))
+        write_json(self.sidecar, parts)
         return parts
 
     def _fetch_part(self, remote: Remote, start: int, stop: int, bar: tqdm) -> None:
@@ -279,11 +304,17 @@ class Download:
             file.flush()
             os.fsync(file.fileno())  # before the sidecar says so
 
-    def _fetch_whole(self) -> Remote:
+    def _fetch_whole(self, probed: Remote) -> Remote:
         """Bring the file as one stream, from its start: all that a server without ranges or versions allows."""
         with self.transport.open(None, None) as (status, headers, chunks):
+            if status != 200:
+                raise RetryError(f"the server answered {status} where the whole file was asked for")
             seen = Remote.of(status, headers)
-            if not seen.framed and self.size is None and self.sha256 is None:
+            # What the probe told of the file holds for the stream as well.
+            seen = replace(seen, size=probed.size if seen.size is None else seen.size)
+            if probed.size not in (None, seen.size) or probed.version not in (None, seen.version):
+                raise ChangedError
+            if seen.size is None and not seen.framed and self.size is None and self.sha256 is None:
                 raise ChecksumError(
                     "the server tells no length, so that a file cut short would pass: give size or sha256"
                 )
@@ -321,26 +352,29 @@ class Download:
                 f"{needed / 1e9:.2f} GB are still to come and {self.path.parent} has {free / 1e9:.2f} GB"
             )
 
-    def _verify(self, remote: Remote) -> None:
-        """Raise ChecksumError unless the .part file is what the server and the caller say, as far as they do."""
+    def _verify(self, remote: Remote) -> str | None:
+        """Raise ChecksumError unless the .part file is what the server and the caller say; return by which sum."""
         size = self.part_file.stat().st_size
         for expected in (remote.size, self.size):
             if expected not in (None, size):
                 raise ChecksumError(f"{size} bytes came instead of {expected}")
-        found = re.fullmatch(r'"([0-9a-f]{32})(?:-(\d+))?"', remote.version or "") if remote.s3_etag else None
         if self.sha256:
             self._check_sha256(self.part_file)
-        elif found and found[2] is None:
-            (md5,) = self._digests(self.part_file, "md5", size)
-            if md5.hex() != found[1]:
-                raise ChecksumError(f"what came has MD5 {md5.hex()} instead of {found[1]}, the server's ETag")
-        elif found:
-            for part_bytes in etag_part_sizes(size, int(found[2])):
-                md5s = b"".join(self._digests(self.part_file, "md5", part_bytes))
-                if hashlib.md5(md5s, usedforsecurity=False).hexdigest() == found[1]:
-                    return
-            # A part size is a guess, and no hit no proof of damage.
-            print(f"{self.path.name}: length verified; ETag {found[0]} is of unknown parts", file=sys.stderr)
+            return f"sha256 {self.sha256}"
+        found = re.fullmatch(r'"(([0-9a-f]{32})(?:-(\d+))?)"', remote.version or "") if remote.s3_etag else None
+        if not found:
+            return None
+        etag, digest, number = found.groups()
+        count = int(number or 0)  # 0: the sum of the bytes; n: the sum of the sums of n parts
+        for part_bytes in etag_part_sizes(size, max(count, 1)):
+            sums = self._digests(self.part_file, "md5", part_bytes)
+            if (hashlib.md5(b"".join(sums), usedforsecurity=False).digest() if count else sums[0]).hex() == digest:
+                return f"etag {etag}"
+        if count < 2:
+            raise ChecksumError(f"what came has another MD5 sum than the server's ETag {etag}")
+        # A part size is a guess, and no hit no proof of damage.
+        print(f"{self.path.name}: length verified; ETag {etag} is of unknown parts", file=sys.stderr)
+        return None
 
     def _check_sha256(self, path: Path) -> None:
         (found,) = self._digests(path, "sha256", path.stat().st_size)
@@ -371,15 +405,9 @@ def progress_bar(total: int | None, initial: int, name: str, progress: bool) -> 
     return tqdm(total=total, initial=initial, desc=name[:40], unit="B", unit_scale=True, disable=not progress)
 
 
-def read_json(path: Path) -> dict:
-    """Empty where there is no such file, or no JSON object in it."""
+def _recorded(path: Path, kind: type[T]) -> T | None:
+    """What a sidecar says; None where there is none of this kind."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def write_json(path: Path, content: dict) -> None:
-    with atomic_write(path) as file:
-        json.dump(content, file)
+        return read_json(path, kind)
+    except (FileNotFoundError, NotADirectoryError, JsonError):
+        return None

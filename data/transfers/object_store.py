@@ -3,7 +3,7 @@
     fetch("wsl-32x48d-320")                      a published embedding file, by its short name
     fetch("s3://bucket/key", endpoint_url=...)   any object; with the user's credentials, unsigned where there are none
     fetch("https://host/file.p", sha256=...)     any address; a local path is checked and returned as it is
-    fetch_folder("s3://bucket/store/")           every object below a prefix
+    fetch_folder("s3://bucket/store/", ...)      the files below a prefix that an index among them lists
     upload("store/", "s3://bucket/store/")       the way back
 
 A file comes in ranged parts over several connections, written to their places in `.partial/NAME.part`; the small
@@ -20,13 +20,16 @@ import difflib
 import hashlib
 import os
 import re
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from boto3.s3.transfer import TransferConfig
-from filelock import FileLock
 
-from data.transfers.download import PARTIAL, Download, progress_bar, read_json, write_json
+from data.atomic_file import sync_folder
+from data.file_lock import held
+from data.transfers.download import PARTIAL, STARTS, Download, checksum_of, progress_bar
 from data.transfers.remote import (
     CACHE_VARIABLE,
     DEFAULT_TRANSFER,
@@ -55,6 +58,7 @@ __all__ = [
     "SourceChangedError",
     "Transfer",
     "cached_path",
+    "checksum_of",
     "fetch",
     "fetch_folder",
     "resolve",
@@ -86,14 +90,10 @@ def resolve(source: str | Path, *, endpoint_url: str | None = None, anonymous: b
         uri = f"s3://{PUBLISHED_BUCKET}/{PUBLISHED[source]}"
         return Location(uri, endpoint_url or PUBLISHED_ENDPOINT, True if anonymous is None else anonymous)
     location = Location(source, endpoint_url, anonymous)
-    if location.scheme in ("s3", "http", "https") and location.bucket:
-        return location
     if location.scheme:
-        raise ObjectStoreError(
-            f"a source is s3://bucket/key, http(s)://host/file, a local path or a short name, got {source!r}"
-        )
-    path = Path(source).expanduser()
-    if path.exists():
+        return location
+    path = Path(os.path.expanduser(source))
+    if source and path.exists():
         return Location(str(path))
     published = next((name for name, key in PUBLISHED.items() if key == path.name), None)
     if published is not None:
@@ -116,7 +116,7 @@ def cached_path(source: str | Path, cache_dir: str | Path | None = None, *, endp
     location = resolve(source, endpoint_url=endpoint_url)
     if not location.scheme:
         return Path(location.uri)
-    cache = Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE).expanduser()
+    cache = Path(os.path.expanduser(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE))
     last = urlsplit(location.address).path.rstrip("/").rpartition("/")[2]
     name = Path(re.sub(r"[^\w.-]+", "_", last, flags=re.ASCII).lstrip(".") or "file")
     digest = hashlib.sha256(location.address.encode()).hexdigest()[:8]
@@ -150,7 +150,7 @@ def fetch(
         raise ObjectStoreError(f"an object is named s3://bucket/key, got {source!r} without a key")
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise ObjectStoreError(f"sha256 is 64 hexadecimal digits, got {sha256!r}")
-    download = Download(location, path, size, sha256, None, transfer, progress)
+    download = Download(location, path, size, sha256, transfer, progress)
     if location.scheme:
         download.run()
     elif (size is not None or sha256 is not None) and not download.is_there():
@@ -162,49 +162,70 @@ def fetch_folder(
     source: str | Path,
     cache_dir: str | Path | None = None,
     *,
+    index: str,
+    listed: Callable[[Path], Iterable[tuple[str, int, str]]],
     endpoint_url: str | None = None,
     anonymous: bool | None = None,
     transfer: Transfer = DEFAULT_TRANSFER,
     progress: bool = True,
 ) -> Path:
-    """The path of a folder on this disk that holds every object below s3://bucket/prefix/, or a local folder itself.
+    """The path of a folder on this disk with the files of s3://bucket/prefix/ that its index lists, or a local folder.
 
-    A folder that was fetched whole is used as it is; one begun and left is completed, and files that have changed in
-    the bucket since are fetched again. Arguments and errors as for `fetch`.
+    index: the name of the file that says what the folder holds; `upload` sends it last, and here, too, it takes its
+    name last. listed: reads it, by its path, as name, bytes and SHA-256 of each file, and raises ValueError for one
+    that is damaged. Every file is verified, so that what is fetched is one version, the index's. A folder that is
+    whole is used as it is; one begun and left is completed. Other arguments and errors as for `fetch`.
     """
     location = resolve(str(source).rstrip("/") + "/" if "://" in str(source) else source)
     if not location.scheme and Path(location.uri).is_dir():
         return Path(location.uri)
     if location.scheme != "s3":
         raise ObjectStoreError(f"a folder is s3://bucket/prefix/ or a local folder, got {str(source)!r}")
-    location = Location(location.uri, endpoint_url, anonymous)
     folder = cached_path(location.uri, cache_dir, endpoint_url=endpoint_url)
-    listing = folder / PARTIAL / "listing.json"
-    known: dict[str, int] = read_json(listing)  # relative name -> bytes
-    if known and all((folder / name).is_file() and (folder / name).stat().st_size == known[name] for name in known):
+    new = folder / PARTIAL / "index" / index
+
+    def bring(path: Path, size: int | None = None, sha256: str | None = None) -> None:
+        part = Location(location.uri + path.name, endpoint_url, anonymous)
+        Download(part, path, size, sha256, transfer, progress, replace=True).run()
+
+    if _is_whole(folder, index, listed):  # without the lock: the cache may be another's, read-only
         return folder
-    with s3_sentences(location.uri):
-        pages = s3_client(location, transfer, attempts=transfer.retries + 1).get_paginator("list_objects_v2")
-        objects = [
-            found
-            for page in pages.paginate(Bucket=location.bucket, Prefix=location.key)
-            for found in page.get("Contents", [])
-            if not found["Key"].endswith("/")  # a folder's placeholder
-        ]
-    if not objects:
-        raise MissingObjectError(f"there is no object below {location.uri}: check bucket, prefix and endpoint_url")
-    names = {found["Key"]: found["Key"].removeprefix(location.key) for found in objects}
-    for key, name in names.items():
-        if set(re.split(r"[/\\]", name)) & {"", ".", "..", PARTIAL}:
-            raise ObjectStoreError(f"the key {key!r} cannot be the name of a file in {folder}: rename it in the bucket")
-    for found in objects:
-        part = Location(f"s3://{location.bucket}/{found['Key']}", endpoint_url, anonymous)
-        path = folder / names[found["Key"]]
-        Download(part, path, found["Size"], None, found["ETag"], transfer, progress).run()
-    listing.parent.mkdir(exist_ok=True)
-    with FileLock(listing.with_suffix(".lock")):
-        write_json(listing, {names[found["Key"]]: found["Size"] for found in objects})
-    return folder
+    with held(folder / PARTIAL / "folder.lock", waiting=f"another process is fetching {folder.name}; waiting for it"):
+        if _is_whole(folder, index, listed):
+            return folder
+        (folder / index).unlink(missing_ok=True)  # it may be of another version than what comes now
+        before, failure = None, None
+        for _ in range(STARTS):
+            shutil.rmtree(new.parent, ignore_errors=True)
+            try:
+                bring(new)
+            except MissingObjectError as error:
+                raise MissingObjectError(
+                    f"{location.uri} has no {index}: it is another folder, or one whose upload has not ended, since "
+                    f"that file is sent last. {error}"
+                ) from error
+            if new.read_bytes() == before:
+                raise failure
+            before = new.read_bytes()
+            try:
+                for name, size, sha256 in listed(new):
+                    bring(folder / name, size, sha256)
+            except (ChecksumError, MissingObjectError) as error:  # another version is taking the place of this one
+                failure = error
+            else:
+                os.replace(new, folder / index)
+                sync_folder(folder)
+                return folder
+        raise SourceChangedError(
+            f"{location.uri} changed during each of {STARTS} downloads. {SourceChangedError.advice}"
+        )
+
+
+def _is_whole(folder: Path, index: str, listed: Callable[[Path], Iterable[tuple[str, int, str]]]) -> bool:
+    try:
+        return all((folder / name).stat().st_size == size for name, size, _ in listed(folder / index))
+    except (OSError, ValueError):
+        return False
 
 
 def upload(

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import boto3
 import requests
@@ -29,6 +29,7 @@ from botocore.exceptions import (
     IncompleteReadError,
     NoCredentialsError,
 )
+from botocore.parsers import ResponseParserError
 
 CACHE_VARIABLE = "TOPK_CACHE"
 
@@ -140,8 +141,15 @@ class Location:
     anonymous: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.endpoint_url and not re.match(r"https?://[^/]", self.endpoint_url):
-            raise ObjectStoreError(f"endpoint_url is http(s)://host of an S3 server, got {self.endpoint_url!r}")
+        if self.scheme and not (self.scheme in ("s3", "http", "https") and _is_address(self.uri)):
+            raise ObjectStoreError(
+                f"a source is s3://bucket/key, http(s)://host/file, a local path or a short name, got {self.uri!r}"
+            )
+        asked = self.endpoint if self.scheme == "s3" else self.endpoint_url
+        if asked and not (re.match("https?://", asked) and _is_address(asked)):
+            raise ObjectStoreError(
+                f"endpoint_url (without it AWS_ENDPOINT_URL) is http(s)://host of an S3 server, got {asked!r}"
+            )
 
     @property
     def scheme(self) -> str:
@@ -158,12 +166,24 @@ class Location:
         return self.uri.partition("://")[2].partition("/")[2]
 
     @property
+    def endpoint(self) -> str | None:
+        """endpoint_url, or what the environment says in its place."""
+        return self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+    @property
     def address(self) -> str:
         """The HTTPS address, the same for an object named by s3:// and by its path-style address."""
         if self.scheme != "s3":
             return self.uri
-        endpoint = self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        return f"{(endpoint or 'https://s3.amazonaws.com').rstrip('/')}/{self.bucket}/{quote(self.key)}"
+        return f"{(self.endpoint or 'https://s3.amazonaws.com').rstrip('/')}/{self.bucket}/{quote(self.key)}"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", parts.netloc)
+    except ValueError:  # a bracket or a port that is none
+        return False
 
 
 @dataclass(frozen=True)
@@ -190,9 +210,9 @@ class Remote:
             if not found:
                 raise NoRangesError
             return cls(int(found[2]), version, int(found[1]), ranges=True, s3_etag=s3_etag)
-        length = headers.get("content-length")
-        framed = length is not None or headers.get("transfer-encoding", "").lower() == "chunked"
-        return cls(None if length is None else int(length), version, framed=framed, s3_etag=s3_etag)
+        length = headers.get("content-length", "")
+        framed = length.isdecimal() or headers.get("transfer-encoding", "").lower() == "chunked"
+        return cls(int(length) if length.isdecimal() else None, version, framed=framed, s3_etag=s3_etag)
 
     @property
     def strong_etag(self) -> str | None:
@@ -218,12 +238,12 @@ class Http:
             headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
         if etag:
             headers["If-Match"] = etag
-        try:
-            with self._session.get(self._url, headers=headers, stream=True, timeout=self._timeout) as response:
-                _check_status(response.status_code, response.reason or "", response.headers)
-                yield response.status_code, response.headers, response.raw.stream(_CHUNK, decode_content=False)
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-            raise RetryError(str(error)) from error
+        with _answers():
+            response = self._session.get(self._url, headers=headers, stream=True, timeout=self._timeout)
+        with response:
+            _check_status(response.status_code, response.reason or "", response.headers)
+            body = response.raw.stream(_CHUNK, decode_content=False)
+            yield response.status_code, response.headers, _guarded(body)
 
 
 class S3:
@@ -231,7 +251,7 @@ class S3:
 
     def __init__(self, location: Location, transfer: Transfer) -> None:
         self._object = {"Bucket": location.bucket, "Key": location.key}
-        with _s3_answers():
+        with _answers():
             self._client = s3_client(location, transfer, attempts=1)
 
     @contextmanager
@@ -239,11 +259,12 @@ class S3:
         options = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {}
         if etag:
             options["IfMatch"] = etag
-        with _s3_answers():
+        with _answers():
             answer = self._client.get_object(**self._object, **options)
-            meta = answer["ResponseMetadata"]
-            with closing(answer["Body"]) as body:
-                yield meta["HTTPStatusCode"], meta["HTTPHeaders"], body.iter_chunks(_CHUNK)
+        meta = answer["ResponseMetadata"]
+        with closing(answer["Body"]) as body:
+            _check_status(meta["HTTPStatusCode"], "", meta["HTTPHeaders"])
+            yield meta["HTTPStatusCode"], meta["HTTPHeaders"], _guarded(body.iter_chunks(_CHUNK))
 
 
 @lru_cache(maxsize=1)
@@ -256,44 +277,52 @@ def s3_client(location: Location, transfer: Transfer, attempts: int) -> Any:
     settings = tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith("AWS_")))
     with _session_guard:  # a session, unlike a client, must not be used by two threads at once
         session = _s3_session(settings)
-        anonymous = session.get_credentials() is None if location.anonymous is None else location.anonymous
-        config = Config(
-            signature_version=UNSIGNED if anonymous else None,
-            connect_timeout=transfer.timeout,
-            read_timeout=transfer.timeout,
-            retries={"total_max_attempts": attempts, "mode": "standard"},
-            max_pool_connections=transfer.connections,
-            # Checksums of Amazon's newer kind are refused by some servers that speak S3.
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        )
-        return session.client("s3", endpoint_url=location.endpoint_url, config=config)
+        try:
+            anonymous = session.get_credentials() is None if location.anonymous is None else location.anonymous
+            config = Config(
+                signature_version=UNSIGNED if anonymous else None,
+                connect_timeout=transfer.timeout,
+                read_timeout=transfer.timeout,
+                retries={"total_max_attempts": attempts, "mode": "standard"},
+                max_pool_connections=transfer.connections,
+                # Checksums of Amazon's newer kind are refused by some servers that speak S3.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            )
+            return session.client("s3", endpoint_url=location.endpoint_url, config=config)
+        except ValueError as error:
+            raise ObjectStoreError(f"endpoint_url or a variable AWS_... has a wrong value ({error})") from error
 
 
 @contextmanager
-def _s3_answers() -> Iterator[None]:
-    """boto3's errors as those of _check_status."""
+def _answers() -> Iterator[None]:
+    """The errors of boto3 and requests as those of _check_status; answers that they cannot read may pass."""
     try:
         yield
-    except (Boto3Error, BotoCoreError, ClientError, urllib3.exceptions.HTTPError) as error:
+    except (Boto3Error, BotoCoreError, ClientError) as error:
         cause = error.__context__ if isinstance(error, Boto3Error) else error  # uploads hide the reason
         if isinstance(cause, ClientError):
-            meta, said = cause.response["ResponseMetadata"], cause.response["Error"]
+            meta, said = cause.response["ResponseMetadata"], cause.response.get("Error", {})
             _check_status(meta["HTTPStatusCode"], f"{said.get('Code')}: {said.get('Message')}", meta["HTTPHeaders"])
         if isinstance(cause, NoCredentialsError):
             raise PermissionDeniedError(str(cause)) from error
-        if isinstance(
-            cause, (EndpointConnectionError, HTTPClientError, IncompleteReadError, urllib3.exceptions.HTTPError)
-        ):
+        if isinstance(cause, (EndpointConnectionError, HTTPClientError, IncompleteReadError)):
             raise RetryError(str(cause)) from error
         raise ObjectStoreError(str(error)) from error
+    except (requests.RequestException, urllib3.exceptions.HTTPError, ResponseParserError, ValueError) as error:
+        raise RetryError(str(error)) from error
+
+
+def _guarded(body: Iterator[bytes]) -> Iterator[bytes]:
+    with _answers():
+        yield from body
 
 
 @contextmanager
 def s3_sentences(uri: str) -> Iterator[None]:
     """boto3's errors as sentences, where boto3 itself tries again."""
     try:
-        with _s3_answers():
+        with _answers():
             yield
     except RetryError as error:
         raise NetworkError(f"{uri}: {error}. {NetworkError.advice}") from error
@@ -314,3 +343,6 @@ def _check_status(status: int, reason: str, headers: Mapping[str, str]) -> None:
         raise RetryError(said, float(wait) if wait.isdecimal() else 0.0)
     if status not in (200, 206):
         raise ObjectStoreError(said)
+    encoding = headers.get("content-encoding", "").lower()
+    if encoding not in ("", "identity", "aws-chunked"):  # the last: what some uploads leave behind
+        raise ObjectStoreError(f"the server sends the file encoded as {encoding}, which it was asked not to do")

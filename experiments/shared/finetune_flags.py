@@ -81,6 +81,7 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
         group.add_argument(f"--{key}", metavar="KEY", help="its name in a torch file of no published layout")
     group.add_argument("--cache_dir", type=Path, metavar="DIR", help="of downloads; $TOPK_CACHE or data/downloads")
     group.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
+    group.add_argument("--sha256", metavar="HEX", help="checksum that the file must have; of a store, its fingerprint")
     group.add_argument(
         "--batches",
         type=cli.choice("batches", MODES),
@@ -153,13 +154,16 @@ def open_store_of(args: argparse.Namespace) -> EmbeddingStore:
         from data.transfers.object_store import ObjectStoreError, resolve  # boto3 takes half a second
 
         try:
-            resolve(args.data_path)
+            resolve(args.data_path, endpoint_url=args.endpoint_url)
         except ObjectStoreError as error:
             raise cli.CommandLineError(f"--data_path: {error}") from None
     try:
         keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
-        store = open_or_fetch(args.data_path, args.cache_dir, endpoint_url=args.endpoint_url, keys=keys or None)
-        store["train"], store["test"]  # named if they are missing
+        store = open_or_fetch(
+            args.data_path, args.cache_dir, endpoint_url=args.endpoint_url, keys=keys or None, sha256=args.sha256
+        )
+        for name in ("train", "test"):  # named if it is missing, or has a label out of range
+            store[name].labels()
     except EmbeddingError as error:
         raise cli.RunError(str(error)) from None
     return store

@@ -31,6 +31,8 @@ COLUMNS = {
     "test_images": "images in the test split, after --limit_test",
     "embeddings": "content of the embedding store: classes x dimensions, then eight digits of a hash of its shards",
     "embedding_dtype": "floating-point type of the stored embeddings; they are trained on in float32 or --precision",
+    "embeddings_checksum": "sum that verified the file which became the store, sha256 or etag, or unverified; empty "
+    "where the embeddings were extracted",
     "backbone": "network that made the embeddings, where it is known",
     "resolution": "pixels of the images' sides when the embeddings were made, where it is known",
     "batch_source": "where the training batches came from: device, ram or stream (from the disk)",

@@ -18,9 +18,10 @@ PROBE = (0, 1)
 class FaultyServer:
     """Serves `content` at any path.
 
-    faults: what goes wrong with the next requests that are no probe (a range of one byte), one each: "503", "403",
-    "404", "truncate" and "stall" (half of the body, then the end or nothing), "reset" (half of the body, then RST),
-    "shifted" (the range after the one asked for), "garbage" (the right length, other bytes), None (nothing).
+    faults: what goes wrong with the next requests that are no probe (a range of one byte), one each: "503" or another
+    status, without a body; "page" (another file, whole), "bare" (206 without a range), "truncate" and "stall" (half of
+    the body, then the end or nothing), "reset" (half of the body, then RST), "shifted" (the range after the one asked
+    for), "garbage" (the right length, other bytes), None (nothing). probe_faults: likewise of probes.
     spans: (first byte, one after the last) of each request, None without a range. sent: body bytes sent.
     gate: requests with a number (from 0, probes not counted) of `gate_from` and above wait until it is set.
     """
@@ -28,7 +29,7 @@ class FaultyServer:
     def __init__(self, content: bytes) -> None:
         self.content, self.etag, self.last_modified = content, '"version-1"', None
         self.ranges, self.if_match, self.headers = True, True, {}
-        self.length_header: int | None = None  # a lie about the length, where not None
+        self.length_header: int | str | None = None  # a lie about the length, where not None
         self.frame = "length"  # how whole answers tell where they end: also "chunked", or "" for not at all
         self.faults: deque[str | None] = deque()
         self.probe_faults: deque[str | None] = deque()
@@ -83,8 +84,12 @@ class FaultyServer:
                     content, etag = server.content, server.etag
                 if span != PROBE and number >= server.gate_from:
                     server.gate.wait(120)  # seconds; a broken test fails then, and does not hang
-                if fault in ("503", "403", "404"):
-                    return self.answer(int(fault), b"", {})
+                if fault and fault.isdecimal():
+                    return self.answer(int(fault), b"", server.headers)
+                if fault == "page":
+                    return self.answer(200, b"<html>Sign in</html>", {})
+                if fault == "bare":
+                    return self.answer(206, content, {"ETag": etag})
                 if server.if_match and self.headers.get("If-Match", etag) != etag:
                     return self.answer(412, b"", {})
                 headers = dict(server.headers)

@@ -1,19 +1,24 @@
 """data/embeddings/ and its commands: what is written comes back, what is damaged or unfinished
 is named, and scripts open anything."""
 
+import errno
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
-from functools import partial
+from functools import partial, reduce
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from operator import getitem
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from data import file_lock
 from data.embeddings import (
     DTYPES,
     LAYOUTS,
@@ -24,6 +29,7 @@ from data.embeddings import (
     open_or_fetch,
     open_store,
 )
+from data.embeddings import __main__ as commands
 from data.embeddings import store as embedding_store
 from data.embeddings.__main__ import main
 from data.transfers import object_store
@@ -64,9 +70,6 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
             assert everything.dtype == dtype
             assert torch.equal(everything, embeddings)
             assert torch.equal(split.labels(), labels)
-            mapped = [split.mapped(number) for number in range(len(split.shards))]
-            assert torch.equal(torch.cat([part for part, _ in mapped]), embeddings)
-            assert torch.equal(torch.cat([part for _, part in mapped]), labels)
     assert store.verify() == []
 
 
@@ -78,12 +81,6 @@ def test_the_shards_are_npy_files_that_numpy_opens(tmp_path):
     shards = ("test-00000", "train-00000", "train-00001")
     names = [f"{shard}.{part}.npy" for shard in shards for part in ("embeddings", "labels")]
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["manifest.json", *names]
-
-
-def test_writing_to_a_map_does_not_reach_the_file(tmp_path):
-    store, content = write_store(tmp_path / "store")
-    store["train"].mapped(0)[0].zero_()
-    assert torch.equal(store["train"].mapped(0)[0], content["train"][0][:7])
 
 
 def test_the_manifest_says_what_the_writer_was_told(tmp_path):
@@ -157,28 +154,84 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("place", "value", "message"),
     [
-        (lambda manifest: manifest.update(version=2), "format version 2, and this code reads version 1"),
-        (lambda manifest: manifest.update(format="other"), "is not the manifest of an embedding store"),
-        (lambda manifest: manifest.pop("num_classes"), "is damaged.*num_classes"),
-        (lambda manifest: manifest["splits"]["train"].update(dtype="int8"), "is damaged.*int8"),
-        (lambda manifest: manifest["splits"]["train"].update(labels_shape=[3]), "is damaged.*the shapes of train"),
-        (lambda manifest: manifest["splits"]["train"]["shards"][0].update(rows=9999), "is damaged.*9999 rows"),
-        (
-            lambda manifest: manifest["splits"]["train"]["shards"][0]["labels"].update(name="../outside.npy"),
-            "is damaged.*'../outside.npy' is not the name",
-        ),
+        ("version", 2, "version: Input should be 1, got 2.*read it with the code that wrote it"),
+        ("format", "other", "format: Input should be 'embedding store', got 'other'"),
+        ("num_classes", None, "num_classes: Input should be a valid integer, got None"),
+        ("num_classes", "12", "num_classes: .* got '12'"),
+        ("num_classes", 10**12, "num_classes: .* got 1000000000000"),
+        ("embedding_dim", 12.0, "embedding_dim: .* got 12.0"),
+        ("details", None, "details: "),
+        ("splits", [], "splits: "),
+        ("splits", {}, "splits: "),
+        ("splits.train.dtype", "int8", "splits.train.dtype: Input should be 'float16', 'float32' or 'bfloat16'"),
+        ("splits.train.labels_shape", [3], "the shapes of train"),
+        ("splits.train.shards", [], "splits.train.shards: "),
+        ("splits.train.shards.0.rows", 9999, "the shapes of train"),
+        ("splits.train.shards.0.rows", True, "splits.train.shards.0.rows: "),
+        ("splits.train.shards.0.labels.name", "../outside.npy", "0.labels.name: .* got '../outside.npy'"),
+        ("splits.train.shards.0.labels.name", "a\0b", "0.labels.name: "),
     ],
 )
-def test_a_changed_manifest_is_refused(tmp_path, change, message):
+def test_a_changed_manifest_is_refused(tmp_path, place, value, message):
     write_store(tmp_path / "store")
     path = tmp_path / "store" / "manifest.json"
     manifest = json.loads(path.read_text())
-    change(manifest)
+    *above, last = (int(part) if part.isdecimal() else part for part in place.split("."))
+    reduce(getitem, above, manifest)[last] = value
     path.write_text(json.dumps(manifest))
-    with pytest.raises(EmbeddingError, match=message):
+    with pytest.raises(EmbeddingError, match=rf"manifest\.json is damaged: .*{message}"):
         open_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\udcff", "[" * 100_000, '{"splits": ' * 5000])
+def test_what_is_no_json_is_refused_wherever_a_store_has_some(tmp_path, text, capsys):
+    """A manifest and the settings with a sentence; a shard without a record is written again."""
+    save_pickle(tmp_path / "file.p")
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    convert(tmp_path / "file.p", whole)
+    damaged = text.encode(errors="surrogateescape")
+    (whole / "manifest.json").write_bytes(damaged)
+    with pytest.raises(EmbeddingError, match=r"manifest\.json is damaged: "):
+        open_store(whole)
+    with pytest.raises(EmbeddingError, match=r"manifest\.json is damaged: "):
+        convert(tmp_path / "file.p", whole)
+    half.mkdir()
+    (half / "unfinished.json").write_bytes(damaged)
+    with pytest.raises(EmbeddingError, match=rf"unfinished\.json is damaged: .*delete {half} to begin the store again"):
+        convert(tmp_path / "file.p", half)
+    (half / "unfinished.json").unlink()
+    (half / "train-00000.shard.json").write_bytes(damaged)
+    assert convert(tmp_path / "file.p", half).verify() == []
+
+
+def test_a_pipe_in_place_of_a_manifest_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(EmbeddingError, match="is not a regular file"):
+        open_store(tmp_path)
+
+
+def test_numbers_of_another_type_than_the_manifest_says_are_refused(tmp_path):
+    """bfloat16 and float16 have the same size."""
+    write_store(tmp_path / "store")
+    path = tmp_path / "store" / "manifest.json"
+    path.write_text(path.read_text().replace('"float16"', '"bfloat16"'))
+    with pytest.raises(EmbeddingError, match=r"train-00000\.embeddings\.npy does not hold bfloat16 of shape \(7, 12\)"):
+        open_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("label", [CLASSES, 10**6, -1, -100, -(2**63)])
+def test_a_label_out_of_range_is_named_by_its_row(tmp_path, label):
+    write_store(tmp_path / "store")
+    path = tmp_path / "store" / "train-00001.labels.npy"
+    content = bytearray(path.read_bytes())
+    content[-8:] = label.to_bytes(8, "little", signed=True)
+    path.write_bytes(content)
+    store = open_store(tmp_path / "store")
+    with pytest.raises(EmbeddingError, match=rf"train: labels must be in \[0, 4\], .*; row 11 has {label}; copy or"):
+        store["train"].labels()
+    assert len(store["test"].labels()) == 4
 
 
 def test_what_is_no_store_is_refused(tmp_path):
@@ -186,9 +239,6 @@ def test_what_is_no_store_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
         with pytest.raises(EmbeddingError, match=r"is not an embedding store: there is no manifest\.json"):
             open_store(path)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(EmbeddingError, match="cannot read"):
-        open_store(tmp_path)
     store, _ = write_store(tmp_path / "store")
     with pytest.raises(EmbeddingError, match="has no split 'valid'; it has train, test"):
         store["valid"]
@@ -225,6 +275,8 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     second.write("train", 1, embeddings, labels)
     assert len(second.finish()["train"]) == 30
     assert len(list(tmp_path.iterdir())) == 7
+    store = open_store(tmp_path)
+    assert (store.checksum, store.details) == (None, {})  # not made of a file
     with pytest.raises(EmbeddingError, match="is a complete store already"):
         StoreWriter(tmp_path, dim=DIM, dtype=torch.float16)
 
@@ -245,7 +297,7 @@ def test_shards_that_do_not_fit_are_refused(tmp_path):
             writer.write("train", 0, bad, labels)
     with pytest.raises(EmbeddingError, match="at least one"):
         writer.write("train", 0, embeddings[:0], labels[:0])
-    with pytest.raises(EmbeddingError, match=r"must be in \[0, 4\], since num_classes is 5; they range from 1 to 5"):
+    with pytest.raises(EmbeddingError, match=r"must be in \[0, 4\], since num_classes is 5; row 4 has 5"):
         writer.write("train", 0, embeddings, labels + 1)
     with pytest.raises(EmbeddingError, match="must be whole numbers"):
         writer.write("train", 0, embeddings, labels.float())
@@ -331,6 +383,8 @@ def test_convert_takes_the_names_of_the_tensors_by_flag(tmp_path, capsys):
         ["fetch", "file", "--dtype", "float16"],
         ["fetch", "file", "--train_labels", "y"],
         ["verify"],
+        ["fetch", ""],
+        ["convert", "file", ""],
     ],
     ids=" ".join,
 )
@@ -341,12 +395,33 @@ def test_a_wrong_command_line_ends_with_status_2(command, capsys):
     assert "error:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["info"], ["verify"], ["convert", "missing.p"], ["fetch", "--convert"], ["fetch"]])
-def test_a_failure_ends_with_status_1_and_a_sentence(tmp_path, command, capsys):
-    assert main([*command, str(tmp_path / "nothing.p")]) == 1
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["info", "nothing"], ["verify", "nothing"], ["convert", "missing.p", "nothing"], ["fetch", "nothing.p"]),
+        *(["fetch", "--convert", "nothing.p"], ["fetch", "http://[::1/x.pt"], ["fetch", "http://a:b/x.pt"]),
+        *(["fetch", "s3://bucket/x.pt", "--endpoint_url", url] for url in ("http://[::1", "http://a b", "garbage")),
+        *(["fetch", "~nosuchuser/x.pt"], ["convert", "file.p", "/proc/nothing"]),
+    ],
+    ids=" ".join,
+)
+def test_a_failure_ends_with_status_1_and_a_sentence(tmp_path, command, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "load", None)  # that is called for no file that must be refused before
+    save_pickle(tmp_path / "file.p")
+    assert main(command) == 1
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert message.count("\n") == 1
+
+
+def test_what_nobody_foresaw_is_a_sentence_too_and_debug_shows_where(tmp_path, monkeypatch, capsys):
+    write_store(tmp_path / "store")
+    monkeypatch.setattr(commands, "open_store", lambda path: {}["x"])
+    assert main(["info", str(tmp_path / "store")]) == 1
+    assert capsys.readouterr().err == "error: KeyError: 'x'; --debug shows where that came from\n"
+    with pytest.raises(KeyError):
+        main(["info", str(tmp_path / "store"), "--debug"])
 
 
 def test_the_module_runs_as_a_command_and_catches_its_own_errors(tmp_path):
@@ -370,6 +445,52 @@ def test_a_pickle_on_this_disk_becomes_a_store_beside_it(tmp_path, monkeypatch):
     assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
     narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16, progress=False)
     assert narrow.path == tmp_path / "file.bfloat16.store"
+
+
+def test_where_no_store_can_be_written_the_way_out_is_named(tmp_path, monkeypatch):
+    save_pickle(tmp_path / "file.p")
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(file_lock.os, "open", read_only)
+    with pytest.raises(
+        EmbeddingError, match=r"Read-only file system\): make it elsewhere by .* convert .*file\.p FOLDER"
+    ):
+        open_or_fetch(tmp_path / "file.p")
+
+
+def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, server, capsys):
+    save_pickle(tmp_path / "served" / "set.p")
+    digest, other = hashlib.sha256((tmp_path / "served" / "set.p").read_bytes()).hexdigest(), "0" * 64
+    file = shutil.copy(tmp_path / "served" / "set.p", tmp_path)
+
+    # A file on this disk.
+    assert main(["convert", str(file), str(tmp_path / "a.store"), "--sha256", other]) == 1
+    assert f"has SHA-256 {digest} instead of {other}" in capsys.readouterr().err
+    assert not (tmp_path / "a.store").exists()
+    assert main(["convert", str(file), str(tmp_path / "a.store"), "--sha256", digest.upper()]) == 0
+    assert f"checksum    sha256 {digest} (of the file" in capsys.readouterr().out
+    assert main(["convert", str(file), str(tmp_path / "b.store")]) == 0
+    assert "checksum    unverified (of the file" in capsys.readouterr().out
+
+    # A store: by its fingerprint, or the sum of the file that it was made of.
+    store = open_store(tmp_path / "a.store")
+    assert main(["info", str(store.path)]) == 0
+    assert f"fingerprint {store.fingerprint}\n" in capsys.readouterr().out
+    for known in (store.fingerprint, digest):
+        assert open_or_fetch(store.path, sha256=known).checksum == f"sha256 {digest}"
+    with pytest.raises(EmbeddingError, match=f"has the fingerprint {store.fingerprint}, .*; neither is {other}"):
+        open_or_fetch(store.path, sha256=other)
+
+    # An address, and the store that stands for its file.
+    for number, (given, expected) in enumerate(((None, "unverified"), (digest, f"sha256 {digest}"))):
+        options = {"cache_dir": tmp_path / f"cache{number}", "sha256": given, "progress": False}
+        assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
+        next(options["cache_dir"].glob("*.p")).unlink()
+        assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
+        with pytest.raises(EmbeddingError, match=f"neither is {other}"):
+            open_or_fetch(f"{server[0]}/set.p", **{**options, "sha256": other})
 
 
 @pytest.fixture

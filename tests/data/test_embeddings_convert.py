@@ -2,6 +2,8 @@
 unknown, unsafe or damaged is refused with a sentence."""
 
 import errno
+import itertools
+import math
 import mmap
 import os
 import pickle
@@ -127,7 +129,7 @@ def test_a_mapping_takes_any_tensors(tmp_path):
         ({"train_embeddings": "x", "train_labels": "y"}, "has no tensor 'x' for train_embeddings; it has train_"),
         ({"train_embeddings": "test_embeddings", "train_labels": "train_labels"}, "with a label per row"),
         ({"train_embeddings": "train_labels", "train_labels": "train_labels"}, "must be floating point of shape"),
-        ({"train_embeddings": "train_embeddings", "train_labels": "train_embeddings"}, "must be whole numbers"),
+        ({"train_embeddings": "train_embeddings", "train_labels": "train_embeddings"}, "with a label per row"),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused(tmp_path, keys, message):
@@ -141,7 +143,16 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path, keys, message):
     [
         ({"test_embeddings": torch.zeros(TEST, DIM + 1).half()}, "of one width and dtype; it has train_embeddings"),
         ({"test_embeddings": torch.zeros(TEST, DIM)}, "of one width and dtype"),
-        ({"train_labels": torch.full((TRAIN,), -1)}, "train in .*labels must be at least 0; they range from -1 to -1"),
+        ({"train_labels": torch.arange(TRAIN) - 50}, r"train in .*labels must be in \[0, \d+\]; row 0 has -50"),
+        ({"train_labels": torch.arange(TRAIN) * 10**9}, r"labels must be in .*; row 3 has 3000000000"),
+        ({"train_labels": torch.arange(TRAIN) / 2}, "must be whole numbers"),
+        ({"train_labels": torch.tensor(3)}, "with a label per row"),
+        ({"train_embeddings": torch.zeros(TRAIN, 0)}, "with a label per row"),
+        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "ordinary tensor .* got torch.sparse_coo"),
+        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "ordinary tensor .* on meta"),
+        # Of some bytes in the file and of terabytes if each number were written down.
+        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that holds each of its numbers"),
+        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that holds each of its numbers"),
         ({"train_labels": torch.arange(TRAIN + 1)}, "with a label per row"),
         ({"test_labels": [0] * TEST}, "has no tensor 'test_labels' for test_labels"),
     ],
@@ -231,32 +242,39 @@ class Killed(BaseException):
     """Stands for SIGKILL within one process."""
 
 
-def test_a_kill_at_any_rename_leaves_no_store_and_the_next_call_finishes(tmp_path, monkeypatch):
+def test_a_kill_before_any_file_operation_leaves_no_store_and_the_next_call_finishes(tmp_path, monkeypatch):
     parts = save(tmp_path / "file.p")
-    replace, count = os.replace, 0
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the power stays on
+    made = convert(tmp_path / "file.p", tmp_path / "undisturbed").path
+    undisturbed = {path.name: path.read_bytes() for path in made.iterdir()}
+    left = math.inf  # operations before the kill
 
-    def stop_at(last):
-        def replace_or_stop(*paths):
-            nonlocal count
-            count += 1
-            if count == last:
+    def counted(operation):
+        def call(*arguments, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
                 raise Killed
-            replace(*paths)
+            return operation(*arguments, **options)
 
-        return replace_or_stop
+        return call
 
-    # Settings; three files for each of four shards; manifest.
-    for last in range(1, 15):
-        count, folder = 0, tmp_path / f"store{last}"
-        monkeypatch.setattr(atomic_file.os, "replace", stop_at(last))
-        with pytest.raises(Killed):
-            convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES)
-        with pytest.raises(EmbeddingError, match=r"was not finished|is not an embedding store"):
-            open_store(folder)
-        monkeypatch.setattr(atomic_file.os, "replace", replace)
-        done = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.shard.json")}
-        assert len(done) == max(0, (last - 2) // 3)
-        assert_holds(convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES), parts)
+    for name in ("mkdir", "open", "replace", "unlink"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    for kill in itertools.count():
+        folder, left = tmp_path / f"store{kill}", kill
+        try:
+            convert(tmp_path / "file.p", folder)
+            break
+        except Killed:
+            left = math.inf
+        if not (folder / "manifest.json").exists():
+            with pytest.raises(EmbeddingError, match=r"was not finished|is not an embedding store"):
+                open_store(folder)
+        assert_holds(convert(tmp_path / "file.p", folder), parts)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == undisturbed
+    # The settings, three files for each of two shards, the manifest; before, between and after them, what makes room.
+    assert kill > 20
 
 
 def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
@@ -354,8 +372,7 @@ def test_peak_memory_stays_far_below_the_size_of_the_file(tmp_path):
         "convert(sys.argv[1], sys.argv[2], shard_bytes=2**22)\n"
         "converted = peak() - before\n"
         "reset(); before = peak()\n"
-        "train = open_store(sys.argv[2])['train']\n"
-        "maps = [train.mapped(shard) for shard in range(len(train.shards))]\n"
+        "open_store(sys.argv[2])['train'].labels()\n"
         "print(converted, peak() - before)\n"
     )
     command = [sys.executable, "-c", program, tmp_path / "f.p", tmp_path / "store"]

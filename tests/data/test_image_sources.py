@@ -1,6 +1,7 @@
 """data/image_sources.py on small generated files: order, labels, refusals, and images that cannot be read."""
 
 import inspect
+import os
 import pickle
 import struct
 from urllib.error import URLError
@@ -170,6 +171,16 @@ def test_a_torchvision_data_set_that_is_not_to_be_had_is_a_sentence(tmp_path, mo
         open_images("fashion_mnist", tmp_path)
 
 
+def test_damaged_files_of_a_torchvision_data_set_are_a_sentence(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        for name in ("images-idx3", "labels-idx1"):
+            (raw / f"{split}-{name}-ubyte").write_bytes(b"damaged")
+    with pytest.raises(DatasetUnavailableError, match=r"mnist is neither .* whole, .*delete damaged files"):
+        open_images("mnist", tmp_path)
+
+
 def to_tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image))
 
@@ -188,6 +199,9 @@ def test_a_broken_image_comes_with_its_reason(tmp_path):
     assert [index for index, _ in broken] == [0, 1, 2]
     assert broken[0][1] == broken[1][1] == "UnidentifiedImageError: cannot identify image file"
     assert "truncated" in broken[2][1]
+    (tmp_path / "a" / "3.jpg").unlink()
+    os.mkfifo(tmp_path / "a" / "3.jpg")  # opening it would wait for a writer
+    assert images["train", 3][3] == "OSError: not a regular file"
     assert collate([images["train", 0]])[1].tolist() == []
 
 

@@ -5,6 +5,7 @@ says what to do. No test depends on how long anything takes.
 """
 
 import errno
+import gzip
 import hashlib
 import itertools
 import json
@@ -24,7 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.transfers import download, object_store
+from data.transfers import download, object_store, remote
 from data.transfers.download import etag_part_sizes
 from data.transfers.object_store import (
     PUBLISHED,
@@ -37,6 +38,7 @@ from data.transfers.object_store import (
     SourceChangedError,
     Transfer,
     cached_path,
+    checksum_of,
     fetch,
     fetch_folder,
     resolve,
@@ -115,11 +117,31 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 
 
 def test_an_endpoint_is_an_address():
-    with pytest.raises(ObjectStoreError, match="endpoint_url is http"):
-        resolve("s3://bucket/key", endpoint_url="localhost:9000")
+    for endpoint in ("localhost:9000", "http://[::1", "http://a b", "http://host:port", "garbage"):
+        with pytest.raises(ObjectStoreError, match=r"endpoint_url .* is http.* got"):
+            resolve("s3://bucket/key", endpoint_url=endpoint)
 
 
-@pytest.mark.parametrize("source", ["gs://bucket/key", "ftp://host/file", "https://", "s3://"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("AWS_ENDPOINT_URL", "garbage", "AWS_ENDPOINT_URL"),
+        ("AWS_ENDPOINT_URL_S3", "http://[bad", "AWS_ENDPOINT_URL"),
+        ("AWS_METADATA_SERVICE_TIMEOUT", "abc", "a variable AWS_... has a wrong value .*abc"),
+        ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://[bad", "a variable AWS_... has a wrong value|http://.bad"),
+    ],
+)
+def test_a_wrong_environment_is_a_sentence(tmp_path, monkeypatch, name, value, message):
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ObjectStoreError, match=message):
+        fetch("s3://bucket/key", tmp_path, transfer=FAST, progress=False)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["gs://bucket/key", "ftp://host/file", "https://", "s3://", "http://[::1/x.pt", "http://a b/x", "s3://[x/y"],
+)
 def test_other_addresses_are_refused(source):
     with pytest.raises(ObjectStoreError, match="a source is s3://"):
         resolve(source)
@@ -155,7 +177,7 @@ def test_a_local_path_is_checked_and_returned(tmp_path):
     digest = hashlib.sha256(CONTENT).hexdigest()
     assert fetch(file, size=len(CONTENT), sha256=digest.upper(), progress=False) == file
     assert fetch(str(file)) == file
-    assert fetch_folder(tmp_path) == tmp_path
+    assert fetch_folder(tmp_path, index="", listed=None) == tmp_path
     with pytest.raises(ChecksumError, match=f"{len(CONTENT)} bytes instead of 5"):
         fetch(file, size=5)
     with pytest.raises(ChecksumError, match=f"{digest} instead of {'0' * 64}"):
@@ -367,6 +389,57 @@ def test_garbage_of_the_right_length_is_not_accepted(server, arguments, tmp_path
     assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
 
 
+def test_an_etag_of_one_part_is_a_checksum_too(server, arguments, tmp_path):
+    server.headers = {"x-amz-request-id": "1"}
+    server.etag = f'"{hashlib.md5(hashlib.md5(CONTENT).digest()).hexdigest()}-1"'
+    server.faults.append("garbage")
+    with pytest.raises(ChecksumError, match=r"another MD5 sum than the server's ETag .*-1"):
+        fetch(**arguments, cache_dir=tmp_path)
+    assert_nothing_cached(tmp_path)
+    assert checksum_of(fetch(**arguments, cache_dir=tmp_path)) == f"etag {server.etag[1:-1]}"
+
+
+def test_what_the_probe_told_holds_for_the_stream(server, arguments, tmp_path):
+    """A proxy's page of its own, in place of the file that was asked for."""
+    server.faults.extend(["shifted", "page"] * 2)
+    arguments["transfer"] = replace(FAST, connections=1)
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    server.faults.extend(["shifted", "page"] * 3)
+    with pytest.raises(SourceChangedError):
+        fetch(**arguments, cache_dir=tmp_path / "other")
+    assert_nothing_cached(tmp_path / "other")
+
+
+def test_an_encoded_file_is_not_stored(server, arguments, tmp_path):
+    server.content, server.headers = gzip.compress(CONTENT), {"Content-Encoding": "gzip"}
+    with pytest.raises(ObjectStoreError, match="sends the file encoded as gzip"):
+        fetch(**arguments, cache_dir=tmp_path)
+    assert_nothing_cached(tmp_path)
+
+
+@pytest.mark.parametrize("status", ["203", "204", "205", "299", "300", "304"])
+def test_other_answers_than_a_file_or_a_part_are_refused(server, arguments, tmp_path, status):
+    server.probe_faults.append(status)
+    with pytest.raises(ObjectStoreError, match=f"the server answered {status}"):
+        fetch(**arguments, cache_dir=tmp_path)
+    assert_nothing_cached(tmp_path)
+
+
+def test_answers_that_cannot_be_read_are_tried_again_and_then_a_sentence(server, arguments, tmp_path):
+    server.ranges = False
+    server.faults.append("bare")
+    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    for number, length in enumerate(("abc", "", "1e3")):
+        server.length_header = length
+        with pytest.raises(ObjectStoreError):
+            fetch(**arguments, cache_dir=tmp_path / str(number))
+        assert_nothing_cached(tmp_path / str(number))
+    server.headers = {"Location": "http://[::1"}
+    server.probe_faults.extend(["302"] * 10)
+    with pytest.raises(ObjectStoreError):
+        fetch(**arguments, cache_dir=tmp_path / "redirected")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_goes_wrong_the_file_is_right_or_absent(server, arguments, tmp_path, seed):
     chance = random.Random(seed)
@@ -390,14 +463,29 @@ def test_a_size_the_server_contradicts_is_told_before_the_download(server, argum
     assert server.spans == [PROBE]
 
 
-def test_a_damaged_sidecar_starts_again(server, arguments, tmp_path):
-    server.faults.extend([None] * 6 + ["403"] * 10)
-    with pytest.raises(PermissionDeniedError):
-        fetch(**arguments, cache_dir=tmp_path)
-    (sidecar,) = (tmp_path / ".partial").glob("*.json")
-    sidecar.write_text('{"size": 12, "do')
-    server.faults.clear()
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(
+            {"part_bytes": -5},
+            {"part_bytes": 0},
+            {"part_bytes": "x"},
+            {"part_bytes": True},
+            {"size": 12},
+            {"version": 3},
+        ),
+        *({"done": "abc"}, {"done": None}, {"done": [99]}, {"done": [-1]}, {"done": [0, 0]}, {"done": [0.0]}),
+        *("[]", '{"size": 12, "do', "\0"),
+    ],
+    ids=str,
+)
+def test_a_damaged_sidecar_starts_again(server, tmp_path, damage):
+    path = cached_path(server.url, tmp_path)
+    partial(path, ".part").parent.mkdir()
+    partial(path, ".part").write_bytes(bytes(len(CONTENT)))
+    whole = {"size": len(CONTENT), "version": server.etag, "part_bytes": PART, "done": [0]}
+    partial(path, ".json").write_text(damage if isinstance(damage, str) else json.dumps({**whole, **damage}))
+    assert fetch(server.url, tmp_path, transfer=FAST, progress=False).read_bytes() == CONTENT
 
 
 # What is found in the cache
@@ -631,10 +719,10 @@ def test_s3_refusals(bucket, options):
         fetch("s3://store/private", **options, anonymous=True)
     with pytest.raises(ObjectStoreError, match="without a key"):
         fetch("s3://store", **options)
-    with pytest.raises(MissingObjectError, match="no object below"):
-        fetch_folder("s3://store/nothing", **options)
+    with pytest.raises(MissingObjectError, match=r"has no index\.json: it is another folder, or one whose upload"):
+        fetch_folder("s3://store/nothing", **FOLDER, **options)
     with pytest.raises(MissingObjectError, match="NoSuchBucket"):
-        fetch_folder("s3://nothing/nothing", **options)
+        fetch_folder("s3://nothing/nothing", **FOLDER, **options)
 
 
 def test_s3_without_credentials(bucket, options, monkeypatch):
@@ -646,60 +734,114 @@ def test_s3_without_credentials(bucket, options, monkeypatch):
         fetch("s3://store/public", **options | {"cache_dir": options["cache_dir"] / "b"}, anonymous=False)
 
 
+def listed(index):
+    """Files by an index such as these tests write; a store has its manifest."""
+    return [(name, size, digest) for name, (size, digest) in json.loads(index.read_text()).items()]
+
+
+FOLDER = {"index": "index.json", "listed": listed}
+NAMES = ("a.bin", "b.bin", "c.bin", "x.bin")
+
+
+def make_folder(folder, content):
+    """Files of `content` and an index of them, a folder and a hidden file, which the index does not name."""
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".hidden").write_bytes(b"x")
+    (folder / "sub" / "more.bin").write_bytes(content)
+    index = {}
+    for name in NAMES:
+        data = content + name.encode()
+        (folder / name).write_bytes(data)
+        index[name] = len(data), hashlib.sha256(data).hexdigest()
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
+
+
 @pytest.fixture
 def store(tmp_path):
-    folder = tmp_path / "store"
-    (folder / "train").mkdir(parents=True)
-    (folder / ".hidden").mkdir()
-    files = {"train/1.bin": CONTENT, "train/0.bin": OTHER, "manifest.json": b"{}", "labels.bin": b""}
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    (folder / ".hidden" / "x").write_bytes(b"x")
-    return folder, files
+    return make_folder(tmp_path / "store", CONTENT[:PART])
+
+
+def assert_is_copy(copy, folder):
+    assert {path.name for path in copy.iterdir()} == {".partial", "index.json", *NAMES}
+    for name in ("index.json", *NAMES):
+        assert (copy / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_folder_goes_up_and_comes_back(bucket, options, store, monkeypatch):
-    folder, files = store
     up = {"endpoint_url": options["endpoint_url"], "progress": False}
-    sent = upload(folder, "s3://store/sets/one/", last="manifest.json", **up)
+    sent = upload(store, "s3://store/sets/one/", last="index.json", **up)
     names = [uri.removeprefix("s3://store/sets/one/") for uri in sent]
-    assert names == ["labels.bin", "train/0.bin", "train/1.bin", "manifest.json"]
-    back = fetch_folder("s3://store/sets/one", **options)
-    assert {name: (back / name).read_bytes() for name in files} == files
-    assert sorted(path.name for path in back.iterdir()) == [".partial", "labels.bin", "manifest.json", "train"]
-    with monkeypatch.context() as patch:  # a complete folder needs no server
-        patch.setattr(object_store, "s3_client", None)
-        assert fetch_folder("s3://store/sets/one/", **options) == back
-    # One that lost a file fetches that, and what has changed.
-    (back / "labels.bin").unlink()
-    bucket.put_object(Bucket="store", Key="sets/one/train/0.bin", Body=CONTENT)
-    assert fetch_folder("s3://store/sets/one", **options) == back
-    assert (back / "labels.bin").read_bytes() == b""
-    assert (back / "train" / "0.bin").read_bytes() == CONTENT
-
-
-def test_a_folder_of_folders_comes_back(bucket, options):
-    bucket.put_object(Bucket="store", Key="deep/a/b/x.bin", Body=CONTENT)
-    bucket.put_object(Bucket="store", Key="deeper/x.bin", Body=OTHER)
-    back = fetch_folder("s3://store/deep", **options)
-    assert [path.relative_to(back).as_posix() for path in back.rglob("*.bin")] == ["a/b/x.bin"]
-    whole = fetch_folder("s3://store", **options)
-    assert sorted(path.relative_to(whole).as_posix() for path in whole.rglob("*.bin")) == [
-        "deep/a/b/x.bin",
-        "deeper/x.bin",
+    assert names == [*NAMES[:3], "sub/more.bin", NAMES[3], "index.json"]
+    back = fetch_folder("s3://store/sets/one", **FOLDER, **options)
+    assert_is_copy(back, store)
+    assert [checksum_of(back / name) for name in NAMES] == [
+        f"sha256 {digest}" for *_, digest in listed(back / "index.json")
     ]
+    with monkeypatch.context() as patch:  # a complete folder needs no server, and no permission to write
+        patch.setattr(remote, "s3_client", None)
+        patch.setattr(object_store, "held", None)
+        assert fetch_folder("s3://store/sets/one/", **FOLDER, **options) == back
+    # One that lost a file fetches that; where the bucket has another version now, all.
+    (back / "a.bin").unlink()
+    assert_is_copy(fetch_folder("s3://store/sets/one", **FOLDER, **options), store)
+    (back / "a.bin").unlink()
+    other = make_folder(store.parent / "other", OTHER[:PART])
+    upload(other, "s3://store/sets/one/", last="index.json", **up)
+    assert_is_copy(fetch_folder("s3://store/sets/one", **FOLDER, **options), other)
+
+
+def test_a_folder_is_not_taken_before_its_upload_has_ended(bucket, options, store):
+    for name in NAMES[:2]:
+        bucket.put_object(Bucket="store", Key=f"set/{name}", Body=(store / name).read_bytes())
+    for _ in range(2):
+        with pytest.raises(MissingObjectError, match="one whose upload has not ended"):
+            fetch_folder("s3://store/set", **FOLDER, **options)
+    upload(store, "s3://store/set", endpoint_url=options["endpoint_url"], last="index.json", progress=False)
+    assert_is_copy(fetch_folder("s3://store/set", **FOLDER, **options), store)
+
+
+def test_a_folder_that_is_replaced_while_it_is_fetched_comes_in_one_version(bucket, options, store, monkeypatch):
+    up = {"endpoint_url": options["endpoint_url"], "last": "index.json", "progress": False}
+    other = make_folder(store.parent / "other", OTHER[:PART])  # files of the same sizes
+    upload(store, "s3://store/set", **up)
+    run, came = download.Download.run, []
+
+    def replaced_after_three(replace_now):
+        came.clear()
+
+        def run_and_replace(self):
+            run(self)
+            came.append(self.path.name)
+            if len(came) == 3:  # the index and two files
+                replace_now()
+
+        monkeypatch.setattr(download.Download, "run", run_and_replace)
+
+    def half():
+        for name in NAMES[:3]:
+            bucket.put_object(Bucket="store", Key=f"set/{name}", Body=(other / name).read_bytes())
+
+    replaced_after_three(half)
+    with pytest.raises(ChecksumError, match=r"c\.bin.*SHA-256"):
+        fetch_folder("s3://store/set", **FOLDER, **options)
+    assert not list(options["cache_dir"].glob("*/index.json"))
+    upload(other, "s3://store/set", **up)
+    assert_is_copy(fetch_folder("s3://store/set", **FOLDER, **options), other)
+    replaced_after_three(lambda: upload(store, "s3://store/set", **up))
+    options["cache_dir"] /= "new"
+    assert_is_copy(fetch_folder("s3://store/set", **FOLDER, **options), store)
 
 
 def test_a_file_goes_up(bucket, options, store):
-    folder, _ = store
     up = {"endpoint_url": options["endpoint_url"], "progress": False}
-    assert upload(folder / "labels.bin", "s3://store", **up) == ["s3://store/labels.bin"]
-    assert upload(folder / "labels.bin", "s3://store/sets/", **up) == ["s3://store/sets/labels.bin"]
-    assert upload(folder / "labels.bin", "s3://store/sets/x", **up) == ["s3://store/sets/x"]
+    assert upload(store / "a.bin", "s3://store", **up) == ["s3://store/a.bin"]
+    assert upload(store / "a.bin", "s3://store/sets/", **up) == ["s3://store/sets/a.bin"]
+    assert upload(store / "a.bin", "s3://store/sets/x", **up) == ["s3://store/sets/x"]
 
 
 def test_upload_refusals(bucket, options, store, tmp_path, monkeypatch):
-    folder, _ = store
+    folder = store
     empty = tmp_path / "empty"
     empty.mkdir()
     up = {"endpoint_url": options["endpoint_url"], "progress": False}
@@ -717,9 +859,3 @@ def test_upload_refusals(bucket, options, store, tmp_path, monkeypatch):
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(PermissionDeniedError, match="credentials"):
         upload(folder, "s3://store/x", **up)
-
-
-def test_keys_that_leave_the_folder_are_refused(bucket, options):
-    bucket.put_object(Bucket="store", Key="set/../../evil", Body=b"x")
-    with pytest.raises(ObjectStoreError, match="cannot be the name of a file"):
-        fetch_folder("s3://store/set", **options)

@@ -119,7 +119,16 @@ def test_every_column_of_a_row_is_a_flag_or_explained(store, results):
     (row,) = read_rows(results)
     flags = vars(script.parse_arguments(["--method", "softsort"])).keys()
     assert row.keys() - flags <= COLUMNS.keys()
-    assert flags - row.keys() == {"results", "force", "seeds", "also", "cache_dir", "endpoint_url", *script.TENSORS}
+    assert flags - row.keys() == {
+        "results",
+        "force",
+        "seeds",
+        "also",
+        "cache_dir",
+        "endpoint_url",
+        "sha256",
+        *script.TENSORS,
+    }
     assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
     assert set(script.IDENTITY) <= row.keys()
 
@@ -524,8 +533,12 @@ def test_a_file_of_another_layout_is_read_by_the_names_of_its_tensors(store, tmp
     assert script.main(command(tmp_path / "own.p", results, n_epochs=1)) == 1
     assert "Found: a float16" in capsys.readouterr().err
     flags = " ".join(f"--{name} {key}" for name, key in zip(script.TENSORS, "abcd"))
+    assert script.main(command(tmp_path / "own.p", results, f"{flags} --sha256 {'0' * 64}", n_epochs=1)) == 1
+    assert f"instead of {'0' * 64}" in capsys.readouterr().err
     assert script.main(command(tmp_path / "own.p", results, flags, n_epochs=1)) == 0
     script.main(command(store, tmp_path / "local.csv", n_epochs=1))
+    rows = [read_rows(path)[0] for path in (results, tmp_path / "local.csv")]
+    assert [row["embeddings_checksum"] for row in rows] == ["unverified", ""]
     assert read_rows(results)[0]["last_test_loss"] == read_rows(tmp_path / "local.csv")[0]["last_test_loss"]
 
 
@@ -569,6 +582,9 @@ def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
         ("--method softsort -d wsl-32x48d-32", "did you mean 'wsl-32x48d-320'"),
         (f"--method softsort -d ./{PUBLISHED['efficientnet-l2-800']}", "give the short name efficientnet-l2-800"),
         ("--method softsort -d ftp://host/file", "a source is s3://bucket/key"),
+        ("--method softsort -d http://[::1/x.pt", "a source is s3://bucket/key"),
+        ("--method softsort -d s3://bucket/x.pt --endpoint_url garbage", "is http(s)://host of an S3 server, got"),
+        ("--method softsort -d ~nosuchuser/x.pt", "there is no file ~nosuchuser/x.pt"),
         ("--method softsort --datapath x", "unrecognized arguments"),
     ],
 )
@@ -620,6 +636,13 @@ def test_a_damaged_store_is_answered_with_a_sentence(tmp_path, results, capsys):
     for name, embeddings, labels in rows_and_labels():
         writer.write(name, 0, embeddings, labels)
     writer.finish()
+    shard = next(folder.glob("test*.labels.npy"))
+    shard.write_bytes(shard.read_bytes()[:-8] + (10**6).to_bytes(8, "little"))
+    assert script.main(command(folder, results)) == 1
+    assert (
+        f"test: labels must be in [0, 23], since num_classes is 24; row {TEST - 1} has 1000000"
+        in capsys.readouterr().err
+    )
     shard = next(folder.glob("train*.embeddings.npy"))
     shard.write_bytes(shard.read_bytes()[:-10])
     assert script.main(command(folder, results)) == 1

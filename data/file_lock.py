@@ -1,0 +1,45 @@
+"""One process at a time: a lock that the operating system gives back when its holder is killed."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+class HeldError(Exception):
+    """Another process holds the lock."""
+
+
+@contextmanager
+def held(path: Path, *, wait: bool = True, waiting: str = "") -> Iterator[None]:
+    """Hold the lock file `path` while the block runs; its folder is made if need be.
+
+    wait: for another process that holds it, after `waiting` was printed on stderr; without, raise HeldError. Raises
+    OSError at once where no file can be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # FileLock takes a folder that takes no files (/proc) for one that another process is just removing, and tries again
+    # for ever. Read and write, which does not block on a pipe.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if not wait:
+            raise HeldError(str(path)) from None
+        if waiting:
+            print(waiting, file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def lock_beside(path: Path) -> Path:
+    """The lock file of a folder or file: hidden, beside it, the same for each of its names."""
+    path = Path(os.path.abspath(path))
+    return path.parent / f".{path.name}.lock"
