@@ -51,11 +51,11 @@ from experiments.shared.environment import (
     set_up_device,
 )
 from experiments.shared.finetune_flags import IMAGENET_1K, LOSS_FLAGS, TENSORS, Defaults, open_store_of, parse_arguments
-from experiments.shared.head_runs import EVALUATIONS, HeadRun, Recipe, Stack, resume, save, stacks_of
+from experiments.shared.head_runs import EVALUATIONS, HeadRun, Recipe, Stack, resume, save, saved_states, stacks_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.shared.training_run import diverged, finished_line, recorded, saved_state, say
+from experiments.shared.training_run import diverged, finished_line, recorded, say
 from topk_losses import TopKCrossEntropyLoss
 
 # What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
@@ -145,11 +145,12 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
         environment, commit = describe_environment(device), git_commit()
 
         # Resume each head where it stood when it was saved last.
-        for run in unfinished:
+        states = ranks.from_first(lambda: saved_states(unfinished, args.results))
+        for run, saved in zip(unfinished, states):
             run.flags["threads"] = threads
             if ranks.is_first:
                 write_config(run.folder, {"run_id": run.name, **run.flags, **environment, "git_commit": commit})
-            resume(run, ranks.from_first(lambda run=run: saved_state(run.folder, args.results, run.name)))
+            resume(run, saved)
             run.commits = list(dict.fromkeys([*run.commits, commit]))
             where = f"continuing after step {run.steps} of {args.n_epochs * len(batches)}" if run.steps else "beginning"
             if ranks.is_first:
@@ -203,8 +204,9 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
                 "started_utc": run.started_utc,
                 "finished_utc": utc_now(),
             }
-            write_row(args.results, row)
+            # First, so that a kill in between leaves nothing behind: this head is finished and saved, with its weights.
             remove_checkpoints(run.folder, (PREVIOUS,))
+            write_row(args.results, row)
             say(finished_line(row, "step", args.results, run.folder))
     return 0
 
@@ -315,10 +317,9 @@ def train_epoch(
         evaluated = evaluate(stacks, splits, autocast, ranks)
         where = f"epoch {epoch} step {step}/{num_steps}"
         for run, train_loss, result in zip(group, means.tolist(), evaluated):
-            run.steps = (epoch - 1) * num_steps + step
             entry = {
                 "epoch": epoch,
-                "step": run.steps,
+                "step": (epoch - 1) * num_steps + step,
                 "train_loss": train_loss,
                 **result,
                 "num_heads": len(group),
@@ -334,7 +335,7 @@ def train_epoch(
             for stack in stacks:
                 stack.take_apart()
             for run in group if ranks.is_first else ():
-                save(run, finished=step == num_steps and epoch == args.n_epochs)
+                save(run, group, finished=step == num_steps and epoch == args.n_epochs)
                 say(evaluation_line(run, where, args.n_epochs))
             saved_at = time.monotonic()
         losses, started = [], time.perf_counter()
@@ -357,7 +358,8 @@ def mean_losses(loss_fn: nn.Module, logits: Tensor, labels: Tensor, implementati
     if implementation == "ours":  # one call for all heads, reduction "none"
         # The order in which shared embeddings leave the logits in memory: nothing is copied.
         samples = logits.transpose(0, 1).flatten(0, 1), labels.T.flatten()  # (batch * heads, n), (batch * heads,)
-        return loss_fn(*samples).view(labels.T.shape).mean(0)
+        # Each head's losses side by side: its sum is rounded as it is alone.
+        return loss_fn(*samples).view(labels.T.shape).T.contiguous().mean(1)
     return torch.stack([loss_fn(*each) for each in zip(logits, labels)])
 
 

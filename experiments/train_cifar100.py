@@ -36,7 +36,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
@@ -53,6 +53,7 @@ from data.cifar100 import (
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint import (
     PREVIOUS,
+    RUN,
     random_states,
     remove_checkpoints,
     restore_random_states,
@@ -81,6 +82,8 @@ IDENTITY = (
     *("implementation", "lr", "lr_schedule", "weight_decay", "ema", "batch_size", "n_epochs", "seed"),
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
+
+CHECKPOINT = {**RUN, "random_states": dict[str, Tensor]}  # what its checkpoints hold, among others
 
 PADDING = 4  # black pixels on each side of an image before it is cropped
 # Of the evaluation, on which the result does not depend: a CPU's caches hold little, a GPU waits for launches.
@@ -136,7 +139,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
 
         # Resume where the last finished epoch ended.
         history, started_utc, times_resumed, commits = [], utc_now(), 0, [commit]
-        saved = ranks.from_first(lambda: saved_state(folder, args.results, name))
+        saved = ranks.from_first(lambda: saved_state(folder, args.results, name, CHECKPOINT))
         if saved:
             with restoring(folder):
                 model.load_state_dict(saved.get("unaveraged") or saved["model"])
@@ -181,7 +184,6 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             if not ranks.is_first:
                 continue
             state = {
-                "epoch": epoch,
                 "model": evaluated_model.state_dict(),
                 # The same tensors, saved once, and that there are any.
                 "average": average.state_dict() if args.ema else None,
@@ -222,8 +224,9 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             "started_utc": started_utc,
             "finished_utc": utc_now(),
         }
-        write_row(args.results, row)
+        # First, so that a kill in between leaves nothing behind: the run is finished and saved, with its weights.
         remove_checkpoints(folder, (PREVIOUS,))
+        write_row(args.results, row)
     say(finished_line(row, "epoch", args.results, folder))
     return 0
 

@@ -1,30 +1,55 @@
 """Exact resume: one checkpoint per epoch, two generations, each with a checksum.
 
 `save_checkpoint(folder, state)` leaves `checkpoint.pt` (this epoch) and `checkpoint.previous.pt` (the one
-before); `load_checkpoint(folder)` returns the newest that is whole. A file that was truncated or changed in
-any byte is recognised by the SHA-256 in its last 72 bytes, named on stderr and passed over. The files are
-ordinary torch files all the same: `torch.load("checkpoint.pt", weights_only=True)` opens one.
+before); `load_checkpoint(folder, form)` returns the newest that is whole. A file that was truncated or changed in
+any byte is recognised by the SHA-256 in its last 72 bytes, and one whose content is not what it must be by its form;
+it is named on stderr and passed over. The files are ordinary torch files all the same:
+`torch.load("checkpoint.pt", weights_only=True)` opens one.
 """
 
 import hashlib
 import io
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import torch
+from torch import Tensor
 
 from data.atomic_file import atomic_write
+from experiments.shared.metrics import EVALUATION
 
 CURRENT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 
 _MARK = b"sha256:"
 _TRAILER_BYTES = len(_MARK) + 64 + 1  # mark, hexadecimal digest, newline
 
+# What a dictionary holds at least, by name: a type, such as list[str] | None, a Form, or [Form]: a list of one or more.
+Form = Mapping[str, Any]
+WEIGHTS: Form = {"model": dict[str, Tensor]}
+# What both training scripts save, each with more of its own.
+RUN: Form = {
+    **WEIGHTS,
+    "optimizer": dict[str, object] | None,
+    "history": [dict.fromkeys(EVALUATION, int | float)],
+    "started_utc": str,
+    "times_resumed": int,
+    "git_commits": list[str],
+}
+
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that is truncated or changed; the message says which file and why."""
+    """A checkpoint that is truncated or changed, or has another content; the message says which file and why.
+
+    whole: whether its checksum is right: then another version of this code, or somebody else, wrote it.
+    """
+
+    def __init__(self, message: str, whole: bool = False) -> None:
+        super().__init__(message)
+        self.whole = whole
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
@@ -46,36 +71,91 @@ def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
             os.replace(current, folder / PREVIOUS)
 
 
-def read_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Return the state saved in one file. Raises DamagedCheckpoint, or FileNotFoundError if there is none."""
+def read_checkpoint(path: Path, form: Form = WEIGHTS) -> dict[str, Any]:
+    """Return the state saved in one file, on the CPU.
+
+    form: what it must hold. Raises DamagedCheckpoint, or FileNotFoundError if there is none.
+    """
     content = path.read_bytes()
     payload, trailer = content[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
     if not trailer.startswith(_MARK):
         raise DamagedCheckpoint(f"{path} is truncated: {len(content)} bytes without a checksum at the end")
     if trailer != _trailer(payload):
         raise DamagedCheckpoint(f"{path} is damaged: its content does not match its checksum")
-    return torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever reading something else comes to: a dozen types
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DamagedCheckpoint(f"{path} is not a checkpoint ({reason})", whole=True) from None
+    if problem := misfit(state, form):
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of this script: {problem}", whole=True)
+    return state
 
 
-def load_checkpoint(folder: Path) -> dict[str, Any] | None:
+def misfit(value: object, form: Any, name: str = "its content") -> str:
+    """Return a sentence if a value is not of a form, else "". form: a type or a Form."""
+    if isinstance(form, list):
+        if not (isinstance(value, list) and value):
+            return f"{name} is not a list of one or more"
+        return next(filter(None, (misfit(each, form[0], f"an entry of {name}") for each in value)), "")
+    if isinstance(form, Mapping):
+        if not isinstance(value, dict):
+            return f"{name} is no dictionary"
+        problems = (
+            misfit(value[key], inner, key) if key in value else f"{name} has no {key!r}" for key, inner in form.items()
+        )
+        return next(filter(None, problems), "")
+    return "" if _is_a(value, form) else f"{name} is not {form if get_origin(form) else form.__name__}"
+
+
+def _is_a(value: object, form: Any) -> bool:
+    inner = get_args(form)
+    if isinstance(form, UnionType):
+        return any(_is_a(value, each) for each in inner)
+    if get_origin(form) is dict:
+        return isinstance(value, dict) and all(_is_a(k, inner[0]) and _is_a(v, inner[1]) for k, v in value.items())
+    if get_origin(form) is list:
+        return isinstance(value, list) and all(_is_a(each, inner[0]) for each in value)
+    return isinstance(value, form) and not (form is int and isinstance(value, bool))
+
+
+def load_checkpoint(
+    folder: Path, form: Form = WEIGHTS, names: tuple[str, ...] = (CURRENT, PREVIOUS)
+) -> dict[str, Any] | None:
     """Return the state of the newest whole checkpoint in `folder`, on the CPU, or None if there is none.
 
     A damaged file is named on stderr and removed: left in place, the next save would rotate it over the whole
-    one.
+    one. Raises DamagedCheckpoint, and removes nothing, where all that there is is of another form.
     """
-    for name in (CURRENT, PREVIOUS):
+    damages = []
+    for name in names:
         try:
-            return read_checkpoint(folder / name)
+            state = read_checkpoint(folder / name, form)
+            break
         except FileNotFoundError:
             continue
         except DamagedCheckpoint as damage:
-            print(f"warning: {damage}; it is passed over", file=sys.stderr)
-            (folder / name).unlink()
-    return None
+            damages.append((name, damage))
+    else:
+        state = None
+    if state is None and any(damage.whole for _, damage in damages):
+        raise damages[0][1]
+    for name, damage in damages:
+        print(f"warning: {damage}; it is passed over", file=sys.stderr)
+        (folder / name).unlink()
+    return state
 
 
 def _trailer(payload: bytes | memoryview) -> bytes:
     return _MARK + hashlib.sha256(payload).hexdigest().encode() + b"\n"
+
+
+def go_back(folder: Path) -> None:
+    """Make the previous checkpoint the current one; where there is none, the run begins anew."""
+    try:
+        os.replace(folder / PREVIOUS, folder / CURRENT)
+    except FileNotFoundError:
+        remove_checkpoints(folder)
 
 
 def remove_checkpoints(folder: Path, names: tuple[str, ...] = (CURRENT, PREVIOUS)) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from torchvision.transforms import v2
 
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
-from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, read_checkpoint
+from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, misfit, read_checkpoint
 from experiments.shared.command_line import RunError
 from models.backbones import Backbone
 from models.resnet_cifar import resnet_cifar
@@ -20,6 +20,8 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
     path = path.expanduser() / CURRENT if path.expanduser().is_dir() else path.expanduser()
     try:
         config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+        if problem := misfit(config, {"model": str, "dataset": str}, "its config.json"):
+            raise ValueError(problem)
         weights = read_checkpoint(path)["model"]
         network = resnet_cifar(config["model"], len(weights["fc.weight"]))
         network.load_state_dict(weights)
@@ -31,7 +33,7 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
     except DamagedCheckpoint as error:
         raise RunError(f"{error}; take another, such as checkpoint.previous.pt beside it") from None
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RunError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
     mean, std = (DIGITS_MEAN, DIGITS_STD) if config["dataset"] == "digits" else (CIFAR_MEAN, CIFAR_STD)
     resolution = resolution or 32

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.shared.checkpoint import save_checkpoint
+from experiments.shared.checkpoint import PREVIOUS, RUN, Form, go_back, load_checkpoint, save_checkpoint
+from experiments.shared.metrics import EVALUATION
 from experiments.shared.run_record import utc_now, write_history
-from experiments.shared.training_run import restoring
+from experiments.shared.training_run import restoring, saved_state
 from models.heads import HeadStack, head
 
 EVALUATIONS = "evaluations.csv"
+_EVALUATION = dict.fromkeys((*EVALUATION, "step", "train_steps", "num_heads"), int | float)
+HEAD: Form = {**RUN, "history": [_EVALUATION], "together": list[str]}
 CPU_WEIGHTS = 2**23  # most weights in one stack on a CPU: four heads of ImageNet-1K, one of ImageNet-21K-P
 
 
@@ -53,11 +56,39 @@ class HeadRun:
     folder: Path
     weights: dict[str, Tensor] | None = None  # None: not yet begun
     optimizer: dict[str, dict[str, Tensor]] | None = None
-    steps: int = 0  # optimizer steps behind it
     history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
     started_utc: str = field(default_factory=utc_now)
     times_resumed: int = 0
     commits: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps behind it, when it was evaluated last."""
+        return steps_of(self.history)
+
+
+def steps_of(history: Sequence[Mapping[str, float]]) -> int:
+    """Return the optimizer steps behind the last evaluation of a history."""
+    return int(history[-1]["step"]) if history else 0
+
+
+def saved_states(runs: Sequence[HeadRun], results: Path) -> list[dict[str, Any] | None]:
+    """Return the checkpoint from which each head goes on, None where it begins. Raises RunError.
+
+    Where the last command was killed between the saves of heads that took their steps together, or a checkpoint was
+    damaged, those that are ahead of the others go back to them by a save: together again, with the same bits.
+    """
+    states = {run.name: saved_state(run.folder, results, run.name, HEAD) for run in runs}
+    steps = {name: steps_of(saved["history"]) if saved else 0 for name, saved in states.items()}
+    for run in runs:
+        together = states[run.name]["together"] if states[run.name] else []
+        behind = min(steps[name] for name in (run.name, *together) if name in steps)
+        if behind < steps[run.name]:
+            previous = load_checkpoint(run.folder, HEAD, (PREVIOUS,))
+            if behind == (steps_of(previous["history"]) if previous else 0):
+                go_back(run.folder)
+                states[run.name], steps[run.name] = previous, behind
+    return [states[run.name] for run in runs]
 
 
 def resume(run: HeadRun, saved: Mapping[str, Any] | None) -> None:
@@ -65,18 +96,18 @@ def resume(run: HeadRun, saved: Mapping[str, Any] | None) -> None:
     if saved:
         with restoring(run.folder):
             run.weights, run.optimizer = saved["model"], saved["optimizer"]
-            run.steps, run.history, run.started_utc = saved["steps"], saved["history"], saved["started_utc"]
+            run.history, run.started_utc = saved["history"], saved["started_utc"]
             run.times_resumed, run.commits = saved["times_resumed"] + 1, saved["git_commits"]
 
 
-def save(run: HeadRun, finished: bool) -> None:
-    """Write a head's checkpoint and its evaluations."""
+def save(run: HeadRun, together: Sequence[HeadRun], finished: bool) -> None:
+    """Write a head's checkpoint and its evaluations. together: the heads of its last pass, itself among them."""
     state = {
         "model": run.weights,
         # Nothing continues a finished run: its file keeps the weights alone.
         "optimizer": None if finished else run.optimizer,
-        "steps": run.steps,
         "history": run.history,
+        "together": [each.name for each in together],
         "started_utc": run.started_utc,
         "times_resumed": run.times_resumed,
         "git_commits": run.commits,

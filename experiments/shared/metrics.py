@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 TOP_K = (1, 5, 10, 20)
+# What a history says of each evaluation, in both scripts.
+EVALUATION = (
+    *(f"{split}_top{k}" for split in ("valid", "test") for k in TOP_K),
+    *("epoch", "train_loss", "valid_loss", "test_loss", "train_seconds", "eval_seconds", "peak_memory_mib"),
+)
 
 
 def true_class_ranks(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from experiments.shared.checkpoint import load_checkpoint, remove_checkpoints
+from experiments.shared.checkpoint import DamagedCheckpoint, Form, load_checkpoint, remove_checkpoints
 from experiments.shared.command_line import RunError
 from experiments.shared.run_record import find_row
 
@@ -26,12 +26,17 @@ def recorded(results: Path, name: str, force: bool) -> bool:
     return True
 
 
-def saved_state(folder: Path, results: Path, name: str) -> dict[str, Any] | None:
+def saved_state(folder: Path, results: Path, name: str, form: Form) -> dict[str, Any] | None:
     """Return the checkpoint from which the run in `folder` goes on, or None where it begins.
 
-    With --force, a checkpoint of the very run that the row reports is removed: the repetition begins anew.
+    With --force, a checkpoint of the very run that the row reports is removed: the repetition begins anew. form: of
+    the script's checkpoints. Raises RunError where all that there is is of another.
     """
-    saved, row = load_checkpoint(folder), find_row(results, name)
+    try:
+        saved = load_checkpoint(folder, form)
+    except DamagedCheckpoint as damage:
+        raise RunError(f"{damage}; delete the folder to begin anew") from None
+    row = find_row(results, name)
     if saved and row and saved["started_utc"] == row["started_utc"]:
         remove_checkpoints(folder)
         return None
@@ -43,9 +48,10 @@ def restoring(folder: Path) -> Iterator[None]:
     """Raise RunError where a checkpoint does not fit what is restored from it in the block."""
     try:
         yield
-    except (KeyError, RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever another network's or optimizer's state comes to
         raise RunError(
-            f"the checkpoint in {folder} is of another version of this code ({error}); delete that folder to begin anew"
+            f"the checkpoint in {folder} is of another version of this code ({type(error).__name__}: {error}); "
+            "delete that folder to begin anew"
         ) from None
 
 

@@ -1,0 +1,90 @@
+"""Killed before any of its file operations, a command that is given again ends as if nobody had stopped it.
+
+The same rows, histories and weights to the bit, and not one file more.
+"""
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from data.embeddings import StoreWriter
+from experiments import finetune_imagenet, train_cifar100
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.run_record import read_rows
+from tests.crashes import states_of
+
+# What a clock decides, and what says that there was a kill.
+VARYING = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
+VARYING += ("times_resumed", "git_commit")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    # The kernel outlives the process: what it was told to write to the disk at once makes no difference.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def kept(entries: list[dict]) -> list[dict]:
+    return [{name: cell for name, cell in each.items() if name not in VARYING} for each in entries]
+
+
+def outcome(results: Path, history: str) -> tuple:
+    """Rows, histories, weights, and the names of all files."""
+    rows = read_rows(results)
+    histories, weights = [], []
+    for row in rows:
+        folder = results.parent / "runs" / row["run_id"]
+        with open(folder / history, newline="") as file:
+            histories.append(kept(list(csv.DictReader(file))))
+        model = read_checkpoint(folder / CURRENT)["model"]
+        weights.append({name: tensor.tolist() for name, tensor in model.items()})
+    files = sorted(str(path.relative_to(results.parent)) for path in results.parent.rglob("*"))
+    return sorted(kept(rows), key=lambda row: row["run_id"]), histories, weights, files
+
+
+def check_every_state(tmp_path: Path, main: Callable, command: Callable, history: str, fewest: int) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    with states_of(undisturbed, tmp_path / "killed") as states:
+        assert main(command(undisturbed / "r.csv")) == 0
+    assert len(states) >= fewest
+    expected = outcome(undisturbed / "r.csv", history)
+    for state in states:
+        results = state / "undisturbed" / "r.csv"
+        assert main(command(results)) == 0
+        assert outcome(results, history) == expected, state.name
+
+
+def test_heads_trained_together(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    writer = StoreWriter(tmp_path / "s.store", dim=6, dtype=torch.float16)
+    for split, rows in (("train", 120), ("test", 30)):
+        writer.write(split, 0, torch.randn(rows, 6, generator=generator).half(), torch.arange(rows) % 5)
+    writer.finish()
+
+    def command(results: Path) -> list[str]:
+        flags = "--method softmax_cross_entropy --seeds 0 1 --n_epochs 2 --batch_size 30 --nloglr 2 --apply_dropout"
+        return [*flags.split(), *f"-d {tmp_path / 's.store'} --device cpu --threads 1 --results {results}".split()]
+
+    check_every_state(tmp_path, finetune_imagenet.main, command, "evaluations.csv", fewest=30)
+
+
+def test_training(tmp_path, monkeypatch):
+    def network(name: str, num_classes: int) -> nn.Module:
+        # Dropout draws from the global generator, whose state is saved.
+        return nn.Sequential(nn.MaxPool2d(8), nn.Flatten(), nn.Dropout(0.1), nn.Linear(48, num_classes))
+
+    monkeypatch.setattr(train_cifar100, "resnet_cifar", network)
+
+    def command(results: Path) -> list[str]:
+        flags = "--method softmax_cross_entropy --dataset digits --limit_train 64 --limit_test 20 --batch_size 32"
+        return [*flags.split(), *f"--n_epochs 3 --device cpu --threads 1 --results {results}".split()]
+
+    check_every_state(tmp_path, train_cifar100.main, command, "epochs.csv", fewest=20)
