@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.embeddings import EmbeddingBatches, EmbeddingStore, split_rows
+from data.embeddings import EmbeddingBatches, EmbeddingError
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint import PREVIOUS, remove_checkpoints
 from experiments.shared.environment import (
@@ -50,12 +50,30 @@ from experiments.shared.environment import (
     peak_memory_mib,
     set_up_device,
 )
-from experiments.shared.finetune_flags import IMAGENET_1K, LOSS_FLAGS, TENSORS, Defaults, open_store_of, parse_arguments
-from experiments.shared.head_runs import EVALUATIONS, HeadRun, Recipe, Stack, resume, save, saved_states, stacks_of
+from experiments.shared.finetune_flags import (
+    IMAGENET_1K,
+    TENSORS,
+    Defaults,
+    open_store_of,
+    parse_arguments,
+    recipes_of,
+    rows_of,
+    settle,
+)
+from experiments.shared.head_runs import (
+    EVALUATIONS,
+    HeadRun,
+    Stack,
+    check_finite,
+    resume,
+    save,
+    saved_states,
+    stacks_of,
+)
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.shared.training_run import diverged, finished_line, recorded, say
+from experiments.shared.training_run import finished_line, recorded, say
 from topk_losses import TopKCrossEntropyLoss
 
 # What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
@@ -86,6 +104,7 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
     store = open_store_of(args)
     ranks.let_follow()
     train_rows, valid_rows, test_rows = rows_of(store, args, defaults)
+    filled_in = settle(args, defaults, len(train_rows))
     if ranks.count > min(args.batch_size, len(valid_rows), len(test_rows)):
         raise cli.CommandLineError(
             f"{ranks.count} processes divide each batch of {args.batch_size}, the {len(valid_rows)} rows that validate "
@@ -135,6 +154,8 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
     if ranks.is_first:
         say(f"{store.path}: {len(train_rows)} training rows, {len(valid_rows)} validate, {len(test_rows)} test")
         say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
+        if filled_in:
+            say(f"defaults for {len(train_rows)} training rows: {filled_in}")
 
     with ExitStack() as held:
         for run in unfinished if ranks.is_first else ():
@@ -211,55 +232,6 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
     return 0
 
 
-def recipes_of(args: argparse.Namespace, defaults: Defaults, num_classes: int, device: torch.device) -> list[Recipe]:
-    """Return the command's configurations, each with its loss for so many classes.
-
-    Raises ValueError for one that cannot be, CommandLineError for the same one twice.
-    """
-    # The published m is for thousands of classes; a set of your own may have fewer.
-    m = defaults.m if num_classes > defaults.m else None
-    recipes: list[Recipe] = []
-    for each in (args, *args.also):
-        given = f"--also {each.also!r}: " if each is not args else ""
-        reduction = "none" if each.implementation == "ours" else "mean"
-        try:
-            settings = cli.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=m)
-            loss_fn = cli.build_loss(each.implementation, settings, num_classes, device, reduction)
-        except (ValueError, cli.CommandLineError) as error:
-            raise type(error)(f"{given}{error}") from None
-        flags = {**vars(each), **settings, **cli.learning_rate(each, defaults.nloglr)}
-        if any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes):
-            raise cli.CommandLineError(f"{given}the command has this configuration already; leave one of them out")
-        recipes.append(Recipe(flags, loss_fn))
-    return recipes
-
-
-def rows_of(store: EmbeddingStore, args: argparse.Namespace, defaults: Defaults) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows that train, validate (both of the split train) and test, each (R,) int64, ascending.
-
-    Raises CommandLineError where the flags ask for more than there is.
-    """
-    chosen = {}
-    for name, limit in (("train", args.limit_train), ("test", args.limit_test)):
-        num_rows = len(store[name])
-        if limit is not None and limit > num_rows:
-            raise cli.CommandLineError(f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}")
-        everything = limit is None or limit == num_rows
-        chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
-    num_rows = len(chosen["train"])
-    published = defaults.num_valid if num_rows >= 20 * defaults.num_valid else max(num_rows // 20, 1)
-    try:
-        train, valid = split_rows(num_rows, args.num_valid or published, args.split_seed)
-    except ValueError as error:
-        raise cli.CommandLineError(f"--num_valid: {error}") from None
-    if len(train) < args.batch_size:
-        raise cli.CommandLineError(
-            f"--batch_size must not exceed the {len(train)} training rows, since the last partial batch is dropped, "
-            f"got {args.batch_size}"
-        )
-    return chosen["train"][train], chosen["train"][valid], chosen["test"]
-
-
 def train_epoch(
     stacks: Sequence[Stack],
     batches: EmbeddingBatches,
@@ -297,7 +269,7 @@ def train_epoch(
             loss = mean_losses(stack.training_loss, logits.float(), labels, stack.recipe.implementation)
             loss = loss * weight  # (heads,)
             if device.type == "cpu":
-                check_finite(loss, stack.runs, f"in epoch {epoch}, step {step} of {num_steps}")
+                check_finite(loss, stack.runs, f"in epoch {epoch}, step {step} of {num_steps}", batches)
             stack.optimizer.zero_grad(set_to_none=True)
             loss.sum().backward()  # the heads share no weight: each gets the gradient of its own loss
             ranks.sum_gradients(stack.heads.parameters())
@@ -309,13 +281,13 @@ def train_epoch(
 
         # Evaluation.
         means = ranks.total(torch.stack(losses, 1).mean(1))  # (heads,)
-        check_finite(means, group, f"in epoch {epoch}, at or before step {step} of {num_steps}")
+        check_finite(means, group, f"in epoch {epoch}, at or before step {step} of {num_steps}", batches)
         for loss_fn in dict.fromkeys(stack.recipe.loss_fn for stack in stacks):
             if isinstance(loss_fn, TopKCrossEntropyLoss):
                 loss_fn.check_convergence()
         train_seconds = time.perf_counter() - started
-        evaluated = evaluate(stacks, splits, autocast, ranks)
         where = f"epoch {epoch} step {step}/{num_steps}"
+        evaluated = evaluate(stacks, splits, autocast, ranks, where)
         for run, train_loss, result in zip(group, means.tolist(), evaluated):
             entry = {
                 "epoch": epoch,
@@ -328,9 +300,6 @@ def train_epoch(
                 "peak_memory_mib": peak_memory_mib(device),
             }
             run.history.append(entry)
-            if not math.isfinite(result["valid_loss"]):
-                place = f"in the validation after {where}, seed {run.seed}"
-                raise diverged(run.recipe.method, result["valid_loss"], place)
         if step == num_steps or (ranks.is_first and time.monotonic() - saved_at > SAVE_SECONDS):
             for stack in stacks:
                 stack.take_apart()
@@ -363,23 +332,18 @@ def mean_losses(loss_fn: nn.Module, logits: Tensor, labels: Tensor, implementati
     return torch.stack([loss_fn(*each) for each in zip(logits, labels)])
 
 
-def check_finite(losses: Tensor, group: Sequence[HeadRun], where: str) -> None:
-    """Raise RunError if one of the heads' losses (heads,) is not finite."""
-    if not losses.isfinite().all():
-        number = int(losses.isfinite().int().argmin())
-        raise diverged(group[number].recipe.method, losses[number].item(), f"{where}, seed {group[number].seed}")
-
-
 @torch.no_grad()
 def evaluate(
-    stacks: Sequence[Stack], splits: dict[str, EmbeddingBatches], autocast: partial, ranks: Ranks
+    stacks: Sequence[Stack], splits: dict[str, EmbeddingBatches], autocast: partial, ranks: Ranks, where: str
 ) -> list[dict[str, float]]:
     """Return, for each head, mean loss and accuracies (fractions) on the whole of each split.
 
-    splits: this process's share of each. Counts alone are kept from batch to batch, never logits.
+    splits: this process's share of each. where: in training, to be said. Counts alone are kept from batch to batch,
+    never logits. Raises RunError if a loss is not finite.
     """
     started = time.perf_counter()
-    results: list[dict[str, float]] = [{} for stack in stacks for _ in stack.runs]
+    group = [run for stack in stacks for run in stack.runs]
+    results: list[dict[str, float]] = [{} for _ in group]
     for name, split in splits.items():
         num_rows = ranks.sum(len(split.rows))
         loss_sum = torch.zeros(len(results), dtype=torch.float64, device=split.device)
@@ -398,6 +362,7 @@ def evaluate(
                 loss_sum[own] += means * len(labels)
                 hits[own] += count_hits(logits, targets)
         loss_sum, hits = ranks.total(loss_sum), ranks.total(hits)
+        check_finite(loss_sum, group, f"on the {name} rows after {where}", split, ranks)
         for result, loss, counts in zip(results, loss_sum.tolist(), hits.tolist()):
             result |= {f"{name}_loss": loss / num_rows, **hit_fractions(name, counts, num_rows)}
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
@@ -418,7 +383,14 @@ def evaluation_line(run: HeadRun, where: str, n_epochs: int) -> str:
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     ranks = Ranks()
-    return cli.finish(lambda: finetune(parse_arguments(argv, defaults), defaults, ranks), ranks=ranks)
+
+    def run() -> int:
+        try:
+            return finetune(parse_arguments(argv, defaults), defaults, ranks)
+        except EmbeddingError as error:  # of the store, on opening it or at any batch
+            raise cli.RunError(str(error)) from None
+
+    return cli.finish(run, ranks=ranks)
 
 
 if __name__ == "__main__":

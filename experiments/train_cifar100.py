@@ -36,6 +36,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
@@ -83,7 +84,7 @@ IDENTITY = (
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 
-CHECKPOINT = {**RUN, "random_states": dict[str, Tensor]}  # what its checkpoints hold, among others
+CHECKPOINT = {**RUN, "random_states": dict[str, InstanceOf[Tensor]]}  # what its checkpoints hold, among others
 
 PADDING = 4  # black pixels on each side of an image before it is cropped
 # Of the evaluation, on which the result does not depend: a CPU's caches hold little, a GPU waits for launches.

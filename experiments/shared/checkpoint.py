@@ -11,13 +11,14 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from data.atomic_file import atomic_write
 from experiments.shared.metrics import EVALUATION
@@ -27,14 +28,20 @@ CURRENT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 _MARK = b"sha256:"
 _TRAILER_BYTES = len(_MARK) + 64 + 1  # mark, hexadecimal digest, newline
 
-# What a dictionary holds at least, by name: a type, such as list[str] | None, a Form, or [Form]: a list of one or more.
-Form = Mapping[str, Any]
-WEIGHTS: Form = {"model": dict[str, Tensor]}
+Form = Mapping[str, Any]  # what a dictionary holds at least: the type of each entry, by name
+
+
+def history_of(columns: Iterable[str]) -> Any:
+    """Return the type of a history: a list of one or more evaluations, each with a number in these columns at least."""
+    return Annotated[list[TypedDict("Evaluation", dict.fromkeys(columns, float))], Field(min_length=1)]
+
+
+WEIGHTS: Form = {"model": dict[str, InstanceOf[Tensor]]}
 # What both training scripts save, each with more of its own.
 RUN: Form = {
     **WEIGHTS,
-    "optimizer": dict[str, object] | None,
-    "history": [dict.fromkeys(EVALUATION, int | float)],
+    "optimizer": dict[str, Any] | None,
+    "history": history_of(EVALUATION),
     "started_utc": str,
     "times_resumed": int,
     "git_commits": list[str],
@@ -84,39 +91,15 @@ def read_checkpoint(path: Path, form: Form = WEIGHTS) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path} is damaged: its content does not match its checksum")
     try:
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever reading something else comes to: a dozen types
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DamagedCheckpoint(f"{path} is not a checkpoint ({reason})", whole=True) from None
-    if problem := misfit(state, form):
-        raise DamagedCheckpoint(f"{path} is not a checkpoint of this script: {problem}", whole=True)
+    except Exception as error:  # whatever reading something else, or what asks to run code, comes to: a dozen types
+        raise DamagedCheckpoint(f"{path} is not a checkpoint ({type(error).__name__})", whole=True) from None
+    try:
+        TypeAdapter(TypedDict("State", dict(form))).validate_python(state, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        problem = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of this script: {problem}", whole=True) from None
     return state
-
-
-def misfit(value: object, form: Any, name: str = "its content") -> str:
-    """Return a sentence if a value is not of a form, else "". form: a type or a Form."""
-    if isinstance(form, list):
-        if not (isinstance(value, list) and value):
-            return f"{name} is not a list of one or more"
-        return next(filter(None, (misfit(each, form[0], f"an entry of {name}") for each in value)), "")
-    if isinstance(form, Mapping):
-        if not isinstance(value, dict):
-            return f"{name} is no dictionary"
-        problems = (
-            misfit(value[key], inner, key) if key in value else f"{name} has no {key!r}" for key, inner in form.items()
-        )
-        return next(filter(None, problems), "")
-    return "" if _is_a(value, form) else f"{name} is not {form if get_origin(form) else form.__name__}"
-
-
-def _is_a(value: object, form: Any) -> bool:
-    inner = get_args(form)
-    if isinstance(form, UnionType):
-        return any(_is_a(value, each) for each in inner)
-    if get_origin(form) is dict:
-        return isinstance(value, dict) and all(_is_a(k, inner[0]) and _is_a(v, inner[1]) for k, v in value.items())
-    if get_origin(form) is list:
-        return isinstance(value, list) and all(_is_a(each, inner[0]) for each in value)
-    return isinstance(value, form) and not (form is int and isinstance(value, bool))
 
 
 def load_checkpoint(

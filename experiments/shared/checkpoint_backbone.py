@@ -1,15 +1,24 @@
 """A network of train_cifar100.py as a backbone."""
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from torchvision.transforms import v2
 
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
-from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, misfit, read_checkpoint
+from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, read_checkpoint
 from experiments.shared.command_line import RunError
 from models.backbones import Backbone
 from models.resnet_cifar import resnet_cifar
+
+
+@dataclass
+class Config:
+    """What is needed of a run's config.json."""
+
+    model: str
+    dataset: str
 
 
 def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
@@ -19,11 +28,9 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
     """
     path = path.expanduser() / CURRENT if path.expanduser().is_dir() else path.expanduser()
     try:
-        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
-        if problem := misfit(config, {"model": str, "dataset": str}, "its config.json"):
-            raise ValueError(problem)
+        config = TypeAdapter(Config).validate_json((path.parent / "config.json").read_bytes())
         weights = read_checkpoint(path)["model"]
-        network = resnet_cifar(config["model"], len(weights["fc.weight"]))
+        network = resnet_cifar(config.model, len(weights["fc.weight"]))
         network.load_state_dict(weights)
     except FileNotFoundError as error:
         raise RunError(
@@ -35,10 +42,10 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RunError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
-    mean, std = (DIGITS_MEAN, DIGITS_STD) if config["dataset"] == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if config.dataset == "digits" else (CIFAR_MEAN, CIFAR_STD)
     resolution = resolution or 32
     return Backbone(
-        f"{config['dataset']}-{config['model']}",
+        f"{config.dataset}-{config.model}",
         network,
         lambda images: network.features(normalise(images, mean, std)),
         dim=network.fc.in_features,

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.shared.checkpoint import PREVIOUS, RUN, Form, go_back, load_checkpoint, save_checkpoint
+from data.embeddings import EmbeddingBatches
+from experiments.shared.checkpoint import PREVIOUS, RUN, Form, go_back, history_of, load_checkpoint, save_checkpoint
+from experiments.shared.command_line import RunError
 from experiments.shared.metrics import EVALUATION
+from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import utc_now, write_history
-from experiments.shared.training_run import restoring, saved_state
+from experiments.shared.training_run import diverged, restoring, saved_state
 from models.heads import HeadStack, head
 
 EVALUATIONS = "evaluations.csv"
-_EVALUATION = dict.fromkeys((*EVALUATION, "step", "train_steps", "num_heads"), int | float)
-HEAD: Form = {**RUN, "history": [_EVALUATION], "together": list[str]}
+_HISTORY = history_of((*EVALUATION, "step", "train_steps", "num_heads"))
+HEAD: Form = {**RUN, "history": _HISTORY, "together": list[str]}
 CPU_WEIGHTS = 2**23  # most weights in one stack on a CPU: four heads of ImageNet-1K, one of ImageNet-21K-P
 
 
@@ -161,7 +164,8 @@ def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.
             stacked = HeadStack(heads[begin : begin + size]).to(device)
             optimizer = torch.optim.Adam(stacked.parameters(), lr=recipe.lr, fused=True)
             if part[0].optimizer is not None:
-                stacked.load_optimizer_states(optimizer, [run.optimizer for run in part])
+                with restoring(part[0].folder):
+                    stacked.load_optimizer_states(optimizer, [run.optimizer for run in part])
             # Compiled, the last layer would not look at its gradient, which on a CPU gains more.
             training = torch.compile(stacked) if compiled and device.type == "cuda" else stacked
             stacks.append(Stack(recipe, part, stacked, training, training_loss, optimizer))
@@ -176,3 +180,34 @@ def initial_head(run: HeadRun, shape: Mapping[str, Any]) -> nn.Sequential:
         with restoring(run.folder):
             made.load_state_dict(run.weights)
     return made
+
+
+def check_finite(
+    losses: Tensor, group: Sequence[HeadRun], where: str, rows: EmbeddingBatches, ranks: Ranks | None = None
+) -> None:
+    """Raise RunError if one of the heads' losses (heads,) is not finite: for want of finite rows, or of the head.
+
+    rows: those that the losses are of, divided among `ranks` where these are given.
+    """
+    if losses.isfinite().all():
+        return
+    broken = broken_row(rows)
+    for each in ranks.gathered(broken) if ranks else [broken]:
+        if each:
+            raise RunError(each)
+    number = int(losses.isfinite().int().argmin())
+    raise diverged(group[number].recipe.method, losses[number].item(), f"{where}, seed {group[number].seed}")
+
+
+def broken_row(rows: EmbeddingBatches) -> str:
+    """Return a sentence on the first of the rows that holds a number which is not finite, "" where there is none."""
+    for number, (embeddings, _) in enumerate(rows.in_order()):
+        finite = embeddings.isfinite()  # (batch, d)
+        if not finite.all():
+            which, column = (~finite).nonzero()[0].tolist()
+            return (
+                f"row {int(rows.rows[number * rows.batch_size + which])} of the split {rows.split.name} of "
+                f"{rows.split.folder} holds {embeddings[which, column].item()}: nothing is recorded. Make these "
+                "embeddings again, or leave such rows out"
+            )
+    return ""

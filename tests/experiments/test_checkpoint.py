@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from data.atomic_file import atomic_write
+from experiments.shared import checkpoint
 from experiments.shared.checkpoint import (
     CURRENT,
     PREVIOUS,
+    RUN,
     DamagedCheckpoint,
+    go_back,
     load_checkpoint,
     random_states,
     read_checkpoint,
@@ -18,6 +21,7 @@ from experiments.shared.checkpoint import (
     restore_random_states,
     save_checkpoint,
 )
+from experiments.shared.metrics import EVALUATION
 
 
 def state(epoch: int) -> dict:
@@ -115,14 +119,85 @@ def test_a_failed_save_leaves_what_was_there(folder):
     assert len(list(folder.iterdir())) == 2
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path):
+def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
     class Code:
         def __reduce__(self):
             return print, ("executed",)
 
     save_checkpoint(tmp_path, {"epoch": Code()})
-    with pytest.raises(Exception, match=r"weights_only|Unsupported"):
+    with pytest.raises(DamagedCheckpoint, match="UnpicklingError"):
         load_checkpoint(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def write(path, payload):
+    """A file with the right checksum."""
+    path.write_bytes(payload + checkpoint._trailer(payload))
+
+
+def without(name):
+    return {key: value for key, value in RUN_STATE.items() if key != name}
+
+
+EVALUATED = {**dict.fromkeys(EVALUATION, 0.5), "epoch": 1}
+RUN_STATE = {
+    "model": {"weight": torch.zeros(2)},
+    "optimizer": None,
+    "history": [EVALUATED],
+    "started_utc": "2026-01-01T00:00:00.000Z",
+    "times_resumed": 0,
+    "git_commits": ["a"],
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        (b"", "EOFError"),
+        (b"garbage", "UnpicklingError"),
+        ([1, 2], "should be a valid dictionary"),
+        (without("model"), "model Field required"),
+        (without("history"), "history Field required"),
+        (without("git_commits"), "git_commits Field required"),
+        ({**RUN_STATE, "model": None}, "model Input should be a valid dictionary"),
+        ({**RUN_STATE, "model": {"weight": [0.0]}}, "model.weight Input should be an instance of Tensor"),
+        ({**RUN_STATE, "optimizer": [1]}, "optimizer Input should be a valid dictionary"),
+        ({**RUN_STATE, "history": []}, "history List should have at least 1 item"),
+        ({**RUN_STATE, "history": "none"}, "history Input should be a valid list"),
+        (
+            {**RUN_STATE, "history": [EVALUATED, {**EVALUATED, "valid_top5": "x"}]},
+            "history.1.valid_top5 Input should be",
+        ),
+        ({**RUN_STATE, "history": [EVALUATED, {}]}, "history.1.valid_top1 Field required"),
+        ({**RUN_STATE, "times_resumed": True}, "times_resumed Input should be a valid integer"),
+        ({**RUN_STATE, "git_commits": "a"}, "git_commits Input should be a valid list"),
+    ],
+)
+def test_a_file_with_the_right_checksum_and_another_content(tmp_path, capsys, state, problem):
+    if isinstance(state, bytes):
+        write(tmp_path / CURRENT, state)
+    else:
+        save_checkpoint(tmp_path, state)
+    # Alone, nothing is thrown away: another version of the code may read it.
+    with pytest.raises(DamagedCheckpoint, match=problem):
+        load_checkpoint(tmp_path, RUN)
+    assert (tmp_path / CURRENT).exists()
+    # Otherwise the run goes on from the generation before.
+    (tmp_path / CURRENT).rename(tmp_path / "other")
+    save_checkpoint(tmp_path, RUN_STATE)
+    (tmp_path / CURRENT).rename(tmp_path / PREVIOUS)
+    (tmp_path / "other").rename(tmp_path / CURRENT)
+    assert load_checkpoint(tmp_path, RUN)["git_commits"] == ["a"]
+    assert CURRENT in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [PREVIOUS]
+
+
+def test_a_run_goes_back_a_generation_or_to_the_beginning(folder):
+    go_back(folder)
+    assert load_checkpoint(folder)["epoch"] == 1
+    assert [path.name for path in folder.iterdir()] == [CURRENT]
+    go_back(folder)
+    assert load_checkpoint(folder) is None
 
 
 def test_removal(folder):

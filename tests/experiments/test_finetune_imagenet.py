@@ -18,8 +18,8 @@ from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_row
 from data.transfers.object_store import PUBLISHED, upload
 from experiments import finetune_imagenet as script
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.shared import head_runs
-from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared import finetune_flags, head_runs
+from experiments.shared.checkpoint import CURRENT, read_checkpoint, save_checkpoint
 from experiments.shared.metrics import TOP_K, chosen_by_validation
 from experiments.shared.run_record import COLUMNS, read_rows
 from models.heads import head
@@ -190,25 +190,56 @@ def test_published_commands_run_as_they_stand(store, results, flags):
     assert len(read_rows(results)) == 1
 
 
-def test_the_published_defaults():
-    args = script.parse_arguments(["--method", "softsort"])
-    assert (args.data_path, args.n_epochs, args.batch_size, args.eval_freq) == ("wsl-32x48d-320", 20, 500, 100)
-    assert (args.seeds, args.precision, args.results.name) == ([0], "fp32", "imagenet1k.csv")
-    args = script.parse_arguments(["--method", "softsort"], IMAGENET_21K)
-    assert (args.data_path, args.n_epochs, args.batch_size, args.eval_freq) == ("wsl-32x48d-224-21k", 40, 500, 100)
-    assert args.results.name == "imagenet21k.csv"
+@pytest.mark.parametrize(
+    ("defaults", "data_path", "num_rows", "published"),
+    [
+        (script.IMAGENET_1K, "wsl-32x48d-320", 1_231_167, "--batch_size 500 --n_epochs 20 --nloglr 4.5"),
+        (IMAGENET_21K, "wsl-32x48d-224-21k", 10_960_223, "--batch_size 500 --n_epochs 40 --nloglr 4"),
+    ],
+)
+def test_the_published_defaults(defaults, data_path, num_rows, published):
+    args = script.parse_arguments(["--method", "softsort", "--also", "--method neuralsort"], defaults)
+    assert (args.data_path, args.eval_freq, args.seeds, args.precision) == (data_path, 100, [0], "fp32")
+    assert args.results.name == defaults.results
+    assert script.settle(args, defaults, num_rows) == published
+    for each in (args, *args.also):
+        assert (each.batch_size, each.n_epochs, each.lr, each.nloglr) == (500, defaults.n_epochs, None, defaults.nloglr)
 
 
 @pytest.mark.parametrize(
-    ("defaults", "m", "lr", "valid"),
-    [(script.IMAGENET_1K, "16", 10**-4.5, 32), (IMAGENET_21K, "", 1e-4, 32)],
+    ("num_rows", "flags", "filled"),
+    [
+        (475, "", "--batch_size 23 --n_epochs 100 --lr 0.001"),
+        (1900, "", "--batch_size 95 --n_epochs 100 --lr 0.001"),
+        (9500, "", "--batch_size 475 --n_epochs 100 --lr 0.001"),
+        (47_500, "", "--batch_size 500 --n_epochs 22 --lr 0.001"),
+        (475_000, "", "--batch_size 500 --n_epochs 20 --lr 0.0001"),
+        (5_000_000, "", "--batch_size 500 --n_epochs 20 --nloglr 4.5"),
+        (1, "", "--batch_size 1 --n_epochs 100 --lr 0.02"),
+        # What is given counts for the rest.
+        (1900, "--batch_size 500", "--n_epochs 100 --lr 0.007"),
+        (1900, "--n_epochs 5", "--batch_size 95 --lr 0.02"),
+        (1900, "--nloglr 4.5", "--batch_size 95 --n_epochs 100"),
+        (1900, "--batch_size 500 --n_epochs 20 --lr 1", ""),
+    ],
 )
-def test_defaults_fit_smaller_sets(store, results, defaults, m, lr, valid):
-    flags = f"-d {store} --method softsort --n_epochs 1 --batch_size 300 --results {results}"
-    assert script.main(flags.split(), defaults) == 0
-    (row,) = read_rows(results)
-    assert (row["m"], row["top1_mode"], row["valid_images"]) == (m, "sm", str(valid))
-    assert float(row["lr"]) == lr
+def test_defaults_fit_the_number_of_rows(num_rows, flags, filled):
+    args = script.parse_arguments(["--method", "softsort", *flags.split()])
+    assert script.settle(args, script.IMAGENET_1K, num_rows) == filled
+
+
+@pytest.mark.parametrize(("defaults", "m"), [(script.IMAGENET_1K, "16"), (IMAGENET_21K, "")])
+def test_defaults_of_a_smaller_set_learn_and_are_printed(store, results, capsys, monkeypatch, defaults, m):
+    monkeypatch.setattr(finetune_flags, "MIN_STEPS", 200)
+    words = f"-d {store} --method softsort --device cpu --threads 1 --results {results} --also".split()
+    assert script.main([*words, "--method softsort --lr 1"], defaults) == 0
+    row, also = read_rows(results)
+    assert (row["m"], row["top1_mode"], row["valid_images"]) == (m, "sm", "32")
+    n_epochs, lr = {20: ("20", "0.005"), 40: ("40", "0.002")}[defaults.n_epochs]
+    assert (row["batch_size"], row["n_epochs"], row["lr"], row["nloglr"]) == ("30", n_epochs, lr, "")
+    assert (also["batch_size"], also["n_epochs"], also["lr"]) == ("30", n_epochs, "1.0")
+    assert f"defaults for 608 training rows: --batch_size 30 --n_epochs {n_epochs} --lr {lr}" in capsys.readouterr().out
+    assert float(row["test_top5"]) > 0.5  # chance is .21
 
 
 def test_validation_has_the_published_size_where_the_set_is_large(store):
@@ -445,10 +476,11 @@ def test_killed_it_continues_from_its_checkpoint(store, tmp_path):
     assert process.wait() == -signal.SIGKILL
     (folder,) = (killed.parent / "runs").iterdir()
     saved = read_checkpoint(folder / CURRENT)
-    assert saved["steps"] >= 36
-    assert saved["steps"] % 12 == 0
+    steps = saved["history"][-1]["step"]
+    assert steps >= 36
+    assert steps % 12 == 0
     # Some epochs more, in this process, are those of a run that nobody stopped.
-    script.main(command(store, undisturbed, n_epochs=saved["steps"] // 12))
+    script.main(command(store, undisturbed, n_epochs=steps // 12))
     ((row, _, weights),) = outcome(undisturbed).values()
     assert row["last_test_loss"] == str(saved["history"][-1]["test_loss"])
     assert {name: weight.tolist() for name, weight in saved["model"].items()} == weights
@@ -460,19 +492,29 @@ def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, ca
         script.main(command(store, results))
     (folder,) = (results.parent / "runs").iterdir()
     saved = read_checkpoint(folder / CURRENT)
-    run = script.HeadRun(
-        head_runs.Recipe({}, nn.Identity()),
-        0,
-        0,
-        {},
-        folder.name,
-        folder,
-        {"0.weight": torch.zeros(2, 2)},
-        **{name: saved[name] for name in ("steps", "history", "started_utc", "times_resumed")},
-    )
-    head_runs.save(run, finished=False)
+    for other in ({"model": {"0.weight": torch.zeros(2, 2)}}, {"optimizer": {}}, {"optimizer": {"0.weight": 5}}):
+        save_checkpoint(folder, saved | other)
+        assert script.main(command(store, results)) == 1
+        assert "another version of this code" in capsys.readouterr().err
+    save_checkpoint(folder, {})
+    save_checkpoint(folder, saved | {"together": None})
     assert script.main(command(store, results)) == 1
-    assert "another version of this code" in capsys.readouterr().err
+    assert f"{folder / CURRENT} is not a checkpoint of this script: together" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_of_one_head_takes_the_others_back(store, tmp_path, monkeypatch, capsys):
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    flags = "--seeds 0 1 --apply_dropout"
+    assert script.main(command(store, undisturbed, flags, n_epochs=3)) == 0
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 10)
+        assert script.main(command(store, resumed, flags, n_epochs=3)) == 130
+    damaged = next((resumed.parent / "runs").iterdir()) / CURRENT
+    damaged.write_bytes(damaged.read_bytes()[:-200])
+    capsys.readouterr()
+    assert script.main(command(store, resumed, flags, n_epochs=3)) == 0
+    assert capsys.readouterr().out.count("continuing after step 12 of 36") == 2
+    assert outcome(resumed) == outcome(undisturbed)
 
 
 # Sources.
@@ -658,6 +700,50 @@ def test_a_store_without_a_test_split_is_answered_with_a_sentence(tmp_path, resu
     writer.finish()
     assert script.main(command(tmp_path / "half.store", results)) == 1
     assert "has no split 'test'" in capsys.readouterr().err
+
+
+def store_with(tmp_path, split, row, value):
+    writer = StoreWriter(tmp_path / "broken.store", dim=DIM, dtype=torch.float16)
+    for name, embeddings, labels in rows_and_labels():
+        if name == split:
+            embeddings[row, 3] = value
+        writer.write(name, 0, embeddings, labels)
+    writer.finish()
+    return tmp_path / "broken.store"
+
+
+@pytest.mark.parametrize(
+    ("split", "row", "value"),
+    [
+        ("train", int(split_rows(TRAIN, 32, 0)[0][123]), math.nan),
+        ("train", int(split_rows(TRAIN, 32, 0)[1][30]), -math.inf),
+        ("test", 102, math.nan),
+        ("test", 0, math.inf),
+    ],
+)
+def test_a_row_that_is_not_finite_is_named(tmp_path, results, capsys, split, row, value):
+    broken = store_with(tmp_path, split, row, value)
+    assert script.main(command(broken, results, "--seeds 0 1")) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: row {row} of the split {split} of {broken} holds {value}: ")
+    assert len(message.splitlines()) == 1
+    assert not results.exists()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_overlooks_a_test_row_that_is_not_finite(tmp_path, results, capsys, method):
+    broken = store_with(tmp_path, "test", 60, math.nan)
+    assert script.main(command(broken, results, "--batch_size 300", method, n_epochs=1)) == 1
+    assert "row 60 of the split test" in capsys.readouterr().err
+
+
+def test_the_mean_of_a_heads_losses_is_rounded_as_it_is_alone():
+    losses = torch.rand(500, 3, generator=torch.Generator().manual_seed(0))
+    logits, labels = losses.T[:, :, None], torch.zeros(3, 500, dtype=torch.int64)  # one class: its score is the loss
+    together = script.mean_losses(lambda logits, _: logits[:, 0], logits, labels, "ours")
+    for number in range(3):
+        alone = script.mean_losses(lambda logits, _: logits[:, 0], logits[[number]], labels[[number]], "ours")
+        assert together[number].item() == alone.item()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(store, results, monkeypatch, capsys):
