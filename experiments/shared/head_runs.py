@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import NotRequired
 
 from data.embeddings import EmbeddingBatches
 from experiments.shared.checkpoint import PREVIOUS, RUN, Form, go_back, history_of, load_checkpoint, save_checkpoint
@@ -23,7 +24,7 @@ from models.heads import HeadStack, head
 
 EVALUATIONS = "evaluations.csv"
 _HISTORY = history_of((*EVALUATION, "step", "train_steps", "num_heads"))
-HEAD: Form = {**RUN, "history": _HISTORY, "together": list[str]}
+HEAD: Form = {**RUN, "history": _HISTORY, "together": NotRequired[list[str]]}
 CPU_WEIGHTS = 2**23  # most weights in one stack on a CPU: four heads of ImageNet-1K, one of ImageNet-21K-P
 
 
@@ -84,7 +85,7 @@ def saved_states(runs: Sequence[HeadRun], results: Path) -> list[dict[str, Any] 
     states = {run.name: saved_state(run.folder, results, run.name, HEAD) for run in runs}
     steps = {name: steps_of(saved["history"]) if saved else 0 for name, saved in states.items()}
     for run in runs:
-        together = states[run.name]["together"] if states[run.name] else []
+        together = (states[run.name] or {}).get("together", [])
         behind = min(steps[name] for name in (run.name, *together) if name in steps)
         if behind < steps[run.name]:
             previous = load_checkpoint(run.folder, HEAD, (PREVIOUS,))
