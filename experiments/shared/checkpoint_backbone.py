@@ -1,5 +1,6 @@
 """A network of train_cifar100.py as a backbone."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
 
     path: the file, beside which config.json lies, or their folder. Raises RunError.
     """
-    path = path.expanduser() / CURRENT if path.expanduser().is_dir() else path.expanduser()
+    path = Path(os.path.expanduser(path))  # where there is no such user, a path like any other
+    path = path / CURRENT if path.is_dir() else path
     try:
         config = TypeAdapter(Config).validate_json((path.parent / "config.json").read_bytes())
         weights = read_checkpoint(path)["model"]

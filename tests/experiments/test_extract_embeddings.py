@@ -29,7 +29,7 @@ from data.image_sources import FolderImages, open_images
 from experiments import extract_embeddings as script
 from experiments import train_cifar100
 from experiments.shared import feature_shards
-from experiments.shared.checkpoint import read_checkpoint
+from experiments.shared.checkpoint import _trailer, read_checkpoint
 from models.backbones import backbone
 from models.resnet_cifar import resnet_cifar
 from tests.processes import SERVER, together, torchrun
@@ -191,7 +191,11 @@ def test_a_checkpoint_becomes_a_backbone(tmp_path, capsys):
     capsys.readouterr()
     for name, content, message in (
         ("checkpoint.pt", b"truncated", "is truncated"),
+        ("checkpoint.pt", b"garbage" + _trailer(b"garbage"), "is not a checkpoint (UnpicklingError)"),
         ("config.json", b"{}", "is not a checkpoint of train_cifar100.py"),
+        ("config.json", b'{"model": "resnet18"}', "is not a checkpoint of train_cifar100.py"),
+        ("config.json", b'{"model": "resnet34", "dataset": "digits"}', "is not a checkpoint of train_cifar100.py"),
+        ("config.json", b"[" * 100_000, "is not a checkpoint of train_cifar100.py"),
         ("config.json", None, "there is no"),
     ):
         shutil.copytree(run, tmp_path / "copy")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from experiments import train_cifar100 as script
-from experiments.shared.checkpoint import CURRENT, PREVIOUS, read_checkpoint
+from experiments.shared.checkpoint import CURRENT, PREVIOUS, read_checkpoint, save_checkpoint
 from experiments.shared.metrics import TOP_K, chosen_by_validation
 from experiments.shared.run_record import COLUMNS, open_run, read_rows
 from tests.processes import SERVER, Program
@@ -121,7 +121,7 @@ def test_a_run_leaves_a_row_and_a_folder(tiny, results, capsys):
     assert config["p_k"] == [0.2] * 5
     # Of a finished run the checkpoint of the last epoch stays, alone.
     assert sorted(path.name for path in folder.iterdir()) == [CURRENT, "config.json", "epochs.csv", "run.lock"]
-    assert read_checkpoint(folder / CURRENT)["epoch"] == 3
+    assert [each["epoch"] for each in read_checkpoint(folder / CURRENT)["history"]] == [1, 2, 3]
 
 
 def test_bars_on_a_terminal_leave_the_lines_whole(tiny, results, capsys, monkeypatch):
@@ -382,6 +382,26 @@ def test_a_checkpoint_of_another_network_is_refused(tiny, results, monkeypatch, 
     monkeypatch.setattr(script, "resnet_cifar", lambda name, n: nn.Sequential(nn.Flatten(), nn.Linear(3072, n)))
     assert script.main(command(results)) == 1
     assert "another version of this code" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_content_gives_way_or_is_a_sentence(tiny, tmp_path, monkeypatch, capsys):
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    script.main(command(undisturbed))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, KeyboardInterrupt)
+        script.main(command(resumed))
+    folder = only_run(resumed)
+    saved = read_checkpoint(folder / CURRENT)
+    capsys.readouterr()
+    (folder / PREVIOUS).rename(tmp_path / "kept")
+    save_checkpoint(folder, saved | {"random_states": None})
+    (folder / PREVIOUS).unlink()
+    assert script.main(command(resumed)) == 1
+    assert "random_states Input should be a valid dictionary; delete the folder" in capsys.readouterr().err
+    (tmp_path / "kept").rename(folder / PREVIOUS)
+    assert script.main(command(resumed)) == 0
+    assert "continuing after epoch 1 of 3" in capsys.readouterr().out
+    assert_same_outcome(undisturbed, resumed)
 
 
 def test_sigterm_leaves_with_143(tiny, results, monkeypatch, capsys):
