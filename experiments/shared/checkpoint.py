@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from data.atomic_file import atomic_write
+from experiments.shared.command_line import RunError
 from experiments.shared.metrics import EVALUATION
 
 CURRENT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
@@ -48,7 +49,7 @@ RUN: Form = {
 }
 
 
-class DamagedCheckpoint(Exception):
+class DamagedCheckpoint(RunError):
     """A checkpoint that is truncated or changed, or has another content; the message says which file and why.
 
     whole: whether its checksum is right: then another version of this code, or somebody else, wrote it.
@@ -110,22 +111,21 @@ def load_checkpoint(
     A damaged file is named on stderr and removed: left in place, the next save would rotate it over the whole
     one. Raises DamagedCheckpoint, and removes nothing, where all that there is is of another form.
     """
-    damages = []
-    for name in names:
+    state, damages = None, {}
+    for path in [folder / name for name in names]:
         try:
-            state = read_checkpoint(folder / name, form)
+            state = read_checkpoint(path, form)
             break
         except FileNotFoundError:
             continue
         except DamagedCheckpoint as damage:
-            damages.append((name, damage))
-    else:
-        state = None
-    if state is None and any(damage.whole for _, damage in damages):
-        raise damages[0][1]
-    for name, damage in damages:
+            damages[path] = damage
+    whole = [damage for damage in damages.values() if damage.whole]
+    if state is None and whole:
+        raise DamagedCheckpoint(f"{whole[0]}; delete {folder} to begin anew")
+    for path, damage in damages.items():
         print(f"warning: {damage}; it is passed over", file=sys.stderr)
-        (folder / name).unlink()
+        path.unlink()
     return state
 
 

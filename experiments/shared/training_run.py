@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from experiments.shared.checkpoint import DamagedCheckpoint, Form, load_checkpoint, remove_checkpoints
+from experiments.shared.checkpoint import Form, load_checkpoint, remove_checkpoints
 from experiments.shared.command_line import RunError
 from experiments.shared.run_record import find_row
 
@@ -30,13 +30,9 @@ def saved_state(folder: Path, results: Path, name: str, form: Form) -> dict[str,
     """Return the checkpoint from which the run in `folder` goes on, or None where it begins.
 
     With --force, a checkpoint of the very run that the row reports is removed: the repetition begins anew. form: of
-    the script's checkpoints. Raises RunError where all that there is is of another.
+    the script's checkpoints. Raises DamagedCheckpoint where all that there is is of another.
     """
-    try:
-        saved = load_checkpoint(folder, form)
-    except DamagedCheckpoint as damage:
-        raise RunError(f"{damage}; delete the folder to begin anew") from None
-    row = find_row(results, name)
+    saved, row = load_checkpoint(folder, form), find_row(results, name)
     if saved and row and saved["started_utc"] == row["started_utc"]:
         remove_checkpoints(folder)
         return None

@@ -181,6 +181,9 @@ def test_a_file_with_the_right_checksum_and_another_content(tmp_path, capsys, st
     # Alone, nothing is thrown away: another version of the code may read it.
     with pytest.raises(DamagedCheckpoint, match=problem):
         load_checkpoint(tmp_path, RUN)
+    (tmp_path / PREVIOUS).write_bytes(b"truncated")
+    with pytest.raises(DamagedCheckpoint, match=problem):
+        load_checkpoint(tmp_path, RUN)
     assert (tmp_path / CURRENT).exists()
     # Otherwise the run goes on from the generation before.
     (tmp_path / CURRENT).rename(tmp_path / "other")
