@@ -1,6 +1,7 @@
 """The command line of the fine-tuning scripts, and what it describes: configurations, the store and its rows."""
 
 import argparse
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +199,11 @@ def recipes_of(args: argparse.Namespace, defaults: Defaults, num_classes: int, d
             loss_fn = cli.build_loss(each.implementation, settings, num_classes, device, reduction)
         except (ValueError, cli.CommandLineError) as error:
             raise type(error)(f"{given}{error}") from None
-        flags = {**vars(each), **settings, **cli.learning_rate(each, defaults.nloglr)}
+        flags = {
+            **vars(each),
+            **settings,
+            **cli.learning_rate(each, math.nan),
+        }  # nan: not settled yet, and equal to no other
         if any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes):
             raise cli.CommandLineError(f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))

@@ -233,12 +233,12 @@ def test_defaults_of_a_smaller_set_learn_and_are_printed(store, results, capsys,
     monkeypatch.setattr(finetune_flags, "MIN_BATCHES", 5)
     monkeypatch.setattr(finetune_flags, "MIN_STEPS", 100)
     words = f"-d {store} --method softsort --device cpu --threads 1 --results {results} --also".split()
-    assert script.main([*words, "--method softsort --lr 1"], defaults) == 0
+    assert script.main([*words, f"--method softsort --nloglr {defaults.nloglr}"], defaults) == 0
     row, also = read_rows(results)
     assert (row["m"], row["top1_mode"], row["valid_images"]) == (m, "sm", "32")
     n_epochs, lr = {20: ("20", "0.02"), 40: ("40", "0.01")}[defaults.n_epochs]
     assert (row["batch_size"], row["n_epochs"], row["lr"], row["nloglr"]) == ("121", n_epochs, lr, "")
-    assert (also["batch_size"], also["n_epochs"], also["lr"]) == ("121", n_epochs, "1.0")
+    assert (also["batch_size"], also["n_epochs"], also["nloglr"]) == ("121", n_epochs, str(defaults.nloglr))
     assert (
         f"defaults for 608 training rows: --batch_size 121 --n_epochs {n_epochs} --lr {lr}" in capsys.readouterr().out
     )
