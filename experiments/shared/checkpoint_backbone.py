@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
 from torchvision.transforms import v2
 
+from data.checked_json import read_json
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
 from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, read_checkpoint
 from experiments.shared.command_line import RunError
@@ -30,7 +30,7 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
     path = Path(os.path.expanduser(path))  # where there is no such user, a path like any other
     path = path / CURRENT if path.is_dir() else path
     try:
-        config = TypeAdapter(Config).validate_json((path.parent / "config.json").read_bytes())
+        config = read_json(path.parent / "config.json", Config)
         weights = read_checkpoint(path)["model"]
         network = resnet_cifar(config.model, len(weights["fc.weight"]))
         network.load_state_dict(weights)

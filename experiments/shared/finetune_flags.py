@@ -199,11 +199,8 @@ def recipes_of(args: argparse.Namespace, defaults: Defaults, num_classes: int, d
             loss_fn = cli.build_loss(each.implementation, settings, num_classes, device, reduction)
         except (ValueError, cli.CommandLineError) as error:
             raise type(error)(f"{given}{error}") from None
-        flags = {
-            **vars(each),
-            **settings,
-            **cli.learning_rate(each, math.nan),
-        }  # nan: not settled yet, and equal to no other
+        # nan: not settled yet, and equal to no other.
+        flags = {**vars(each), **settings, **cli.learning_rate(each, math.nan)}
         if any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes):
             raise cli.CommandLineError(f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))

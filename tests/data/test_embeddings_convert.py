@@ -2,8 +2,6 @@
 unknown, unsafe or damaged is refused with a sentence."""
 
 import errno
-import itertools
-import math
 import mmap
 import os
 import pickle
@@ -236,45 +234,6 @@ def test_too_small_a_disk_is_said_before_the_first_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(embedding_formats.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(EmbeddingError, match=r"takes another .* free some space or choose another folder"):
         convert(tmp_path / "file.p", tmp_path / "store")
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL within one process."""
-
-
-def test_a_kill_before_any_file_operation_leaves_no_store_and_the_next_call_finishes(tmp_path, monkeypatch):
-    parts = save(tmp_path / "file.p")
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the power stays on
-    made = convert(tmp_path / "file.p", tmp_path / "undisturbed").path
-    undisturbed = {path.name: path.read_bytes() for path in made.iterdir()}
-    left = math.inf  # operations before the kill
-
-    def counted(operation):
-        def call(*arguments, **options):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Killed
-            return operation(*arguments, **options)
-
-        return call
-
-    for name in ("mkdir", "open", "replace", "unlink"):
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    for kill in itertools.count():
-        folder, left = tmp_path / f"store{kill}", kill
-        try:
-            convert(tmp_path / "file.p", folder)
-            break
-        except Killed:
-            left = math.inf
-        if not (folder / "manifest.json").exists():
-            with pytest.raises(EmbeddingError, match=r"was not finished|is not an embedding store"):
-                open_store(folder)
-        assert_holds(convert(tmp_path / "file.p", folder), parts)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == undisturbed
-    # The settings, three files for each of two shards, the manifest; before, between and after them, what makes room.
-    assert kill > 20
 
 
 def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):

@@ -3,9 +3,7 @@
 A network of timm's for tests, with random weights, sees generated images.
 """
 
-import itertools
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -257,44 +255,6 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path):
     assert files(killed) == files(undisturbed)
     assert sorted(files(killed))[:2] == ["manifest.json", "skipped.csv"]
     assert len(files(killed)["skipped.csv"].splitlines()) == 3
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL within one process."""
-
-
-def test_killed_before_any_file_operation_it_ends_with_the_same_files(tmp_path, monkeypatch):
-    argv = command(make_images(tmp_path / "images", train=4, test=2), tmp_path / "undisturbed")
-    (tmp_path / "images" / "train" / "class 0" / "000.jpg").write_text("broken")
-    argv += ["--on_error", "skip"]
-    network = backbone("test_resnet", "none", 32)
-    monkeypatch.setattr(script, "backbone", lambda *_, **__: network)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the power stays on
-    assert script.main(argv) == 0
-    left = math.inf  # operations before the kill
-
-    def counted(operation):
-        def call(*arguments, **options):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Killed
-            return operation(*arguments, **options)
-
-        return call
-
-    for name in ("mkdir", "replace", "unlink"):
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    for kill in itertools.count():
-        argv[argv.index("--store") + 1], left = str(tmp_path / f"s{kill}"), kill
-        try:
-            assert script.main(argv) == 0
-            break
-        except Killed:
-            left = math.inf
-        assert script.main(argv) == 0
-        assert files(tmp_path / f"s{kill}") == files(tmp_path / "undisturbed")
-    assert kill > 15
 
 
 def stop_after(monkeypatch, shards: int, how: type[BaseException]) -> None:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
-from data.embeddings import StoreWriter
-from experiments import finetune_imagenet, train_cifar100
+from data.embeddings import StoreWriter, convert
+from experiments import extract_embeddings, finetune_imagenet, train_cifar100
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.run_record import read_rows
-from tests.crashes import states_of
+from models.backbones import backbone
+from tests.crashes import content, states_of
 
 # What a clock decides, and what says that there was a kill.
 VARYING = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
@@ -88,3 +90,39 @@ def test_training(tmp_path, monkeypatch):
         return [*flags.split(), *f"--n_epochs 3 --device cpu --threads 1 --results {results}".split()]
 
     check_every_state(tmp_path, train_cifar100.main, command, "epochs.csv", fewest=20)
+
+
+def check_every_state_of_a_store(tmp_path: Path, make: Callable, fewest: int) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    with states_of(undisturbed, tmp_path / "killed") as states:
+        make(undisturbed / "s.store")
+    assert len(states) >= fewest
+    expected = content(undisturbed)
+    assert not [name for name in expected if name.endswith((".shard.json", "unfinished.json", ".tmp"))]
+    for state in states:
+        make(state / "undisturbed" / "s.store")
+        assert content(state / "undisturbed") == expected, state.name
+
+
+def test_conversion(tmp_path):
+    sizes = {"train": 40, "test": 9}
+    tensors = {f"{split}_embeddings": torch.rand(rows, 4) for split, rows in sizes.items()}
+    torch.save(tensors | {f"{split}_labels": torch.arange(rows) for split, rows in sizes.items()}, tmp_path / "f.pt")
+    check_every_state_of_a_store(tmp_path, lambda store: convert(tmp_path / "f.pt", store, shard_bytes=320), fewest=25)
+
+
+def test_extraction(tmp_path, monkeypatch):
+    network = backbone("test_resnet", "none", resolution=32)
+    monkeypatch.setattr(extract_embeddings, "backbone", lambda *_, **__: network)
+    for split, images in (("train", 5), ("test", 3)):
+        for number in range(images):
+            path = tmp_path / "images" / split / "class" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (number * 40, 0, 0)).save(path)
+    (tmp_path / "images" / "train" / "class" / "2.png").write_text("broken")
+
+    def make(store: Path) -> None:
+        flags = f"--dataset {tmp_path / 'images'} --backbone test_resnet --on_error skip --shard_rows 3 --workers 0"
+        assert extract_embeddings.main([*flags.split(), *f"--device cpu --threads 1 --store {store}".split()]) == 0
+
+    check_every_state_of_a_store(tmp_path, make, fewest=20)
