@@ -26,6 +26,11 @@ of them may be in its share. The -- is torchrun's, which would take --m for a fl
 how many; the run id, and so resuming, does not depend on it.
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import itertools
 import math
@@ -85,6 +90,9 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
     ranks.follow_first()
     store = open_store_of(args)
     ranks.let_follow()
+    widths = store.dim, *(args.hidden_dims or ()), store.num_classes
+    weights = sum(math.prod(pair) for pair in itertools.pairwise(widths)) * len(args.seeds) * (1 + len(args.also))
+    cli.check_memory(16 * weights, f"heads of widths {' '.join(map(str, widths))}, with gradients and Adam's moments,")
     train_rows, valid_rows, test_rows = rows_of(store, args, defaults)
     if ranks.count > min(args.batch_size, len(valid_rows), len(test_rows)):
         raise cli.CommandLineError(
@@ -415,9 +423,8 @@ def evaluation_line(run: HeadRun, where: str, n_epochs: int) -> str:
 
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-    ranks = Ranks()
-    return cli.finish(lambda: finetune(parse_arguments(argv, defaults), defaults, ranks), ranks=ranks)
+    return cli.finish(lambda ranks: finetune(parse_arguments(argv, defaults), defaults, ranks))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

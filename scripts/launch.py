@@ -17,6 +17,11 @@ Exit status: 0 every row is recorded (or submitted, without --wait); 1 a row fai
 input is wrong, and nothing was started; 130, 143 and 129: stopped by Ctrl-C, SIGTERM or a closed terminal.
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import os
 import re
@@ -32,6 +37,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from data import program
 from experiments.shared.cores import usable_cores
 from scripts.sweeping.sweep import (
     ROOT,
@@ -54,22 +60,14 @@ POLL_SECONDS = 0.1
 RETRY_SECONDS = 3
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that answers a mistake with one sentence."""
-
-    def error(self, message: str) -> None:
-        raise SweepError(f"{message} (see --help)")
-
-
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the launcher's flags, and the words that are added to every row. Raises SweepError."""
-    parser = Parser(
+    """Return the launcher's flags, and the words that are added to every row. Raises CommandLineError."""
+    parser = program.Parser(
         prog="launch.py",
         description="Run the command lines on standard input. Other arguments are added to every line.",
-        allow_abbrev=False,
     )
     parser.add_argument("--name", type=name_of_a_sweep, default="sweep", help="of the sweep (%(default)s)")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
+    parser.add_argument("--logs", type=program.path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number, no more")
     parser.add_argument("--status", action="store_true", help="print where each row stands, no more")
     parser.add_argument("--retries", type=whole_number(0), default=1, help="of a failed row (%(default)s)")
@@ -256,6 +254,14 @@ def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, 
     waiting = [(row, 1, 0.0) for row in rows]  # row, attempt, not before this time
     running: list[Running] = []
     passed_on = 0
+
+    def failed(row: Row, attempt: int, how: str) -> None:
+        if attempt <= retries:
+            progress.say(f"failed, to be tried again ({how}): {row.name}")
+            waiting.append((row, attempt + 1, time.monotonic() + RETRY_SECONDS))
+        else:
+            progress.row_failed(row, how)
+
     while running or (waiting and not stop.numbers):
         # Start.
         while len(running) < jobs and not stop.numbers:
@@ -266,9 +272,10 @@ def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, 
             row, attempt, _ = ready
             gpu = min(gpus, key=lambda name: sum(each.gpu == name for each in running)) if gpus else None
             settings = thread_settings(row, threads) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-            process = start_row(row, attempt, retries + 1, settings)
-            if process is None:
-                progress.row_failed(row, "it cannot be started")
+            try:
+                process = start_row(row, attempt, retries + 1, settings)
+            except OSError as error:  # no such program, or no room for its log
+                failed(row, attempt, f"it cannot be started: {error}")
                 continue
             running.append(Running(row, attempt, gpu, process))
             progress.say(f"started: {row.name}" + (f" (attempt {attempt})" if attempt > 1 else ""))
@@ -291,26 +298,16 @@ def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, 
                 progress.row_done(each.row)
             elif stop.numbers:
                 progress.say(f"stopped: {each.row.name}")
-            elif each.attempt <= retries:
-                progress.say(f"failed, to be tried again ({ending(status)}): {each.row.name}")
-                waiting.append((each.row, each.attempt + 1, time.monotonic() + RETRY_SECONDS))
             else:
-                progress.row_failed(each.row, ending(status))
+                failed(each.row, each.attempt, ending(status))
         progress.refresh(len(running))
         time.sleep(POLL_SECONDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; return its exit status, with a sentence on stderr where nothing was started."""
-    try:
-        return launch(sys.argv[1:] if argv is None else argv)
-    except SweepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped before any row was started", file=sys.stderr)
-        return 130
+    """Run the script; return its exit status (see data/program.py)."""
+    return program.finish(lambda: launch(sys.argv[1:] if argv is None else argv), "before any row was started")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

@@ -134,7 +134,7 @@ def test_a_killed_row_and_a_program_that_is_not_there_are_failures(run):
     done = run([killed, "no-such-program --flag"], "--retries", "0")
     assert done.returncode == 1
     assert "FAILED row 1 (killed by SIGKILL)" in done.stdout
-    assert "FAILED row 2 (it cannot be started): no-such-program --flag" in done.stdout
+    assert "FAILED row 2 (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in done.stdout
     assert "No such file" in done.stdout
 
 
