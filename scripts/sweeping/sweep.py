@@ -238,7 +238,9 @@ def summarise(sweep: str, progress: Progress, num_rows: int, skipped: int, left:
 def tail(log: Path) -> list[str]:
     """Return the last lines of a log; of a progress bar's line, what was shown last."""
     try:
-        text = log.read_bytes()[-20_000:].decode(errors="replace")
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - 20_000))
+            text = file.read(20_000).decode(errors="replace")
     except OSError as error:
         return [f"(no log: {error})"]
     lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n") if line.strip()]

@@ -573,7 +573,7 @@ def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
         ("--method softsort --eval_freq 0", "at least 1, got '0'"),
         ("--method softsort --hidden_dims 0", "at least 1, got '0'"),
         ("--method softsort --hidden_dims", "--hidden_dims"),
-        ("--method softsort --hidden_dims 9 99999999999", "heads of widths 8 9 99999999999 24, with"),
+        ("--method softsort --hidden_dims 9 99999999999", "heads of widths 12 9 99999999999 24, with"),
         ("--method softsort --endpoint_url http://[::1", "must be an address"),
         ("--method softsort --m 25", "num_classes=24"),
         ("--method softsort --m 4", "raise m"),
