@@ -23,7 +23,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 from data.atomic_file import is_special
 
@@ -199,19 +198,3 @@ def path(text: str) -> Path:
     if is_special(found):
         raise argparse.ArgumentTypeError(f"must be a file or a folder, and {text} is a device, a FIFO or a socket")
     return found
-
-
-def address(*schemes: str) -> Callable[[str], str]:
-    """Return an argument type for addresses scheme://host..., of one of the schemes."""
-
-    def convert(text: str) -> str:
-        try:
-            parts = urlsplit(text)
-            valid = parts.scheme in schemes and (parts.hostname or parts.scheme == "file") and parts.port != 0
-        except ValueError:  # a bracket or a port that is none
-            valid = False
-        if not valid or any(character.isspace() for character in text):
-            raise argparse.ArgumentTypeError(f"must be an address {'://, '.join(schemes)}://..., got {text!r}")
-        return text
-
-    return convert

@@ -8,13 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
 from data import program
 from data.machine_memory import available_ram, gib
-from data.program import CommandLineError, Parser, ProgramError, address, path  # noqa: F401
+from data.program import CommandLineError, Parser, ProgramError, path  # noqa: F401
 from experiments.shared.environment import ROOT
 from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
@@ -98,6 +99,22 @@ def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
 def method(text: str) -> str:
     """Argument type of --method: the canonical name, with the published spellings accepted."""
     return choice("method", METHODS)(ALIASES.get(text, text))
+
+
+def address(*schemes: str) -> Callable[[str], str]:
+    """Return an argument type for addresses scheme://host..., of one of the schemes."""
+
+    def convert(text: str) -> str:
+        try:
+            parts = urlsplit(text)
+            valid = parts.scheme in schemes and (parts.hostname or parts.scheme == "file") and parts.port != 0
+        except ValueError:  # a bracket or a port that is none
+            valid = False
+        if not valid or any(character.isspace() for character in text):
+            raise argparse.ArgumentTypeError(f"must be an address {'://, '.join(schemes)}://..., got {text!r}")
+        return text
+
+    return convert
 
 
 positive = number("a number above 0", lambda value: value > 0)

@@ -139,19 +139,6 @@ def test_paths_are_expanded_and_what_is_no_file_is_refused(tmp_path, monkeypatch
             program.path(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["http://[::1", "http://a b", "http://a:port", "garbage", "http://", "ftp://a", "http://a\n", ""]
-)
-def test_addresses_that_are_none_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be an address http://, https://"):
-        program.address("http", "https")(text)
-
-
-def test_addresses_are_passed_on():
-    for text in ("http://127.0.0.1:5000", "https://[::1]/x", "file:///a/b"):
-        assert program.address("http", "https", "file")(text) == text
-
-
 # Files that are none.
 
 
