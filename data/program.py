@@ -184,6 +184,22 @@ def is_text(word: str) -> bool:
 # Argument types that rooms share: text -> value, or ArgumentTypeError with a sentence.
 
 
+def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """Return an argument type for whole numbers in [lowest, highest]."""
+    rule = f"of at least {lowest}" if highest is None else f"between {lowest} and {highest}"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:  # also for more digits than Python reads
+            value = lowest - 1
+        if value < lowest or (highest is not None and value > highest):
+            raise argparse.ArgumentTypeError(f"must be a whole number {rule}, got {text!r}")
+        return value
+
+    return convert
+
+
 def output(text: str) -> Path:
     """Argument type: a path, ~ and ~user expanded."""
     try:

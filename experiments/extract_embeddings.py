@@ -127,7 +127,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--batch_size", type=cli.count, default=128, metavar="N", help="images at a time (%(default)s)")
     group.add_argument(
         "--workers",
-        type=cli.whole_number("a whole number of at least 0", 0),
+        type=cli.whole_number(0),
         metavar="N",
         help=f"processes that read images, per GPU; 0 for none (the CPU cores, at most {MAX_WORKERS})",
     )

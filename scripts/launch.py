@@ -30,7 +30,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,18 +70,22 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--logs", type=program.path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number, no more")
     parser.add_argument("--status", action="store_true", help="print where each row stands, no more")
-    parser.add_argument("--retries", type=whole_number(0), default=1, help="of a failed row (%(default)s)")
+    parser.add_argument("--retries", type=program.whole_number(0), default=1, help="of a failed row (%(default)s)")
     here = parser.add_argument_group("on this machine")
-    here.add_argument("--jobs", type=whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)")
+    here.add_argument(
+        "--jobs", type=program.whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)"
+    )
     here.add_argument("--row-per-core", action="store_true", help="without --jobs and GPUs: as many rows as cores")
-    here.add_argument("--per-gpu", type=whole_number(1), default=1, help="rows at once on one GPU (%(default)s)")
+    here.add_argument(
+        "--per-gpu", type=program.whole_number(1), default=1, help="rows at once on one GPU (%(default)s)"
+    )
     slurm = parser.add_argument_group("as a Slurm job array")
     slurm.add_argument("--slurm", action="store_true", help="submit the rows; the flags below belong to it")
     slurm.add_argument("--partition", help="the cluster's default without it")
     slurm.add_argument("--time", type=minutes, metavar="[D-]H:M:S|M", help="limit; the row is requeued there (4:00:00)")
-    slurm.add_argument("--gpus-per-task", type=whole_number(0), help="(1, or 0 where the partition has no GPU)")
-    slurm.add_argument("--cpus-per-task", type=whole_number(1), help="the cluster's default without it")
-    slurm.add_argument("--array-limit", type=whole_number(1), help="rows at once (as many as there are)")
+    slurm.add_argument("--gpus-per-task", type=program.whole_number(0), help="(1, or 0 where the partition has no GPU)")
+    slurm.add_argument("--cpus-per-task", type=program.whole_number(1), help="the cluster's default without it")
+    slurm.add_argument("--array-limit", type=program.whole_number(1), help="rows at once (as many as there are)")
     slurm.add_argument("--wait", action="store_true", help="follow the rows to the end, and sum up")
 
     argv = list(argv)
@@ -92,17 +96,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         if getattr(args, flag) not in (None, False):
             raise SweepError(f"--{flag.replace('_', '-')} goes {'without' if args.slurm else 'with'} --slurm")
     return args, extra + argv[split + 1 :]
-
-
-def whole_number(lowest: int) -> Callable[[str], int]:
-    """Return an argument type for whole numbers of at least `lowest`."""
-
-    def convert(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
-        return int(text)
-
-    return convert
 
 
 def name_of_a_sweep(text: str) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from data import program
 from data.machine_memory import available_ram, gib
-from data.program import CommandLineError, Parser, ProgramError, path  # noqa: F401
+from data.program import CommandLineError, Parser, ProgramError, path, whole_number  # noqa: F401
 from experiments.shared.environment import ROOT
 from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
@@ -69,21 +69,6 @@ def number(rule: str, accepts: Callable[[float], bool]) -> Callable[[str], float
     return convert
 
 
-def whole_number(rule: str, lowest: int, highest: float = math.inf) -> Callable[[str], int]:
-    """Return an argument type for integers in [lowest, highest]; `rule` completes "must be ..."."""
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-        return value
-
-    return convert
-
-
 def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
     """Return an argument type for one of `choices`; a near miss is told the nearest."""
 
@@ -120,9 +105,9 @@ def address(*schemes: str) -> Callable[[str], str]:
 positive = number("a number above 0", lambda value: value > 0)
 non_negative = number("a number of at least 0", lambda value: value >= 0)
 fraction = number("a number between 0 and 1", lambda value: 0 <= value <= 1)
-count = whole_number("a whole number of at least 1", 1)
-seed = whole_number("a whole number between 0 and 4294967295", 0, 2**32 - 1)
-threads = whole_number("a whole number between 1 and 1024", 1, 1024)  # more than that no system starts for sure
+count = whole_number(1)
+seed = whole_number(0, 2**32 - 1)
+threads = whole_number(1, 1024)  # more than that no system starts for sure
 
 
 # Groups of flags.

@@ -69,7 +69,7 @@ def jit(function: Callable[..., Any], kind: str = "", fastmath: Collection[str] 
     kind: tells apart functions of the same lines that are bound to other names. fastmath: without "contract" there are
     no fused multiply-adds, so that values are those of PyTorch's operations.
     """
-    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
+    compiled: Any = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
     if _cache_folder():
         config: Any = numba.config
         before, config.CACHE_DIR = config.CACHE_DIR, str(Path(_cache_folder(), kind))
