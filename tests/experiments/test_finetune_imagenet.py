@@ -585,7 +585,7 @@ def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
         (f"--method softsort -d ./{PUBLISHED['efficientnet-l2-800']}", "give the short name efficientnet-l2-800"),
         ("--method softsort -d ftp://host/file", "a source is s3://bucket/key"),
         ("--method softsort -d http://[::1/x.pt", "a source is s3://bucket/key"),
-        ("--method softsort -d s3://bucket/x.pt --endpoint_url garbage", "is http(s)://host of an S3 server, got"),
+        ("--method softsort -d s3://bucket/x.pt --endpoint_url garbage", "must be an address"),
         ("--method softsort -d ~nosuchuser/x.pt", "there is no file ~nosuchuser/x.pt"),
         ("--method softsort --datapath x", "unrecognized arguments"),
     ],
