@@ -18,13 +18,17 @@ def atomic_write(path: Path, mode: str = "w", *, shared: bool = False) -> Iterat
 
     When the block raises, `path` is untouched. The temporary name is fixed, so that what a killed process
     leaves behind is overwritten by the next; the caller holds a lock against a second writer. shared: other processes
-    may write the same file at the same time; the temporary name holds the process id, and begins with a dot.
-    OSError passes through.
+    may write the same file at the same time; the temporary name holds the process id, and begins with a dot. Nothing
+    takes the place of a device, a FIFO or a socket: it is written to. OSError passes through.
     """
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+    if is_special(path):
+        with open(path, mode, **text) as file:
+            yield file
+        return
     # A link stays a link: the file it points to is replaced.
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
         with open(temporary, mode, **text) as file:
             yield file
@@ -39,6 +43,11 @@ def atomic_write(path: Path, mode: str = "w", *, shared: bool = False) -> Iterat
             error.filename = str(path)
         raise
     sync_folder(path.parent)
+
+
+def is_special(path: Path) -> bool:
+    """Whether there is something that is neither a file nor a folder: a device, a FIFO or a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def sync_folder(folder: Path) -> None:

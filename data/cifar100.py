@@ -37,6 +37,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, download_url, extract_archive
 
 from data.file_lock import held, lock_beside
+from data.program import ProgramError
 
 DATASETS: tuple[str, ...] = ("cifar100", "cifar10", "digits")
 NOISE_GROUPS: tuple[str, ...] = ("blocks", "superclass")
@@ -58,7 +59,7 @@ _SOCKET_TIMEOUT = 60.0  # seconds without a byte after which a download is given
 _STREAMS = {"split": 0, "test_subset": 1, "label_noise": 2, "order": 3, "augmentation": 4}
 
 
-class DatasetUnavailableError(ValueError):
+class DatasetUnavailableError(ProgramError, ValueError):
     """The files of a data set are neither there nor to be had; the message says how to mend it."""
 
 

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from data.cifar100 import DATASETS, DatasetUnavailableError, Split, load_complete
+from data.program import ProgramError
 
 # Names that the folder of a split may have.
 SPLIT_FOLDERS: dict[str, tuple[str, ...]] = {
@@ -55,7 +56,7 @@ TORCHVISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class ImageSourceError(ValueError):
+class ImageSourceError(ProgramError, ValueError):
     """A source of images cannot be used as it was described; the message says why and how to mend it."""
 
 

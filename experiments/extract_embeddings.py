@@ -16,6 +16,11 @@ so-many-th shard each, in one folder that all can see; the manifest is merged on
 read stops the run (--on_error stop), or is left out and listed in skipped.csv (--on_error skip).
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import json
 import os
@@ -60,15 +65,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="cifar100, cifar10, digits, another of torchvision's (a wrong name lists them), or a folder with train/ "
         "and val/ (or test/), or with one of them, each holding a folder per class",
     )
-    group.add_argument("--train_dir", type=Path, metavar="DIR", help="training images, in place of --dataset")
-    group.add_argument("--test_dir", type=Path, metavar="DIR", help="test images, in place of --dataset")
+    group.add_argument("--train_dir", type=cli.path, metavar="DIR", help="training images, in place of --dataset")
+    group.add_argument("--test_dir", type=cli.path, metavar="DIR", help="test images, in place of --dataset")
     group.add_argument(
         "--data_dir",
-        type=Path,
+        type=cli.path,
         default=ROOT / "data" / "downloads",
         help="where torchvision's data sets are, or are downloaded to (data/downloads in this repository)",
     )
-    group.add_argument("--mirror", metavar="URL", help="download cifar100 or cifar10 from here")
+    group.add_argument(
+        "--mirror",
+        type=cli.address("http", "https", "file"),
+        metavar="URL",
+        help="download cifar100 or cifar10 from here",
+    )
     for split in ("train", "test"):
         group.add_argument(
             f"--limit_{split}",
@@ -90,7 +100,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         help=f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
     )
-    network.add_argument("--checkpoint", type=Path, metavar="FILE", help="checkpoint.pt of train_cifar100.py")
+    network.add_argument("--checkpoint", type=cli.path, metavar="FILE", help="checkpoint.pt of train_cifar100.py")
     group.add_argument(
         "--weights", metavar="WEIGHTS", help="pretrained, none (random), or the path of a state dict (pretrained)"
     )
@@ -103,7 +113,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("store")
     group.add_argument(
         "--store",
-        type=Path,
+        type=cli.path,
         metavar="DIR",
         help="where it is written (data/downloads/embeddings/<dataset>-<backbone>-<pixels>-<dtype>.store)",
     )
@@ -112,12 +122,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--shard_rows", type=cli.count, default=8192, metavar="N", help="images per shard (%(default)s)")
     group.add_argument("--upload", type=s3_folder, metavar="S3", help="s3://bucket/prefix/ that receives the store")
-    group.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
+    group.add_argument("--endpoint_url", type=cli.address("http", "https"), metavar="URL", help="of the S3 server")
     group = parser.add_argument_group("machine")
     group.add_argument("--batch_size", type=cli.count, default=128, metavar="N", help="images at a time (%(default)s)")
     group.add_argument(
         "--workers",
-        type=cli.whole_number("a whole number of at least 0", 0),
+        type=cli.whole_number(0),
         metavar="N",
         help=f"processes that read images, per GPU; 0 for none (the CPU cores, at most {MAX_WORKERS})",
     )
@@ -128,7 +138,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="fp32",
         help="of the network: fp32, or by autocast bf16, or fp16 on a GPU (%(default)s)",
     )
-    group.add_argument("--threads", type=cli.count, metavar="N", help="CPU threads; PyTorch's choice without it")
+    group.add_argument("--threads", type=cli.threads, metavar="N", help="CPU threads; PyTorch's choice without it")
     group.add_argument("--deterministic", action="store_true", help="deterministic kernels where there are any")
     args = parser.parse_args(argv)
 
@@ -145,6 +155,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             Location(args.upload, args.endpoint_url)
         except ObjectStoreError as error:
             parser.error(str(error))
+    if args.resolution:
+        size = args.batch_size * 3 * 4 * args.resolution**2
+        cli.check_memory(size, f"--batch_size {args.batch_size} images of --resolution {args.resolution}")
     return args
 
 
@@ -235,10 +248,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             if ranks.rank == 0:
                 say(f"skipped: {folder} holds these embeddings already")
         else:
-            try:
-                store = write_store(folder, settings, source, network, device, args, ranks)
-            except EmbeddingError as error:
-                raise cli.RunError(str(error)) from None
+            store = write_store(folder, settings, source, network, device, args, ranks)
     if ranks.rank == 0:
         remove_parts(folder)
         report(store)
@@ -354,11 +364,8 @@ def only_writer(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
-    """Open a complete store that has these settings. Raises CommandLineError for others, RunError for a damaged one."""
-    try:
-        store = open_finished(folder)
-    except EmbeddingError as error:
-        raise cli.RunError(str(error)) from None
+    """Open a complete store. Raises CommandLineError where it has other settings, EmbeddingError where it is damaged."""
+    store = open_finished(folder)
     found = {
         "dim": store.dim,
         "dtype": next(iter(store.splits.values())).dtype,
@@ -413,9 +420,8 @@ def upload(store: EmbeddingStore, address: str, endpoint_url: str | None) -> Non
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-    ranks = Ranks()
-    return cli.finish(lambda: extract(argv, ranks), stopped=STOPPED, ranks=ranks)
+    return cli.finish(lambda ranks: extract(argv, ranks), stopped=STOPPED)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

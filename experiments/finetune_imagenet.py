@@ -26,6 +26,11 @@ of them may be in its share. The -- is torchrun's, which would take --m for a fl
 how many; the run id, and so resuming, does not depend on it.
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import itertools
 import math
@@ -40,7 +45,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.embeddings import EmbeddingBatches, EmbeddingError
+from data.embeddings import EmbeddingBatches
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint import PREVIOUS, remove_checkpoints
 from experiments.shared.environment import (
@@ -103,6 +108,9 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
     ranks.follow_first()
     store = open_store_of(args)
     ranks.let_follow()
+    widths = store.dim, *(args.hidden_dims or ()), store.num_classes
+    weights = sum(math.prod(pair) for pair in itertools.pairwise(widths)) * len(args.seeds) * (1 + len(args.also))
+    cli.check_memory(16 * weights, f"heads of widths {' '.join(map(str, widths))}, with gradients and Adam's moments,")
     train_rows, valid_rows, test_rows = rows_of(store, args, defaults)
     filled_in = settle(args, defaults, len(train_rows))
     if ranks.count > min(args.batch_size, len(valid_rows), len(test_rows)):
@@ -382,16 +390,8 @@ def evaluation_line(run: HeadRun, where: str, n_epochs: int) -> str:
 
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-    ranks = Ranks()
-
-    def run() -> int:
-        try:
-            return finetune(parse_arguments(argv, defaults), defaults, ranks)
-        except EmbeddingError as error:  # of the store, on opening it or at any batch
-            raise cli.RunError(str(error)) from None
-
-    return cli.finish(run, ranks=ranks)
+    return cli.finish(lambda ranks: finetune(parse_arguments(argv, defaults), defaults, ranks))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

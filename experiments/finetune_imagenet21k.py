@@ -7,7 +7,10 @@ Everything is as in finetune_imagenet.py but what stands below: the data, m 50, 
 random 100,000 rows for validation. Rows go to results/imagenet21k.csv.
 """
 
-import sys
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
 
 from experiments.finetune_imagenet import Defaults, main
 
@@ -24,4 +27,4 @@ IMAGENET_21K = Defaults(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(defaults=IMAGENET_21K))
+    program.end(main(defaults=IMAGENET_21K))

@@ -4,14 +4,20 @@ python -m experiments.run_record show results/cifar100.csv --where method=neural
 python -m experiments.run_record columns                   # what each column means, and its unit
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import difflib
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.shared.run_record import COLUMNS, RecordError, read_rows
+from data import program
+from data.program import CommandLineError
+from experiments.shared.run_record import COLUMNS, read_rows
 
 SHOWN = (
     *(
@@ -30,12 +36,12 @@ SHOWN = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print a results file as a table, or the meaning of its columns; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.run_record", allow_abbrev=False)
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the command and its flags. Raises CommandLineError."""
+    parser = program.Parser(prog="python -m experiments.run_record", description="Print a results file as a table.")
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print a results file as a table")
-    show.add_argument("results", type=Path, help="the CSV file")
+    show.add_argument("results", type=program.path, help="the CSV file")
     show.add_argument(
         "--where",
         action="append",
@@ -46,34 +52,39 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--sort", metavar="COLUMN", help="numbers: largest first; text: alphabetically")
     show.add_argument("--columns", nargs="+", help=f"default: those of {', '.join(SHOWN)} that any row fills")
     commands.add_parser("columns", help="print the meaning and unit of each column")
-    arguments = parser.parse_args(argv)
-    try:
-        if arguments.command == "columns":
-            print("\n".join(f"{name:24} {meaning}" for name, meaning in COLUMNS.items()))
-        else:
-            print(_table(arguments.results, arguments.where, arguments.sort, arguments.columns))
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the command asks for; return the exit status."""
+    if args.command == "columns":
+        print("\n".join(f"{name:24} {meaning}" for name, meaning in COLUMNS.items()))
+    else:
+        print(_table(args.results, args.where, args.sort, args.columns))
     return 0
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; return its exit status (see data/program.py)."""
+    return program.finish(lambda: run(parse_arguments(argv)))
+
+
 def _table(path: Path, where: Sequence[str], sort: str | None, shown: Sequence[str] | None) -> str:
-    """Return the chosen rows and columns of a results file as aligned text. Raises RecordError."""
+    """Return the chosen rows and columns of a results file as aligned text. Raises RecordError and CommandLineError."""
     rows = read_rows(path)
     if not rows:
-        raise RecordError(f"{path} has no rows" if path.exists() else f"there is no file {path}")
+        raise CommandLineError(f"{path} has no rows" if path.exists() else f"there is no file {path}")
 
     def known(column: str) -> str:
         if column not in rows[0]:
             nearest = difflib.get_close_matches(column, rows[0], n=3, cutoff=0.4) or rows[0]
-            raise RecordError(f"{path} has no column {column!r}; did you mean {', '.join(nearest)}?")
+            raise CommandLineError(f"{path} has no column {column!r}; did you mean {', '.join(nearest)}?")
         return column
 
     for condition in where:
         column, equals, value = condition.partition("=")
         if not equals:
-            raise RecordError(f"--where must have the form COLUMN=VALUE, got {condition!r}")
+            raise CommandLineError(f"--where must have the form COLUMN=VALUE, got {condition!r}")
         rows = [row for row in rows if row[known(column)] == value]
     if sort:
         known(sort)
@@ -99,4 +110,4 @@ def _shown_cell(cell: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

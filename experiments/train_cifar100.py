@@ -28,6 +28,11 @@ the images of its own process, and its running statistics are those of the first
 two processes see 64 each). The column processes says how many; the run id, and so resuming, does not depend on it.
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import math
 import sys
@@ -400,19 +405,18 @@ def train_seeds(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def train_one_seed(args: argparse.Namespace) -> int:
     """The process of one seed; return its exit status."""
-    return cli.finish(lambda: train(args, Ranks()), stopped="", name=f"seed {args.seed}: ")
+    return cli.finish(lambda ranks: train(args, ranks), stopped="", name=f"seed {args.seed}: ")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-    ranks = Ranks()
 
-    def run() -> int:
+    def run(ranks: Ranks) -> int:
         args = parse_arguments(argv)
         return train(args, ranks) if len(args.seeds) == 1 else train_seeds(args, ranks)
 
-    return cli.finish(run, ranks=ranks)
+    return cli.finish(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

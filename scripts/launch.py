@@ -17,6 +17,11 @@ Exit status: 0 every row is recorded (or submitted, without --wait); 1 a row fai
 input is wrong, and nothing was started; 130, 143 and 129: stopped by Ctrl-C, SIGTERM or a closed terminal.
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import os
 import re
@@ -25,13 +30,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from data import program
 from experiments.shared.cores import usable_cores
 from scripts.sweeping.sweep import (
     ROOT,
@@ -54,36 +60,32 @@ POLL_SECONDS = 0.1
 RETRY_SECONDS = 3
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that answers a mistake with one sentence."""
-
-    def error(self, message: str) -> None:
-        raise SweepError(f"{message} (see --help)")
-
-
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the launcher's flags, and the words that are added to every row. Raises SweepError."""
-    parser = Parser(
+    """Return the launcher's flags, and the words that are added to every row. Raises CommandLineError."""
+    parser = program.Parser(
         prog="launch.py",
         description="Run the command lines on standard input. Other arguments are added to every line.",
-        allow_abbrev=False,
     )
     parser.add_argument("--name", type=name_of_a_sweep, default="sweep", help="of the sweep (%(default)s)")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
+    parser.add_argument("--logs", type=program.path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number, no more")
     parser.add_argument("--status", action="store_true", help="print where each row stands, no more")
-    parser.add_argument("--retries", type=whole_number(0), default=1, help="of a failed row (%(default)s)")
+    parser.add_argument("--retries", type=program.whole_number(0), default=1, help="of a failed row (%(default)s)")
     here = parser.add_argument_group("on this machine")
-    here.add_argument("--jobs", type=whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)")
+    here.add_argument(
+        "--jobs", type=program.whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)"
+    )
     here.add_argument("--row-per-core", action="store_true", help="without --jobs and GPUs: as many rows as cores")
-    here.add_argument("--per-gpu", type=whole_number(1), default=1, help="rows at once on one GPU (%(default)s)")
+    here.add_argument(
+        "--per-gpu", type=program.whole_number(1), default=1, help="rows at once on one GPU (%(default)s)"
+    )
     slurm = parser.add_argument_group("as a Slurm job array")
     slurm.add_argument("--slurm", action="store_true", help="submit the rows; the flags below belong to it")
     slurm.add_argument("--partition", help="the cluster's default without it")
     slurm.add_argument("--time", type=minutes, metavar="[D-]H:M:S|M", help="limit; the row is requeued there (4:00:00)")
-    slurm.add_argument("--gpus-per-task", type=whole_number(0), help="(1, or 0 where the partition has no GPU)")
-    slurm.add_argument("--cpus-per-task", type=whole_number(1), help="the cluster's default without it")
-    slurm.add_argument("--array-limit", type=whole_number(1), help="rows at once (as many as there are)")
+    slurm.add_argument("--gpus-per-task", type=program.whole_number(0), help="(1, or 0 where the partition has no GPU)")
+    slurm.add_argument("--cpus-per-task", type=program.whole_number(1), help="the cluster's default without it")
+    slurm.add_argument("--array-limit", type=program.whole_number(1), help="rows at once (as many as there are)")
     slurm.add_argument("--wait", action="store_true", help="follow the rows to the end, and sum up")
 
     argv = list(argv)
@@ -94,17 +96,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         if getattr(args, flag) not in (None, False):
             raise SweepError(f"--{flag.replace('_', '-')} goes {'without' if args.slurm else 'with'} --slurm")
     return args, extra + argv[split + 1 :]
-
-
-def whole_number(lowest: int) -> Callable[[str], int]:
-    """Return an argument type for whole numbers of at least `lowest`."""
-
-    def convert(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
-        return int(text)
-
-    return convert
 
 
 def name_of_a_sweep(text: str) -> str:
@@ -256,6 +247,14 @@ def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, 
     waiting = [(row, 1, 0.0) for row in rows]  # row, attempt, not before this time
     running: list[Running] = []
     passed_on = 0
+
+    def failed(row: Row, attempt: int, how: str) -> None:
+        if attempt <= retries:
+            progress.say(f"failed, to be tried again ({how}): {row.name}")
+            waiting.append((row, attempt + 1, time.monotonic() + RETRY_SECONDS))
+        else:
+            progress.row_failed(row, how)
+
     while running or (waiting and not stop.numbers):
         # Start.
         while len(running) < jobs and not stop.numbers:
@@ -266,9 +265,10 @@ def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, 
             row, attempt, _ = ready
             gpu = min(gpus, key=lambda name: sum(each.gpu == name for each in running)) if gpus else None
             settings = thread_settings(row, threads) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-            process = start_row(row, attempt, retries + 1, settings)
-            if process is None:
-                progress.row_failed(row, "it cannot be started")
+            try:
+                process = start_row(row, attempt, retries + 1, settings)
+            except OSError as error:  # no such program, or no room for its log
+                failed(row, attempt, f"it cannot be started: {error}")
                 continue
             running.append(Running(row, attempt, gpu, process))
             progress.say(f"started: {row.name}" + (f" (attempt {attempt})" if attempt > 1 else ""))
@@ -291,26 +291,16 @@ def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, 
                 progress.row_done(each.row)
             elif stop.numbers:
                 progress.say(f"stopped: {each.row.name}")
-            elif each.attempt <= retries:
-                progress.say(f"failed, to be tried again ({ending(status)}): {each.row.name}")
-                waiting.append((each.row, each.attempt + 1, time.monotonic() + RETRY_SECONDS))
             else:
-                progress.row_failed(each.row, ending(status))
+                failed(each.row, each.attempt, ending(status))
         progress.refresh(len(running))
         time.sleep(POLL_SECONDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; return its exit status, with a sentence on stderr where nothing was started."""
-    try:
-        return launch(sys.argv[1:] if argv is None else argv)
-    except SweepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped before any row was started", file=sys.stderr)
-        return 130
+    """Run the script; return its exit status (see data/program.py)."""
+    return program.finish(lambda: launch(sys.argv[1:] if argv is None else argv), "before any row was started")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

@@ -12,11 +12,17 @@ Figures (reporting/figures.py, reporting/permutation_figure.py) also read runs/ 
 results/benchmarks/.
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import difflib
 import sys
 from pathlib import Path
 
+from data import program
 from data.atomic_file import atomic_write
 from experiments.shared import command_line as cli
 from experiments.shared.environment import ROOT
@@ -36,14 +42,16 @@ BY_FILE_NAME = {
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the flags, each checked on its own. Raises CommandLineError."""
     parser = cli.Parser(prog="report.py", description="Tables and figures from a results file.")
-    parser.add_argument("results", type=Path, help="a CSV file of results/")
+    parser.add_argument("results", type=cli.path, help="a CSV file of results/")
     parser.add_argument(
         "--table",
         type=cli.choice("table", (*TABLES, "tables2_3", "none")),
         help=f"the published table beside it: {', '.join(TABLES)}; tables2_3: the one of the two with as many classes; "
         "none; default: by the file's name, else by its columns",
     )
-    parser.add_argument("--published", type=Path, metavar="FILE", help="published values; results/paper/<table>.csv")
+    parser.add_argument(
+        "--published", type=cli.path, metavar="FILE", help="published values; results/paper/<table>.csv"
+    )
     parser.add_argument(
         "--where",
         action="append",
@@ -53,11 +61,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--n_seeds", type=cli.count, help="seeds asked of each row; as published, 2 if that is unknown")
     parser.add_argument("--format", type=cli.choice("format", FORMATS), default="markdown", help="markdown, latex, csv")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the table goes; the screen without it")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR")
+    parser.add_argument(
+        "--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it"
+    )
+    parser.add_argument(
+        "--figures", type=cli.path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR"
+    )
     parser.add_argument(
         "--benchmarks",
-        type=Path,
+        type=cli.path,
         default=ROOT / "results" / "benchmarks",
         metavar="DIR",
         help="losses.csv and training_step.csv for the figure of times (results/benchmarks in this repository)",
@@ -136,9 +148,9 @@ def published_of(table: str | None, results: Path, runs: list[Row]) -> Path | No
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-    return cli.finish(lambda: report(parse_arguments(argv)), stopped="")
+    """Run the script; return its exit status (see data/program.py)."""
+    return program.finish(lambda: report(parse_arguments(argv)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

@@ -8,20 +8,24 @@
 
 `info` says by which checksum the file that became the store was verified, or that it is unverified.
 
-Exit status 0: done. 1: it failed, with a sentence on stderr (with --debug, a traceback). 2: the command line is wrong.
-130: Ctrl-C.
+Exit status and --debug: as in data/program.py.
 """
+
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
 
 import argparse
 import sys
 from pathlib import Path
 
+from data import program
 from data.embeddings import (
     DTYPES,
     LAYOUTS,
     MANIFEST,
     PUBLISHED_SETS,
-    EmbeddingError,
     EmbeddingStore,
     convert,
     open_or_fetch,
@@ -31,37 +35,26 @@ from data.embeddings import (
 from data.embeddings.formats import PARTS, SPLITS
 from data.embeddings.store import UNVERIFIED
 from data.machine_memory import gib
-from data.transfers.object_store import PUBLISHED, ObjectStoreError, cached_path, checksum_of, fetch
+from data.transfers.object_store import PUBLISHED, cached_path, checksum_of, fetch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands above; return the exit status."""
-    args = _parse(argv)
-    command = {"list": _list, "fetch": _fetch, "convert": _convert, "verify": _verify, "info": _info}[args.command]
-    try:
-        return command(args)
-    except KeyboardInterrupt:
-        print("\nstopped: the same command continues with what is missing", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if args.debug:
-            raise
-        foreseen = isinstance(error, (EmbeddingError, ObjectStoreError, OSError))
-        what = error if foreseen else f"{type(error).__name__}: {error}; --debug shows where that came from"
-        print(f"error: {what}", file=sys.stderr)
-        return 1
+    commands = {"list": _list, "fetch": _fetch, "convert": _convert, "verify": _verify, "info": _info}
+
+    def run() -> int:
+        args = _parse(argv)
+        return commands[args.command](args)
+
+    return program.finish(run, "the same command continues with what is missing")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.embeddings", description="Embedding files and stores.", allow_abbrev=False
-    )
+    parser = program.Parser(prog="python -m data.embeddings", description="Embedding files and stores.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
-        command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
-        return command
+        return commands.add_parser(name, help=summary, description=f"{summary}.")
 
     list_ = add("list", "List the published embedding files")
     fetch = add("fetch", "Download an embedding file into the cache and print its path")
@@ -182,4 +175,4 @@ def _description(store: EmbeddingStore) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

@@ -34,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.checked_json import JsonError, read_json
+from data.program import ProgramError
 
 MANIFEST = "manifest.json"
 DTYPES: dict[str, torch.dtype] = {
@@ -59,7 +60,7 @@ _FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]+-\d{5,12}\.(embeddings|lab
 _SplitName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=100)]
 
 
-class EmbeddingError(ValueError):
+class EmbeddingError(ProgramError, ValueError):
     """A store or a file of embeddings cannot be used; the message says why and how to mend it."""
 
 

@@ -31,6 +31,8 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
+from data.program import ProgramError
+
 CACHE_VARIABLE = "TOPK_CACHE"
 
 _MIB = 2**20
@@ -38,7 +40,7 @@ _CHUNK = 64 * 1024  # bytes held in memory per connection
 _session_guard = threading.Lock()
 
 
-class ObjectStoreError(Exception):
+class ObjectStoreError(ProgramError):
     """A file could not be brought or sent; the message says why and how to mend it. advice: its last words."""
 
     advice = "Check the arguments"

@@ -1,23 +1,23 @@
-"""What the scripts' command lines share: argument types, groups of flags, and the exit status.
+"""What the scripts' command lines share: argument types, groups of flags, and checks of what they ask for.
 
-Status 0: done, or already recorded. 2: the command line is wrong. 1: the run failed. 130: Ctrl-C. 143:
-SIGTERM. A user's mistake is answered with a sentence on stderr, never with a traceback.
+A user's mistake is answered with a sentence and an exit status: see data/program.py.
 """
 
 import argparse
 import math
-import signal
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
+from data import program
+from data.machine_memory import available_ram, gib
+from data.program import CommandLineError, Parser, ProgramError, path, whole_number  # noqa: F401
 from experiments.shared.environment import ROOT
-from experiments.shared.ranks import OthersEnded, Ranks
-from experiments.shared.run_record import RecordError
+from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
 from topk_losses.checks import check_choice
 from topk_losses.kernels import device_of_kernels
@@ -30,69 +30,25 @@ DEFAULT_P_K = {
 }
 
 
-class CommandLineError(Exception):
-    """The command line is wrong; the message says what, what was received and how to mend it."""
-
-
-class RunError(Exception):
+class RunError(ProgramError):
     """The run cannot go on or cannot be recorded; the message says why and what to do."""
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: leave as for Ctrl-C, with another exit status."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes no abbreviated flags and answers a mistake with one sentence."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise CommandLineError(f"{message} (see --help)")
 
 
 EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same command continues after it"
 
 
-def finish(run: Callable[[], int], stopped: str = EPOCHS_SAVED, *, ranks: Ranks | None = None, name: str = "") -> int:
-    """Run a script's work and return its exit status, with a sentence on stderr where that is not 0.
+def finish(work: Callable[[Ranks], int], stopped: str = EPOCHS_SAVED, name: str = "") -> int:
+    """Run a script's work as program.finish does; of several processes, the first that fails speaks for all."""
+    joined: list[Ranks] = []
 
-    stopped: what Ctrl-C and SIGTERM leave, said after "stopped: "; nothing is said where it is empty. ranks: of
-    several processes, where the first that fails speaks for all. name: what an error is of, said before it.
-    """
-
-    def terminate(*_: object) -> NoReturn:
-        raise Terminated
-
-    def fail(status: int, sentence: str) -> int:
-        if (ranks is None or ranks.speaks(status)) and sentence:
-            print(sentence, file=sys.stderr)
+    def run() -> int:
+        ranks = Ranks()
+        joined.append(ranks)
+        status = work(ranks)
+        ranks.close()
         return status
 
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
-        status = run()
-        if ranks is not None:
-            ranks.close()
-        return status
-    except CommandLineError as error:
-        return fail(2, f"error: {name}{error}")
-    except (RunError, RecordError) as error:
-        return fail(1, f"error: {name}{error}")
-    except OthersEnded as error:
-        return fail(error.status, f"error: {name}{error}")
-    except torch.OutOfMemoryError as error:
-        remedy = "Try a smaller --batch_size or --precision bf16"
-        return fail(1, f"error: {name}{str(error).splitlines()[0]} {remedy}")
-    except OSError as error:
-        return fail(1, f"error: {name}{error}; mend that and give the same command again, it continues")
-    except KeyboardInterrupt as stop:
-        return fail(143 if isinstance(stop, Terminated) else 130, f"\nstopped: {stopped}" if stopped else "")
-    finally:
-        # One of several processes ends now, and is not to be stopped on the way.
-        if ranks is None or ranks.count == 1:
-            signal.signal(signal.SIGTERM, previous)
+    return program.finish(run, stopped, speaks=lambda status: not joined or joined[0].speaks(status), name=name)
 
 
 # Argument types: text -> value, or ArgumentTypeError with a sentence.
@@ -107,21 +63,6 @@ def number(rule: str, accepts: Callable[[float], bool]) -> Callable[[str], float
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and accepts(value)):
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-        return value
-
-    return convert
-
-
-def whole_number(rule: str, lowest: int, highest: float = math.inf) -> Callable[[str], int]:
-    """Return an argument type for integers in [lowest, highest]; `rule` completes "must be ..."."""
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not lowest <= value <= highest:
             raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
         return value
 
@@ -145,11 +86,28 @@ def method(text: str) -> str:
     return choice("method", METHODS)(ALIASES.get(text, text))
 
 
+def address(*schemes: str) -> Callable[[str], str]:
+    """Return an argument type for addresses scheme://host..., of one of the schemes."""
+
+    def convert(text: str) -> str:
+        try:
+            parts = urlsplit(text)
+            valid = parts.scheme in schemes and (parts.hostname or parts.scheme == "file") and parts.port != 0
+        except ValueError:  # a bracket or a port that is none
+            valid = False
+        if not valid or any(character.isspace() for character in text):
+            raise argparse.ArgumentTypeError(f"must be an address {'://, '.join(schemes)}://..., got {text!r}")
+        return text
+
+    return convert
+
+
 positive = number("a number above 0", lambda value: value > 0)
 non_negative = number("a number of at least 0", lambda value: value >= 0)
 fraction = number("a number between 0 and 1", lambda value: 0 <= value <= 1)
-count = whole_number("a whole number of at least 1", 1)
-seed = whole_number("a whole number between 0 and 4294967295", 0, 2**32 - 1)
+count = whole_number(1)
+seed = whole_number(0, 2**32 - 1)
+threads = whole_number(1, 1024)  # more than that no system starts for sure
 
 
 # Groups of flags.
@@ -228,7 +186,8 @@ def add_optimization_flags(
         help=f"learning rate 10^-nloglr ({nloglr:g})",
     )
     seeds = group.add_mutually_exclusive_group()
-    seeds.add_argument("--seed", type=seed, default=0, help=f"{seed_help} (%(default)s)")
+    # Without a default: argparse takes a default that is given for nothing given, and lets --seeds stand beside it.
+    seeds.add_argument("--seed", type=seed, help=f"{seed_help} (0)")
     return group, seeds
 
 
@@ -243,7 +202,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         help="of the network, fp32 or bf16 by autocast; the loss is always float32 (%(default)s)",
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the network and the loss")
-    group.add_argument("--threads", type=count, help="CPU threads; one per core without it")
+    group.add_argument("--threads", type=threads, help="CPU threads; one per core without it")
     group.add_argument("--deterministic", action="store_true", help="deterministic kernels where there are any")
 
 
@@ -252,7 +211,7 @@ def add_record_flags(parser: argparse.ArgumentParser, *, results: Path) -> None:
     group = parser.add_argument_group("record")
     group.add_argument(
         "--results",
-        type=Path,
+        type=path,
         default=results,
         help=f"CSV file (results/{results.name} in this repository); the run folders lie in runs/ beside it",
     )
@@ -261,6 +220,20 @@ def add_record_flags(parser: argparse.ArgumentParser, *, results: Path) -> None:
         action="store_true",
         help="repeat a configuration that the file already has; the new row takes the place of the old",
     )
+
+
+def seeds_of(args: argparse.Namespace) -> list[int]:
+    """Return the seeds of --seed or --seeds. Raises CommandLineError."""
+    seeds = args.seeds or [args.seed or 0]
+    if len(set(seeds)) < len(seeds):
+        raise CommandLineError(f"--seeds must differ, got {' '.join(map(str, seeds))}")
+    return seeds
+
+
+def check_memory(size: int, what: str) -> None:
+    """Raise CommandLineError where `what` would take more bytes than there is memory."""
+    if size > (available := available_ram()):
+        raise CommandLineError(f"{what} would take {gib(size)}, and {gib(available)} of memory are free")
 
 
 def device_of(name: str, ranks: Ranks) -> torch.device:

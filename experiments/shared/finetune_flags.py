@@ -95,8 +95,8 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
     )
     for key in TENSORS:
         group.add_argument(f"--{key}", metavar="KEY", help="its name in a torch file of no published layout")
-    group.add_argument("--cache_dir", type=Path, metavar="DIR", help="of downloads; $TOPK_CACHE or data/downloads")
-    group.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
+    group.add_argument("--cache_dir", type=cli.path, metavar="DIR", help="of downloads; $TOPK_CACHE or data/downloads")
+    group.add_argument("--endpoint_url", type=cli.address("http", "https"), metavar="URL", help="of the S3 server")
     group.add_argument("--sha256", metavar="HEX", help="checksum that the file must have; of a store, its fingerprint")
     group.add_argument(
         "--batches",
@@ -136,9 +136,7 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
     cli.add_record_flags(parser, results=ROOT / "results" / defaults.results)
     # None where they are not given: `settle` knows better when there are data.
     args = parser.parse_args(argv, argparse.Namespace(n_epochs=None, batch_size=None))
-    args.seeds = args.seeds or [args.seed]
-    if len(set(args.seeds)) < len(args.seeds):
-        raise cli.CommandLineError(f"--seeds must differ, got {' '.join(map(str, args.seeds))}")
+    args.seeds = cli.seeds_of(args)
     args.also = [parse_also(text, parser, args) for text in args.also]
     return args
 

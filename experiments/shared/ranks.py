@@ -1,7 +1,6 @@
 """Several processes of one command, as torchrun starts them: who this one is, and what they do together.
 
-    ranks = Ranks()                                        # alone, all of the below does nothing, or returns its own
-    command_line.finish(lambda: train(args, ranks), ranks=ranks)
+    command_line.finish(lambda ranks: train(args, ranks))  # alone, all of the below does nothing, or returns its own
 
     device = command_line.device_of(args.device, ranks)    # cuda:LOCAL_RANK, or the CPU
     saved = ranks.from_first(lambda: saved_state(...))     # rank 0 looks, all know
@@ -32,20 +31,33 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
 
+from data.program import CommandLineError, ProgramError
 from experiments.shared.environment import resolve_device
 
 # Longer than any shard of any split takes; a process that dies is noticed at once by its closed connection.
 _PATIENCE = timedelta(days=7)
+_MEETING = timedelta(minutes=30)  # torchrun starts all of them at once
 
 Value = TypeVar("Value")
 
 
-class OthersEnded(Exception):
+class OthersEnded(ProgramError):
     """Another process has ended, and this one ends with the same status. The message is for where that said nothing."""
 
     def __init__(self, status: int, reason: object) -> None:
         super().__init__(f"another process of this run has ended without a word ({reason})")
         self.status = status
+
+
+def _number(name: str, default: int, lowest: int, highest: int) -> int:
+    """Return an environment variable that torchrun sets, or the default. Raises CommandLineError."""
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and lowest <= int(text) <= highest):
+        raise CommandLineError(
+            f"the environment variable {name} must be a whole number between {lowest} and {highest} beside WORLD_SIZE "
+            f"{os.environ.get('WORLD_SIZE', 'unset')}, got {text!r}; torchrun sets it, and without torchrun it is unset"
+        )
+    return int(text)
 
 
 class Ranks:
@@ -55,13 +67,25 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        """Read the environment; where there are others, meet them: tensors on a GPU travel by NCCL, others by gloo."""
-        self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
+        """Read the environment; where there are others, meet them: tensors on a GPU travel by NCCL, others by gloo.
+
+        Raises CommandLineError for an environment that is not as torchrun makes it, ProgramError where none come.
+        """
+        self.count = _number("WORLD_SIZE", 1, 1, 2**20)
+        self.rank = _number("RANK", 0, 0, self.count - 1)
+        self.local_count = _number("LOCAL_WORLD_SIZE", self.count, 1, self.count)
+        self.local_rank = _number("LOCAL_RANK", 0, 0, self.local_count - 1)
         if self.count > 1:
-            store, _, _ = next(rendezvous("env://", self.rank, self.count, timeout=_PATIENCE))
-            nccl = torch.cuda.is_available() and distributed.is_nccl_available()
+            _number("MASTER_PORT", 0, 1, 65535)
+            if missing := [name for name in ("RANK", "MASTER_ADDR") if not os.environ.get(name)]:
+                raise CommandLineError(f"WORLD_SIZE is {self.count}, and {missing[0]} is not set: start it by torchrun")
+            self._meet()
+
+    def _meet(self) -> None:
+        nccl = torch.cuda.is_available() and distributed.is_nccl_available()
+        try:
+            store, _, _ = next(rendezvous("env://", self.rank, self.count, timeout=_MEETING))
+            store.set_timeout(_PATIENCE)
             distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
                 store=distributed.PrefixStore("group", store),
@@ -69,8 +93,12 @@ class Ranks:
                 world_size=self.count,
                 timeout=_PATIENCE,
             )
-            # Under torchrun it is kept outside these processes, and so outlives any of them.
-            self._store = distributed.PrefixStore("ended", store)
+        except RuntimeError as error:
+            place = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+            reason = str(error).partition("\n")[0]
+            raise ProgramError(f"{self.count} processes did not meet at {place}: {reason}") from None
+        # Under torchrun it is kept outside these processes, and so outlives any of them.
+        self._store = distributed.PrefixStore("ended", store)
 
     @property
     def is_first(self) -> bool:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from data.atomic_file import atomic_write
+from data.atomic_file import atomic_write, is_special
+from data.program import ProgramError
 
 # Every column of a row that is not a flag of the script. Flags have their name as column, and their meaning
 # in --help.
@@ -68,10 +69,12 @@ COLUMNS = {
     "finished_utc": "when the row was written, UTC, ISO 8601",
 }
 
+csv.field_size_limit(2**31 - 1)  # what can be recorded can be read
+
 Value = str | int | float | bool | Path | Sequence[float] | None
 
 
-class RecordError(Exception):
+class RecordError(ProgramError):
     """A results file or a run folder cannot be used; the message says why and how to mend it."""
 
 
@@ -150,14 +153,27 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def _parse(path: Path) -> tuple[list[dict[str, str]], str]:
     """Return the rows of a results file, and its last line if that was cut short, else ""."""
+    if is_special(path):  # a FIFO would block
+        raise RecordError(f"the results file {path} must be a file, and is a device, a FIFO or a socket")
     try:
         text = path.read_text(encoding="utf-8-sig")  # spreadsheet programs write a byte order mark
     except FileNotFoundError:
         return [], ""
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read the results file {path}: {error}") from None
-    reader = csv.reader(io.StringIO(text, newline=""))
-    lines = [(reader.line_num, cells) for cells in reader if cells]
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    lines: list[tuple[int, list[str]]] = []  # where each begins, and its cells
+    begin, cut_short = 1, ""
+    try:
+        for cells in reader:
+            if cells:
+                lines.append((begin, cells))
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        # An open quotation mark may have taken in rows that are whole: only within one line is it the line's end.
+        if not lines or begin < reader.line_num or str(error) != "unexpected end of data":
+            raise RecordError(f"line {begin} of {path} cannot be read: {error}; mend or delete it") from None
+        cut_short = text.rpartition("\n")[2]
     if not lines:
         return [], ""
     columns = lines[0][1]
@@ -166,8 +182,7 @@ def _parse(path: Path) -> tuple[list[dict[str, str]], str]:
             f"{path} is not a results file: its first line must name each column once, run_id among them; "
             "choose another --results"
         )
-    cut_short = ""
-    if len(lines) > 1 and len(lines[-1][1]) < len(columns):
+    if not cut_short and len(lines) > 1 and len(lines[-1][1]) < len(columns):
         cut_short = ",".join(lines.pop()[1])
     for line, cells in lines[1:]:
         if len(cells) != len(columns):

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 
 import torch
 
+from data import program
 from experiments.shared.cores import usable_cores
 
 # Seconds after which SIGTERM is sent again: the exception that it raises is lost where it comes in a callback from C,
@@ -92,5 +93,6 @@ def _watched(work: Callable[[argparse.Namespace], int], args: argparse.Namespace
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(LOST_AFTER)
 
+    program.begin()
     threading.Thread(target=watch, daemon=True).start()
-    sys.exit(work(args))
+    program.end(work(args))

@@ -1,7 +1,6 @@
 """The command line of train_cifar100.py: its flags and their published defaults."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,11 +73,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument(
         "--data_dir",
-        type=Path,
+        type=cli.path,
         default=ROOT / "data" / "downloads",
         help="where the data set is, or is downloaded to (data/downloads in this repository)",
     )
-    group.add_argument("--mirror", metavar="URL", help="download from here instead of the data set's home page")
+    group.add_argument(
+        "--mirror",
+        type=cli.address("http", "https", "file"),
+        metavar="URL",
+        help="download from here instead of the data set's home page",
+    )
     group.add_argument(
         "--limit_train",
         type=cli.count,
@@ -108,10 +112,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     cli.add_machine_flags(parser)
     cli.add_record_flags(parser, results=ROOT / "results" / "cifar100.csv")
     args = parser.parse_args(argv)
-    args.seeds = args.seeds or [args.seed]
+    args.seeds = cli.seeds_of(args)
     args.seed = args.seeds[0]
-    if len(set(args.seeds)) < len(args.seeds):
-        raise cli.CommandLineError(f"--seeds must differ, got {' '.join(map(str, args.seeds))}")
     return args
 
 

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 
 from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
 from scripts.reporting.permutation_figure import draw_permutations
-from scripts.reporting.tables import METRICS, Line, Row, Table, p_k_of, run_summary, shown_p_k
+from scripts.reporting.tables import METRICS, Line, Row, Table, float_of, p_k_of, run_summary, shown_p_k
 
 HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step"}  # of a run folder, and what they count
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
@@ -55,9 +56,7 @@ def read_curves(line: Line, run_folders: Path) -> tuple[str, list[list[Row]]]:
     """Return what the histories of a line's runs count, and one history per run that has its folder here."""
     for file, clock in HISTORIES.items():
         found = [run_folders / run["run_id"] / file for run in line.runs]
-        histories = [
-            history for path in found if (history := _read_csv(path)) and {clock, *METRICS}.issubset(history[0])
-        ]
+        histories = [history for path in found if (history := _read_csv(path, (clock, *METRICS)))]
         if histories:
             return clock, histories
     return "", []
@@ -93,7 +92,7 @@ def _curve(axis: Axes, method: str, clock: str, histories: Sequence[Sequence[Row
     """Draw the mean over the seeds as far as all have come, and the band where there are two or more."""
     style = STYLES[method]
     length = min(len(history) for history in histories)
-    x = [int(entry[clock]) for entry in histories[0][:length]]
+    x = [float(entry[clock]) for entry in histories[0][:length]]
     values = [[100 * float(history[at][metric]) for history in histories] for at in range(length)]
     means = [statistics.fmean(each) for each in values]
     every = math.ceil(length / 8)
@@ -199,26 +198,28 @@ def _accuracy_over_p_k(table: Table, note: str, folder: Path) -> list[Path]:
 
 def _times(benchmarks: Path, folder: Path) -> list[Path]:
     """Seconds per epoch of training steps, and milliseconds per forward and backward pass, ours beside difftopk's."""
-    files = [benchmarks / "training_step.csv", benchmarks / "losses.csv"]
-    steps, losses = map(_read_csv, files)
+    steps = _read_csv(benchmarks / "training_step.csv", ("ms_per_step",))
+    losses = _read_csv(benchmarks / "losses.csv", ("batch", "n"))
     if not (steps and losses and STEP_COLUMNS.issubset(steps[0]) and LOSS_COLUMNS.issubset(losses[0])):
         return _leave_out(
             f"times: it needs benchmarks/training_step.py's and benchmarks/losses.py's files in {benchmarks}"
         )
     methods = [method for method in STYLES if any(row["method"] == method for row in losses)]
-    sizes = sorted({(row["batch"], row["n"], row["m"]) for row in losses}, key=lambda size: (size[2], int(size[1])))[:5]
+    sizes = {(row["batch"], row["n"], row["m"]) for row in losses}
+    sizes = sorted(sizes, key=lambda size: (size[2], float(size[1])))[:5]
     figure, axes = pyplot.subplots(2, 3, figsize=(PAGE, 5.2), sharey=True)
     seconds = {
         row["method"]: float(row["ms_per_step"]) * STEPS_PER_EPOCH / 1000 for row in steps if row["method"] in methods
     }
     _dots(axes[0][0], methods, seconds, filled=True)
-    axes[0][0].set_xlim(0, 1.1 * max(seconds.values()))
+    axes[0][0].set_xlim(0, 1.1 * max(seconds.values(), default=1))
     axes[0][0].set_xlabel("seconds per epoch")
     axes[0][0].set_title(f"training: ResNet-18, CIFAR-100\nbatch 128, {steps[0]['precision']}", loc="left")
     for axis, size in zip(axes.flat[1:], sizes):
         here = [row for row in losses if (row["batch"], row["n"], row["m"]) == size]
         for column, filled in (("official_ms", False), ("ms", True)):
-            _dots(axis, methods, {row["method"]: float(row[column]) for row in here if row[column]}, filled)
+            values = {row["method"]: float_of(row[column]) for row in here}
+            _dots(axis, methods, {method: value for method, value in values.items() if value}, filled)
         axis.set_xscale("log")
         axis.margins(x=0.08)
         axis.set_xlabel("milliseconds per pass")
@@ -295,14 +296,22 @@ def _p_k_order(p_k: tuple[float, ...]) -> tuple[int, tuple[float, ...]]:
     return (published.index(p_k) if p_k in published else len(published), p_k)
 
 
-def _leave_out(sentence: str) -> list[Path]:
+def _leave_out(sentence: str) -> list[Any]:
     print(f"left out: {sentence}", file=sys.stderr)
     return []
 
 
-def _read_csv(path: Path) -> list[Row]:
-    """The rows of a file; none if it is absent."""
+def _read_csv(path: Path, numbers: Sequence[str]) -> list[Row]:
+    """The rows of a file whose columns `numbers` hold numbers; none if it is absent or, which is said, damaged."""
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file, restval="", strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        return _leave_out(f"{path}, which cannot be read: {error}")
+    for number, row in enumerate(rows, start=1):
+        for name in numbers:
+            if float_of(row.get(name, "")) is None:
+                return _leave_out(f"{path}, whose row {number} has {name} {row.get(name)!r}: it must be a number")
+    return rows

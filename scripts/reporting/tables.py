@@ -47,6 +47,7 @@ WHOLE_RUN = {
     "precision": (("", "fp32"), " (not fp32)"),
     **{name: (("",), "") for name in ("lr_schedule", "weight_decay", "ema")},
 }
+PUBLISHED_COLUMNS = ("published_name", "method", "p_k", "source", "second_hand", "approximate")
 USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say how many it took
 
 Row = Mapping[str, str]
@@ -122,11 +123,14 @@ def read_published(path: Path) -> tuple[list[Row], Row]:
     try:
         rows, protocols = (_read_csv(each) for each in (path, path.parent / "protocols.csv"))
         for row in rows:
-            _ = row["published_name"], [Decimal(row[metric] or 0) for metric in METRICS]
-        return rows, next(row for row in protocols if row["table"] == rows[0]["table"])
+            _ = [row[name] + "" for name in PUBLISHED_COLUMNS], [Decimal(row[metric] or 0) for metric in METRICS]
+            p_k_of(row["p_k"])
+        protocol = next(row for row in protocols if row["table"] == rows[0]["table"])
+        int(protocol["n_seeds"] or 1)
+        return rows, protocol
     except OSError as error:
         raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
-    except (StopIteration, IndexError, KeyError, UnicodeDecodeError, csv.Error, InvalidOperation):
+    except (StopIteration, IndexError, KeyError, TypeError, ValueError, csv.Error, InvalidOperation):
         raise CommandLineError(
             f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
             f"got {path}"

@@ -9,8 +9,8 @@ when it runs. Only scripts that ask before they work may be given: ASKING in scr
 """
 
 import contextlib
-import io
 import json
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class NotRecorded(BaseException):
 def is_recorded(words: Sequence[str]) -> bool:
     """Return whether the command's script says that its row, or each of its rows, is recorded."""
     script, sys.argv = words[1], list(words[1:])
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:

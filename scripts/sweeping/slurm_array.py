@@ -68,9 +68,11 @@ class RunRow:
         for attempt in range(1, self.retries + 2):
             settings = thread_settings(row, threads)
             # SIGUSR2 reaches the row as well, and would kill it.
-            self.process = start_row(row, attempt, self.retries + 1, settings, ignored=signal.SIGUSR2)
-            if self.process is None:
-                return "it cannot be started"
+            try:
+                self.process = start_row(row, attempt, self.retries + 1, settings, ignored=signal.SIGUSR2)
+            except OSError as error:
+                how = f"it cannot be started: {error}"
+                continue
             # Not wait(): checkpoint() comes in a signal handler, and waits for the process itself.
             while self.process.poll() is None:
                 time.sleep(0.2)

@@ -19,14 +19,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data.program import CommandLineError, is_text
+
 ROOT = Path(__file__).resolve().parents[2]
 # The scripts that ask whether their row is recorded before they do any work (experiments/shared/training_run.py).
 ASKING = ("train_cifar100.py", "finetune_imagenet.py", "finetune_imagenet21k.py")
 TAIL = 12  # lines of a failed row's log in the summary
 
 
-class SweepError(Exception):
-    """The sweep cannot be run as asked; the message says what, what was received and how to mend it."""
+class SweepError(CommandLineError):
+    """The sweep cannot be run as asked, and nothing was started."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def read_rows(lines: Iterable[str], extra: Sequence[str], logs: Path) -> list[Ro
     added = f" {shlex.join(extra)}" if extra else ""
     rows: list[Row] = []
     for number, command in enumerate((command + added for command in commands), start=1):
+        if not is_text(command):
+            raise SweepError(f"row {number} must be UTF-8 text without NUL, got {command!r}")
         lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
@@ -127,10 +131,10 @@ def thread_settings(row: Row, threads: int) -> dict[str, str]:
 
 def start_row(
     row: Row, attempt: int, attempts: int, settings: Mapping[str, str], ignored: signal.Signals | None = None
-) -> subprocess.Popen | None:
-    """Start a row, its output appended to its log under a header; None, said in the log, if it does not start.
+) -> subprocess.Popen:
+    """Start a row, its output appended to its log under a header. Raises OSError if it does not start.
 
-    It gets a process group of its own, so that Ctrl-C reaches it once, through the launcher, and `ignored` does not
+    It gets a session of its own, so that Ctrl-C reaches it once, through the launcher, and `ignored` does not
     stop it. On Linux it gets SIGTERM when the launcher dies, of kill -9 too. Elsewhere it goes on unseen to its end,
     where it records its row; called again meanwhile, its configuration is refused, as "being run by another process".
     """
@@ -143,6 +147,9 @@ def start_row(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if ignored is not None:
             signal.signal(ignored, signal.SIG_IGN)
+        # Where Linux shares its time among sessions, the niceness that a row inherits counts within its own alone.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(os.nice(0)))
         if _PRCTL is not None:
             _PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
             if os.getppid() != launcher:  # it died before the line above
@@ -152,19 +159,15 @@ def start_row(
         shown = " ".join(f"{name}={value}" for name, value in settings.items())
         log.write(f"=== {now} attempt {attempt} of {attempts} {shown}\n$ {row.command}\n")
         log.flush()
-        try:
-            return subprocess.Popen(
-                shlex.split(row.command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **settings},
-                start_new_session=True,
-                preexec_fn=before_the_program,
-            )
-        except OSError as error:
-            log.write(f"error: cannot start: {error}\n")
-            return None
+        return subprocess.Popen(
+            shlex.split(row.command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **settings},
+            start_new_session=True,
+            preexec_fn=before_the_program,
+        )
 
 
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -196,9 +199,10 @@ class Progress:
         )
 
     def say(self, line: str) -> None:
-        """Print a line at once, above the live one."""
-        tqdm.write(line)
-        sys.stdout.flush()
+        """Print a line at once, above the live one. A full disk, where that goes to a file, stops no row."""
+        with contextlib.suppress(OSError):
+            tqdm.write(line)
+            sys.stdout.flush()
 
     def row_done(self, row: Row) -> None:
         self.done.append(row)
@@ -234,8 +238,10 @@ def summarise(sweep: str, progress: Progress, num_rows: int, skipped: int, left:
 def tail(log: Path) -> list[str]:
     """Return the last lines of a log; of a progress bar's line, what was shown last."""
     try:
-        text = log.read_bytes()[-20_000:].decode(errors="replace")
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - 20_000))
+            text = file.read(20_000).decode(errors="replace")
     except OSError as error:
         return [f"(no log: {error})"]
     lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-    return lines[-TAIL:]
+    return lines[-TAIL:] or ["(an empty log)"]

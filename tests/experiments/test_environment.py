@@ -1,5 +1,6 @@
 """Devices are resolved or refused with a sentence; what a row says about the machine is there."""
 
+import argparse
 import platform
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from experiments.shared import cores, environment
-from experiments.shared.command_line import portable
+from experiments.shared.command_line import address, portable
 from experiments.shared.environment import ROOT, describe_environment, git_commit, peak_memory_mib, resolve_device
 
 
@@ -109,6 +110,19 @@ def test_the_commit_is_marked_when_tracked_files_outside_results_differ(tmp_path
 def test_without_a_repository_the_commit_is_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     assert git_commit() == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["http://[::1", "http://a b", "http://a:port", "garbage", "http://", "ftp://a", "http://a\n", ""]
+)
+def test_addresses_that_are_none_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be an address http://, https://"):
+        address("http", "https")(text)
+
+
+def test_addresses_are_passed_on():
+    for text in ("http://127.0.0.1:5000", "https://[::1]/x", "file:///a/b"):
+        assert address("http", "https", "file")(text) == text
 
 
 def test_paths_in_a_row_do_not_tell_where_the_repository_lies():

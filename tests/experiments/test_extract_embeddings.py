@@ -508,7 +508,9 @@ def test_an_upload_that_fails_keeps_the_store(images, tmp_path, endpoint, capsys
         ("--backbone test_resnet --dataset digits --upload bucket/x", "must be s3://bucket/prefix/, got 'bucket/x'"),
         ("--backbone test_resnet --dataset digits --upload s3://", "must be s3://bucket/prefix/"),
         ("--backbone test_resnet --dataset digits --endpoint_url http://x", "give both or neither"),
-        ("--backbone test_resnet --dataset digits --upload s3://b/x --endpoint_url garbage", "of an S3 server, got"),
+        ("--backbone test_resnet --dataset digits --upload s3://b/p --endpoint_url garbage", "must be an address"),
+        ("--backbone test_resnet --dataset digits --resolution 999999999999", "of memory are free"),
+        ("--backbone test_resnet --dataset digits --checkpoint /dev/null", "and /dev/null is a device"),
         ("--backbone test_resnet --dataset digits --batch 5", "unrecognized arguments"),
     ],
 )

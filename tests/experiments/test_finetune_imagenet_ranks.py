@@ -157,7 +157,7 @@ def test_more_processes_than_there_is_to_divide_are_refused(store, tmp_path, mon
         def speaks(self, status):
             return True
 
-    monkeypatch.setattr(script, "Ranks", Forty)
+    monkeypatch.setattr(script.cli, "Ranks", Forty)
     few = [*command(store, tmp_path / "r.csv"), "--num_valid", "60", *flags.split()]
     assert script.main(few) == 2
     message = capsys.readouterr().err

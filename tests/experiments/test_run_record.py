@@ -3,6 +3,7 @@
 import csv
 import json
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -88,6 +89,10 @@ def test_a_link_stays_a_link(tmp_path):
         (b"run_id,a\nx,1,2\n", "line 2 .* 3 cells under 2 columns"),
         (b"run_id,a\nx\ny,1\n", "line 2 .* 1 cells"),
         (b"\xff\xfe\x00", "cannot read"),
+        (b'run_id,a\nx,"1\ny,2\n', "line 2 .* unexpected end of data"),
+        (b'run_id,a\n"x,1\ny,2\nz,3\n', "line 2 .* unexpected end of data"),
+        (b'run_id,a\nx,"1"2\ny,2\n', "line 2 .* expected after"),
+        (b'run_id,"a\nx,1\n', "line 1 .* unexpected end of data"),
     ],
 )
 def test_an_unusable_file_is_refused_and_left_alone(tmp_path, content, message):
@@ -123,6 +128,29 @@ def test_a_last_line_cut_anywhere_does_not_stop_others(tmp_path, capsys):
         write_row(path, row("c"))
         assert [each["run_id"] for each in read_rows(path)] == ["a", "c"]
         assert "cut short" in capsys.readouterr().err
+
+
+def test_a_last_line_cut_within_quotation_marks_is_left_out(tmp_path, capsys):
+    path = tmp_path / "results.csv"
+    path.write_text('run_id,a\nx,1\ny,"2, 3')
+    assert read_rows(path) == [{"run_id": "x", "a": "1"}]
+    assert 'cut short and left out: y,"2, 3' in capsys.readouterr().err
+
+
+def test_what_was_recorded_can_be_read_however_long(tmp_path):
+    path = tmp_path / "results.csv"
+    write_row(path, row("a", note="x" * 200_000))
+    write_row(path, row("b"))
+    assert len(find_row(path, "a")["note"]) == 200_000
+
+
+def test_a_results_file_that_is_none_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    for use in (read_rows, lambda path: find_row(path, "a")):
+        with pytest.raises(RecordError, match="must be a file"):
+            use(tmp_path / "fifo")
+    assert main(["show", str(tmp_path / "fifo")]) == 2
+    assert "is a device, a FIFO or a socket" in capsys.readouterr().err
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):

@@ -5,6 +5,7 @@ Most tests fork the processes from a server that has imported what takes seconds
 
 import os
 import signal
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experiments import train_cifar100 as script
+from experiments.shared import ranks as ranks_module
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import read_rows
 from tests.experiments.test_train_cifar100 import QUICK, assert_same_outcome, command, only_run, tiny_network
@@ -69,6 +71,37 @@ def test_alone_nothing_is_done():
     assert (ranks.share(7), ranks.weight(7), ranks.sum(5), ranks.gathered("a")) == (slice(0, 7), 1.0, 5, ["a"])
     assert ranks.from_first(lambda: "b") == "b"
     assert ranks.speaks(1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ("WORLD_SIZE=0", "WORLD_SIZE must be a whole number between 1"),
+        ("WORLD_SIZE=-3", "WORLD_SIZE"),
+        ("WORLD_SIZE=abc", "got 'abc'"),
+        ("RANK=abc", "RANK"),
+        ("RANK=1", "RANK must be a whole number between 0 and 0 beside WORLD_SIZE unset"),
+        ("LOCAL_RANK=x", "LOCAL_RANK"),
+        ("WORLD_SIZE=2 RANK=5", "RANK must be a whole number between 0 and 1 beside WORLD_SIZE 2, got '5'"),
+        ("WORLD_SIZE=2 RANK=0 MASTER_PORT=x", "MASTER_PORT"),
+        ("WORLD_SIZE=2 RANK=0 MASTER_PORT=29400", "MASTER_ADDR is not set"),
+        ("WORLD_SIZE=2 MASTER_PORT=29400", "RANK is not set"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_make_is_refused(environment, named, tmp_path, monkeypatch, capsys):
+    for pair in environment.split():
+        monkeypatch.setenv(*pair.split("="))
+    assert script.main(command(tmp_path / "r.csv")) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert named in sentence
+
+
+def test_processes_that_do_not_meet_are_a_sentence(tmp_path, monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ranks_module, "_MEETING", timedelta(seconds=1))
+    assert script.main(command(tmp_path / "r.csv")) == 1
+    assert "error: 2 processes did not meet at 127.0.0.1:9: " in capsys.readouterr().err
 
 
 def two_epochs(batch_size: int, path: Path) -> int:

@@ -134,8 +134,36 @@ def test_a_killed_row_and_a_program_that_is_not_there_are_failures(run):
     done = run([killed, "no-such-program --flag"], "--retries", "0")
     assert done.returncode == 1
     assert "FAILED row 1 (killed by SIGKILL)" in done.stdout
-    assert "FAILED row 2 (it cannot be started): no-such-program --flag" in done.stdout
+    assert "FAILED row 2 (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in done.stdout
     assert "No such file" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
+def test_a_row_without_room_for_its_log_fails_and_the_others_go_on(run, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "01-true.log").symlink_to("/dev/full")
+    (tmp_path / "logs" / "03-empty.log").touch()
+    done = run(["true", python("print('fine')")], "--retries", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "FAILED row 1 (it cannot be started: [Errno 28] No space left on device): true" in done.stdout
+    assert done.stdout.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
+    assert sweep.tail(tmp_path / "logs" / "03-empty.log") == ["(an empty log)"]
+
+
+def test_without_standard_input_there_is_no_row(tmp_path):
+    closed = ["sh", "-c", '"$@" <&-', "sh", sys.executable, LAUNCH, "--logs", tmp_path / "logs"]
+    done = subprocess.run(closed, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: there is no row: ")
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="Linux's, where it shares time among sessions")
+def test_the_sessions_of_the_rows_have_the_niceness_of_the_launcher(tmp_path):
+    niced = ["nice", "-n", "3", sys.executable, LAUNCH, "--logs", tmp_path / "logs"]
+    done = subprocess.run(niced, input="cat /proc/self/autogroup", capture_output=True, text=True)
+    assert done.returncode == 0
+    (log,) = (tmp_path / "logs").glob("*.log")
+    assert log.read_text().splitlines()[-1].endswith(f" nice {min(os.nice(0) + 3, 19)}")
 
 
 def test_at_most_jobs_rows_run_at_once(run, tmp_path):
@@ -350,14 +378,15 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true"], "--name ../x", "must be of letters"),
         (["true"], "--wait", "--wait goes with --slurm"),
         (["true"], "--slurm --jobs 2", "--jobs goes without --slurm"),
+        (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
+        (["echo \udcff"], "", "row 1 must be UTF-8 text without NUL, got 'echo \\udcff'"),
         (["true"], "--slurm --time soon", "must be minutes, H:M:S or D-H:M:S, got 'soon'"),
     ],
 )
 def test_refusals_are_one_sentence(monkeypatch, capsys, tmp_path, rows, flags, sentence):
-    (tmp_path / "rows").write_text("\n".join(rows))
-    with (tmp_path / "rows").open() as file:
-        monkeypatch.setattr(sys, "stdin", file)
-        assert launch.main(["--logs", str(tmp_path / "logs"), *flags.split()]) == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(rows)))
+    assert launch.main(["--logs", str(tmp_path / "logs"), *flags.split()]) == 2
+    assert not (tmp_path / "logs").exists()
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert sentence in message

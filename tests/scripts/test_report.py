@@ -420,6 +420,24 @@ def test_figures_without_data_are_left_out_with_a_sentence(write, tmp_path, caps
     }
 
 
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b'epoch,test_top1,test_top5\n1,"0.5\n', b"epoch,test_top1,test_top5\n1,x,0.5\n"]
+)
+def test_figures_whose_data_are_damaged_are_left_out_with_a_sentence(write, tmp_path, capsys, monkeypatch, content):
+    from scripts.reporting import figures as report_figures
+
+    monkeypatch.setattr(report_figures, "draw_permutations", lambda folder: [])
+    folder = tmp_path / "runs" / TWO_SEEDS[0]["run_id"]
+    folder.mkdir(parents=True)
+    files = [folder / "epochs.csv", tmp_path / "losses.csv", tmp_path / "training_step.csv"]
+    for file in files:
+        file.write_bytes(content)
+    flags = ["--figures", tmp_path / "figures", "--benchmarks", tmp_path]
+    assert report.main([str(write(TWO_SEEDS[:1])), *map(str, flags)]) == 0
+    said = capsys.readouterr().err
+    assert all(f"left out: {file}, wh" in said for file in files)
+
+
 def test_every_method_has_a_look_of_its_own():
     assert set(STYLES) == set(METHODS)
     for kind in ("label", "color", "marker"):

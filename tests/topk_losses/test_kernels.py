@@ -28,6 +28,7 @@ from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
 from topk_losses.loss import top_m
 
 pytest.importorskip("numba")
+from topk_losses.kernels import numba_support
 from topk_losses.kernels.cpu_top_m import largest_of_rows
 
 NETWORKS = {"odd_even": networks.odd_even, "bitonic": networks.bitonic, "splitter": networks.splitter_selection}
@@ -442,3 +443,36 @@ def test_a_backend_that_cannot_run_on_a_device_is_told_before_any_loss_is(monkey
         monkeypatch.setenv(VARIABLE, backend)
         with pytest.raises(ValueError, match=sentence):
             device_of_kernels(torch.device(device))
+
+
+def doubled(x):
+    return x + x
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Compile `doubled` anew, as in a new process; its code is kept in tmp_path."""
+    monkeypatch.setattr(numba_support, "_cache_folder", lambda: str(tmp_path))
+    return lambda: numba_support.jit(doubled)
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None], ids=["empty", "garbage", "truncated"])
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_kept_code_that_is_damaged_is_thrown_away(kept, tmp_path, kind, damage):
+    assert kept()(2) == 4
+    (file,) = tmp_path.rglob(f"*.{kind}")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] if damage is None else damage)
+    again = kept()
+    assert (again(2), sum(again.stats.cache_hits.values())) == (4, 0)
+    third = kept()
+    assert (third(2), sum(third.stats.cache_hits.values())) == (4, 1)
+
+
+def test_code_that_cannot_be_kept_is_compiled_all_the_same(kept, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    with pytest.warns(UserWarning, match=f"cannot be kept in {tmp_path}.*No space left"):
+        assert kept()(2) == 4

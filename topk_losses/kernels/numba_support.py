@@ -1,11 +1,13 @@
 """How the kernels for the CPU are compiled by Numba, kept, and run in several threads."""
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import math
 import os
 import textwrap
+import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -14,6 +16,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core.caching import FunctionCache
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
@@ -40,18 +43,38 @@ def _cache_folder() -> str:
     return ""
 
 
+class _Cache(FunctionCache):
+    """Code on the disk that may be lost: what is damaged, as by a power cut, is thrown away and compiled again."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The code, or None."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # whatever unpickling comes upon
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save it; without, on a full disk say, each process compiles it."""
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            warnings.warn(f"compiled kernels cannot be kept in {self.cache_path}: {error}", stacklevel=1)
+
+
 def jit(function: Callable[..., Any], kind: str = "", fastmath: Collection[str] = ("nsz",)) -> Callable[..., Any]:
     """Compile at the first call, and keep the code on the disk where there is a place for it.
 
     kind: tells apart functions of the same lines that are bound to other names. fastmath: without "contract" there are
     no fused multiply-adds, so that values are those of PyTorch's operations.
     """
-    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
+    compiled: Any = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
     if _cache_folder():
         config: Any = numba.config
         before, config.CACHE_DIR = config.CACHE_DIR, str(Path(_cache_folder(), kind))
         try:
-            compiled.enable_caching()
+            compiled._cache = _Cache(function)  # what enable_caching() does, but for the class
         finally:
             config.CACHE_DIR = before
     return compiled
