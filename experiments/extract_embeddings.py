@@ -364,7 +364,7 @@ def only_writer(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
-    """Open a complete store. Raises CommandLineError where it has other settings, EmbeddingError where it is damaged."""
+    """Open a complete store. Raises CommandLineError if it has other settings, EmbeddingError if it is damaged."""
     store = open_finished(folder)
     found = {
         "dim": store.dim,
