@@ -34,21 +34,19 @@ PER_ROW = 3  # pairs of panels on a page's width
 P_KS = ("1 0 0 0 0", "0 0 0 0 1", "0.5 0 0 0 0.5", "0.25 0 0 0 0.75", "0.1 0 0 0 0.9", "0.2 0.2 0.2 0.2 0.2")
 
 
-def draw_figures(table: Table, protocol: Row, run_folders: Path, benchmarks: Path, folder: Path) -> None:
-    """Draw every figure for which there is data, and say what was written and what was left out."""
+def draw_figures(table: Table, protocol: Row, run_folders: Path, benchmarks: Path, folder: Path) -> list[Path]:
+    """Draw every figure for which there is data, return their paths, and say what was left out."""
     runs = [run for line in table.run_lines for run in line.runs]
     note = f"{table.name}.csv: {run_summary(runs, protocol, len(table.run_lines))}."
     if any(line.reasons for line in table.run_lines):
         note += " Not comparable with the published values."
-    for paths in (
-        _accuracy_over_epochs(table, run_folders, note, folder),
-        _top1_against_top5(table, note, folder),
-        _accuracy_over_p_k(table, note, folder),
-        _times(benchmarks, folder),
-        draw_permutations(folder),
-    ):
-        for path in paths:
-            print(f"wrote {path}", file=sys.stderr)
+    return [
+        *_accuracy_over_epochs(table, run_folders, note, folder),
+        *_top1_against_top5(table, note, folder),
+        *_accuracy_over_p_k(table, note, folder),
+        *_times(benchmarks, folder),
+        *draw_permutations(folder),
+    ]
 
 
 def read_curves(line: Line, run_folders: Path) -> tuple[str, list[list[Row]]]:
