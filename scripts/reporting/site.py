@@ -21,7 +21,7 @@ from scripts.reporting.formats import markdown
 from topk_losses import METHODS
 
 MARK = re.compile(r"^<!-- (results|include): (\S+) -->$", re.MULTILINE)
-LINK = re.compile(r"\]\((?!https?:)([^)#]*/)?([^)/#]+)\)")
+IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -32,7 +32,7 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         kind, name = mark.groups()
         if kind == "include":
             body = (ROOT / name).read_text(encoding="utf-8").partition("\n")[2]
-            return LINK.sub(lambda link: f"]({up}figures/{link[2]})", body)
+            return IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
         table, _ = table_of(results / f"{name}.csv")
         if not table.lines:
             return f"`results/{name}.csv`: not run."
