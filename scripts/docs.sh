@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the documentation into site/ (open site/index.html), strictly: a broken link, image, formula or results file
-# fails. Before that, runs the Python of README and docs with the packages of the integrations, which scripts/test.sh
-# leaves out. Works from any directory; what it needs beside requirements.txt goes into .venv-docs.
+# fails. Then runs the Python of README and docs with the packages of the integrations, which scripts/test.sh leaves
+# out. Works from any directory; what it needs beside requirements.txt goes into .venv-docs.
 #   scripts/docs.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,4 +20,4 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" > "$stamp"
 fi
 .venv-docs/bin/python -m mkdocs build --quiet
-.venv-docs/bin/python -m pytest tests/test_readme.py "$@"
+.venv-docs/bin/python -m pytest tests/test_readme.py tests/scripts/test_site.py

@@ -146,7 +146,7 @@ def html(table: Table, figures: Sequence[Path] = ()) -> str:
         for path in figures
         if path.suffix == ".svg"
     )
-    title, caption = escape(table.caption.partition(". ")[0]), escape(table.caption)
+    title, _, caption = escape(table.caption).partition(". ")
     page = PAGE.read_text(encoding="utf-8")
     for name, content in {"title": title, "caption": caption, "heads": heads, "body": body, "images": images}.items():
         page = page.replace(f"<!-- {name} -->", content)

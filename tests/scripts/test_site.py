@@ -52,6 +52,14 @@ def test_formulas_become_mathml():
     assert "arithmatex" not in html
 
 
+def test_docstrings_are_shown_as_they_are_written():
+    pytest.importorskip("griffe", reason="scripts/docs.sh installs it")
+    from scripts.reporting.plain_docstrings import escaped
+
+    assert escaped("    p_k: log sum_{k>=2} `a_b` s_[i]") == "    p_k: log sum\\_{k&gt;=2} `a_b` s\\_\\[i\\]"
+    assert escaped("    weight, p_k: > 0") == "    weight, p_k: &gt; 0"
+
+
 def test_every_method_has_a_page_with_its_figure_and_a_line_in_the_table_to_choose_by():
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "methods").glob("*.md"))
     table = (ROOT / "docs" / "which-loss.md").read_text(encoding="utf-8")
