@@ -22,6 +22,7 @@ from topk_losses import METHODS
 
 MARK = re.compile(r"^<!-- (results|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
+P_K = re.compile(r"\[[^]|]*\]")  # which no narrow column shall break
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -38,7 +39,8 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
             return f"`results/{name}.csv`: not run."
         names = [f"{name}_{kind}.svg" for kind in ("top1_top5", "accuracy_over_p_k", "accuracy_over_epochs")]
         images = [f"![{Path(each).stem.replace('_', ' ')}]({up}figures/{each})" for each in names if has_figure(each)]
-        return "\n\n".join([markdown(table), *images])
+        text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
+        return "\n\n".join([text, *images])
 
     return MARK.sub(replaced, text)
 
