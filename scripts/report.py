@@ -2,6 +2,7 @@
 
     python scripts/report.py results/table1.csv                                    # Markdown on the screen
     python scripts/report.py results/table1.csv --format latex --output table1.tex
+    python scripts/report.py results/table1.csv --format html --output table1.html  # one page, with the figures in it
     python scripts/report.py results/table1.csv --figures results/figures          # PNG and SVG
     python scripts/report.py results/cifar100.csv --where n_epochs=200 --where neuralsort:inverse_temperature=0.0625
 
@@ -20,6 +21,7 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 import argparse
 import difflib
 import sys
+import tempfile
 from pathlib import Path
 
 from data import program
@@ -28,7 +30,7 @@ from experiments.shared import command_line as cli
 from experiments.shared.environment import ROOT
 from experiments.shared.run_record import read_rows
 from scripts.reporting.formats import FORMATS
-from scripts.reporting.tables import Row, build_table, read_published
+from scripts.reporting.tables import Row, Table, build_table, read_published
 
 PAPER = ROOT / "results" / "paper"
 TABLES = ("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5")
@@ -60,6 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="only these rows, or of METHOD's rows only these; may be repeated",
     )
     parser.add_argument("--n_seeds", type=cli.count, help="seeds asked of each row; as published, 2 if that is unknown")
+<<<<<<< HEAD
     parser.add_argument("--format", type=cli.choice("format", FORMATS), default="markdown", help="markdown, latex, csv")
     parser.add_argument(
         "--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it"
@@ -67,6 +70,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--figures", type=cli.path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR"
     )
+=======
+    parser.add_argument(
+        "--format", type=cli.choice("format", FORMATS), default="markdown", help=f"{', '.join(FORMATS)}; markdown"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the table goes; the screen without it")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR")
+>>>>>>> docs-site
     parser.add_argument(
         "--benchmarks",
         type=cli.path,
@@ -78,26 +88,44 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the table, then the figures; return the exit status."""
+    """Write the table, and draw the figures that it asks for; return the exit status."""
     runs = chosen_rows(args.results, args.where)
-    published_file = args.published or published_of(args.table, args.results, runs)
-    published, protocol = read_published(published_file) if published_file else ([], {})
-    table = build_table(args.results.stem, runs, published, protocol, args.n_seeds)
-    text = FORMATS[args.format](table)
+    table, protocol = table_of(args.results, runs, args.table, args.published, args.n_seeds)
+    with tempfile.TemporaryDirectory() as scratch:
+        figures: list[Path] = []
+        if args.figures or args.format == "html":
+            try:
+                from scripts.reporting.figures import draw_figures  # matplotlib takes a second, and a table needs none
+            except ImportError as error:
+                raise cli.RunError(f"{error}; --figures and --format html need pip install matplotlib") from None
+            folder = args.figures or Path(scratch)
+            figures = draw_figures(table, protocol, args.results.parent / "runs", args.benchmarks, folder)
+        text = FORMATS[args.format](table, figures)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(args.output) as file:
             file.write(text)
-        print(f"wrote {args.output}", file=sys.stderr)
     else:
         print(text, end="")
-    if args.figures:
-        try:
-            from scripts.reporting.figures import draw_figures  # matplotlib takes a second, and a table needs none
-        except ImportError as error:
-            raise cli.RunError(f"{error}; --figures needs pip install matplotlib") from None
-        draw_figures(table, protocol, args.results.parent / "runs", args.benchmarks, args.figures)
+    for path in [args.output] * bool(args.output) + figures * bool(args.figures):
+        print(f"wrote {path}", file=sys.stderr)
     return 0
+
+
+def table_of(
+    results: Path,
+    runs: list[Row],
+    name: str | None = None,
+    published_file: Path | None = None,
+    num_seeds: int | None = None,
+) -> tuple[Table, Row]:
+    """Return the table of the rows of a results file (none: nothing has run yet) and the protocol it is measured by.
+
+    name: the published table; None: by the file's name or its rows. Raises CommandLineError.
+    """
+    published_file = published_file or published_of(name, results, runs)
+    published, protocol = read_published(published_file) if published_file else ([], {})
+    return build_table(results.stem, runs, published, protocol, num_seeds), protocol
 
 
 def chosen_rows(path: Path, where: list[str]) -> list[Row]:

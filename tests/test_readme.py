@@ -1,42 +1,45 @@
-"""The README's Python runs as it stands: its fenced blocks, and the calls that the sentences below a block name."""
+"""The Python of README.md and docs/ runs as it stands.
 
-import ast
+Blocks that need a package of docs/requirements.txt are skipped where it is absent; scripts/docs.sh runs them.
+"""
+
+import csv
+import importlib.util
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ELSEWHERE = {"lightning", "torchmetrics", "transformers"}  # what docs/requirements.txt installs for the snippets
 FENCE = re.compile(r"^```(\w*)$", re.MULTILINE)
 CONTINUES = re.compile(r"^#.*\b(continued|continues|as above)\b", re.IGNORECASE)
 
 
-def blocks(text: str) -> list[tuple[int, str, str]]:
-    """Each ```python block: the line where its code begins, the code, and the prose up to the next heading or fence."""
+class Block(NamedTuple):
+    """A ```python block: its page, the line where its code begins, and the block that its first line continues."""
+
+    page: Path
+    line: int
+    code: str
+    before: "Block | None" = None
+
+
+def blocks(page: Path, text: str) -> list[Block]:
+    """Every block of a page."""
     fences = list(FENCE.finditer(text))
-    assert len(fences) % 2 == 0, "a fence is left open"
-    found = []
-    for opening, closing, after in zip(fences[::2], fences[1::2], [*fences[2::2], None]):
+    assert len(fences) % 2 == 0, f"{page}: a fence is left open"
+    found: list[Block] = []
+    for opening, closing in zip(fences[::2], fences[1::2]):
         if opening[1] == "python":
-            prose = text[closing.end() : after and after.start()].partition("\n#")[0]
-            found.append((text[: opening.end()].count("\n") + 2, text[opening.end() + 1 : closing.start()], prose))
+            code = text[opening.end() + 1 : closing.start()]
+            before = found[-1] if found and CONTINUES.match(code) else None
+            found.append(Block(page, text[: opening.end()].count("\n") + 2, code, before))
     return found
-
-
-def calls_in(prose: str) -> list[str]:
-    """The inline code that is a call with all its arguments, so without `...`, of an attribute: `a.b(c)`."""
-    calls = []
-    for code in re.findall(r"`([^`]+)`", prose):
-        try:
-            tree = ast.parse(code, mode="eval").body
-        except SyntaxError:
-            continue
-        whole = not any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(tree))
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute) and whole:
-            calls.append(code)
-    return calls
 
 
 def a_training() -> dict[str, object]:
@@ -47,54 +50,90 @@ def a_training() -> dict[str, object]:
     return {"model": model, "images": images, "labels": labels, "logits": model(images).detach()}
 
 
-def run(code: str, line: int, namespace: dict[str, object]) -> None:
-    """Execute code that stands at `line` of the README; a failure names the README's line."""
+def run(block: Block, namespace: dict[str, object]) -> None:
+    """Execute the code of a block; a failure names its page and line."""
+    name = str(block.page)
     try:
-        exec(compile("\n" * (line - 1) + code, str(README), "exec"), namespace)
+        exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), namespace)
     except Exception as error:
-        trace, at = error.__traceback__, line
+        trace, at = error.__traceback__, block.line
         while trace:
-            at = trace.tb_lineno if trace.tb_frame.f_code.co_filename == str(README) else at
+            at = trace.tb_lineno if trace.tb_frame.f_code.co_filename == name else at
             trace = trace.tb_next
-        at = error.lineno if isinstance(error, SyntaxError) and error.filename == str(README) else at
-        pytest.fail(f"{README.name}, line {at}: {type(error).__name__}: {error}", pytrace=False)
+        at = error.lineno if isinstance(error, SyntaxError) and error.filename == name else at
+        pytest.fail(f"{block.page.name}, line {at}: {type(error).__name__}: {error}", pytrace=False)
 
 
-def namespace_of(index: int) -> dict[str, object]:
-    """What block `index` finds: a training, and what the blocks before it made where its first line continues them."""
-    if index == 0 or not CONTINUES.match(BLOCKS[index][1]):
-        return a_training()
-    namespace = namespace_of(index - 1)
-    line, code, _ = BLOCKS[index - 1]
-    run(code, line, namespace)
+def after(block: Block) -> dict[str, object]:
+    """The names that there are when a block has run: a training's, the block's, and those of blocks that it continues.
+
+    Skips the test where the block needs a package that is not here.
+    """
+    for package in sorted(ELSEWHERE):
+        if re.search(rf"^(import|from) {package}\b", block.code, re.MULTILINE) and not importlib.util.find_spec(
+            package
+        ):
+            pytest.skip(f"{package} is not installed; scripts/docs.sh installs it and runs this")
+    namespace = after(block.before) if block.before else a_training()
+    run(block, namespace)
     return namespace
 
 
-BLOCKS = blocks(README.read_text(encoding="utf-8"))
-CALLS = [(index, call) for index, (_, _, prose) in enumerate(BLOCKS) for call in calls_in(prose)]
+BLOCKS = [block for page in PAGES for block in blocks(page, page.read_text(encoding="utf-8"))]
 
 
-def test_there_is_a_block():
-    assert BLOCKS
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path, monkeypatch):
+    """What a snippet writes, it writes elsewhere."""
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("index", range(len(BLOCKS)), ids=[f"line{line}" for line, _, _ in BLOCKS])
-def test_a_block_runs(index):
-    line, code, _ = BLOCKS[index]
-    run(code, line, namespace_of(index))
+def test_there_are_blocks():
+    assert {"README.md", "index.md", "integrations.md", "extending.md"} <= {block.page.name for block in BLOCKS}
 
 
-@pytest.mark.parametrize(("index", "call"), CALLS)
-def test_a_call_in_the_sentences_below_a_block_runs(index, call):
-    line, code, prose = BLOCKS[index]
-    namespace = namespace_of(index)
-    run(code, line, namespace)
-    below = line + code.count("\n") + 1 + prose[: prose.index(f"`{call}`")].count("\n")
-    run(call, below - 1, namespace)
+@pytest.mark.filterwarnings("ignore")  # those of other packages are theirs
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.page.stem}-line{block.line}" for block in BLOCKS])
+def test_a_block_runs(block):
+    after(block)
 
 
-def test_a_failure_names_the_line_of_the_readme():
-    ((line, code, _),) = blocks("# A title\n\n```python\nvalue = 1\nvalue.nothing\n```\nand text\n")
-    assert line == 4
-    with pytest.raises(pytest.fail.Exception, match=r"README\.md, line 5: AttributeError"):
-        run(code, line, {})
+def test_a_failure_names_the_page_and_the_line():
+    text = "# A title\n\n```python\nvalue = 1\nvalue.nothing\n```\nand text\n"
+    (block,) = blocks(Path("page.md"), text)
+    assert block.line == 4
+    with pytest.raises(pytest.fail.Exception, match=r"page\.md, line 5: AttributeError"):
+        run(block, {})
+
+
+def test_a_trainer_with_accumulated_micro_batches_takes_the_step_of_the_whole_batch(tmp_path):
+    """The loss function of docs/integrations.md, in Hugging Face's Trainer."""
+    pytest.importorskip("transformers", reason="scripts/docs.sh installs transformers and runs this")
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    (block,) = [block for block in BLOCKS if "num_items_in_batch" in block.code]
+    names = after(block)
+    weights = []
+    for size, micro_batches in ((8, 1), (3, 3)):  # 3 + 3 + 2 images
+        set_seed(0)
+        model = type(names["model"])(names["config"])
+        settings = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=size, optim="sgd", max_grad_norm=0.0,
+            gradient_accumulation_steps=micro_batches, use_cpu=True, save_strategy="no", report_to=[],
+            learning_rate=1.0,
+        )  # fmt: skip
+        data = names["images"][:8]
+        Trainer(model, settings, train_dataset=data, compute_loss_func=names["top_k_loss"]).train()
+        weights.append(model.classifier.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+def test_the_published_values_of_the_readme_are_those_of_results_paper():
+    known = set()
+    for path in (ROOT / "results" / "paper").glob("table*.csv"):
+        for row in csv.DictReader(path.open(newline="")):
+            known.add(tuple(row[f"test_top{k}"].replace("0.", "", 1) for k in (1, 5)))
+    text = PAGES[0].read_text(encoding="utf-8")
+    shown = re.findall(r"\| (\d\d)\.(\d+) \\\| (\d\d)\.(\d+)", text)
+    assert len(shown) >= 5
+    assert {(one + one_more, five + five_more) for one, one_more, five, five_more in shown} <= known

@@ -35,21 +35,26 @@ PER_ROW = 3  # pairs of panels on a page's width
 P_KS = ("1 0 0 0 0", "0 0 0 0 1", "0.5 0 0 0 0.5", "0.25 0 0 0 0.75", "0.1 0 0 0 0.9", "0.2 0.2 0.2 0.2 0.2")
 
 
-def draw_figures(table: Table, protocol: Row, run_folders: Path, benchmarks: Path, folder: Path) -> None:
-    """Draw every figure for which there is data, and say what was written and what was left out."""
+def draw_figures(table: Table, protocol: Row, run_folders: Path, benchmarks: Path, folder: Path) -> list[Path]:
+    """Draw every figure for which there is data, return their paths, and say what was left out."""
+    return [
+        *draw_figures_of_table(table, protocol, run_folders, folder),
+        *draw_times(benchmarks, folder),
+        *draw_permutations(folder),
+    ]
+
+
+def draw_figures_of_table(table: Table, protocol: Row, run_folders: Path, folder: Path) -> list[Path]:
+    """Draw the figures of the rows of a table alone."""
     runs = [run for line in table.run_lines for run in line.runs]
     note = f"{table.name}.csv: {run_summary(runs, protocol, len(table.run_lines))}."
     if any(line.reasons for line in table.run_lines):
         note += " Not comparable with the published values."
-    for paths in (
-        _accuracy_over_epochs(table, run_folders, note, folder),
-        _top1_against_top5(table, note, folder),
-        _accuracy_over_p_k(table, note, folder),
-        _times(benchmarks, folder),
-        draw_permutations(folder),
-    ):
-        for path in paths:
-            print(f"wrote {path}", file=sys.stderr)
+    return [
+        *_accuracy_over_epochs(table, run_folders, note, folder),
+        *_top1_against_top5(table, note, folder),
+        *_accuracy_over_p_k(table, note, folder),
+    ]
 
 
 def read_curves(line: Line, run_folders: Path) -> tuple[str, list[list[Row]]]:
@@ -196,7 +201,7 @@ def _accuracy_over_p_k(table: Table, note: str, folder: Path) -> list[Path]:
     return save(figure, folder, f"{table.name}_accuracy_over_p_k")
 
 
-def _times(benchmarks: Path, folder: Path) -> list[Path]:
+def draw_times(benchmarks: Path, folder: Path) -> list[Path]:
     """Seconds per epoch of training steps, and milliseconds per forward and backward pass, ours beside difftopk's."""
     steps = _read_csv(benchmarks / "training_step.csv", ("ms_per_step",))
     losses = _read_csv(benchmarks / "losses.csv", ("batch", "n"))

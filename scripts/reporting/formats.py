@@ -1,11 +1,18 @@
-"""A table as Markdown, LaTeX (booktabs) or CSV. Markdown and LaTeX are in percent, CSV in fractions with all digits."""
+"""A table as Markdown, LaTeX (booktabs), HTML or CSV, in percent; CSV in fractions with all digits.
 
+HTML is one page that needs nothing else: the figures are in it, a click on a heading sorts, dark where the reader's
+system is. The other formats are of the table alone.
+"""
+
+import base64
 import csv
 import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from html import escape
+from pathlib import Path
 
 from scripts.reporting.tables import METRICS, Line, Row, Table, shown_p_k
 
@@ -14,6 +21,7 @@ LATEX = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{"±": r"$\pm$", "−": "$-$", "—": "---", "≈": r"$\approx$", "†": r"$^\dagger$"},
 }
+PAGE = Path(__file__).with_name("page.html")
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Column:
     is_number: bool = False
 
 
-def markdown(table: Table) -> str:
+def markdown(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return the caption and a table for README files."""
     columns = _columns(table)
     lines = [
@@ -49,7 +57,7 @@ def markdown(table: Table) -> str:
     return f"{table.caption}\n\n{body}\n"
 
 
-def latex(table: Table) -> str:
+def latex(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return a table environment; it needs the package booktabs."""
     columns = _columns(table)
     groups: list[tuple[str, int]] = []
@@ -89,7 +97,7 @@ def latex(table: Table) -> str:
     )
 
 
-def as_csv(table: Table) -> str:
+def as_csv(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return a row per line of the table, fractions in [0, 1] with all digits, and in each what its runs were."""
     rows = []
     for line in table.lines:
@@ -114,7 +122,38 @@ def as_csv(table: Table) -> str:
     return file.getvalue()
 
 
-FORMATS = {"markdown": markdown, "latex": latex, "csv": as_csv}
+def html(table: Table, figures: Sequence[Path] = ()) -> str:
+    """Return a page with the table and those of the figures that are SVG."""
+    columns = _columns(table)
+    heads = "".join(
+        f'<th scope="col" aria-sort="none"><button>{escape(f"{column.group} {column.heading}".strip())}</button></th>'
+        for column in columns
+    )
+    body = "\n".join(
+        "<tr>"
+        + "".join(
+            f"<td{' class=number' * column.is_number}>"
+            + (f"<b>{escape(cell.text)}</b>" if cell.bold else escape(cell.text))
+            + "</td>"
+            for column, cell in zip(columns, cells)
+        )
+        + "</tr>"
+        for cells in zip(*(column.cells for column in columns))
+    )
+    images = "\n".join(
+        f'<img alt="{escape(path.stem.replace("_", " "))}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+        for path in figures
+        if path.suffix == ".svg"
+    )
+    title, _, caption = escape(table.caption).partition(". ")
+    page = PAGE.read_text(encoding="utf-8")
+    for name, content in {"title": title, "caption": caption, "heads": heads, "body": body, "images": images}.items():
+        page = page.replace(f"<!-- {name} -->", content)
+    return page
+
+
+FORMATS = {"markdown": markdown, "latex": latex, "csv": as_csv, "html": html}
 
 
 def _columns(table: Table) -> list[Column]:

@@ -1,5 +1,5 @@
 """The relaxed permutation matrix P of one sample by each method, as in the authors' talk: rank by class, the weights
-w_r of P_K to its right, the resulting class probabilities p = w P below.
+w_r of P_K to its right, the resulting class probabilities p = w P below. And for each method alone, P and the gradient.
 
 Scores, classes and P_K are the talk's (its fifth rank is the one that is left over), temperatures the library's
 defaults. Nothing is read from results/. The relaxed sort answers for every rank, as in the talk: top1_mode sort.
@@ -13,13 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from torch import Tensor
 
-from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
+from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
 from scripts.reporting.tables import shown_p_k
-from topk_losses import METHODS, RELAXATIONS, make_operator
+from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
 
 CLASSES = ("airplane", "panda", "goldfish", "mammal", "husky")
 SCORES = (1.0, 8.0, -1.0, 9.0, 5.0)
 P_K = (0.5, 0.5, 0.0, 0.0)
+TRUE, WITHIN = CLASSES.index("panda"), 2  # of the gradient: the panda must be among the 2 highest
 SHADES = LinearSegmentedColormap.from_list("white to blue", ["#ffffff", "#0072B2"])
 
 
@@ -61,6 +62,53 @@ def draw_permutations(folder: Path) -> list[Path]:
         ha="left",
     )
     return save(figure, folder, "permutation_matrix")
+
+
+def pull(method: str, own: Tensor, inverse_temperature: float | None = None) -> Tensor:
+    """Return -dL/ds_y, how strongly a method pulls the true class up, for each score `own` (points,) that it may have.
+
+    The other classes keep their scores. P_K is k = WITHIN alone; of softmax_cross_entropy, which has no other, k = 1.
+    """
+    own = own.detach().requires_grad_()
+    logits = torch.tensor([SCORES] * len(own), dtype=own.dtype).index_copy(1, torch.tensor([TRUE]), own.unsqueeze(1))
+    loss = make_loss(
+        method,
+        p_k=WITHIN if METHODS[method].inverse_temperature else None,
+        num_classes=len(SCORES),
+        inverse_temperature=inverse_temperature,
+        top1_mode="sort" if method in RELAXATIONS else None,
+        reduction="sum",
+    )
+    (gradient,) = torch.autograd.grad(loss(logits, torch.full((len(own),), TRUE)), own)
+    return -gradient
+
+
+def draw_method(method: str, folder: Path) -> list[Path]:
+    """Draw METHOD.png and .svg, P (where it has one) and the gradient, and return their paths."""
+    temperature, is_relaxed = METHODS[method].inverse_temperature, method in RELAXATIONS
+    figure, axes = pyplot.subplots(1, 1 + is_relaxed, figsize=(PAGE if is_relaxed else COLUMN, 2.6), squeeze=False)
+    if is_relaxed:
+        draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K))
+        axes[0][0].set_title(f"P of one sample, β = {temperature:g}", loc="left")
+    axis, own = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64)
+    symbol = "β" if is_relaxed else "τ"
+    lines = {factor * temperature: line for factor, line in ((0.25, ":"), (1, "-"), (4, "--"))} if temperature else {}
+    highest = 0.0
+    for value, line in (lines or {None: "-"}).items():
+        pulls = pull(method, own, value)
+        label = None if value is None else f"{symbol} = {value:g}"
+        axis.plot(own, pulls, color=STYLES[method].color, linestyle=line, label=label)
+        highest = max(highest, pulls.quantile(0.99).item())
+    for score in SCORES[:TRUE] + SCORES[TRUE + 1 :]:
+        axis.axvline(score, color=GREY, linewidth=0.5, linestyle=(0, (1, 2)))
+    axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
+    axis.set_xlabel("score of the true class (dotted: of the others)")
+    axis.set_ylabel("−∂L / ∂score")
+    k = WITHIN if temperature else 1
+    axis.set_title(f"pull on the true class, k = {k} alone", loc="left")
+    if temperature:
+        axis.legend()
+    return save(figure, folder, method)
 
 
 def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor) -> None:

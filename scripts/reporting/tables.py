@@ -140,14 +140,16 @@ def read_published(path: Path) -> tuple[list[Row], Row]:
 def build_table(
     name: str, runs: Sequence[Row], published: Sequence[Row], protocol: Row, num_seeds: int | None
 ) -> Table:
-    """Return the table of the runs beside the published rows (none: of the runs alone, protocol then empty).
+    """Return the table of the runs (none: nothing has run yet) beside the published rows (none: of the runs alone,
+    protocol then empty).
 
     num_seeds: asked of each row; None: as published, or USUAL_SEEDS. Raises CommandLineError for runs that do not
     belong in one table.
     """
     for run in runs:
         _check(run)
-    _refuse_mixtures(name, runs)
+    if runs:
+        _refuse_mixtures(name, runs)
     num_seeds = num_seeds or int(protocol.get("n_seeds") or USUAL_SEEDS)
     lines = _lines(published)
     ours_alone = []
@@ -174,7 +176,7 @@ def build_table(
         _caption(name, runs, lines, published, protocol, num_seeds),
         {metric: _decimals(metric, published) for metric in METRICS},
         num_seeds,
-        runs[0].get("implementation") or "ours",
+        (runs[0].get("implementation") if runs else None) or "ours",
     )
 
 
@@ -268,7 +270,7 @@ def _caption(
     sentences = [
         f"{protocol.get('title') or name}.",
         "Test accuracy in percent where validation accuracy was best, mean ± sample standard deviation over the seeds.",
-        f"Ours ({name}.csv): {run_summary(runs, protocol, len(run_lines))}.",
+        f"Ours ({name}.csv): {run_summary(runs, protocol, len(run_lines)) if runs else 'not run'}.",
     ]
     if any(len(line.runs) < num_seeds for line in run_lines):
         sentences.append(f"Rows with fewer than the {num_seeds} seeds that the table asks for say so.")

@@ -418,7 +418,9 @@ def test_what_nobody_foresaw_is_a_sentence_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(commands, "open_store", lambda path: {}["x"])
     assert main(["info", str(tmp_path / "store")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: KeyError: 'x'") and "--debug" in error and "Traceback" not in error
+    assert error.startswith("error: KeyError: 'x'")
+    assert "--debug" in error
+    assert "Traceback" not in error
 
 
 def test_the_module_runs_as_a_command_and_catches_its_own_errors(tmp_path):

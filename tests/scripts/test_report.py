@@ -1,20 +1,17 @@
 """Tables from small files made here, the published values against the facts they were taken from, and the figures."""
 
+import base64
 import csv
 import io
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from experiments import finetune_imagenet, train_cifar100
 from scripts import report
-from scripts.reporting import permutation_figure
 from scripts.reporting import tables as report_tables
-from scripts.reporting.figure_style import STYLES
-from topk_losses import METHODS, RELAXATIONS, make_loss
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "results" / "paper"
@@ -280,6 +277,26 @@ def test_csv_keeps_all_digits_as_fractions(made, tmp_path):
     assert (rows[6]["rerun_test_top5"], rows[10]["second_hand"]) == ("0.8303", "true")
 
 
+def test_html_is_one_page_with_the_table_and_the_figures_in_it(made, monkeypatch):
+    from scripts.reporting import figures as report_figures
+
+    monkeypatch.setattr(report_figures, "draw_permutations", lambda folder: [])
+    rows = [{**row, "device_name": "<CPU & co>"} for row in TWO_SEEDS]
+    status, text, said = made(rows, "--format", "html")
+    assert (status, "wrote" in said) == (0, False)
+    images = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)">', text)
+    assert [alt for alt, _ in images] == ["table1 top1 top5", "times"]
+    assert all(base64.b64decode(data).startswith(b"<?xml") for _, data in images)
+    assert not re.search(r'(src|href)="(?!data:)', text)  # nothing from elsewhere
+    assert "<title>Table 1: ResNet-18 from scratch on CIFAR-100</title>" in text
+    assert "&lt;CPU &amp; co&gt;" in text
+    assert not re.search("<CPU|<!-- ", text)
+    page = [[cell.strip("*") for cell in cells(made(rows)[1], name)] for name in ("Softmax CE", "Top-k NeuralSort")]
+    body = [re.findall(r"<td[^>]*>(?:<b>)?(.*?)(?:</b>)?</td>", line) for line in text.splitlines() if "<td" in line]
+    assert page[0] in body
+    assert page[1] in body
+
+
 @pytest.mark.parametrize(
     ("rows", "flags", "said"),
     [
@@ -436,20 +453,3 @@ def test_figures_whose_data_are_damaged_are_left_out_with_a_sentence(write, tmp_
     assert report.main([str(write(TWO_SEEDS[:1])), *map(str, flags)]) == 0
     said = capsys.readouterr().err
     assert all(f"left out: {file}, wh" in said for file in files)
-
-
-def test_every_method_has_a_look_of_its_own():
-    assert set(STYLES) == set(METHODS)
-    for kind in ("label", "color", "marker"):
-        assert len({getattr(style, kind) for style in STYLES.values()}) == len(METHODS)
-
-
-@pytest.mark.parametrize("method", RELAXATIONS)
-def test_the_class_probabilities_of_the_permutation_figure_are_those_of_the_loss(method):
-    scores, p_k = [1.0, 8.0, -1.0, 9.0, 5.0], [0.5, 0.2, 0.2, 0.1]  # a weight of its own for each rank
-    matrix, weights, p = permutation_figure.relaxed_sort(method, scores, p_k)
-    assert weights.tolist() == pytest.approx([1, 0.5, 0.3, 0.1])
-    assert matrix.shape == (4, 5)
-    loss = make_loss(method, p_k=p_k, num_classes=5, top1_mode="sort", reduction="none")
-    logits = torch.tensor([scores] * 5, dtype=torch.float64)
-    assert p.tolist() == pytest.approx(loss(logits, torch.arange(5)).neg().exp().tolist(), abs=1e-6)

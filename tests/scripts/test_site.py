@@ -1,0 +1,80 @@
+"""What the documentation takes from the repository when it is built."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.reporting import site
+from topk_losses import METHODS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_results_that_have_not_run_stand_beside_the_published_ones(tmp_path):
+    """The same mark before the sweep has begun, and when one of its rows is there."""
+    mark = "# Table 1\n\n<!-- results: table1_short -->\n"
+    before = site.expand(mark, lambda name: False, results=tmp_path)
+    assert "Ours (table1_short.csv): not run." in before
+    assert before.count("| not run |") == 2 * 10  # the rows of the paper, top-1 and top-5
+    assert "62.00" in before
+    lines = (ROOT / "results" / "table1_1epoch.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "table1_short.csv").write_text("".join(lines[:2]))
+    after = site.expand(mark, lambda name: name == "table1_short_top1_top5.svg", "../", tmp_path)
+    assert after.count("| not run |") == 2 * 9
+    assert re.findall(r"!\[.*\]\((.*)\)", after) == ["../figures/table1_short_top1_top5.svg"]
+
+
+def test_an_absent_file_without_a_published_table_is_a_sentence(tmp_path):
+    assert site.expand("<!-- results: mine -->", lambda name: False, results=tmp_path) == "`results/mine.csv`: not run."
+
+
+def test_a_broken_results_file_stops_the_build(tmp_path):
+    (tmp_path / "table1.csv").write_text("run_id,method\na,softsort\n")
+    with pytest.raises(site.report.cli.CommandLineError, match="no column p_k"):
+        site.expand("<!-- results: table1 -->", lambda name: False, results=tmp_path)
+
+
+def test_an_included_file_loses_its_title_and_finds_its_figures():
+    text = site.expand("<!-- include: benchmarks/README.md -->", lambda name: False)
+    assert not re.search(r"^# ", text, re.MULTILINE)
+    assert "(figures/cost_over_size.svg)" in text
+
+
+def test_formulas_become_mathml():
+    pytest.importorskip("latex2mathml", reason="scripts/docs.sh installs it")
+    html = site.mathml(
+        '<p>a <span class="arithmatex">\\(a &lt; b\\)</span></p><div class="arithmatex">\\[\nx^2\n\\]</div>'
+    )
+    assert html.count("<math") == 2
+    assert 'display="block"' in html
+    assert "arithmatex" not in html
+
+
+def test_docstrings_are_shown_as_they_are_written():
+    pytest.importorskip("griffe", reason="scripts/docs.sh installs it")
+    from scripts.reporting.plain_docstrings import escaped
+
+    assert escaped("    p_k: log sum_{k>=2} `a_b` s_[i]") == "    p_k: log sum\\_{k&gt;=2} `a_b` s\\_\\[i\\]"
+    assert escaped("    weight, p_k: > 0") == "    weight, p_k: &gt; 0"
+
+
+def test_every_method_has_a_page_with_its_figure_and_a_line_in_the_table_to_choose_by():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "methods").glob("*.md"))
+    table = (ROOT / "docs" / "which-loss.md").read_text(encoding="utf-8")
+    for method in METHODS:
+        assert f"(../figures/{method}.svg)" in pages, method
+        assert f"`{method}`" in table, method
+
+
+def test_every_page_is_in_the_navigation():
+    def pages(entry):
+        return [entry] if isinstance(entry, str) else [page for each in entry for page in pages(_value(each))]
+
+    def _value(entry):
+        return next(iter(entry.values())) if isinstance(entry, dict) else entry
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))

@@ -1,0 +1,105 @@
+"""The package as its users get it: `python -m build`, what is in the wheel, and that PyTorch is all that it needs."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from topk_losses import METHODS, make_loss
+
+ROOT = Path(__file__).parents[1]
+# Run by itself: the losses of one batch by every method, and what was imported. Nothing but the standard library, the
+# wheel and what PyTorch brings along can be imported.
+ALONE = """
+import importlib.machinery, json, sys
+
+wheel, packages, allowed = sys.argv[1], sys.argv[2], set(sys.argv[3].split()) | sys.stdlib_module_names
+
+class Alone(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return super().find_spec(name, path, target) if path is not None or name in allowed else None
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Alone
+sys.path += [wheel, packages]
+import torch
+from topk_losses import METHODS, make_loss
+
+assert "numpy" not in sys.modules and "numba" not in sys.modules
+logits, labels = torch.tensor(json.loads(sys.argv[4])).requires_grad_(), torch.tensor(json.loads(sys.argv[5]))
+losses = {}
+for method in METHODS:
+    loss = make_loss(method, num_classes=logits.shape[1])(logits, labels)
+    loss.backward()
+    losses[method] = loss.item()
+assert logits.grad.isfinite().all()
+print(json.dumps({"losses": losses, "from": sys.modules["topk_losses"].__file__}))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel that `python -m build` makes of the source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(folder.glob("*.tar.gz"))) == 1
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder / "wheel")
+    return folder / "wheel"
+
+
+def test_the_wheel_holds_the_typed_library_and_its_licence(built):
+    (about,) = built.glob("*.dist-info")
+    assert {path.name for path in built.iterdir()} == {"topk_losses", about.name}
+    assert (built / "topk_losses" / "py.typed").is_file()
+    sources = {path.relative_to(ROOT) for path in (ROOT / "topk_losses").rglob("*.py")}
+    assert {path.relative_to(built) for path in (built / "topk_losses").rglob("*.py")} == sources
+    assert (about / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    metadata = importlib.metadata.PathDistribution(about)
+    assert metadata.metadata["License-Expression"] == "MIT"
+    assert [name for name in metadata.requires if "extra" not in name] == ["torch>=2.5"]
+
+
+def test_with_pytorch_alone_the_wheel_computes_every_method(built):
+    wanted, brought = ["torch"], set()
+    while wanted:
+        name = wanted.pop()
+        if name not in brought:
+            brought.add(name)
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+            wanted += [
+                canonicalize_name(each.name) for each in needs if not each.marker or each.marker.evaluate({"extra": ""})
+            ]
+    brought -= {"triton"}  # with CUDA alone
+    modules = importlib.metadata.packages_distributions()
+    allowed = {module for module, names in modules.items() if brought & set(map(canonicalize_name, names))}
+    assert not {"numpy", "numba", "triton", "difftopk"} & allowed
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(4, 12, generator=generator), torch.arange(4)
+    packages = str(Path(torch.__file__).parents[1])
+    data = [json.dumps(each.tolist()) for each in (logits, labels)]
+    program = [sys.executable, "-I", "-S", "-c", ALONE, built, packages, " ".join([*allowed, "topk_losses"]), *data]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert Path(said["from"]).is_relative_to(built)
+    assert said["losses"] == {
+        method: pytest.approx(make_loss(method, num_classes=12)(logits, labels).item(), rel=1e-4) for method in METHODS
+    }
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert citation["preferred-citation"]["title"] in (ROOT / "README.md").read_text(encoding="utf-8")
