@@ -62,21 +62,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="only these rows, or of METHOD's rows only these; may be repeated",
     )
     parser.add_argument("--n_seeds", type=cli.count, help="seeds asked of each row; as published, 2 if that is unknown")
-<<<<<<< HEAD
-    parser.add_argument("--format", type=cli.choice("format", FORMATS), default="markdown", help="markdown, latex, csv")
+    parser.add_argument(
+        "--format", type=cli.choice("format", FORMATS), default="markdown", help=f"{', '.join(FORMATS)}; markdown"
+    )
     parser.add_argument(
         "--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it"
     )
     parser.add_argument(
         "--figures", type=cli.path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR"
     )
-=======
-    parser.add_argument(
-        "--format", type=cli.choice("format", FORMATS), default="markdown", help=f"{', '.join(FORMATS)}; markdown"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the table goes; the screen without it")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR")
->>>>>>> docs-site
     parser.add_argument(
         "--benchmarks",
         type=cli.path,
