@@ -1,15 +1,15 @@
 """The smooth k-th largest score on the CPU, compiled by Numba: a ratio of elementary symmetric polynomials, row by row.
 
-With x_i = scale exp(o_i / temperature), whatever the scale, log e_k / e_{k-1} is that of the exponentials plus log scale.
-The e_j come from sums and products of non-negative numbers alone, in float64, so that nothing is cancelled:
+With x_i = scale exp(o_i / temperature), whatever the scale, e_k / e_{k-1} is that of the exponentials times the scale.
+The e_j come from sums and products of non-negative numbers alone, so that nothing is cancelled:
 
-The 2 k largest scores, the leaves, are added one after the other, as trials with p_i = x_i / (1 + x_i): P(N = j), with N
-the number of successes, is e_j but for a common factor, however far apart the scores lie. The rest, to which they are
-added, are polynomials 1 + x_i t that are multiplied two by two, cut off at t^k.
+The rest, all but the true class and the 2 k largest, are polynomials 1 + x_i t that are multiplied two by two, cut off at
+t^k. The 2 k largest, the leaves, are added to the product one by one, as trials with p_i = x_i / (1 + x_i): P(N = j),
+with N the number of successes, is e_j but for a common factor, however far apart the scores lie.
 
 By a score, e_k has the derivative x_i e_{k-1} of all other scores. Those of the leaves come backward through the trials.
 A score of the rest is divided out of the product: e_j without it is e_j - x_i (e_{j-1} without it), in powers of x_i.
-Since 2 k scores are at least as large, each term is no larger than the one before, and hardly a digit is lost. O(n k).
+Since 2 k scores are at least as large, no term is larger than the one before, and hardly a digit is lost. O(n k).
 """
 
 import math
