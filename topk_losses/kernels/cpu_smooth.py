@@ -3,11 +3,11 @@
 With x_i = scale exp(o_i / temperature), whatever the scale, e_k / e_{k-1} is that of the exponentials times the scale.
 The e_j come from sums and products of non-negative numbers alone, so that nothing is cancelled:
 
-The rest, all but the true class and the 2 k largest, are polynomials 1 + x_i t that are multiplied two by two, cut off at
+The rest, all but the true class and the 2 k largest, are polynomials 1 + x_i t, multiplied two by two and cut off at
 t^k. The 2 k largest, the leaves, are added to the product one by one, as trials with p_i = x_i / (1 + x_i): P(N = j),
 with N the number of successes, is e_j but for a common factor, however far apart the scores lie.
 
-By a score, e_k has the derivative x_i e_{k-1} of all other scores. Those of the leaves come backward through the trials.
+By a score, e_k has the derivative x_i e_{k-1} of all the others. Those of the leaves come backward through the trials.
 A score of the rest is divided out of the product: e_j without it is e_j - x_i (e_{j-1} without it), in powers of x_i.
 Since 2 k scores are at least as large, no term is larger than the one before, and hardly a digit is lost. O(n k).
 """
