@@ -28,10 +28,18 @@ WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a mi
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 LANES = 16
 _f32 = np.float32
-_free = partial(jit, fastmath=("nsz", "reassoc", "contract"))  # sums in any order
 
 
-@_free
+@partial(jit, fastmath=("nsz", "reassoc"))
+def _sum(values):
+    """The sum of values (n,) float32, in an order that makes it vector code."""
+    total = _f32(0)
+    for value in values:
+        total += value
+    return total
+
+
+@jit
 def _product(factors):
     """The product of polynomials, factors (k + 1, number), coefficients in rows, into the first column.
 
@@ -55,7 +63,7 @@ def _product(factors):
         width, degree = half, 2 * degree
 
 
-@_free
+@jit
 def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top, slopes, kth_of):
     """Rows first..last of scores (batch, n) to smooth, hard, kth_of (batch,), top (batch, some), slopes (batch, n).
 
@@ -92,10 +100,8 @@ def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top,
                 x[j] = _f32(0) if v < _f32(-87) else exp(v)
             for leaf in leaves:
                 x[leaf] = _f32(0)
-            x[true] = total = _f32(0)
-            for j in range(n):
-                total += x[j]
-            scale = 1 / max(1.0, total / k)
+            x[true] = _f32(0)
+            scale = 1 / max(1.0, _sum(x) / k)
             factors[1, n:] = _f32(0)
             for j in range(n):
                 x[j] *= _f32(scale)
