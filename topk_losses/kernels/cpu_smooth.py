@@ -73,7 +73,8 @@ def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top,
     n, num_leaves = scores.shape[1], index.shape[1] - 1
     inverse, leaves = _f32(1 / temperature), np.empty(num_leaves, np.int64)
     x, factors = np.empty(n, _f32), np.empty((k + 1, -(-n // LANES) * LANES), _f32)
-    odds, counts, g = np.empty(num_leaves), np.zeros((num_leaves + 1, k + 1)), np.empty(k + 1)
+    p, q, g = np.empty(num_leaves), np.empty(num_leaves), np.empty(k + 1)
+    counts = np.zeros((num_leaves + 1, k + 1))  # row i: the distribution of successes, i leaves added
     largest_of_rows(scores, first, last, index)
     for row in range(first, last):
         o, slope, true = scores[row], slopes[row], labels[row]
@@ -111,11 +112,12 @@ def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top,
                 counts[0, j] = factors[j, 0]
         for i in range(held):
             z = (np.float64(o[leaves[i]]) - np.float64(kth)) / temperature
-            odds[i] = scale * math.exp(min(z, FAR))
-            q = 1 / (1 + odds[i])
-            counts[i + 1, 0] = counts[i, 0] * q
+            odds = scale * math.exp(min(z, FAR))
+            q[i] = 1 / (1 + odds)
+            p[i] = odds * q[i]
+            counts[i + 1, 0] = counts[i, 0] * q[i]
             for j in range(1, k + 1):
-                counts[i + 1, j] = (counts[i, j] + odds[i] * counts[i, j - 1]) * q
+                counts[i + 1, j] = counts[i, j] * q[i] + counts[i, j - 1] * p[i]
         e = counts[held]
         smooth[row] = np.float64(kth) - np.float64(o[true]) + temperature * math.log(e[k] / e[k - 1] / scale)
 
@@ -129,12 +131,12 @@ def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top,
             for j in range(n):
                 slope[j] *= x[j]
         for i in range(held - 1, -1, -1):
-            q, of_success = 1 / (1 + odds[i]), 0.0
+            of_success = 0.0
             for j in range(1, k + 1):
                 of_success += g[j] * counts[i, j - 1]
-                g[j - 1] = (g[j - 1] + odds[i] * g[j]) * q
-            g[k] *= q
-            slope[leaves[i]] = odds[i] * q * of_success
+                g[j - 1] = g[j - 1] * q[i] + g[j] * p[i]
+            g[k] *= q[i]
+            slope[leaves[i]] = p[i] * of_success
         slope[true] = _f32(-1)
 
 
