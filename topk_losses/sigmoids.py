@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, erfc, exp, where
+from torch import Tensor, erfc, exp, sqrt, where
 
 # ART's slope at e = 0 is infinite; with the epsilon of difftopk, 1e-10, it is 1e-10^-lambda / 4 times beta, 25,000
 # beta for the published .5, and one such gradient undoes many steps of Adam. In bf16 some of 100 scores are always
@@ -111,6 +111,26 @@ DISTRIBUTIONS: dict[str, Sigmoid] = {
     "cauchy": Sigmoid(cauchy, cauchy_slope),
     "optimal": Sigmoid(optimal, optimal_slope),
 }
+
+
+def _erfc(u: Any) -> Any:
+    """erfc u for u >= 0 to 1.2e-7 of itself, in the tail too (Press et al., Numerical Recipes)."""
+    t = 1.0 / (1.0 + 0.5 * u)
+    p = ((0.17087277 * t - 0.82215223) * t + 1.48851587) * t - 1.13520398
+    p = (((p * t + 0.27886807) * t - 0.18628806) * t + 0.09678418) * t + 0.37409196
+    return t * exp((p * t + 1.00002368) * t - 1.26551223 - u * u)
+
+
+def _arccot(u: Any) -> Any:
+    """arccot u for u >= 0: the angle is halved twice, then a polynomial takes it from its tangent (Cephes, atanf)."""
+    half = 1.0 / (u + sqrt(1.0 + u * u))
+    x = half / (1.0 + sqrt(1.0 + half * half))
+    z = x * x
+    p = ((0.0805374449538 * z - 0.138776856032) * z + 0.199777106478) * z - 0.333329491539
+    return 4.0 * (p * z * x + x)
+
+
+FLOAT32 = {"erfc": _erfc, "arccot": _arccot}  # for kernels, in a few lines that become vector code
 
 
 def bind(formula: Callable[..., Any], names: Mapping[str, Any]) -> types.FunctionType:

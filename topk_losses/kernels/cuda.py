@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from topk_losses.kernels import gradients
-from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, Sigmoid, bind, distance_of_rounding
+from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, FLOAT32, Sigmoid, bind, distance_of_rounding
 
 if TYPE_CHECKING:
     from topk_losses.networks import RelaxedNetwork
@@ -51,33 +51,27 @@ def _power(x, exponent):
 
 
 @triton.jit
-def _erfc(u):
-    """erfc u for u >= 0 to 1.2e-7 of itself, in the tail too (Press et al., Numerical Recipes)."""
-    t = 1.0 / (1.0 + 0.5 * u)
-    p = ((0.17087277 * t - 0.82215223) * t + 1.48851587) * t - 1.13520398
-    p = (((p * t + 0.27886807) * t - 0.18628806) * t + 0.09678418) * t + 0.37409196
-    return t * tl.exp((p * t + 1.00002368) * t - 1.26551223 - u * u)
+def _sqrt(x):
+    return tl.sqrt(x)
 
 
-@triton.jit
-def _arccot(u):
-    """arccot u for u >= 0: the angle is halved twice, then a polynomial takes it from its tangent (Cephes, atanf)."""
-    half = 1.0 / (u + tl.sqrt(1.0 + u * u))
-    x = half / (1.0 + tl.sqrt(1.0 + half * half))
-    z = x * x
-    p = ((0.0805374449538 * z - 0.138776856032) * z + 0.199777106478) * z - 0.333329491539
-    return 4.0 * (p * z * x + x)
-
-
-_NAMES = {"exp": _exp, "where": _where, "at_least": _at_least, "power": _power, "erfc": _erfc, "arccot": _arccot}
+# Triton allows no other names than its own in a function, nor in an annotation.
+_NAMES = {
+    "exp": _exp,
+    "sqrt": _sqrt,
+    "where": _where,
+    "at_least": _at_least,
+    "power": _power,
+    "tl": tl,
+    "Any": tl.tensor,
+}
+_NAMES |= {name: triton.jit(bind(formula, _NAMES)) for name, formula in FLOAT32.items()}
 
 
 @functools.cache
 def _family(distribution: str) -> Sigmoid:
     """The formulas of a family as Triton's functions, arguments MIX, SLOPE, SCALE and SCALE_SLOPE of the kernels."""
-    # Triton allows no other names than its own in a function, nor in an annotation.
-    names = {**_NAMES, "tl": tl, "Any": tl.tensor}
-    return Sigmoid(*(triton.jit(bind(formula, names)) for formula in DISTRIBUTIONS[distribution]))
+    return Sigmoid(*(triton.jit(bind(formula, _NAMES)) for formula in DISTRIBUTIONS[distribution]))
 
 
 @triton.jit
@@ -98,23 +92,9 @@ def _saved_of(hi_lanes, lo_lanes, bounds, tile, saved_d, saved_D, live, WIDTH: t
 
 @triton.jit
 def forward_kernel(
-    lanes,
-    offset,
-    comparators,
-    bounds,
-    saved,
-    batch,
-    n,
-    num_tiles,
-    beta,
-    art_lambda,
-    tie_scale,
-    MIX: tl.constexpr,
-    SCALE: tl.constexpr,
-    SAVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    lanes, offset, comparators, bounds, saved, batch, n, num_tiles, beta, art_lambda, tie_scale,
+    MIX: tl.constexpr, SCALE: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """lanes (2, batch, n) through the network, in place; saved (2, batch, comparators) if SAVE: d, and D in order.
 
     offset (batch,): the size of the maximum that was taken off the scores.
@@ -126,11 +106,10 @@ def forward_kernel(
     lo_lanes = comparators + num_comparators
     saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
     size = tl.load(offset + row, live, 0.0)
-    next_place, next_hi, next_lo = _lanes_of(comparators, lo_lanes, bounds, 0, WIDTH)
+    ahead = _lanes_of(comparators, lo_lanes, bounds, 0, WIDTH)
     for tile in range(num_tiles):
-        place, hi, lo = next_place, next_hi, next_lo
-        after = tl.minimum(tile + 1, num_tiles - 1)
-        next_place, next_hi, next_lo = _lanes_of(comparators, lo_lanes, bounds, after, WIDTH)
+        place, hi, lo = ahead
+        ahead = _lanes_of(comparators, lo_lanes, bounds, tl.minimum(tile + 1, num_tiles - 1), WIDTH)
         on = live & (hi >= 0)
         tl.debug_barrier()
         x_hi, x_lo = tl.load(x + hi, on, 0.0), tl.load(x + lo, on, 0.0)
@@ -152,23 +131,10 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    lanes,
-    comparators,
-    bounds,
-    saved,
-    batch,
-    n,
-    num_tiles,
-    beta,
-    art_lambda,
-    tie_scale,
-    MIX: tl.constexpr,
-    SLOPE: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_SLOPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    lanes, comparators, bounds, saved, batch, n, num_tiles, beta, art_lambda, tie_scale,
+    MIX: tl.constexpr, SLOPE: tl.constexpr, SCALE: tl.constexpr, SCALE_SLOPE: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """The gradients by the lanes (2, batch, n) back through the network, in place."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
     live = row < batch
@@ -176,15 +142,11 @@ def backward_kernel(
     num_comparators = tl.load(bounds + num_tiles)
     lo_lanes = comparators + num_comparators
     saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
-    next_hi, next_lo, next_d, next_D = _saved_of(
-        comparators, lo_lanes, bounds, num_tiles - 1, saved_d, saved_D, live, WIDTH
-    )
+    ahead = _saved_of(comparators, lo_lanes, bounds, num_tiles - 1, saved_d, saved_D, live, WIDTH)
     for step in range(num_tiles):
-        hi, lo, d, D = next_hi, next_lo, next_d, next_D
+        hi, lo, d, D = ahead
         before = tl.maximum(num_tiles - 2 - step, 0)
-        next_hi, next_lo, next_d, next_D = _saved_of(
-            comparators, lo_lanes, bounds, before, saved_d, saved_D, live, WIDTH
-        )
+        ahead = _saved_of(comparators, lo_lanes, bounds, before, saved_d, saved_D, live, WIDTH)
         on = live & (hi >= 0)
         e, swapped = tl.abs(d), d > 0
         u = beta * (e * SCALE(e, art_lambda, tie_scale))

@@ -1,12 +1,9 @@
 """How the kernels for the CPU are compiled by Numba, kept, and run in several threads."""
 
-import ast
 import contextlib
 import hashlib
-import inspect
 import math
 import os
-import textwrap
 import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,8 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core.caching import FunctionCache
+
+from topk_losses.sigmoids import bind
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
@@ -80,26 +79,13 @@ def jit(function: Callable[..., Any], kind: str = "", fastmath: Collection[str] 
     return compiled
 
 
-class _Float32(ast.NodeTransformer):
-    """Numbers become float32: Numba would compute in float64 with any other."""
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if not isinstance(node.value, float):
-            return node
-        return ast.copy_location(ast.Call(ast.Name("_f32", ast.Load()), [node], []), node)
-
-
 def in_float32(formula: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
     """A formula of sigmoids.py compiled for float32 numbers, its elementary functions taken from `names`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(formula)))
-    for argument in ast.walk(tree):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    tree.body[0].returns = None  # type: ignore[attr-defined]
-    code = compile(ast.fix_missing_locations(_Float32().visit(tree)), inspect.getfile(formula), "exec")
-    namespace = {"_f32": _f32, **names}
-    exec(code, namespace)
-    return numba.njit(error_model="numpy", fastmath={"nsz"})(namespace[formula.__name__])
+    bound = bind(formula, names)
+    # Numba would compute in float64 with any other number.
+    constants = (_f32(each) if isinstance(each, float) else each for each in bound.__code__.co_consts)
+    bound.__code__ = bound.__code__.replace(co_consts=tuple(constants))
+    return numba.njit(error_model="numpy", fastmath={"nsz"})(bound)
 
 
 @partial(jit, fastmath=("nsz", "contract"))
