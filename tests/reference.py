@@ -122,10 +122,12 @@ def sinkhorn(
     return n * (minus_cost + f + g).exp()
 
 
-def topk_cross_entropy(P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, top1_mode: str) -> Tensor:
+def topk_cross_entropy(
+    P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, top1_mode: str, guarded: bool = True
+) -> Tensor:
     """The loss per sample from the full P (batch, >= K, n), in loops over the batch and over k as the paper writes it.
 
-    p_k (batch, K). The guard is that of the official code.
+    p_k (batch, K). The guard is that of the official code, which exact logarithms do without.
     """
     losses = []
     for b, y in enumerate(labels.tolist()):
@@ -135,9 +137,10 @@ def topk_cross_entropy(P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, t
             total = total + p_k[b, k] * sum(P[b, r, y] for r in range(k + 1))
         if top1_mode == "sm":
             total = total + p_k[b, 0] * softmax_y
-        loss = -torch.log(total * (1 - 2e-7) + 1e-7)
+        loss = -torch.log(total * (1 - 2e-7) + 1e-7 if guarded else total)
         if top1_mode == "smce":
-            loss = -p_k[b, 0] * torch.log(softmax_y) + (1 - p_k[b, 0]) * loss
+            # P_K(1) = 1 leaves nothing to sort
+            loss = -p_k[b, 0] * torch.log(softmax_y) + (1 - p_k[b, 0]) * (loss if p_k[b, 0] < 1 else 0)
         losses.append(loss)
     return torch.stack(losses)
 

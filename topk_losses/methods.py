@@ -14,6 +14,7 @@ from topk_losses.checks import check_choice, check_fraction, check_inverse_tempe
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
 TOP1_MODES = ("sm", "smce", "sort")
@@ -39,6 +40,10 @@ METHODS: dict[str, Method] = {
     "softsort": Method(0.5, SoftSort),
     "sinkhorn_sort": Method(100.0, SinkhornSort),
     "soft_topk": Method(10.0, SoftTopK),
+    "lml": Method(1.0, LML),
+    "lapsum": Method(1.0, LapSum),
+    "sparse_topk": Method(1.0, SparseTopK),
+    "capped_softmax": Method(1.0, CappedSoftmax),
     "odd_even": Method(1.0, network=odd_even),
     "bitonic": Method(1.0, network=bitonic),
     "splitter_selection": Method(1.0, network=splitter_selection),
