@@ -33,11 +33,13 @@ def guarded_log(p: Tensor) -> Tensor:
     return torch.log(p * (1 - 2e-7) + 1e-7)
 
 
-def log_mixture(logs: Tensor, shares: Tensor) -> Tensor:
+def log_mixture(logs: Tensor, shares: Tensor, positive: bool) -> Tensor:
     """log sum_j shares_j exp(logs_j) over dimension 1, which is dropped; 0 where there is no share at all.
 
-    Linear in the shares, so that a share of 0 has a gradient; and finite ones wherever the logs are finite.
+    positive: no share is 0. Where some may be it is written as a linear function of them, which has finite gradients.
     """
+    if positive:
+        return (logs + shares.log()).logsumexp(1)
     shares = shares.expand_as(logs)
     if not logs.shape[1]:
         return torch.zeros_like(logs.sum(1))
@@ -268,7 +270,11 @@ class TopKCrossEntropyLoss(ClassificationLoss):
                 return -guarded_log((within * shares).sum(1) + first * torch.exp(-top1))
             within = torch.cat([-top1.unsqueeze(1), within], dim=1)  # one more term of the mixture
             shares, top1 = torch.cat([first.unsqueeze(1), shares], dim=1), None
-        log = guarded_log((within * shares).sum(1)) if guarded else log_mixture(within, shares)
+        log = (
+            guarded_log((within * shares).sum(1))
+            if guarded
+            else log_mixture(within, shares, own and self.p_k.dim() == 1)
+        )
         return -log if top1 is None else first * top1 - (1 - first) * log
 
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:

@@ -27,7 +27,18 @@ from topk_losses.checks import full_precision, has_known_values
 from topk_losses.sorts import NestedMasks, finite
 
 MAX_ITERATIONS = 60  # three or four do, unless the bracket has to be halved
-PIECE = 2**18  # numbers that the solver works on at a time: what the processor's cache holds
+PIECE = 2**17  # numbers that the solver works on at a time: what the processor's cache holds
+
+
+def in_pieces(J: int, x: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of x (rows, n) and of the others, so many at a time that J numbers for each score stay in the cache.
+
+    All at once where there is no telling what is waited for: each row is computed as it would be alone.
+    """
+    rows = max(1, PIECE // (J * x.shape[1]))
+    if not has_known_values(x) or len(x) <= rows:
+        return [(x, *others)]
+    return list(zip(*(each.split(rows) for each in (x, *others))))
 
 
 class _TopAndRest(torch.autograd.Function):
@@ -41,8 +52,11 @@ class _TopAndRest(torch.autograd.Function):
         if z.shape[1] == M:
             return top, torch.full_like(top[:, :1], -torch.inf), index
         last = finite(top[:, -1:])
-        below = (z - last).exp_().scatter_(1, index, 0)  # (rows, n), at most 1
-        return top, last + below.sum(1, keepdim=True).log(), index
+        sums = [
+            (part - last_of).exp_().scatter_(1, index_of, 0).sum(1, keepdim=True)  # (rows, n), at most 1
+            for part, last_of, index_of in in_pieces(1, z, last, index)
+        ]
+        return top, last + torch.cat(sums).log(), index
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -56,7 +70,10 @@ class _TopAndRest(torch.autograd.Function):
             return torch.zeros_like(z).scatter(1, index, grad_top), None
         nothing = rest == -torch.inf  # the others are out, or too far below the M to be seen beside them
         below = (z - torch.where(nothing, finite(top[:, :1]), rest)).scatter_(1, index, -torch.inf).exp_()  # (rows, n)
-        return (below * torch.where(nothing, 0, grad_rest)).scatter_(1, index, grad_top), None
+        factor = torch.where(nothing, 0, grad_rest)
+        # in place, unless a second derivative needs what was there
+        of_z = below * factor if torch.is_grad_enabled() else below.mul_(factor)
+        return of_z.scatter_(1, index, grad_top), None
 
 
 def top_and_rest(z: Tensor, M: int) -> Tensor:
@@ -89,6 +106,19 @@ def laplace_root(points: Tensor, k: Tensor) -> Tensor:
     log_root = ((q.square() + (A + B).exp()).sqrt() + q.abs()).log()
     log_root = torch.where(q == 0, (A + B) / 2, log_root)  # where exp(A + B) may vanish
     return torch.where(q < 0, log_root - A, B - log_root) + highest
+
+
+def clip_root(x: Tensor, k: Tensor) -> Tensor:
+    """theta with sum_i clip(x_i - theta, 0, 1) = k, (rows, J); x (rows, n), k (rows, J) in (0, n).
+
+    As theta falls past x_i the sum begins to rise, by one more for each, and ends to at x_i - 1: straight pieces.
+    """
+    points, order = torch.cat([x, x - 1], dim=1).sort(1, descending=True)  # (rows, 2 n)
+    slope = torch.where(order < x.shape[1], 1, -1).cumsum(1)  # from each point on
+    sums = pad((slope[:, :-1] * -points.diff(dim=1)).cumsum(1), (1, 0))  # at each point
+    piece = (sums.unsqueeze(1) < k.unsqueeze(2)).sum(2) - 1  # (rows, J)
+    left = (k - sums.gather(1, piece.clamp(min=0))) / slope.gather(1, piece.clamp(min=0)).clamp(min=1)
+    return points.gather(1, piece.clamp(min=0)) - left
 
 
 def newton(
@@ -148,30 +178,37 @@ class _Logistic(Curve):
     ) -> tuple[Tensor, Tensor]:
         """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
 
-        The start is Laplace's root: its tails are the same but for a factor, and three steps lead from there to
-        float32's rounding, be the scores close or far apart.
+        The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart. Two
+        steps follow for the largest scores alone, with the rest as an exponential; one or two more reach rounding.
         """
         n = x.shape[1]
-        rows_at_a_time = max(1, PIECE // (k.shape[1] * n))
-        if has_known_values(x) and len(x) > rows_at_a_time:
-            pieces = zip(x.split(rows_at_a_time), k.split(rows_at_a_time))
-            solved = [self.solve(*piece, most, tolerance, max_iterations) for piece in pieces]
-            theta, error = (torch.cat(each) for each in zip(*solved))
-            return theta, error
         points = top_and_rest(x, 2 * most)
         M = points.shape[1] - 1
         of_mean = (k / (n - k)).log()
         low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - of_mean
 
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            p = torch.sigmoid(x.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
-            inside = p.sum(2)  # (rows, J)
+        def step(inside: Tensor, slope: Tensor) -> Tensor:
             outside = n - inside
-            slope = (p * (1 - p)).sum(2) * (1 / inside + 1 / outside)
-            step = ((inside / outside).log() - of_mean) / slope
-            return inside, step, step.square()
+            return ((inside / outside).log() - of_mean) / (slope * (n / (inside * outside)))
 
-        return newton(evaluate, k, low, high, laplace_root(points, k), tolerance, max_iterations)
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            sums, squares = [], []
+            for part, theta_of in in_pieces(theta.shape[1], x, theta):
+                p = torch.sigmoid(part.unsqueeze(1) - theta_of.unsqueeze(2))  # (rows, J, n)
+                sums.append(p.sum(2))
+                squares.append(torch.linalg.vecdot(p, p))
+            inside = torch.cat(sums)  # (rows, J)
+            # sum p (1 - p); where that cancels, all p are 0 or 1, and theta is the root
+            newton_step = step(inside, inside - torch.cat(squares))
+            return inside, newton_step, newton_step.square()
+
+        theta = laplace_root(points, k)
+        for _ in range(2):
+            t = points.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, M + 1)
+            p, rest = torch.sigmoid(t[..., :-1]), t[..., -1].exp()
+            inside = p.sum(2) + rest
+            theta = theta + step(inside, inside - torch.linalg.vecdot(p, p)).nan_to_num(0, 0, 0)
+        return newton(evaluate, k, low, high, theta.clamp(low, high), tolerance, max_iterations)
 
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
         p = torch.sigmoid(t)
@@ -202,19 +239,24 @@ class _Power(Curve):
     def solve(
         self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
-        """By Newton's method, between the score at rank k, rounded up, and 1 below."""
+        """In closed form for q = 1, else by Newton's method between the score at rank k, rounded up, and 1 below."""
         highest = x[:, :1]
         x = x - highest
-        high = x.gather(1, k.ceil().long() - 1)  # (rows, J)
+        if self.q == 1:
+            theta = clip_root(x, k)
+            return theta + highest, torch.zeros_like(theta)
+        kth = x.gather(1, k.ceil().long() - 1)  # (rows, J)
+        x = x.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
 
         def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            t = x.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, n)
+            t = x - theta.unsqueeze(2)
             total = (t.clamp(0, 1) ** self.q).sum(2)
             step = (total - k) / self.slopes(t)[0].sum(2)
             return total, step, torch.full_like(step, torch.inf)
 
-        theta, error = newton(evaluate, k, high - 1, high, high - 0.5, tolerance, max_iterations)
-        return theta + highest, error
+        zero = torch.zeros_like(kth)
+        theta, error = newton(evaluate, k, zero - 1, zero, zero - 0.5, tolerance, max_iterations)
+        return theta + kth + highest, error
 
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
         return torch.where((t > 0) & (t < 1), self.q * t.clamp(0, 1) ** (self.q - 1), 0), None
@@ -248,11 +290,14 @@ class Threshold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, theta = ctx.saved_tensors
-        slopes, factor = ctx.curve.slopes(x.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
-        total = slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
-        per_slope = grad / total
-        of_k = None if not ctx.needs_input_grad[1] else -per_slope if factor is None else -per_slope / factor
-        return (per_slope.unsqueeze(2) * slopes).sum(1), of_k, None, None, None, None
+        of_x, of_k = [], []
+        for part, theta_of, grad_of in in_pieces(theta.shape[1], x, theta, grad):
+            slopes, factor = ctx.curve.slopes(part.unsqueeze(1) - theta_of.unsqueeze(2))  # (rows, J, n)
+            total = slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
+            per_slope = grad_of / total
+            of_x.append((per_slope.unsqueeze(1) @ slopes).squeeze(1))
+            of_k.append(-per_slope if factor is None else -per_slope / factor)
+        return torch.cat(of_x), torch.cat(of_k) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 class ThresholdOperator(NestedMasks):

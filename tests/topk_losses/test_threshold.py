@@ -171,11 +171,14 @@ def test_only_the_k_that_have_mass_are_evaluated(method, monkeypatch):
 def test_a_mixture_of_logarithms_takes_any_shares():
     logs = torch.tensor([[-1000.0, -1.0, 300.0], [-2.0, -1.0, 0.0]], dtype=torch.float64, requires_grad=True)
     shares = torch.tensor([[0.5, 0, 0], [0, 0, 0]], dtype=torch.float64, requires_grad=True)
-    value = log_mixture(logs, shares)
+    value = log_mixture(logs, shares, positive=False)
     assert value.tolist() == pytest.approx([math.log(0.5) - 1000, 0])
     of_logs, of_shares = torch.autograd.grad(value[0], (logs, shares))
     assert of_logs[0].tolist() == pytest.approx([1, 0, 0])
     assert bool(of_shares.isfinite().all())
+    for positive in (True, False):
+        mixture = log_mixture(logs, shares.detach() + 0.1, positive)
+        torch.testing.assert_close(mixture, ((shares.detach() + 0.1).log() + logs.detach()).logsumexp(1))
 
 
 @pytest.mark.parametrize(
