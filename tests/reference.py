@@ -148,6 +148,14 @@ def nested(masks: list[Tensor]) -> Tensor:
     return torch.stack([after - before for before, after in itertools.pairwise(masks)], dim=1)
 
 
+def subset_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
+    """P(i in S), (batch, n), by a sum over all k-subsets S, each with weight exp of its scores."""
+    n = logits.shape[1]
+    subsets = torch.tensor(list(itertools.combinations(range(n), k)))  # (subsets, k)
+    weights = (logits.double()[:, subsets].sum(2) * inverse_temperature).softmax(1)  # (batch, subsets)
+    return weights @ torch.zeros(len(subsets), n, dtype=torch.float64).scatter(1, subsets, 1.0)
+
+
 def topk_cross_entropy(
     P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, top1_mode: str, guarded: bool = True
 ) -> Tensor:

@@ -20,6 +20,7 @@ from topk_losses.networks import RelaxedNetwork, bitonic, odd_even, splitter_sel
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.subset import SubsetTopK
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
@@ -41,6 +42,7 @@ __all__ = [
     "SoftTopK",
     "SoftmaxCrossEntropyLoss",
     "SparseTopK",
+    "SubsetTopK",
     "TopKCrossEntropyLoss",
     "TopKOperator",
     "bitonic",

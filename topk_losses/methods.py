@@ -14,6 +14,7 @@ from topk_losses.checks import check_choice, check_fraction, check_inverse_tempe
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.subset import SubsetTopK
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
@@ -45,6 +46,7 @@ METHODS: dict[str, Method] = {
     "lapsum": Method("thresholds", 1.0, LapSum),
     "sparse_topk": Method("thresholds", 1.0, SparseTopK),
     "capped_softmax": Method("thresholds", 1.0, CappedSoftmax),
+    "subset_topk": Method("subsets", 1.0, SubsetTopK),
     "odd_even": Method("networks", 1.0, network=odd_even),
     "bitonic": Method("networks", 1.0, network=bitonic),
     "splitter_selection": Method("networks", 1.0, network=splitter_selection),

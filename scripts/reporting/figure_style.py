@@ -52,6 +52,7 @@ STYLES = {
     "lapsum": Style("LapSum", "#332288", "*", (0, (2, 1))),
     "sparse_topk": Style("sparse top-k", "#44AA99", "d", (0, (6, 1, 1, 1))),
     "capped_softmax": Style("capped softmax", "#AA4499", "H", (0, (1, 1, 3, 1))),
+    "subset_topk": Style("subset top-k", "#117733", "8", (0, (5, 1, 2, 1))),
     "odd_even": Style("odd-even network", "#8C6D1F", "<", (0, (5, 3))),
     "bitonic": Style("bitonic network", "#0072B2", ">", (0, (3, 1, 1, 1))),
     "splitter_selection": Style("splitter selection", "#D55E00", "X", "-"),

@@ -21,6 +21,7 @@ from topk_losses import (
     SoftSort,
     SoftTopK,
     SparseTopK,
+    SubsetTopK,
     make_operator,
 )
 from topk_losses.networks import bitonic, odd_even, splitter_selection
@@ -34,7 +35,7 @@ THRESHOLDS = {
     "sparse_topk 4/3": functools.partial(SparseTopK, p=4 / 3),
     "capped_softmax": CappedSoftmax,
 }
-CLOSED_OR_SOLVED = ("neuralsort", "softsort", "sinkhorn_sort", "soft_topk", *THRESHOLDS)
+CLOSED_OR_SOLVED = ("neuralsort", "softsort", "sinkhorn_sort", "soft_topk", "subset_topk", *THRESHOLDS)
 NAMES = (*CLOSED_OR_SOLVED, *CONSTRUCTIONS)
 
 
@@ -49,6 +50,9 @@ def build(name, n, k, beta, distribution="logistic_phi"):
         return SinkhornSort(k, beta), lambda s: reference.sinkhorn(s, anchors, sizes, beta)[:, :k]
     if name == "soft_topk":
         return SoftTopK(k, beta), lambda s: reference.soft_topk(s, k, beta)
+    if name == "subset_topk":
+        masks = range(1, k + 1)
+        return SubsetTopK(k, beta), lambda s: reference.nested([reference.subset_mask(s, r, beta) for r in masks])
     if name in THRESHOLDS:
         masks = [
             functools.partial(reference.threshold_mask, name, k=r, inverse_temperature=beta) for r in range(1, k + 1)
