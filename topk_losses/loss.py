@@ -66,8 +66,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     """Differentiable top-k cross-entropy, a drop-in for torch.nn.CrossEntropyLoss: loss(logits, labels).
 
     Args:
-        method: a relaxation: neuralsort, softsort, sinkhorn_sort, soft_topk, odd_even, bitonic,
-            splitter_selection (default).
+        method: a relaxation: neuralsort, softsort, sinkhorn_sort, soft_topk, lml, lapsum, sparse_topk, capped_softmax,
+            subset_topk, odd_even, bitonic, splitter_selection (default).
         p_k: P_K, the distribution that k is drawn from: p_k[j] = P(k = j + 1), (K,) for all, or (num_classes, K) with
             one row per class, non-negative, each row summing to 1; or an integer, for that k alone; or a mapping,
             {1: .5, 5: .5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
@@ -78,7 +78,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
             learned. It can be set at any time. Defaults: networks 1, neuralsort and softsort .5 (published for ImageNet
             with m = 16; for all 100 scores of CIFAR-100 .5 and .0625 were published), sinkhorn_sort 100, soft_topk 10
-            (epsilon .01 and .1).
+            (epsilon .01 and .1), the masks with a threshold and subset_topk 1.
         distribution: networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
         art_lambda: logistic_phi only: in [0, 1), default .5.
         top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
@@ -86,8 +86,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
         weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
 
-    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum and capped_softmax, which
-    it does not have, stay in exact logarithms instead. A NaN or +inf logit makes the loss of
+    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax
+    and subset_topk, which it does not have, stay in exact logarithms instead. sparse_topk needs P_K(1) > 0 and top1_mode
+    "sm" or "smce". A NaN or +inf logit makes the loss of
     its sample NaN and touches no other; a logit of -inf is a class that takes no part.
     Raises ValueError on construction for settings that do not fit, with a sentence saying which.
     """
