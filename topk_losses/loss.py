@@ -86,10 +86,10 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
         weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
 
-    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax
-    and subset_topk, which it does not have, stay in exact logarithms instead. sparse_topk needs P_K(1) > 0 and top1_mode
-    "sm" or "smce". A NaN or +inf logit makes the loss of
-    its sample NaN and touches no other; a logit of -inf is a class that takes no part.
+    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax and
+    subset_topk, which it does not have, stay in exact logarithms instead. sparse_topk wants P_K(1) > 0 with top1_mode
+    "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN and touches no other; a logit of -inf is a class
+    that takes no part.
     Raises ValueError on construction for settings that do not fit, with a sentence saying which.
     """
 

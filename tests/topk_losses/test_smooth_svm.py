@@ -459,7 +459,7 @@ def test_leaves_its_inputs_alone(loss):
     assert torch.equal(labels, before[1])
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("labels", [[0, 4], [5, 2]])
 def test_second_derivatives_are_right_wherever_the_true_class_stands(k, labels):
     logits = seeded(2, 6).requires_grad_()
