@@ -88,8 +88,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax and
     subset_topk, which it does not have, stay in exact logarithms instead. sparse_topk wants P_K(1) > 0 with top1_mode
-    "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN and touches no other; a logit of -inf is a class
-    that takes no part.
+    "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN and touches no other; a logit of -inf is a
+    class that takes no part.
     Raises ValueError on construction for settings that do not fit, with a sentence saying which.
     """
 

@@ -29,7 +29,8 @@ class SubsetTopK(NestedMasks):
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
     logits. Default 1. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be NaN
-    for k close to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive inverse temperature.
+    for k close to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive
+    inverse temperature.
     """
 
     guarded = False
