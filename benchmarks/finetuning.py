@@ -29,11 +29,10 @@ from benchmarks.table import write_table
 from experiments.shared.command_line import DEFAULT_P_K, build_loss, count
 from experiments.shared.environment import device_name, git_commit, resolve_device, set_up_device
 from experiments.shared.head_runs import HeadRun, Recipe, Stack, stacks_of
-from experiments.shared.official_loss import executor_of
+from experiments.shared.official_loss import IN_DIFFTOPK, executor_of
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
 SIZES = ("500x2048x1000m16", "500x2048x10450m50")
-NOT_IN_DIFFTOPK = ("sinkhorn_sort", "soft_topk")
 SOFTMAX = "softmax_cross_entropy"
 NUM_ROWS = 8192  # of embeddings to draw batches from
 LEARNING_RATE = 10**-4.5
@@ -102,7 +101,7 @@ def measure(
     losses = {("ours", method): loss_of("ours", method, n, m, device) for method in methods}
     for method in methods:
         # Cross-entropy is PyTorch's in both: there is nothing to compare.
-        if method not in (SOFTMAX, *NOT_IN_DIFFTOPK):
+        if method != SOFTMAX and method in IN_DIFFTOPK:
             losses["difftopk", method] = loss_of("difftopk", method, n, m, device)
     training = {
         (implementation, method): torch.compile(loss) if compiled and implementation == "ours" else loss

@@ -96,13 +96,13 @@ def whitened(scores: Tensor) -> Tensor:
 def soft_topk(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
     """Differences of the masks of two-anchor transports, rows 1..k: (batch, k, n)."""
     n = logits.shape[1]
-    masks = [torch.zeros(logits.shape, dtype=torch.float64)]
+    masks = []
     for size in range(1, k + 1):
         sizes = torch.tensor([size, n - size])
         whole = torch.ones(logits.shape, dtype=torch.float64)
         plan = sinkhorn(logits, torch.tensor([1.0, 0.0]), sizes, inverse_temperature)[:, 0] if size < n else whole
         masks.append(plan)
-    return torch.stack([after - before for before, after in itertools.pairwise(masks)], dim=1)
+    return nested(masks)
 
 
 def sinkhorn(
@@ -122,10 +122,46 @@ def sinkhorn(
     return n * (minus_cost + f + g).exp()
 
 
-def topk_cross_entropy(P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, top1_mode: str) -> Tensor:
+THRESHOLD_FUNCTIONS = {
+    "lml": lambda t: 1 / (1 + torch.exp(-t)),
+    "lapsum": lambda t: torch.where(t < 0, torch.exp(t.clamp(max=0)) / 2, 1 - torch.exp(-t.clamp(min=0)) / 2),
+    "sparse_topk": lambda t: t.clamp(0, 1),
+    "sparse_topk 4/3": lambda t: t.clamp(0, 1) ** 3,
+    "capped_softmax": lambda t: torch.exp(t.clamp(max=0)),
+}
+
+
+def threshold_mask(method: str, logits: Tensor, k: Tensor | float, inverse_temperature: float) -> Tensor:
+    """f(beta s - theta) (batch, n) with theta by 200 steps of bisection; k a number, or (batch, 1)."""
+    f, z = THRESHOLD_FUNCTIONS[method], logits.double() * inverse_temperature
+    low, high = z.amin(1, keepdim=True) - 100.0, z.amax(1, keepdim=True) + 100.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        above = f(z - middle).sum(1, keepdim=True) > k
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return f(z - high) if torch.as_tensor(k).max() < logits.shape[1] else torch.ones_like(z)
+
+
+def nested(masks: list[Tensor]) -> Tensor:
+    """P (batch, K, n) from the masks of k = 1, ..., K, (batch, n) each: their differences."""
+    masks = [torch.zeros_like(masks[0]), *masks]
+    return torch.stack([after - before for before, after in itertools.pairwise(masks)], dim=1)
+
+
+def subset_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
+    """P(i in S), (batch, n), by a sum over all k-subsets S, each with weight exp of its scores."""
+    n = logits.shape[1]
+    subsets = torch.tensor(list(itertools.combinations(range(n), k)))  # (subsets, k)
+    weights = (logits.double()[:, subsets].sum(2) * inverse_temperature).softmax(1)  # (batch, subsets)
+    return weights @ torch.zeros(len(subsets), n, dtype=torch.float64).scatter(1, subsets, 1.0)
+
+
+def topk_cross_entropy(
+    P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, top1_mode: str, guarded: bool = True
+) -> Tensor:
     """The loss per sample from the full P (batch, >= K, n), in loops over the batch and over k as the paper writes it.
 
-    p_k (batch, K). The guard is that of the official code.
+    p_k (batch, K). The guard is that of the official code, which exact logarithms do without.
     """
     losses = []
     for b, y in enumerate(labels.tolist()):
@@ -135,9 +171,10 @@ def topk_cross_entropy(P: Tensor, scores: Tensor, labels: Tensor, p_k: Tensor, t
             total = total + p_k[b, k] * sum(P[b, r, y] for r in range(k + 1))
         if top1_mode == "sm":
             total = total + p_k[b, 0] * softmax_y
-        loss = -torch.log(total * (1 - 2e-7) + 1e-7)
+        loss = -torch.log(total * (1 - 2e-7) + 1e-7 if guarded else total)
         if top1_mode == "smce":
-            loss = -p_k[b, 0] * torch.log(softmax_y) + (1 - p_k[b, 0]) * loss
+            # P_K(1) = 1 leaves nothing to sort
+            loss = -p_k[b, 0] * torch.log(softmax_y) + (1 - p_k[b, 0]) * (loss if p_k[b, 0] < 1 else 0)
         losses.append(loss)
     return torch.stack(losses)
 

@@ -5,7 +5,7 @@ loss(logits, labels).backward()
 """
 
 from topk_losses.classification import SoftmaxCrossEntropyLoss
-from topk_losses.functional import topk_cross_entropy
+from topk_losses.functional import soft_topk_values, topk_cross_entropy, topk_mask
 from topk_losses.loss import TopKCrossEntropyLoss, make_loss
 from topk_losses.methods import (
     ALIASES,
@@ -20,14 +20,19 @@ from topk_losses.networks import RelaxedNetwork, bitonic, odd_even, splitter_sel
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.subset import SubsetTopK
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
 __all__ = [
     "ALIASES",
     "DISTRIBUTIONS",
+    "LML",
     "METHODS",
     "RELAXATIONS",
     "TOP1_MODES",
+    "CappedSoftmax",
+    "LapSum",
     "NeuralSort",
     "RelaxedNetwork",
     "SinkhornSort",
@@ -36,6 +41,8 @@ __all__ = [
     "SoftSort",
     "SoftTopK",
     "SoftmaxCrossEntropyLoss",
+    "SparseTopK",
+    "SubsetTopK",
     "TopKCrossEntropyLoss",
     "TopKOperator",
     "bitonic",
@@ -44,6 +51,8 @@ __all__ = [
     "odd_even",
     "resolve_method",
     "resolve_settings",
+    "soft_topk_values",
     "splitter_selection",
     "topk_cross_entropy",
+    "topk_mask",
 ]

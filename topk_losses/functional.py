@@ -1,11 +1,14 @@
-"""The losses as functions, for a call here and there; a training loop keeps a module, which is built once."""
+"""The losses and operators as functions, for a call here and there; a training loop keeps a module, built once."""
 
 from typing import Any, SupportsIndex
 
+import torch
 from torch import Tensor
 
-from topk_losses.checks import PK
+from topk_losses.checks import PK, check_logits
 from topk_losses.loss import TopKCrossEntropyLoss
+from topk_losses.methods import make_operator
+from topk_losses.threshold import ThresholdOperator
 
 
 def topk_cross_entropy(
@@ -19,3 +22,45 @@ def topk_cross_entropy(
     ValueError for what does not fit.
     """
     return TopKCrossEntropyLoss(method, p_k, m=m, **settings)(logits, labels)
+
+
+def topk_mask(
+    x: Tensor, k: float | Tensor, method: str = "lapsum", inverse_temperature: float | Tensor | None = None,
+    dim: int = -1, **settings: Any,
+) -> Tensor:  # fmt: skip
+    """A soft k-hot of x along a dimension: in [0, 1] and near 1 for the k largest, of the shape of x.
+
+    k: an integer from 1 to x.shape[dim]; for lml, lapsum, sparse_topk and capped_softmax any number above 0 up to that,
+    or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient. method: any that sorts
+    (METHODS); the masks of networks, NeuralSort and SoftSort, sums of their rows, may pass 1. inverse_temperature:
+    larger = closer to the hard mask, default the method's; a tensor () receives its gradient. settings: distribution
+    and art_lambda of a network. float32 for half precision. Raises TypeError or ValueError for what does not fit.
+    """
+    check_logits(x)
+    rows = x.movedim(dim, -1)  # (..., n)
+    n = rows.shape[-1]
+    if isinstance(k, Tensor) and not k.is_floating_point() and k.dim() == 0:
+        k = int(k)
+    if not isinstance(k, (float, Tensor)):
+        mask = make_operator(method, n, k, inverse_temperature, **settings).mask(rows)
+    else:
+        operator = make_operator(method, n, 1, inverse_temperature, **settings)
+        if not isinstance(operator, ThresholdOperator):
+            raise ValueError(f"a k that is no integer needs lml, lapsum, sparse_topk or capped_softmax, not {method}")
+        mask = operator.mask(rows, k)
+    return mask.movedim(-1, dim)
+
+
+def soft_topk_values(
+    x: Tensor, k: SupportsIndex, method: str = "lapsum", inverse_temperature: float | Tensor | None = None,
+    dim: int = -1, **settings: Any,
+) -> Tensor:  # fmt: skip
+    """The k largest values of x along a dimension, relaxed: sum_j P[r, j] x_j for the ranks r = 1..k, in its place.
+
+    Arguments as for topk_mask, k an integer. An entry of -inf takes no part. Raises TypeError or ValueError.
+    """
+    check_logits(x)
+    rows = x.movedim(dim, -1)
+    P = make_operator(method, rows.shape[-1], k, inverse_temperature, **settings)(rows)  # (..., k, n)
+    out = (rows == -torch.inf).unsqueeze(-2)
+    return torch.where(out, 0, P * rows.masked_fill(rows == -torch.inf, 0).unsqueeze(-2)).sum(-1).movedim(-1, dim)

@@ -23,7 +23,7 @@ from topk_losses.checks import (
 )
 from topk_losses.classification import ClassificationLoss, SoftmaxCrossEntropyLoss
 from topk_losses.kernels import kernel
-from topk_losses.methods import RELAXATIONS, make_operator, resolve_method, resolve_settings
+from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import TopKOperator
 
@@ -31,6 +31,23 @@ from topk_losses.sorts import TopKOperator
 def guarded_log(p: Tensor) -> Tensor:
     """log(p (1 - 2e-7) + 1e-7), the official code's guard against log 0: finite for p in [0, 1]."""
     return torch.log(p * (1 - 2e-7) + 1e-7)
+
+
+def log_mixture(logs: Tensor, shares: Tensor, positive: bool) -> Tensor:
+    """log sum_j shares_j exp(logs_j) over dimension 1, which is dropped; 0 where there is no share at all.
+
+    positive: no share is 0. Where some may be it is written as a linear function of them, which has finite gradients.
+    """
+    if positive:
+        return (logs + shares.log()).logsumexp(1)
+    shares = shares.expand_as(logs)
+    if not logs.shape[1]:
+        return torch.zeros_like(logs.sum(1))
+    paid = shares > 0
+    highest = logs.detach().masked_fill(~paid, -torch.inf).amax(1, keepdim=True)
+    highest = highest.masked_fill(highest == -torch.inf, 0)
+    total = ((logs - highest).clamp(max=50).exp() * shares).sum(1)  # what is above the highest has no share
+    return total.masked_fill(~paid.any(1), 1).log() + highest.squeeze(1)
 
 
 def top_m(scores: Tensor, labels: Tensor, m: int) -> Tensor:
@@ -49,8 +66,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     """Differentiable top-k cross-entropy, a drop-in for torch.nn.CrossEntropyLoss: loss(logits, labels).
 
     Args:
-        method: a relaxation: neuralsort, softsort, sinkhorn_sort, soft_topk, odd_even, bitonic,
-            splitter_selection (default).
+        method: a relaxation: neuralsort, softsort, sinkhorn_sort, soft_topk, lml, lapsum, sparse_topk, capped_softmax,
+            subset_topk, odd_even, bitonic, splitter_selection (default).
         p_k: P_K, the distribution that k is drawn from: p_k[j] = P(k = j + 1), (K,) for all, or (num_classes, K) with
             one row per class, non-negative, each row summing to 1; or an integer, for that k alone; or a mapping,
             {1: .5, 5: .5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
@@ -61,7 +78,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
             learned. It can be set at any time. Defaults: networks 1, neuralsort and softsort .5 (published for ImageNet
             with m = 16; for all 100 scores of CIFAR-100 .5 and .0625 were published), sinkhorn_sort 100, soft_topk 10
-            (epsilon .01 and .1).
+            (epsilon .01 and .1), the masks with a threshold and subset_topk 1.
         distribution: networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
         art_lambda: logistic_phi only: in [0, 1), default .5.
         top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
@@ -69,8 +86,10 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
         weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
 
-    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code. A NaN or +inf logit makes the loss of
-    its sample NaN and touches no other; a logit of -inf is a class that takes no part.
+    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax and
+    subset_topk, which it does not have, stay in exact logarithms instead. sparse_topk wants P_K(1) > 0 with top1_mode
+    "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN and touches no other; a logit of -inf is a
+    class that takes no part.
     Raises ValueError on construction for settings that do not fit, with a sentence saying which.
     """
 
@@ -136,6 +155,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
                 f"top1_mode={self.top1_mode!r} leaves nothing to sort when P_K(1) = 1: the loss would be softmax "
                 f"cross-entropy. Use method='softmax_cross_entropy', or top1_mode='sort'; got p_k={rows.tolist()}"
             )
+        self._check_top1(rows)
         before = self.__dict__.get("p_k")
         if before is not None:
             rows = rows.to(before.device, before.dtype)
@@ -144,6 +164,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         self.shares = rows[..., [k - 1 for k in self.ranks]]  # (J,) or (num_classes, J)
         self.pays_for_top1 = first == 2 and has_mass[0]
         return rows
+
+    def _check_top1(self, p_k: Tensor) -> None:
+        """Refuse a P_K (..., K) that leaves classes without a gradient where the method's masks have zeros."""
+        has_zeros = getattr(METHODS[self.method].operator, "has_zeros", False)
+        if has_zeros and (self.top1_mode == "sort" or bool((p_k[..., 0] <= 0).any())):
+            raise ValueError(
+                f"{self.method} gives exactly 0 to a class far below the k highest, where the loss would have no "
+                f"gradient; give the softmax a part, P_K(1) > 0 with top1_mode 'sm' or 'smce': got "
+                f"p_k={p_k.tolist()} with top1_mode={self.top1_mode!r}"
+            )
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
@@ -174,6 +204,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         check_integer("the length of p_k", rows.shape[1], 1, self.m or logits.shape[min(1, logits.dim() - 1)])
         if has_known_values(p_k) and rows.numel():
             check_p_k(rows)
+            self._check_top1(rows)
         return self._reduced(logits, labels, rows)
 
     def _operator_for(self, num_scores: int, k: int) -> TopKOperator:
@@ -219,25 +250,42 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         p_k = p_k.to(scores)
         return p_k[:, 0], p_k if self.top1_mode == "sort" else p_k[:, 1:]
 
-    def _total(self, within: Tensor, negative_log_top1: Callable[[], Tensor], first: Tensor, own: bool) -> Tensor:
-        """The loss from sum_k P_K(k) P(rank <= k), the softmax's -log of rank 1, and P_K(1); broadcast to one shape.
+    def _total(
+        self,
+        guarded: bool,
+        within: Tensor,
+        shares: Tensor,
+        negative_log_top1: Callable[[], Tensor],
+        first: Tensor,
+        own: bool,
+    ) -> Tensor:
+        """The loss from P(rank <= k), or its logarithm if not guarded, (rows, J, ...), P_K(k), softmax's -log of rank
+        1, and P_K(1); broadcast to one shape.
 
         own: P_K is the loss's own, whose mass on the first rank is known.
         """
-        if self.top1_mode == "sort" or (own and not self.pays_for_top1):
-            return -guarded_log(within)
-        top1 = negative_log_top1()
-        if self.top1_mode == "sm":
-            return -guarded_log(within + first * torch.exp(-top1))
-        return first * top1 - (1 - first) * guarded_log(within)
+        has_top1 = self.top1_mode != "sort" and not (own and not self.pays_for_top1)
+        top1 = negative_log_top1() if has_top1 else None
+        if top1 is not None and self.top1_mode == "sm":
+            if guarded:
+                return -guarded_log((within * shares).sum(1) + first * torch.exp(-top1))
+            within = torch.cat([-top1.unsqueeze(1), within], dim=1)  # one more term of the mixture
+            shares, top1 = torch.cat([first.unsqueeze(1), shares], dim=1), None
+        log = (
+            guarded_log((within * shares).sum(1))
+            if guarded
+            else log_mixture(within, shares, own and self.p_k.dim() == 1)
+        )
+        return -log if top1 is None else first * top1 - (1 - first) * log
 
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         first, shares = self._shares(p_k, scores, labels)
         if self.m is not None:
             scores, labels = top_m(scores, labels, self.m), torch.zeros_like(labels)  # (rows, m)
         ranks, operator = self._ranks_and_operator(scores, p_k)
-        within = (operator._within(scores, labels, ranks) * shares).sum(1)  # (rows,)
-        return self._total(within, lambda: cross_entropy(scores, labels, reduction="none"), first, p_k is None)
+        within = (operator._within if operator.guarded else operator._log_within)(scores, labels, ranks)  # (rows, J)
+        top1 = lambda: cross_entropy(scores, labels, reduction="none")  # noqa: E731
+        return self._total(operator.guarded, within, shares, top1, first, p_k is None)
 
     def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor | None:
         if self.m is not None:
@@ -246,9 +294,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         ranks, operator = self._ranks_and_operator(scores, p_k)
         per_class = p_k is None and len(shares) > 1
         shares = shares.T.unsqueeze(0) if per_class else shares.unsqueeze(2)  # (1, J, n), or (1 or rows, J, 1)
-        within = (operator._all_within(scores, ranks) * shares).sum(1)  # (rows, n)
+        within = (operator._all_within if operator.guarded else operator._log_all_within)(scores, ranks)  # (rows, J, n)
         first = first.unsqueeze(0 if per_class else 1)  # (1, n), or (1 or rows, 1)
-        return self._total(within, lambda: -scores.log_softmax(1), first, p_k is None)
+        return self._total(operator.guarded, within, shares, lambda: -scores.log_softmax(1), first, p_k is None)
 
     def _losses_of_any(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
         first, shares = self._shares(p_k, scores, mass)
@@ -259,8 +307,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             scores, mass = scores.gather(1, index), mass.gather(1, index)  # (rows, m), no right answer left out
         ranks, operator = self._ranks_and_operator(scores, p_k)
         # The sum over the set counts how many are expected within k; where that exceeds 1, one is.
-        within = (operator._within(scores, mass, ranks).clamp(max=1) * shares).sum(1)  # (rows,)
-        return self._total(within, lambda: scores.logsumexp(1) - (scores + mass.log()).logsumexp(1), first, p_k is None)
+        if operator.guarded:
+            within = operator._within(scores, mass, ranks).clamp(max=1)  # (rows, J)
+        else:
+            within = operator._log_within(scores, mass, ranks).clamp(max=0)
+        top1 = lambda: scores.logsumexp(1) - (scores + mass.log()).logsumexp(1)  # noqa: E731
+        return self._total(operator.guarded, within, shares, top1, first, p_k is None)
 
 
 def _single_k(method: str, p_k: PK, num_classes: SupportsIndex | None) -> int:

@@ -14,34 +14,42 @@ from topk_losses.checks import check_choice, check_fraction, check_inverse_tempe
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.subset import SubsetTopK
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
 TOP1_MODES = ("sm", "smce", "sort")
 
 
 class Method(NamedTuple):
-    """A method: its default inverse temperature (None: it has none), and what it is built from.
+    """A method: its family, its default inverse temperature (None: it has none), and what it is built from.
 
     operator: for k ranks of any number of scores; network: for n scores and k ranks; neither: a loss that has no
     relaxed permutation matrix.
     """
 
+    family: str
     inverse_temperature: float | None
     operator: Callable[..., TopKOperator] | None = None
     network: Callable[[int, SupportsIndex], Network] | None = None
 
 
 METHODS: dict[str, Method] = {
-    "softmax_cross_entropy": Method(None),
-    "smooth_topk": Method(1.0),
-    "smooth_hard_topk": Method(1.0),
-    "neuralsort": Method(0.5, NeuralSort),
-    "softsort": Method(0.5, SoftSort),
-    "sinkhorn_sort": Method(100.0, SinkhornSort),
-    "soft_topk": Method(10.0, SoftTopK),
-    "odd_even": Method(1.0, network=odd_even),
-    "bitonic": Method(1.0, network=bitonic),
-    "splitter_selection": Method(1.0, network=splitter_selection),
+    "softmax_cross_entropy": Method("losses", None),
+    "smooth_topk": Method("losses", 1.0),
+    "smooth_hard_topk": Method("losses", 1.0),
+    "neuralsort": Method("sorts", 0.5, NeuralSort),
+    "softsort": Method("sorts", 0.5, SoftSort),
+    "sinkhorn_sort": Method("transports", 100.0, SinkhornSort),
+    "soft_topk": Method("transports", 10.0, SoftTopK),
+    "lml": Method("thresholds", 1.0, LML),
+    "lapsum": Method("thresholds", 1.0, LapSum),
+    "sparse_topk": Method("thresholds", 1.0, SparseTopK),
+    "capped_softmax": Method("thresholds", 1.0, CappedSoftmax),
+    "subset_topk": Method("subsets", 1.0, SubsetTopK),
+    "odd_even": Method("networks", 1.0, network=odd_even),
+    "bitonic": Method("networks", 1.0, network=bitonic),
+    "splitter_selection": Method("networks", 1.0, network=splitter_selection),
 }
 RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
 # Published commands name the official code's dense path; here one evaluation serves both.

@@ -16,6 +16,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import pad
 
 from topk_losses.checks import check_k, check_positive
 from topk_losses.classification import ClassificationLoss
@@ -26,27 +27,36 @@ from topk_losses.sorts import MASKED, finite
 HARD_RATIO = 1000.0
 
 
+def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
+    """log e_j of exp(z), z (rows, n), for j = 0..k <= n: each of the first j, j + 1, ..., n numbers, (rows, n - j + 1).
+
+    O(n k) per row, by a recurrence over j on logarithms.
+    """
+    e = [torch.zeros_like(pad(z, (1, 0)))]
+    for j in range(k):
+        e.append((z[:, j:] + e[j][:, :-1]).logcumsumexp(1))
+    return e
+
+
 def kth_largest_by_operations(
-    scores: Tensor, labels: Tensor, k: int, temperature: float
+    scores: Tensor, labels: Tensor, k: int, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows,) each.
 
     temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others / temperature). Also
     returned: the largest scores of the others, falling, (rows, k + 1) or as many as there are, without a gradient.
-    scores (rows, n), labels (rows,) int64. O(n k) per row, by a recurrence over k on logarithms.
+    scores (rows, n), labels (rows,) int64. O(n k) per row.
     """
     true = scores.gather(1, labels.unsqueeze(1)).squeeze(1)  # (rows,)
-    # A class that is out is in no subset, so the others keep their columns and nothing has to be compacted.
-    others = finite(scores.scatter(1, labels.unsqueeze(1), -math.inf))  # (rows, n)
-    top = others.topk(min(k + 1, scores.shape[1]), dim=1).values
+    # The last class takes the true one's place. (A score of -inf there has no second derivatives: 0 times infinity.)
+    others = finite(scores.scatter(1, labels.unsqueeze(1), scores[:, -1:])[:, :-1])  # (rows, n - 1)
+    top = pad(others, (0, 1), value=MASKED).topk(min(k + 1, scores.shape[1]), dim=1).values
     kth, enough = top[:, k - 1].detach(), top[:, k - 1] > MASKED / 2  # (rows,): are there k others at all?
     # Logarithms of the size of z carry the rounding of z: float64, where the device has it.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
     z = (others.to(wide) - kth.unsqueeze(1)) / temperature
-    e = torch.zeros_like(z)  # log e_0 of the first j scores, for each j
-    for j in range(k):
-        below, e = e, (z[:, j:] + e[:, : scores.shape[1] - j]).logcumsumexp(1)  # log e_j+1 of the first j + 1, ...
-    smooth = (kth - true) + (temperature * (e[:, -1] - below[:, -1])).to(scores.dtype)
+    e = log_polynomials(z, k)
+    smooth = (kth - true) + (temperature * (e[k][:, -1] - e[k - 1][:, -1])).to(scores.dtype)
     hard, too_few = top[:, k - 1] - true, -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
     return torch.where(enough, smooth, too_few), torch.where(enough, hard, too_few), top

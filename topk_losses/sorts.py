@@ -70,6 +70,8 @@ class TopKOperator(Constants):
     """
 
     inverse_temperature: float | Tensor
+    guarded = True  # a loss takes the logarithm with the official guard; False: there are _log_within, _log_all_within
+    has_zeros = False  # some entries of P are exactly 0, with a gradient of 0, at any temperature
 
     def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor) -> None:
         super().__init__()
@@ -111,6 +113,12 @@ class TopKOperator(Constants):
         with full_precision(logits.device):
             return self._matrix(scores).reshape(*logits.shape[:-1], self.k, logits.shape[-1])
 
+    def mask(self, logits: Tensor) -> Tensor:
+        """The soft k-hot, the sum of the rows of P: P(class j is among the k highest), of the shape of the logits."""
+        scores = self._checked(logits)
+        with full_precision(logits.device):
+            return self._all_within(scores, [self.k]).reshape(logits.shape)
+
     def forward(self, logits: Tensor) -> Tensor:
         """The permutation matrix."""
         return self.permutation_matrix(logits)
@@ -137,6 +145,37 @@ class TopKOperator(Constants):
     def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
         """P(rank <= k) of every class: (rows, len(ks), n)."""
         return pick_ranks(self._matrix(scores).cumsum(1), ks)
+
+    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        """log P(rank <= k) of the true class, or of the mass (rows, n) on several, (rows, len(ks))."""
+        return (self._log_all_within(scores, ks) + labels.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
+
+    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        """log P(rank <= k) of every class: (rows, len(ks), n)."""
+        raise TypeError(f"{type(self).__name__} does not define _log_all_within")
+
+
+def differences(masks: Tensor) -> Tensor:
+    """Rows of P from masks nested in k, (rows, k, ...): row r is mask_r - mask_{r-1}, not below 0 for a rounding."""
+    before = pad(masks[:, :-1], (0, 0) * (masks.dim() - 2) + (1, 0))
+    return (masks - before).clamp(min=0)
+
+
+class NestedMasks(TopKOperator):
+    """An operator made of masks, P(rank <= k), each for its k alone: row r of P is mask_r - mask_{r-1}.
+
+    Subclasses define `_within` for labels (rows,) int64, and `_all_within`; those whose masks are never 0 define their
+    logarithms too, and say guarded = False.
+    """
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        return (self._all_within(scores, ks) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return differences(self._within(scores, labels, range(1, self.k + 1)))
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        return differences(self._all_within(scores, range(1, self.k + 1)))
 
 
 class NeuralSort(TopKOperator):

@@ -11,7 +11,6 @@ h - C / epsilon, and h is sought for which the anchors have their mass. Gradient
 implicit function theorem, not of the iterations (Xie et al. 2020); they are differentiable in turn.
 """
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -21,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_positive, has_known_values, is_concrete
-from topk_losses.sorts import MASKED, TopKOperator, finite
+from topk_losses.sorts import MASKED, TopKOperator, differences, finite
+from topk_losses.threshold import LOGISTIC, Threshold
 
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
 # and one step from a head of zeros does not fill Adam's memory with a gradient that never comes again.
@@ -54,56 +54,6 @@ def whiten_and_squash(scores: Tensor) -> Tensor:
     near = torch.minimum(depth, FAR * mean)
     squashed = near * (1 + 0.25 * relative.log())  # = depth up to FAR * mean
     return torch.sigmoid((mean - squashed) * torch.rsqrt(variance + LEAST_STD**2))
-
-
-class _Threshold(torch.autograd.Function):
-    """theta_k with sum_i sigmoid(z_i - theta_k) = k, for each k of interest: (rows, n) -> (rows, len(ks)).
-
-    Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores lie close, within a
-    bracket that halves where they do not. Also returned: the largest error of a sum, relative to k, per row.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor, ks: tuple[int, ...], tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor]:
-        n = z.shape[1]
-        odds = [math.log(k / (n - k)) for k in ks]
-        low = torch.stack([z.amin(1) - each for each in odds], dim=1)  # (rows, J) where the sum is at least k
-        high = torch.stack([z.amax(1) - each for each in odds], dim=1)  # and at most k
-        want = torch.stack([torch.full_like(z[:, 0], float(k)) for k in ks], dim=1)  # (rows, J)
-        theta = (low + high) / 2
-        may_look = has_known_values(z)
-        error = torch.full_like(theta, torch.inf)
-        for _ in range(max_iterations):
-            p = torch.sigmoid(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
-            inside = p.sum(2)  # (rows, J)
-            outside = n - inside
-            excess = inside - want
-            error = excess.abs() / want
-            going = ~(error <= tolerance)
-            if may_look and not bool(going.any()):
-                break
-            low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
-            slope = (p * (1 - p)).sum(2) * (1 / inside + 1 / outside)
-            step = ((inside / outside).log() - (want / (n - want)).log()) / slope
-            new = theta + step
-            new = torch.where((new > low) & (new < high), new, (low + high) / 2)  # false for NaN
-            theta = torch.where(going, new, theta)  # a row stops where it would alone
-        return theta, error.amax(1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(inputs[0], output[0])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        z, theta = ctx.saved_tensors
-        p = torch.sigmoid(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
-        slopes = p * (1 - p)
-        total = slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny)  # (rows, J)
-        return ((grad / total).unsqueeze(2) * slopes).sum(1), None, None, None
 
 
 class _Plan(torch.autograd.Function):
@@ -321,7 +271,9 @@ class SoftTopK(_TransportOperator):
         proper = tuple(k for k in ks if k < n)
         if not proper:
             return z, torch.full_like(z[:, : len(ks)], -torch.inf)
-        theta, error = _Threshold.apply(z, proper, self._tolerance_of(z.dtype), self.max_iterations)
+        wanted = torch.cat([z.new_full((len(z), 1), float(k)) for k in proper], dim=1)
+        tolerance = self._tolerance_of(z.dtype)
+        theta, error = Threshold.apply(z, wanted, LOGISTIC, proper[-1], tolerance, self.max_iterations)
         self._record(error)
         # among n classes all are the n highest
         return z, theta if len(proper) == len(ks) else pad(theta, (0, 1), value=-torch.inf)
@@ -343,11 +295,9 @@ class SoftTopK(_TransportOperator):
     def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
         if self.sorted:
             return super()._column(scores, labels)
-        within = self._within(scores, labels, range(1, self.k + 1))  # (rows, k)
-        return within - pad(within[:, :-1], (1, 0))
+        return differences(self._within(scores, labels, range(1, self.k + 1)))
 
     def _matrix(self, scores: Tensor) -> Tensor:
         if self.sorted:
             return self._anchored(scores, min(self.k + 1, scores.shape[1]))[:, : self.k]
-        within = self._all_within(scores, range(1, self.k + 1))  # (rows, k, n)
-        return within - pad(within[:, :-1], (0, 0, 1, 0))
+        return differences(self._all_within(scores, range(1, self.k + 1)))

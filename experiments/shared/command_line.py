@@ -81,6 +81,13 @@ def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
     return convert
 
 
+def methods_by_family() -> str:
+    """The methods as --help lists them: "sorts: neuralsort, softsort; ..."."""
+    families = dict.fromkeys(spec.family for spec in METHODS.values())
+    names = {family: [name for name, spec in METHODS.items() if spec.family == family] for family in families}
+    return "; ".join(f"{family}: {', '.join(members)}" for family, members in names.items())
+
+
 def method(text: str) -> str:
     """Argument type of --method: the canonical name, with the published spellings accepted."""
     return choice("method", METHODS)(ALIASES.get(text, text))
@@ -121,7 +128,7 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | 
         type=method,
         required=True,
         metavar="NAME",
-        help=f"{', '.join(METHODS)} (also accepted: {', '.join(ALIASES)})",
+        help=f"{methods_by_family()}; also accepted: {', '.join(ALIASES)}",
     )
     group.add_argument(
         "--p_k",

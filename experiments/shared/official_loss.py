@@ -4,8 +4,7 @@
 
 Used for `--implementation difftopk`, in tests and in benchmarks. The package runs `bitonic` and
 `splitter_selection` through torch-sparse, which needs a compiler; without it this module runs the same
-networks in the package's dense executor. `executor_of(method)` says which. The package has neither
-sinkhorn_sort nor soft_topk.
+networks in the package's dense executor. `executor_of(method)` says which. The package has the methods of IN_DIFFTOPK.
 """
 
 import contextlib
@@ -24,6 +23,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 
 SPARSE = difftopk.functional.SPARSE_INSTALLED
 NETWORKS = ("odd_even", "bitonic", "splitter_selection")
+IN_DIFFTOPK = ("softmax_cross_entropy", "smooth_topk", "smooth_hard_topk", "neuralsort", "softsort", *NETWORKS)
 
 
 class DenseTopKNet(nn.Module):
@@ -64,12 +64,12 @@ def make_official_loss(
 
     Arguments, defaults and refusals (ValueError) are those of topk_losses.make_loss; `device` is where the
     loss will be used, since the package's constants do not move. Also raises ValueError for what the package
-    lacks: sinkhorn_sort, soft_topk, and m = num_classes.
+    lacks: all methods that are not in IN_DIFFTOPK, and m = num_classes.
     """
     make_loss(method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode)
     settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)
     method = resolve_method(method)
-    if method in ("sinkhorn_sort", "soft_topk"):
+    if method not in IN_DIFFTOPK:
         raise ValueError(f"difftopk has no {method}; take another method, or --implementation ours")
     if method == "softmax_cross_entropy":
         return nn.CrossEntropyLoss()  # as the official script does

@@ -5,6 +5,7 @@ Scores, classes and P_K are the talk's (its fifth rank is the one that is left o
 defaults. Nothing is read from results/. The relaxed sort answers for every rank, as in the talk: top1_mode sort.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,10 @@ def draw_permutations(folder: Path) -> list[Path]:
         temperature = METHODS[method].inverse_temperature
         panels[f"{STYLES[method].label}, β = {temperature:g}"] = relaxed_sort(method, SCORES, P_K)
 
-    figure, axes = pyplot.subplots(2, 4, figsize=(PAGE, 4.5))
+    rows = math.ceil(len(panels) / 4)
+    figure, axes = pyplot.subplots(rows, 4, figsize=(PAGE, 2.25 * rows))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel)
         axis.set_title(title, fontsize=7.5, loc="left")

@@ -10,9 +10,24 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from tests import reference
-from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, SmoothHardTopKLoss, TopKCrossEntropyLoss, make_loss
+from topk_losses import (
+    METHODS,
+    RELAXATIONS,
+    TOP1_MODES,
+    SmoothHardTopKLoss,
+    SparseTopK,
+    TopKCrossEntropyLoss,
+    make_loss,
+)
 from topk_losses.loss import top_m
 
+# A method whose masks have zeros wants a part of the softmax.
+MODES = [
+    (method, mode)
+    for method in RELAXATIONS
+    for mode in TOP1_MODES
+    if not (mode == "sort" and METHODS[method].operator is SparseTopK)
+]
 P_KS = ([1, 0, 0, 0, 0], [0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)
 
 
@@ -20,6 +35,12 @@ def random_batch(batch=6, n=12, scale=2.0, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, n, dtype=dtype, generator=generator) * scale
     return logits, torch.randint(n, (batch,), generator=generator)
+
+
+def p_ks_for(method, top1_mode):
+    """Those of P_KS that a loss of the method takes."""
+    first = 0.0 if METHODS[method].operator is SparseTopK else -1.0
+    return [p_k for p_k in P_KS if p_k[0] > first and (p_k[0] < 1 or top1_mode == "sort")]
 
 
 def by_definition(loss, logits, labels, p_k):
@@ -32,29 +53,27 @@ def by_definition(loss, logits, labels, p_k):
         P = operator.permutation_matrix(scores)
         label = torch.tensor([kept.index(y)])
         losses.append(
-            reference.topk_cross_entropy(P, scores, label, p_k[b : b + 1, : P.shape[1]].double(), loss.top1_mode)
+            reference.topk_cross_entropy(
+                P, scores, label, p_k[b : b + 1, : P.shape[1]].double(), loss.top1_mode, operator.guarded
+            )
         )
     return torch.cat(losses)
 
 
-@pytest.mark.parametrize("top1_mode", TOP1_MODES)
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize(("method", "top1_mode"), MODES)
 @pytest.mark.parametrize("m", [None, 8])
 def test_equals_its_definition(method, top1_mode, m):
     logits, labels = random_batch()
-    for p_k in P_KS:
-        if p_k[0] == 1 and top1_mode != "sort":
-            continue
+    for p_k in p_ks_for(method, top1_mode):
         loss = TopKCrossEntropyLoss(method, p_k, 12, m, top1_mode=top1_mode, reduction="none")
         want = by_definition(loss, logits, labels, torch.tensor([p_k] * 6))
         torch.testing.assert_close(loss(logits, labels), want)
 
 
-@pytest.mark.parametrize("top1_mode", TOP1_MODES)
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize(("method", "top1_mode"), MODES)
 def test_is_one_function_of_p_k_however_it_is_given(method, top1_mode):
     logits, labels = random_batch()
-    for p_k in P_KS[1:]:
+    for p_k in p_ks_for(method, "sm"):
         loss = TopKCrossEntropyLoss(method, p_k, 12, top1_mode=top1_mode, reduction="none")
         want = loss(logits, labels)
         torch.testing.assert_close(loss(logits, labels, p_k=torch.tensor([p_k] * 6).double()), want)
@@ -64,8 +83,7 @@ def test_is_one_function_of_p_k_however_it_is_given(method, top1_mode):
         assert torch.equal(padded(logits, labels), want)
 
 
-@pytest.mark.parametrize("top1_mode", TOP1_MODES)
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize(("method", "top1_mode"), MODES)
 def test_is_continuous_in_p_k(method, top1_mode):
     logits, labels = random_batch()
     smooth = [0.4, 0, 0.3, 0, 0.3]
@@ -75,8 +93,7 @@ def test_is_continuous_in_p_k(method, top1_mode):
         torch.testing.assert_close(*values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("top1_mode", TOP1_MODES)
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize(("method", "top1_mode"), MODES)
 @pytest.mark.parametrize("m", [None, 6])
 def test_gradcheck(method, top1_mode, m):
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.2, 0.3], 9, m, top1_mode=top1_mode)
@@ -86,8 +103,7 @@ def test_gradcheck(method, top1_mode, m):
     assert gradcheck(lambda s: loss(s, mass), (logits,))
 
 
-@pytest.mark.parametrize("top1_mode", TOP1_MODES)
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize(("method", "top1_mode"), MODES)
 def test_p_k_per_class_and_per_sample(method, top1_mode):
     logits, labels = random_batch()
     rows = torch.rand(12, 4, generator=torch.Generator().manual_seed(0))
@@ -230,7 +246,8 @@ def test_nothing_is_read_back_from_the_device(method):
 
 @pytest.mark.parametrize("method", RELAXATIONS)
 def test_a_nan_or_infinite_logit_spoils_its_sample_only(method):
-    loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, top1_mode="sort", reduction="none")
+    mode = "smce" if METHODS[method].operator is SparseTopK else "sort"
+    loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, top1_mode=mode, reduction="none")
     logits, labels = random_batch(dtype=torch.float32)
     clean = loss(logits, labels)
     for bad in (float("nan"), float("inf")):

@@ -459,6 +459,13 @@ def test_leaves_its_inputs_alone(loss):
     assert torch.equal(labels, before[1])
 
 
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("labels", [[0, 4], [5, 2]])
+def test_second_derivatives_are_right_wherever_the_true_class_stands(k, labels):
+    logits = seeded(2, 6).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: SmoothTopKLoss(k)(x, torch.tensor(labels)), (logits,))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_second_derivatives_are_right(loss):
     logits, labels = seeded(2, 6).requires_grad_(), seeded_labels(2, 6)

@@ -1,5 +1,7 @@
 """The relaxed operators against their textbook definitions, gradcheck, hard limits and each other."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,19 +11,32 @@ from torch.autograd import gradcheck, gradgradcheck
 from tests import reference
 from topk_losses import (
     DISTRIBUTIONS,
+    LML,
     RELAXATIONS,
+    CappedSoftmax,
+    LapSum,
     NeuralSort,
     RelaxedNetwork,
     SinkhornSort,
     SoftSort,
     SoftTopK,
+    SparseTopK,
+    SubsetTopK,
     make_operator,
 )
 from topk_losses.networks import bitonic, odd_even, splitter_selection
 from topk_losses.sigmoids import ART_TIE, mixing
 
 CONSTRUCTIONS = {"odd_even": odd_even, "bitonic": bitonic, "splitter_selection": splitter_selection}
-NAMES = ("neuralsort", "softsort", "sinkhorn_sort", "soft_topk", *CONSTRUCTIONS)
+THRESHOLDS = {
+    "lml": LML,
+    "lapsum": LapSum,
+    "sparse_topk": SparseTopK,
+    "sparse_topk 4/3": functools.partial(SparseTopK, p=4 / 3),
+    "capped_softmax": CappedSoftmax,
+}
+CLOSED_OR_SOLVED = ("neuralsort", "softsort", "sinkhorn_sort", "soft_topk", "subset_topk", *THRESHOLDS)
+NAMES = (*CLOSED_OR_SOLVED, *CONSTRUCTIONS)
 
 
 def build(name, n, k, beta, distribution="logistic_phi"):
@@ -35,6 +50,14 @@ def build(name, n, k, beta, distribution="logistic_phi"):
         return SinkhornSort(k, beta), lambda s: reference.sinkhorn(s, anchors, sizes, beta)[:, :k]
     if name == "soft_topk":
         return SoftTopK(k, beta), lambda s: reference.soft_topk(s, k, beta)
+    if name == "subset_topk":
+        masks = range(1, k + 1)
+        return SubsetTopK(k, beta), lambda s: reference.nested([reference.subset_mask(s, r, beta) for r in masks])
+    if name in THRESHOLDS:
+        masks = [
+            functools.partial(reference.threshold_mask, name, k=r, inverse_temperature=beta) for r in range(1, k + 1)
+        ]
+        return THRESHOLDS[name](k, beta), lambda s: reference.nested([mask(s) for mask in masks])
     network = CONSTRUCTIONS[name](n, k)
     oracle = lambda s: reference.network(s, network.layers, distribution, beta, 0.5)[:, :k]  # noqa: E731
     return RelaxedNetwork(network, beta, distribution), oracle
@@ -108,7 +131,7 @@ def test_gradcheck_networks(name, distribution):
     assert gradcheck(operator.permutation_matrix, (logits,))
 
 
-@pytest.mark.parametrize("name", ["neuralsort", "softsort", "sinkhorn_sort", "soft_topk"])
+@pytest.mark.parametrize("name", CLOSED_OR_SOLVED)
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (7, 3), (6, 5)])
 def test_gradcheck_sorts_and_transports(name, n, k):
     operator, _ = build(name, n, k, 5.0)
@@ -156,7 +179,7 @@ def test_rows_are_distributions_and_a_distribution_of_labels_is_their_mixture(na
     torch.testing.assert_close(operator.rank_probabilities(logits, mass), torch.einsum("bkn,bn->bk", P, mass))
 
 
-@pytest.mark.parametrize("name", ["neuralsort", "softsort", "sinkhorn_sort", "soft_topk"])
+@pytest.mark.parametrize("name", CLOSED_OR_SOLVED)
 def test_is_equivariant_to_permutations_of_the_classes(name):
     """Networks are so only in the hard limit: their relaxed values depend on the lanes."""
     operator, _ = build(name, 12, 4, 2.0)

@@ -1,0 +1,85 @@
+"""Top-k by a random subset: mask_k(s)_i = P(i in S) for a k-subset S drawn with weight exp(beta sum of its scores).
+
+With e_k the elementary symmetric polynomials of exp(beta s), mask_k = d log e_k / d (beta s): the top-k of largest
+entropy over subsets (Vivier-Ardisson et al. 2026, dynamic programming with Shannon's entropy; Su 2024, GradTopK). Masks
+sum to k and are nested in k; at k = 1 the mask is softmax. For the true class y, with e of the other classes,
+
+    -log mask_k[y] = softplus(kth - beta s_y),    kth = log e_k - log e_{k-1},
+
+which is the smooth top-k SVM loss of Berrada et al. (2018) without a margin, at k tau = 1 / beta: one number per
+sample and k, from smooth_svm.py. A loss over a P_K with several k mixes them, -log sum_k P_K(k) mask_k[y]; no
+publication of that was found.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from topk_losses.kernels import kernel
+from topk_losses.smooth_svm import kth_largest_by_operations, log_polynomials
+from topk_losses.sorts import NestedMasks, finite
+
+
+class SubsetTopK(NestedMasks):
+    """The marginals of a random k-subset; the formulas are at the top of this file.
+
+    k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
+    logits. Default 1. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be NaN
+    for k close to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive
+    inverse temperature.
+    """
+
+    guarded = False
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
+        super().__init__(k, inverse_temperature)
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._within(scores, labels, ks)
+        return self._log_within(scores, labels, ks).exp()
+
+    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        return self._log_all_within(scores, ks).exp()
+
+    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._log_within(scores, labels, ks)
+        scores, beta = finite(scores), self.inverse_temperature
+        find = kernel("kth_largest", scores, beta) or kth_largest_by_operations
+        true = scores.gather(1, labels.unsqueeze(1)).squeeze(1).detach()  # (rows,)
+        logs = []
+        for k in ks:
+            if k == scores.shape[1]:  # all of them are in it
+                logs.append((0 * scores).sum(1))
+                continue
+            distance, _, top = find(scores, labels, k, 1 / beta)  # kth / beta - s_y
+            spoilt = torch.where(torch.maximum(top[:, 0], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
+            logs.append(logsigmoid(-beta * distance) + spoilt)
+        return torch.stack(logs, dim=1) if logs else scores[:, :0]
+
+    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
+
+        Without i: sum over j of e_j of the classes before i times e_{k-1-j} of those behind.
+        """
+        n = scores.shape[1]
+        wide = scores.dtype if scores.device.type == "mps" else torch.float64
+        z = finite(scores).to(wide) * self.inverse_temperature
+        z = z - z.detach().amax(1, keepdim=True)
+        most = max(ks, default=0)
+        # e_j of the first i classes, (rows, n + 1): -inf, none, for i < j
+        before, behind = (
+            [pad(e, (n + 1 - e.shape[1], 0), value=-torch.inf) for e in log_polynomials(each, most)]
+            for each in (z, z.flip(1))
+        )
+        logs = []
+        for k in ks:
+            pairs = [before[j][:, :-1] + behind[k - 1 - j].flip(1)[:, 1:] for j in range(k)]
+            without = torch.stack(pairs).logsumexp(0)  # (rows, n)
+            logs.append(z + without - before[k][:, -1:])
+        return torch.stack(logs, dim=1).to(scores.dtype) if logs else scores.unsqueeze(1)[:, :0]

@@ -1,0 +1,484 @@
+"""Top-k by a threshold: mask_k(s)_i = f(beta s_i - theta_k), theta_k such that the mask sums to k. One f, one paper.
+
+| class         | f(t)                            | source                                            |
+|---------------|---------------------------------|---------------------------------------------------|
+| LML           | sigmoid(t)                      | Amos, Koltun and Kolter 2019; SOFT top-k's, too   |
+| LapSum        | Laplace's distribution function | Struski et al. 2025; Su 2024                      |
+| SparseTopK    | clip(t, 0, 1)^q, q = 1 or 3     | Sander et al. 2023, with p = 2 and 4/3            |
+| CappedSoftmax | min(1, exp t)                   | Su 2024; softmax at k = 1                         |
+
+theta falls as k grows, so that the masks are nested: row r of P is mask_r - mask_{r-1}, rows sum to 1, and a loss is a
+mixture of masks, of the k that P_K has mass on and no others. f sees the logits as they are: far from theta its
+logarithm has slope beta, and so has the loss.
+
+Gradients are those of the equation that defines theta (implicit function theorem), never of a solver: with
+w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and differentiable in turn.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from topk_losses.checks import full_precision, has_known_values
+from topk_losses.sorts import NestedMasks, finite
+
+MAX_ITERATIONS = 60  # three or four do, unless the bracket has to be halved
+PIECE = 2**17  # numbers that the solver works on at a time: what the processor's cache holds
+
+
+def in_pieces(J: int, x: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of x (rows, n) and of the others, so many at a time that J numbers for each score stay in the cache.
+
+    All at once where there is no telling what is waited for: each row is computed as it would be alone.
+    """
+    rows = max(1, PIECE // (J * x.shape[1]))
+    if not has_known_values(x) or len(x) <= rows:
+        return [(x, *others)]
+    return list(zip(*(each.split(rows) for each in (x, *others))))
+
+
+class _TopAndRest(torch.autograd.Function):
+    """The M largest of z, falling, (rows, M); log sum exp of all the others, (rows, 1); and where the M stand."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, M: int) -> tuple[Tensor, Tensor, Tensor]:
+        top, index = z.topk(M, dim=1)
+        if z.shape[1] == M:
+            return top, torch.full_like(top[:, :1], -torch.inf), index
+        last = finite(top[:, -1:])
+        sums = [
+            (part - last_of).exp_().scatter_(1, index_of, 0).sum(1, keepdim=True)  # (rows, n), at most 1
+            for part, last_of, index_of in in_pieces(1, z, last, index)
+        ]
+        return top, last + torch.cat(sums).log(), index
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], *output)
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_top: Tensor, grad_rest: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        z, top, rest, index = ctx.saved_tensors
+        if z.shape[1] == top.shape[1]:
+            return torch.zeros_like(z).scatter(1, index, grad_top), None
+        nothing = rest == -torch.inf  # the others are out, or too far below the M to be seen beside them
+        below = (z - torch.where(nothing, finite(top[:, :1]), rest)).scatter_(1, index, -torch.inf).exp_()  # (rows, n)
+        factor = torch.where(nothing, 0, grad_rest)
+        # in place, unless a second derivative needs what was there
+        of_z = below * factor if torch.is_grad_enabled() else below.mul_(factor)
+        return of_z.scatter_(1, index, grad_top), None
+
+
+def top_and_rest(z: Tensor, M: int) -> Tensor:
+    """The M largest of z (rows, n), falling, or all if there are less, and log sum exp of the others: (rows, M + 1)."""
+    top, rest, _ = _TopAndRest.apply(z, min(M, z.shape[1]))
+    return torch.cat([finite(top), rest], dim=1)
+
+
+def sums_below(points: Tensor) -> Tensor:
+    """log of the sum of exp of all points but the first m, for m = 0, 1, ...: like points."""
+    return points.flip(1).logcumsumexp(1).flip(1)
+
+
+def laplace_root(points: Tensor, k: Tensor) -> Tensor:
+    """theta with sum_i F(x_i - theta) = k for Laplace's distribution, (rows, J).
+
+    points as of top_and_rest with M >= 2 k: no score of the rest is above theta, for F is above a half there. k
+    (rows, J) in (0, n). With m points above theta, A = sum_{i<=m} exp(-x_i), B = sum_{i>m} exp x_i:
+    m - A exp(theta) / 2 + B exp(-theta) / 2 = k, a quadratic equation.
+    """
+    highest = points[:, :1]
+    points = points - highest
+    top = points[:, :-1]
+    A = pad((-top).logcumsumexp(1), (1, 0), value=-torch.inf)  # (rows, M + 1) log A for m = 0, 1, ...
+    B = sums_below(points)
+    place = torch.arange(top.shape[1], dtype=k.dtype, device=k.device)  # (M,)
+    at_top = place - (top + A[:, :-1]).exp() / 2 + (B[:, :-1] - top).exp() / 2  # (rows, M) the sum if theta is x_i
+    m = (at_top.unsqueeze(1) < k.unsqueeze(2)).sum(2)  # (rows, J)
+    A, B, q = A.gather(1, m), B.gather(1, m), k - m
+    log_root = ((q.square() + (A + B).exp()).sqrt() + q.abs()).log()
+    log_root = torch.where(q == 0, (A + B) / 2, log_root)  # where exp(A + B) may vanish
+    return torch.where(q < 0, log_root - A, B - log_root) + highest
+
+
+def clip_root(x: Tensor, k: Tensor) -> Tensor:
+    """theta with sum_i clip(x_i - theta, 0, 1) = k, (rows, J); x (rows, n), k (rows, J) in (0, n).
+
+    As theta falls past x_i the sum begins to rise, by one more for each, and ends to at x_i - 1: straight pieces.
+    """
+    points, order = torch.cat([x, x - 1], dim=1).sort(1, descending=True)  # (rows, 2 n)
+    slope = torch.where(order < x.shape[1], 1, -1).cumsum(1)  # from each point on
+    sums = pad((slope[:, :-1] * -points.diff(dim=1)).cumsum(1), (1, 0))  # at each point
+    piece = (sums.unsqueeze(1) < k.unsqueeze(2)).sum(2) - 1  # (rows, J)
+    left = (k - sums.gather(1, piece.clamp(min=0))) / slope.gather(1, piece.clamp(min=0)).clamp(min=1)
+    return points.gather(1, piece.clamp(min=0)) - left
+
+
+def newton(
+    evaluate: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    k: Tensor,
+    low: Tensor,
+    high: Tensor,
+    theta: Tensor,
+    tolerance: float | None,
+    max_iterations: int,
+) -> tuple[Tensor, Tensor]:
+    """The root of a falling sum(theta) = k by Newton's method, in a bracket that is halved where a step would leave it.
+
+    evaluate(theta): the sum, Newton's step, and the relative error of the sum that the step leaves, at most. theta: the
+    start. tolerance: None for that of rounding. Returns the root and the error of its sum relative to k. All tensors
+    (rows, J).
+    """
+    error = torch.full_like(theta, torch.inf)
+    may_look = has_known_values(theta)
+    for _ in range(max_iterations):
+        allowed = torch.finfo(theta.dtype).eps * (16 + 2 * theta.abs()) if tolerance is None else tolerance
+        going = ~(error <= allowed)
+        if may_look and not bool(going.any()):
+            break
+        total, step, left = evaluate(theta)
+        low, high = torch.where(total > k, theta, low), torch.where(total < k, theta, high)
+        here = (total - k).abs() / k
+        new = theta + step
+        inside = (new > low) & (new < high)  # false for NaN
+        new = torch.where(inside, new, (low + high) / 2 + 0 * total)  # NaN stays
+        new = torch.where(here <= allowed, theta, new)
+        theta = torch.where(going, new, theta)  # a row stops where it would alone
+        error = torch.where(going, torch.where(inside, torch.minimum(left, here), here), error)
+    return theta, error
+
+
+class Curve:
+    """An f as its threshold needs it. There is one instance of each, and it has no state."""
+
+    def solve(
+        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
+    ) -> tuple[Tensor, Tensor]:
+        """theta with sum_i f(x_i - theta) = k, and the error of the sum relative to k: (rows, J) each.
+
+        x (rows, n), k (rows, J) in (0, n), most: an integer that no k exceeds.
+        """
+        raise NotImplementedError
+
+    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        """f'(t) but for a factor, and the factor (None: 1): (rows, J, n), (rows, J)."""
+        raise NotImplementedError
+
+
+class _Logistic(Curve):
+    def solve(
+        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
+    ) -> tuple[Tensor, Tensor]:
+        """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
+
+        The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart. Two
+        steps follow for the largest scores alone, with the rest as an exponential; one or two more reach rounding.
+        """
+        n = x.shape[1]
+        points = top_and_rest(x, 2 * most)
+        M = points.shape[1] - 1
+        of_mean = (k / (n - k)).log()
+        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - of_mean
+
+        def step(inside: Tensor, slope: Tensor) -> Tensor:
+            outside = n - inside
+            return ((inside / outside).log() - of_mean) / (slope * (n / (inside * outside)))
+
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            sums, squares = [], []
+            for part, theta_of in in_pieces(theta.shape[1], x, theta):
+                p = torch.sigmoid(part.unsqueeze(1) - theta_of.unsqueeze(2))  # (rows, J, n)
+                sums.append(p.sum(2))
+                squares.append(torch.linalg.vecdot(p, p))
+            inside = torch.cat(sums)  # (rows, J)
+            # sum p (1 - p); where that cancels, all p are 0 or 1, and theta is the root
+            newton_step = step(inside, inside - torch.cat(squares))
+            return inside, newton_step, newton_step.square()
+
+        theta = laplace_root(points, k)
+        for _ in range(2):
+            t = points.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, M + 1)
+            p, rest = torch.sigmoid(t[..., :-1]), t[..., -1].exp()
+            inside = p.sum(2) + rest
+            theta = theta + step(inside, inside - torch.linalg.vecdot(p, p)).nan_to_num(0, 0, 0)
+        return newton(evaluate, k, low, high, theta.clamp(low, high), tolerance, max_iterations)
+
+    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        p = torch.sigmoid(t)
+        return p * (1 - p), None
+
+
+class _Laplace(Curve):
+    """x: points as of top_and_rest, of which the last is below theta in any case."""
+
+    def solve(
+        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
+    ) -> tuple[Tensor, Tensor]:
+        theta = laplace_root(x, k)
+        return theta, torch.zeros_like(theta)
+
+    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        logs = torch.cat([-t[..., :-1].abs(), t[..., -1:]], dim=2)
+        highest = logs.detach().amax(2, keepdim=True)
+        return (logs - highest).exp(), highest.squeeze(2).exp() / 2
+
+
+class _Power(Curve):
+    """min(1, max(0, t)^q); x falls."""
+
+    def __init__(self, q: int) -> None:
+        self.q = q
+
+    def solve(
+        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
+    ) -> tuple[Tensor, Tensor]:
+        """In closed form for q = 1, else by Newton's method between the score at rank k, rounded up, and 1 below."""
+        highest = x[:, :1]
+        x = x - highest
+        if self.q == 1:
+            theta = clip_root(x, k)
+            return theta + highest, torch.zeros_like(theta)
+        kth = x.gather(1, k.ceil().long() - 1)  # (rows, J)
+        x = x.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
+
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            t = x - theta.unsqueeze(2)
+            total = (t.clamp(0, 1) ** self.q).sum(2)
+            step = (total - k) / self.slopes(t)[0].sum(2)
+            return total, step, torch.full_like(step, torch.inf)
+
+        zero = torch.zeros_like(kth)
+        theta, error = newton(evaluate, k, zero - 1, zero, zero - 0.5, tolerance, max_iterations)
+        return theta + kth + highest, error
+
+    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        return torch.where((t > 0) & (t < 1), self.q * t.clamp(0, 1) ** (self.q - 1), 0), None
+
+
+LOGISTIC, LAPLACE, POWERS = _Logistic(), _Laplace(), {1: _Power(1), 3: _Power(3)}
+
+
+class Threshold(torch.autograd.Function):
+    """theta with sum_i f(x_i - theta) = k, as a function of x (rows, n) and k (rows, J) in (0, n).
+
+    curve: f. most: an integer that no k exceeds. Returns theta (rows, J), and the largest error of a sum relative to
+    its k, per row.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, k: Tensor, curve: Curve, most: int, tolerance: float | None, max_iterations: int
+    ) -> tuple[Tensor, Tensor]:
+        theta, error = curve.solve(x, k, most, tolerance, max_iterations)
+        return theta, error.amax(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], output[0])
+        ctx.curve = inputs[2]
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, theta = ctx.saved_tensors
+        of_x, of_k = [], []
+        for part, theta_of, grad_of in in_pieces(theta.shape[1], x, theta, grad):
+            slopes, factor = ctx.curve.slopes(part.unsqueeze(1) - theta_of.unsqueeze(2))  # (rows, J, n)
+            total = slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
+            per_slope = grad_of / total
+            of_x.append((per_slope.unsqueeze(1) @ slopes).squeeze(1))
+            of_k.append(-per_slope if factor is None else -per_slope / factor)
+        return torch.cat(of_x), torch.cat(of_k) if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+class ThresholdOperator(NestedMasks):
+    """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
+
+    k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
+    logits. Default 1. Raises ValueError for a non-positive inverse temperature.
+    """
+
+    guarded = False
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
+        super().__init__(k, inverse_temperature)
+
+    def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
+        """The soft k-hot of logits (..., n): in [0, 1], of the same shape, sums over n to k.
+
+        k: in (0, n], any real number, or a tensor that broadcasts to (...,) and receives a gradient if it wants one;
+        default the operator's own. Raises TypeError or ValueError.
+        """
+        if k is None:
+            return super().mask(logits)
+        scores = self._checked(logits)  # (rows, n)
+        n = scores.shape[1]
+        wanted = torch.as_tensor(k, dtype=scores.dtype, device=scores.device).expand(logits.shape[:-1]).reshape(-1, 1)
+        most = n
+        if has_known_values(wanted) and wanted.numel():
+            if not bool(((wanted > 0) & (wanted <= n)).all()):
+                raise ValueError(f"k must lie in (0, n={n}], got {k if wanted.numel() == 1 else wanted.tolist()}")
+            most = math.ceil(float(wanted.detach().max()))
+        with full_precision(logits.device):
+            z = self._scaled(scores)
+            theta = self._threshold(z, wanted.clamp(max=n * (1 - 4 * torch.finfo(z.dtype).eps)), most)
+            return self._f(finite(z) - theta).reshape(logits.shape)
+
+    def _f(self, t: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _log_f(self, t: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
+        """theta (rows, J) for z = beta s (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
+        raise NotImplementedError
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        beta = self.inverse_temperature
+        return finite(scores) * beta if isinstance(beta, Tensor) else scores if beta == 1 else scores * beta
+
+    def _thetas(self, z: Tensor, ks: Sequence[int]) -> Tensor:
+        """theta (rows, J) for the k of interest, rising; -inf for k = n: among n classes all are the n highest."""
+        n = z.shape[1]
+        proper = [z.new_full((len(z), 1), float(k)) for k in ks if k < n]
+        if not proper:
+            return torch.full_like(z[:, : len(ks)], -torch.inf)
+        theta = self._threshold(z, torch.cat(proper, dim=1), ks[len(proper) - 1])
+        return pad(theta, (0, len(ks) - len(proper)), value=-torch.inf)
+
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """t for the classes labels (rows,), (rows, J), or for all classes, (rows, J, n)."""
+        z = self._scaled(scores)
+        theta = self._thetas(z, ks)
+        if labels is None:
+            return finite(z).unsqueeze(1) - theta.unsqueeze(2)
+        return finite(z.gather(1, labels.unsqueeze(1))) - theta
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._within(scores, labels, ks)
+        return self._f(self._arguments(scores, labels, ks))
+
+    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        return self._f(self._arguments(scores, None, ks))
+
+    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._log_within(scores, labels, ks)
+        return self._log_f(self._arguments(scores, labels, ks))
+
+    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        return self._log_f(self._arguments(scores, None, ks))
+
+    def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
+        return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS)[0]
+
+
+class LML(ThresholdOperator):
+    """The limited multi-label projection (Amos, Koltun and Kolter 2019): f = sigmoid, the mask of largest entropy.
+
+    A class far below theta has -log mask = beta (theta - s), far above it next to nothing. At k = 1 it is no softmax.
+    Arguments as for every ThresholdOperator.
+    """
+
+    def _f(self, t: Tensor) -> Tensor:
+        return torch.sigmoid(t)
+
+    def _log_f(self, t: Tensor) -> Tensor:
+        return logsigmoid(t)
+
+    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
+        return self._root(z, k, LOGISTIC, most)
+
+
+class LapSum(ThresholdOperator):
+    """LapSum (Struski et al. 2025; Su 2024): f = Laplace's distribution function, theta in closed form.
+
+    f(t) = exp(t) / 2 below 0, 1 - exp(-t) / 2 above. Only the 2 k largest scores and the sum of exp of the others count
+    for theta: O(n). At k = 1 it is softmax while no class has more than half of the mass. Arguments as for every
+    ThresholdOperator.
+    """
+
+    def _f(self, t: Tensor) -> Tensor:
+        tail = torch.exp(-t.abs()) / 2
+        return torch.where(t < 0, tail, 1 - tail)
+
+    def _log_f(self, t: Tensor) -> Tensor:
+        return torch.where(t < 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))
+
+    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
+        return self._root(top_and_rest(z, 2 * most), k, LAPLACE, most)
+
+
+class CappedSoftmax(ThresholdOperator):
+    """Capped softmax (Su 2024): f = min(1, exp t), which at k = 1 is softmax, and its loss cross-entropy.
+
+    theta in closed form, from the k largest scores and the sum of exp of the others: O(n). A class within the k highest
+    for sure has the mask 1, and a loss without a gradient. Arguments as for every ThresholdOperator.
+    """
+
+    def _f(self, t: Tensor) -> Tensor:
+        return self._log_f(t).exp()
+
+    def _log_f(self, t: Tensor) -> Tensor:
+        return t.clamp(max=0)
+
+    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
+        """With m classes at 1, theta = log sum_{i>m} exp x_i - log(k - m).
+
+        sum_i min(1, exp(x_i - theta)) is the least over m of m + exp(-theta) sum_{i>m} exp x_i, so that theta is the
+        least of these.
+        """
+        points = top_and_rest(z, most)
+        highest = points[:, :1].detach()
+        points = points - highest
+        place = torch.arange(points.shape[1], dtype=k.dtype, device=k.device)  # (M + 1,)
+        left = k.detach().unsqueeze(2) - place  # (rows, J, M + 1)
+        roots = sums_below(points.detach()).unsqueeze(1) - left.log()
+        m = torch.where(left > 0, roots, torch.inf).argmin(2)  # (rows, J)
+        below = points.unsqueeze(1).masked_fill(place < m.unsqueeze(2), -torch.inf)  # (rows, J, M + 1)
+        return below.logsumexp(2) - (k - m).log() + highest
+
+
+class SparseTopK(ThresholdOperator):
+    """Sparse top-k (Sander et al. 2023): f = clip(t, 0, 1) for p = 2, the Euclidean projection onto the masks of sum k
+    (at k = 1 sparsemax), and f = clip(t, 0, 1)^3 for p = 4/3.
+
+    Classes 1 / beta or more below the k-th score have the mask 0: -log of it would be infinite, and has no gradient. A
+    loss therefore takes the official guard, log(p (1 - 2e-7) + 1e-7), here, and wants P_K(1) > 0 in the top1_mode "sm"
+    or "smce": the softmax term carries the gradient of such classes. theta by Newton's method among the scores that
+    can count. p: 2 (default) or 4/3. Other arguments as for every ThresholdOperator; ValueError for another p.
+    """
+
+    guarded = True
+    has_zeros = True
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0, p: float = 2) -> None:
+        super().__init__(k, inverse_temperature)
+        self.q = round(1 / (p - 1)) if p in (2, 4 / 3) else 0
+        if not self.q:
+            raise ValueError(f"p must be 2 or 4/3, got {p!r}")
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"{super().extra_repr()}, p={1 + 1 / self.q:.3g}"
+
+    def _f(self, t: Tensor) -> Tensor:
+        return t.clamp(0, 1) ** self.q
+
+    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
+        number = z.shape[1]
+        if has_known_values(z) and z.numel():
+            kth = finite(z.topk(most, dim=1).values[:, -1:])
+            number = max(most, int((z > kth - 1).sum(1).max()))
+        return self._root(finite(z.topk(number, dim=1).values), k, POWERS[self.q], most)
