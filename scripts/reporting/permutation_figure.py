@@ -71,16 +71,19 @@ def draw_permutations(folder: Path) -> list[Path]:
 def pull(method: str, own: Tensor, inverse_temperature: float | None = None) -> Tensor:
     """Return -dL/ds_y, how strongly a method pulls the true class up, for each score `own` (points,) that it may have.
 
-    The other classes keep their scores. P_K is k = WITHIN alone; of softmax_cross_entropy, which has no other, k = 1.
+    The other classes keep their scores. P_K is k = WITHIN alone; of softmax_cross_entropy, which has no other, k = 1;
+    and half of it each where a method wants the softmax's part.
     """
     own = own.detach().requires_grad_()
     logits = torch.tensor([SCORES] * len(own), dtype=own.dtype).index_copy(1, torch.tensor([TRUE]), own.unsqueeze(1))
+    wants_softmax = getattr(METHODS[method].operator, "has_zeros", False)
+    alone = WITHIN if METHODS[method].inverse_temperature else None
     loss = make_loss(
         method,
-        p_k=WITHIN if METHODS[method].inverse_temperature else None,
+        p_k={1: 0.5, WITHIN: 0.5} if wants_softmax else alone,
         num_classes=len(SCORES),
         inverse_temperature=inverse_temperature,
-        top1_mode="sort" if method in RELAXATIONS else None,
+        top1_mode="sort" if method in RELAXATIONS and not wants_softmax else None,
         reduction="sum",
     )
     (gradient,) = torch.autograd.grad(loss(logits, torch.full((len(own),), TRUE)), own)
@@ -108,8 +111,9 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
     axis.set_xlabel("score of the true class (dotted: of the others)")
     axis.set_ylabel("−∂L / ∂score")
-    k = WITHIN if temperature else 1
-    axis.set_title(f"pull on the true class, k = {k} alone", loc="left")
+    k = f"{WITHIN} alone" if temperature else "1 alone"
+    k = f"1 or {WITHIN}" if getattr(METHODS[method].operator, "has_zeros", False) else k
+    axis.set_title(f"pull on the true class, k = {k}", loc="left")
     if temperature:
         axis.legend()
     return save(figure, folder, method)

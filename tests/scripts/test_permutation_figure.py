@@ -30,9 +30,10 @@ def test_the_class_probabilities_of_the_permutation_figure_are_those_of_the_loss
 def test_the_pull_of_the_method_figures_is_the_slope_of_the_loss(method):
     own, step = torch.linspace(-2.7, 12.6, 7, dtype=torch.float64), 1e-5
     relaxed = {"top1_mode": "sort"} if method in RELAXATIONS else {}
-    loss = make_loss(
-        method, p_k=None if method == "softmax_cross_entropy" else 2, num_classes=5, reduction="none", **relaxed
-    )
+    p_k = None if method == "softmax_cross_entropy" else 2
+    if method == "sparse_topk":  # wants a softmax
+        relaxed, p_k = {}, {1: 0.5, 2: 0.5}
+    loss = make_loss(method, p_k=p_k, num_classes=5, reduction="none", **relaxed)
 
     def at(score):
         logits = torch.tensor([[1.0, 8.0, -1.0, 9.0, 5.0]] * len(score), dtype=torch.float64)
