@@ -58,7 +58,7 @@ from experiments.shared.neighbours import majority, nearest, neighbour_loss
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
 from experiments.shared.seed_processes import run_seeds
-from experiments.shared.train_knn_flags import COMPONENTS, CROSS_ENTROPY, configuration, parse_arguments
+from experiments.shared.train_knn_flags import COMPONENTS, CROSS_ENTROPY, UNTRAINED, configuration, parse_arguments
 from experiments.shared.training_run import compiled, diverged, finished_line, recorded, restoring, saved_state, say
 from models.embedders import embedder
 from topk_losses import TopKOperator
@@ -85,12 +85,13 @@ def train(args: argparse.Namespace) -> int:
     if recorded(args.results, name, args.force):
         return 0
 
-    # Seed, then data, whole on the device: images as uint8.
+    # Seed, then data, whole on the device (images as uint8), and what embeds them.
     set_up_device(device, args.threads, args.deterministic)
     keep_freed_memory()
     flags["threads"] = torch.get_num_threads()
     torch.manual_seed(args.seed)
     points = load().to(device)
+    model = network(points, flags).to(device)
 
     with open_run(folder):
         # Asked again: another process may have finished this configuration before the folder was ours.
@@ -99,12 +100,11 @@ def train(args: argparse.Namespace) -> int:
         environment, commit = describe_environment(device), git_commit()
         write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})
 
-        # Model and optimizer.
-        model = network(points, flags).to(device)
+        # Optimizer.
         parameters = [each for each in model.parameters() if each.requires_grad]
-        optimizer = (
-            torch.optim.SGD(parameters, flags["lr"], 0.9, weight_decay=args.weight_decay) if parameters else None
-        )
+        optimizer = None
+        if parameters:
+            optimizer = torch.optim.SGD(parameters, flags["lr"], momentum=0.9, weight_decay=args.weight_decay)
         operator = operator and operator.to(device)
         autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
         embed = compiled(model["embed"], device) if args.compile and optimizer else model["embed"]
@@ -202,7 +202,8 @@ def source_of(args: argparse.Namespace) -> tuple[Callable[[], Points], dict[str,
             raise cli.RunError(str(error)) from None
         except ValueError as error:
             raise cli.CommandLineError(str(error)) from None
-        for name in ("batch_size", "num_candidates", "k"):
+        drawn = () if args.method in UNTRAINED else ("batch_size", "num_candidates")
+        for name in ("k", *drawn):
             if getattr(args, name) > len(points.train):
                 raise cli.CommandLineError(
                     f"--{name} must not exceed the {len(points.train)} training points, got {getattr(args, name)}"
