@@ -18,9 +18,7 @@ UNTRAINED = ("inputs", "pca")  # kNN on the inputs as they are, on their princip
 METHODS = (*RELAXATIONS, CROSS_ENTROPY, *UNTRAINED)
 PREDICTIONS = ("neighbours", "network")
 COMPONENTS = 50  # of pca: those of the published baseline
-# Squared distances are larger than logits: NeuralSort's is the published code's (tau 16), the others were tried on
-# digits (docs/knn.md). A method that is not here takes the library's default.
-INVERSE_TEMPERATURES = {"neuralsort": 1 / 16, "softsort": 1 / 16}
+INVERSE_TEMPERATURES = {"neuralsort": 1 / 16}  # the published code's tau 16; other methods: the library's default
 MODELS = {"mnist": "cnn", "digits": "cnn"}  # as published, but for digits; the other images have the ResNet
 # Flags of what trains, of the relaxed operator, and of maps: None where a row has nothing of the kind.
 OF_OPERATOR = ("loss", "inverse_temperature", "distribution", "art_lambda", "sorted", "num_candidates", "self_match")
@@ -54,7 +52,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--inverse_temperature",
         type=cli.positive,
         help="of minus the squared distances; larger is closer to the hard operator; default 1/16 for neuralsort (its "
-        "published code's) and softsort, else the library's",
+        "published code's), else the library's",
     )
     group.add_argument(
         "--distribution",

@@ -50,6 +50,8 @@ def draw_figures_of_table(table: Table, protocol: Row, run_folders: Path, folder
     note = f"{table.name}.csv: {run_summary(runs, protocol, len(table.run_lines))}."
     if any(line.reasons for line in table.run_lines):
         note += " Not comparable with the published values."
+    if not set(METRICS) <= set(table.decimals):
+        return _leave_out("accuracies: the figures need top-1 and top-5, and the rows have top-1 alone")
     return [
         *_accuracy_over_epochs(table, run_folders, note, folder),
         *_top1_against_top5(table, note, folder),
