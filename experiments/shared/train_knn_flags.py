@@ -24,6 +24,8 @@ MODELS = {"mnist": "cnn", "digits": "cnn"}  # as published, but for digits; the 
 OF_OPERATOR = ("loss", "inverse_temperature", "distribution", "art_lambda", "sorted", "num_candidates", "self_match")
 OF_TRAINING = ("model", "dim", "hidden_dims", "n_epochs", "batch_size", "lr", "nloglr", "weight_decay", "precision")
 
+NOT_RECORDED = ("seeds", "cache_dir", "endpoint_url", *TENSORS)  # as of finetune_imagenet.py
+
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the flags, each checked on its own. Raises CommandLineError."""
@@ -152,7 +154,7 @@ def configuration(args: argparse.Namespace) -> tuple[TopKOperator | None, dict[s
     """Return the operator (a baseline has none), and every flag, nothing left to a default. Raises CommandLineError."""
     method, relaxed = args.method, args.method in RELAXATIONS
     flags = {
-        **{flag: value for flag, value in vars(args).items() if flag not in ("seeds", "endpoint_url", *TENSORS)},
+        **{flag: value for flag, value in vars(args).items() if flag not in NOT_RECORDED},
         **cli.learning_rate(args, NLOGLR),
         "data_dir": cli.portable(args.data_dir) if args.dataset else None,
         # Switches that are off leave ids of rows from before there was a choice as they are.

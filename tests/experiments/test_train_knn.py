@@ -21,7 +21,7 @@ from experiments.shared import training_run
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.run_record import COLUMNS, read_rows
-from experiments.shared.train_knn_flags import METHODS, UNTRAINED, configuration
+from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
 from scripts.sweeping import recorded, sweep
 from topk_losses import RELAXATIONS
 
@@ -113,7 +113,7 @@ def test_a_run_leaves_a_row_and_a_folder(results, capsys):
 
 def test_every_column_of_a_row_is_a_flag_or_explained(results, store):
     script.main(command(results, n_epochs=1))
-    flags = vars(script.parse_arguments(["--method", "softsort"])).keys() - {"results", "force", "seeds"}
+    flags = vars(script.parse_arguments(["--method", "softsort"])).keys() - {"results", "force", *NOT_RECORDED}
     assert only_row(results).keys() - flags <= COLUMNS.keys()
     assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
     assert set(script.IDENTITY) - {"embeddings"} <= flags
