@@ -106,9 +106,10 @@ def train(args: argparse.Namespace) -> int:
         if parameters:
             optimizer = torch.optim.SGD(parameters, flags["lr"], momentum=0.9, weight_decay=args.weight_decay)
         operator = operator and operator.to(device)
-        autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
+        # Of what is not trained, neither precision nor epochs are a choice.
+        n_epochs, bf16 = (args.n_epochs, args.precision == "bf16") if optimizer else (1, False)
+        autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=bf16)
         embed = compiled(model["embed"], device) if args.compile and optimizer else model["embed"]
-        n_epochs = args.n_epochs if optimizer else 1
 
         # Resume where the last finished epoch ended.
         history, started_utc, times_resumed, commits = [], utc_now(), 0, [commit]
@@ -386,6 +387,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> int:
         args = parse_arguments(argv)
+        if (count := Ranks().count) > 1:
+            raise cli.CommandLineError(f"train_knn.py is one process, and torchrun has started {count}: leave it out")
         return train(args) if len(args.seeds) == 1 else train_seeds(args)
 
     return cli.finish(run)

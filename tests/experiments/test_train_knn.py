@@ -183,6 +183,8 @@ def test_the_untrained_baselines_are_those_of_scikit_learn(results, method, digi
     row = only_row(results)
     assert float(row["test_top1"]) == oracle.score(test, points.test.labels)
     assert float(row["valid_top1"]) == oracle.score(valid, points.valid.labels)
+    assert script.main([*words, "--precision", "bf16"]) == 0  # no other row: there is nothing to round
+    assert len(read_rows(results)) == 1
     assert (row["n_epochs"], row["lr"], row["model"], row["images_per_second"]) == ("", "", "", "")
     assert row["test_top1_epoch"] == "1"
 
@@ -361,6 +363,12 @@ def test_a_mistake_is_answered_with_a_sentence(results, capsys, flags, words):
     assert words in error
     assert "Traceback" not in error
     assert not results.exists()
+
+
+def test_several_processes_are_refused(results, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert script.main(command(results)) == 2
+    assert "torchrun has started 2: leave it out" in capsys.readouterr().err
 
 
 def test_a_loss_that_diverges_is_named_and_leaves_no_row(results, capsys):
