@@ -73,10 +73,10 @@ READABLE = "{dataset}{embeddings}-{method}-k{k}-{n_epochs}epochs-seed{seed}"  # 
 EVAL_BATCH = 1000  # points that are embedded at once, and a tile of the search: the result does not depend on it
 
 
-def train(args: argparse.Namespace) -> int:
+def train(args: argparse.Namespace, ranks: Ranks) -> int:
     """Train one configuration with --seed and record its row; return the exit status."""
     # What can be refused is refused before a folder is made or data downloaded.
-    device = cli.training_device(args.device, Ranks())
+    device = cli.training_device(args.device, ranks)
     operator, flags = configuration(args)
     load, of_data = source_of(args)
     flags |= {**of_data, "device": str(device)}
@@ -360,10 +360,10 @@ def epoch_line(epoch: dict[str, Any], n_epochs: int, args: argparse.Namespace) -
     )
 
 
-def train_seeds(args: argparse.Namespace) -> int:
+def train_seeds(args: argparse.Namespace, ranks: Ranks) -> int:
     """Train one configuration with each seed in a process of its own; return the exit status."""
     # What can be refused is refused here, once.
-    cli.training_device(args.device, Ranks())
+    cli.training_device(args.device, ranks)
     _, flags = configuration(args)
     load, of_data = source_of(args)
     unfinished = []
@@ -379,19 +379,22 @@ def train_seeds(args: argparse.Namespace) -> int:
 
 def train_one_seed(args: argparse.Namespace) -> int:
     """The process of one seed; return its exit status."""
-    return cli.finish(lambda: train(args), stopped="", name=f"seed {args.seed}: ")
+    return cli.finish(lambda: train(args, Ranks()), stopped="", name=f"seed {args.seed}: ")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
+    ranks = Ranks()
 
     def run() -> int:
         args = parse_arguments(argv)
-        if (count := Ranks().count) > 1:
-            raise cli.CommandLineError(f"train_knn.py is one process, and torchrun has started {count}: leave it out")
-        return train(args) if len(args.seeds) == 1 else train_seeds(args)
+        if ranks.count > 1:
+            raise cli.CommandLineError(
+                f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
+            )
+        return train(args, ranks) if len(args.seeds) == 1 else train_seeds(args, ranks)
 
-    return cli.finish(run)
+    return cli.finish(run, ranks=ranks)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from experiments import train_knn as script
 from experiments.shared import training_run
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.environment import ROOT
+from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import COLUMNS, read_rows
 from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
 from scripts.sweeping import recorded, sweep
@@ -151,11 +152,10 @@ def test_the_published_defaults():
 @pytest.mark.parametrize("loss", ["mass", "log_mass"])
 @pytest.mark.parametrize("method", [*RELAXATIONS, "soft_topk --sorted"])
 def test_every_relaxation_learns(results, method, loss):
-    """A random map of digits to 8 numbers leaves 60% of them beside their like; training brings them together."""
-    assert script.main(command(results, f"--loss {loss} --lr .01", method=method, n_epochs=6)) == 0
+    assert script.main(command(results, f"--loss {loss}", method=method, n_epochs=6)) == 0
     _, epochs, _ = outcome(results)
     losses = [float(each["train_loss"]) for each in epochs]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] - 0.02
     assert float(only_row(results)["test_top1"]) > 0.7
 
 
@@ -366,9 +366,12 @@ def test_a_mistake_is_answered_with_a_sentence(results, capsys, flags, words):
 
 
 def test_several_processes_are_refused(results, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks = Ranks()
+    ranks.count = 2
+    monkeypatch.setattr(script, "Ranks", lambda: ranks)
+    monkeypatch.setattr(ranks, "speaks", lambda _: True)
     assert script.main(command(results)) == 2
-    assert "torchrun has started 2: leave it out" in capsys.readouterr().err
+    assert "torchrun has started 2: leave torchrun out" in capsys.readouterr().err
 
 
 def test_a_loss_that_diverges_is_named_and_leaves_no_row(results, capsys):
