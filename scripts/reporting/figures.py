@@ -98,12 +98,12 @@ def _accuracy_over_epochs(table: Table, run_folders: Path, note: str, folder: Pa
 
 
 def _neighbours(table: Table, run_folders: Path, folder: Path) -> list[Path]:
-    """Of the first run that has its folder here: of the nearest-neighbour classifier, whose rows have top-1 alone."""
-    runs = [run_folders / run["run_id"] for line in table.run_lines for run in line.runs]
-    shown = next(filter(has_images, runs), None)
-    if shown is None:
-        return _leave_out("neighbours before and after training: it needs the folder of a run on images")
-    return draw_neighbours(shown, folder, f"{table.name}_neighbours")
+    """Of the best line of the nearest-neighbour classifier that has a run folder here; its rows have top-1 alone."""
+    for line in sorted(table.run_lines, key=lambda line: line.mean("test_top1"), reverse=True):
+        for run in line.runs:
+            if has_images(run_folders / run["run_id"]):
+                return draw_neighbours(run_folders / run["run_id"], line.name, folder, f"{table.name}_neighbours")
+    return _leave_out("neighbours before and after training: it needs the folder of a run on images")
 
 
 def _curve(axis: Axes, method: str, clock: str, histories: Sequence[Sequence[Row]], metric: str) -> None:

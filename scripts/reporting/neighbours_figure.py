@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data.points import Points, load_points
-from experiments.shared.checkpoint import load_checkpoint
+from experiments.shared.checkpoint import CURRENT, load_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.neighbours import nearest
 from models.embedders import embedder
@@ -22,13 +22,13 @@ WRONG = "#D55E00"
 
 
 def has_images(folder: Path) -> bool:
-    """Return whether a run folder is of a network that was trained on images, and still has its checkpoint."""
+    """Return whether a run folder is of neighbours that were trained on images, and still has its checkpoint."""
     config = _config(folder)
-    return bool(config.get("dataset") and config.get("model") and (folder / "checkpoint.pt").exists())
+    return bool(config.get("dataset") and config.get("loss") and (folder / CURRENT).exists())
 
 
-def draw_neighbours(folder: Path, figures: Path, name: str) -> list[Path]:
-    """Draw NAME.png and NAME.svg of a run folder and return their paths."""
+def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list[Path]:
+    """Draw NAME.png and NAME.svg of a run folder, by a method as tables call it, and return their paths."""
     config = _config(folder)
     limits = {each: config[f"limit_{each}"] for each in ("train", "test") if config[f"limit_{each}"]}
     points = load_points(config["dataset"], ROOT / config["data_dir"], seed=config["seed"], limits=limits)
@@ -53,7 +53,7 @@ def draw_neighbours(folder: Path, figures: Path, name: str) -> list[Path]:
         axes[0][column].set_title(f"{when} training: {share:.1f}% of all neighbours are right", loc="left")
     epochs = f"{config['n_epochs']} epoch{'s' * (config['n_epochs'] != 1)}"
     figure.suptitle(
-        f"{config['dataset']}, {config['model']}, {config['method']}, {epochs}, seed {config['seed']}: the test images "
+        f"{config['dataset']}, {config['model']}, {method}, {epochs}, seed {config['seed']}: the test images "
         f"(left of the line) whose {config['k']} nearest training images are\n"
         "most often wrong before training; nearest first, of another label in a frame.",
         fontsize=7.5,

@@ -114,11 +114,11 @@ def test_the_published_values_are_those_of_the_facts():
 
 @pytest.fixture
 def run_on_digits(tmp_path):
-    """Rows of a small network, and of a map without images' worth of training before it."""
+    """Rows of a small network, and of baselines, which have no neighbours that were trained."""
     words = ["--dataset", "digits", "--limit_train", "300", "--limit_test", "60", "--device", "cpu", "--threads", "1"]
     flags = [*words, "--k", "4", "--model", "linear", "--dim", "8", "--n_epochs", "4", "--lr", ".01"]
     before = torch.get_num_threads()
-    for method in ("pca", "neuralsort"):
+    for method in ("pca", "softmax_cross_entropy", "neuralsort"):
         assert train_knn.main([*flags, "--method", method, "--results", str(tmp_path / "knn.csv")]) == 0
     torch.set_num_threads(before)
     return tmp_path / "knn.csv"
