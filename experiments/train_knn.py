@@ -21,6 +21,11 @@ The row is added to results/knn.csv (--results); config.json, epochs.csv and the
 results/runs/<run id>/. Stopping, killing, skipping, --force and --seeds are as in train_cifar100.py.
 """
 
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
 import argparse
 import math
 import sys
@@ -31,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -40,6 +46,8 @@ from data.points import Points, Samples, load_points, points_of_store
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint import (
     PREVIOUS,
+    RUN,
+    history_of,
     random_states,
     remove_checkpoints,
     restore_random_states,
@@ -70,6 +78,12 @@ IDENTITY = (
     *("lr", "weight_decay", "batch_size", "num_candidates", "n_epochs", "seed", "self_match", "augmented_neighbours"),
 )
 READABLE = "{dataset}{embeddings}-{method}-k{k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
+# What its checkpoints hold, among others.
+CHECKPOINT = {
+    **RUN,
+    "history": history_of(("epoch", "valid_top1", "test_top1", "train_seconds", "eval_seconds", "peak_memory_mib")),
+    "random_states": dict[str, InstanceOf[Tensor]],
+}
 EVAL_BATCH = 1000  # points that are embedded at once, and a tile of the search: the result does not depend on it
 
 
@@ -113,7 +127,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
 
         # Resume where the last finished epoch ended.
         history, started_utc, times_resumed, commits = [], utc_now(), 0, [commit]
-        saved = saved_state(folder, args.results, name)
+        saved = saved_state(folder, args.results, name, CHECKPOINT)
         if saved:
             with restoring(folder):
                 model.load_state_dict(saved["model"])
@@ -136,7 +150,6 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             evaluated = evaluate(epoch, model, points, autocast, args)
             history.append({**trained, **evaluated, "peak_memory_mib": peak_memory_mib(device)})
             state = {
-                "epoch": epoch,
                 "model": model.state_dict(),
                 # Nothing continues a finished run: its file keeps the weights alone.
                 "optimizer": optimizer.state_dict() if epoch < n_epochs else None,
@@ -170,8 +183,9 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             "started_utc": started_utc,
             "finished_utc": utc_now(),
         }
-        write_row(args.results, row)
+        # First, so that a kill in between leaves nothing behind: the run is finished and saved, with its weights.
         remove_checkpoints(folder, (PREVIOUS,))
+        write_row(args.results, row)
     say(finished_line(row, "epoch", args.results, folder))
     return 0
 
@@ -191,6 +205,7 @@ def source_of(args: argparse.Namespace) -> tuple[Callable[[], Points], dict[str,
         columns = {
             "embeddings": f"{store.num_classes}x{store.dim}-{store.fingerprint[:8]}",
             "embedding_dtype": store["train"].dtype_name,
+            "embeddings_checksum": store.checksum,
             "backbone": store.backbone,
             "resolution": store.resolution,
             "data_path": cli.portable(Path(args.data_path)) if Path(args.data_path).exists() else args.data_path,
@@ -379,14 +394,13 @@ def train_seeds(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def train_one_seed(args: argparse.Namespace) -> int:
     """The process of one seed; return its exit status."""
-    return cli.finish(lambda: train(args, Ranks()), stopped="", name=f"seed {args.seed}: ")
+    return cli.finish(lambda ranks: train(args, ranks), stopped="", name=f"seed {args.seed}: ")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-    ranks = Ranks()
 
-    def run() -> int:
+    def run(ranks: Ranks) -> int:
         args = parse_arguments(argv)
         if ranks.count > 1:
             raise cli.CommandLineError(
@@ -394,8 +408,8 @@ def main(argv: list[str] | None = None) -> int:
             )
         return train(args, ranks) if len(args.seeds) == 1 else train_seeds(args, ranks)
 
-    return cli.finish(run, ranks=ranks)
+    return cli.finish(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

@@ -174,19 +174,13 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | 
 
 
 def add_optimization_flags(
-    parser: argparse.ArgumentParser,
-    *,
-    n_epochs: int,
-    batch_size: int,
-    nloglr: float,
-    seed_help: str,
-    about: str = "Adam, default betas; as published, no weight decay",
+    parser: argparse.ArgumentParser, *, n_epochs: int, batch_size: int, nloglr: float, seed_help: str
 ) -> tuple[argparse._ArgumentGroup, argparse._MutuallyExclusiveGroup]:
     """Add epochs, batch size, learning rate (--lr or --nloglr) and seed, with the published defaults.
 
     Returns the group of these flags, for more of them, and that of --seed, for what may stand in its place.
     """
-    group = parser.add_argument_group("optimization", about)
+    group = parser.add_argument_group("optimization", "Adam, default betas; as published, no weight decay")
     group.add_argument("--n_epochs", type=count, default=n_epochs, help="passes over the training split (%(default)s)")
     group.add_argument(
         "--batch_size", type=count, default=batch_size, help="the last partial batch is dropped (%(default)s)"

@@ -1,7 +1,6 @@
 """The command line of train_knn.py: its flags, their published defaults, and which of them go together."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from data.points import POINT_SETS
@@ -24,7 +23,7 @@ MODELS = {"mnist": "cnn", "digits": "cnn"}  # as published, but for digits; the 
 OF_OPERATOR = ("loss", "inverse_temperature", "distribution", "art_lambda", "sorted", "num_candidates", "self_match")
 OF_TRAINING = ("model", "dim", "hidden_dims", "n_epochs", "batch_size", "lr", "nloglr", "weight_decay", "precision")
 
-NOT_RECORDED = ("seeds", "cache_dir", "endpoint_url", *TENSORS)  # as of finetune_imagenet.py
+NOT_RECORDED = ("seeds", "cache_dir", "endpoint_url", "sha256", *TENSORS)  # as of finetune_imagenet.py
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -76,8 +75,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         batch_size=100,
         nloglr=NLOGLR,
         seed_help="of split, initialisation, orders and augmentation",
-        about="SGD with momentum .9 and a constant learning rate; a batch is of queries",
     )
+    optimization.description = "SGD with momentum .9 and a constant learning rate; a batch is of queries"
     seeds.add_argument(
         "--seeds",
         type=cli.seed,
@@ -112,14 +111,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SOURCE",
         help="embeddings in place of images: a store, or what finetune_imagenet.py takes; a map of them is trained",
     )
-    group.add_argument("--cache_dir", type=Path, metavar="DIR", help="of embeddings that are downloaded")
+    group.add_argument("--cache_dir", type=cli.path, metavar="DIR", help="of embeddings that are downloaded")
     group.add_argument(
         "--data_dir",
-        type=Path,
+        type=cli.path,
         default=ROOT / "data" / "downloads",
         help="where the images are, or are downloaded to (data/downloads in this repository)",
     )
-    group.add_argument("--mirror", metavar="URL", help="download CIFAR from here instead of its home page")
+    group.add_argument(
+        "--mirror",
+        type=cli.address("http", "https", "file"),
+        metavar="URL",
+        help="download CIFAR from here instead of its home page",
+    )
     group.add_argument("--limit_train", type=cli.count, metavar="N", help="use N training points, for a quick look")
     group.add_argument("--limit_test", type=cli.count, metavar="N", help="use N test points, for a quick look")
     group.add_argument(
@@ -140,12 +144,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     cli.add_machine_flags(parser)
     cli.add_record_flags(parser, results=ROOT / "results" / "knn.csv")
     # What open_store_of asks of a torch file of no published layout: convert such a file first.
-    parser.set_defaults(endpoint_url=None, **dict.fromkeys(TENSORS))
+    parser.set_defaults(endpoint_url=None, sha256=None, **dict.fromkeys(TENSORS))
     args = parser.parse_args(argv)
-    args.seeds = args.seeds or [args.seed]
+    args.seeds = cli.seeds_of(args)
     args.seed = args.seeds[0]
-    if len(set(args.seeds)) < len(args.seeds):
-        raise cli.CommandLineError(f"--seeds must differ, got {' '.join(map(str, args.seeds))}")
     args.dataset = args.dataset or ("mnist" if args.data_path is None else None)
     return args
 

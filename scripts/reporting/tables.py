@@ -286,7 +286,7 @@ def _caption(
     sentences += _reason_sentences([line for line in run_lines if line.published])
     if published:
         first_hand = [row for row in published if row["second_hand"] == "false"]
-        known = [row for row in first_hand if row["test_top1"] or row.get("test_top5")]
+        known = [row for row in first_hand if row["test_top1"] or row["test_top5"]]
         sources = list(dict.fromkeys(row["source"] for row in first_hand))
         seeds = f", mean of {protocol['n_seeds']} seeds" if protocol.get("n_seeds") else ""
         sentences.append(f"Published: {sources[0]}{seeds}{'' if known else '; its values are not known here'}.")
@@ -297,7 +297,7 @@ def _caption(
         sentences.append(f"The published P_K of {_and(unknown)} is not known; the one shown is ours.")
     if any(row["second_hand"] == "true" for row in published):
         sentences.append("†: second-hand, read in a note about a paper.")
-    if any(row.get("approximate") for row in published):
+    if any(row["approximate"] for row in published):
         sentences.append("≈: approximate in the source.")
     return " ".join(sentences)
 
@@ -327,7 +327,7 @@ def _lines(published: Sequence[Row]) -> list[Line]:
         if first:
             first.rerun = row
         else:
-            lines.append(Line(row["method"], row.get("p_k", ""), _key(row)[3:], row))
+            lines.append(Line(row["method"], row["p_k"], _key(row)[3:], row))
     return lines
 
 
@@ -416,7 +416,7 @@ def _refuse_mixed_cell(group: Sequence[Row]) -> None:
 
 def _decimals(metric: str, published: Sequence[Row]) -> int:
     """Of a percentage: as many as the source shows, 2 where there is none."""
-    digits = [-Decimal(row[metric]).as_tuple().exponent - 2 for row in published if row.get(metric)]
+    digits = [-Decimal(row[metric]).as_tuple().exponent - 2 for row in published if row[metric]]
     return max(digits, default=2)
 
 

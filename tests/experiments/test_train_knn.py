@@ -4,8 +4,6 @@ A linear map of few digits stands in for the networks, which tests/models/test_e
 """
 
 import csv
-import io
-import json
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,13 @@ from data import points as points_module
 from data.embeddings import StoreWriter
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.shared import training_run
+from experiments.shared import command_line
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import COLUMNS, read_rows
 from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
-from scripts.sweeping import recorded, sweep
+from scripts.sweeping import sweep
 from topk_losses import RELAXATIONS
 
 MACHINE = ("--device", "cpu", "--threads", "1")
@@ -319,16 +317,21 @@ def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
     assert [row["seed"] for row in read_rows(together)] == ["3", "4"]
 
 
-def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch, capsys):
+def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
+    """As scripts/sweeping/recorded.py does: it notes what the script asks, and the script has done nothing yet."""
+
+    class Asked(BaseException):
+        pass
+
+    def ask(*_):
+        raise Asked
+
     assert "train_knn.py" in sweep.ASKING
-    script.main(command(results, n_epochs=1))
-    words = ["python", str(ROOT / "experiments" / "train_knn.py"), *command(results, n_epochs=1)]
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([words, [*words, "--k", "4"]])))
-    monkeypatch.setattr("sys.argv", [])
-    monkeypatch.setattr(training_run, "recorded", training_run.recorded)  # put back after the test
-    capsys.readouterr()
-    assert recorded.main() == 0
-    assert json.loads(capsys.readouterr().out) == [True, False]
+    monkeypatch.setattr(script, "load_points", lambda *_, **__: pytest.fail("data are loaded first"))
+    monkeypatch.setattr(script, "recorded", ask)
+    with pytest.raises(Asked):
+        script.main(command(results))
+    assert list(results.parent.iterdir()) == []
 
 
 # Refusals.
@@ -369,7 +372,7 @@ def test_a_mistake_is_answered_with_a_sentence(results, capsys, flags, words):
 def test_several_processes_are_refused(results, capsys, monkeypatch):
     ranks = Ranks()
     ranks.count = 2
-    monkeypatch.setattr(script, "Ranks", lambda: ranks)
+    monkeypatch.setattr(command_line, "Ranks", lambda: ranks)
     monkeypatch.setattr(ranks, "speaks", lambda _: True)
     assert script.main(command(results)) == 2
     assert "torchrun has started 2: leave torchrun out" in capsys.readouterr().err
