@@ -33,7 +33,8 @@ from scripts.reporting.formats import FORMATS
 from scripts.reporting.tables import Row, Table, build_table, read_published
 
 PAPER = ROOT / "results" / "paper"
-TABLES = ("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5")
+KNN_TABLES = ("knn_mnist", "knn_fashion_mnist", "knn_cifar10")
+TABLES = ("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5", *KNN_TABLES)
 BY_FILE_NAME = {
     **{name: name for name in TABLES},
     **{"table2_3_imagenet1k": "tables2_3_imagenet1k", "imagenet1k": "tables2_3_imagenet1k"},
@@ -162,10 +163,13 @@ def published_of(table: str | None, results: Path, runs: list[Row]) -> Path | No
             )
         table = of_embeddings
     if table is None:
-        is_cifar = {run.get("dataset") for run in runs} == {"cifar100"}
-        table = (
-            BY_FILE_NAME.get(results.stem.removesuffix("_short")) or of_embeddings or ("table1" if is_cifar else "none")
-        )
+        datasets = {run.get("dataset") for run in runs}
+        if all("prediction" in run for run in runs):  # the nearest-neighbour classifier's
+            of_set = f"knn_{datasets.pop()}" if len(datasets) == 1 else ""
+            table = of_set if of_set in KNN_TABLES else "none"
+        else:
+            by_columns = of_embeddings or ("table1" if datasets == {"cifar100"} else "none")
+            table = BY_FILE_NAME.get(results.stem.removesuffix("_short")) or by_columns
     return None if table == "none" else PAPER / f"{table}.csv"
 
 

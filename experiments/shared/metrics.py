@@ -57,12 +57,12 @@ def chosen_by_validation(history: Sequence[Mapping[str, float]], clock: str) -> 
     """Return test_top<k>, valid_top<k> and test_top<k>_<clock> of the evaluation that validation chose for each
     k.
 
-    `history` has one entry per evaluation, in order, with the fractions of hit_fractions and, under the name
-    `clock`, when it was: "epoch" or "step". Each k is chosen separately, as published; of equally good evaluations
-    the earliest is taken.
+    `history` has one entry per evaluation, in order, with the fractions of hit_fractions (of all k of TOP_K or of some)
+    and, under the name `clock`, when it was: "epoch" or "step". Each k is chosen separately, as published; of equally
+    good evaluations the earliest is taken.
     """
     chosen = {}
-    for k in TOP_K:
+    for k in (k for k in TOP_K if f"valid_top{k}" in history[0]):
         best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
         chosen[f"test_top{k}"] = best[f"test_top{k}"]
         chosen[f"test_top{k}_{clock}"] = best[clock]
@@ -73,14 +73,13 @@ def chosen_by_validation(history: Sequence[Mapping[str, float]], clock: str) -> 
 def summary(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, float]:
     """Return what a row says of a run's evaluations: the chosen ones, the last one, the seconds and the memory.
 
-    `history` and `clock` are those of `chosen_by_validation`; the entries also hold valid_loss and test_loss,
-    train_seconds, eval_seconds and peak_memory_mib.
+    `history` and `clock` are those of `chosen_by_validation`; the entries also hold train_seconds,
+    eval_seconds and peak_memory_mib.
     """
     last = history[-1]
     return {
         **chosen_by_validation(history, clock),
-        **{f"last_{split}_top{k}": last[f"{split}_top{k}"] for split in ("test", "valid") for k in TOP_K},
-        **{f"last_{split}_loss": last[f"{split}_loss"] for split in ("valid", "test")},
+        **{f"last_{name}": last[name] for name in last if name.startswith(("test_", "valid_"))},
         "train_seconds": math.fsum(entry["train_seconds"] for entry in history),
         "eval_seconds": math.fsum(entry["eval_seconds"] for entry in history),
         "peak_memory_mib": max(entry["peak_memory_mib"] for entry in history),

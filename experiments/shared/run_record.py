@@ -51,7 +51,7 @@ COLUMNS = {
         )
         for k in (1, 5, 10, 20)
     },
-    "last_train_loss": "mean training loss over the last epoch, nats",
+    "last_train_loss": "mean training loss over the last epoch, nats; of --loss mass minus a number of neighbours",
     "last_valid_loss": "mean validation loss of the last evaluation, nats",
     "last_test_loss": "mean test loss of the last evaluation, nats",
     "train_seconds": "wall-clock seconds spent in training epochs (compilation, too), evaluation and saving excluded",

@@ -69,10 +69,14 @@ def finished_line(row: Mapping[str, Any], clock: str, results: Path, folder: Pat
 
     clock: "epoch" or "step", by which its evaluations are counted.
     """
+    accuracies = [
+        f"top-{k} {row[f'test_top{k}']:.4f} ({clock} {row[f'test_top{k}_{clock}']})"
+        for k in (1, 5)
+        if f"test_top{k}" in row
+    ]
+    speed = f", {row['images_per_second']:.0f} images/s" if row["images_per_second"] else ""
     return (
-        f"{row['run_id']}: test top-1 {row['test_top1']:.4f} ({clock} {row[f'test_top1_{clock}']}), "
-        f"top-5 {row['test_top5']:.4f} ({clock} {row[f'test_top5_{clock}']}), "
-        f"{row['train_seconds']:.1f} s of training, {row['images_per_second']:.0f} images/s\n"
+        f"{row['run_id']}: test {', '.join(accuracies)}, {row['train_seconds']:.1f} s of training{speed}\n"
         f"row: {results}\nrun: {folder}"
     )
 

@@ -4,6 +4,7 @@ NAME_accuracy_over_epochs: test accuracy against epoch (steps for heads), from r
 with two seeds or more, a band of one sample standard deviation.
 NAME_top1_top5: top-1 against top-5 per method and P_K, ours filled, published hollow.
 NAME_accuracy_over_p_k: accuracy of each method over P_K (Table 4).
+NAME_neighbours: of the nearest-neighbour classifier, in place of these; see neighbours_figure.py.
 times: time per epoch and per loss, from results/benchmarks/. permutation_matrix: see permutation_figure.py.
 A figure that has no data is left out with a sentence. What the runs were stands above each figure of them.
 """
@@ -23,6 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
+from scripts.reporting.neighbours_figure import draw_neighbours, has_images
 from scripts.reporting.permutation_figure import draw_permutations
 from scripts.reporting.tables import METRICS, Line, Row, Table, float_of, p_k_of, run_summary, shown_p_k
 
@@ -50,6 +52,8 @@ def draw_figures_of_table(table: Table, protocol: Row, run_folders: Path, folder
     note = f"{table.name}.csv: {run_summary(runs, protocol, len(table.run_lines))}."
     if any(line.reasons for line in table.run_lines):
         note += " Not comparable with the published values."
+    if not set(METRICS) <= set(table.decimals):
+        return _neighbours(table, run_folders, folder)
     return [
         *_accuracy_over_epochs(table, run_folders, note, folder),
         *_top1_against_top5(table, note, folder),
@@ -91,6 +95,15 @@ def _accuracy_over_epochs(table: Table, run_folders: Path, note: str, folder: Pa
         axes[number][1].set_xlabel("optimizer step" if curves[0][1] == "step" else "epoch")
     _legend(figure, [line.method for line, _, _ in curves])
     return save(figure, folder, f"{table.name}_accuracy_over_epochs")
+
+
+def _neighbours(table: Table, run_folders: Path, folder: Path) -> list[Path]:
+    """Of the best line of the nearest-neighbour classifier that has a run folder here; its rows have top-1 alone."""
+    for line in sorted(table.run_lines, key=lambda line: line.mean("test_top1"), reverse=True):
+        for run in line.runs:
+            if has_images(run_folders / run["run_id"]):
+                return draw_neighbours(run_folders / run["run_id"], line.name, folder, f"{table.name}_neighbours")
+    return _leave_out("neighbours before and after training: it needs the folder of a run on images")
 
 
 def _curve(axis: Axes, method: str, clock: str, histories: Sequence[Sequence[Row]], metric: str) -> None:

@@ -102,8 +102,8 @@ def as_csv(table: Table, figures: Sequence[Path] = ()) -> str:
     rows = []
     for line in table.lines:
         row = {"name": line.published.get("published_name", line.method), "method": line.method}
-        row["p_k"] = line.runs[0]["p_k"] if line.runs else line.p_k
-        for metric in METRICS:
+        row["p_k"] = _p_k(line)
+        for metric in table.decimals:
             row[f"published_{metric}"] = line.published.get(metric, "")
             row[f"rerun_{metric}"] = line.rerun.get(metric, "")
             row[f"{metric}_mean"] = line.mean(metric) if line.runs else ""
@@ -160,14 +160,15 @@ def _columns(table: Table) -> list[Column]:
     lines = table.lines
     columns = [
         Column("", "method", [Cell(line.name + "†" * (line.published.get("second_hand") == "true")) for line in lines]),
-        Column("", "P_K", [Cell(shown_p_k(line.runs[0]["p_k"] if line.runs else line.p_k)) for line in lines]),
     ]
+    if any(map(_p_k, lines)):
+        columns.append(Column("", "P_K", [Cell(shown_p_k(_p_k(line))) for line in lines]))
     if any(line.published.get("public") for line in lines):
         public = {"true": "yes", "false": "no"}
         columns.append(Column("", "public", [Cell(public.get(line.published.get("public"), "")) for line in lines]))
     is_published = any(line.published for line in lines)
-    for metric, shown in METRICS.items():
-        decimals = table.decimals[metric]
+    for metric, decimals in table.decimals.items():
+        shown = METRICS[metric]
         if is_published:
             columns.append(Column(shown, "published", _published([line.published for line in lines], metric), True))
         if any(line.rerun for line in lines):
@@ -178,6 +179,10 @@ def _columns(table: Table) -> list[Column]:
             columns.append(Column(shown, "difference", cells, True))
     columns.append(Column("", "seeds", [Cell(_seeds(line, table.num_seeds)) for line in lines], True))
     return columns
+
+
+def _p_k(line: Line) -> str:
+    return line.runs[0].get("p_k", "") if line.runs else line.p_k
 
 
 def _published(rows: Sequence[Row], metric: str) -> list[Cell]:

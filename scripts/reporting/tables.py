@@ -1,10 +1,10 @@
 """Rows of a results file beside the published ones: grouped over seeds, compared where that is fair, or refused.
 
 What makes runs comparable with a published value, the precise rule: every setting that results/paper/ states for the
-row (protocols.csv for the table, the row's own line for its loss) is equal, no --limit_train, --limit_test,
---label_noise, --weight_decay or --ema is set, the learning rate is constant, and the precision is fp32. A setting whose
-published value is unknown (an empty cell) is not asked for. Otherwise the row has no difference to the published value,
-and the caption gives the reason.
+row (protocols.csv for the table, the row's own line for its loss and whatever is its own) is equal, no --limit_train,
+--limit_test, --label_noise, --weight_decay (unless published) or --ema is set, the learning rate is constant, and the
+precision is fp32. A setting whose published value is unknown (an empty cell) is not asked for. Otherwise the row has no
+difference to the published value, and the caption gives the reason.
 
 What a table refuses: a cell whose runs differ in anything but the seed, and a table whose rows differ in anything but
 the loss and its settings, the learning rate and the embeddings. Thus a caption can say what all runs were.
@@ -22,6 +22,8 @@ from pathlib import Path
 
 from experiments.shared.command_line import CommandLineError
 from experiments.shared.run_record import COLUMNS
+from experiments.shared.train_knn_flags import METHODS as KNN_METHODS
+from experiments.shared.train_knn_flags import UNTRAINED
 from topk_losses import METHODS, RELAXATIONS
 
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
@@ -37,10 +39,14 @@ EMBEDDINGS = ("embeddings", "embedding_dtype", "backbone", "resolution")
 # What may differ between the rows of a table, though never within one.
 OF_A_ROW = (
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "lr"),
+    *("loss", "sorted", "prediction", "num_candidates", "self_match"),
     *EMBEDDINGS,
 )
+VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifier: lines of one method of their own
+OF_ALL = {"loss": "mass", "prediction": "neighbours"}  # of which a line says nothing
 RELAXATIONS_ALONE = ("m", "top1_mode")  # settings that the other methods do not have
-LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda")  # on a published row's own line
+# On a published row's own line.
+LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k", "n_epochs", "num_candidates")
 # A run with another value is cheaper, or of other data, than any published one.
 WHOLE_RUN = {
     **{name: (("", "0.0"), "") for name in ("limit_train", "limit_test", "label_noise")},
@@ -63,6 +69,7 @@ class Line:
 
     method: str
     p_k: str
+    variant: tuple[str, ...] = ("",) * len(VARIANT)
     published: Row = field(default_factory=dict)
     rerun: Row = field(default_factory=dict)
     backbone: str = ""
@@ -74,7 +81,9 @@ class Line:
         """As published, with the method that stands for it here; or the method."""
         if self.published:
             return self.published["published_name"] + (f" ({self.method})" if self.method else "")
-        return self.method + (f", {self.backbone}" if self.backbone else "")
+        told = [cell for name, cell in zip(VARIANT, self.variant) if cell not in ("", OF_ALL.get(name))]
+        shown = ["sorted" if cell == "true" else cell for cell in told]
+        return ", ".join([self.method, *shown, *filter(None, [self.backbone])])
 
     def value(self, metric: str) -> Decimal | None:
         """The published accuracy, a fraction with the digits of its source; None where it is not known."""
@@ -100,7 +109,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A whole table. decimals: of the percentages, by metric. num_seeds: asked of each row."""
+    """A whole table. decimals: of the percentages, by metric: METRICS that there are. num_seeds: asked of each row."""
 
     name: str
     lines: list[Line]
@@ -159,7 +168,7 @@ def build_table(
         line = _line_of(key, lines)
         if line is None:
             backbone = group[0]["backbone"] if has_backbones else ""
-            line = Line(group[0]["method"], group[0]["p_k"], backbone=backbone)
+            line = Line(group[0]["method"], group[0].get("p_k", ""), key[3:], backbone=backbone)
             ours_alone.append(line)
         elif line.runs:
             raise CommandLineError(
@@ -168,13 +177,13 @@ def build_table(
             )
         line.runs = group
         line.reasons = not_comparable(group[0], line.published, protocol) if line.published else []
-    methods = list(METHODS)
+    methods = list(dict.fromkeys([*METHODS, *KNN_METHODS]))
     lines += sorted(ours_alone, key=lambda line: (methods.index(line.method), p_k_of(line.p_k)))
     return Table(
         name,
         lines,
         _caption(name, runs, lines, published, protocol, num_seeds),
-        {metric: _decimals(metric, published) for metric in METRICS},
+        {metric: _decimals(metric, published) for metric in METRICS if not runs or metric in runs[0]},
         num_seeds,
         (runs[0].get("implementation") if runs else None) or "ours",
     )
@@ -184,14 +193,14 @@ def not_comparable(run: Row, published: Row, protocol: Row) -> list[str]:
     """Return the settings of a run that are not the published ones, each as a phrase; see the head of this file."""
     reasons = []
     expected = {name: cell for name, cell in protocol.items() if name not in ("table", "title", "n_seeds", "source")}
-    expected |= {name: published[name] for name in LOSS_SETTINGS if name in published}
+    expected |= {name: published[name] for name in LOSS_SETTINGS if published.get(name)}
     for name, cell in expected.items():
         if not cell or (name in RELAXATIONS_ALONE and run["method"] not in RELAXATIONS):
             continue
         if not _same(run.get(name, ""), "" if cell == "none" else cell):
             reasons.append(f"{name} {run.get(name) or 'none'} (published: {cell})")
     for name, (whole, rule) in WHOLE_RUN.items():
-        if run.get(name, "") not in whole:
+        if not expected.get(name) and run.get(name, "") not in whole:
             reasons.append(f"{name} {run[name]}{rule}")
     return reasons
 
@@ -231,7 +240,7 @@ def float_of(cell: str) -> float | None:
 
 def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
     """Return in one sentence what the runs were: epochs, subset, precision, seeds, device, versions."""
-    first = runs[0]
+    first = next((run for run in runs if run["method"] not in UNTRAINED), runs[0])
     parts = []
     if first.get("dataset") and "title" not in protocol:
         parts.append(f"{first['dataset']}, {first.get('model', '')}")
@@ -245,7 +254,7 @@ def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
     parts.append(epochs)
     parts += [
         f"{name} {first[name]}"
-        for name in ("limit_train", "limit_test", "label_noise", "weight_decay", "ema")
+        for name in ("k", "limit_train", "limit_test", "label_noise", "weight_decay", "ema")
         if float_of(first.get(name, ""))
     ]
     if first.get("lr_schedule"):
@@ -283,7 +292,7 @@ def _caption(
         sentences.append(f"Published: {sources[0]}{seeds}{'' if known else '; its values are not known here'}.")
         if len(sources) > 1:
             sentences.append(f"Rerun: {_and(sources[1:])}.")
-    unknown = [line.name for line in run_lines if line.published and not line.p_k]
+    unknown = [line.name for line in run_lines if line.published and not line.p_k and line.runs[0].get("p_k")]
     if unknown:
         sentences.append(f"The published P_K of {_and(unknown)} is not known; the one shown is ours.")
     if any(row["second_hand"] == "true" for row in published):
@@ -304,7 +313,8 @@ def _reason_sentences(lines: Sequence[Line]) -> list[str]:
     for line in refused:
         own = [reason for reason in line.reasons if reason not in shared]
         if own:
-            parts.append(f"{line.name} {shown_p_k(line.runs[0]['p_k'])}: {', '.join(own)}")
+            p_k = shown_p_k(line.runs[0].get("p_k", ""))
+            parts.append(f"{' '.join(filter(None, [line.name, p_k]))}: {', '.join(own)}")
     whose = "These runs are not" if len(refused) == len(lines) else "Not"
     return [f"{whose} comparable with the published values, hence no difference: {'; '.join(parts)}."]
 
@@ -317,22 +327,23 @@ def _lines(published: Sequence[Row]) -> list[Line]:
         if first:
             first.rerun = row
         else:
-            lines.append(Line(row["method"], row["p_k"], row))
+            lines.append(Line(row["method"], row["p_k"], _key(row)[3:], row))
     return lines
 
 
 def _line_of(key: tuple, lines: Sequence[Line]) -> Line | None:
     """The published line of a key; one whose P_K is not known takes any."""
-    method, _, backbone = key
-    for wanted in (key, (method, (), backbone)):
+    method, _, *others = key
+    for wanted in (key, (method, (), *others)):
         for line in lines:
             if line.published and _key(line.published) == wanted:
                 return line
     return None
 
 
-def _key(row: Row) -> tuple[str, tuple[float, ...], str]:
-    return row["method"], p_k_of(row["p_k"]), row.get("backbone", "")
+def _key(row: Row) -> tuple:
+    """Method, P_K, backbone, and what VARIANT names."""
+    return row["method"], p_k_of(row.get("p_k", "")), row.get("backbone", ""), *(row.get(name, "") for name in VARIANT)
 
 
 def _by_key(runs: Sequence[Row]) -> dict[tuple, list[Row]]:
@@ -344,15 +355,19 @@ def _by_key(runs: Sequence[Row]) -> dict[tuple, list[Row]]:
 
 def _check(run: Row) -> None:
     """Raise CommandLineError for a row that is no training run's."""
-    for name in ("method", "p_k", "seed", *METRICS):
+    neighbours = "prediction" in run  # a majority is one label, and a mass of k neighbours that of one k
+    for name in ("method", *(() if neighbours else ("p_k", "test_top5")), "seed", "test_top1"):
         if name not in run:
             raise CommandLineError(f"the results file has no column {name}; a report needs one")
-    if run["method"] not in METHODS:
-        raise CommandLineError(f"{run['method']!r} in row {run['run_id']} is no method: {', '.join(METHODS)}")
-    for metric in METRICS:
+    methods = KNN_METHODS if neighbours else METHODS
+    if run["method"] not in methods:
+        raise CommandLineError(f"{run['method']!r} in row {run['run_id']} is no method: {', '.join(methods)}")
+    for metric in METRICS.keys() & run.keys():
         value = float_of(run[metric])
         if value is None or not 0 <= value <= 1:
             raise CommandLineError(f"{metric} must be a fraction in [0, 1], got {run[metric]!r} in row {run['run_id']}")
+    if neighbours:
+        return
     if not run["p_k"] or any(float_of(each) is None for each in run["p_k"].split()):
         raise CommandLineError(f"p_k must be numbers such as .5 0 0 0 .5, got {run['p_k']!r} in row {run['run_id']}")
 
@@ -360,7 +375,12 @@ def _check(run: Row) -> None:
 def _refuse_mixtures(name: str, runs: Sequence[Row]) -> None:
     """Raise CommandLineError if the rows differ in what one caption must say of all."""
     shared = [column for column in identity_columns(runs[0]) if column not in OF_A_ROW]
-    differing = {column: values for column in shared if len(values := dict.fromkeys(run[column] for run in runs)) > 1}
+    differing = {}
+    for column in shared:
+        # What is not trained has no settings of training.
+        values = dict.fromkeys(run[column] for run in runs if run[column] or run["method"] not in UNTRAINED)
+        if len(values) > 1:
+            differing[column] = values
     if differing:
         mixed = ", ".join(f"{column} {_and([v or '(empty)' for v in vs])}" for column, vs in differing.items())
         # The images follow from the flags: those are what a user has set. The whole run is the likelier choice.
@@ -376,7 +396,7 @@ def _refuse_mixtures(name: str, runs: Sequence[Row]) -> None:
 
 def _refuse_mixed_cell(group: Sequence[Row]) -> None:
     """Raise CommandLineError if the runs of one cell differ in anything but the seed."""
-    what = f"{group[0]['method']} {shown_p_k(group[0]['p_k'])}"
+    what = f"{group[0]['method']} {shown_p_k(group[0].get('p_k', ''))}".rstrip()
     for column in OF_A_ROW:
         values = dict.fromkeys(run[column] for run in group if column in run)
         if column != "p_k" and len(values) > 1:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import finetune_imagenet, train_cifar100
+from experiments import finetune_imagenet, train_cifar100, train_knn
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import command_line
 from experiments.shared.run_record import read_rows
+from topk_losses import RELAXATIONS
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence.sh"
@@ -110,6 +111,28 @@ def test_a_table_of_heads_can_be_one_command(rows_of, table):
             PARSE[script](shlex.split(row)[2:]), defaults, defaults.num_classes, torch.device("cpu")
         )
         assert {**recipe.flags, "also": None} == {**alone.flags, "also": None}
+
+
+def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baselines():
+    """Of data sets by name, and of a store: rows of one and of the other, each seed with the same."""
+    words = [ROOT / "scripts" / "knn.sh", "digits", "a folder/some.store", "--n_epochs", "3", "--dry-run"]
+    *rows, total = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = {"digits": [], "a folder/some.store": []}
+    for row in rows:
+        python, script, *flags = shlex.split(row)
+        assert (python, script) == (".venv/bin/python", "experiments/train_knn.py")
+        args = train_knn.parse_arguments(flags)
+        train_knn.configuration(args)
+        assert (str(args.results), args.n_epochs) == ("results/knn.csv", 3)
+        loss = args.loss if args.method in RELAXATIONS else ""
+        lines[args.dataset or args.data_path].append((args.seed, args.method, loss, args.sorted, args.prediction))
+    relaxed = [(method, False) for method in RELAXATIONS] + [("soft_topk", True)]
+    expected = {(method, loss, order, "neighbours") for method, order in relaxed for loss in ("mass", "log_mass")}
+    expected |= {(method, "", False, "neighbours") for method in ("inputs", "pca", "softmax_cross_entropy")}
+    expected |= {("softmax_cross_entropy", "", False, "network")}
+    for each in lines.values():
+        assert sorted(each) == sorted((seed, *line) for seed in (0, 1, 2) for line in expected)
+    assert total == f"# {6 * len(expected)} rows"
 
 
 def test_further_arguments_go_to_every_row_from_any_directory(tmp_path):

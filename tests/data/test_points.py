@@ -1,0 +1,110 @@
+"""Points in memory: the published splits and pixels, torchvision's as the oracle."""
+
+import struct
+
+import pytest
+import torch
+import torchvision
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+from data.cifar100 import DatasetUnavailableError
+from data.embeddings import StoreWriter
+from data.points import POINT_SETS, load_points, points_of_store
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """MNIST and Fashion-MNIST as torchvision unpacks them, of 120 and 30 random images."""
+    root = tmp_path_factory.mktemp("downloads")
+    generator = torch.Generator().manual_seed(0)
+    for name in ("MNIST", "FashionMNIST"):
+        raw = root / name / "raw"
+        raw.mkdir(parents=True)
+        for part, count in (("train", 120), ("t10k", 30)):
+            images = torch.randint(256, (count, 28, 28), dtype=torch.uint8, generator=generator)
+            labels = torch.randint(10, (count,), dtype=torch.uint8, generator=generator)
+            header = struct.pack(">4i", 0x803, count, 28, 28)
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
+            (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 0x801, count) + labels.numpy().tobytes())
+    return root
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stores") / "some.store"
+    rows = torch.arange(40, dtype=torch.float16).view(20, 2)
+    writer = StoreWriter(path, dim=2, dtype=torch.float16)
+    writer.write("train", 0, rows, torch.arange(20) % 3)
+    writer.write("test", 0, rows[:6], torch.arange(6) % 3)
+    return writer.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "transform"),
+    [
+        ("mnist", torchvision.datasets.MNIST, ToTensor()),
+        ("fashion_mnist", torchvision.datasets.FashionMNIST, Compose([ToTensor(), Normalize(0.2860, 0.3530)])),
+    ],
+)
+def test_the_mnists_are_the_published_ones(folder, name, kind, transform):
+    points = load_points(name, folder)
+    assert (points.num_classes, points.input_shape, points.augmented) == (10, (1, 28, 28), False)
+    assert [len(each) for each in (points.train, points.valid, points.test)] == [110, 10, 30]  # 55,000 and 5,000
+    oracle = kind(folder, train=False, transform=transform)
+    got = points.inputs(points.test.inputs)
+    torch.testing.assert_close(got, torch.stack([image for image, _ in oracle]))
+    assert points.test.labels.tolist() == [label for _, label in oracle]
+    # Every training image trains or validates, once.
+    both = torch.cat([points.train.inputs, points.valid.inputs]).flatten(1)
+    assert sorted(both.tolist()) == sorted(kind(folder).data.flatten(1).tolist())
+
+
+def test_where_the_files_are_not_to_be_had_a_sentence_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["file:///nowhere/"])
+    with pytest.raises(DatasetUnavailableError, match="mnist is neither in"):
+        load_points("mnist", tmp_path)
+
+
+def test_digits_have_one_channel_and_a_tenth_validates(tmp_path):
+    points = load_points("digits", tmp_path)
+    assert [len(each) for each in (points.train, points.valid, points.test)] == [1293, 144, 360]
+    pixels = points.inputs(torch.cat([points.train.inputs, points.valid.inputs]))
+    assert pixels.shape[1:] == points.input_shape == (1, 32, 32)
+    assert (pixels.mean().item(), pixels.std().item()) == pytest.approx((0, 1), abs=1e-3)
+
+
+def test_a_seed_chooses_who_validates_and_a_limit_takes_some(tmp_path):
+    whole, other, limited = (
+        load_points("digits", tmp_path, seed=seed, limits=limits)
+        for seed, limits in ((0, {}), (1, {}), (0, {"train": 100, "test": 7}))
+    )
+    assert not torch.equal(whole.valid.inputs, other.valid.inputs)
+    assert [len(each) for each in (limited.train, limited.valid, limited.test)] == [90, 10, 7]
+    assert torch.equal(whole.test.inputs, other.test.inputs)
+    with pytest.raises(ValueError, match=r"--limit_train must not exceed the 1437 samples of train, got 1438"):
+        load_points("digits", tmp_path, limits={"train": 1438})
+
+
+def test_augmentation_crops_and_flips_before_it_normalises(tmp_path):
+    points = load_points("digits", tmp_path)
+    chosen = points.test.inputs[:64].expand(-1, 3, -1, -1)
+    plain, first, again = (
+        points.inputs(chosen, None if seed is None else torch.Generator().manual_seed(seed)) for seed in (None, 5, 5)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, plain)
+    black = points.inputs(torch.zeros_like(chosen))[0, 0, 0, 0]
+    assert (first == black).float().mean() > (plain == black).float().mean()  # the frame is black
+    assert [name for name, each in POINT_SETS.items() if each.augmented] == ["cifar10", "cifar100"]
+
+
+def test_a_store_is_read_whole_in_its_own_dtype(store):
+    points = points_of_store(store)
+    assert (points.num_classes, points.input_shape) == (3, (2,))
+    assert [len(each) for each in (points.train, points.valid, points.test)] == [18, 2, 6]
+    assert points.test.inputs.dtype == torch.float16
+    assert points.inputs(points.test.inputs).tolist() == [[2.0 * row, 2.0 * row + 1] for row in range(6)]
+    values = torch.cat([points.train.inputs, points.valid.inputs])[:, 0].sort().values
+    assert values.tolist() == list(range(0, 40, 2))
+    pairs = zip(points.train.inputs[:, 0].tolist(), points.train.labels.tolist())
+    assert all(label == value // 2 % 3 for value, label in pairs)

@@ -1,0 +1,175 @@
+"""The neighbour search against float64 and integers, the vote against a count, the loss against its definition."""
+
+import operator as python_operator
+from collections import Counter
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from experiments.shared import neighbours
+from experiments.shared.neighbours import LOSSES, majority, nearest, neighbour_loss, squared_distances
+from tests import reference
+from topk_losses import METHODS, RELAXATIONS, make_operator
+
+QUERIES, CANDIDATES, K = 7, 12, 3
+
+
+def batch(dtype: torch.dtype = torch.float64, spread: float = 1.0):
+    """Embeddings of queries and candidates, and which are right: 0 to 12 of them."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(QUERIES, 4, dtype=dtype, generator=generator) * spread
+    candidates = torch.randn(CANDIDATES, 4, dtype=dtype, generator=generator) * spread
+    right = torch.rand(QUERIES, CANDIDATES, generator=generator) < torch.linspace(0, 1, QUERIES).unsqueeze(1)
+    assert (int(right.sum(1).min()), int(right.sum(1).max())) == (0, CANDIDATES)
+    return queries, candidates, right
+
+
+def brute_force(queries: torch.Tensor, points: torch.Tensor, k: int) -> torch.Tensor:
+    """By differences in float64, and a stable sort."""
+    distances = (queries.double().unsqueeze(1) - points.double()).square().sum(2)
+    return distances.sort(dim=1, stable=True).indices[:, :k]
+
+
+# The search.
+
+
+@pytest.mark.parametrize("tile", [1, 3, 64, 500])
+def test_the_search_is_exact_however_it_is_tiled(monkeypatch, tile):
+    monkeypatch.setattr(neighbours, "QUERY_ROWS", 8)
+    generator = torch.Generator().manual_seed(tile)
+    queries, points = torch.randn(21, 6, generator=generator), torch.randn(301, 6, generator=generator)
+    # Far from the origin, where a product of the vectors as they are has lost the distances.
+    queries, points = queries + 300, points + 300
+    assert torch.equal(nearest(queries, points.split(tile), 9), brute_force(queries, points, 9))
+
+
+@pytest.mark.parametrize("tile", [1, 5, 40])
+def test_of_equal_distances_the_earlier_row_comes_first(tile):
+    generator = torch.Generator().manual_seed(tile)
+    # Whole numbers about a mean of 0: everything is exact, and almost everything is tied.
+    queries = torch.randint(-1, 2, (10, 2), generator=generator).float()
+    queries = torch.cat([queries, -queries])
+    points = torch.randint(-1, 2, (40, 2), generator=generator).float()
+    expected = brute_force(queries, points, 7)
+    assert torch.equal(nearest(queries, iter(points.split(tile)), 7), expected)
+    distances = (queries.unsqueeze(1) - points).square().sum(2).gather(1, expected)
+    assert (distances[:, 1:] == distances[:, :-1]).float().mean() > 0.5
+
+
+def test_a_search_for_more_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="there are 4 points, fewer than the k=5"):
+        nearest(torch.zeros(2, 3), torch.zeros(4, 3).split(2), 5)
+
+
+def test_distances_are_never_negative():
+    points = torch.randn(50, 8) * 1e-3 + 1
+    assert (squared_distances(points, points) >= 0).all()
+
+
+# The vote.
+
+
+def test_the_majority_is_that_of_a_count_and_ties_go_to_the_nearest():
+    labels = torch.randint(4, (500, 6), generator=torch.Generator().manual_seed(0))
+    expected = []
+    for row in labels.tolist():
+        counts = Counter(row)
+        expected.append(next(label for label in row if counts[label] == max(counts.values())))
+    assert majority(labels).tolist() == expected
+    assert majority(torch.tensor([[3, 1, 1, 3], [2, 0, 0, 1], [5, 4, 3, 2]])).tolist() == [3, 0, 5]
+
+
+# The loss.
+
+
+def defined(P: torch.Tensor, right: torch.Tensor, loss: str) -> float:
+    """The loss by its definition, entry by entry. P (Q, k, C)."""
+    total = 0.0
+    for rows, each in zip(P.tolist(), right.tolist()):
+        mass = sum(sum(p for p, is_right in zip(row, each) if is_right) for row in rows)
+        if any(each):
+            share = min(mass / len(rows), 1.0)
+            total += -mass if loss == "mass" else -torch.tensor(share * (1 - 2e-7) + 1e-7).log().item()
+    return total / len(P)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", RELAXATIONS)
+def test_the_loss_is_minus_the_mass_on_right_candidates(method, loss):
+    queries, candidates, right = batch()
+    operator = make_operator(method, CANDIDATES, K)
+    scores = -(queries.unsqueeze(1) - candidates).square().sum(2)  # (Q, C)
+    expected = defined(operator.permutation_matrix(scores), right, loss)
+    assert neighbour_loss(operator, queries, candidates, right, None, loss).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["neuralsort", "softsort"])
+def test_the_loss_by_the_published_definition_of_p(method):
+    queries, candidates, right = batch()
+    scores = -(queries.unsqueeze(1) - candidates).square().sum(2)
+    P = getattr(reference, method)(scores, 0.25)[:, :K]
+    got = neighbour_loss(make_operator(method, CANDIDATES, K, 0.25), queries, candidates, right, None, "mass")
+    assert got.item() == pytest.approx(defined(P, right, "mass"), rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", ["neuralsort", "softsort", "soft_topk"])
+def test_who_is_left_out_is_as_if_absent(method, loss):
+    queries, candidates, right = batch()
+    left_out = torch.zeros_like(right)
+    left_out[:, 4] = True
+    others = torch.arange(CANDIDATES) != 4
+    got = neighbour_loss(make_operator(method, CANDIDATES, K), queries, candidates, right, left_out, loss)
+    operator = make_operator(method, CANDIDATES - 1, K)
+    absent = neighbour_loss(operator, queries, candidates[others], right[:, others], None, loss)
+    assert got.item() == pytest.approx(absent.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", RELAXATIONS)
+def test_a_query_that_is_left_out_has_no_part_in_any_operator(method):
+    """Nor has its label, and nothing becomes infinite."""
+    queries, candidates, right = batch(torch.float32)
+    candidates = torch.cat([queries, candidates[QUERIES:]]).requires_grad_()
+    left_out = torch.eye(QUERIES, CANDIDATES, dtype=torch.bool)
+    operator = make_operator(method, CANDIDATES, K)
+    losses = [
+        neighbour_loss(operator, queries, candidates, change(right, left_out), left_out, "log_mass")
+        for change in (python_operator.or_, lambda right, left_out: right & ~left_out)
+    ]
+    assert losses[0] == losses[1]
+    losses[0].backward()
+    assert candidates.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("method", ["neuralsort", "soft_topk", "splitter_selection"])
+def test_gradients_are_those_of_finite_differences(method, loss):
+    queries, candidates, right = batch()
+    operator = make_operator(method, CANDIDATES, K, METHODS[method].inverse_temperature / 10)
+    inputs = (queries.requires_grad_(), candidates.requires_grad_())
+    # The move to the candidates' mean is no part of the derivative, and changes nothing.
+    assert gradcheck(lambda q, c: neighbour_loss(operator, q, c, right, None, loss), inputs, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_query_without_a_right_candidate_counts_as_zero(loss):
+    queries, candidates, right = batch()
+    queries.requires_grad_()
+    operator = make_operator("neuralsort", CANDIDATES, K)
+    value = neighbour_loss(operator, queries, candidates, right, None, loss)
+    value.backward()
+    alone = neighbour_loss(operator, queries[1:], candidates, right[1:], None, loss)
+    assert value.item() == pytest.approx(alone.item() * (QUERIES - 1) / QUERIES)
+    assert not right[0].any()
+    assert (queries.grad[0] == 0).all()
+    assert (queries.grad[1:-1] != 0).any(1).all()
+
+
+@pytest.mark.parametrize("method", RELAXATIONS)
+def test_a_hard_operator_counts_the_right_among_the_k_nearest(method):
+    queries, candidates, right = batch(spread=30.0)
+    hardest = {"sinkhorn_sort": 1e5, "soft_topk": 1e4}.get(method, 100.0)
+    got = neighbour_loss(make_operator(method, CANDIDATES, K, hardest), queries, candidates, right, None, "mass")
+    found = right.gather(1, nearest(queries.float(), [candidates.float()], K)).sum(1).double()
+    assert got.item() == pytest.approx(-found.mean().item(), abs=0.05)

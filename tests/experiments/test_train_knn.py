@@ -1,0 +1,399 @@
+"""The script as a user meets it: rows, baselines against scikit-learn, resume to the bit, refusals with a sentence.
+
+A linear map of few digits stands in for the networks, which tests/models/test_embedders.py has.
+"""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from sklearn.neighbors import KNeighborsClassifier
+
+from data import points as points_module
+from data.embeddings import StoreWriter
+from data.points import load_points
+from experiments import train_knn as script
+from experiments.shared import command_line
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.environment import ROOT
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import COLUMNS, read_rows
+from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
+from scripts.sweeping import sweep
+from topk_losses import RELAXATIONS
+
+MACHINE = ("--device", "cpu", "--threads", "1")
+FEW = ("--dataset", "digits", "--limit_train", "200", "--limit_test", "50", *MACHINE)
+SMALL = ("--model", "linear", "--dim", "8", "--k", "3", "--batch_size", "30", "--num_candidates", "40")
+# What a clock or the machine's load decides; everything else must come out the same, to the last digit.
+TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _digits_once(monkeypatch, digits):
+    """scikit-learn takes a moment to read its digits."""
+    monkeypatch.setattr(points_module, "load_complete", lambda *_, **__: digits)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return points_module.load_complete("digits", ".")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stores") / "some.store"
+    writer = StoreWriter(path, dim=6, dtype=torch.float16, backbone="some:net", resolution=32)
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 120), ("test", 40)):
+        labels = torch.arange(count) % 4
+        writer.write(split, 0, (torch.randn(count, 6, generator=generator) + 2 * labels.unsqueeze(1)).half(), labels)
+    writer.finish()
+    return path
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results.csv"
+
+
+def command(results: Path, flags: str = "", method: str = "neuralsort", n_epochs: int = 2) -> list[str]:
+    return [*FEW, *SMALL, *f"--method {method} --n_epochs {n_epochs} {flags}".split(), "--results", str(results)]
+
+
+def only_row(results: Path) -> dict[str, str]:
+    (row,) = read_rows(results)
+    return row
+
+
+def outcome(results: Path) -> tuple[dict, list[dict], dict]:
+    """The row, the epochs and the final weights, without what a clock decides."""
+    row = only_row(results)
+    folder = results.parent / "runs" / row["run_id"]
+    with open(folder / "epochs.csv", newline="") as file:
+        epochs = list(csv.DictReader(file))
+    for each in (row, *epochs):
+        for name in (*TIMES, "times_resumed"):
+            each.pop(name, None)
+    return row, epochs, read_checkpoint(folder / CURRENT)["model"]
+
+
+def assert_same_outcome(first: Path, second: Path) -> None:
+    (row, epochs, weights), (other_row, other_epochs, other_weights) = outcome(first), outcome(second)
+    assert (row, epochs) == (other_row, other_epochs)
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+# The record.
+
+
+def test_a_run_leaves_a_row_and_a_folder(results, capsys):
+    assert script.main(command(results, n_epochs=3)) == 0
+    row, epochs, _ = outcome(results)
+    assert row["run_id"].startswith("digits-neuralsort-k3-3epochs-seed0-")
+    assert "valid top-1" in capsys.readouterr().out
+    assert [each["epoch"] for each in epochs] == ["1", "2", "3"]
+    best = max(epochs, key=lambda each: float(each["valid_top1"]))  # the earliest of equals
+    assert (row["test_top1"], row["test_top1_epoch"]) == (best["test_top1"], best["epoch"])
+    assert (row["last_test_top1"], row["last_train_loss"]) == (epochs[-1]["test_top1"], epochs[-1]["train_loss"])
+    assert (row["train_images"], row["valid_images"], row["test_images"]) == ("180", "20", "50")
+    assert "test_top5" not in row  # a majority names one label
+
+
+def test_every_column_of_a_row_is_a_flag_or_explained(results, store):
+    script.main(command(results, n_epochs=1))
+    flags = vars(script.parse_arguments(["--method", "softsort"])).keys() - {"results", "force", *NOT_RECORDED}
+    assert only_row(results).keys() - flags <= COLUMNS.keys()
+    assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
+    assert set(script.IDENTITY) - {"embeddings"} <= flags
+    text = (ROOT / "results" / "README.md").read_text()
+    assert not [flag for flag in only_row(results).keys() & flags if f"`{flag}`" not in text]
+
+
+def test_the_row_holds_resolved_settings(results):
+    script.main(command(results, "--loss log_mass", method="bitonic__non_sparse", n_epochs=1))
+    expected = {
+        **{"method": "bitonic", "inverse_temperature": "1.0", "distribution": "logistic_phi", "art_lambda": "0.5"},
+        **{"loss": "log_mass", "k": "3", "model": "linear", "dim": "8", "lr": "0.001", "weight_decay": "0.0005"},
+        **{"sorted": "", "self_match": "", "augmented_neighbours": "", "prediction": "neighbours", "threads": "1"},
+    }
+    row = only_row(results)
+    assert {name: row[name] for name in expected} == expected
+
+
+def test_the_published_defaults():
+    args = script.parse_arguments(["--method", "neuralsort"])
+    _, flags = configuration(args)
+    expected = {
+        **{"dataset": "mnist", "model": "cnn", "n_epochs": 200, "batch_size": 100, "num_candidates": 100, "k": 9},
+        **{"loss": "mass", "inverse_temperature": 1 / 16, "lr": 1e-3, "weight_decay": 5e-4},
+    }
+    assert {name: flags[name] for name in expected} == expected
+    for dataset in ("fashion_mnist", "cifar10"):
+        _, flags = configuration(script.parse_arguments(["--method", "neuralsort", "--dataset", dataset]))
+        assert flags["model"] == "preact_resnet18"
+
+
+# What trains.
+
+
+@pytest.mark.parametrize("loss", ["mass", "log_mass"])
+@pytest.mark.parametrize("method", [*RELAXATIONS, "soft_topk --sorted"])
+def test_every_relaxation_learns(results, method, loss):
+    assert script.main(command(results, f"--loss {loss}", method=method, n_epochs=6)) == 0
+    _, epochs, _ = outcome(results)
+    losses = [float(each["train_loss"]) for each in epochs]
+    # Where masks are exactly 0 the logarithm is its guard, which nothing lowers.
+    assert losses[-1] < losses[0] - 0.02 or (method, loss) == ("sparse_topk", "log_mass")
+    assert float(only_row(results)["test_top1"]) > 0.7
+
+
+@pytest.mark.parametrize("prediction", ["neighbours", "network"])
+def test_the_network_of_cross_entropy_is_a_baseline_twice(results, prediction):
+    flags = f"--prediction {prediction} --lr .01"
+    assert script.main(command(results, flags, method="softmax_cross_entropy", n_epochs=8)) == 0
+    row = only_row(results)
+    assert float(row["test_top1"]) > 0.7
+    assert (row["prediction"], row["loss"], row["inverse_temperature"]) == (prediction, "", "")
+
+
+@pytest.mark.parametrize("method", UNTRAINED)
+def test_the_untrained_baselines_are_those_of_scikit_learn(results, method, digits):
+    words = [*FEW, "--limit_train", "900", "--method", method, "--k", "1", "--results", str(results)]
+    assert script.main(words) == 0
+    points = load_points("digits", ".", limits={"train": 900, "test": 50})
+    train, valid, test = (
+        points.inputs(each.inputs).flatten(1).numpy() for each in (points.train, points.valid, points.test)
+    )
+    if method == "pca":
+        pca = PCA(50, svd_solver="full").fit(train)
+        train, valid, test = map(pca.transform, (train, valid, test))
+    oracle = KNeighborsClassifier(1, algorithm="brute").fit(train, points.train.labels)
+    row = only_row(results)
+    assert float(row["test_top1"]) == oracle.score(test, points.test.labels)
+    assert float(row["valid_top1"]) == oracle.score(valid, points.valid.labels)
+    assert script.main([*words, "--precision", "bf16"]) == 0  # no other row: there is nothing to round
+    assert len(read_rows(results)) == 1
+    assert (row["n_epochs"], row["lr"], row["model"], row["images_per_second"]) == ("", "", "", "")
+    assert row["test_top1_epoch"] == "1"
+
+
+def test_queries_and_candidates_are_each_point_once_in_orders_of_their_own(results, monkeypatch):
+    seen = []
+    loss = script.neighbour_loss
+
+    def noting(operator, queries, candidates, right, left_out, kind):
+        seen.append((queries.detach(), candidates.detach(), right, left_out))
+        return loss(operator, queries, candidates, right, left_out, kind)
+
+    monkeypatch.setattr(script, "neighbour_loss", noting)
+    # So slow that the embeddings stay, and tell the points apart.
+    script.main(command(results, "--lr 1e-30 --weight_decay 0", n_epochs=1))
+    assert [(len(each[0]), len(each[1])) for each in seen] == [(30, 40)] * 6  # 180 of them
+    queries, candidates = torch.cat([each[0] for each in seen]), torch.cat([each[1] for each in seen])
+    assert len(queries.unique(dim=0)) == len(candidates.unique(dim=0)) == 180
+    assert not torch.equal(queries, candidates[:180])
+    # A query is left out where it is, there alone.
+    met = 0
+    for asked, offered, right, left_out in seen:
+        same = (asked.unsqueeze(1) == offered).all(2)
+        assert torch.equal(same, left_out)
+        assert right[same].all()
+        met += int(same.sum())
+    assert met > 10
+
+
+def test_the_switches_are_other_experiments(results, monkeypatch):
+    left_out = []
+    loss = script.neighbour_loss
+    monkeypatch.setattr(script, "neighbour_loss", lambda *each: left_out.append(each[4]) or loss(*each))
+    script.main(command(results, n_epochs=1))
+    assert None not in left_out
+    script.main(command(results, "--self_match", n_epochs=1))
+    assert left_out[-1] is None
+    first, second = read_rows(results)
+    assert (first["self_match"], second["self_match"]) == ("", "true")
+    assert first["last_train_loss"] != second["last_train_loss"]
+
+
+def test_neighbours_are_augmented_at_test_time_on_request_alone(results, monkeypatch):
+    """Digits in three colours stand in for CIFAR."""
+    drawn = []
+    crop = points_module.crop_and_flip
+    monkeypatch.setattr(points_module, "crop_and_flip", lambda *each: drawn.append(len(each[0])) or crop(*each))
+    in_colour = points_module.PointSet((0.3,) * 3, (0.4,) * 3, augmented=True)
+    monkeypatch.setitem(points_module.POINT_SETS, "digits", in_colour)
+    for flags in ("", "--augmented_neighbours"):
+        drawn.clear()
+        assert script.main(command(results, flags, n_epochs=1)) == 0
+        # In training 6 times 30 queries and 40 candidates; then those that validate and all that are neighbours.
+        assert drawn == [30, 40] * 6 + [20, 180] * bool(flags)
+    assert [row["augmented_neighbours"] for row in read_rows(results)] == ["", "true"]
+
+
+def test_a_map_of_stored_embeddings(results, store):
+    flags = ["--dim", "3", "--batch_size", "20", "--num_candidates", "20", "--k", "5", "--n_epochs", "2", *MACHINE]
+    for more in ([], ["--model", "mlp", "--hidden_dims", "8"]):
+        words = ["-d", str(store), "--method", "soft_topk", *flags, *more, "--results", str(results)]
+        assert script.main(words) == 0
+    linear, mlp = read_rows(results)
+    assert linear["embeddings"].startswith("4x6-")
+    assert (linear["model"], linear["backbone"], linear["embedding_dtype"]) == ("linear", "some:net", "float16")
+    assert (mlp["model"], mlp["hidden_dims"], linear["dataset"]) == ("mlp", "8", "")
+    assert float(linear["test_top1"]) > 0.5
+
+
+def test_the_search_sees_every_point_whatever_the_tiles(tmp_path, monkeypatch):
+    whole, tiled = tmp_path / "whole" / "r.csv", tmp_path / "tiled" / "r.csv"
+    script.main(command(whole))
+    monkeypatch.setattr(script, "EVAL_BATCH", 7)
+    script.main(command(tiled))
+    assert_same_outcome(whole, tiled)
+
+
+# Skipping, resuming, seeds.
+
+
+def stop_after(monkeypatch, epoch: int) -> None:
+    """Let the epoch after `epoch` raise, in the middle of training."""
+    train_epoch = script.train_epoch
+
+    def interrupted(number, *others):
+        result = train_epoch(number, *others)
+        if number > epoch:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(script, "train_epoch", interrupted)
+
+
+@pytest.mark.parametrize("method", ["neuralsort", "softmax_cross_entropy"])
+def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, monkeypatch, capsys, method):
+    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
+    assert script.main(command(undisturbed, method=method, n_epochs=4)) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert script.main(command(resumed, method=method, n_epochs=4)) == 130
+    assert not resumed.exists()
+    assert script.main(command(resumed, method=method, n_epochs=4)) == 0
+    assert "continuing after epoch 2 of 4" in capsys.readouterr().out
+    assert_same_outcome(undisturbed, resumed)
+    assert only_row(resumed)["times_resumed"] == "1"
+
+
+@pytest.mark.parametrize("method", ["softsort", "pca"])
+def test_a_recorded_configuration_is_skipped_and_force_repeats_it(results, capsys, monkeypatch, method):
+    script.main(command(results, method=method))
+    before = only_row(results)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "evaluate", lambda *_: pytest.fail("ran again"))
+        assert script.main(command(results, method=method)) == 0
+    assert "skipped" in capsys.readouterr().out
+    assert script.main(command(results, "--force", method=method)) == 0
+    after = only_row(results)
+    assert after["started_utc"] > before["started_utc"]
+    assert after["last_test_top1"] == before["last_test_top1"]
+
+
+def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
+    """Here one after another; tests/experiments/test_train_cifar100_seeds.py has the processes."""
+    monkeypatch.setattr(script, "run_seeds", lambda work, each, _: max(map(work, each)))
+    together, alone = tmp_path / "together" / "r.csv", tmp_path / "alone" / "r.csv"
+    assert script.main(command(together, "--seeds 3 4", n_epochs=1)) == 0
+    for seed in (3, 4):
+        assert script.main(command(alone, f"--seed {seed}", n_epochs=1)) == 0
+    for first, second in zip(read_rows(together), read_rows(alone), strict=True):
+        assert {k: v for k, v in first.items() if k not in TIMES} == {k: v for k, v in second.items() if k not in TIMES}
+    assert [row["seed"] for row in read_rows(together)] == ["3", "4"]
+
+
+def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
+    """As scripts/sweeping/recorded.py does: it notes what the script asks, and the script has done nothing yet."""
+
+    class Asked(BaseException):
+        pass
+
+    def ask(*_):
+        raise Asked
+
+    assert "train_knn.py" in sweep.ASKING
+    monkeypatch.setattr(script, "load_points", lambda *_, **__: pytest.fail("data are loaded first"))
+    monkeypatch.setattr(script, "recorded", ask)
+    with pytest.raises(Asked):
+        script.main(command(results))
+    assert list(results.parent.iterdir()) == []
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--method neuralsrt", "neuralsort"),
+        ("--method smooth_topk", "method"),
+        ("--method neuralsort --prediction network", "of softmax_cross_entropy alone, got --method neuralsort"),
+        ("--method neuralsort --sorted", "--sorted is of soft_topk alone"),
+        ("--method neuralsort --augmented_neighbours", "is of cifar10, cifar100"),
+        ("--method neuralsort --distribution cauchy", "distribution applies to"),
+        ("--method pca --inverse_temperature 2", "--inverse_temperature is of a relaxed top-k, not of --method pca"),
+        ("--method neuralsort --k 40", "--k must be below --num_candidates, got 40 and 40"),
+        (
+            "--method neuralsort --num_candidates 181",
+            "--num_candidates must not exceed the 180 training points",
+        ),
+        ("--method neuralsort --batch_size 181", "--batch_size must not exceed the 180"),
+        ("--method inputs --k 181", "--k must not exceed the 180"),
+        ("--method neuralsort --model cnn", "--dim is of linear and mlp, not of --model cnn"),
+        ("--method neuralsort --hidden_dims 4", "hidden_dims are those of mlp"),
+        ("--method neuralsort --limit_test 361", "--limit_test must not exceed the 360"),
+        ("--method neuralsort --seeds 1 1", "--seeds must differ"),
+        ("--method neuralsort --device cuda:99", "--device cuda:99 is not there"),
+    ],
+)
+def test_a_mistake_is_answered_with_a_sentence(results, capsys, flags, words):
+    assert script.main([*FEW, *SMALL, *flags.split(), "--results", str(results)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+    assert not results.exists()
+
+
+def test_several_processes_are_refused(results, capsys, monkeypatch):
+    ranks = Ranks()
+    ranks.count = 2
+    monkeypatch.setattr(command_line, "Ranks", lambda: ranks)
+    monkeypatch.setattr(ranks, "speaks", lambda _: True)
+    assert script.main(command(results)) == 2
+    assert "torchrun has started 2: leave torchrun out" in capsys.readouterr().err
+
+
+def test_a_loss_that_diverges_is_named_and_leaves_no_row(results, capsys):
+    assert script.main(command(results, "--lr 1e30")) == 1
+    assert "the loss became" in capsys.readouterr().err
+    assert not results.exists()
+
+
+def test_embeddings_that_are_not_finite_are_refused(results, capsys, tmp_path):
+    writer = StoreWriter(tmp_path / "bad.store", dim=2, dtype=torch.float32)
+    writer.write("train", 0, torch.randn(40, 2), torch.arange(40) % 2)
+    writer.write("test", 0, torch.tensor([[0.0, torch.nan]]), torch.tensor([1]))
+    writer.finish()
+    words = ["-d", str(tmp_path / "bad.store"), "--method", "inputs", *MACHINE, "--results", str(results)]
+    assert script.main(words) == 1
+    assert "an embedding is not finite" in capsys.readouterr().err
+    assert not results.exists()
+
+
+def test_methods_are_the_registrys():
+    assert METHODS[: len(RELAXATIONS)] == RELAXATIONS

@@ -1,0 +1,161 @@
+"""Tables and the figure of the nearest-neighbour classifier."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.points import load_points
+from experiments import train_knn
+from models.embedders import embedder
+from scripts import report
+from scripts.reporting import figures as report_figures
+from scripts.reporting import neighbours_figure
+from tests.scripts.test_report import cells, published
+
+OURS = {
+    **{"dataset": "mnist", "embeddings": "", "model": "cnn", "n_epochs": "200", "batch_size": "100", "lr": "0.001"},
+    **{"weight_decay": "0.0005", "num_candidates": "100", "k": "9", "loss": "mass", "sorted": "", "self_match": ""},
+    **{"augmented_neighbours": "", "prediction": "neighbours", "inverse_temperature": "0.0625", "precision": "fp32"},
+    **{"limit_train": "", "limit_test": "", "num_classes": "10", "train_images": "55000", "valid_images": "5000"},
+    **{"test_images": "10000", "device_name": "a GPU", "torch_version": "2.9"},
+}
+CROSS_ENTROPY = {
+    "method": "softmax_cross_entropy",
+    **dict.fromkeys(("loss", "inverse_temperature", "num_candidates", "self_match"), ""),
+}
+UNTRAINED = {
+    **CROSS_ENTROPY,
+    **dict.fromkeys(("model", "n_epochs", "batch_size", "lr", "weight_decay", "precision"), ""),
+}
+
+
+def knn_run(seed, top1, method="neuralsort", **settings):
+    row = {"method": method, "seed": str(seed), "test_top1": str(top1), **OURS, **settings}
+    return {"run_id": "-".join(str(row[name]) for name in row), **row}
+
+
+@pytest.fixture
+def made(tmp_path, capsys):
+    """Return (exit status, what was printed, what was said on stderr) of a report on rows."""
+
+    def call(rows, *flags):
+        path = tmp_path / "knn.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        return report.main([str(path), *flags]), *capsys.readouterr()
+
+    return call
+
+
+ROWS = [
+    *(knn_run(seed, top1, self_match="true") for seed, top1 in ((0, 0.994), (1, 0.996))),
+    *(knn_run(seed, 0.99, "soft_topk") for seed in (0, 1)),
+    *(knn_run(seed, 0.98, "soft_topk", sorted="true", loss="log_mass") for seed in (0, 1)),
+    *(knn_run(seed, 0.99, **CROSS_ENTROPY, prediction="network") for seed in (0, 1)),
+    *(knn_run(seed, 0.97, **CROSS_ENTROPY) for seed in (0, 1)),
+    *(knn_run(seed, 0.96, **{**UNTRAINED, "method": "inputs"}) for seed in (0, 1)),
+]
+
+
+def test_lines_are_told_apart_by_what_they_are_and_have_top_1_alone(made):
+    status, text, error = made(ROWS)
+    assert (status, error) == (0, "")
+    assert "kNN on MNIST, trained end to end" in text
+    assert "cnn" not in text.splitlines()[0].partition("comparable")[0]  # said by the title's protocol
+    assert text.splitlines()[2] == "| method | top-1 published | top-1 ours | top-1 difference | seeds |"
+    assert cells(text, "NeuralSort")[1:] == ["**99.5**", "**99.5 ± 0.1**", "+0.0", "2"]
+    assert cells(text, "SOFT top-k kNN (soft_topk)†")[1:] == ["99.4", "99.0 ± 0.0", "—", "2"]
+    assert cells(text, "CNN by cross-entropy")[1:] == ["99.4", "99.0 ± 0.0", "—", "2"]
+    for line, mean in (("soft_topk, log_mass, sorted", 98), ("softmax_cross_entropy", 97), ("inputs", 96)):
+        assert cells(text, f"{line} |")[1:4] == ["", f"{mean}.0 ± 0.0", "—"]
+    caption = text.splitlines()[0]
+    assert "self_match none (published: true)" in caption
+    assert "n_epochs 200 (published: 50)" in caption
+    assert "k 9" in caption
+
+
+def test_without_the_oddities_nothing_is_called_comparable(made):
+    _, text, _ = made([knn_run(seed, 0.995) for seed in (0, 1)])
+    assert cells(text, "NeuralSort")[3] == "—"
+    assert "self_match none (published: true)" in text
+
+
+@pytest.mark.parametrize("change", [{"k": "5"}, {"n_epochs": "10"}, {"dataset": "cifar10"}, {"limit_train": "100"}])
+def test_other_neighbours_schedules_and_data_are_not_mixed(made, change):
+    status, _, error = made([ROWS[0], knn_run(1, 0.9, "softsort", **change)])
+    assert status == 2
+    assert f"mixes {next(iter(change))}" in error
+
+
+def test_a_set_without_published_values_stands_alone(made):
+    status, text, _ = made([knn_run(0, 0.9, dataset="digits"), knn_run(0, 0.8, "soft_topk", dataset="digits")])
+    assert status == 0
+    assert "digits, cnn, 200 epochs, k 9" in text
+    assert cells(text, "neuralsort") == ["neuralsort", "**90.00**", "1 of 2"]
+
+
+def test_the_published_values_are_those_of_the_facts():
+    facts = {  # Grover et al. 2019: NeuralSort, and the network by cross-entropy; SOFT top-k second-hand
+        "knn_mnist.csv": ("0.995", "0.994", "0.994"),
+        "knn_fashion_mnist.csv": ("0.935", "0.934", None),
+        "knn_cifar10.csv": ("0.907", "0.951", "0.926"),
+    }
+    for name, values in facts.items():
+        rows = {row["method"]: row for row in published(name)}
+        methods = ("neuralsort", "softmax_cross_entropy", "soft_topk")
+        assert tuple(rows[each]["test_top1"] if each in rows else None for each in methods) == values
+        assert all((row["second_hand"] == "true") == (row["method"] == "soft_topk") for row in rows.values())
+        assert all(row["source"] and row["read_in"] and row["table"] == name[:-4] for row in rows.values())
+
+
+@pytest.fixture
+def run_on_digits(tmp_path):
+    """Rows of a small network, and of baselines, which have no neighbours that were trained."""
+    words = ["--dataset", "digits", "--limit_train", "300", "--limit_test", "60", "--device", "cpu", "--threads", "1"]
+    flags = [*words, "--k", "4", "--model", "linear", "--dim", "8", "--n_epochs", "4", "--lr", ".01"]
+    before = torch.get_num_threads()
+    for method in ("pca", "softmax_cross_entropy", "neuralsort"):
+        assert train_knn.main([*flags, "--method", method, "--results", str(tmp_path / "knn.csv")]) == 0
+    torch.set_num_threads(before)
+    return tmp_path / "knn.csv"
+
+
+def test_the_figure_shows_neighbours_before_and_after_training(run_on_digits, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_figures, "draw_permutations", lambda folder: [])
+    strips, drawn = [], []
+    strip = neighbours_figure._strip
+    monkeypatch.setattr(neighbours_figure, "_strip", lambda *each: strips.append(each[1:]) or strip(*each))
+    for name in ("first", "second"):
+        flags = ["--figures", str(tmp_path / name), "--benchmarks", str(tmp_path)]
+        assert report.main([str(run_on_digits), *flags]) == 0
+        drawn.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert set(drawn[0]) == {"knn_neighbours.png", "knn_neighbours.svg"}
+    assert drawn[0] == drawn[1]
+
+    # Before: the network that seed 0 initialises, and the queries that it places worst.
+    points = load_points("digits", Path(), limits={"train": 300, "test": 60})
+    torch.manual_seed(0)
+    network = embedder("linear", points.input_shape, 8)
+    with torch.no_grad():
+        asked, there = (network(points.inputs(each.inputs)) for each in (points.test, points.train))
+    rows = torch.cdist(asked.double(), there.double()).topk(4, largest=False).indices
+    right = points.train.labels[rows] == points.test.labels.unsqueeze(1)
+    fewest = right.sum(1).sort().values[:6].tolist()
+    shown = len(strips) // 4  # before and after, drawn twice
+    before, after = ([is_right for _, is_right in strips[begin : begin + shown]] for begin in (0, shown))
+    assert [sum(each) for each in before] == fewest
+    query = int(right.sum(1).sort(stable=True).indices[0])
+    expected = torch.cat([points.test.inputs[query : query + 1], points.train.inputs[rows[query]]]).float() / 255
+    assert torch.equal(strips[0][0], expected)
+    assert sum(map(sum, after)) > sum(map(sum, before))
+
+
+def test_without_its_run_folder_the_figure_is_left_out_with_a_sentence(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(report_figures, "draw_permutations", lambda folder: [])
+    status, _, error = made(ROWS, "--figures", str(tmp_path / "figures"), "--benchmarks", str(tmp_path))
+    assert status == 0
+    assert "left out: neighbours before and after training" in error
