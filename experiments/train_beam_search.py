@@ -6,7 +6,7 @@
     python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal --max_letters 4 # a toy
 
 A bidirectional GRU reads the letters, a GRU with attention says the phonemes. All arms of a seed go on from the same
-weights, pretrained by cross-entropy (3000 updates of 128 words), with as many updates (1000) of the same batches:
+weights, pretrained by cross-entropy (2600 updates of 128 words, four passes), with as many updates (650) of the same batches:
 cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K on 1 and
 K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses, and the
 best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). The last two add .3 times

@@ -37,10 +37,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     cli.add_loss_flags(parser, top1_mode="sm", m=M)
     group = parser.add_argument_group("optimization", "Adam; the learning rate falls by half a cosine to 0")
     for name, default, told in (
-        ("pretrain_updates", 3000, "updates by cross-entropy that come first, shared by all arms of a seed"),
-        ("n_updates", 1000, "updates of the arm"),
+        ("pretrain_updates", 2600, "updates by cross-entropy that come first, shared by all arms of a seed"),
+        ("n_updates", 650, "updates of the arm"),
         ("batch_size", 128, "words of an update"),
-        ("eval_freq", 500, "updates from one checkpoint, with its validation, to the next"),
+        ("eval_freq", 650, "updates from one checkpoint, with its validation, to the next"),
         ("beam_size", 4, "K, the hypotheses of the beam in training and in validation"),
         ("hidden_dim", 128, "of every layer and embedding"),
         ("max_letters", 8, "longest word that is taken"),
