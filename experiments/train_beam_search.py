@@ -6,11 +6,11 @@
     python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal --max_letters 4 # a toy
 
 A bidirectional GRU reads the letters, a GRU with attention says the phonemes. All arms of a seed go on from the same
-weights, pretrained by cross-entropy (2600 updates of 128 words, four passes), with as many updates (650) of the same batches:
-cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K on 1 and
-K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses, and the
-best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). The last two add .3 times
-cross-entropy. Neither paper's setting is known in full: model, data and every number here are ours.
+weights, pretrained by cross-entropy (2600 updates of 128 words, four passes), with as many updates (650) of the same
+batches: cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K
+on 1 and K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses,
+and the best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). The last two add .3
+times cross-entropy. Neither paper's setting is known in full: model, data and every number here are ours.
 
 A row reports the last weights on the test words, beams of 1, 4 and 8, any reading counting; no epoch is chosen. It is
 added to results/beam_search.csv (--results); config.json, updates.csv and the checkpoint lie in results/runs/<run id>/,
@@ -88,7 +88,8 @@ def train(args: argparse.Namespace) -> int:
             commits = list(dict.fromkeys([*saved["git_commits"], commit]))
             begun = {**saved, "times_resumed": saved["times_resumed"] + 1, "git_commits": commits}
         say(
-            f"{name}: {'continuing' if saved else 'beginning'} on {environment['device_name']}, {flags['threads']} threads"
+            f"{name}: {'continuing' if saved else 'beginning'} on {environment['device_name']}, "
+            f"{flags['threads']} threads"
         )
         model.load_state_dict(pretrained["model"])
         state = fit(model, objective, words, flags, folder, (args.pretrain_updates, args.n_updates), args.lr, begun)
@@ -111,8 +112,7 @@ def train(args: argparse.Namespace) -> int:
             "pretrained": pretrained["run_id"],
             **{f"{split}_words": len(getattr(words, split)) for split in ("train", "valid", "test")},
             **measured,
-            **{f"last_valid_{rate}": history[-1][f"valid_{rate}"] for rate in ("per", "wer", "gold_in_beam")},
-            "last_train_loss": history[-1]["train_loss"],
+            **{f"last_valid_{rate}": history[-1][f"valid_{rate}"] for rate in ("per", "wer", "gold")},
             "pretrain_seconds": math.fsum(each["train_seconds"] for each in pretrained["history"]),
             "train_seconds": math.fsum(each["train_seconds"] for each in history),
             "eval_seconds": math.fsum(each["eval_seconds"] for each in history) + eval_seconds,
@@ -125,9 +125,8 @@ def train(args: argparse.Namespace) -> int:
         write_row(args.results, row)
         remove_checkpoints(folder, (PREVIOUS,))
     rates = ", ".join(f"{row[f'test_wer_beam{K}']:.4f} (beam {K})" for K in BEAMS if f"test_wer_beam{K}" in row)
-    say(
-        f"{name}: test word error rate {rates}, {row['train_seconds']:.1f} s of training\nrow: {args.results}\nrun: {folder}"
-    )
+    say(f"{name}: test word error rate {rates}, {row['train_seconds']:.1f} s of training")
+    say(f"row: {args.results}\nrun: {folder}")
     return 0
 
 

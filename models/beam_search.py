@@ -1,4 +1,4 @@
-"""Beam search: hard; hard with the right prefix kept, for a loss on its candidates; and soft, differentiable throughout.
+"""Beam search: hard; hard with the right prefix kept, for a loss on its candidates; and soft, for gradients throughout.
 
 All three keep K hypotheses of each word and score their Q V continuations, the candidates (Q = 1 in the first step,
 then K), by accumulated log-likelihood. A hypothesis that has ended goes on with END at no cost. No score is divided by

@@ -31,8 +31,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--arm",
         type=cli.choice("arm", ARMS),
         required=True,
-        help="cross_entropy: the control, with --method softmax_cross_entropy alone; retain: the top-k loss of --method "
-        "keeps the right candidate in the beam; soft_beam: the operator of --method is the beam's top-k",
+        help="cross_entropy: the control, with --method softmax_cross_entropy; retain: the top-k loss of --method on "
+        "the beam's candidates keeps the right one; soft_beam: the operator of --method is the beam's top-k",
     )
     cli.add_loss_flags(parser, top1_mode="sm", m=M)
     group = parser.add_argument_group("optimization", "Adam; the learning rate falls by half a cosine to 0")
@@ -40,7 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         ("pretrain_updates", 2600, "updates by cross-entropy that come first, shared by all arms of a seed"),
         ("n_updates", 650, "updates of the arm"),
         ("batch_size", 128, "words of an update"),
-        ("eval_freq", 650, "updates from one checkpoint, with its validation, to the next"),
+        ("eval_freq", 325, "updates from one checkpoint, with its validation, to the next"),
         ("beam_size", 4, "K, the hypotheses of the beam in training and in validation"),
         ("hidden_dim", 128, "of every layer and embedding"),
         ("max_letters", 8, "longest word that is taken"),
@@ -75,7 +75,7 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     """Return the loss's settings, and every flag with nothing left to a default. Raises CommandLineError."""
     if args.implementation != "ours":
         raise cli.CommandLineError("--implementation difftopk sees a fixed number of scores, and a beam's varies")
-    if (args.arm == "cross_entropy") != (args.method not in RELAXATIONS):
+    if args.method not in (["softmax_cross_entropy"] if args.arm == "cross_entropy" else RELAXATIONS):
         raise cli.CommandLineError(
             f"--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
             f"{', '.join(RELAXATIONS)}; got --arm {args.arm} --method {args.method}"

@@ -34,7 +34,7 @@ def nearest(hypothesis: Reading, readings: Sequence[Reading]) -> tuple[int, int]
 @torch.no_grad()
 def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device: torch.device) -> dict[str, float]:
     """Shares in beam search's result: per (phonemes to be edited / phonemes), wer (words whose best hypothesis is no
-    reading), gold_in_beam (words of which some hypothesis is a reading)."""
+    reading), gold (words of which some hypothesis is a reading)."""
     edits = phonemes = wrong = in_beam = 0
     for begin in range(0, len(split), EVAL_BATCH):
         letters = split.letters[begin : begin + EVAL_BATCH].to(device)
@@ -45,7 +45,7 @@ def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device:
             edits, phonemes = edits + distance, phonemes + length
             wrong += hypotheses[0] not in readings
             in_beam += any(each in readings for each in hypotheses)
-    return {"per": edits / phonemes, "wer": wrong / len(split), "gold_in_beam": in_beam / len(split)}
+    return {"per": edits / phonemes, "wer": wrong / len(split), "gold": in_beam / len(split)}
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Beam search against enumeration of every sequence, the soft beam against the hard one, gradients against differences."""
+"""Beam search against enumeration, the soft beam against the hard one, gradients against finite differences."""
 
 import copy
 import itertools
@@ -208,7 +208,7 @@ def test_gradients_reach_all_steps(method):
 
 
 class _SoftBeam(nn.Module):
-    """-log of the right phonemes' marginals at the last place alone, which the first step reaches through all others."""
+    """-log of the last phoneme's marginal alone, which the first step reaches through all others."""
 
     def __init__(self, model: EncoderDecoder, method: str) -> None:
         super().__init__()
