@@ -52,9 +52,7 @@ def arms_of(path: Path) -> dict[str, dict[str, Row]]:
     for row in rows:
         arms.setdefault(shown_arm(row), {})[row["seed"]] = row
     if sum(map(len, arms.values())) < len(rows):
-        raise cli.CommandLineError(
-            f"{path} has two rows of one arm and seed, which differ in a setting that is not shown"
-        )
+        raise cli.CommandLineError(f"{path} has rows of one arm and seed that differ in a setting which is not shown")
     return arms
 
 
@@ -68,7 +66,7 @@ def shown_arm(row: Row) -> str:
 def paired_difference(
     arm: Mapping[str, Row], control: Mapping[str, Row], column: str
 ) -> tuple[float, float, int] | None:
-    """Mean of arm - control over the seeds that both have, half the width of its interval, and how many; None below 2."""
+    """Mean of arm - control over the seeds of both, half the width of its interval, and how many; None below 2."""
     differences = [float(row[column]) - float(control[seed][column]) for seed, row in arm.items() if seed in control]
     if len(differences) < 2:
         return None
@@ -83,10 +81,10 @@ def tables(path: Path) -> str:
     first = next(iter(next(iter(arms.values())).values()))
     rates = {column: told for column, told in RATES.items() if first.get(column)}
     parts = [
-        f"{path.name}: {first['dataset']}, {first['train_words']} training words of up to {first['max_letters']} letters, "
-        f"{first['test_words']} test words; {first['pretrain_updates']} updates of pretraining, then "
-        f"{first['n_updates']} of each arm, {first['batch_size']} words each; beam of {first['beam_size']} in training, "
-        f"hidden size {first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts."
+        f"{path.name}: {first['dataset']}, {first['train_words']} training and {first['test_words']} test words of up to "
+        f"{first['max_letters']} letters; {first['pretrain_updates']} updates of pretraining, then {first['n_updates']} "
+        f"of each arm, {first['batch_size']} words each; beam of {first['beam_size']} in training, hidden size "
+        f"{first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts."
     ]
     by_arm = {arm: list(runs.values()) for arm, runs in arms.items()}
     cells = [[_mean_std([100 * float(row[column]) for row in rows]) for column in rates] for rows in by_arm.values()]
@@ -106,7 +104,7 @@ def tables(path: Path) -> str:
         parts.append("No difference: no arm has two seeds that the control has too.")
 
     parts.append(
-        "Right phonemes in percent by position (the end is one), the right ones before it given / after the model's own:"
+        "Right phonemes in percent by position (the end is one), after the right ones / after the model's own:"
     )
     lines = []
     for arm, rows in by_arm.items():
