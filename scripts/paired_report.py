@@ -81,10 +81,10 @@ def tables(path: Path) -> str:
     first = next(iter(next(iter(arms.values())).values()))
     rates = {column: told for column, told in RATES.items() if first.get(column)}
     parts = [
-        f"{path.name}: {first['dataset']}, {first['train_words']} training and {first['test_words']} test words of up to "
-        f"{first['max_letters']} letters; {first['pretrain_updates']} updates of pretraining, then {first['n_updates']} "
-        f"of each arm, {first['batch_size']} words each; beam of {first['beam_size']} in training, hidden size "
-        f"{first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts."
+        f"{path.name}: {first['dataset']}, {first['train_words']} training and {first['test_words']} test words of up "
+        f"to {first['max_letters']} letters; {first['pretrain_updates']} updates of pretraining, then "
+        f"{first['n_updates']} of each arm, {first['batch_size']} words each; training beam of {first['beam_size']}, "
+        f"hidden size {first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts."
     ]
     by_arm = {arm: list(runs.values()) for arm, runs in arms.items()}
     cells = [[_mean_std([100 * float(row[column]) for row in rows]) for column in rates] for rows in by_arm.values()]
