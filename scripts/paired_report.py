@@ -57,7 +57,7 @@ def arms_of(path: Path) -> dict[str, dict[str, Row]]:
 
 
 def shown_arm(row: Row) -> str:
-    """The arm in words: "soft beam, softsort, β 5"."""
+    """The arm in words: "soft beam, softsort, β 1"."""
     if row["arm"] == CONTROL:
         return "cross-entropy"
     return f"{row['arm'].replace('_', ' ')}, {row['method']}, β {float(row['inverse_temperature']):g}"

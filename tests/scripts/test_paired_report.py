@@ -77,7 +77,7 @@ def trained(tmp_path_factory) -> Path:
 def test_the_script_reads_what_was_trained_and_draws_it(trained, capsys):
     assert paired_report.main([str(trained), "--figures", str(trained.parent / "figures")]) == 0
     captured = capsys.readouterr()
-    assert "| soft beam, softsort, β 5 |" in captured.out
+    assert "| soft beam, softsort, β 1 |" in captured.out
     assert "WER, beam 1" in captured.out
     assert sorted(path.name for path in (trained.parent / "figures").iterdir()) == ["soft_beam.png", "soft_beam.svg"]
 
