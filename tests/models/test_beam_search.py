@@ -208,7 +208,7 @@ def test_gradients_reach_all_steps(method):
 
 
 class _SoftBeam(nn.Module):
-    """-log of the last phoneme's marginal alone, which the first step reaches through all others."""
+    """-log of the right phonemes' marginals: the last step's depends on every step before, the first's on all after."""
 
     def __init__(self, model: EncoderDecoder, method: str) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _SoftBeam(nn.Module):
     def forward(self, encoded, phonemes, lengths):
         choices, _ = soft_beam(self.model, encoded, 2, 3, self.operator)
         right = marginals(choices, lengths).gather(2, phonemes.unsqueeze(2)).squeeze(2)
-        return -right.gather(1, (lengths - 1).unsqueeze(1)).log().sum()
+        return -right[torch.arange(3) < lengths.unsqueeze(1)].log().sum()
 
 
 def _prefixed(parameters):
