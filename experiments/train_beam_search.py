@@ -79,6 +79,9 @@ def train(args: argparse.Namespace) -> int:
 
     folder = args.results.parent / "runs" / name
     with open_run(folder):
+        # Asked again: another process may have finished this configuration before the folder was ours.
+        if recorded(args.results, name, args.force):
+            return 0
         environment, commit = describe_environment(device), git_commit()
         pretrained = pretrain(model, words, flags, args.results.parent / "runs")
         write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})

@@ -9,6 +9,7 @@ import pytest
 from experiments import train_beam_search
 from scripts import paired_report
 
+ROOT = Path(__file__).parents[2]
 SETTING = {
     **{"dataset": "reversal", "max_letters": "3", "hidden_dim": "8", "batch_size": "16", "beam_size": "3"},
     **{"pretrain_updates": "6", "n_updates": "4", "train_words": "100", "test_words": "50"},
@@ -62,6 +63,12 @@ def test_one_seed_has_no_difference(tmp_path):
 def test_what_is_not_one_study_is_refused(tmp_path, capsys, rows, sentence):
     assert paired_report.main([str(write(tmp_path / "r.csv", *rows))]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("results", sorted((ROOT / "results").glob("beam_search*.csv")), ids=lambda path: path.stem)
+def test_the_documentation_shows_the_rows_that_there_are(results):
+    """What the script prints stands there word for word."""
+    assert paired_report.tables(results) in (ROOT / "docs" / "beam_search.md").read_text()
 
 
 @pytest.fixture(scope="module")
