@@ -22,6 +22,7 @@ from models.encoder_decoder import EncoderDecoder
 from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
 
 LETTERS = 7  # of the word, or as many as words may have
+SHADES = pyplot.get_cmap("Blues")
 LEAST_SHOWN = 0.02  # weight of a line from one hypothesis to the next
 
 
@@ -75,7 +76,7 @@ def draw_steps(axis: Axes, symbols: list[str], choices: list[Tensor]) -> None:
     for step, A in enumerate(choices):
         weights, phonemes = A.sum(1).max(1)  # (K,)
         for rank, (weight, phoneme) in enumerate(zip(weights.tolist(), phonemes.tolist())):
-            shade = {"boxstyle": "round,pad=0.25", "facecolor": "#0072B2", "alpha": 0.12 + 0.5 * weight, "linewidth": 0}
+            shade = {"boxstyle": "round,pad=0.25", "facecolor": SHADES(0.1 + 0.5 * weight), "linewidth": 0}
             label = f"{symbols[phoneme]} {weight:.2f}"
             axis.text(step, rank, label, ha="center", va="center", fontsize=7, bbox=shade, zorder=3)
             for parent, share in enumerate(A[rank].sum(1).tolist() if step else []):
