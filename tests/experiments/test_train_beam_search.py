@@ -29,6 +29,14 @@ ARMS = {
 TIMES = ("pretrain_seconds", "train_seconds", "eval_seconds", "peak_memory_mib", "started_utc", "finished_utc")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _without_kernels():
+    """Which take longer to compile than all of these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOPK_LOSSES_BACKEND", "torch")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _threads():
     before = torch.get_num_threads()
