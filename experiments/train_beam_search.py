@@ -19,9 +19,13 @@ stopped, killed even, continues when it is given again; on the CPU, with as many
 configuration that the file already has is skipped (--force repeats it, from the same pretrained weights).
 """
 
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
+
 import argparse
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,15 @@ from data.cmudict import END, CmudictUnavailableError, Words, load_words
 from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy
 from experiments.shared.beam_search_flags import build_objective, configuration, parse_arguments
-from experiments.shared.checkpoint import PREVIOUS, load_checkpoint, remove_checkpoints, save_checkpoint
+from experiments.shared.checkpoint import (
+    PREVIOUS,
+    RUN,
+    WEIGHTS,
+    history_of,
+    load_checkpoint,
+    remove_checkpoints,
+    save_checkpoint,
+)
 from experiments.shared.environment import describe_environment, git_commit, peak_memory_mib, set_up_device
 from experiments.shared.ranks import Ranks
 from experiments.shared.reading_metrics import BEAMS, error_rates, token_accuracies
@@ -54,13 +66,21 @@ IDENTITY = (
     *("beam_size", "nll_weight", "n_updates", "lr"),
 )
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"  # the run id, before its hash
+# What the checkpoints hold, among others: of pretraining, and of an arm.
+PRETRAINED = {
+    **WEIGHTS,
+    "run_id": str,
+    "optimizer": dict[str, Any] | None,
+    "history": history_of(("update", "train_loss", "valid_wer", "train_seconds", "eval_seconds", "peak_memory_mib")),
+}
+CHECKPOINT = {**RUN, "history": PRETRAINED["history"]}
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
 
 
-def train(args: argparse.Namespace) -> int:
+def train(args: argparse.Namespace, ranks: Ranks) -> int:
     """Train one arm with one seed and record its row; return the exit status."""
     # Loss and name. First what can be refused, before a folder is made.
-    device = cli.training_device(args.device, Ranks())
+    device = cli.training_device(args.device, ranks)
     settings, flags = configuration(args)
     name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
     if recorded(args.results, name, args.force):
@@ -85,7 +105,7 @@ def train(args: argparse.Namespace) -> int:
         environment, commit = describe_environment(device), git_commit()
         pretrained = pretrain(model, words, flags, args.results.parent / "runs")
         write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})
-        saved = saved_state(folder, args.results, name)
+        saved = saved_state(folder, args.results, name, CHECKPOINT)
         begun = {"started_utc": utc_now(), "times_resumed": 0, "git_commits": [commit]}
         if saved:
             commits = list(dict.fromkeys([*saved["git_commits"], commit]))
@@ -140,7 +160,7 @@ def pretrain(model: EncoderDecoder, words: Words, flags: dict[str, Any], runs: P
     folder = runs / name
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "pretraining.lock"):  # the other arms of this seed wait here
-        saved = load_checkpoint(folder)
+        saved = load_checkpoint(folder, PRETRAINED)
         if not saved:
             write_config(folder, {"run_id": name, **identity})
             say(f"{name}: beginning")
@@ -226,8 +246,8 @@ def fit(
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     saved = "what the last line reported is saved in its run folder; the same command continues after it"
-    return cli.finish(lambda: train(parse_arguments(argv)), stopped=saved)
+    return cli.finish(lambda ranks: train(parse_arguments(argv), ranks), stopped=saved)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())

@@ -9,6 +9,11 @@ Student's t over the seeds, 95 %. It says how far the seeds agree, not how far o
 the arm cannot be told from the control. The figure needs the checkpoints in runs/ beside the file.
 """
 
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
+
 import argparse
 import statistics
 import sys
@@ -17,7 +22,8 @@ from pathlib import Path
 
 from scipy import stats
 
-from experiments.shared import command_line as cli
+from data import program
+from data.program import CommandLineError, Parser
 from experiments.shared.run_record import COLUMNS, read_rows
 from topk_losses import METHODS
 
@@ -41,18 +47,18 @@ def arms_of(path: Path) -> dict[str, dict[str, Row]]:
     """Return the rows by arm (its name as shown, the control first) and seed. Raises CommandLineError, RecordError."""
     rows: list[Row] = read_rows(path)
     if not rows or "arm" not in rows[0]:
-        raise cli.CommandLineError(f"{path} has no rows of experiments/train_beam_search.py")
+        raise CommandLineError(f"{path} has no rows of experiments/train_beam_search.py")
     for name in rows[0]:
         values = dict.fromkeys(row[name] for row in rows)
         if len(values) > 1 and name not in (*COLUMNS, *OF_AN_ARM, *OF_A_RUN):
-            raise cli.CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
+            raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
     order = [CONTROL, "retain", "soft_beam"]
     rows.sort(key=lambda row: (order.index(row["arm"]), list(METHODS).index(row["method"]), int(row["seed"])))
     arms: dict[str, dict[str, Row]] = {}
     for row in rows:
         arms.setdefault(shown_arm(row), {})[row["seed"]] = row
     if sum(map(len, arms.values())) < len(rows):
-        raise cli.CommandLineError(f"{path} has rows of one arm and seed that differ in a setting which is not shown")
+        raise CommandLineError(f"{path} has rows of one arm and seed that differ in a setting which is not shown")
     return arms
 
 
@@ -136,7 +142,7 @@ def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def report(argv: list[str] | None) -> int:
     """Print the tables and draw the figure that is asked for; return the exit status."""
-    parser = cli.Parser(prog="paired_report.py", description="Tables of the arms of train_beam_search.py.")
+    parser = Parser(prog="paired_report.py", description="Tables of the arms of train_beam_search.py.")
     parser.add_argument("results", type=Path, help="a CSV file that experiments/train_beam_search.py wrote")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw soft_beam.png and .svg into DIR")
     args: argparse.Namespace = parser.parse_args(argv)
@@ -150,9 +156,9 @@ def report(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-    return cli.finish(lambda: report(argv), stopped="")
+    """Run the script; return its exit status (see data/program.py)."""
+    return program.finish(lambda: report(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main())
