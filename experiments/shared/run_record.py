@@ -22,6 +22,12 @@ from filelock import FileLock, Timeout
 from data.atomic_file import atomic_write, is_special
 from data.program import ProgramError
 
+# Of beam search, experiments/shared/reading_metrics.py.
+RATES = (
+    ("per", "phoneme error rate of the best hypothesis, edits per phoneme"),
+    ("wer", "word error rate, share of words whose best hypothesis is no reading"),
+    ("gold", "share of words of which the last beam holds a reading"),
+)
 # Every column of a row that is not a flag of the script. Flags have their name as column, and their meaning
 # in --help.
 COLUMNS = {
@@ -54,6 +60,13 @@ COLUMNS = {
     "last_train_loss": "mean training loss over the last epoch, nats; of --loss mass minus a number of neighbours",
     "last_valid_loss": "mean validation loss of the last evaluation, nats",
     "last_test_loss": "mean test loss of the last evaluation, nats",
+    **{f"{split}_words": f"words in the {split} split" for split in ("train", "valid", "test")},
+    **{f"test_{rate}_beam{K}": f"{told}; test, beam of {K}" for K in (1, 4, 8) for rate, told in RATES},
+    **{f"last_valid_{rate}": f"{told}; validation at the end, beam of beam_size" for rate, told in RATES},
+    "test_forced_accuracy": "share of right phonemes by position, the right ones before it given; the end is one",
+    "test_free_accuracy": "share of right phonemes by position after the model's own, of beam 1; the end is one",
+    "pretrained": "folder in runs/ of the pretraining that the run went on from",
+    "pretrain_seconds": "wall-clock seconds of that pretraining, evaluation and saving excluded",
     "train_seconds": "wall-clock seconds spent in training epochs (compilation, too), evaluation and saving excluded",
     "eval_seconds": "wall-clock seconds spent in evaluation",
     "images_per_second": "training images (loading, forward, backward, step) per second of train_seconds",

@@ -23,7 +23,10 @@ from data.program import CommandLineError, is_text
 
 ROOT = Path(__file__).resolve().parents[2]
 # The scripts that ask whether their row is recorded before they do any work (experiments/shared/training_run.py).
-ASKING = ("train_cifar100.py", "finetune_imagenet.py", "finetune_imagenet21k.py", "train_knn.py")
+ASKING = (
+    *("train_cifar100.py", "finetune_imagenet.py", "finetune_imagenet21k.py"),
+    *("train_knn.py", "train_beam_search.py"),
+)
 TAIL = 12  # lines of a failed row's log in the summary
 
 

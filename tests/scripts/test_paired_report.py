@@ -1,0 +1,96 @@
+"""The tables of the arms: differences within a seed, their interval, what is refused; the figure from a checkpoint."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+
+from experiments import train_beam_search
+from scripts import paired_report
+
+ROOT = Path(__file__).parents[2]
+SETTING = {
+    **{"dataset": "reversal", "max_letters": "3", "hidden_dim": "8", "batch_size": "16", "beam_size": "3"},
+    **{"pretrain_updates": "6", "n_updates": "4", "train_words": "100", "test_words": "50"},
+}
+CONTROL = {"arm": "cross_entropy", "method": "softmax_cross_entropy", "inverse_temperature": ""}
+RETAIN = {"arm": "retain", "method": "softsort", "inverse_temperature": "0.5"}
+
+
+def write(path: Path, *rows: dict[str, str]) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["run_id", *rows[0]])
+        writer.writeheader()
+        writer.writerows({"run_id": str(number), **row} for number, row in enumerate(rows))
+    return path
+
+
+def row(arm: dict[str, str], seed: int, wer: float) -> dict[str, str]:
+    measured = {"test_wer_beam4": str(wer), "test_forced_accuracy": "1.0 0.9", "test_free_accuracy": "1.0 0.5"}
+    return {**SETTING, **arm, "seed": str(seed), **measured}
+
+
+def lines_of(text: str, begin: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if begin in line]
+
+
+def test_differences_are_taken_within_a_seed(tmp_path):
+    """Differences .01 .03 and, of a seed that the control lacks, none: mean 2 points, t(.975, 1) x std / sqrt 2."""
+    rows = [row(CONTROL, 0, 0.3), row(RETAIN, 1, 0.53), row(CONTROL, 1, 0.5), row(RETAIN, 0, 0.31), row(RETAIN, 7, 0.9)]
+    text = paired_report.tables(write(tmp_path / "r.csv", *rows))
+    rates, differences, positions = lines_of(text, "| retain, softsort, β 0.5 ")
+    assert rates[1:] == ["58.00 ± 29.82", "3"]
+    half = 12.7062 * math.sqrt(2) / math.sqrt(2)
+    assert differences[1:] == [f"+2.00 ± {half:.2f}", "2"]
+    assert positions[1:] == ["100.0 / 100.0", "90.0 / 50.0"]
+    assert lines_of(text, "| cross-entropy ")[0][1:] == ["40.00 ± 14.14", "2"]
+
+
+def test_one_seed_has_no_difference(tmp_path):
+    text = paired_report.tables(write(tmp_path / "r.csv", row(CONTROL, 0, 0.3), row(RETAIN, 0, 0.2)))
+    assert "No difference: no arm has two seeds that the control has too." in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([row(CONTROL, 0, 0.3), {**row(RETAIN, 0, 0.3), "n_updates": "5"}], "mixes n_updates 4 and 5"),
+        ([row(RETAIN, 0, 0.3), row(RETAIN, 0, 0.2)], "rows of one arm and seed that differ"),
+        ([{"seed": "0"}], "no rows of experiments/train_beam_search.py"),
+    ],
+)
+def test_what_is_not_one_study_is_refused(tmp_path, capsys, rows, sentence):
+    assert paired_report.main([str(write(tmp_path / "r.csv", *rows))]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("results", sorted((ROOT / "results").glob("beam_search*.csv")), ids=lambda path: path.stem)
+def test_the_documentation_shows_the_rows_that_there_are(results):
+    """What the script prints stands there word for word."""
+    assert paired_report.tables(results) in (ROOT / "docs" / "beam_search.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    results = tmp_path_factory.mktemp("trained") / "results.csv"
+    toy = "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 1"
+    for flags in ("--arm cross_entropy --method softmax_cross_entropy", "--arm soft_beam --method softsort"):
+        words = [*flags.split(), *toy.split(), "--n_updates", "1", "--device", "cpu", "--results", str(results)]
+        assert train_beam_search.main(words) == 0
+    return results
+
+
+def test_the_script_reads_what_was_trained_and_draws_it(trained, capsys):
+    assert paired_report.main([str(trained), "--figures", str(trained.parent / "figures")]) == 0
+    captured = capsys.readouterr()
+    assert "| soft beam, softsort, β 1 |" in captured.out
+    assert "WER, beam 1" in captured.out
+    assert sorted(path.name for path in (trained.parent / "figures").iterdir()) == ["soft_beam.png", "soft_beam.svg"]
+
+
+def test_without_the_checkpoint_the_figure_is_refused(trained, tmp_path, capsys):
+    alone = tmp_path / "r.csv"
+    alone.write_text(trained.read_text())
+    assert paired_report.main([str(alone), "--figures", str(tmp_path)]) == 2
+    assert "the figure needs" in capsys.readouterr().err
