@@ -51,8 +51,8 @@ def begin() -> None:
     Ctrl-C and SIGTERM end it at once, outside of `finish`: nothing has begun, or all is done. What cannot be printed,
     such as a path that is no UTF-8, is printed escaped; a standard stream that is closed reads and writes nothing.
 
-    OpenMP's threads wait asleep, unless OMP_WAIT_POLICY says otherwise: waiting in a loop, as is their default, they keep
-    each other from the cores as soon as another program runs. It is read when PyTorch is loaded.
+    OpenMP's threads wait asleep, unless OMP_WAIT_POLICY says otherwise: waiting in a loop, as by default, they keep
+    each other from the cores once another program runs. It is read when PyTorch is loaded.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for number in (signal.SIGINT, signal.SIGTERM):
