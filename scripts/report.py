@@ -164,7 +164,7 @@ def published_of(table: str | None, results: Path, runs: list[Row]) -> Path | No
         table = of_embeddings
     if table is None:
         datasets = {run.get("dataset") for run in runs}
-        if all("prediction" in run for run in runs):  # the nearest-neighbour classifier's
+        if runs and all("prediction" in run for run in runs):  # the nearest-neighbour classifier's
             of_set = f"knn_{datasets.pop()}" if len(datasets) == 1 else ""
             table = of_set if of_set in KNN_TABLES else "none"
         else:
