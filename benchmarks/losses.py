@@ -84,7 +84,8 @@ def measure(task: dict[str, Any], channel: Any) -> None:
             return 1e3 * (time.perf_counter() - start)
 
         # a small loss first: lazily loaded libraries and compiled kernels do not count as memory of the loss
-        small = task["build"](task["method"], task["p_k"], 50, None, **task["options"]).to(device)
+        m = task["m"] and min(task["m"], 20)
+        small = task["build"](task["method"], task["p_k"], 50, m, **task["options"]).to(device)
         scores = torch.zeros(2, 50, device=device, requires_grad=True)
         small(scores, torch.zeros(2, dtype=torch.int64, device=device)).backward()
         if device.type == "cuda":

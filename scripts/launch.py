@@ -31,13 +31,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from data import program
+from data.file_lock import HeldError, held
 from experiments.shared.cores import usable_cores
 from scripts.sweeping.sweep import (
     ROOT,
@@ -198,21 +197,16 @@ def visible_gpus() -> list[str]:
 @contextmanager
 def only_launcher(logs: Path) -> Iterator[None]:
     """Hold the sweep against a second launcher. Raises SweepError."""
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(logs / "launch.lock", timeout=0)
-        lock.acquire()
-    except Timeout:
-        raise SweepError(
-            f"another launcher runs this sweep and holds {logs / 'launch.lock'}; wait for it or stop it, "
-            "or choose another --name"
-        ) from None
-    except OSError as error:
-        raise SweepError(f"cannot use the folder of logs {logs}: {error.strerror or error}") from None
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held(logs / "launch.lock", wait=False))
+        except HeldError as lock:
+            raise SweepError(
+                f"another launcher runs this sweep and holds {lock}; wait for it or stop it, or choose another --name"
+            ) from None
+        except OSError as error:
+            raise SweepError(f"cannot use the folder of logs {logs}: {error.strerror or error}") from None
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -11,11 +11,6 @@
 Exit status and --debug: as in data/program.py.
 """
 
-if __name__ == "__main__":
-    from data import program
-
-    program.begin()
-
 import argparse
 import sys
 from pathlib import Path

@@ -13,13 +13,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from data.atomic_file import atomic_write, is_special
+from data.file_lock import HeldError, held
 from data.program import ProgramError
 
 # Of beam search, experiments/shared/reading_metrics.py.
@@ -115,21 +116,16 @@ def open_run(folder: Path) -> Iterator[None]:
 
     The lock is the operating system's: a killed process does not leave it behind.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "run.lock", timeout=0)
-        lock.acquire()
-    except Timeout:
-        raise RecordError(
-            f"this configuration is being run by another process, which holds {folder / 'run.lock'}; "
-            "wait for it or stop it"
-        ) from None
-    except OSError as error:
-        raise RecordError(f"cannot use the run folder {folder}: {error.strerror or error}") from None
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held(folder / "run.lock", wait=False))
+        except HeldError as lock:
+            raise RecordError(
+                f"this configuration is being run by another process, which holds {lock}; wait for it or stop it"
+            ) from None
+        except OSError as error:
+            raise RecordError(f"cannot use the run folder {folder}: {error.strerror or error}") from None
         yield
-    finally:
-        lock.release()
 
 
 def write_config(folder: Path, config: Mapping[str, Value]) -> None:

@@ -32,10 +32,10 @@ def start(words: list, folder: Path, program: str, **environment: str) -> subpro
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("script", PROGRAMS, ids=lambda path: path.stem)
-def test_a_signal_during_the_imports_ends_a_program_without_a_traceback(script, tmp_path):
+@pytest.mark.parametrize("words", [[script] for script in PROGRAMS] + [["-m", "data.embeddings"]])
+def test_a_signal_during_the_imports_ends_a_program_without_a_traceback(words, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM):
-        ended = start([script], tmp_path, f"import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(9)")
+        ended = start(words, tmp_path, f"import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(9)")
         assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "\nstopped\n")
 
 
