@@ -67,18 +67,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--train_dir", type=cli.path, metavar="DIR", help="training images, in place of --dataset")
     group.add_argument("--test_dir", type=cli.path, metavar="DIR", help="test images, in place of --dataset")
-    group.add_argument(
-        "--data_dir",
-        type=cli.path,
-        default=ROOT / "data" / "downloads",
-        help="where torchvision's data sets are, or are downloaded to (data/downloads in this repository)",
-    )
-    group.add_argument(
-        "--mirror",
-        type=cli.address("http", "https", "file"),
-        metavar="URL",
-        help="download cifar100 or cifar10 from here",
-    )
+    cli.add_download_flags(group)
     for split in ("train", "test"):
         group.add_argument(
             f"--limit_{split}",

@@ -16,6 +16,7 @@ w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and dif
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
@@ -155,9 +156,10 @@ def newton(
     return theta, error
 
 
-class Curve:
+class Curve(ABC):
     """An f as its threshold needs it. There is one instance of each, and it has no state."""
 
+    @abstractmethod
     def solve(
         self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
@@ -165,11 +167,10 @@ class Curve:
 
         x (rows, n), k (rows, J) in (0, n), most: an integer that no k exceeds.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
         """f'(t) but for a factor, and the factor (None: 1): (rows, J, n), (rows, J)."""
-        raise NotImplementedError
 
 
 class _Logistic(Curve):
@@ -300,7 +301,7 @@ class Threshold(torch.autograd.Function):
         return torch.cat(of_x), torch.cat(of_k) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-class ThresholdOperator(NestedMasks):
+class ThresholdOperator(NestedMasks, ABC):
     """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
@@ -333,15 +334,17 @@ class ThresholdOperator(NestedMasks):
             theta = self._threshold(z, wanted.clamp(max=n * (1 - 4 * torch.finfo(z.dtype).eps)), most)
             return self._f(finite(z) - theta).reshape(logits.shape)
 
+    @abstractmethod
     def _f(self, t: Tensor) -> Tensor:
-        raise NotImplementedError
+        """f(t), of the shape of t."""
 
     def _log_f(self, t: Tensor) -> Tensor:
-        raise NotImplementedError
+        """log f(t); overridden where it is known beyond the range of f."""
+        return self._f(t).log()
 
+    @abstractmethod
     def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
         """theta (rows, J) for z = beta s (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
-        raise NotImplementedError
 
     def _scaled(self, scores: Tensor) -> Tensor:
         beta = self.inverse_temperature

@@ -198,6 +198,22 @@ def add_optimization_flags(
     return group, seeds
 
 
+def add_download_flags(group: Any) -> None:
+    """Add to an argument group where data sets are, and where those that have a mirror come from."""
+    group.add_argument(
+        "--data_dir",
+        type=path,
+        default=ROOT / "data" / "downloads",
+        help="where data sets are, or are downloaded to (data/downloads in this repository)",
+    )
+    group.add_argument(
+        "--mirror",
+        type=address("http", "https", "file"),
+        metavar="URL",
+        help="download cifar100 or cifar10 from here instead of its home page",
+    )
+
+
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags on where and how a run is computed."""
     group = parser.add_argument_group("machine")

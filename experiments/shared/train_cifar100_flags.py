@@ -71,18 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="cifar100",
         help=f"{', '.join(DATASETS)} (%(default)s); digits needs no download",
     )
-    group.add_argument(
-        "--data_dir",
-        type=cli.path,
-        default=ROOT / "data" / "downloads",
-        help="where the data set is, or is downloaded to (data/downloads in this repository)",
-    )
-    group.add_argument(
-        "--mirror",
-        type=cli.address("http", "https", "file"),
-        metavar="URL",
-        help="download from here instead of the data set's home page",
-    )
+    cli.add_download_flags(group)
     group.add_argument(
         "--limit_train",
         type=cli.count,

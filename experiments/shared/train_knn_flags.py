@@ -112,18 +112,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="embeddings in place of images: a store, or what finetune_imagenet.py takes; a map of them is trained",
     )
     group.add_argument("--cache_dir", type=cli.path, metavar="DIR", help="of embeddings that are downloaded")
-    group.add_argument(
-        "--data_dir",
-        type=cli.path,
-        default=ROOT / "data" / "downloads",
-        help="where the images are, or are downloaded to (data/downloads in this repository)",
-    )
-    group.add_argument(
-        "--mirror",
-        type=cli.address("http", "https", "file"),
-        metavar="URL",
-        help="download CIFAR from here instead of its home page",
-    )
+    cli.add_download_flags(group)
     group.add_argument("--limit_train", type=cli.count, metavar="N", help="use N training points, for a quick look")
     group.add_argument("--limit_test", type=cli.count, metavar="N", help="use N test points, for a quick look")
     group.add_argument(
