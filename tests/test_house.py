@@ -53,11 +53,11 @@ def test_a_room_of_scripts_shows_at_its_top_what_one_runs(room):
 
 
 def test_the_library_imports_torch_and_the_standard_library_only():
-    """Its kernels, which are imported only where they run, import their compiler too."""
+    """And what torch cannot do without. Its kernels, imported only where they run, import their compiler too."""
     for path in (ROOT / "topk_losses").rglob("*.py"):
         names = {name.split(".")[0] for name in imported_modules(path)}
         kernels = KERNELS.get(path.stem.partition("_")[0], set()) if path.parent.name == "kernels" else set()
-        assert names <= {"torch", "topk_losses"} | kernels | sys.stdlib_module_names, path
+        assert names <= {"torch", "typing_extensions", "topk_losses"} | kernels | sys.stdlib_module_names, path
 
 
 def test_importing_the_library_prints_nothing_and_loads_no_other_room():

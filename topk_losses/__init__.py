@@ -17,7 +17,9 @@ from topk_losses.methods import (
     resolve_settings,
 )
 from topk_losses.networks import RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import DISTRIBUTIONS
+from topk_losses.single_k import ImbalancedNoisedTopKLoss, NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
 from topk_losses.subset import SubsetTopK
@@ -32,8 +34,13 @@ __all__ = [
     "RELAXATIONS",
     "TOP1_MODES",
     "CappedSoftmax",
+    "DFTopK",
+    "ImbalancedNoisedTopKLoss",
     "LapSum",
     "NeuralSort",
+    "NoisedTopKLoss",
+    "PerturbedTopK",
+    "RecallSurrogate",
     "RelaxedNetwork",
     "SinkhornSort",
     "SmoothHardTopKLoss",
@@ -45,6 +52,7 @@ __all__ = [
     "SubsetTopK",
     "TopKCrossEntropyLoss",
     "TopKOperator",
+    "TruncatedEntropyLoss",
     "bitonic",
     "make_loss",
     "make_operator",

@@ -1,6 +1,6 @@
 """What every loss here shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights, reductions."""
 
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ SOFT_LABELS = ("expected", "any")
 MANY = 8  # classes with mass, per sample, from which on all columns of P together cost less than each alone
 
 
+class Settings(TypedDict, total=False):
+    """What every loss takes by keyword, see ClassificationLoss."""
+
+    weight: Tensor | None
+    label_smoothing: float
+    soft_labels: str
+    ignore_index: int
+    reduction: str
+
+
 class ClassificationLoss(Constants):
     """A loss with the interface of torch.nn.CrossEntropyLoss: loss(logits, labels).
 
@@ -44,6 +54,7 @@ class ClassificationLoss(Constants):
     as the logits. Half-precision logits are computed in float32 and give a float32 loss, under autocast too.
     """
 
+    generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
     constants: tuple[str, ...] = ("weight",)
     fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
 

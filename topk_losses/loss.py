@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from typing_extensions import Unpack
 
 from topk_losses.checks import (
     PK,
@@ -21,9 +22,10 @@ from topk_losses.checks import (
     check_p_k,
     has_known_values,
 )
-from topk_losses.classification import ClassificationLoss, SoftmaxCrossEntropyLoss
+from topk_losses.classification import ClassificationLoss, Settings, SoftmaxCrossEntropyLoss
 from topk_losses.kernels import kernel
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
+from topk_losses.single_k import ImbalancedNoisedTopKLoss, NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import TopKOperator
 
@@ -67,7 +69,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     Args:
         method: a relaxation: neuralsort, softsort, sinkhorn_sort, soft_topk, lml, lapsum, sparse_topk, capped_softmax,
-            subset_topk, odd_even, bitonic, splitter_selection (default).
+            subset_topk, df_topk, recall_surrogate, perturbed_topk, odd_even, bitonic, splitter_selection (default).
         p_k: P_K, the distribution that k is drawn from: p_k[j] = P(k = j + 1), (K,) for all, or (num_classes, K) with
             one row per class, non-negative, each row summing to 1; or an integer, for that k alone; or a mapping,
             {1: .5, 5: .5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
@@ -84,12 +86,13 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
             (default): softmax(logits)_y inside the same logarithm. "smce": a cross-entropy of its own,
             P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
-        weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
+        settings: weight, label_smoothing, soft_labels, ignore_index, reduction as in ClassificationLoss, and so are
+            shapes.
 
-    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax and
-    subset_topk, which it does not have, stay in exact logarithms instead. sparse_topk wants P_K(1) > 0 with top1_mode
-    "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN and touches no other; a logit of -inf is a
-    class that takes no part.
+    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax,
+    subset_topk, df_topk and recall_surrogate, which it does not have, stay in exact logarithms instead. sparse_topk and
+    perturbed_topk want P_K(1) > 0 with top1_mode "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN
+    and touches no other; a logit of -inf is a class that takes no part.
     Raises ValueError on construction for settings that do not fit, with a sentence saying which.
     """
 
@@ -106,20 +109,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         distribution: str | None = None,
         art_lambda: float | None = None,
         top1_mode: str | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
+        **settings: Unpack[Settings],
     ) -> None:
-        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-        settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode, relaxed=True)
+        super().__init__(num_classes, **settings)
+        resolved = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode, relaxed=True)
         self.method = resolve_method(method)
-        self.distribution, self.art_lambda = settings["distribution"], settings["art_lambda"]
-        self.top1_mode: str = settings["top1_mode"]
+        self.distribution, self.art_lambda = resolved["distribution"], resolved["art_lambda"]
+        self.top1_mode: str = resolved["top1_mode"]
         self.m = check_m(m, self.num_classes)
         self.operator: TopKOperator | None = None
-        self.inverse_temperature: float | Tensor = settings["inverse_temperature"]
+        self.inverse_temperature: float | Tensor = resolved["inverse_temperature"]
         self.p_k: Tensor = p_k  # type: ignore[assignment]
         num_scores = self.m or self.num_classes
         if num_scores is not None:
@@ -134,8 +133,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if name == "k":
             raise AttributeError("k is the length of p_k: set p_k")
         super().__setattr__(name, value)
-        if name == "inverse_temperature" and self.operator is not None:
-            self.operator.inverse_temperature = value
+        if name in ("inverse_temperature", "generator") and self.operator is not None:
+            setattr(self.operator, name, value)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
@@ -214,6 +213,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if operator is None or operator.k != k or getattr(operator, "n", num_scores) != num_scores:
             settings = (self.inverse_temperature, self.distribution, self.art_lambda)
             operator = make_operator(self.method, num_scores, k, *settings).to(self.p_k.device)
+            operator.generator = self.generator
             # Not a submodule: it comes and goes, and a learned temperature is saved once.
             object.__setattr__(self, "operator", operator)
         return operator
@@ -315,6 +315,15 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return self._total(operator.guarded, within, shares, top1, first, p_k is None)
 
 
+SINGLE_K: dict[str, Callable[..., ClassificationLoss]] = {
+    "smooth_topk": SmoothTopKLoss,
+    "smooth_hard_topk": SmoothHardTopKLoss,
+    "truncated_entropy": TruncatedEntropyLoss,
+    "noised_topk": NoisedTopKLoss,
+    "imbalanced_noised_topk": ImbalancedNoisedTopKLoss,
+}
+
+
 def _single_k(method: str, p_k: PK, num_classes: SupportsIndex | None) -> int:
     n = check_num_classes(num_classes)
     rows = check_p_k(p_k, n, n)
@@ -335,33 +344,27 @@ def make_loss(
     distribution: str | None = None,
     art_lambda: float | None = None,
     top1_mode: str | None = None,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    soft_labels: str = "expected",
-    ignore_index: int = -100,
-    reduction: str = "mean",
+    **settings: Any,
 ) -> ClassificationLoss:
     """Build the loss of any method in METHODS, as loss(logits, labels). None means the method's default.
 
-    Relaxations give TopKCrossEntropyLoss (p_k default .2 x5). softmax_cross_entropy takes p_k None or [1, 0, ..].
-    smooth_topk and smooth_hard_topk take a p_k with all mass on one k (default k = 5); their inverse_temperature is
-    tau itself, the one exception the paper made. m is accepted for these three, since published commands pass it
-    to every row of a table, and has no effect: they see all scores. Raises ValueError with a sentence for an
-    unknown method (naming the nearest) and for settings that do not fit it.
+    Relaxations give TopKCrossEntropyLoss (p_k default .2 x5). softmax_cross_entropy takes p_k None or [1, 0, ..]. The
+    other losses take a p_k with all mass on one k (default k = 5); the inverse_temperature of smooth_topk and
+    smooth_hard_topk is tau itself, the one exception the paper made. m is accepted for all methods, since published
+    commands pass it to every row of a table, and has an effect on relaxations alone: the others see all scores.
+    settings: what else the class takes, such as weight or reduction. Raises ValueError with a sentence for an unknown
+    method (naming the nearest) and for settings that do not fit it.
     """
     method = resolve_method(method)
     if method in RELAXATIONS:
-        return TopKCrossEntropyLoss(
-            method, (0.2,) * 5 if p_k is None else p_k, num_classes, m, inverse_temperature, distribution, art_lambda,
-            top1_mode, weight, label_smoothing, soft_labels, ignore_index, reduction,
-        )  # fmt: skip
-    tau = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)["inverse_temperature"]
+        p_k = (0.2,) * 5 if p_k is None else p_k
+        of_sort = (m, inverse_temperature, distribution, art_lambda, top1_mode)
+        return TopKCrossEntropyLoss(method, p_k, num_classes, *of_sort, **settings)
+    beta = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)["inverse_temperature"]
     if method == "softmax_cross_entropy":
         if p_k is not None and _single_k(method, p_k, num_classes) != 1:
             raise ValueError(f"softmax_cross_entropy is the loss of P_K = [1, 0, ..], got p_k={p_k}")
-        return SoftmaxCrossEntropyLoss(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-    if soft_labels != "expected":
-        raise ValueError(f"{method} has one true class; it knows no soft_labels={soft_labels!r}")
+        return SoftmaxCrossEntropyLoss(num_classes, **settings)
     k = _single_k(method, 5 if p_k is None else p_k, num_classes)
-    build = SmoothTopKLoss if method == "smooth_topk" else SmoothHardTopKLoss
-    return build(k, tau, 1.0, num_classes, weight, label_smoothing, ignore_index, reduction)
+    temperature = () if beta is None else (beta,)
+    return SINGLE_K[method](k, *temperature, num_classes=num_classes, **settings)

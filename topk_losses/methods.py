@@ -12,6 +12,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_choice, check_fraction, check_inverse_temperature, check_k
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
 from topk_losses.subset import SubsetTopK
@@ -25,19 +26,23 @@ class Method(NamedTuple):
     """A method: its family, its default inverse temperature (None: it has none), and what it is built from.
 
     operator: for k ranks of any number of scores; network: for n scores and k ranks; neither: a loss that has no
-    relaxed permutation matrix.
+    relaxed permutation matrix. stochastic: it draws noise, from the `generator` of its loss or operator.
     """
 
     family: str
     inverse_temperature: float | None
     operator: Callable[..., TopKOperator] | None = None
     network: Callable[[int, SupportsIndex], Network] | None = None
+    stochastic: bool = False
 
 
 METHODS: dict[str, Method] = {
     "softmax_cross_entropy": Method("losses", None),
     "smooth_topk": Method("losses", 1.0),
     "smooth_hard_topk": Method("losses", 1.0),
+    "truncated_entropy": Method("losses", None),
+    "noised_topk": Method("losses", 1.0, stochastic=True),
+    "imbalanced_noised_topk": Method("losses", 1.0, stochastic=True),
     "neuralsort": Method("sorts", 0.5, NeuralSort),
     "softsort": Method("sorts", 0.5, SoftSort),
     "sinkhorn_sort": Method("transports", 100.0, SinkhornSort),
@@ -47,6 +52,9 @@ METHODS: dict[str, Method] = {
     "sparse_topk": Method("thresholds", 1.0, SparseTopK),
     "capped_softmax": Method("thresholds", 1.0, CappedSoftmax),
     "subset_topk": Method("subsets", 1.0, SubsetTopK),
+    "df_topk": Method("ranks", 1.0, DFTopK),
+    "recall_surrogate": Method("ranks", 1.0, RecallSurrogate),
+    "perturbed_topk": Method("ranks", 1.0, PerturbedTopK, stochastic=True),
     "odd_even": Method("networks", 1.0, network=odd_even),
     "bitonic": Method("networks", 1.0, network=bitonic),
     "splitter_selection": Method("networks", 1.0, network=splitter_selection),

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
+from typing_extensions import Unpack
 
 from topk_losses.checks import check_k, check_positive
-from topk_losses.classification import ClassificationLoss
+from topk_losses.classification import Settings
 from topk_losses.kernels import kernel
+from topk_losses.single_k import SingleKLoss
 from topk_losses.sorts import MASKED, finite
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
@@ -62,7 +64,7 @@ def kth_largest_by_operations(
     return torch.where(enough, smooth, too_few), torch.where(enough, hard, too_few), top
 
 
-class SmoothTopKLoss(ClassificationLoss):
+class SmoothTopKLoss(SingleKLoss):
     """The smooth top-k SVM loss, a drop-in for torch.nn.CrossEntropyLoss; the formula is at the top of this file.
 
     It is positive, and fades out over a width of k * tau where the true class's score passes the k-th largest of the
@@ -73,7 +75,8 @@ class SmoothTopKLoss(ClassificationLoss):
         tau: temperature, above 0; the smaller, the closer to the hard hinge. The paper's tau, *not* an inverse
             temperature as elsewhere in this library.
         alpha: margin in units of the logits, above 0.
-        num_classes, weight, label_smoothing, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
+        num_classes, settings: weight, label_smoothing, ignore_index and reduction as in ClassificationLoss, and so are
+            shapes.
 
     A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A logit of -inf is a class that
     cannot be chosen, which is the limit of ever lower scores: loss 0 if fewer than k other classes remain, +inf if the
@@ -86,19 +89,15 @@ class SmoothTopKLoss(ClassificationLoss):
         tau: float = 1.0,
         alpha: float = 1.0,
         num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        ignore_index: int = -100,
-        reduction: str = "mean",
+        **settings: Unpack[Settings],
     ) -> None:
-        super().__init__(num_classes, weight, label_smoothing, "expected", ignore_index, reduction)
-        self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
+        super().__init__(k, num_classes, **settings)
         self.tau = check_positive("tau", tau)
         self.alpha = check_positive("alpha", alpha)
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
-        return f"k={self.k}, tau={self.tau:g}, alpha={self.alpha:g}, {super().extra_repr()}"
+        return f"tau={self.tau:g}, alpha={self.alpha:g}, {super().extra_repr()}"
 
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_k(self.k, scores.shape[1] - 1)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.methods import DETERMINISTIC, RELAXED
 from tests.topk_losses.test_loss import random_batch
-from topk_losses import METHODS, RELAXATIONS, SparseTopK, TopKCrossEntropyLoss, make_loss, topk_cross_entropy
+from topk_losses import METHODS, SparseTopK, TopKCrossEntropyLoss, make_loss, topk_cross_entropy
 from topk_losses.kernels import VARIABLE
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_the_function_is_the_module(method):
     logits, labels = random_batch()
     want = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, m=8, top1_mode="smce", reduction="none")(logits, labels)
@@ -36,7 +37,7 @@ def test_p_k_in_all_its_forms():
     assert make_loss("smooth_topk", 3).k == 3
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_sorts_all_classes_if_asked(method):
     logits, labels = random_batch()
     if METHODS[method].operator is SparseTopK:
@@ -49,7 +50,7 @@ def test_sorts_all_classes_if_asked(method):
         loss(logits[:, :11], labels % 11)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_the_number_of_classes_is_taken_from_the_logits(method):
     loss = make_loss(method)
     for n in (12, 20, 12):
@@ -57,7 +58,7 @@ def test_the_number_of_classes_is_taken_from_the_logits(method):
         torch.testing.assert_close(loss(logits, labels), make_loss(method, num_classes=n)(logits, labels))
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_what_can_be_set_acts_and_the_rest_says_why_not(method):
     logits, labels = random_batch()
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12)
@@ -98,7 +99,7 @@ def test_p_k_keeps_its_digits_whatever_is_done_to_the_module():
         torch.testing.assert_close(changed.p_k, torch.tensor(shares, dtype=torch.float64), rtol=0, atol=1e-16)
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_a_temperature_that_is_learned_is_a_parameter_of_the_loss(method):
     logits, labels = random_batch(dtype=torch.float32)
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, inverse_temperature=torch.nn.Parameter(torch.tensor(2.0)))
@@ -112,7 +113,7 @@ def test_a_temperature_that_is_learned_is_a_parameter_of_the_loss(method):
 
 @pytest.mark.parametrize("backend", ["torch", ""])
 @pytest.mark.parametrize("m", [None, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_gradients_of_each_sample_by_torch_func(method, m, backend, monkeypatch):
     monkeypatch.setenv(VARIABLE, backend)
     logits, labels = random_batch(dtype=torch.float32)
@@ -127,7 +128,7 @@ def test_gradients_of_each_sample_by_torch_func(method, m, backend, monkeypatch)
     torch.testing.assert_close(whole * 6, want, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_can_be_exported(method):
     logits, labels = random_batch(dtype=torch.float32)
     loss = make_loss(method, None, 12, 8)
@@ -135,7 +136,7 @@ def test_can_be_exported(method):
     torch.testing.assert_close(program(logits * 2, labels), loss(logits * 2, labels), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_a_fake_call_leaves_nothing_behind(method):
     logits, labels = random_batch(dtype=torch.float32)
     loss = make_loss(method, None, 12)

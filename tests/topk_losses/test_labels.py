@@ -5,8 +5,10 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from tests import reference
+from tests.methods import DETERMINISTIC, RELAXED
 from tests.topk_losses.test_loss import MODES, random_batch
-from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, make_operator
+from topk_losses import RELAXATIONS, SoftmaxCrossEntropyLoss, TopKCrossEntropyLoss, make_loss, make_operator
+from topk_losses.loss import SINGLE_K
 
 WEIGHT = torch.linspace(0.2, 2, 12, dtype=torch.float64)
 
@@ -19,14 +21,8 @@ def each_class(loss, logits):
 
 def make_copy(loss, **options):
     settings = {"m": loss.m, "top1_mode": loss.top1_mode, "p_k": loss.p_k} if hasattr(loss, "method") else {}
-    name = (
-        getattr(loss, "method", None)
-        or {
-            "SoftmaxCrossEntropyLoss": "softmax_cross_entropy",
-            "SmoothTopKLoss": "smooth_topk",
-            "SmoothHardTopKLoss": "smooth_hard_topk",
-        }[type(loss).__name__]
-    )
+    names = {SoftmaxCrossEntropyLoss: "softmax_cross_entropy", **{kind: name for name, kind in SINGLE_K.items()}}
+    name = loss.method if hasattr(loss, "method") else names[type(loss)]
     return make_loss(name, num_classes=12, **{**settings, **options})
 
 
@@ -37,7 +33,7 @@ def mixup(labels, share=0.3):
 
 
 @pytest.mark.parametrize("m", [None, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_a_distribution_of_labels_gives_the_expected_loss(method, m):
     logits, labels = random_batch()
     dense = random_batch(seed=1)[0].softmax(1)
@@ -50,7 +46,7 @@ def test_a_distribution_of_labels_gives_the_expected_loss(method, m):
             torch.testing.assert_close(summed, (WEIGHT * mass * every).sum())
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_the_cost_follows_the_classes_with_mass(method, monkeypatch):
     """Mixup takes two columns per sample, however many classes there are."""
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12)
@@ -75,7 +71,7 @@ def test_weights_and_smoothing_are_those_of_cross_entropy(reduction, smoothing):
 
 
 @pytest.mark.parametrize("m", [None, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_label_smoothing_spreads_the_label(method, m):
     logits, labels = random_batch()
     plain = make_loss(method, None, 12, m, reduction="none")
@@ -88,7 +84,7 @@ def test_label_smoothing_spreads_the_label(method, m):
     assert float((gradient - without).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_a_weight_per_class(method):
     logits, labels = random_batch()
     each = make_loss(method, None, 12, reduction="none")(logits, labels)
@@ -137,7 +133,7 @@ def test_any_of_several_right_answers(method, m, top1_mode):
 
 def test_any_of_one_right_answer_is_the_loss_of_that_label():
     logits, labels = random_batch()
-    for method in (*RELAXATIONS, "softmax_cross_entropy"):
+    for method in (*RELAXED, "softmax_cross_entropy"):
         want = make_loss(method, None, 12)(logits, labels)
         torch.testing.assert_close(make_loss(method, None, 12, soft_labels="any")(logits, one_hot(labels, 12)), want)
         torch.testing.assert_close(make_loss(method, None, 12, soft_labels="any")(logits, labels), want)
@@ -165,7 +161,7 @@ def test_what_labels_may_not_be():
         any_of(logits, one_hot(labels, 12))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_dense_and_unbatched_predictions(method):
     logits, labels = random_batch(batch=12)
     for reduction in ("mean", "sum", "none"):
@@ -190,7 +186,7 @@ def test_a_p_k_per_pixel():
     torch.testing.assert_close(loss(logits[0], labels[0], p_k=rows[0]), loss(logits[:1], labels[:1], p_k=rows[:1]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_under_autocast_soft_labels_and_p_k_per_class_stay_in_full_precision(method):
     logits, labels = random_batch(dtype=torch.float32)
     options = {"p_k": torch.tensor([[0.3, 0.1, 0.6]] * 12)} if method in RELAXATIONS else {}
@@ -201,7 +197,7 @@ def test_under_autocast_soft_labels_and_p_k_per_class_stay_in_full_precision(met
             assert torch.equal(loss(logits, target), want)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_a_head_of_zeros_trains_as_well_as_a_random_one(method):
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(8, 16, generator=generator)
@@ -225,7 +221,7 @@ def test_a_head_of_zeros_trains_as_well_as_a_random_one(method):
     assert accuracies[0] > 0.9
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("smooth_topk", "smooth_hard_topk")])
+@pytest.mark.parametrize("method", [name for name in DETERMINISTIC if name not in ("smooth_topk", "smooth_hard_topk")])
 def test_classes_masked_with_minus_infinity_take_no_part(method):
     """As a class far below all others, with a finite loss and no gradient of its own."""
     logits, labels = random_batch(n=12)

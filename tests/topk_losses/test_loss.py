@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from tests import reference
+from tests.methods import DETERMINISTIC, RELAXED
 from topk_losses import (
     METHODS,
     RELAXATIONS,
@@ -24,7 +25,7 @@ from topk_losses.loss import top_m
 # A method whose masks have zeros wants a part of the softmax.
 MODES = [
     (method, mode)
-    for method in RELAXATIONS
+    for method in RELAXED
     for mode in TOP1_MODES
     if not (mode == "sort" and METHODS[method].operator is SparseTopK)
 ]
@@ -118,7 +119,7 @@ def test_p_k_per_class_and_per_sample(method, top1_mode):
     torch.testing.assert_close(loss(logits, labels, p_k=rows[labels]), want)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 @pytest.mark.parametrize("m", [None, 8])
 def test_one_hot_labels_give_the_loss_of_class_labels(method, m):
     loss = make_loss(method, None, 12, m)
@@ -144,7 +145,7 @@ def test_top_m_keeps_the_true_class_and_the_largest_others(n, data):
     assert torch.equal(scores, want)
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_m_equal_to_n_changes_only_the_lanes(method):
     logits, labels = random_batch()
     if METHODS[method].network:
@@ -153,7 +154,7 @@ def test_m_equal_to_n_changes_only_the_lanes(method):
     torch.testing.assert_close(*losses)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_reductions_and_ignore_index(method):
     logits, labels = random_batch()
     labels[[1, 4]] = -100
@@ -169,7 +170,7 @@ def test_reductions_and_ignore_index(method):
     torch.testing.assert_close(other(logits, labels), other(logits[kept], labels[kept]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_an_empty_batch_is_that_of_cross_entropy(method):
     logits, labels = torch.zeros(0, 12, requires_grad=True), torch.zeros(0, dtype=torch.long)
     value = make_loss(method, None, 12)(logits, labels)
@@ -179,7 +180,7 @@ def test_an_empty_batch_is_that_of_cross_entropy(method):
     assert float(make_loss(method, None, 12, reduction="sum")(logits, labels).detach()) == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast_compute_in_float32(method, dtype):
     loss = make_loss(method, None, 12)
@@ -193,7 +194,7 @@ def test_half_precision_and_autocast_compute_in_float32(method, dtype):
     torch.testing.assert_close(value, loss(half.detach().float(), labels))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_pickle_deepcopy_and_device_keep_the_loss(method):
     loss = make_loss(method, None, 12, **({} if method not in RELAXATIONS else {"m": 8}))
     logits, labels = random_batch()
@@ -212,7 +213,7 @@ def test_pickle_deepcopy_and_device_keep_the_loss(method):
     assert all(getattr(on_meta, name).is_meta for name in on_meta.constants if getattr(on_meta, name) is not None)
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 @pytest.mark.parametrize("m", [None, 8])
 def test_compiles_without_a_graph_break(method, m):
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, m)
@@ -227,7 +228,7 @@ def test_compiles_without_a_graph_break(method, m):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 def test_nothing_is_read_back_from_the_device(method):
     """Meta tensors have no values: an .item() or a branch on one raises, where on CUDA it would wait."""
     logits = torch.empty(6, 12, device="meta", requires_grad=True)
@@ -244,7 +245,7 @@ def test_nothing_is_read_back_from_the_device(method):
             loss(logits, labels, p_k=torch.empty(6, 5, device="meta")).backward()
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_a_nan_or_infinite_logit_spoils_its_sample_only(method):
     mode = "smce" if METHODS[method].operator is SparseTopK else "sort"
     loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, top1_mode=mode, reduction="none")
@@ -266,12 +267,12 @@ def test_m_leaves_out_masked_classes():
     logits, labels = random_batch(dtype=torch.float32)
     logits[:, 10:] = float("-inf")
     labels = labels % 10
-    for method in RELAXATIONS:
+    for method in RELAXED:
         values = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, 8)(logits, labels)
         torch.testing.assert_close(values, TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 10, 8)(logits[:, :10], labels))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DETERMINISTIC)
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
 def test_extreme_logits_give_finite_losses_and_gradients(method, scale):
     loss = make_loss(method, None, 50)
@@ -283,7 +284,7 @@ def test_extreme_logits_give_finite_losses_and_gradients(method, scale):
     assert bool(torch.isfinite(logits.grad).all())
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_learns(method):
     """Gradient descent on the logits brings the true class among the top k."""
     loss = TopKCrossEntropyLoss(method, [0.2] * 5, 20, top1_mode="sm")

@@ -500,7 +500,7 @@ def test_pickles_copies_and_describes_itself(loss):
     for twin in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
         assert torch.equal(twin(logits, labels), module(logits, labels))
     assert not module.state_dict()
-    assert repr(module) == (f"{loss.__name__}(k=3, tau=0.5, alpha=2, num_classes=10, ignore_index=-1, reduction='sum')")
+    assert repr(module) == (f"{loss.__name__}(tau=0.5, alpha=2, k=3, num_classes=10, ignore_index=-1, reduction='sum')")
 
 
 @pytest.mark.parametrize("loss", LOSSES)

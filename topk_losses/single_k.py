@@ -1,0 +1,166 @@
+"""Losses of a single k that have no relaxed permutation matrix: truncated entropy, noised top-k. (And smooth_svm.py.)
+
+| class                    | L(s, y)                                              | source              |
+|--------------------------|------------------------------------------------------|---------------------|
+| TruncatedEntropyLoss     | log(1 + sum_{j in J} exp(s_j - s_y))                 | Lapin et al. 2016   |
+| NoisedTopKLoss           | relu(1 + E[(s + eps Z)_[k+1]] - s_y)                 | Garcin et al. 2022  |
+| ImbalancedNoisedTopKLoss | scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y)    | Garcin et al. 2022  |
+
+J: the classes below rank k, without y. Z: standard normal numbers; s_[r]: the r-th largest score of all.
+"""
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu, softplus
+from typing_extensions import Unpack
+
+from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_positive, has_known_values
+from topk_losses.classification import ClassificationLoss, Settings
+from topk_losses.sorts import MASKED, finite
+
+
+class SingleKLoss(ClassificationLoss):
+    """A loss of one true class and one k, 1 <= k < number of classes. settings: of ClassificationLoss, by keyword."""
+
+    def __init__(
+        self, k: SupportsIndex, num_classes: SupportsIndex | None = None, **settings: Unpack[Settings]
+    ) -> None:
+        super().__init__(num_classes, **settings)
+        if self.soft_labels != "expected":
+            raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={self.soft_labels!r}")
+        self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"k={self.k}, {super().extra_repr()}"
+
+
+class TruncatedEntropyLoss(SingleKLoss):
+    """The truncated top-k entropy (Lapin, Hein and Schiele 2016): cross-entropy beside the classes below rank k alone.
+
+    The k highest scores of all pay nothing: the true class need not be above them. At k = 1 it is cross-entropy where
+    the true class is highest. Positive; it tends to 0 once the true class is above all that are not among the k
+    highest. Among equal scores at rank k the choice is arbitrary. Arguments as for SingleKLoss.
+    """
+
+    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+        check_k(self.k, scores.shape[1] - 1)
+        true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
+        top, index = scores.detach().topk(self.k, dim=1)  # (rows, k)
+        below = finite(scores).scatter(1, torch.cat([index, labels.unsqueeze(1)], dim=1), MASKED)  # (rows, n)
+        spoilt = 0 * finite(top[:, 0])  # NaN for a row with NaN or +inf
+        return softplus(below.logsumexp(1) - true.squeeze(1), threshold=40) + spoilt
+
+
+class NoisedTopKLoss(SingleKLoss):
+    """The noised top-k hinge (Garcin, Servajean, Joly and Salmon 2022): relu(1 + E[(s + eps Z)_[k+1]] - s_y).
+
+    The expectation is the mean over `num_samples` draws of Z, new ones in each call, and its gradient that of the score
+    found at rank k + 1 in each. O(n) memory per sample.
+
+    Args:
+        k: the number of guesses, 1 <= k < number of classes.
+        inverse_temperature: 1 / eps, above 0, larger = less noise; a tensor () that requires a gradient is learned.
+        num_samples: draws of Z, at least 1; 5 as in the authors' package.
+        num_classes, settings: as for SingleKLoss.
+
+    Raises TypeError or ValueError for settings and inputs that do not fit.
+    """
+
+    def __init__(
+        self,
+        k: SupportsIndex,
+        inverse_temperature: float | Tensor = 1.0,
+        num_classes: SupportsIndex | None = None,
+        num_samples: SupportsIndex = 5,
+        **settings: Unpack[Settings],
+    ) -> None:
+        super().__init__(k, num_classes, **settings)
+        self.inverse_temperature = inverse_temperature
+        self.num_samples = check_integer("num_samples", num_samples, 1)
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "inverse_temperature":
+            return check_inverse_temperature(value)
+        return super()._checked_setting(name, value)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"inverse_temperature={float(self.inverse_temperature):g}, {super().extra_repr()}"
+
+    def _next_largest(self, scores: Tensor) -> Tensor:
+        """E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
+        check_k(self.k, scores.shape[1] - 1)
+        total = torch.zeros_like(scores[:, :1])
+        scores = finite(scores)
+        for _ in range(self.num_samples):
+            noise = torch.randn(scores.shape, dtype=scores.dtype, device=scores.device, generator=self.generator)
+            noised = scores + noise / self.inverse_temperature  # (rows, n)
+            index = noised.detach().topk(self.k + 1, dim=1).indices[:, -1:]
+            total = total + noised.gather(1, index)
+        spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
+        return total / self.num_samples + spoilt
+
+    def _hinge(self, gap: Tensor, labels: Tensor | None) -> Tensor:
+        """The loss from gap = E[(s + eps Z)_[k+1]] - s_y: of labels (rows,), or of all classes (rows, n)."""
+        return relu(1 + gap)
+
+    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+        true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
+        return self._hinge((self._next_largest(scores) - true).squeeze(1), labels)
+
+    def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor:
+        return self._hinge(self._next_largest(scores) - scores, None)
+
+
+class ImbalancedNoisedTopKLoss(NoisedTopKLoss):
+    """NoisedTopKLoss with a margin per class, the wider the rarer: scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y).
+
+    margin_y = max_margin (N_min / N_y)^(1/4), N the number of training samples of each class.
+
+    Args:
+        k, inverse_temperature, num_classes, num_samples, settings: as for NoisedTopKLoss.
+        class_counts: N (n,), above 0; None (default): all alike. It can be set at any time.
+        max_margin: the margin of the rarest class, above 0; 1 (default) as in NoisedTopKLoss.
+        scale: above 0; 1 (default) for logits of an ordinary last layer, 50 was published for normalised ones.
+    """
+
+    constants = ("weight", "class_counts")
+
+    def __init__(
+        self,
+        k: SupportsIndex,
+        inverse_temperature: float | Tensor = 1.0,
+        num_classes: SupportsIndex | None = None,
+        num_samples: SupportsIndex = 5,
+        class_counts: Sequence[int] | Tensor | None = None,
+        max_margin: float = 1.0,
+        scale: float = 1.0,
+        **settings: Unpack[Settings],
+    ) -> None:
+        super().__init__(k, inverse_temperature, num_classes, num_samples, **settings)
+        self.class_counts: Tensor | None = class_counts  # type: ignore[assignment]
+        self.max_margin = check_positive("max_margin", max_margin)
+        self.scale = check_positive("scale", scale)
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name != "class_counts" or value is None:
+            return super()._checked_setting(name, value)
+        counts = torch.as_tensor(value).detach()
+        wrong = counts.dim() != 1 or len(counts) != (self.num_classes or len(counts))
+        if wrong or (has_known_values(counts) and not bool((counts > 0).all())):
+            raise ValueError(
+                f"class_counts must hold the number of training samples, above 0, of each of the "
+                f"{self.num_classes or 'n'} classes, got shape {tuple(counts.shape)} with {counts.tolist()}"
+            )
+        return counts
+
+    def _hinge(self, gap: Tensor, labels: Tensor | None) -> Tensor:
+        if self.class_counts is None:
+            return self.scale * relu(self.max_margin + gap)
+        rarity = (self.class_counts.min() / self.class_counts).pow(0.25).to(gap)  # (n,), at most 1
+        margins = self.max_margin * (rarity if labels is None else rarity[labels])
+        return self.scale * relu(margins + gap)
