@@ -40,13 +40,13 @@ def sizes() -> list[dict[str, int]]:
 
 def work(method: str, n: int, k: int) -> tuple[float, float]:
     """Operations of one sample, and numbers that its backward pass needs, to leading order in n and k."""
-    if method in ("softmax_cross_entropy", "smooth_topk", "smooth_hard_topk"):
+    if METHODS[method].family == "losses":
         return n, n
     if method == "softsort":
         return n + k * k, n + k * k
     if method == "neuralsort":
         return n * math.log2(n) + n * k, n * k
-    if method == "soft_topk":
+    if method == "soft_topk" or METHODS[method].family in ("thresholds", "subsets", "ranks"):
         return n * k, n * k
     if method == "sinkhorn_sort":
         return n**3, n * n
@@ -72,9 +72,11 @@ def main() -> int:
             p_k = {"softmax_cross_entropy": [1.0]}.get(method, [0.0] * (k - 1) + [1.0])
             if method in RELAXATIONS:
                 p_k = [1 / k] * k
-            if n > arguments.max_n or (method == "softmax_cross_entropy" and k != BASE["k"]):
+            has_zeros = getattr(METHODS[method].operator, "has_zeros", False)  # its loss wants the softmax's part
+            has_one_k = method == "softmax_cross_entropy" or (has_zeros and k == 1)
+            if n > arguments.max_n or (has_one_k and k != BASE["k"]):
                 continue
-            options = {"top1_mode": "sort"} if method in RELAXATIONS else {}
+            options = {"top1_mode": "sm" if has_zeros else "sort"} if method in RELAXATIONS else {}
             task = {"method": method, "p_k": p_k, "m": None, "options": options, "build": make_loss}
             measured = run({**task, "batch": size["batch"], "n": n, **shared})
             row = dict.fromkeys(COLUMNS, "")

@@ -76,6 +76,7 @@ from experiments.shared.head_runs import (
     stacks_of,
 )
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments.shared.noise import count_classes, seed_noise
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
 from experiments.shared.training_run import finished_line, recorded, say
@@ -124,6 +125,8 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
         raise cli.CommandLineError(
             f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
         ) from None
+    for recipe in recipes:
+        count_classes(recipe.loss_fn, store["train"].labels()[train_rows].to(device), store.num_classes)
 
     # Names and folders, one per configuration and seed, and whether there is anything to do.
     shared = {
@@ -274,7 +277,8 @@ def train_epoch(
             kept = stack.heads.dropout_mask(args.batch_size, seeds, (epoch - 1) * num_steps + step)
             with autocast():
                 logits = stack.training(embeddings, None if kept is None else kept[:, share])  # (heads, share, n)
-            loss = mean_losses(stack.training_loss, logits.float(), labels, stack.recipe.implementation)
+            noise = stack.noise_of(0, (epoch - 1) * num_steps + step, ranks.rank)
+            loss = mean_losses(stack.training_loss, logits.float(), labels, stack.recipe.implementation, noise)
             loss = loss * weight  # (heads,)
             if device.type == "cpu":
                 check_finite(loss, stack.runs, f"in epoch {epoch}, step {step} of {num_steps}", batches)
@@ -330,8 +334,23 @@ def batch_of(stack: Stack, parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Ten
     return torch.stack(embeddings), torch.stack(labels)
 
 
-def mean_losses(loss_fn: nn.Module, logits: Tensor, labels: Tensor, implementation: str) -> Tensor:
-    """Return each head's mean loss (heads,) of logits (heads, batch, n) and labels (heads, batch)."""
+def mean_losses(
+    loss_fn: nn.Module,
+    logits: Tensor,
+    labels: Tensor,
+    implementation: str,
+    noise: Sequence[tuple[int, ...]] | None = None,
+) -> Tensor:
+    """Return each head's mean loss (heads,) of logits (heads, batch, n) and labels (heads, batch).
+
+    noise: of a loss that draws some, the numbers that determine each head's.
+    """
+    if noise is not None:
+        means = []
+        for numbers, *each in zip(noise, logits, labels):
+            seed_noise(loss_fn, logits.device, *numbers)
+            means.append(loss_fn(*each).mean())
+        return torch.stack(means)
     if implementation == "ours":  # one call for all heads, reduction "none"
         # The order in which shared embeddings leave the logits in memory: nothing is copied.
         samples = logits.transpose(0, 1).flatten(0, 1), labels.T.flatten()  # (batch * heads, n), (batch * heads,)
@@ -355,8 +374,9 @@ def evaluate(
     for name, split in splits.items():
         num_rows = ranks.sum(len(split.rows))
         loss_sum = torch.zeros(len(results), dtype=torch.float64, device=split.device)
+        spread = torch.zeros_like(loss_sum)  # of the logits over the classes, summed over the rows
         hits = torch.zeros(len(results), len(TOP_K), dtype=torch.int64, device=split.device)
-        for embeddings, labels in split.in_order():
+        for number, (embeddings, labels) in enumerate(split.in_order()):
             embeddings = embeddings.float()  # (batch, d)
             first = 0
             for stack in stacks:
@@ -366,13 +386,16 @@ def evaluate(
                     logits = stack.heads(embeddings)  # (heads, batch, n)
                 logits = logits.float()
                 targets = labels.expand(len(stack.runs), -1)  # (heads, batch)
-                means = mean_losses(stack.recipe.loss_fn, logits, targets, stack.recipe.implementation)  # (heads,)
+                noise = stack.noise_of(1, number, ranks.rank)
+                means = mean_losses(stack.recipe.loss_fn, logits, targets, stack.recipe.implementation, noise)
                 loss_sum[own] += means * len(labels)
+                spread[own] += logits.std(2).sum(1)
                 hits[own] += count_hits(logits, targets)
-        loss_sum, hits = ranks.total(loss_sum), ranks.total(hits)
+        loss_sum, spread, hits = ranks.total(loss_sum), ranks.total(spread), ranks.total(hits)
         check_finite(loss_sum, group, f"on the {name} rows after {where}", split, ranks)
-        for result, loss, counts in zip(results, loss_sum.tolist(), hits.tolist()):
-            result |= {f"{name}_loss": loss / num_rows, **hit_fractions(name, counts, num_rows)}
+        for result, loss, std, counts in zip(results, loss_sum.tolist(), spread.tolist(), hits.tolist()):
+            result |= {f"{name}_loss": loss / num_rows, f"{name}_logit_std": std / num_rows}
+            result |= hit_fractions(name, counts, num_rows)
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 

@@ -210,6 +210,7 @@ def fit(
             right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
             optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / num_updates)) / 2
             optimizer.zero_grad(set_to_none=True)
+            torch.manual_seed(flags["seed"] + (before + update << 32))  # for the methods that draw noise
             loss = objective(model, letters[chosen], right)
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):

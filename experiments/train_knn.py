@@ -63,6 +63,7 @@ from experiments.shared.environment import (
 from experiments.shared.finetune_flags import open_store_of
 from experiments.shared.metrics import hit_fractions, summary
 from experiments.shared.neighbours import majority, nearest, neighbour_loss
+from experiments.shared.noise import seed_noise
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
 from experiments.shared.seed_processes import run_seeds
@@ -295,6 +296,8 @@ def train_epoch(
         with autocast():
             return embed(inputs).float()  # (rows, d)
 
+    if operator is not None:
+        seed_noise(operator, device, args.seed, epoch)
     for step in tqdm(range(num_steps), desc=f"epoch {epoch}", unit="batch", leave=False, disable=not on_terminal):
         if args.compile and device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()

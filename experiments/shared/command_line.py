@@ -21,12 +21,12 @@ from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
 from topk_losses.checks import check_choice
 from topk_losses.kernels import device_of_kernels
+from topk_losses.loss import SINGLE_K
 
 # P_K without --p_k, as in Table 1; [.2 .2 .2 .2 .2] for the other methods.
 DEFAULT_P_K = {
     "softmax_cross_entropy": [1.0, 0.0, 0.0, 0.0, 0.0],
-    "smooth_topk": [0.0, 0.0, 0.0, 0.0, 1.0],
-    "smooth_hard_topk": [0.0, 0.0, 0.0, 0.0, 1.0],
+    **{method: [0.0, 0.0, 0.0, 0.0, 1.0] for method in SINGLE_K},
 }
 
 
@@ -137,7 +137,7 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | 
         nargs="+",
         metavar="P",
         help="distribution P_K: the shares of top-1, top-2, ... in the loss, sum 1, e.g. .5 0 0 0 .5; default "
-        "1 0 0 0 0 for softmax_cross_entropy, 0 0 0 0 1 for the smooth losses, .2 .2 .2 .2 .2 for the others",
+        "1 0 0 0 0 for softmax_cross_entropy, 0 0 0 0 1 for the other losses, .2 .2 .2 .2 .2 for what sorts",
     )
     group.add_argument(
         "--inverse_temperature",

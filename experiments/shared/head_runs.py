@@ -21,6 +21,7 @@ from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import utc_now, write_history
 from experiments.shared.training_run import diverged, restoring, saved_state
 from models.heads import HeadStack, head
+from topk_losses import METHODS
 
 EVALUATIONS = "evaluations.csv"
 _HISTORY = history_of((*EVALUATION, "step", "train_steps", "num_heads"))
@@ -134,6 +135,12 @@ class Stack:
     training_loss: nn.Module
     optimizer: torch.optim.Optimizer
 
+    def noise_of(self, *numbers: int) -> list[tuple[int, ...]] | None:
+        """What determines the noise of each head: its seed and these numbers. None for a loss that draws none."""
+        if self.recipe.implementation != "ours" or not METHODS[self.recipe.method].stochastic:
+            return None
+        return [(run.seed, *numbers) for run in self.runs]
+
     def take_apart(self) -> None:
         """Give each head its part of the weights and of the optimizer's state."""
         for number, run in enumerate(self.runs):
@@ -158,7 +165,7 @@ def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.
         weights = sum(parameter.numel() for parameter in heads[0].parameters())
         size = len(runs) if device.type == "cuda" else max(CPU_WEIGHTS // weights, 1)
         # The loss is compiled with the heads' number of rows, and evaluated eagerly.
-        compilable = compiled and recipe.implementation == "ours"
+        compilable = compiled and recipe.implementation == "ours" and not METHODS[recipe.method].stochastic
         training_loss = torch.compile(recipe.loss_fn) if compilable else recipe.loss_fn
         for begin in range(0, len(runs), size):
             part = runs[begin : begin + size]

@@ -304,15 +304,17 @@ def test_the_official_loss_gives_the_same_row(store, results):
 # Several seeds.
 
 
+@pytest.mark.parametrize("method", ["splitter_selection --distribution logistic", "perturbed_topk"])
 @pytest.mark.parametrize(("flag", "alone"), [("", "--order_seed 5"), ("--order_seed own", "")])
-def test_heads_trained_together_give_the_rows_of_separate_runs(store, tmp_path, flag, alone):
+def test_heads_trained_together_give_the_rows_of_separate_runs(store, tmp_path, flag, alone, method):
     together, separate = tmp_path / "together" / "r.csv", tmp_path / "separate" / "r.csv"
     # Matrix products of another shape round differently. Where comparators meet nearly equal scores, logistic_phi
     # is so steep that a difference in the last bit grows within tens of steps; logistic keeps it as small as it is.
-    flags = "--apply_dropout --p_k .5 0 0 0 .5 --distribution logistic"
-    assert script.main(command(store, together, f"{flags} --seeds 5 1 2 {flag}", "splitter_selection")) == 0
+    name, _, rest = method.partition(" ")
+    flags = f"--apply_dropout --p_k .5 0 0 0 .5 {rest}"
+    assert script.main(command(store, together, f"{flags} --seeds 5 1 2 {flag}", name)) == 0
     for seed in (5, 1, 2):
-        assert script.main(command(store, separate, f"{flags} --seed {seed} {alone}", "splitter_selection")) == 0
+        assert script.main(command(store, separate, f"{flags} --seed {seed} {alone}", name)) == 0
     for ours, expected in zip(read_rows(together), read_rows(separate)):
         assert (ours["num_heads"], expected["num_heads"]) == ("3", "1")
         for column in ("run_id", "seed", "order_seed", "lr", "embeddings"):
@@ -752,7 +754,7 @@ def test_the_mean_of_a_heads_losses_is_rounded_as_it_is_alone():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(store, results, monkeypatch, capsys):
-    def broken(loss_fn, logits, labels, implementation):
+    def broken(loss_fn, logits, labels, implementation, noise):
         losses = logits.mean((1, 2))
         return torch.stack([losses[0], losses[1] * math.nan])
 

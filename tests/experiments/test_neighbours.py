@@ -10,6 +10,7 @@ from torch.autograd import gradcheck
 from experiments.shared import neighbours
 from experiments.shared.neighbours import LOSSES, majority, nearest, neighbour_loss, squared_distances
 from tests import reference
+from tests.methods import RELAXED
 from topk_losses import METHODS, RELAXATIONS, make_operator
 
 QUERIES, CANDIDATES, K = 7, 12, 3
@@ -95,7 +96,7 @@ def defined(P: torch.Tensor, right: torch.Tensor, loss: str) -> float:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_the_loss_is_minus_the_mass_on_right_candidates(method, loss):
     queries, candidates, right = batch()
     operator = make_operator(method, CANDIDATES, K)
@@ -126,7 +127,7 @@ def test_who_is_left_out_is_as_if_absent(method, loss):
     assert got.item() == pytest.approx(absent.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+@pytest.mark.parametrize("method", RELAXED)
 def test_a_query_that_is_left_out_has_no_part_in_any_operator(method):
     """Nor has its label, and nothing becomes infinite."""
     queries, candidates, right = batch(torch.float32)
@@ -166,7 +167,8 @@ def test_a_query_without_a_right_candidate_counts_as_zero(loss):
     assert (queries.grad[1:-1] != 0).any(1).all()
 
 
-@pytest.mark.parametrize("method", RELAXATIONS)
+# The outer of recall_surrogate's two sigmoids does not become steep.
+@pytest.mark.parametrize("method", [name for name in RELAXATIONS if name != "recall_surrogate"])
 def test_a_hard_operator_counts_the_right_among_the_k_nearest(method):
     queries, candidates, right = batch(spread=30.0)
     hardest = {"sinkhorn_sort": 1e5, "soft_topk": 1e4}.get(method, 100.0)

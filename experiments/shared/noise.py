@@ -1,0 +1,19 @@
+"""What some losses want besides their flags: noise that a resumed run draws again, and how frequent the classes are."""
+
+import torch
+from numpy.random import SeedSequence
+from torch import Tensor, nn
+
+from topk_losses import ImbalancedNoisedTopKLoss
+
+
+def seed_noise(of: nn.Module, device: torch.device, *numbers: int) -> None:
+    """Give a loss or an operator a generator of its own, whose noise these numbers, at least 0, determine."""
+    seed = int(SeedSequence(numbers).generate_state(1, "uint64")[0] >> 1)
+    of.generator = torch.Generator(device).manual_seed(seed)  # type: ignore[assignment]
+
+
+def count_classes(loss_fn: nn.Module, labels: Tensor, num_classes: int) -> None:
+    """Tell a loss that wants it how many training labels (N,) int64 each class has, 1 for one that has none."""
+    if isinstance(loss_fn, ImbalancedNoisedTopKLoss):
+        loss_fn.class_counts = torch.bincount(labels, minlength=num_classes).clamp(min=1)

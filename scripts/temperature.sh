@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# What the inverse temperature does: a linear head on frozen embeddings for each method, P_K and inverse temperature, from
+# a tenth to ten times the library's default, three seeds: rows of experiments/finetune_imagenet.py, added to
+# results/temperature.csv. A method's temperatures and seeds are heads of one command, which read each batch once. A head
+# sorts the scores of all 100 classes; those of sinkhorn_sort the 50 largest, as all would take hours. Works from any
+# directory; paths in arguments are relative to the repository. Embeddings of CIFAR-100 by a finished row:
+#   .venv/bin/python experiments/train_cifar100.py --method softmax_cross_entropy --n_epochs 16 --lr_schedule cosine
+#   .venv/bin/python experiments/extract_embeddings.py --help
+#   scripts/temperature.sh -d cifar100.store         # flags as in table1.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ -x .venv/bin/python ] || . scripts/environment.sh
+
+rows() {
+  .venv/bin/python - <<'PYTHON'
+from topk_losses import METHODS, RELAXATIONS
+
+FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)
+slow = ("sinkhorn_sort", "perturbed_topk", "odd_even")  # last
+for method in sorted(METHODS, key=lambda method: method in slow):
+    default = METHODS[method].inverse_temperature
+    temperatures = [f" --inverse_temperature {factor * default:g}" for factor in FACTORS] if default else [""]
+    # A method whose masks have zeros wants the softmax's part; a loss of a single k takes one.
+    has_zeros = getattr(METHODS[method].operator, "has_zeros", False)
+    p_ks = [".2 .2 .2 .2 .2", ".5 0 0 0 .5", *(() if has_zeros else ("0 0 0 0 1",))]
+    if method not in RELAXATIONS:
+        p_ks = ["1" if method == "softmax_cross_entropy" else "0 0 0 0 1"]
+    for p_k in p_ks:
+        heads = [f"--method {method} --p_k {p_k}{temperature}" for temperature in temperatures]
+        m = 50 if method == "sinkhorn_sort" else 100
+        also = "".join(f' --also "{head} --m {m}"' for head in heads[1:])
+        print(
+            f".venv/bin/python experiments/finetune_imagenet.py {heads[0]} --m {m}{also} --seeds 0 1 2 "
+            "--n_epochs 5 --results results/temperature.csv"
+        )
+PYTHON
+}
+exec .venv/bin/python scripts/launch.py --name temperature --row-per-core "$@" < <(rows)
