@@ -36,7 +36,7 @@ class Style(NamedTuple):
 
     label: str
     color: str
-    marker: str
+    marker: str | tuple
     line: str | tuple
 
 
@@ -44,6 +44,9 @@ STYLES = {
     "softmax_cross_entropy": Style("softmax CE", "#000000", "s", "-"),
     "smooth_topk": Style("smooth top-k", "#999999", "h", (0, (1, 1))),
     "smooth_hard_topk": Style("smooth top-k (hard)", "#666666", "p", (0, (1, 2))),
+    "truncated_entropy": Style("truncated entropy", "#661100", (4, 1, 0), (0, (4, 2))),
+    "noised_topk": Style("noised top-k", "#A56EFF", "$\\clubsuit$", (0, (1, 3))),
+    "imbalanced_noised_topk": Style("noised top-k (imbalanced)", "#FA4D56", "$\\spadesuit$", (0, (1, 1, 1, 3))),
     "neuralsort": Style("NeuralSort", "#E69F00", "o", "--"),
     "softsort": Style("SoftSort", "#56B4E9", "^", "-."),
     "sinkhorn_sort": Style("SinkhornSort", "#009E73", "D", (0, (5, 1))),
@@ -53,6 +56,9 @@ STYLES = {
     "sparse_topk": Style("sparse top-k", "#44AA99", "d", (0, (6, 1, 1, 1))),
     "capped_softmax": Style("capped softmax", "#AA4499", "H", (0, (1, 1, 3, 1))),
     "subset_topk": Style("subset top-k", "#117733", "8", (0, (5, 1, 2, 1))),
+    "df_topk": Style("DFTopK", "#AAAA00", (6, 1, 0), (0, (8, 2))),
+    "recall_surrogate": Style("recall surrogate", "#EE8866", (4, 1, 45), (0, (7, 1, 1, 1, 1, 1))),
+    "perturbed_topk": Style("perturbed top-k", "#B30000", "$\\infty$", (0, (2, 2))),
     "odd_even": Style("odd-even network", "#8C6D1F", "<", (0, (5, 3))),
     "bitonic": Style("bitonic network", "#0072B2", ">", (0, (3, 1, 1, 1))),
     "splitter_selection": Style("splitter selection", "#D55E00", "X", "-"),

@@ -3,11 +3,13 @@ w_r of P_K to its right, the resulting class probabilities p = w P below. And fo
 
 Scores, classes and P_K are the talk's (its fifth rank is the one that is left over), temperatures the library's
 defaults. Nothing is read from results/. The relaxed sort answers for every rank, as in the talk: top1_mode sort.
+Methods that draw noise are shown by the mean over many draws, the same ones each time.
 """
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -16,19 +18,33 @@ from torch import Tensor
 
 from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
 from scripts.reporting.tables import shown_p_k
-from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
+from topk_losses import (
+    METHODS,
+    RELAXATIONS,
+    ImbalancedNoisedTopKLoss,
+    TopKCrossEntropyLoss,
+    make_loss,
+    make_operator,
+)
+from topk_losses.classification import ClassificationLoss
+from topk_losses.loss import SINGLE_K
 
 CLASSES = ("airplane", "panda", "goldfish", "mammal", "husky")
 SCORES = (1.0, 8.0, -1.0, 9.0, 5.0)
 P_K = (0.5, 0.5, 0.0, 0.0)
 TRUE, WITHIN = CLASSES.index("panda"), 2  # of the gradient: the panda must be among the 2 highest
+COUNTS = (100, 1600, 100, 100, 100)  # training samples, for the loss whose margins go by them: half the margin for TRUE
+DRAWS = 5000
 SHADES = LinearSegmentedColormap.from_list("white to blue", ["#ffffff", "#0072B2"])
 
 
 def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """Return P (k, n) by a method, the weights w (k,) of its rows, and p = w P (n,)."""
     logits = torch.tensor([scores], dtype=torch.float64)  # (1, n)
-    matrix = make_operator(method, len(scores), len(p_k)).permutation_matrix(logits)[0]  # (k, n)
+    operator = make_operator(method, len(scores), len(p_k))
+    if METHODS[method].stochastic:
+        _draw_often(operator)
+    matrix = operator.permutation_matrix(logits)[0]  # (k, n)
     return matrix, rank_weights(p_k), rank_weights(p_k) @ matrix
 
 
@@ -68,24 +84,45 @@ def draw_permutations(folder: Path) -> list[Path]:
     return save(figure, folder, "permutation_matrix")
 
 
-def pull(method: str, own: Tensor, inverse_temperature: float | None = None) -> Tensor:
-    """Return -dL/ds_y, how strongly a method pulls the true class up, for each score `own` (points,) that it may have.
+def paid_for(method: str) -> list[int]:
+    """Return the k that the loss of the gradient is made of: WITHIN alone, and 1 too where a method wants the softmax's
+    part; of cross-entropy, which has no other, 1.
+    """
+    if getattr(METHODS[method].operator, "has_zeros", False):
+        return [1, WITHIN]
+    return [WITHIN] if method in RELAXATIONS or method in SINGLE_K else [1]
 
-    The other classes keep their scores. P_K is k = WITHIN alone; of softmax_cross_entropy, which has no other, k = 1;
-    and half of it each where a method wants the softmax's part.
+
+def loss_of(method: str, inverse_temperature: float | None = None) -> ClassificationLoss:
+    """Return the loss whose gradient is shown, with equal shares for the k of paid_for()."""
+    ks = paid_for(method)
+    loss = make_loss(
+        method,
+        p_k={k: 1 / len(ks) for k in ks},
+        num_classes=len(SCORES),
+        inverse_temperature=inverse_temperature,
+        top1_mode="sort" if method in RELAXATIONS and ks == [WITHIN] else None,
+        reduction="sum",
+    )
+    if METHODS[method].stochastic:
+        _draw_often(loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
+    if isinstance(loss, ImbalancedNoisedTopKLoss):  # without counts its margins are those of the other noised loss
+        loss.class_counts = torch.tensor(COUNTS)
+    return loss
+
+
+def _draw_often(noisy: Any) -> None:
+    """Have an operator or loss take the mean over many draws, the same ones for the same scores."""
+    noisy.num_samples, noisy.generator = DRAWS, torch.Generator().manual_seed(0)
+
+
+def pull(loss: ClassificationLoss, own: Tensor) -> Tensor:
+    """Return -dL/ds_y, how strongly a loss pulls the true class up, for each score `own` (points,) that it may have.
+
+    The other classes keep their scores.
     """
     own = own.detach().requires_grad_()
     logits = torch.tensor([SCORES] * len(own), dtype=own.dtype).index_copy(1, torch.tensor([TRUE]), own.unsqueeze(1))
-    wants_softmax = getattr(METHODS[method].operator, "has_zeros", False)
-    alone = WITHIN if METHODS[method].inverse_temperature else None
-    loss = make_loss(
-        method,
-        p_k={1: 0.5, WITHIN: 0.5} if wants_softmax else alone,
-        num_classes=len(SCORES),
-        inverse_temperature=inverse_temperature,
-        top1_mode="sort" if method in RELAXATIONS and not wants_softmax else None,
-        reduction="sum",
-    )
     (gradient,) = torch.autograd.grad(loss(logits, torch.full((len(own),), TRUE)), own)
     return -gradient
 
@@ -98,11 +135,12 @@ def draw_method(method: str, folder: Path) -> list[Path]:
         draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K))
         axes[0][0].set_title(f"P of one sample, β = {temperature:g}", loc="left")
     axis, own = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64)
-    symbol = "β" if is_relaxed else "τ"
-    lines = {factor * temperature: line for factor, line in ((0.25, ":"), (1, "-"), (4, "--"))} if temperature else {}
+    values = [factor * temperature for factor in (0.25, 1, 4)] if temperature else [None]
     highest = 0.0
-    for value, line in (lines or {None: "-"}).items():
-        pulls = pull(method, own, value)
+    for value, line in zip(values, (":", "-", "--") if temperature else ("-",)):
+        loss = loss_of(method, value)
+        pulls = pull(loss, own)
+        symbol = "τ" if hasattr(loss, "tau") else "β"  # of the smooth losses, as the paper has it
         label = None if value is None else f"{symbol} = {value:g}"
         axis.plot(own, pulls, color=STYLES[method].color, linestyle=line, label=label)
         highest = max(highest, pulls.quantile(0.99).item())
@@ -111,9 +149,10 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
     axis.set_xlabel("score of the true class (dotted: of the others)")
     axis.set_ylabel("−∂L / ∂score")
-    k = f"{WITHIN} alone" if temperature else "1 alone"
-    k = f"1 or {WITHIN}" if getattr(METHODS[method].operator, "has_zeros", False) else k
-    axis.set_title(f"pull on the true class, k = {k}", loc="left")
+    ks = paid_for(method)
+    title = f"pull on the true class, k = {' or '.join(map(str, ks))}" + " alone" * (len(ks) == 1)
+    title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic
+    axis.set_title(title + ", half the margin" * isinstance(loss, ImbalancedNoisedTopKLoss), loc="left")
     if temperature:
         axis.legend()
     return save(figure, folder, method)
