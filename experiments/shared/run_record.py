@@ -61,6 +61,8 @@ COLUMNS = {
     "last_train_loss": "mean training loss over the last epoch, nats; of --loss mass minus a number of neighbours",
     "last_valid_loss": "mean validation loss of the last evaluation, nats",
     "last_test_loss": "mean test loss of the last evaluation, nats",
+    "last_valid_logit_std": "standard deviation of a row's logits over the classes, mean over validation; a head's",
+    "last_test_logit_std": "standard deviation of a row's logits over the classes, mean over test; a head's",
     **{f"{split}_words": f"words in the {split} split" for split in ("train", "valid", "test")},
     **{f"test_{rate}_beam{K}": f"{told}; test, beam of {K}" for K in (1, 4, 8) for rate, told in RATES},
     **{f"last_valid_{rate}": f"{told}; validation at the end, beam of beam_size" for rate, told in RATES},

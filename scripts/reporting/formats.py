@@ -21,6 +21,7 @@ LATEX = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{"±": r"$\pm$", "−": "$-$", "—": "---", "≈": r"$\approx$", "†": r"$^\dagger$"},
 }
+SCHEDULE = ("n_epochs ", "lr_schedule ")  # how a reason begins that is about the schedule
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -175,7 +176,7 @@ def _columns(table: Table) -> list[Column]:
             columns.append(Column(shown, "rerun", _published([line.rerun for line in lines], metric), True))
         columns.append(Column(shown, table.implementation, _ours(lines, metric, decimals), True))
         if is_published:
-            cells = [Cell(_signed(line.difference(metric), decimals) if line.runs else "") for line in lines]
+            cells = [Cell(_difference(line, metric, decimals)) for line in lines]
             columns.append(Column(shown, "difference", cells, True))
     columns.append(Column("", "seeds", [Cell(_seeds(line, table.num_seeds)) for line in lines], True))
     return columns
@@ -218,9 +219,14 @@ def _seeds(line: Line, asked: int) -> str:
     return f"{len(line.runs)}" + (f" of {asked}" if len(line.runs) < asked else "")
 
 
-def _signed(difference: float | None, decimals: int) -> str:
-    """Percentage points with their sign; "—" where there is no difference to show."""
-    return "—" if difference is None else f"{100 * difference:+.{decimals}f}".replace("-", "−")
+def _difference(line: Line, metric: str, decimals: int) -> str:
+    """Percentage points with their sign, empty for a line that was not run, or why there is no difference to show."""
+    difference = line.difference(metric)
+    if difference is not None:
+        return f"{100 * difference:+.{decimals}f}".replace("-", "−")
+    if line.runs and any(reason.startswith(SCHEDULE) for reason in line.reasons):
+        return "another schedule"
+    return "—" if line.runs else ""
 
 
 def _or_empty(value: float | None) -> float | str:
