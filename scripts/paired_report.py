@@ -25,6 +25,7 @@ from scipy import stats
 from data import program
 from data.program import CommandLineError, Parser
 from experiments.shared.run_record import COLUMNS, read_rows
+from scripts.reporting.formats import mean_std, plain_markdown
 from topk_losses import METHODS
 
 CONTROL = "cross_entropy"
@@ -93,9 +94,9 @@ def tables(path: Path) -> str:
         f"hidden size {first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts."
     ]
     by_arm = {arm: list(runs.values()) for arm, runs in arms.items()}
-    cells = [[_mean_std([100 * float(row[column]) for row in rows]) for column in rates] for rows in by_arm.values()]
+    cells = [[mean_std([100 * float(row[column]) for row in rows]) for column in rates] for rows in by_arm.values()]
     seeds = [str(len(rows)) for rows in by_arm.values()]
-    parts.append(_markdown(["arm", *rates.values(), "seeds"], [[*row] for row in zip(arms, *zip(*cells), seeds)]))
+    parts.append(plain_markdown(["arm", *rates.values(), "seeds"], [[*row] for row in zip(arms, *zip(*cells), seeds)]))
 
     control = arms.get("cross-entropy", {})
     lines = []
@@ -105,7 +106,7 @@ def tables(path: Path) -> str:
             lines.append([arm, *(_signed(pair) for pair in pairs.values()), str(next(iter(pairs.values()))[2])])
     if lines:
         parts.append(f"Arm minus control, in points, paired by seed, with its {CONFIDENCE:.0%} interval (t):")
-        parts.append(_markdown(["arm", *rates.values(), "pairs"], lines))
+        parts.append(plain_markdown(["arm", *rates.values(), "pairs"], lines))
     else:
         parts.append("No difference: no arm has two seeds that the control has too.")
 
@@ -118,13 +119,8 @@ def tables(path: Path) -> str:
         lines.append([arm, *(f"{100 * one:.1f} / {100 * other:.1f}" for one, other in zip(forced, free))])
     longest = int(first["max_letters"])  # behind it few words are left
     heads = [str(position) for position in range(1, len(lines[0]))][:longest]
-    parts.append(_markdown(["arm", *heads], [line[: longest + 1] for line in lines]))
+    parts.append(plain_markdown(["arm", *heads], [line[: longest + 1] for line in lines]))
     return "\n\n".join(parts) + "\n"
-
-
-def _mean_std(values: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}"
 
 
 def _signed(pair: tuple[float, float, int] | None) -> str:
@@ -133,11 +129,6 @@ def _signed(pair: tuple[float, float, int] | None) -> str:
 
 def _mean_by_position(rows: Sequence[Row], column: str) -> list[float]:
     return [statistics.fmean(each) for each in zip(*([float(cell) for cell in row[column].split()] for row in rows))]
-
-
-def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *lines))
 
 
 def report(argv: list[str] | None) -> int:

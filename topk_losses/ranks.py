@@ -17,37 +17,19 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import check_integer
-from topk_losses.sorts import MASKED, NestedMasks, TopKOperator, differences, finite
+from topk_losses.sorts import MASKED, PointwiseMasks, TopKOperator, differences, finite
 
 
-class _Sigmoids(NestedMasks):
-    """Masks that are sigmoids of `_arguments`, kept in logarithms. Their rows of P do not sum to 1."""
+class _Sigmoids(PointwiseMasks):
+    """Their rows of P do not sum to 1."""
 
-    guarded = False
     sums_to_k = False
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
-        super().__init__(k, inverse_temperature)
+    def _f(self, t: Tensor) -> Tensor:
+        return torch.sigmoid(t)
 
-    def _arguments(self, scores: Tensor, index: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """The sigmoids' arguments: of all classes (rows, J, n) if index is None, else of those classes (rows, J)."""
-        raise TypeError(f"{type(self).__name__} does not define _arguments")
-
-    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return torch.sigmoid(self._arguments(scores, None, ks))
-
-    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if labels.is_floating_point():
-            return super()._within(scores, labels, ks)
-        return torch.sigmoid(self._arguments(scores, labels, ks))
-
-    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return logsigmoid(self._arguments(scores, None, ks))
-
-    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if labels.is_floating_point():
-            return super()._log_within(scores, labels, ks)
-        return logsigmoid(self._arguments(scores, labels, ks))
+    def _log_f(self, t: Tensor) -> Tensor:
+        return logsigmoid(t)
 
 
 class DFTopK(_Sigmoids):
@@ -58,13 +40,13 @@ class DFTopK(_Sigmoids):
     larger = closer to the hard operator, default 1. Raises ValueError for a non-positive inverse temperature.
     """
 
-    def _arguments(self, scores: Tensor, index: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         scores = finite(scores)
         largest = pad(scores, (0, 1), value=MASKED).topk(max(ks, default=0) + 1, dim=1).values  # (rows, K + 1)
         middle = torch.stack([largest[:, k - 1 : k + 1].mean(1) for k in ks], dim=1) if ks else largest[:, :0]
         middle = middle + 0 * largest[:, :1].detach()  # (rows, J); NaN for a row with NaN or +inf
-        own = scores.unsqueeze(1) if index is None else scores.gather(1, index.unsqueeze(1))
-        return self.inverse_temperature * (own - (middle.unsqueeze(2) if index is None else middle))
+        own = scores.unsqueeze(1) if labels is None else scores.gather(1, labels.unsqueeze(1))
+        return self.inverse_temperature * (own - (middle.unsqueeze(2) if labels is None else middle))
 
 
 class RecallSurrogate(_Sigmoids):
@@ -76,15 +58,15 @@ class RecallSurrogate(_Sigmoids):
     beta > 0, default 1 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
     """
 
-    def _arguments(self, scores: Tensor, index: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         k = torch.tensor(list(ks), dtype=scores.dtype, device=scores.device)  # (J,)
         spoilt = 0 * finite(scores).detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
         scores = finite(scores)
-        own = scores if index is None else scores.gather(1, index.unsqueeze(1))  # (rows, n or 1)
+        own = scores if labels is None else scores.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
         # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
         higher = torch.sigmoid((scores.unsqueeze(1) - own.unsqueeze(2)) * self.inverse_temperature)
         rank = higher.sum(2) + 0.5 + spoilt  # (rows, n or 1)
-        return k - rank if index is not None else k.unsqueeze(1) - rank.unsqueeze(1)
+        return k - rank if labels is not None else k.unsqueeze(1) - rank.unsqueeze(1)
 
 
 class _Indicators(torch.autograd.Function):

@@ -180,6 +180,42 @@ class NestedMasks(TopKOperator):
         return differences(self._all_within(scores, range(1, self.k + 1)))
 
 
+class PointwiseMasks(NestedMasks):
+    """Masks f(t), t an argument for each class and k. Subclasses define `_arguments` and `_f`."""
+
+    guarded = False
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
+        super().__init__(k, inverse_temperature)
+
+    def _f(self, t: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not define _f")
+
+    def _log_f(self, t: Tensor) -> Tensor:
+        """log f(t); overridden where it is known beyond the range of f."""
+        return self._f(t).log()
+
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """t of the classes labels (rows,) int64, (rows, J), or of all classes if None, (rows, J, n)."""
+        raise TypeError(f"{type(self).__name__} does not define _arguments")
+
+    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._within(scores, labels, ks)
+        return self._f(self._arguments(scores, labels, ks))
+
+    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        return self._f(self._arguments(scores, None, ks))
+
+    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
+        if labels.is_floating_point():
+            return super()._log_within(scores, labels, ks)
+        return self._log_f(self._arguments(scores, labels, ks))
+
+    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+        return self._log_f(self._arguments(scores, None, ks))
+
+
 class NeuralSort(TopKOperator):
     """The first k rows of NeuralSort's relaxed permutation matrix (Grover et al. 2019), in O(n log n + n k).
 

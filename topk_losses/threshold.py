@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import full_precision, has_known_values
-from topk_losses.sorts import NestedMasks, finite
+from topk_losses.sorts import PointwiseMasks, finite
 
 MAX_ITERATIONS = 60  # three or four do, unless the bracket has to be halved
 PIECE = 2**17  # numbers that the solver works on at a time: what the processor's cache holds
@@ -301,17 +301,12 @@ class Threshold(torch.autograd.Function):
         return torch.cat(of_x), torch.cat(of_k) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-class ThresholdOperator(NestedMasks, ABC):
+class ThresholdOperator(PointwiseMasks, ABC):
     """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
     logits. Default 1. Raises ValueError for a non-positive inverse temperature.
     """
-
-    guarded = False
-
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
-        super().__init__(k, inverse_temperature)
 
     def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
         """The soft k-hot of logits (..., n): in [0, 1], of the same shape, sums over n to k.
@@ -335,14 +330,6 @@ class ThresholdOperator(NestedMasks, ABC):
             return self._f(finite(z) - theta).reshape(logits.shape)
 
     @abstractmethod
-    def _f(self, t: Tensor) -> Tensor:
-        """f(t), of the shape of t."""
-
-    def _log_f(self, t: Tensor) -> Tensor:
-        """log f(t); overridden where it is known beyond the range of f."""
-        return self._f(t).log()
-
-    @abstractmethod
     def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
         """theta (rows, J) for z = beta s (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
 
@@ -360,28 +347,11 @@ class ThresholdOperator(NestedMasks, ABC):
         return pad(theta, (0, len(ks) - len(proper)), value=-torch.inf)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """t for the classes labels (rows,), (rows, J), or for all classes, (rows, J, n)."""
         z = self._scaled(scores)
         theta = self._thetas(z, ks)
         if labels is None:
             return finite(z).unsqueeze(1) - theta.unsqueeze(2)
         return finite(z.gather(1, labels.unsqueeze(1))) - theta
-
-    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if labels.is_floating_point():
-            return super()._within(scores, labels, ks)
-        return self._f(self._arguments(scores, labels, ks))
-
-    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return self._f(self._arguments(scores, None, ks))
-
-    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if labels.is_floating_point():
-            return super()._log_within(scores, labels, ks)
-        return self._log_f(self._arguments(scores, labels, ks))
-
-    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return self._log_f(self._arguments(scores, None, ks))
 
     def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
         return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS)[0]

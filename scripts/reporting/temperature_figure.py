@@ -1,0 +1,58 @@
+"""Accuracy of heads over inverse temperature times the spread of their logits, a figure for each P_K."""
+
+from pathlib import Path
+
+from matplotlib.lines import Line2D
+
+from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
+from scripts.reporting.tables import shown_p_k
+from scripts.temperature_report import grid_of, mean
+
+FLOOR = 5  # points below the best that a panel still shows
+
+
+def draw_temperatures(results: Path, folder: Path) -> list[Path]:
+    """Draw temperature_P_K.png and .svg for each P_K of a file, and return their paths."""
+    drawn, grid = [], grid_of(results)
+    baseline = grid.get("1", {}).get("softmax_cross_entropy", {}).get(None, [])
+    for p_k, methods in grid.items():
+        curves = {method: heads for method, heads in methods.items() if len(heads) > 1}
+        if not curves:
+            continue
+        figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 3.6))
+        for axis, k in zip(axes, (1, 5)):
+            best = 0.0
+            for method, heads in curves.items():
+                style = STYLES[method]
+                x = [abs(beta or 0) * mean(rows, "last_test_logit_std") for beta, rows in heads.items()]
+                y = [100 * mean(rows, f"test_top{k}") for rows in heads.values()]
+                axis.plot(x, y, color=style.color, marker=style.marker, linestyle=style.line, markersize=3)
+                best = max(best, *y)
+            if baseline:
+                axis.axhline(100 * mean(baseline, f"test_top{k}"), color=GREY, linewidth=0.8)
+            axis.set_xscale("log")
+            axis.set_ylim(best - FLOOR, best + 0.5)
+            axis.set_xlabel("inverse temperature × standard deviation of the logits")
+            axis.set_title(f"test top-{k}, %", loc="left")
+        keys = [
+            Line2D(
+                [],
+                [],
+                color=STYLES[each].color,
+                marker=STYLES[each].marker,
+                linestyle=STYLES[each].line,
+                label=STYLES[each].label,
+            )
+            for each in curves
+        ]
+        figure.legend(handles=keys, loc="outside lower center", ncols=5)
+        figure.suptitle(
+            f"Heads trained with $P_K$ = {shown_p_k(p_k)}: accuracy, mean over the seeds, over β times the spread of a "
+            f"row's logits at the end.\nEach point is a β, by factors of 2 to 2.5; what lies more than {FLOOR} points "
+            "below the best is cut off. Grey: softmax cross-entropy. Smooth losses: their τ in place of β.",
+            fontsize=7.5,
+            x=0.01,
+            ha="left",
+        )
+        drawn += save(figure, folder, f"temperature_{p_k.replace(' ', '_').replace('0.', '.')}")
+    return drawn

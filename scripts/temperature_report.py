@@ -1,0 +1,118 @@
+"""What results/temperature.csv says of the inverse temperature: a table of the best ones, a figure for each P_K.
+
+    python scripts/temperature_report.py results/temperature.csv
+    python scripts/temperature_report.py results/temperature.csv --figures docs/figures   # PNG and SVG
+
+Of each method and P_K the inverse temperature is taken whose heads are best on validation, by the mean over the seeds
+of P_K(1) top-1 + (1 - P_K(1)) top-5, and the test accuracies of these heads are shown, in percent, mean ± sample
+standard deviation; in brackets as a multiple of the library's default, and whether none beyond it was tried.
+"""
+
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from data import program
+from data.program import CommandLineError, Parser
+from experiments.shared.run_record import COLUMNS, read_rows
+from scripts.reporting.formats import mean_std, plain_markdown
+from topk_losses import METHODS
+
+OF_A_HEAD = ("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "m", "seed")
+OF_A_RUN = ("order_seed", "device", "threads", "data_path", "batches", "eval_freq", "compile", "deterministic")
+
+Row = Mapping[str, str]
+Heads = dict[float | None, list[Row]]  # by inverse temperature, rising: a row per seed
+
+
+def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
+    """Return the rows by P_K, then method in the library's order, then temperature. Raises CommandLineError."""
+    rows: list[Row] = read_rows(path)
+    if not rows or "last_test_logit_std" not in rows[0]:
+        raise CommandLineError(f"{path} has no rows of experiments/finetune_imagenet.py with last_test_logit_std")
+    for name in rows[0]:
+        values = dict.fromkeys(row[name] for row in rows)
+        if len(values) > 1 and name not in (*COLUMNS, *OF_A_HEAD, *OF_A_RUN):
+            raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
+    rows.sort(key=lambda row: (list(METHODS).index(row["method"]), float(row["inverse_temperature"] or 0)))
+    grid: dict[str, dict[str, Heads]] = {}
+    for row in rows:
+        temperature = float(row["inverse_temperature"]) if row["inverse_temperature"] else None
+        heads = grid.setdefault(row["p_k"], {}).setdefault(row["method"], {})
+        heads.setdefault(temperature, []).append(row)
+    return dict(sorted(grid.items(), key=lambda item: item[0].split(), reverse=True))
+
+
+def mean(rows: Sequence[Row], column: str) -> float:
+    """The mean of a column over the seeds."""
+    return statistics.fmean(float(row[column]) for row in rows)
+
+
+def best_of(heads: Heads, p_k: str) -> float | None:
+    """The temperature whose heads are best on validation."""
+    first = float(p_k.split()[0])
+    return max(
+        heads, key=lambda each: first * mean(heads[each], "valid_top1") + (1 - first) * mean(heads[each], "valid_top5")
+    )
+
+
+def table(path: Path) -> str:
+    """Return the table as Markdown. Raises CommandLineError, RecordError."""
+    grid = grid_of(path)
+    first = next(iter(next(iter(next(iter(grid.values())).values())).values()))[0]
+    caption = (
+        f"{path.name}: linear heads on embeddings of {first['num_classes']} classes ({first['train_images']} training "
+        f"rows, {first['valid_images']} validate), {first['n_epochs']} epochs, batches of {first['batch_size']}, "
+        f"learning rate {float(first['lr']):g}, on {first['device_name']}, PyTorch {first['torch_version']}."
+    )
+    heads = ["P_K", "method", "inverse temperature", "top-1", "top-5", "top-1, default", "top-5, default", "seeds"]
+    lines = []
+    for p_k, methods in grid.items():
+        for method, by_temperature in methods.items():
+            best, default = best_of(by_temperature, p_k), METHODS[method].inverse_temperature
+            shown = "—"
+            if best is not None and default is not None:
+                tried = [each for each in by_temperature if each is not None]
+                end = ", the least" if best == min(tried) else ", the largest" if best == max(tried) else ""
+                shown = f"{best:g} ({best / default:g}x{end})"
+            rows, usual = by_temperature[best], by_temperature.get(default)
+            usual_cells = [f"{100 * mean(usual, f'test_top{k}'):.2f}" if usual else "" for k in (1, 5)]
+            cells = [mean_std([100 * float(row[f"test_top{k}"]) for row in rows]) for k in (1, 5)]
+            name = method + (f", m = {rows[0]['m']}" if rows[0]["m"] not in ("", first["num_classes"]) else "")
+            lines.append(
+                [f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), name, shown, *cells, *usual_cells, str(len(rows))]
+            )
+    return f"{caption}\n\n{plain_markdown(heads, lines, words=2)}\n"
+
+
+def report(argv: list[str] | None) -> int:
+    """Print the table and draw the figures that are asked for; return the exit status."""
+    parser = Parser(
+        prog="temperature_report.py", description="What the inverse temperature does, by scripts/temperature.sh."
+    )
+    parser.add_argument("results", type=Path, help="a CSV file that scripts/temperature.sh wrote")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw temperature_P_K.png and .svg into DIR")
+    args: argparse.Namespace = parser.parse_args(argv)
+    print(table(args.results), end="")
+    if args.figures:
+        from scripts.reporting.temperature_figure import draw_temperatures  # matplotlib takes a second
+
+        for drawn in draw_temperatures(args.results, args.figures):
+            print(f"wrote {drawn}", file=sys.stderr)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script; return its exit status (see data/program.py)."""
+    return program.finish(lambda: report(argv))
+
+
+if __name__ == "__main__":
+    program.end(main())

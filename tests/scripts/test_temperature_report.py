@@ -1,0 +1,75 @@
+"""The best temperatures: chosen by validation alone, shown beside the default; what is refused; the figures."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from scripts import temperature_report
+from scripts.reporting.temperature_figure import draw_temperatures
+
+SETTING = {
+    **{"num_classes": "100", "train_images": "90", "valid_images": "10", "n_epochs": "5", "batch_size": "30"},
+    **{"lr": "0.004", "device_name": "a processor", "torch_version": "2", "m": "100", "last_test_logit_std": "2.0"},
+}
+HALF, FIVE = "0.5 0 0 0 0.5", "0 0 0 0 1"
+
+
+def row(method: str, p_k: str, beta: str, seed: int, valid: tuple[float, float], test: tuple[float, float]):
+    measured = {"valid_top1": valid[0], "valid_top5": valid[1], "test_top1": test[0], "test_top5": test[1]}
+    shown = {name: str(value) for name, value in measured.items()}
+    return {**SETTING, "method": method, "p_k": p_k, "inverse_temperature": beta, "seed": str(seed), **shown}
+
+
+ROWS = [
+    row("softmax_cross_entropy", "1", "", 0, (0.5, 0.8), (0.51, 0.81)),
+    # 1 has the better top-1 on validation, .5 the better top-5; the test accuracies must not matter
+    *(row("lml", p_k, "1", seed, (0.6, 0.7), (0.3, 0.9)) for p_k in (HALF, FIVE) for seed in (0, 1)),
+    *(row("lml", p_k, "0.5", 0, (0.4, 0.8), (0.9, 0.3)) for p_k in (HALF, FIVE)),
+    *(row("lml", p_k, "0.5", 1, (0.4, 0.8), (0.8, 0.4)) for p_k in (HALF, FIVE)),
+    *(row("lml", p_k, "4", seed, (0.1, 0.1), (1.0, 1.0)) for p_k in (HALF, FIVE) for seed in (0, 1)),
+]
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["run_id", *rows[0]])
+        writer.writeheader()
+        writer.writerows({"run_id": str(number), **row} for number, row in enumerate(rows))
+    return path
+
+
+def test_validation_chooses_and_test_reports(tmp_path):
+    text = temperature_report.table(write(tmp_path / "t.csv", ROWS))
+    assert text.startswith("t.csv: linear heads on embeddings of 100 classes (90 training rows, 10 validate), 5 epochs")
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "| lml" in line]
+    # (.6 + .7) / 2 against (.4 + .8) / 2: the default; top-5 alone: half of it, the least of all that were tried
+    assert lines == [
+        ["[.5, 0, 0, 0, .5]", "lml", "1 (1x)", "30.00 ± 0.00", "90.00 ± 0.00", "30.00", "90.00", "2"],
+        ["[0, 0, 0, 0, 1]", "lml", "0.5 (0.5x, the least)", "85.00 ± 7.07", "35.00 ± 7.07", "30.00", "90.00", "2"],
+    ]
+    assert "| [1] | softmax_cross_entropy | — | 51.00 | 81.00 | 51.00 | 81.00 | 1 |" in text
+
+
+def test_rows_of_other_settings_or_scripts_are_refused(tmp_path, capsys):
+    other = write(tmp_path / "t.csv", [*ROWS, {**ROWS[-1], "n_epochs": "9"}])
+    assert temperature_report.main([str(other)]) == 2
+    assert "mixes n_epochs 5 and 9" in capsys.readouterr().err
+    assert temperature_report.main([str(write(tmp_path / "r.csv", [{"seed": "0"}]))]) == 2
+    assert "no rows of experiments/finetune_imagenet.py" in capsys.readouterr().err
+
+
+def test_a_figure_for_each_p_k_with_temperatures_the_same_bytes_twice(tmp_path):
+    results = write(tmp_path / "t.csv", ROWS)
+    drawn = [draw_temperatures(results, tmp_path / name) for name in ("one", "other")]
+    assert len(drawn[0]) == 4  # two P_K, PNG and SVG
+    for one, other in zip(*drawn):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_table_in_the_documentation_is_that_of_the_rows():
+    root = Path(__file__).parents[2]
+    results = root / "results" / "temperature.csv"
+    if not results.exists():
+        pytest.skip("the sweep has no rows yet")
+    assert temperature_report.table(results) in (root / "docs" / "temperature.md").read_text(encoding="utf-8")
