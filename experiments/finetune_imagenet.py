@@ -75,8 +75,8 @@ from experiments.shared.head_runs import (
     saved_states,
     stacks_of,
 )
+from experiments.shared.loss_state import count_classes, temperature_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
-from experiments.shared.noise import count_classes, seed_noise
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
 from experiments.shared.training_run import finished_line, recorded, say
@@ -229,6 +229,7 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
                 "test_images": len(test_rows),
                 **measured,
                 "last_train_loss": loss_sum / len(batches),
+                "last_inverse_temperature": run.history[-1].get("inverse_temperature"),
                 "images_per_second": last_step * args.batch_size / measured["train_seconds"],
                 **environment,
                 "git_commit": "+".join(filter(None, run.commits)),
@@ -277,8 +278,9 @@ def train_epoch(
             kept = stack.heads.dropout_mask(args.batch_size, seeds, (epoch - 1) * num_steps + step)
             with autocast():
                 logits = stack.training(embeddings, None if kept is None else kept[:, share])  # (heads, share, n)
-            noise = stack.noise_of(0, (epoch - 1) * num_steps + step, ranks.rank)
-            loss = mean_losses(stack.training_loss, logits.float(), labels, stack.recipe.implementation, noise)
+            stack.seed_noise(0, (epoch - 1) * num_steps + step, ranks.rank)
+            loss_fn = stack.own_losses or stack.training_loss
+            loss = mean_losses(loss_fn, logits.float(), labels, stack.recipe.implementation)
             loss = loss * weight  # (heads,)
             if device.type == "cpu":
                 check_finite(loss, stack.runs, f"in epoch {epoch}, step {step} of {num_steps}", batches)
@@ -300,12 +302,14 @@ def train_epoch(
         train_seconds = time.perf_counter() - started
         where = f"epoch {epoch} step {step}/{num_steps}"
         evaluated = evaluate(stacks, splits, autocast, ranks, where)
-        for run, train_loss, result in zip(group, means.tolist(), evaluated):
+        temperatures = [temperature_of(own) for stack in stacks for own in stack.own_losses or [None] * len(stack.runs)]
+        for run, train_loss, result, temperature in zip(group, means.tolist(), evaluated, temperatures):
             entry = {
                 "epoch": epoch,
                 "step": (epoch - 1) * num_steps + step,
                 "train_loss": train_loss,
                 **result,
+                **temperature,
                 "num_heads": len(group),
                 "train_steps": len(losses),
                 "train_seconds": train_seconds,
@@ -335,22 +339,14 @@ def batch_of(stack: Stack, parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Ten
 
 
 def mean_losses(
-    loss_fn: nn.Module,
-    logits: Tensor,
-    labels: Tensor,
-    implementation: str,
-    noise: Sequence[tuple[int, ...]] | None = None,
+    loss_fn: nn.Module | Sequence[nn.Module], logits: Tensor, labels: Tensor, implementation: str
 ) -> Tensor:
     """Return each head's mean loss (heads,) of logits (heads, batch, n) and labels (heads, batch).
 
-    noise: of a loss that draws some, the numbers that determine each head's.
+    loss_fn: one for all heads, or one for each.
     """
-    if noise is not None:
-        means = []
-        for numbers, *each in zip(noise, logits, labels):
-            seed_noise(loss_fn, logits.device, *numbers)
-            means.append(loss_fn(*each).mean())
-        return torch.stack(means)
+    if isinstance(loss_fn, Sequence):
+        return torch.stack([own(*each).mean() for own, *each in zip(loss_fn, logits, labels)])
     if implementation == "ours":  # one call for all heads, reduction "none"
         # The order in which shared embeddings leave the logits in memory: nothing is copied.
         samples = logits.transpose(0, 1).flatten(0, 1), labels.T.flatten()  # (batch * heads, n), (batch * heads,)
@@ -370,6 +366,9 @@ def evaluate(
     """
     started = time.perf_counter()
     group = [run for stack in stacks for run in stack.runs]
+    own_losses = [own for stack in stacks for own in stack.own_losses or []]
+    for own in own_losses:
+        own.eval()
     results: list[dict[str, float]] = [{} for _ in group]
     for name, split in splits.items():
         num_rows = ranks.sum(len(split.rows))
@@ -386,8 +385,9 @@ def evaluate(
                     logits = stack.heads(embeddings)  # (heads, batch, n)
                 logits = logits.float()
                 targets = labels.expand(len(stack.runs), -1)  # (heads, batch)
-                noise = stack.noise_of(1, number, ranks.rank)
-                means = mean_losses(stack.recipe.loss_fn, logits, targets, stack.recipe.implementation, noise)
+                stack.seed_noise(1, number, ranks.rank)
+                loss_fn = stack.own_losses or stack.recipe.loss_fn
+                means = mean_losses(loss_fn, logits, targets, stack.recipe.implementation)
                 loss_sum[own] += means * len(labels)
                 spread[own] += logits.std(2).sum(1)
                 hits[own] += count_hits(logits, targets)
@@ -396,6 +396,8 @@ def evaluate(
         for result, loss, std, counts in zip(results, loss_sum.tolist(), spread.tolist(), hits.tolist()):
             result |= {f"{name}_loss": loss / num_rows, f"{name}_logit_std": std / num_rows}
             result |= hit_fractions(name, counts, num_rows)
+    for own in own_losses:
+        own.train()
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 

@@ -39,12 +39,14 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
+from typing_extensions import NotRequired
 
 from data.cifar100 import (
     Dataset,
@@ -72,8 +74,8 @@ from experiments.shared.environment import (
     peak_memory_mib,
     set_up_device,
 )
+from experiments.shared.loss_state import count_classes, seed_noise, state_of, temperature_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
-from experiments.shared.noise import count_classes, seed_noise
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
 from experiments.shared.seed_processes import run_seeds
@@ -91,7 +93,8 @@ IDENTITY = (
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 
-CHECKPOINT = {**RUN, "random_states": dict[str, InstanceOf[Tensor]]}  # what its checkpoints hold, among others
+# What its checkpoints hold, among others.
+CHECKPOINT = {**RUN, "random_states": dict[str, InstanceOf[Tensor]], "loss": NotRequired[dict[str, Any]]}
 
 PADDING = 4  # black pixels on each side of an image before it is cropped
 # Of the evaluation, on which the result does not depend: a CPU's caches hold little, a GPU waits for launches.
@@ -157,6 +160,8 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
                     average.load_state_dict(saved["average"])
                 if saved["optimizer"] is not None:
                     optimizer.load_state_dict(saved["optimizer"])
+                if saved.get("loss"):
+                    loss_fn.load_state_dict(saved["loss"])
                 states = [saved["random_states"], *saved.get("random_states_of_others", [])]
                 if ranks.rank < len(states):
                     restore_random_states(states[ranks.rank], device)
@@ -190,7 +195,9 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             if args.ema:
                 ranks.copy_from_first(average.buffers())
             evaluated = evaluate(epoch, evaluated_model, loss_fn, data, autocast, args, ranks)
-            history.append({**trained, **evaluated, "peak_memory_mib": peak_memory_mib(device)})
+            history.append(
+                {**trained, **evaluated, **temperature_of(loss_fn), "peak_memory_mib": peak_memory_mib(device)}
+            )
             states = ranks.gathered(random_states(device))
             if not ranks.is_first:
                 continue
@@ -201,6 +208,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
                 # Nothing continues a finished run: its file keeps the weights alone.
                 "unaveraged": model.state_dict() if args.ema and epoch < args.n_epochs else None,
                 "optimizer": optimizer.state_dict() if epoch < args.n_epochs else None,
+                "loss": state_of(loss_fn),
                 "random_states": states[0],
                 "random_states_of_others": states[1:],
                 "history": history,
@@ -228,6 +236,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             "test_images": len(data.test),
             **measured,
             "last_train_loss": history[-1]["train_loss"],
+            "last_inverse_temperature": history[-1].get("inverse_temperature"),
             "images_per_second": trained_images / measured["train_seconds"],
             **environment,
             "git_commit": "+".join(filter(None, commits)),
@@ -296,6 +305,7 @@ def train_epoch(
     losses = torch.zeros(num_steps, device=device)
     hits = torch.zeros(len(TOP_K), dtype=torch.int64, device=device)
     model.train()
+    loss_fn.train()
     bar = tqdm(range(num_steps), desc=f"epoch {epoch}", unit="batch", leave=False, disable=not on_terminal)
     for step in bar:
         if args.lr_schedule == "cosine":
@@ -354,6 +364,7 @@ def evaluate(
     """
     started = time.perf_counter()
     model.eval()
+    loss_fn.eval()
     splits = {"valid": data.valid, "test": data.test}
     device, size = data.test.labels.device, EVAL_BATCH[data.test.labels.device.type]
     sums = torch.zeros(len(splits), 1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits

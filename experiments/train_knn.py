@@ -61,9 +61,9 @@ from experiments.shared.environment import (
     set_up_device,
 )
 from experiments.shared.finetune_flags import open_store_of
+from experiments.shared.loss_state import seed_noise
 from experiments.shared.metrics import hit_fractions, summary
 from experiments.shared.neighbours import majority, nearest, neighbour_loss
-from experiments.shared.noise import seed_noise
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
 from experiments.shared.seed_processes import run_seeds

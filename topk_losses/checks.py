@@ -52,8 +52,13 @@ def check_positive(name: str, value: float) -> float:
     return value
 
 
-def check_inverse_temperature(value: float | Tensor) -> float | Tensor:
+def check_inverse_temperature(value: float | Tensor | str) -> float | Tensor:
     """Return a positive float, or a tensor of one floating-point number as it is: learned or scheduled."""
+    if isinstance(value, str):
+        raise ValueError(
+            f'inverse_temperature must be a number above 0, a tensor, or for a loss "auto", which follows its logits: '
+            f"got {value!r}"
+        )
     if not isinstance(value, Tensor):
         return check_positive("inverse_temperature", value)
     if value.dim() != 0 or not value.is_floating_point():

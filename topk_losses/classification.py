@@ -10,6 +10,7 @@ from topk_losses.checks import (
     check_choice,
     check_fraction,
     check_integer,
+    check_inverse_temperature,
     check_label_masses,
     check_labels,
     check_logits,
@@ -18,6 +19,7 @@ from topk_losses.checks import (
     has_known_values,
 )
 from topk_losses.sorts import Constants, to_compute_dtype
+from topk_losses.temperature import AutoTemperature
 
 REDUCTIONS = ("mean", "sum", "none")
 SOFT_LABELS = ("expected", "any")
@@ -68,6 +70,7 @@ class ClassificationLoss(Constants):
         reduction: str = "mean",
     ) -> None:
         super().__init__()
+        self.auto: AutoTemperature | None = None  # where the inverse temperature is "auto"
         self.num_classes = check_num_classes(num_classes)
         self.weight = weight
         self.label_smoothing = label_smoothing
@@ -99,6 +102,17 @@ class ClassificationLoss(Constants):
                     f"got shape {tuple(value.shape)}" + (f" with {value.tolist()}" if value.numel() < 20 else "")
                 )
         return value
+
+    def _checked_temperature(
+        self, value: float | Tensor | str, default: float, target: float | None
+    ) -> float | Tensor | str:
+        """An inverse temperature as it is kept; "auto" makes the module that follows the logits.
+
+        target: see AutoTemperature; None where the default is right for logits of any spread.
+        """
+        follows = isinstance(value, str) and value == "auto"
+        self.auto = AutoTemperature(target, default) if follows and target is not None else None
+        return value if self.auto is not None else default if follows else check_inverse_temperature(value)
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
@@ -147,6 +161,8 @@ class ClassificationLoss(Constants):
         rows = logits.movedim(axis, -1).reshape(-1, n)
         with full_precision(logits.device):
             scores = to_compute_dtype(rows)  # (rows, n)
+            if self.auto is not None:
+                self.auto.observe(scores)
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
             if is_mass:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)

@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 from topk_losses.checks import (
     PK,
     check_integer,
-    check_inverse_temperature,
     check_k,
     check_m,
     check_num_classes,
@@ -78,9 +77,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         m: keep the true class and the m - 1 largest others, 2 <= m <= n; None (default) keeps all. The softmax
             term sees the m scores too.
         inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
-            learned. It can be set at any time. Defaults: networks 1, neuralsort and softsort .5 (published for ImageNet
-            with m = 16; for all 100 scores of CIFAR-100 .5 and .0625 were published), sinkhorn_sort 100, soft_topk 10
-            (epsilon .01 and .1), the masks with a threshold and subset_topk 1.
+            learned; "auto" follows the spread of the logits (AutoTemperature). It can be set at any time. Defaults:
+            networks 1, neuralsort and softsort .5 (published for ImageNet with m = 16; for all 100 scores of CIFAR-100
+            .5 and .0625 were published), sinkhorn_sort 100, soft_topk 10 (epsilon .01 and .1), the others 1.
         distribution: networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
         art_lambda: logistic_phi only: in [0, 1), default .5.
         top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
@@ -105,7 +104,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2),
         num_classes: SupportsIndex | None = None,
         m: SupportsIndex | None = None,
-        inverse_temperature: float | Tensor | None = None,
+        inverse_temperature: float | Tensor | str | None = None,
         distribution: str | None = None,
         art_lambda: float | None = None,
         top1_mode: str | None = None,
@@ -118,7 +117,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         self.top1_mode: str = resolved["top1_mode"]
         self.m = check_m(m, self.num_classes)
         self.operator: TopKOperator | None = None
-        self.inverse_temperature: float | Tensor = resolved["inverse_temperature"]
+        self.inverse_temperature: float | Tensor | str = resolved["inverse_temperature"]
         self.p_k: Tensor = p_k  # type: ignore[assignment]
         num_scores = self.m or self.num_classes
         if num_scores is not None:
@@ -133,12 +132,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if name == "k":
             raise AttributeError("k is the length of p_k: set p_k")
         super().__setattr__(name, value)
-        if name in ("inverse_temperature", "generator") and self.operator is not None:
-            setattr(self.operator, name, value)
+        if self.__dict__.get("operator") is not None and (
+            name == "generator" or (name == "inverse_temperature" and self.auto is None)
+        ):
+            setattr(self.operator, name, getattr(self, name))
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
-            return check_inverse_temperature(value)
+            method = METHODS[self.method]
+            assert method.inverse_temperature is not None
+            return self._checked_temperature(value, method.inverse_temperature, method.spread)
         if name == "p_k":
             return self._checked_p_k(value)
         return super()._checked_setting(name, value)
@@ -211,11 +214,14 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         check_k(k, num_scores)
         operator = self.operator
         if operator is None or operator.k != k or getattr(operator, "n", num_scores) != num_scores:
-            settings = (self.inverse_temperature, self.distribution, self.art_lambda)
+            beta = None if isinstance(self.inverse_temperature, str) else self.inverse_temperature
+            settings = (beta, self.distribution, self.art_lambda)
             operator = make_operator(self.method, num_scores, k, *settings).to(self.p_k.device)
             operator.generator = self.generator
             # Not a submodule: it comes and goes, and a learned temperature is saved once.
             object.__setattr__(self, "operator", operator)
+        if self.auto is not None:
+            operator.inverse_temperature = self.auto.value()
         return operator
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKCrossEntropyLoss":
@@ -340,7 +346,7 @@ def make_loss(
     p_k: PK | None = None,
     num_classes: SupportsIndex | None = None,
     m: SupportsIndex | None = None,
-    inverse_temperature: float | Tensor | None = None,
+    inverse_temperature: float | Tensor | str | None = None,
     distribution: str | None = None,
     art_lambda: float | None = None,
     top1_mode: str | None = None,

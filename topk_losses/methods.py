@@ -14,6 +14,7 @@ from topk_losses.checks import check_choice, check_fraction, check_inverse_tempe
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import DISTRIBUTIONS
+from topk_losses.single_k import SPREAD
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
 from topk_losses.subset import SubsetTopK
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
@@ -27,6 +28,8 @@ class Method(NamedTuple):
 
     operator: for k ranks of any number of scores; network: for n scores and k ranks; neither: a loss that has no
     relaxed permutation matrix. stochastic: it draws noise, from the `generator` of its loss or operator.
+    spread: what "auto" holds the inverse temperature times the spread of the logits at; None: the default is right for
+    any spread, since the method whitens the scores or hardly depends on it.
     """
 
     family: str
@@ -34,6 +37,7 @@ class Method(NamedTuple):
     operator: Callable[..., TopKOperator] | None = None
     network: Callable[[int, SupportsIndex], Network] | None = None
     stochastic: bool = False
+    spread: float | None = None
 
 
 METHODS: dict[str, Method] = {
@@ -41,14 +45,14 @@ METHODS: dict[str, Method] = {
     "smooth_topk": Method("losses", 1.0),
     "smooth_hard_topk": Method("losses", 1.0),
     "truncated_entropy": Method("losses", None),
-    "noised_topk": Method("losses", 1.0, stochastic=True),
-    "imbalanced_noised_topk": Method("losses", 1.0, stochastic=True),
-    "neuralsort": Method("sorts", 0.5, NeuralSort),
-    "softsort": Method("sorts", 0.5, SoftSort),
+    "noised_topk": Method("losses", 1.0, stochastic=True, spread=SPREAD),
+    "imbalanced_noised_topk": Method("losses", 1.0, stochastic=True, spread=SPREAD),
+    "neuralsort": Method("sorts", 0.5, NeuralSort, spread=0.8),
+    "softsort": Method("sorts", 0.5, SoftSort, spread=3.5),
     "sinkhorn_sort": Method("transports", 100.0, SinkhornSort),
     "soft_topk": Method("transports", 10.0, SoftTopK),
-    "lml": Method("thresholds", 1.0, LML),
-    "lapsum": Method("thresholds", 1.0, LapSum),
+    "lml": Method("thresholds", 1.0, LML, spread=3.5),
+    "lapsum": Method("thresholds", 1.0, LapSum, spread=3.5),
     "sparse_topk": Method("thresholds", 1.0, SparseTopK),
     "capped_softmax": Method("thresholds", 1.0, CappedSoftmax),
     "subset_topk": Method("subsets", 1.0, SubsetTopK),
@@ -80,7 +84,7 @@ def resolve_method(method: str, relaxed: bool = False) -> str:
 
 def resolve_settings(
     method: str,
-    inverse_temperature: float | Tensor | None = None,
+    inverse_temperature: float | Tensor | str | None = None,
     distribution: str | None = None,
     art_lambda: float | None = None,
     top1_mode: str | None = None,
@@ -98,11 +102,12 @@ def resolve_settings(
         if value is not None:
             raise ValueError(f"{name} applies to {only}, not to {method}; leave it out, got {value!r}")
 
+    follows = isinstance(inverse_temperature, str) and inverse_temperature == "auto"
     if spec.inverse_temperature is None:
         not_for("inverse_temperature", inverse_temperature, "methods with a temperature")
-    elif inverse_temperature is None:
+    elif inverse_temperature is None or (follows and spec.spread is None):
         inverse_temperature = spec.inverse_temperature
-    else:
+    elif not follows:  # "auto" is the loss's affair
         inverse_temperature = check_inverse_temperature(inverse_temperature)
 
     if spec.network is not None:

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.functional import relu, softplus
 from typing_extensions import Unpack
 
-from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_positive, has_known_values
+from topk_losses.checks import check_integer, check_k, check_positive, has_known_values
 from topk_losses.classification import ClassificationLoss, Settings
 from topk_losses.sorts import MASKED, finite
+
+SPREAD = 1.5  # what "auto" holds the inverse temperature times the spread of the logits at
 
 
 class SingleKLoss(ClassificationLoss):
@@ -63,7 +65,8 @@ class NoisedTopKLoss(SingleKLoss):
 
     Args:
         k: the number of guesses, 1 <= k < number of classes.
-        inverse_temperature: 1 / eps, above 0, larger = less noise; a tensor () that requires a gradient is learned.
+        inverse_temperature: 1 / eps, above 0, larger = less noise; a tensor () that requires a gradient is learned;
+            "auto" follows the spread of the logits (AutoTemperature).
         num_samples: draws of Z, at least 1; 5 as in the authors' package.
         num_classes, settings: as for SingleKLoss.
 
@@ -73,32 +76,35 @@ class NoisedTopKLoss(SingleKLoss):
     def __init__(
         self,
         k: SupportsIndex,
-        inverse_temperature: float | Tensor = 1.0,
+        inverse_temperature: float | Tensor | str = 1.0,
         num_classes: SupportsIndex | None = None,
         num_samples: SupportsIndex = 5,
         **settings: Unpack[Settings],
     ) -> None:
         super().__init__(k, num_classes, **settings)
-        self.inverse_temperature = inverse_temperature
+        self.inverse_temperature: Any = inverse_temperature
         self.num_samples = check_integer("num_samples", num_samples, 1)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
-            return check_inverse_temperature(value)
+            return self._checked_temperature(value, 1.0, SPREAD)
         return super()._checked_setting(name, value)
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
-        return f"inverse_temperature={float(self.inverse_temperature):g}, {super().extra_repr()}"
+        return f"inverse_temperature={self._beta():g}, {super().extra_repr()}"
+
+    def _beta(self) -> float | Tensor:
+        return self.inverse_temperature if self.auto is None else self.auto.value()
 
     def _next_largest(self, scores: Tensor) -> Tensor:
         """E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
         check_k(self.k, scores.shape[1] - 1)
         total = torch.zeros_like(scores[:, :1])
-        scores = finite(scores)
+        scores, beta = finite(scores), self._beta()
         for _ in range(self.num_samples):
             noise = torch.randn(scores.shape, dtype=scores.dtype, device=scores.device, generator=self.generator)
-            noised = scores + noise / self.inverse_temperature  # (rows, n)
+            noised = scores + noise / beta  # (rows, n)
             index = noised.detach().topk(self.k + 1, dim=1).indices[:, -1:]
             total = total + noised.gather(1, index)
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
@@ -133,7 +139,7 @@ class ImbalancedNoisedTopKLoss(NoisedTopKLoss):
     def __init__(
         self,
         k: SupportsIndex,
-        inverse_temperature: float | Tensor = 1.0,
+        inverse_temperature: float | Tensor | str = 1.0,
         num_classes: SupportsIndex | None = None,
         num_samples: SupportsIndex = 5,
         class_counts: Sequence[int] | Tensor | None = None,

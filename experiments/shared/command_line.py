@@ -109,6 +109,11 @@ def address(*schemes: str) -> Callable[[str], str]:
     return convert
 
 
+def temperature(text: str) -> float | str:
+    """Argument type of --inverse_temperature: a number above 0, or auto."""
+    return text if text == "auto" else positive(text)
+
+
 positive = number("a number above 0", lambda value: value > 0)
 non_negative = number("a number of at least 0", lambda value: value >= 0)
 fraction = number("a number between 0 and 1", lambda value: 0 <= value <= 1)
@@ -141,8 +146,10 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | 
     )
     group.add_argument(
         "--inverse_temperature",
-        type=positive,
-        help="larger is closer to the hard operator; the one exception, as published: smooth_topk and "
+        type=temperature,
+        metavar="BETA",
+        help="larger is closer to the hard operator; auto: follows the spread of the logits in training; the one "
+        "exception, as published: smooth_topk and "
         "smooth_hard_topk read it as their temperature tau, where larger is smoother; default: the published "
         "value, or the library's where none was published",
     )

@@ -3,6 +3,7 @@
 Heads are saved one by one, so that any of them can go on alone, with others, or with others than before.
 """
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing_extensions import NotRequired
 from data.embeddings import EmbeddingBatches
 from experiments.shared.checkpoint import PREVIOUS, RUN, Form, go_back, history_of, load_checkpoint, save_checkpoint
 from experiments.shared.command_line import RunError
+from experiments.shared.loss_state import seed_noise, state_of
 from experiments.shared.metrics import EVALUATION
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import utc_now, write_history
@@ -25,7 +27,7 @@ from topk_losses import METHODS
 
 EVALUATIONS = "evaluations.csv"
 _HISTORY = history_of((*EVALUATION, "step", "train_steps", "num_heads"))
-HEAD: Form = {**RUN, "history": _HISTORY, "together": NotRequired[list[str]]}
+HEAD: Form = {**RUN, "history": _HISTORY, "together": NotRequired[list[str]], "loss": NotRequired[dict[str, Any]]}
 CPU_WEIGHTS = 2**23  # most weights in one stack on a CPU: four heads of ImageNet-1K, one of ImageNet-21K-P
 
 
@@ -61,6 +63,7 @@ class HeadRun:
     folder: Path
     weights: dict[str, Tensor] | None = None  # None: not yet begun
     optimizer: dict[str, dict[str, Tensor]] | None = None
+    loss: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)  # one entry per evaluation
     started_utc: str = field(default_factory=utc_now)
     times_resumed: int = 0
@@ -100,7 +103,7 @@ def resume(run: HeadRun, saved: Mapping[str, Any] | None) -> None:
     """Put a head where its checkpoint left it; leave it at the beginning where there is none."""
     if saved:
         with restoring(run.folder):
-            run.weights, run.optimizer = saved["model"], saved["optimizer"]
+            run.weights, run.optimizer, run.loss = saved["model"], saved["optimizer"], saved.get("loss", {})
             run.history, run.started_utc = saved["history"], saved["started_utc"]
             run.times_resumed, run.commits = saved["times_resumed"] + 1, saved["git_commits"]
 
@@ -111,6 +114,7 @@ def save(run: HeadRun, together: Sequence[HeadRun], finished: bool) -> None:
         "model": run.weights,
         # Nothing continues a finished run: its file keeps the weights alone.
         "optimizer": None if finished else run.optimizer,
+        "loss": run.loss,
         "history": run.history,
         "together": [each.name for each in together],
         "started_utc": run.started_utc,
@@ -125,7 +129,8 @@ def save(run: HeadRun, together: Sequence[HeadRun], finished: bool) -> None:
 class Stack:
     """Heads of one configuration that take each step together: one module, one loss, one optimizer.
 
-    training, training_loss: the module and the loss, compiled or not.
+    training, training_loss: the module and the loss, compiled or not. own_losses: of a loss that draws noise or follows
+    its logits, a copy for each head, so that its company changes nothing; otherwise None.
     """
 
     recipe: Recipe
@@ -134,18 +139,19 @@ class Stack:
     training: nn.Module
     training_loss: nn.Module
     optimizer: torch.optim.Optimizer
+    own_losses: list[nn.Module] | None = None
 
-    def noise_of(self, *numbers: int) -> list[tuple[int, ...]] | None:
-        """What determines the noise of each head: its seed and these numbers. None for a loss that draws none."""
-        if self.recipe.implementation != "ours" or not METHODS[self.recipe.method].stochastic:
-            return None
-        return [(run.seed, *numbers) for run in self.runs]
+    def seed_noise(self, *numbers: int) -> None:
+        """Determine the noise of each head's loss by its seed and these numbers."""
+        for run, own in zip(self.runs, self.own_losses or []):
+            seed_noise(own, self.heads.weights[0].device, run.seed, *numbers)
 
     def take_apart(self) -> None:
         """Give each head its part of the weights and of the optimizer's state."""
         for number, run in enumerate(self.runs):
             run.weights = self.heads.state_of(number)
             run.optimizer = self.heads.optimizer_state_of(self.optimizer, number)
+            run.loss = state_of(self.own_losses[number]) if self.own_losses else {}
 
 
 def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.device, compiled: bool) -> list[Stack]:
@@ -165,7 +171,9 @@ def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.
         weights = sum(parameter.numel() for parameter in heads[0].parameters())
         size = len(runs) if device.type == "cuda" else max(CPU_WEIGHTS // weights, 1)
         # The loss is compiled with the heads' number of rows, and evaluated eagerly.
-        compilable = compiled and recipe.implementation == "ours" and not METHODS[recipe.method].stochastic
+        follows = getattr(recipe.loss_fn, "auto", None) is not None
+        has_own = recipe.implementation == "ours" and (METHODS[recipe.method].stochastic or follows)
+        compilable = compiled and recipe.implementation == "ours" and not has_own
         training_loss = torch.compile(recipe.loss_fn) if compilable else recipe.loss_fn
         for begin in range(0, len(runs), size):
             part = runs[begin : begin + size]
@@ -176,7 +184,12 @@ def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.
                     stacked.load_optimizer_states(optimizer, [run.optimizer for run in part])
             # Compiled, the last layer would not look at its gradient, which on a CPU gains more.
             training = torch.compile(stacked) if compiled and device.type == "cuda" else stacked
-            stacks.append(Stack(recipe, part, stacked, training, training_loss, optimizer))
+            own = [copy.deepcopy(recipe.loss_fn) for _ in part] if has_own else None
+            for run, loss_fn in zip(part, own or []):
+                with restoring(run.folder):
+                    if run.loss:
+                        loss_fn.load_state_dict(run.loss)
+            stacks.append(Stack(recipe, part, stacked, training, training_loss, optimizer, own))
     return stacks
 
 

@@ -69,6 +69,8 @@ def make_official_loss(
     make_loss(method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode)
     settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)
     method = resolve_method(method)
+    if settings["inverse_temperature"] == "auto":
+        raise ValueError("difftopk knows no inverse temperature auto; give a number, or take --implementation ours")
     if method not in IN_DIFFTOPK:
         raise ValueError(f"difftopk has no {method}; take another method, or --implementation ours")
     if method == "softmax_cross_entropy":

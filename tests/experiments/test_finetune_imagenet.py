@@ -304,7 +304,9 @@ def test_the_official_loss_gives_the_same_row(store, results):
 # Several seeds.
 
 
-@pytest.mark.parametrize("method", ["splitter_selection --distribution logistic", "perturbed_topk"])
+@pytest.mark.parametrize(
+    "method", ["splitter_selection --distribution logistic", "perturbed_topk", "lml --inverse_temperature auto"]
+)
 @pytest.mark.parametrize(("flag", "alone"), [("", "--order_seed 5"), ("--order_seed own", "")])
 def test_heads_trained_together_give_the_rows_of_separate_runs(store, tmp_path, flag, alone, method):
     together, separate = tmp_path / "together" / "r.csv", tmp_path / "separate" / "r.csv"
@@ -754,7 +756,7 @@ def test_the_mean_of_a_heads_losses_is_rounded_as_it_is_alone():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(store, results, monkeypatch, capsys):
-    def broken(loss_fn, logits, labels, implementation, noise):
+    def broken(loss_fn, logits, labels, implementation):
         losses = logits.mean((1, 2))
         return torch.stack([losses[0], losses[1] * math.nan])
 

@@ -332,7 +332,14 @@ def test_a_forced_repetition_that_was_interrupted_continues(tiny, results, monke
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--lr_schedule cosine --weight_decay .5", "--ema .9", "--method imbalanced_noised_topk"]
+    "flags",
+    [
+        "",
+        "--lr_schedule cosine --weight_decay .5",
+        "--ema .9",
+        "--method imbalanced_noised_topk",
+        "--inverse_temperature auto",
+    ],
 )
 def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tiny, tmp_path, monkeypatch, capsys, flags):
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"

@@ -1,4 +1,7 @@
-"""What some losses want besides their flags: noise that a resumed run draws again, and how frequent the classes are."""
+"""What some losses want besides their flags: noise that a resumed run draws again, how frequent the classes are, and
+that the inverse temperature which follows the logits is kept."""
+
+from typing import Any
 
 import torch
 from numpy.random import SeedSequence
@@ -17,3 +20,14 @@ def count_classes(loss_fn: nn.Module, labels: Tensor, num_classes: int) -> None:
     """Tell a loss that wants it how many training labels (N,) int64 each class has, 1 for one that has none."""
     if isinstance(loss_fn, ImbalancedNoisedTopKLoss):
         loss_fn.class_counts = torch.bincount(labels, minlength=num_classes).clamp(min=1)
+
+
+def state_of(loss_fn: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint must hold of a loss: the spread that its temperature follows, or nothing."""
+    return loss_fn.state_dict() if getattr(loss_fn, "auto", None) is not None else {}
+
+
+def temperature_of(loss_fn: nn.Module | None) -> dict[str, float]:
+    """Return {"inverse_temperature": beta} of a loss whose temperature follows the logits, {} of any other."""
+    auto = getattr(loss_fn, "auto", None)
+    return {} if auto is None else {"inverse_temperature": auto.value().item()}

@@ -1,0 +1,69 @@
+"""inverse_temperature="auto": one that follows the spread of the logits, so that there is none to guess.
+
+What a temperature does depends on the distances between the scores that it divides, and these grow in training and
+differ between networks. Times the standard deviation of the logits over the classes, the best inverse temperatures of a
+method agree (docs/temperature.md).
+"""
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from topk_losses.checks import check_positive
+from topk_losses.sorts import Constants
+
+MOMENTUM = 0.1  # of the running mean: fast, since logits grow fast in the first steps
+ROWS = 64  # of a batch that are looked at: the running mean is over ten batches
+MOST = 10.0  # times the default: logits that are all equal, of a layer that begins at zero, have no spread
+
+
+class AutoTemperature(Constants):
+    """beta = target / spread, the running mean over batches of the standard deviation of a sample's logits.
+
+    target: beta times the spread. default: beta before the first batch; beta never exceeds ten times that. The spread
+    is saved with the state dict and never cast; where torch.distributed is initialised, it is that of all processes.
+    """
+
+    constants = ("spread",)
+
+    def __init__(self, target: float, default: float) -> None:
+        super().__init__()
+        self.target, self.default = check_positive("target", target), check_positive("default", default)
+        self.spread = torch.full((), torch.nan)
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"target={self.target:g}, default={self.default:g}"
+
+    def get_extra_state(self) -> Tensor:
+        """What the state dict holds: the spread ()."""
+        return self.spread
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the spread () from a state dict."""
+        self.spread = state.to(self.spread)
+
+    @torch.no_grad()
+    def observe(self, scores: Tensor) -> None:
+        """Take in a batch of logits (rows, n), in training mode alone, without a wait for the device.
+
+        What is -inf does not count, nor does a row with NaN.
+        """
+        if not self.training or not scores.numel():
+            return
+        scores = scores[:ROWS].float()
+        taking_part = scores != -torch.inf  # (rows, n)
+        number = taking_part.sum(1).clamp(min=2)  # (rows,)
+        mean = scores.where(taking_part, 0).sum(1) / number
+        squares = (scores - mean.unsqueeze(1)).where(taking_part, 0).square().sum(1)
+        spread = (squares / (number - 1)).sqrt().nanmean()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(spread)
+            spread = spread / torch.distributed.get_world_size()
+        spread = torch.where(self.spread.isnan(), spread, self.spread.lerp(spread, MOMENTUM))
+        self.spread = torch.where(spread.isfinite(), spread, self.spread)
+
+    def value(self) -> Tensor:
+        """beta, (), on the device of the logits that were seen."""
+        beta = (self.target / self.spread).clamp(max=MOST * self.default)
+        return torch.where(self.spread.isnan(), self.default, beta)
