@@ -1,6 +1,8 @@
 """One process at a time: a lock that the operating system gives back when its holder is killed."""
 
+import errno
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +20,16 @@ def held(path: Path, *, wait: bool = True, waiting: str = "") -> Iterator[None]:
     """Hold the lock file `path` while the block runs; its folder is made if need be.
 
     wait: for another process that holds it, after `waiting` was printed on stderr; without, raise HeldError. Raises
-    OSError at once where no file can be made.
+    OSError at once where no file can be made, or where something else than a file is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # FileLock takes a folder that takes no files (/proc) for one that another process is just removing, and tries again
     # for ever. Read and write, which does not block on a pipe.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    os.close(descriptor)
+    if not is_file:
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)

@@ -34,9 +34,9 @@ def test_a_place_that_takes_no_files_is_an_error_and_not_waited_for(tmp_path):
             pass
 
 
-def test_a_pipe_in_place_of_a_lock_is_not_waited_for(tmp_path):
+def test_a_pipe_in_place_of_a_lock_is_an_error_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "lock")
-    with held(tmp_path / "lock"):
+    with pytest.raises(OSError, match="not a regular file"), held(tmp_path / "lock"):
         pass
 
 
