@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the inverse temperature does: a linear head on frozen embeddings for each method, P_K and inverse temperature, from
-# a tenth to ten times the library's default, three seeds: rows of experiments/finetune_imagenet.py, added to
+# What the inverse temperature does: a linear head on frozen embeddings for each method, P_K and inverse temperature, of
+# which there are seven over two decades, three seeds: rows of experiments/finetune_imagenet.py, added to
 # results/temperature.csv. A method's temperatures and seeds are heads of one command, which read each batch once. A head
 # sorts the scores of all 100 classes; those of sinkhorn_sort the 50 largest, as all would take hours. Works from any
 # directory; paths in arguments are relative to the repository. Embeddings of CIFAR-100 by a finished row:
@@ -16,10 +16,12 @@ rows() {
 from topk_losses import METHODS, RELAXATIONS
 
 FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)
+MIDDLE = {"neuralsort": 0.5, "softsort": 0.5, "sinkhorn_sort": 100, "soft_topk": 10}  # of the others 1
 slow = ("sinkhorn_sort", "perturbed_topk", "odd_even")  # last
 for method in sorted(METHODS, key=lambda method: method in slow):
-    default = METHODS[method].inverse_temperature
-    temperatures = [f" --inverse_temperature {factor * default:g}" for factor in FACTORS] if default else [""]
+    has_temperature = METHODS[method].inverse_temperature is not None
+    temperatures = [f" --inverse_temperature {factor * MIDDLE.get(method, 1):g}" for factor in FACTORS]
+    temperatures = temperatures if has_temperature else [""]
     # A method whose masks have zeros wants the softmax's part; a loss of a single k takes one.
     has_zeros = getattr(METHODS[method].operator, "has_zeros", False)
     p_ks = [".2 .2 .2 .2 .2", ".5 0 0 0 .5", *(() if has_zeros else ("0 0 0 0 1",))]

@@ -79,7 +79,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
             learned; "auto" follows the spread of the logits (AutoTemperature). It can be set at any time. Defaults:
             networks 1, neuralsort and softsort .5 (published for ImageNet with m = 16; for all 100 scores of CIFAR-100
-            .5 and .0625 were published), sinkhorn_sort 100, soft_topk 10 (epsilon .01 and .1), the others 1.
+            .5 and .0625 were published), sinkhorn_sort 100, soft_topk 10 (epsilon .01 and .1), others: METHODS.
         distribution: networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
         art_lambda: logistic_phi only: in [0, 1), default .5.
         top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"

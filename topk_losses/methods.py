@@ -2,7 +2,8 @@
 
 Default temperatures are the published ones for ImageNet (the paper's README), where m = 16 scores are sorted; the
 CIFAR-100 ones (all 100 scores) are in the training script. Transport methods, whose settings were not published,
-take the defaults of OTT (SinkhornSort) and of Xie et al. (SOFT top-k).
+take the defaults of OTT (SinkhornSort) and of Xie et al. (SOFT top-k). Those of thresholds, subsets, ranks and noised
+losses, and what "auto" aims at, are from results/temperature.csv (docs/temperature.md).
 """
 
 from collections.abc import Callable
@@ -45,18 +46,18 @@ METHODS: dict[str, Method] = {
     "smooth_topk": Method("losses", 1.0),
     "smooth_hard_topk": Method("losses", 1.0),
     "truncated_entropy": Method("losses", None),
-    "noised_topk": Method("losses", 1.0, stochastic=True, spread=SPREAD),
-    "imbalanced_noised_topk": Method("losses", 1.0, stochastic=True, spread=SPREAD),
+    "noised_topk": Method("losses", 0.1, stochastic=True, spread=SPREAD),
+    "imbalanced_noised_topk": Method("losses", 0.1, stochastic=True, spread=SPREAD),
     "neuralsort": Method("sorts", 0.5, NeuralSort, spread=0.8),
-    "softsort": Method("sorts", 0.5, SoftSort, spread=3.5),
+    "softsort": Method("sorts", 0.5, SoftSort, spread=3.0),
     "sinkhorn_sort": Method("transports", 100.0, SinkhornSort),
     "soft_topk": Method("transports", 10.0, SoftTopK),
-    "lml": Method("thresholds", 1.0, LML, spread=3.5),
-    "lapsum": Method("thresholds", 1.0, LapSum, spread=3.5),
-    "sparse_topk": Method("thresholds", 1.0, SparseTopK),
-    "capped_softmax": Method("thresholds", 1.0, CappedSoftmax),
-    "subset_topk": Method("subsets", 1.0, SubsetTopK),
-    "df_topk": Method("ranks", 1.0, DFTopK),
+    "lml": Method("thresholds", 0.25, LML, spread=3.0),
+    "lapsum": Method("thresholds", 0.25, LapSum, spread=3.0),
+    "sparse_topk": Method("thresholds", 0.1, SparseTopK, spread=0.7),
+    "capped_softmax": Method("thresholds", 0.25, CappedSoftmax, spread=3.0),
+    "subset_topk": Method("subsets", 0.25, SubsetTopK, spread=3.0),
+    "df_topk": Method("ranks", 0.25, DFTopK, spread=3.0),
     "recall_surrogate": Method("ranks", 1.0, RecallSurrogate),
     "perturbed_topk": Method("ranks", 1.0, PerturbedTopK, stochastic=True),
     "odd_even": Method("networks", 1.0, network=odd_even),

@@ -37,7 +37,7 @@ class DFTopK(_Sigmoids):
 
     The mask of the k-th score and that of the (k+1)-th sum to 1, and nothing else does; the gradient reaches the true
     class, s_[k] and s_[k+1] alone. For k = n the mask is 1. k: ranks, 1 <= k <= n. inverse_temperature: beta > 0,
-    larger = closer to the hard operator, default 1. Raises ValueError for a non-positive inverse temperature.
+    larger = closer to the hard operator, default .25. Raises ValueError for a non-positive inverse temperature.
     """
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:

@@ -65,8 +65,8 @@ class NoisedTopKLoss(SingleKLoss):
 
     Args:
         k: the number of guesses, 1 <= k < number of classes.
-        inverse_temperature: 1 / eps, above 0, larger = less noise; a tensor () that requires a gradient is learned;
-            "auto" follows the spread of the logits (AutoTemperature).
+        inverse_temperature: 1 / eps, above 0, default .1, larger = less noise; a tensor () that requires a gradient is
+            learned; "auto" follows the spread of the logits (AutoTemperature).
         num_samples: draws of Z, at least 1; 5 as in the authors' package.
         num_classes, settings: as for SingleKLoss.
 
@@ -76,7 +76,7 @@ class NoisedTopKLoss(SingleKLoss):
     def __init__(
         self,
         k: SupportsIndex,
-        inverse_temperature: float | Tensor | str = 1.0,
+        inverse_temperature: float | Tensor | str = 0.1,
         num_classes: SupportsIndex | None = None,
         num_samples: SupportsIndex = 5,
         **settings: Unpack[Settings],
@@ -87,7 +87,7 @@ class NoisedTopKLoss(SingleKLoss):
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
-            return self._checked_temperature(value, 1.0, SPREAD)
+            return self._checked_temperature(value, 0.1, SPREAD)
         return super()._checked_setting(name, value)
 
     def extra_repr(self) -> str:
@@ -139,7 +139,7 @@ class ImbalancedNoisedTopKLoss(NoisedTopKLoss):
     def __init__(
         self,
         k: SupportsIndex,
-        inverse_temperature: float | Tensor | str = 1.0,
+        inverse_temperature: float | Tensor | str = 0.1,
         num_classes: SupportsIndex | None = None,
         num_samples: SupportsIndex = 5,
         class_counts: Sequence[int] | Tensor | None = None,

@@ -185,7 +185,7 @@ class PointwiseMasks(NestedMasks):
 
     guarded = False
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.25) -> None:
         super().__init__(k, inverse_temperature)
 
     def _f(self, t: Tensor) -> Tensor:

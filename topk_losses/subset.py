@@ -28,14 +28,14 @@ class SubsetTopK(NestedMasks):
     """The marginals of a random k-subset; the formulas are at the top of this file.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
-    logits. Default 1. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be NaN
-    for k close to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive
+    logits. Default .25. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be
+    NaN for k close to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive
     inverse temperature.
     """
 
     guarded = False
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.25) -> None:
         super().__init__(k, inverse_temperature)
 
     def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:

@@ -305,7 +305,7 @@ class ThresholdOperator(PointwiseMasks, ABC):
     """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
-    logits. Default 1. Raises ValueError for a non-positive inverse temperature.
+    logits. Default .25 (.1 for SparseTopK). Raises ValueError for a non-positive inverse temperature.
     """
 
     def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
@@ -436,7 +436,7 @@ class SparseTopK(ThresholdOperator):
     guarded = True
     has_zeros = True
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0, p: float = 2) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.1, p: float = 2) -> None:
         super().__init__(k, inverse_temperature)
         self.q = round(1 / (p - 1)) if p in (2, 4 / 3) else 0
         if not self.q:

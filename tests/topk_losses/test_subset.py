@@ -31,7 +31,8 @@ def test_masks_sum_to_k_and_are_nested(n, data):
 def test_one_k_is_the_loss_without_a_margin_and_k_1_cross_entropy(scale):
     logits, labels = random_batch(8, 9, scale)
     for k in (1, 2, 5):
-        got = TopKCrossEntropyLoss("subset_topk", k, top1_mode="sort", reduction="none")(logits, labels)
+        settings = {"top1_mode": "sort", "inverse_temperature": 1.0, "reduction": "none"}
+        got = TopKCrossEntropyLoss("subset_topk", k, **settings)(logits, labels)
         torch.testing.assert_close(got, k * subsets_loss(logits, labels, k, 1 / k, alpha=0.0), rtol=1e-9, atol=1e-9)
         if k == 1:
             torch.testing.assert_close(got, cross_entropy(logits, labels, reduction="none"), rtol=1e-9, atol=1e-9)

@@ -108,7 +108,7 @@ def test_topk_mask_takes_half_precision_and_refuses_what_does_not_fit():
 
 
 def test_capped_softmax_at_k_1_is_cross_entropy_whatever_the_logits():
-    loss = TopKCrossEntropyLoss("capped_softmax", 1, top1_mode="sort", reduction="none")
+    loss = TopKCrossEntropyLoss("capped_softmax", 1, inverse_temperature=1.0, top1_mode="sort", reduction="none")
     for scale in (0.1, 3, 30):
         logits, labels = random_logits(16, 12, scale).requires_grad_(), torch.arange(16) % 12
         got, want = loss(logits, labels), cross_entropy(logits, labels, reduction="none")
@@ -119,7 +119,7 @@ def test_capped_softmax_at_k_1_is_cross_entropy_whatever_the_logits():
 
 def test_lapsum_at_k_1_is_softmax_while_no_class_has_half_of_the_mass():
     logits = random_logits(64, 6, 1.5)
-    softmax, mask = logits.softmax(1), topk_mask(logits, 1, "lapsum")
+    softmax, mask = logits.softmax(1), topk_mask(logits, 1, "lapsum", 1.0)
     spread = softmax.amax(1) <= 0.5
     assert 0 < int(spread.sum()) < 64
     torch.testing.assert_close(mask[spread], softmax[spread])
@@ -136,7 +136,7 @@ def test_soft_topk_is_the_logistic_threshold_of_whitened_scores():
 
 def test_sparse_topk_at_k_1_is_sparsemax_and_has_k_entries_in_the_end():
     logits = random_logits(5, 20)
-    mask = topk_mask(logits, 1, "sparse_topk")
+    mask = topk_mask(logits, 1, "sparse_topk", 1.0)
     ordered = logits.sort(1, descending=True).values
     support = 1 + torch.arange(1, 21) * ordered > ordered.cumsum(1)  # Martins and Astudillo 2016
     size = support.sum(1, keepdim=True)
@@ -151,13 +151,14 @@ def test_sparse_topk_at_k_1_is_sparsemax_and_has_k_entries_in_the_end():
 def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, top1_mode):
     """There -log mask = beta times the distance, with its gradient; a guard would end at 16.1 without one."""
     logits = torch.tensor([[0.0, -1, -2, -3, -200, -90]], dtype=torch.float32, requires_grad=True)
-    loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], top1_mode=top1_mode)
+    settings = {"p_k": [0.5, 0, 0.5], "inverse_temperature": 1.0, "top1_mode": top1_mode}
+    loss = TopKCrossEntropyLoss(method, **settings)
     value = loss(logits, torch.tensor([4]))
     (gradient,) = torch.autograd.grad(value, logits)
     assert float(value.detach()) > 190
     assert float(gradient[0, 4]) == pytest.approx(-1, abs=1e-4)
     assert float(gradient.sum()) == pytest.approx(0, abs=1e-4)  # the others go up by as much
-    want = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], top1_mode=top1_mode)(logits.double(), torch.tensor([4]))
+    want = TopKCrossEntropyLoss(method, **settings)(logits.double(), torch.tensor([4]))
     torch.testing.assert_close(value.double(), want, rtol=1e-5, atol=1e-5)
 
 
