@@ -21,6 +21,7 @@ slow = ("sinkhorn_sort", "perturbed_topk", "odd_even")  # last
 for method in sorted(METHODS, key=lambda method: method in slow):
     has_temperature = METHODS[method].inverse_temperature is not None
     temperatures = [f" --inverse_temperature {factor * MIDDLE.get(method, 1):g}" for factor in FACTORS]
+    temperatures += [" --inverse_temperature auto"] if METHODS[method].spread else []
     temperatures = temperatures if has_temperature else [""]
     # A method whose masks have zeros wants the softmax's part; a loss of a single k takes one.
     has_zeros = getattr(METHODS[method].operator, "has_zeros", False)

@@ -5,7 +5,8 @@
 
 Of each method and P_K the inverse temperature is taken whose heads are best on validation, by the mean over the seeds
 of P_K(1) top-1 + (1 - P_K(1)) top-5, and the test accuracies of these heads are shown, in percent, mean ± sample
-standard deviation; in brackets as a multiple of the library's default, and whether none beyond it was tried.
+standard deviation; in brackets as a multiple of the library's default, and whether none beyond it was tried. Beside
+them those of the default and of the mode "auto", mean over the seeds.
 """
 
 if __name__ == "__main__":
@@ -29,7 +30,8 @@ OF_A_HEAD = ("method", "p_k", "inverse_temperature", "distribution", "art_lambda
 OF_A_RUN = ("order_seed", "device", "threads", "data_path", "batches", "eval_freq", "compile", "deterministic")
 
 Row = Mapping[str, str]
-Heads = dict[float | None, list[Row]]  # by inverse temperature, rising: a row per seed
+Heads = dict[float | str | None, list[Row]]  # by inverse temperature, rising: a row per seed
+AUTO = "auto"
 
 
 def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
@@ -41,13 +43,19 @@ def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
         values = dict.fromkeys(row[name] for row in rows)
         if len(values) > 1 and name not in (*COLUMNS, *OF_A_HEAD, *OF_A_RUN):
             raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
-    rows.sort(key=lambda row: (list(METHODS).index(row["method"]), float(row["inverse_temperature"] or 0)))
+    rows.sort(key=lambda row: (list(METHODS).index(row["method"]), float(temperature_of(row) or 0)))
     grid: dict[str, dict[str, Heads]] = {}
     for row in rows:
-        temperature = float(row["inverse_temperature"]) if row["inverse_temperature"] else None
+        temperature = AUTO if row["inverse_temperature"] == AUTO else temperature_of(row)
         heads = grid.setdefault(row["p_k"], {}).setdefault(row["method"], {})
         heads.setdefault(temperature, []).append(row)
     return dict(sorted(grid.items(), key=lambda item: item[0].split(), reverse=True))
+
+
+def temperature_of(row: Row) -> float | None:
+    """The inverse temperature that a head had at the end."""
+    cell = row["inverse_temperature"]
+    return float(row["last_inverse_temperature"] if cell == AUTO else cell) if cell else None
 
 
 def mean(rows: Sequence[Row], column: str) -> float:
@@ -55,12 +63,15 @@ def mean(rows: Sequence[Row], column: str) -> float:
     return statistics.fmean(float(row[column]) for row in rows)
 
 
-def best_of(heads: Heads, p_k: str) -> float | None:
-    """The temperature whose heads are best on validation."""
+def best_of(heads: Heads, p_k: str) -> float | str | None:
+    """The constant temperature whose heads are best on validation."""
     first = float(p_k.split()[0])
-    return max(
-        heads, key=lambda each: first * mean(heads[each], "valid_top1") + (1 - first) * mean(heads[each], "valid_top5")
-    )
+
+    def aim(temperature: float | str | None) -> float:
+        rows = heads[temperature]
+        return first * mean(rows, "valid_top1") + (1 - first) * mean(rows, "valid_top5")
+
+    return max((each for each in heads if each != AUTO), key=aim)
 
 
 def table(path: Path) -> str:
@@ -72,24 +83,30 @@ def table(path: Path) -> str:
         f"rows, {first['valid_images']} validate), {first['n_epochs']} epochs, batches of {first['batch_size']}, "
         f"learning rate {float(first['lr']):g}, on {first['device_name']}, PyTorch {first['torch_version']}."
     )
-    heads = ["P_K", "method", "inverse temperature", "top-1", "top-5", "top-1, default", "top-5, default", "seeds"]
+    heads = ["P_K", "method", "inverse temperature", "top-1", "top-5", "default", "auto", "auto ended at", "seeds"]
     lines = []
     for p_k, methods in grid.items():
         for method, by_temperature in methods.items():
             best, default = best_of(by_temperature, p_k), METHODS[method].inverse_temperature
             shown = "—"
-            if best is not None and default is not None:
-                tried = [each for each in by_temperature if each is not None]
+            if isinstance(best, float) and default is not None:
+                tried = [each for each in by_temperature if isinstance(each, float)]
                 end = ", the least" if best == min(tried) else ", the largest" if best == max(tried) else ""
                 shown = f"{best:g} ({best / default:g}x{end})"
-            rows, usual = by_temperature[best], by_temperature.get(default)
-            usual_cells = [f"{100 * mean(usual, f'test_top{k}'):.2f}" if usual else "" for k in (1, 5)]
+            rows, auto = by_temperature[best], by_temperature.get(AUTO)
+            others = [_both(each) for each in (by_temperature.get(default), auto)]
+            others.append(f"{statistics.fmean(temperature_of(row) or 0 for row in auto):.3g}" if auto else "")
             cells = [mean_std([100 * float(row[f"test_top{k}"]) for row in rows]) for k in (1, 5)]
             name = method + (f", m = {rows[0]['m']}" if rows[0]["m"] not in ("", first["num_classes"]) else "")
             lines.append(
-                [f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), name, shown, *cells, *usual_cells, str(len(rows))]
+                [f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), name, shown, *cells, *others, str(len(rows))]
             )
     return f"{caption}\n\n{plain_markdown(heads, lines, words=2)}\n"
+
+
+def _both(rows: Sequence[Row] | None) -> str:
+    """ "top-1 / top-5", empty where there are no rows."""
+    return " / ".join(f"{100 * mean(rows, f'test_top{k}'):.2f}" for k in (1, 5)) if rows else ""
 
 
 def report(argv: list[str] | None) -> int:

@@ -58,7 +58,7 @@ METHODS: dict[str, Method] = {
     "capped_softmax": Method("thresholds", 0.25, CappedSoftmax, spread=3.0),
     "subset_topk": Method("subsets", 0.25, SubsetTopK, spread=3.0),
     "df_topk": Method("ranks", 0.25, DFTopK, spread=3.0),
-    "recall_surrogate": Method("ranks", 1.0, RecallSurrogate),
+    "recall_surrogate": Method("ranks", 0.25, RecallSurrogate, spread=3.0),
     "perturbed_topk": Method("ranks", 1.0, PerturbedTopK, stochastic=True),
     "odd_even": Method("networks", 1.0, network=odd_even),
     "bitonic": Method("networks", 1.0, network=bitonic),

@@ -55,7 +55,7 @@ class RecallSurrogate(_Sigmoids):
     r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
     grows r tends to the rank, and the mask to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the true
     class, no sort; the masks of all classes compare all pairs, O(n^2). k: ranks, 1 <= k <= n. inverse_temperature:
-    beta > 0, default 1 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
+    beta > 0, default .25 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
     """
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ from matplotlib.lines import Line2D
 
 from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
 from scripts.reporting.tables import shown_p_k
-from scripts.temperature_report import grid_of, mean
+from scripts.temperature_report import AUTO, grid_of, mean
 
 FLOOR = 5  # points below the best that a panel still shows
 
@@ -24,8 +24,9 @@ def draw_temperatures(results: Path, folder: Path) -> list[Path]:
             best = 0.0
             for method, heads in curves.items():
                 style = STYLES[method]
-                x = [abs(beta or 0) * mean(rows, "last_test_logit_std") for beta, rows in heads.items()]
-                y = [100 * mean(rows, f"test_top{k}") for rows in heads.values()]
+                tried = {float(beta or 0): rows for beta, rows in heads.items() if beta != AUTO}
+                x = [beta * mean(rows, "last_test_logit_std") for beta, rows in tried.items()]
+                y = [100 * mean(rows, f"test_top{k}") for rows in tried.values()]
                 axis.plot(x, y, color=style.color, marker=style.marker, linestyle=style.line, markersize=3)
                 best = max(best, *y)
             if baseline:

@@ -11,6 +11,7 @@ from scripts.reporting.temperature_figure import draw_temperatures
 SETTING = {
     **{"num_classes": "100", "train_images": "90", "valid_images": "10", "n_epochs": "5", "batch_size": "30"},
     **{"lr": "0.004", "device_name": "a processor", "torch_version": "2", "m": "100", "last_test_logit_std": "2.0"},
+    "last_inverse_temperature": "",
 }
 HALF, FIVE = "0.5 0 0 0 0.5", "0 0 0 0 1"
 
@@ -28,6 +29,7 @@ ROWS = [
     *(row("lml", p_k, "0.5", 0, (0.4, 0.8), (0.9, 0.3)) for p_k in (HALF, FIVE)),
     *(row("lml", p_k, "0.5", 1, (0.4, 0.8), (0.8, 0.4)) for p_k in (HALF, FIVE)),
     *(row("lml", p_k, "4", seed, (0.1, 0.1), (1.0, 1.0)) for p_k in (HALF, FIVE) for seed in (0, 1)),
+    *({**row("lml", HALF, "auto", seed, (1.0, 1.0), (0.2, 0.7)), "last_inverse_temperature": "3"} for seed in (0, 1)),
 ]
 
 
@@ -43,12 +45,12 @@ def test_validation_chooses_and_test_reports(tmp_path):
     text = temperature_report.table(write(tmp_path / "t.csv", ROWS))
     assert text.startswith("t.csv: linear heads on embeddings of 100 classes (90 training rows, 10 validate), 5 epochs")
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "| lml" in line]
-    # (.6 + .7) / 2 against (.4 + .8) / 2: the default; top-5 alone: half of it, the least of all that were tried
+    # (.6 + .7) / 2 against (.4 + .8) / 2; top-5 alone: half of it. The default is .25, which was not tried.
     assert lines == [
-        ["[.5, 0, 0, 0, .5]", "lml", "1 (1x)", "30.00 ± 0.00", "90.00 ± 0.00", "30.00", "90.00", "2"],
-        ["[0, 0, 0, 0, 1]", "lml", "0.5 (0.5x, the least)", "85.00 ± 7.07", "35.00 ± 7.07", "30.00", "90.00", "2"],
+        ["[.5, 0, 0, 0, .5]", "lml", "1 (4x)", "30.00 ± 0.00", "90.00 ± 0.00", "", "20.00 / 70.00", "3", "2"],
+        ["[0, 0, 0, 0, 1]", "lml", "0.5 (2x, the least)", "85.00 ± 7.07", "35.00 ± 7.07", "", "", "", "2"],
     ]
-    assert "| [1] | softmax_cross_entropy | — | 51.00 | 81.00 | 51.00 | 81.00 | 1 |" in text
+    assert "| [1] | softmax_cross_entropy | — | 51.00 | 81.00 | 51.00 / 81.00 |  |  | 1 |" in text
 
 
 def test_rows_of_other_settings_or_scripts_are_refused(tmp_path, capsys):
