@@ -61,8 +61,8 @@ METHODS: dict[str, Method] = {
     "recall_surrogate": Method("ranks", 0.25, RecallSurrogate, spread=3.0),
     "perturbed_topk": Method("ranks", 1.0, PerturbedTopK, stochastic=True),
     "odd_even": Method("networks", 1.0, network=odd_even),
-    "bitonic": Method("networks", 1.0, network=bitonic),
-    "splitter_selection": Method("networks", 1.0, network=splitter_selection),
+    "bitonic": Method("networks", 1.0, network=bitonic, spread=13.0),
+    "splitter_selection": Method("networks", 1.0, network=splitter_selection, spread=6.0),
 }
 RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
 # Published commands name the official code's dense path; here one evaluation serves both.
