@@ -105,14 +105,14 @@ class PerturbedTopK(TopKOperator):
     A class that no draw puts among the k highest has the mask 0 and no gradient. A loss therefore takes the official
     guard here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise, default 1. num_samples: at
+    k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise, default .1. num_samples: at
     least 1, default 100. Raises ValueError for settings that do not fit.
     """
 
     has_zeros = True
 
     def __init__(
-        self, k: SupportsIndex, inverse_temperature: float | Tensor = 1.0, num_samples: SupportsIndex = 100
+        self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.1, num_samples: SupportsIndex = 100
     ) -> None:
         super().__init__(k, inverse_temperature)
         self.num_samples = check_integer("num_samples", num_samples, 1)
