@@ -80,6 +80,10 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
             f"--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
             f"{', '.join(RELAXATIONS)}; got --arm {args.arm} --method {args.method}"
         )
+    if args.inverse_temperature == "auto":
+        raise cli.CommandLineError(
+            "--inverse_temperature auto is not known here: candidates are no logits; give a number"
+        )
     if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
         raise cli.CommandLineError("--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
     if args.arm == "retain":
