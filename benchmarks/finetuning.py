@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.table import write_table
 from experiments.shared.command_line import DEFAULT_P_K, build_loss, count
 from experiments.shared.environment import device_name, git_commit, resolve_device, set_up_device
-from experiments.shared.head_runs import HeadRun, Recipe, Stack, stacks_of
+from experiments.shared.head_runs import HeadRun, Recipe, Stack, mean_losses, stacks_of
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
@@ -80,15 +80,6 @@ def p_k_of(method: str) -> list[float]:
     return DEFAULT_P_K.get(method, [0.2] * 5)
 
 
-def mean_losses(implementation: str, loss_fn: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each head's mean loss (heads,) of logits (heads, batch, n) and labels (heads, batch), as the script."""
-    if implementation == "ours":
-        # The order in which shared embeddings leave the logits in memory: nothing is copied.
-        samples = logits.transpose(0, 1).flatten(0, 1), labels.T.flatten()  # (batch * heads, n), (batch * heads,)
-        return loss_fn(*samples).view(labels.T.shape).mean(0)
-    return torch.stack([loss_fn(*each) for each in zip(logits, labels)])
-
-
 def measure(
     size: Size, methods: list[str], arguments: argparse.Namespace, device: torch.device
 ) -> tuple[dict[Timed, list[float]], dict[Timed, float]]:
@@ -102,7 +93,7 @@ def measure(
     for method in methods:
         # Cross-entropy is PyTorch's in both: there is nothing to compare.
         if method != SOFTMAX and method in IN_DIFFTOPK:
-            losses["difftopk", method] = loss_of("difftopk", method, n, m, device)
+            losses["difftopk", method] = [loss_of("difftopk", method, n, m, device)]  # the one head's, a mean
     training = {
         (implementation, method): torch.compile(loss) if compiled and implementation == "ours" else loss
         for (implementation, method), loss in losses.items()
@@ -122,7 +113,7 @@ def measure(
         for stack in stacks[number]:
             logits = stack.training(rows)  # (heads, batch, n)
             shared = targets.expand(len(stack.runs), -1)  # (heads, batch)
-            loss = mean_losses(implementation, training[implementation, method], logits, shared)  # (heads,)
+            loss = mean_losses(training[implementation, method], logits, shared)  # (heads,)
             if device.type == "cpu" and not loss.isfinite().all():  # the script looks, too
                 raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.tolist()}")
             stack.optimizer.zero_grad(set_to_none=True)
@@ -136,8 +127,7 @@ def measure(
         for what in timed:
             implementation, method, number = what
             if number == 1:
-                loss_fn = losses[implementation, method]
-                first[what] = mean_losses(implementation, loss_fn, logits, targets.unsqueeze(0)).item()
+                first[what] = mean_losses(losses[implementation, method], logits, targets.unsqueeze(0)).item()
 
     times: dict[Timed, list[float]] = {what: [] for what in timed}
     for _ in range(turns):

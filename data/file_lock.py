@@ -5,7 +5,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -43,6 +43,19 @@ def held(path: Path, *, wait: bool = True, waiting: str = "") -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def held_or_refused(path: Path, error: type[Exception], busy: str, unusable: str) -> Iterator[None]:
+    """Hold the lock file while the block runs, or raise `error` with a sentence, whose beginnings are given."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held(path, wait=False))
+        except HeldError as lock:
+            raise error(f"{busy}, which holds {lock}; wait for it or stop it") from None
+        except OSError as problem:
+            raise error(f"cannot use {unusable} {path.parent}: {problem.strerror or problem}") from None
+        yield
 
 
 def lock_beside(path: Path) -> Path:

@@ -42,7 +42,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from data.embeddings import EmbeddingBatches
@@ -70,6 +70,7 @@ from experiments.shared.head_runs import (
     HeadRun,
     Stack,
     check_finite,
+    mean_losses,
     resume,
     save,
     saved_states,
@@ -126,7 +127,8 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
             f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
         ) from None
     for recipe in recipes:
-        count_classes(recipe.loss_fn, store["train"].labels()[train_rows].to(device), store.num_classes)
+        labels = lambda: store["train"].labels()[train_rows].to(device)  # noqa: E731
+        count_classes(recipe.loss_fn, recipe.method, labels, store.num_classes)
 
     # Names and folders, one per configuration and seed, and whether there is anything to do.
     shared = {
@@ -279,8 +281,7 @@ def train_epoch(
             with autocast():
                 logits = stack.training(embeddings, None if kept is None else kept[:, share])  # (heads, share, n)
             stack.seed_noise(0, (epoch - 1) * num_steps + step, ranks.rank)
-            loss_fn = stack.own_losses or stack.training_loss
-            loss = mean_losses(loss_fn, logits.float(), labels, stack.recipe.implementation)
+            loss = mean_losses(stack.own_losses or stack.training_loss, logits.float(), labels)
             loss = loss * weight  # (heads,)
             if device.type == "cpu":
                 check_finite(loss, stack.runs, f"in epoch {epoch}, step {step} of {num_steps}", batches)
@@ -338,23 +339,6 @@ def batch_of(stack: Stack, parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Ten
     return torch.stack(embeddings), torch.stack(labels)
 
 
-def mean_losses(
-    loss_fn: nn.Module | Sequence[nn.Module], logits: Tensor, labels: Tensor, implementation: str
-) -> Tensor:
-    """Return each head's mean loss (heads,) of logits (heads, batch, n) and labels (heads, batch).
-
-    loss_fn: one for all heads, or one for each.
-    """
-    if isinstance(loss_fn, Sequence):
-        return torch.stack([own(*each).mean() for own, *each in zip(loss_fn, logits, labels)])
-    if implementation == "ours":  # one call for all heads, reduction "none"
-        # The order in which shared embeddings leave the logits in memory: nothing is copied.
-        samples = logits.transpose(0, 1).flatten(0, 1), labels.T.flatten()  # (batch * heads, n), (batch * heads,)
-        # Each head's losses side by side: its sum is rounded as it is alone.
-        return loss_fn(*samples).view(labels.T.shape).T.contiguous().mean(1)
-    return torch.stack([loss_fn(*each) for each in zip(logits, labels)])
-
-
 @torch.no_grad()
 def evaluate(
     stacks: Sequence[Stack], splits: dict[str, EmbeddingBatches], autocast: partial, ranks: Ranks, where: str
@@ -386,8 +370,7 @@ def evaluate(
                 logits = logits.float()
                 targets = labels.expand(len(stack.runs), -1)  # (heads, batch)
                 stack.seed_noise(1, number, ranks.rank)
-                loss_fn = stack.own_losses or stack.recipe.loss_fn
-                means = mean_losses(loss_fn, logits, targets, stack.recipe.implementation)
+                means = mean_losses(stack.own_losses or stack.recipe.loss_fn, logits, targets)  # (heads,)
                 loss_sum[own] += means * len(labels)
                 spread[own] += logits.std(2).sum(1)
                 hits[own] += count_hits(logits, targets)

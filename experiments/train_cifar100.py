@@ -74,7 +74,7 @@ from experiments.shared.environment import (
     peak_memory_mib,
     set_up_device,
 )
-from experiments.shared.loss_state import count_classes, seed_noise, state_of, temperature_of
+from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, state_of, temperature_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
@@ -82,7 +82,6 @@ from experiments.shared.seed_processes import run_seeds
 from experiments.shared.train_cifar100_flags import configuration, parse_arguments
 from experiments.shared.training_run import compiled, diverged, finished_line, recorded, restoring, saved_state, say
 from models.resnet_cifar import resnet_cifar
-from topk_losses import METHODS
 
 # What makes it another experiment. Where and how fast it is computed (device, threads, compile,
 # deterministic) and where files lie does not; nor does --force.
@@ -126,7 +125,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
 
     # Data, whole on the device as uint8.
     data = dataset(args).to(device)
-    count_classes(loss_fn, data.train.labels, data.num_classes)
+    count_classes(loss_fn, args.method, lambda: data.train.labels, data.num_classes)
 
     with open_run(folder) if ranks.is_first else nullcontext():
         # Asked again: another process may have finished this configuration before the folder was ours.
@@ -147,7 +146,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
         autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
         # Only the training step is compiled: eval mode and its partial batches would each be compiled again.
         training_model = compiled(model, device) if args.compile else model
-        compilable = args.implementation == "ours" and not METHODS[args.method].stochastic
+        compilable = args.implementation == "ours" and is_stateless(loss_fn, args.method)
         training_loss = compiled(loss_fn, device) if args.compile and compilable else loss_fn
 
         # Resume where the last finished epoch ended.

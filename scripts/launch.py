@@ -31,12 +31,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from data import program
-from data.file_lock import HeldError, held
+from data.file_lock import held_or_refused
 from experiments.shared.cores import usable_cores
 from scripts.sweeping.sweep import (
     ROOT,
@@ -194,19 +194,10 @@ def visible_gpus() -> list[str]:
     return done.stdout.split() if done.returncode == 0 else []
 
 
-@contextmanager
-def only_launcher(logs: Path) -> Iterator[None]:
+def only_launcher(logs: Path) -> AbstractContextManager[None]:
     """Hold the sweep against a second launcher. Raises SweepError."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(held(logs / "launch.lock", wait=False))
-        except HeldError as lock:
-            raise SweepError(
-                f"another launcher runs this sweep and holds {lock}; wait for it or stop it, or choose another --name"
-            ) from None
-        except OSError as error:
-            raise SweepError(f"cannot use the folder of logs {logs}: {error.strerror or error}") from None
-        yield
+    busy = "another launcher runs this sweep (another --name is another sweep)"
+    return held_or_refused(logs / "launch.lock", SweepError, busy, "the folder of logs")
 
 
 @contextmanager

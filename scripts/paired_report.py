@@ -14,18 +14,15 @@ if __name__ == "__main__":
 
     program.begin()
 
-import argparse
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scipy import stats
 
 from data import program
-from data.program import CommandLineError, Parser
-from experiments.shared.run_record import COLUMNS, read_rows
-from scripts.reporting.formats import mean_std, plain_markdown
+from data.program import CommandLineError
+from scripts.reporting.plain_report import Row, markdown, mean_std, rows_of, run
 from topk_losses import METHODS
 
 CONTROL = "cross_entropy"
@@ -41,18 +38,10 @@ RATES = {
 }
 CONFIDENCE = 0.95
 
-Row = Mapping[str, str]
-
 
 def arms_of(path: Path) -> dict[str, dict[str, Row]]:
     """Return the rows by arm (its name as shown, the control first) and seed. Raises CommandLineError, RecordError."""
-    rows: list[Row] = read_rows(path)
-    if not rows or "arm" not in rows[0]:
-        raise CommandLineError(f"{path} has no rows of experiments/train_beam_search.py")
-    for name in rows[0]:
-        values = dict.fromkeys(row[name] for row in rows)
-        if len(values) > 1 and name not in (*COLUMNS, *OF_AN_ARM, *OF_A_RUN):
-            raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
+    rows = rows_of(path, "experiments/train_beam_search.py", "arm", (*OF_AN_ARM, *OF_A_RUN))
     order = [CONTROL, "retain", "soft_beam"]
     rows.sort(key=lambda row: (order.index(row["arm"]), list(METHODS).index(row["method"]), int(row["seed"])))
     arms: dict[str, dict[str, Row]] = {}
@@ -96,7 +85,7 @@ def tables(path: Path) -> str:
     by_arm = {arm: list(runs.values()) for arm, runs in arms.items()}
     cells = [[mean_std([100 * float(row[column]) for row in rows]) for column in rates] for rows in by_arm.values()]
     seeds = [str(len(rows)) for rows in by_arm.values()]
-    parts.append(plain_markdown(["arm", *rates.values(), "seeds"], [[*row] for row in zip(arms, *zip(*cells), seeds)]))
+    parts.append(markdown(["arm", *rates.values(), "seeds"], [[*row] for row in zip(arms, *zip(*cells), seeds)]))
 
     control = arms.get("cross-entropy", {})
     lines = []
@@ -106,7 +95,7 @@ def tables(path: Path) -> str:
             lines.append([arm, *(_signed(pair) for pair in pairs.values()), str(next(iter(pairs.values()))[2])])
     if lines:
         parts.append(f"Arm minus control, in points, paired by seed, with its {CONFIDENCE:.0%} interval (t):")
-        parts.append(plain_markdown(["arm", *rates.values(), "pairs"], lines))
+        parts.append(markdown(["arm", *rates.values(), "pairs"], lines))
     else:
         parts.append("No difference: no arm has two seeds that the control has too.")
 
@@ -119,7 +108,7 @@ def tables(path: Path) -> str:
         lines.append([arm, *(f"{100 * one:.1f} / {100 * other:.1f}" for one, other in zip(forced, free))])
     longest = int(first["max_letters"])  # behind it few words are left
     heads = [str(position) for position in range(1, len(lines[0]))][:longest]
-    parts.append(plain_markdown(["arm", *heads], [line[: longest + 1] for line in lines]))
+    parts.append(markdown(["arm", *heads], [line[: longest + 1] for line in lines]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -131,24 +120,16 @@ def _mean_by_position(rows: Sequence[Row], column: str) -> list[float]:
     return [statistics.fmean(each) for each in zip(*([float(cell) for cell in row[column].split()] for row in rows))]
 
 
-def report(argv: list[str] | None) -> int:
-    """Print the tables and draw the figure that is asked for; return the exit status."""
-    parser = Parser(prog="paired_report.py", description="Tables of the arms of train_beam_search.py.")
-    parser.add_argument("results", type=Path, help="a CSV file that experiments/train_beam_search.py wrote")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw soft_beam.png and .svg into DIR")
-    args: argparse.Namespace = parser.parse_args(argv)
-    print(tables(args.results), end="")
-    if args.figures:
-        from scripts.reporting.beam_figure import draw_soft_beam  # matplotlib takes a second, and a table needs none
+def draw(path: Path, folder: Path) -> list[Path]:
+    """Draw the soft beam of the file's first soft-beam row and return the paths."""
+    from scripts.reporting.beam_figure import draw_soft_beam  # matplotlib takes a second, and a table needs none
 
-        for drawn in draw_soft_beam(args.results, args.figures):
-            print(f"wrote {drawn}", file=sys.stderr)
-    return 0
+    return draw_soft_beam(path, folder)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see data/program.py)."""
-    return program.finish(lambda: report(argv))
+    return run(argv, "Tables of the arms of train_beam_search.py.", "experiments/train_beam_search.py", tables, draw)
 
 
 if __name__ == "__main__":

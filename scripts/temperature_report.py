@@ -14,35 +14,24 @@ if __name__ == "__main__":
 
     program.begin()
 
-import argparse
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from data import program
-from data.program import CommandLineError, Parser
-from experiments.shared.run_record import COLUMNS, read_rows
-from scripts.reporting.formats import mean_std, plain_markdown
+from scripts.reporting.plain_report import Row, markdown, mean_std, rows_of, run
 from topk_losses import METHODS
+from topk_losses.checks import AUTO
 
 OF_A_HEAD = ("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "m", "seed")
 OF_A_RUN = ("order_seed", "device", "threads", "data_path", "batches", "eval_freq", "compile", "deterministic")
 
-Row = Mapping[str, str]
 Heads = dict[float | str | None, list[Row]]  # by inverse temperature, rising: a row per seed
-AUTO = "auto"
 
 
 def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
     """Return the rows by P_K, then method in the library's order, then temperature. Raises CommandLineError."""
-    rows: list[Row] = read_rows(path)
-    if not rows or "last_test_logit_std" not in rows[0]:
-        raise CommandLineError(f"{path} has no rows of experiments/finetune_imagenet.py with last_test_logit_std")
-    for name in rows[0]:
-        values = dict.fromkeys(row[name] for row in rows)
-        if len(values) > 1 and name not in (*COLUMNS, *OF_A_HEAD, *OF_A_RUN):
-            raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
+    rows = rows_of(path, "experiments/finetune_imagenet.py", "last_test_logit_std", (*OF_A_HEAD, *OF_A_RUN))
     rows.sort(key=lambda row: (list(METHODS).index(row["method"]), float(temperature_of(row) or 0)))
     grid: dict[str, dict[str, Heads]] = {}
     for row in rows:
@@ -101,7 +90,7 @@ def table(path: Path) -> str:
             lines.append(
                 [f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), name, shown, *cells, *others, str(len(rows))]
             )
-    return f"{caption}\n\n{plain_markdown(heads, lines, words=2)}\n"
+    return f"{caption}\n\n{markdown(heads, lines, words=2)}\n"
 
 
 def _both(rows: Sequence[Row] | None) -> str:
@@ -109,26 +98,16 @@ def _both(rows: Sequence[Row] | None) -> str:
     return " / ".join(f"{100 * mean(rows, f'test_top{k}'):.2f}" for k in (1, 5)) if rows else ""
 
 
-def report(argv: list[str] | None) -> int:
-    """Print the table and draw the figures that are asked for; return the exit status."""
-    parser = Parser(
-        prog="temperature_report.py", description="What the inverse temperature does, by scripts/temperature.sh."
-    )
-    parser.add_argument("results", type=Path, help="a CSV file that scripts/temperature.sh wrote")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw temperature_P_K.png and .svg into DIR")
-    args: argparse.Namespace = parser.parse_args(argv)
-    print(table(args.results), end="")
-    if args.figures:
-        from scripts.reporting.temperature_figure import draw_temperatures  # matplotlib takes a second
+def draw(path: Path, folder: Path) -> list[Path]:
+    """Draw a figure for each P_K and return the paths."""
+    from scripts.reporting.temperature_figure import draw_temperatures  # matplotlib takes a second
 
-        for drawn in draw_temperatures(args.results, args.figures):
-            print(f"wrote {drawn}", file=sys.stderr)
-    return 0
+    return draw_temperatures(path, folder)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see data/program.py)."""
-    return program.finish(lambda: report(argv))
+    return run(argv, "What the inverse temperature does, by heads.", "scripts/temperature.sh", table, draw)
 
 
 if __name__ == "__main__":

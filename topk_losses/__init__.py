@@ -19,7 +19,7 @@ from topk_losses.methods import (
 from topk_losses.networks import RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import DISTRIBUTIONS
-from topk_losses.single_k import ImbalancedNoisedTopKLoss, NoisedTopKLoss, TruncatedEntropyLoss
+from topk_losses.single_k import NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
 from topk_losses.subset import SubsetTopK
@@ -35,7 +35,6 @@ __all__ = [
     "TOP1_MODES",
     "CappedSoftmax",
     "DFTopK",
-    "ImbalancedNoisedTopKLoss",
     "LapSum",
     "NeuralSort",
     "NoisedTopKLoss",

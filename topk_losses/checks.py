@@ -10,6 +10,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor, nn
 
+AUTO = "auto"  # the inverse temperature that follows the logits
 PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, see check_p_k
 
 
@@ -52,9 +53,14 @@ def check_positive(name: str, value: float) -> float:
     return value
 
 
-def check_inverse_temperature(value: float | Tensor | str) -> float | Tensor:
-    """Return a positive float, or a tensor of one floating-point number as it is: learned or scheduled."""
+def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False) -> float | Tensor | str:
+    """Return a positive float, or a tensor of one floating-point number as it is: learned or scheduled.
+
+    or_auto: "auto" too, which a loss knows, as it is. Raises ValueError for anything else.
+    """
     if isinstance(value, str):
+        if or_auto and value == AUTO:
+            return value
         raise ValueError(
             f'inverse_temperature must be a number above 0, a tensor, or for a loss "auto", which follows its logits: '
             f"got {value!r}"

@@ -10,7 +10,6 @@ from topk_losses.checks import (
     check_choice,
     check_fraction,
     check_integer,
-    check_inverse_temperature,
     check_label_masses,
     check_labels,
     check_logits,
@@ -102,17 +101,6 @@ class ClassificationLoss(Constants):
                     f"got shape {tuple(value.shape)}" + (f" with {value.tolist()}" if value.numel() < 20 else "")
                 )
         return value
-
-    def _checked_temperature(
-        self, value: float | Tensor | str, default: float, target: float | None
-    ) -> float | Tensor | str:
-        """An inverse temperature as it is kept; "auto" makes the module that follows the logits.
-
-        target: see AutoTemperature; None where the default is right for logits of any spread.
-        """
-        follows = isinstance(value, str) and value == "auto"
-        self.auto = AutoTemperature(target, default) if follows and target is not None else None
-        return value if self.auto is not None else default if follows else check_inverse_temperature(value)
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""

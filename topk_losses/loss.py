@@ -24,9 +24,8 @@ from topk_losses.checks import (
 from topk_losses.classification import ClassificationLoss, Settings, SoftmaxCrossEntropyLoss
 from topk_losses.kernels import kernel
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
-from topk_losses.single_k import ImbalancedNoisedTopKLoss, NoisedTopKLoss, TruncatedEntropyLoss
-from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import TopKOperator
+from topk_losses.temperature import AutoTemperature
 
 
 def guarded_log(p: Tensor) -> Tensor:
@@ -139,9 +138,14 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
+            value = resolve_settings(self.method, value)["inverse_temperature"]
             method = METHODS[self.method]
-            assert method.inverse_temperature is not None
-            return self._checked_temperature(value, method.inverse_temperature, method.spread)
+            self.auto = None
+            if isinstance(value, str):
+                assert method.spread is not None  # without, "auto" is resolved to the default
+                assert method.inverse_temperature is not None
+                self.auto = AutoTemperature(method.spread, method.inverse_temperature)
+            return value
         if name == "p_k":
             return self._checked_p_k(value)
         return super()._checked_setting(name, value)
@@ -321,15 +325,6 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return self._total(operator.guarded, within, shares, top1, first, p_k is None)
 
 
-SINGLE_K: dict[str, Callable[..., ClassificationLoss]] = {
-    "smooth_topk": SmoothTopKLoss,
-    "smooth_hard_topk": SmoothHardTopKLoss,
-    "truncated_entropy": TruncatedEntropyLoss,
-    "noised_topk": NoisedTopKLoss,
-    "imbalanced_noised_topk": ImbalancedNoisedTopKLoss,
-}
-
-
 def _single_k(method: str, p_k: PK, num_classes: SupportsIndex | None) -> int:
     n = check_num_classes(num_classes)
     rows = check_p_k(p_k, n, n)
@@ -371,6 +366,7 @@ def make_loss(
         if p_k is not None and _single_k(method, p_k, num_classes) != 1:
             raise ValueError(f"softmax_cross_entropy is the loss of P_K = [1, 0, ..], got p_k={p_k}")
         return SoftmaxCrossEntropyLoss(num_classes, **settings)
+    build = METHODS[method].loss
+    assert build is not None
     k = _single_k(method, 5 if p_k is None else p_k, num_classes)
-    temperature = () if beta is None else (beta,)
-    return SINGLE_K[method](k, *temperature, num_classes=num_classes, **settings)
+    return build(k, *(() if beta is None else (beta,)), num_classes=num_classes, **settings)

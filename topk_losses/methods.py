@@ -15,7 +15,8 @@ from topk_losses.checks import check_choice, check_fraction, check_inverse_tempe
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import DISTRIBUTIONS
-from topk_losses.single_k import SPREAD
+from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, SingleKLoss, TruncatedEntropyLoss
+from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
 from topk_losses.subset import SubsetTopK
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
@@ -27,27 +28,29 @@ TOP1_MODES = ("sm", "smce", "sort")
 class Method(NamedTuple):
     """A method: its family, its default inverse temperature (None: it has none), and what it is built from.
 
-    operator: for k ranks of any number of scores; network: for n scores and k ranks; neither: a loss that has no
-    relaxed permutation matrix. stochastic: it draws noise, from the `generator` of its loss or operator.
-    spread: what "auto" holds the inverse temperature times the spread of the logits at; None: the default is right for
-    any spread, since the method whitens the scores or hardly depends on it.
+    operator: for k ranks of any number of scores; network: for n scores and k ranks; loss: of a single k, without a
+    relaxed permutation matrix. stochastic: it draws noise, from the `generator` of its loss or operator. spread: what
+    "auto" holds the inverse temperature times the spread of the logits at; None: "auto" is the default, since the
+    method whitens the scores or hardly depends on their spread (odd_even: no better one was found).
     """
 
     family: str
     inverse_temperature: float | None
     operator: Callable[..., TopKOperator] | None = None
     network: Callable[[int, SupportsIndex], Network] | None = None
+    loss: Callable[..., SingleKLoss] | None = None
     stochastic: bool = False
     spread: float | None = None
 
 
 METHODS: dict[str, Method] = {
     "softmax_cross_entropy": Method("losses", None),
-    "smooth_topk": Method("losses", 1.0),
-    "smooth_hard_topk": Method("losses", 1.0),
-    "truncated_entropy": Method("losses", None),
-    "noised_topk": Method("losses", 0.1, stochastic=True, spread=SPREAD),
-    "imbalanced_noised_topk": Method("losses", 0.1, stochastic=True, spread=SPREAD),
+    "smooth_topk": Method("losses", 1.0, loss=SmoothTopKLoss),
+    "smooth_hard_topk": Method("losses", 1.0, loss=SmoothHardTopKLoss),
+    "truncated_entropy": Method("losses", None, loss=TruncatedEntropyLoss),
+    "noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
+    # the same with class_counts
+    "imbalanced_noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
     "neuralsort": Method("sorts", 0.5, NeuralSort, spread=0.8),
     "softsort": Method("sorts", 0.5, SoftSort, spread=3.0),
     "sinkhorn_sort": Method("transports", 100.0, SinkhornSort),
@@ -64,6 +67,7 @@ METHODS: dict[str, Method] = {
     "bitonic": Method("networks", 1.0, network=bitonic, spread=13.0),
     "splitter_selection": Method("networks", 1.0, network=splitter_selection, spread=6.0),
 }
+SINGLE_K = tuple(name for name, method in METHODS.items() if method.loss)
 RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
 # Published commands name the official code's dense path; here one evaluation serves both.
 ALIASES = {"bitonic__non_sparse": "bitonic"}
@@ -103,13 +107,13 @@ def resolve_settings(
         if value is not None:
             raise ValueError(f"{name} applies to {only}, not to {method}; leave it out, got {value!r}")
 
-    follows = isinstance(inverse_temperature, str) and inverse_temperature == "auto"
     if spec.inverse_temperature is None:
         not_for("inverse_temperature", inverse_temperature, "methods with a temperature")
-    elif inverse_temperature is None or (follows and spec.spread is None):
-        inverse_temperature = spec.inverse_temperature
-    elif not follows:  # "auto" is the loss's affair
-        inverse_temperature = check_inverse_temperature(inverse_temperature)
+    else:
+        if inverse_temperature is not None:
+            inverse_temperature = check_inverse_temperature(inverse_temperature, or_auto=True)
+        if inverse_temperature is None or (isinstance(inverse_temperature, str) and spec.spread is None):
+            inverse_temperature = spec.inverse_temperature
 
     if spec.network is not None:
         distribution = check_choice("distribution", distribution or "logistic_phi", DISTRIBUTIONS)

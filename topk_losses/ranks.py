@@ -1,10 +1,10 @@
 """Top-k by ranks: mask_k(s)_i estimates P(rank of i <= k), without a threshold that would make masks sum to k.
 
-| class           | mask_k(s)_i                                     | source                                 |
-|-----------------|-------------------------------------------------|----------------------------------------|
-| DFTopK          | sigmoid(beta (s_i - (s_[k] + s_[k+1]) / 2))     | Zhu et al. 2025                        |
+| class           | mask_k(s)_i                                             | source                              |
+|-----------------|---------------------------------------------------------|-------------------------------------|
+| DFTopK          | sigmoid(beta (s_i - (s_[k] + s_[k+1]) / 2))             | Zhu et al. 2025                     |
 | RecallSurrogate | sigmoid(k - 1 - sum_{j != i} sigmoid(beta (s_j - s_i))) | Patel, Tolias and Matas 2022 (RS@k) |
-| PerturbedTopK   | E[rank of i in beta s + Z <= k]                 | Berthet 2020, Cordonnier 2021          |
+| PerturbedTopK   | P(rank of i in beta s + Z <= k)                         | Berthet 2020, Cordonnier 2021       |
 
 All are nested in k; those of PerturbedTopK sum to k as well, up to rounding.
 """
@@ -21,9 +21,7 @@ from topk_losses.sorts import MASKED, PointwiseMasks, TopKOperator, differences,
 
 
 class _Sigmoids(PointwiseMasks):
-    """Their rows of P do not sum to 1."""
-
-    sums_to_k = False
+    """Masks sigmoid(t), which do not sum to k; hence rows of P do not sum to 1."""
 
     def _f(self, t: Tensor) -> Tensor:
         return torch.sigmoid(t)
@@ -45,7 +43,7 @@ class DFTopK(_Sigmoids):
         largest = pad(scores, (0, 1), value=MASKED).topk(max(ks, default=0) + 1, dim=1).values  # (rows, K + 1)
         middle = torch.stack([largest[:, k - 1 : k + 1].mean(1) for k in ks], dim=1) if ks else largest[:, :0]
         middle = middle + 0 * largest[:, :1].detach()  # (rows, J); NaN for a row with NaN or +inf
-        own = scores.unsqueeze(1) if labels is None else scores.gather(1, labels.unsqueeze(1))
+        own = scores.unsqueeze(1) if labels is None else scores.gather(1, labels.unsqueeze(1))  # (rows, 1, n or none)
         return self.inverse_temperature * (own - (middle.unsqueeze(2) if labels is None else middle))
 
 
@@ -60,11 +58,12 @@ class RecallSurrogate(_Sigmoids):
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         k = torch.tensor(list(ks), dtype=scores.dtype, device=scores.device)  # (J,)
-        spoilt = 0 * finite(scores).detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
         scores = finite(scores)
+        spoilt = 0 * scores.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
         own = scores if labels is None else scores.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
         # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
-        higher = torch.sigmoid((scores.unsqueeze(1) - own.unsqueeze(2)) * self.inverse_temperature)
+        distances = scores.unsqueeze(1) - own.unsqueeze(2)  # (rows, n or 1, n)
+        higher = torch.sigmoid(distances * self.inverse_temperature)
         rank = higher.sum(2) + 0.5 + spoilt  # (rows, n or 1)
         return k - rank if labels is not None else k.unsqueeze(1) - rank.unsqueeze(1)
 
@@ -126,16 +125,17 @@ class PerturbedTopK(TopKOperator):
         z = finite(scores) * self.inverse_temperature  # (rows, n)
         fixed, index = z.detach(), labels.unsqueeze(1)
         k = torch.tensor(list(ks), device=z.device)  # (J,)
-        value, slope = torch.zeros(len(z), len(ks)).to(z), torch.zeros(len(z), len(ks), z.shape[1]).to(z)
+        value = torch.zeros(len(z), len(ks)).to(z)  # (rows, J), the sum over the draws of who is within k
+        slope = torch.zeros(len(z), len(ks), z.shape[1]).to(z)  # (rows, J, n), that of its gradient
         for _ in range(self.num_samples):
-            noise = self._draw(*z.shape, like=z)
+            noise = self._draw(*z.shape, like=z)  # (rows, n)
             noised = fixed + noise
             rank = 1 + (noised > noised.gather(1, index)).sum(1, keepdim=True)  # (rows, 1)
             inside = (rank <= k).to(z.dtype)  # (rows, J)
             value += inside
             slope.addcmul_(inside.unsqueeze(2), noise.unsqueeze(1))
         spoilt = 0 * fixed.amax(1, keepdim=True)  # NaN for a row with NaN or +inf
-        change = (slope @ (z - fixed).unsqueeze(2)).squeeze(2)  # 0, with the gradient
+        change = (slope @ (z - fixed).unsqueeze(2)).squeeze(2)  # (rows, J): 0, with the gradient
         return (value + change) / self.num_samples + spoilt
 
     def _column(self, scores: Tensor, labels: Tensor) -> Tensor:

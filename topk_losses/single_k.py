@@ -1,10 +1,9 @@
 """Losses of a single k that have no relaxed permutation matrix: truncated entropy, noised top-k. (And smooth_svm.py.)
 
-| class                    | L(s, y)                                              | source              |
-|--------------------------|------------------------------------------------------|---------------------|
-| TruncatedEntropyLoss     | log(1 + sum_{j in J} exp(s_j - s_y))                 | Lapin et al. 2016   |
-| NoisedTopKLoss           | relu(1 + E[(s + eps Z)_[k+1]] - s_y)                 | Garcin et al. 2022  |
-| ImbalancedNoisedTopKLoss | scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y)    | Garcin et al. 2022  |
+| class                | L(s, y)                                              | source              |
+|----------------------|------------------------------------------------------|---------------------|
+| TruncatedEntropyLoss | log(1 + sum_{j in J} exp(s_j - s_y))                 | Lapin et al. 2016   |
+| NoisedTopKLoss       | scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y)    | Garcin et al. 2022  |
 
 J: the classes below rank k, without y. Z: standard normal numbers; s_[r]: the r-th largest score of all.
 """
@@ -17,10 +16,12 @@ from torch import Tensor
 from torch.nn.functional import relu, softplus
 from typing_extensions import Unpack
 
-from topk_losses.checks import check_integer, check_k, check_positive, has_known_values
+from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_positive, has_known_values
 from topk_losses.classification import ClassificationLoss, Settings
 from topk_losses.sorts import MASKED, finite
+from topk_losses.temperature import AutoTemperature
 
+BETA = 0.1  # default inverse temperature of the noised losses (results/temperature.csv, as SPREAD)
 SPREAD = 1.5  # what "auto" holds the inverse temperature times the spread of the logits at
 
 
@@ -58,37 +59,60 @@ class TruncatedEntropyLoss(SingleKLoss):
 
 
 class NoisedTopKLoss(SingleKLoss):
-    """The noised top-k hinge (Garcin, Servajean, Joly and Salmon 2022): relu(1 + E[(s + eps Z)_[k+1]] - s_y).
+    """The noised top-k hinge (Garcin, Servajean, Joly and Salmon 2022), balanced and imbalanced.
 
-    The expectation is the mean over `num_samples` draws of Z, new ones in each call, and its gradient that of the score
-    found at rank k + 1 in each. O(n) memory per sample.
+    L = scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y), margin_y = max_margin (N_min / N_y)^(1/4), N the number of
+    training samples of each class: the rarer, the wider. The expectation is the mean over `num_samples` draws of Z, new
+    ones in each call, and its gradient that of the score found at rank k + 1 in each. O(n) memory per sample.
 
     Args:
         k: the number of guesses, 1 <= k < number of classes.
         inverse_temperature: 1 / eps, above 0, default .1, larger = less noise; a tensor () that requires a gradient is
             learned; "auto" follows the spread of the logits (AutoTemperature).
-        num_samples: draws of Z, at least 1; 5 as in the authors' package.
         num_classes, settings: as for SingleKLoss.
+        num_samples: draws of Z, at least 1; 5 as in the authors' package.
+        class_counts: N (n,), above 0; None (default): all alike, the balanced loss. It can be set at any time.
+        max_margin: the margin of the rarest class, above 0; 1 (default) as in the balanced loss.
+        scale: above 0; 1 (default) for logits of an ordinary last layer, 50 was published for normalised ones.
 
     Raises TypeError or ValueError for settings and inputs that do not fit.
     """
 
+    constants = ("weight", "class_counts")
+
     def __init__(
         self,
         k: SupportsIndex,
-        inverse_temperature: float | Tensor | str = 0.1,
+        inverse_temperature: float | Tensor | str = BETA,
         num_classes: SupportsIndex | None = None,
         num_samples: SupportsIndex = 5,
+        class_counts: Sequence[int] | Tensor | None = None,
+        max_margin: float = 1.0,
+        scale: float = 1.0,
         **settings: Unpack[Settings],
     ) -> None:
         super().__init__(k, num_classes, **settings)
         self.inverse_temperature: Any = inverse_temperature
         self.num_samples = check_integer("num_samples", num_samples, 1)
+        self.class_counts: Tensor | None = class_counts  # type: ignore[assignment]
+        self.max_margin = check_positive("max_margin", max_margin)
+        self.scale = check_positive("scale", scale)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
-            return self._checked_temperature(value, 0.1, SPREAD)
-        return super()._checked_setting(name, value)
+            value = check_inverse_temperature(value, or_auto=True)
+            self.auto = AutoTemperature(SPREAD, BETA) if isinstance(value, str) else None
+            return value
+        if name != "class_counts" or value is None:
+            return super()._checked_setting(name, value)
+        counts = torch.as_tensor(value).detach()
+        wrong = counts.dim() != 1 or len(counts) != (self.num_classes or len(counts))
+        if wrong or (has_known_values(counts) and not bool((counts > 0).all())):
+            raise ValueError(
+                f"class_counts must hold the number of training samples, above 0, of each of the "
+                f"{self.num_classes or 'n'} classes, got shape {tuple(counts.shape)} with {counts.tolist()}"
+            )
+        return counts
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
@@ -105,14 +129,18 @@ class NoisedTopKLoss(SingleKLoss):
         for _ in range(self.num_samples):
             noise = torch.randn(scores.shape, dtype=scores.dtype, device=scores.device, generator=self.generator)
             noised = scores + noise / beta  # (rows, n)
-            index = noised.detach().topk(self.k + 1, dim=1).indices[:, -1:]
+            index = noised.detach().topk(self.k + 1, dim=1).indices[:, -1:]  # (rows, 1)
             total = total + noised.gather(1, index)
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         return total / self.num_samples + spoilt
 
     def _hinge(self, gap: Tensor, labels: Tensor | None) -> Tensor:
         """The loss from gap = E[(s + eps Z)_[k+1]] - s_y: of labels (rows,), or of all classes (rows, n)."""
-        return relu(1 + gap)
+        margins: float | Tensor = self.max_margin
+        if self.class_counts is not None:
+            rarity = (self.class_counts.min() / self.class_counts).pow(0.25).to(gap)  # (n,), at most 1
+            margins = self.max_margin * (rarity if labels is None else rarity[labels])
+        return self.scale * relu(margins + gap)
 
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
@@ -120,53 +148,3 @@ class NoisedTopKLoss(SingleKLoss):
 
     def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor:
         return self._hinge(self._next_largest(scores) - scores, None)
-
-
-class ImbalancedNoisedTopKLoss(NoisedTopKLoss):
-    """NoisedTopKLoss with a margin per class, the wider the rarer: scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y).
-
-    margin_y = max_margin (N_min / N_y)^(1/4), N the number of training samples of each class.
-
-    Args:
-        k, inverse_temperature, num_classes, num_samples, settings: as for NoisedTopKLoss.
-        class_counts: N (n,), above 0; None (default): all alike. It can be set at any time.
-        max_margin: the margin of the rarest class, above 0; 1 (default) as in NoisedTopKLoss.
-        scale: above 0; 1 (default) for logits of an ordinary last layer, 50 was published for normalised ones.
-    """
-
-    constants = ("weight", "class_counts")
-
-    def __init__(
-        self,
-        k: SupportsIndex,
-        inverse_temperature: float | Tensor | str = 0.1,
-        num_classes: SupportsIndex | None = None,
-        num_samples: SupportsIndex = 5,
-        class_counts: Sequence[int] | Tensor | None = None,
-        max_margin: float = 1.0,
-        scale: float = 1.0,
-        **settings: Unpack[Settings],
-    ) -> None:
-        super().__init__(k, inverse_temperature, num_classes, num_samples, **settings)
-        self.class_counts: Tensor | None = class_counts  # type: ignore[assignment]
-        self.max_margin = check_positive("max_margin", max_margin)
-        self.scale = check_positive("scale", scale)
-
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        if name != "class_counts" or value is None:
-            return super()._checked_setting(name, value)
-        counts = torch.as_tensor(value).detach()
-        wrong = counts.dim() != 1 or len(counts) != (self.num_classes or len(counts))
-        if wrong or (has_known_values(counts) and not bool((counts > 0).all())):
-            raise ValueError(
-                f"class_counts must hold the number of training samples, above 0, of each of the "
-                f"{self.num_classes or 'n'} classes, got shape {tuple(counts.shape)} with {counts.tolist()}"
-            )
-        return counts
-
-    def _hinge(self, gap: Tensor, labels: Tensor | None) -> Tensor:
-        if self.class_counts is None:
-            return self.scale * relu(self.max_margin + gap)
-        rarity = (self.class_counts.min() / self.class_counts).pow(0.25).to(gap)  # (n,), at most 1
-        margins = self.max_margin * (rarity if labels is None else rarity[labels])
-        return self.scale * relu(margins + gap)

@@ -72,7 +72,6 @@ class TopKOperator(Constants):
     inverse_temperature: float | Tensor
     guarded = True  # a loss takes the logarithm with the official guard; False: there are _log_within, _log_all_within
     has_zeros = False  # some entries of P are exactly 0, with a gradient of 0, at any temperature
-    sums_to_k = True  # the masks; where not, neither do the rows of P sum to 1
     generator: torch.Generator | None = None  # of operators that draw noise, on the logits' device; None: PyTorch's own
 
     def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor) -> None:

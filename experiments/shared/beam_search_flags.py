@@ -12,6 +12,7 @@ from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy, retain, soft_beam_loss
 from experiments.shared.environment import ROOT
 from topk_losses import RELAXATIONS, SoftTopK, make_operator
+from topk_losses.checks import AUTO
 
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
@@ -80,7 +81,7 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
             f"--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
             f"{', '.join(RELAXATIONS)}; got --arm {args.arm} --method {args.method}"
         )
-    if args.inverse_temperature == "auto":
+    if args.inverse_temperature == AUTO:
         raise cli.CommandLineError(
             "--inverse_temperature auto is not known here: candidates are no logits; give a number"
         )

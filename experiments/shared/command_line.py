@@ -19,9 +19,9 @@ from data.program import CommandLineError, Parser, ProgramError, path, whole_num
 from experiments.shared.environment import ROOT
 from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
-from topk_losses.checks import check_choice
+from topk_losses.checks import AUTO, check_choice
 from topk_losses.kernels import device_of_kernels
-from topk_losses.loss import SINGLE_K
+from topk_losses.methods import SINGLE_K
 
 # P_K without --p_k, as in Table 1; [.2 .2 .2 .2 .2] for the other methods.
 DEFAULT_P_K = {
@@ -111,7 +111,7 @@ def address(*schemes: str) -> Callable[[str], str]:
 
 def temperature(text: str) -> float | str:
     """Argument type of --inverse_temperature: a number above 0, or auto."""
-    return text if text == "auto" else positive(text)
+    return text if text == AUTO else number("a number above 0, or auto", lambda value: value > 0)(text)
 
 
 positive = number("a number above 0", lambda value: value > 0)

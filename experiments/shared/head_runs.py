@@ -17,13 +17,12 @@ from typing_extensions import NotRequired
 from data.embeddings import EmbeddingBatches
 from experiments.shared.checkpoint import PREVIOUS, RUN, Form, go_back, history_of, load_checkpoint, save_checkpoint
 from experiments.shared.command_line import RunError
-from experiments.shared.loss_state import seed_noise, state_of
+from experiments.shared.loss_state import is_stateless, seed_noise, state_of
 from experiments.shared.metrics import EVALUATION
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import utc_now, write_history
 from experiments.shared.training_run import diverged, restoring, saved_state
 from models.heads import HeadStack, head
-from topk_losses import METHODS
 
 EVALUATIONS = "evaluations.csv"
 _HISTORY = history_of((*EVALUATION, "step", "train_steps", "num_heads"))
@@ -130,7 +129,8 @@ class Stack:
     """Heads of one configuration that take each step together: one module, one loss, one optimizer.
 
     training, training_loss: the module and the loss, compiled or not. own_losses: of a loss that draws noise or follows
-    its logits, a copy for each head, so that its company changes nothing; otherwise None.
+    its logits, a copy for each head, so that its company changes nothing, and of the official one, which gives means;
+    otherwise None.
     """
 
     recipe: Recipe
@@ -171,10 +171,8 @@ def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.
         weights = sum(parameter.numel() for parameter in heads[0].parameters())
         size = len(runs) if device.type == "cuda" else max(CPU_WEIGHTS // weights, 1)
         # The loss is compiled with the heads' number of rows, and evaluated eagerly.
-        follows = getattr(recipe.loss_fn, "auto", None) is not None
-        has_own = recipe.implementation == "ours" and (METHODS[recipe.method].stochastic or follows)
-        compilable = compiled and recipe.implementation == "ours" and not has_own
-        training_loss = torch.compile(recipe.loss_fn) if compilable else recipe.loss_fn
+        is_shared = recipe.implementation == "ours" and is_stateless(recipe.loss_fn, recipe.method)
+        training_loss = torch.compile(recipe.loss_fn) if compiled and is_shared else recipe.loss_fn
         for begin in range(0, len(runs), size):
             part = runs[begin : begin + size]
             stacked = HeadStack(heads[begin : begin + size]).to(device)
@@ -184,7 +182,7 @@ def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.
                     stacked.load_optimizer_states(optimizer, [run.optimizer for run in part])
             # Compiled, the last layer would not look at its gradient, which on a CPU gains more.
             training = torch.compile(stacked) if compiled and device.type == "cuda" else stacked
-            own = [copy.deepcopy(recipe.loss_fn) for _ in part] if has_own else None
+            own = None if is_shared else [copy.deepcopy(recipe.loss_fn) for _ in part]
             for run, loss_fn in zip(part, own or []):
                 with restoring(run.folder):
                     if run.loss:
@@ -201,6 +199,19 @@ def initial_head(run: HeadRun, shape: Mapping[str, Any]) -> nn.Sequential:
         with restoring(run.folder):
             made.load_state_dict(run.weights)
     return made
+
+
+def mean_losses(loss_fn: nn.Module | Sequence[nn.Module], logits: Tensor, labels: Tensor) -> Tensor:
+    """Return each head's mean loss (heads,) of logits (heads, batch, n) and labels (heads, batch).
+
+    loss_fn: one for all heads, with the reduction "none", or one for each.
+    """
+    if isinstance(loss_fn, Sequence):
+        return torch.stack([own(*each).mean() for own, *each in zip(loss_fn, logits, labels)])
+    # One call, in the order in which shared embeddings leave the logits in memory: nothing is copied.
+    samples = logits.transpose(0, 1).flatten(0, 1), labels.T.flatten()  # (batch * heads, n), (batch * heads,)
+    # Each head's losses side by side: its sum is rounded as it is alone.
+    return loss_fn(*samples).view(labels.T.shape).T.contiguous().mean(1)
 
 
 def check_finite(

@@ -1,13 +1,14 @@
 """What some losses want besides their flags: noise that a resumed run draws again, how frequent the classes are, and
 that the inverse temperature which follows the logits is kept."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from numpy.random import SeedSequence
 from torch import Tensor, nn
 
-from topk_losses import ImbalancedNoisedTopKLoss
+from topk_losses import METHODS
 
 
 def seed_noise(of: nn.Module, device: torch.device, *numbers: int) -> None:
@@ -16,10 +17,15 @@ def seed_noise(of: nn.Module, device: torch.device, *numbers: int) -> None:
     of.generator = torch.Generator(device).manual_seed(seed)  # type: ignore[assignment]
 
 
-def count_classes(loss_fn: nn.Module, labels: Tensor, num_classes: int) -> None:
-    """Tell a loss that wants it how many training labels (N,) int64 each class has, 1 for one that has none."""
-    if isinstance(loss_fn, ImbalancedNoisedTopKLoss):
-        loss_fn.class_counts = torch.bincount(labels, minlength=num_classes).clamp(min=1)
+def count_classes(loss_fn: nn.Module, method: str, labels: Callable[[], Tensor], num_classes: int) -> None:
+    """Tell a loss that wants it how many training labels (N,) int64 each class has, 1 where it has none."""
+    if method == "imbalanced_noised_topk":
+        loss_fn.class_counts = torch.bincount(labels(), minlength=num_classes).clamp(min=1)  # type: ignore[assignment]
+
+
+def is_stateless(loss_fn: nn.Module, method: str) -> bool:
+    """Whether a loss depends on its arguments alone: it draws no noise, and its temperature follows no logits."""
+    return not METHODS[method].stochastic and getattr(loss_fn, "auto", None) is None
 
 
 def state_of(loss_fn: nn.Module) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from topk_losses import make_loss, resolve_method, resolve_settings
+from topk_losses.checks import AUTO
 
 # The package prints about torch-sparse when it is imported.
 with contextlib.redirect_stdout(io.StringIO()):
@@ -69,7 +70,7 @@ def make_official_loss(
     make_loss(method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode)
     settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)
     method = resolve_method(method)
-    if settings["inverse_temperature"] == "auto":
+    if settings["inverse_temperature"] == AUTO:
         raise ValueError("difftopk knows no inverse temperature auto; give a number, or take --implementation ours")
     if method not in IN_DIFFTOPK:
         raise ValueError(f"difftopk has no {method}; take another method, or --implementation ours")

@@ -13,14 +13,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from data.atomic_file import atomic_write, is_special
-from data.file_lock import HeldError, held
+from data.file_lock import held_or_refused
 from data.program import ProgramError
 
 # Of beam search, experiments/shared/reading_metrics.py.
@@ -113,22 +113,13 @@ def run_id(identity: Mapping[str, Value], readable: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", f"{filled}-{digest[:10]}")
 
 
-@contextmanager
-def open_run(folder: Path) -> Iterator[None]:
+def open_run(folder: Path) -> AbstractContextManager[None]:
     """Create a run folder and hold it for this process. Raises RecordError if another process holds it.
 
     The lock is the operating system's: a killed process does not leave it behind.
     """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(held(folder / "run.lock", wait=False))
-        except HeldError as lock:
-            raise RecordError(
-                f"this configuration is being run by another process, which holds {lock}; wait for it or stop it"
-            ) from None
-        except OSError as error:
-            raise RecordError(f"cannot use the run folder {folder}: {error.strerror or error}") from None
-        yield
+    busy = "this configuration is being run by another process"
+    return held_or_refused(folder / "run.lock", RecordError, busy, "the run folder")
 
 
 def write_config(folder: Path, config: Mapping[str, Value]) -> None:

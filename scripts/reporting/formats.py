@@ -8,7 +8,6 @@ import base64
 import csv
 import io
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -57,18 +56,6 @@ def markdown(table: Table, figures: Sequence[Path] = ()) -> str:
     ]
     body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{table.caption}\n\n{body}\n"
-
-
-def plain_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Return a table of any columns, of which the first `words` are text and the others numbers."""
-    rule = [*["---"] * words, *["---:"] * (len(heads) - words)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *lines))
-
-
-def mean_std(values: Sequence[float]) -> str:
-    """Return the mean and, of several values, the sample standard deviation, with two decimals."""
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}"
 
 
 def latex(table: Table, figures: Sequence[Path] = ()) -> str:

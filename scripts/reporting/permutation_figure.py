@@ -21,18 +21,18 @@ from scripts.reporting.tables import shown_p_k
 from topk_losses import (
     METHODS,
     RELAXATIONS,
-    ImbalancedNoisedTopKLoss,
     TopKCrossEntropyLoss,
     make_loss,
     make_operator,
 )
 from topk_losses.classification import ClassificationLoss
-from topk_losses.loss import SINGLE_K
+from topk_losses.methods import SINGLE_K
 
 CLASSES = ("airplane", "panda", "goldfish", "mammal", "husky")
 SCORES = (1.0, 8.0, -1.0, 9.0, 5.0)
 P_K = (0.5, 0.5, 0.0, 0.0)
 TRUE, WITHIN = CLASSES.index("panda"), 2  # of the gradient: the panda must be among the 2 highest
+IMBALANCED = "imbalanced_noised_topk"
 COUNTS = (100, 1600, 100, 100, 100)  # training samples, for the loss whose margins go by them: half the margin for TRUE
 DRAWS = 5000
 SHADES = LinearSegmentedColormap.from_list("white to blue", ["#ffffff", "#0072B2"])
@@ -106,7 +106,7 @@ def loss_of(method: str, inverse_temperature: float | None = None) -> Classifica
     )
     if METHODS[method].stochastic:
         _draw_often(loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
-    if isinstance(loss, ImbalancedNoisedTopKLoss):  # without counts its margins are those of the other noised loss
+    if method == IMBALANCED:  # without counts its margins are those of the other noised loss
         loss.class_counts = torch.tensor(COUNTS)
     return loss
 
@@ -152,7 +152,7 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     ks = paid_for(method)
     title = f"pull on the true class, k = {' or '.join(map(str, ks))}" + " alone" * (len(ks) == 1)
     title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic
-    axis.set_title(title + ", half the margin" * isinstance(loss, ImbalancedNoisedTopKLoss), loc="left")
+    axis.set_title(title + ", half the margin" * (method == IMBALANCED), loc="left")
     if temperature:
         axis.legend()
     return save(figure, folder, method)

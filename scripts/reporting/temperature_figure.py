@@ -6,7 +6,8 @@ from matplotlib.lines import Line2D
 
 from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
 from scripts.reporting.tables import shown_p_k
-from scripts.temperature_report import AUTO, grid_of, mean
+from scripts.temperature_report import grid_of, mean
+from topk_losses.checks import AUTO
 
 FLOOR = 5  # points below the best that a panel still shows
 
@@ -35,17 +36,8 @@ def draw_temperatures(results: Path, folder: Path) -> list[Path]:
             axis.set_ylim(best - FLOOR, best + 0.5)
             axis.set_xlabel("inverse temperature × standard deviation of the logits")
             axis.set_title(f"test top-{k}, %", loc="left")
-        keys = [
-            Line2D(
-                [],
-                [],
-                color=STYLES[each].color,
-                marker=STYLES[each].marker,
-                linestyle=STYLES[each].line,
-                label=STYLES[each].label,
-            )
-            for each in curves
-        ]
+        styles = [STYLES[each] for each in curves]
+        keys = [Line2D([], [], color=s.color, marker=s.marker, linestyle=s.line, label=s.label) for s in styles]
         figure.legend(handles=keys, loc="outside lower center", ncols=5)
         figure.suptitle(
             f"Heads trained with $P_K$ = {shown_p_k(p_k)}: accuracy, mean over the seeds, over β times the spread of a "

@@ -749,14 +749,14 @@ def test_no_method_overlooks_a_test_row_that_is_not_finite(tmp_path, results, ca
 def test_the_mean_of_a_heads_losses_is_rounded_as_it_is_alone():
     losses = torch.rand(500, 3, generator=torch.Generator().manual_seed(0))
     logits, labels = losses.T[:, :, None], torch.zeros(3, 500, dtype=torch.int64)  # one class: its score is the loss
-    together = script.mean_losses(lambda logits, _: logits[:, 0], logits, labels, "ours")
+    together = script.mean_losses(lambda logits, _: logits[:, 0], logits, labels)
     for number in range(3):
-        alone = script.mean_losses(lambda logits, _: logits[:, 0], logits[[number]], labels[[number]], "ours")
+        alone = script.mean_losses(lambda logits, _: logits[:, 0], logits[[number]], labels[[number]])
         assert together[number].item() == alone.item()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(store, results, monkeypatch, capsys):
-    def broken(loss_fn, logits, labels, implementation):
+    def broken(loss_fn, logits, labels):
         losses = logits.mean((1, 2))
         return torch.stack([losses[0], losses[1] * math.nan])
 

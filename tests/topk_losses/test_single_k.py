@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy
 
 from tests.topk_losses.test_loss import random_batch
-from topk_losses import ImbalancedNoisedTopKLoss, NoisedTopKLoss, TruncatedEntropyLoss, make_loss
+from topk_losses import NoisedTopKLoss, TruncatedEntropyLoss, make_loss
 
 
 @given(st.integers(2, 12), st.data())
@@ -74,7 +74,7 @@ def test_noised_losses_equal_the_authors_package(k, epsilon, draws, monkeypatch)
     common = {"inverse_temperature": 1 / epsilon, "num_samples": draws}
     ours = {
         "balanced": NoisedTopKLoss(k, **common),
-        "imbalanced": ImbalancedNoisedTopKLoss(k, **common, class_counts=counts, max_margin=0.7, scale=3),
+        "imbalanced": NoisedTopKLoss(k, **common, class_counts=counts, max_margin=0.7, scale=3),
     }
     for name, loss in ours.items():
         scores = logits.clone().requires_grad_()
@@ -94,15 +94,15 @@ def test_equal_counts_are_the_balanced_loss_and_rare_classes_have_the_widest_mar
     logits, labels = random_batch(8, 6)
     want = seeded(NoisedTopKLoss(2, reduction="none"))(logits, labels)
     for counts in (None, [7] * 6):
-        got = seeded(ImbalancedNoisedTopKLoss(2, class_counts=counts, reduction="none"))(logits, labels)
+        got = seeded(NoisedTopKLoss(2, class_counts=counts, reduction="none"))(logits, labels)
         torch.testing.assert_close(got, want)
-    loss = ImbalancedNoisedTopKLoss(2, 1e12, class_counts=[16, 1, 1, 1, 1, 1])
+    loss = NoisedTopKLoss(2, 1e12, class_counts=[16, 1, 1, 1, 1, 1])
     same = torch.zeros(2, 6)
     torch.testing.assert_close(loss(same, torch.tensor([0, 0])), torch.tensor(0.5))
     torch.testing.assert_close(loss(same, torch.tensor([1, 1])), torch.tensor(1.0))
     for wrong in ([1, 2], [1, 2, 3, 4, 5, 0], [[1] * 6]):
         with pytest.raises(ValueError, match="class_counts must hold the number of training samples, above 0"):
-            ImbalancedNoisedTopKLoss(2, num_classes=6, class_counts=wrong)
+            NoisedTopKLoss(2, num_classes=6, class_counts=wrong)
 
 
 @pytest.mark.parametrize("method", ["noised_topk", "imbalanced_noised_topk"])
