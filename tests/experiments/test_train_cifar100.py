@@ -493,7 +493,7 @@ def finished_epochs(results: Path) -> int:
         ("--method softsort --m 11", "num_classes=10"),
         ("--method softsort --m 0", "at least 1, got '0'"),
         ("--method softsort --m 2.5", "got '2.5'"),
-        ("--method softsort --inverse_temperature 0", "must be a number above 0, got '0'"),
+        ("--method softsort --inverse_temperature 0", "must be a number above 0, or auto, got '0'"),
         ("--method softsort --inverse_temperature nan", "got 'nan'"),
         ("--method softsort --distribution logistic", "distribution"),
         ("--method bitonic --distribution gaussian --art_lambda .5", "art_lambda"),
