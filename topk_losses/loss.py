@@ -22,9 +22,8 @@ from topk_losses.checks import (
     has_known_values,
 )
 from topk_losses.classification import ClassificationLoss, Settings, SoftmaxCrossEntropyLoss
-from topk_losses.kernels import kernel
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
-from topk_losses.sorts import TopKOperator
+from topk_losses.sorts import TopKOperator, largest
 from topk_losses.temperature import AutoTemperature
 
 
@@ -55,11 +54,9 @@ def top_m(scores: Tensor, labels: Tensor, m: int) -> Tensor:
 
     scores (rows, n), labels (rows,) int64. Among equal scores the choice is arbitrary.
     """
-    find = kernel("top_m", scores)
-    if find is not None:
-        return scores.gather(1, find(scores, labels, m))
-    index = scores.detach().scatter(1, labels.unsqueeze(1), torch.inf).topk(m, dim=1).indices
-    return scores.gather(1, index)
+    index, true = largest(scores, m), labels.unsqueeze(1)
+    behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is among those before, or here
+    return scores.gather(1, torch.cat([true, torch.where(behind, index[:, 1:], index[:, :-1])], dim=1))
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):
@@ -313,7 +310,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if self.m is not None:
             if has_known_values(mass) and mass.numel() and int((mass > 0).sum(1).max()) > self.m:
                 raise ValueError(f"m={self.m} scores cannot hold {int((mass > 0).sum(1).max())} right answers; raise m")
-            index = scores.detach().masked_fill(mass > 0, torch.inf).topk(self.m, dim=1).indices
+            index = largest(scores.detach().masked_fill(mass > 0, torch.inf), self.m)
             scores, mass = scores.gather(1, index), mass.gather(1, index)  # (rows, m), no right answer left out
         ranks, operator = self._ranks_and_operator(scores, p_k)
         # The sum over the set counts how many are expected within k; where that exceeds 1, one is.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import check_integer
-from topk_losses.sorts import MASKED, PointwiseMasks, TopKOperator, differences, finite
+from topk_losses.sorts import MASKED, PointwiseMasks, TopKOperator, differences, finite, largest, pick_ranks
 
 
 class _Sigmoids(PointwiseMasks):
@@ -39,12 +39,17 @@ class DFTopK(_Sigmoids):
     """
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        scores = finite(scores)
-        largest = pad(scores, (0, 1), value=MASKED).topk(max(ks, default=0) + 1, dim=1).values  # (rows, K + 1)
-        middle = torch.stack([largest[:, k - 1 : k + 1].mean(1) for k in ks], dim=1) if ks else largest[:, :0]
-        middle = middle + 0 * largest[:, :1].detach()  # (rows, J); NaN for a row with NaN or +inf
-        own = scores.unsqueeze(1) if labels is None else scores.gather(1, labels.unsqueeze(1))  # (rows, 1, n or none)
-        return self.inverse_temperature * (own - (middle.unsqueeze(2) if labels is None else middle))
+        K = max(ks, default=0)
+        places = largest(scores, min(K + 1, scores.shape[1]))
+        if labels is None:
+            top, own = scores.gather(1, places), scores
+        else:  # in one, for one gradient
+            own, top = scores.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
+        top, own = pad(finite(top), (0, K + 1 - places.shape[1]), value=MASKED), finite(own)  # (rows, K + 1)
+        middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
+        middle = middle + 0 * top[:, :1].detach()  # NaN for a row with NaN or +inf
+        t = own.unsqueeze(1) - middle.unsqueeze(2) if labels is None else own - middle
+        return t * self.inverse_temperature
 
 
 class RecallSurrogate(_Sigmoids):

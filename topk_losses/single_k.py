@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_positive, has_known_values
 from topk_losses.classification import ClassificationLoss, Settings
-from topk_losses.sorts import MASKED, finite
+from topk_losses.sorts import MASKED, finite, largest
 from topk_losses.temperature import AutoTemperature
 
 BETA = 0.1  # default inverse temperature of the noised losses (results/temperature.csv, as SPREAD)
@@ -52,9 +52,9 @@ class TruncatedEntropyLoss(SingleKLoss):
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_k(self.k, scores.shape[1] - 1)
         true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
-        top, index = scores.detach().topk(self.k, dim=1)  # (rows, k)
-        below = finite(scores).scatter(1, torch.cat([index, labels.unsqueeze(1)], dim=1), MASKED)  # (rows, n)
-        spoilt = 0 * finite(top[:, 0])  # NaN for a row with NaN or +inf
+        places = largest(scores, self.k)  # (rows, k)
+        below = finite(scores).scatter(1, torch.cat([places, labels.unsqueeze(1)], dim=1), MASKED)  # (rows, n)
+        spoilt = 0 * finite(scores.detach().gather(1, places[:, :1])).squeeze(1)  # NaN for a row with NaN or +inf
         return softplus(below.logsumexp(1) - true.squeeze(1), threshold=40) + spoilt
 
 
@@ -129,8 +129,7 @@ class NoisedTopKLoss(SingleKLoss):
         for _ in range(self.num_samples):
             noise = torch.randn(scores.shape, dtype=scores.dtype, device=scores.device, generator=self.generator)
             noised = scores + noise / beta  # (rows, n)
-            index = noised.detach().topk(self.k + 1, dim=1).indices[:, -1:]  # (rows, 1)
-            total = total + noised.gather(1, index)
+            total = total + noised.gather(1, largest(noised, self.k + 1)[:, -1:])
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         return total / self.num_samples + spoilt
 

@@ -15,10 +15,12 @@ from topk_losses.checks import (
     check_logits,
     full_precision,
 )
+from topk_losses.kernels import kernel
 
 # Stands in for a score of -inf, a class that takes no part. All operators have reached their limit there, to rounding,
 # and its square is a float32 number still.
 MASKED = -1e18
+MOST_BY_KERNEL, LEAST_SHARE = 64, 16  # a kernel pays for the m <= 64 largest of more than 16 m scores
 
 
 def to_compute_dtype(logits: Tensor) -> Tensor:
@@ -29,6 +31,12 @@ def to_compute_dtype(logits: Tensor) -> Tensor:
 def finite(scores: Tensor) -> Tensor:
     """`scores` with MASKED in place of -inf; NaN and inf stay, and spoil their sample alone."""
     return scores.masked_fill(scores == -torch.inf, MASKED)
+
+
+def largest(scores: Tensor, m: int) -> Tensor:
+    """The classes of the m largest scores of each row (rows, n), falling: (rows, m) int64. Ties fall either way."""
+    find = kernel("largest", scores) if m <= min(MOST_BY_KERNEL, (scores.shape[1] - 1) // LEAST_SHARE) else None
+    return scores.detach().topk(m, dim=1).indices if find is None else find(scores, m)
 
 
 def pick_ranks(cumulative: Tensor, ks: Sequence[int]) -> Tensor:
@@ -264,7 +272,7 @@ class SoftSort(TopKOperator):
     below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_j) there: one sum serves all k rows.
 
     k: ranks, 1 <= k <= n. inverse_temperature: 1 / tau > 0; default .5, as published for ImageNet (CIFAR-100: .0625).
-    Among equal scores s_[i] is the one that torch.topk returns, and the derivative of |s_[k] - s_j| is that from below.
+    Among equal scores s_[i] is any of them, and the derivative of |s_[k] - s_j| is that from below.
     Raises ValueError for a non-positive inverse temperature.
     """
 
@@ -275,17 +283,17 @@ class SoftSort(TopKOperator):
         if labels.is_floating_point():
             return (self._matrix(scores) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
         beta, scores = self.inverse_temperature, finite(scores)
-        largest = scores.topk(self.k, dim=1).values  # (rows, k)
-        kth = largest[:, -1:]  # (rows, 1)
+        top = scores.gather(1, largest(scores, self.k))  # (rows, k)
+        kth = top[:, -1:]  # (rows, 1)
         # each of the k largest adds exp(0) = 1 to this sum, which is taken off again
         below = ((scores - kth).clamp(max=0) * beta).exp().sum(1, keepdim=True) - self.k  # (rows, 1)
-        among = ((largest.unsqueeze(2) - largest.unsqueeze(1)).abs() * -beta).exp().sum(2)  # (rows, k)
-        total = among + ((kth - largest) * beta).exp() * below  # (rows, k)
+        among = ((top.unsqueeze(2) - top.unsqueeze(1)).abs() * -beta).exp().sum(2)  # (rows, k)
+        total = among + ((kth - top) * beta).exp() * below  # (rows, k)
         true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
-        return ((largest - true).abs() * -beta).exp() / total
+        return ((top - true).abs() * -beta).exp() / total
 
     def _matrix(self, scores: Tensor) -> Tensor:
         scores = finite(scores)
-        largest = scores.topk(self.k, dim=1).values  # (rows, k)
-        distance = (largest.unsqueeze(2) - scores.unsqueeze(1)).abs()  # (rows, k, n)
+        top = scores.gather(1, largest(scores, self.k))  # (rows, k)
+        distance = (top.unsqueeze(2) - scores.unsqueeze(1)).abs()  # (rows, k, n)
         return (distance * -self.inverse_temperature).softmax(2)

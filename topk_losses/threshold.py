@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import full_precision, has_known_values
-from topk_losses.sorts import PointwiseMasks, finite
+from topk_losses.checks import full_precision, has_known_values, is_concrete
+from topk_losses.sorts import PointwiseMasks, finite, largest
 
+Pair = tuple[Tensor, Tensor]
 MAX_ITERATIONS = 60  # three or four do, unless the bracket has to be halved
+FEW = 32  # scores among which a mask with zeros looks for its threshold first
 PIECE = 2**17  # numbers that the solver works on at a time: what the processor's cache holds
 
 
@@ -43,44 +45,60 @@ def in_pieces(J: int, x: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 class _TopAndRest(torch.autograd.Function):
-    """The M largest of z, falling, (rows, M); log sum exp of all the others, (rows, 1); and where the M stand."""
+    """Of z = scale x, x (rows, n): the M largest, falling, (rows, M); log sum exp of all the others, (rows, 1).
+
+    And z of the classes (rows, A), and where the M stand.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(z: Tensor, M: int) -> tuple[Tensor, Tensor, Tensor]:
-        top, index = z.topk(M, dim=1)
-        if z.shape[1] == M:
-            return top, torch.full_like(top[:, :1], -torch.inf), index
+    def forward(x: Tensor, scale: float, M: int, classes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        places = largest(x, M)
+        top, own = x.gather(1, places) * scale, x.gather(1, classes) * scale
+        if x.shape[1] == M:
+            return top, torch.full_like(top[:, :1], -torch.inf), own, places
         last = finite(top[:, -1:])
         sums = [
-            (part - last_of).exp_().scatter_(1, index_of, 0).sum(1, keepdim=True)  # (rows, n), at most 1
-            for part, last_of, index_of in in_pieces(1, z, last, index)
+            (part * scale - last_of).exp_().scatter_(1, places_of, 0).sum(1, keepdim=True)  # (rows, n), at most 1
+            for part, last_of, places_of in in_pieces(1, x, last, places)
         ]
-        return top, last + torch.cat(sums).log(), index
+        return top, last + torch.cat(sums).log(), own, places
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.save_for_backward(inputs[0], *output)
-        ctx.mark_non_differentiable(output[2])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        top, rest, _, places = output
+        ctx.save_for_backward(inputs[0], inputs[3], top, rest, places)
+        ctx.scale = inputs[1]
+        ctx.mark_non_differentiable(places)
 
     @staticmethod
-    def backward(ctx: Any, grad_top: Tensor, grad_rest: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        z, top, rest, index = ctx.saved_tensors
-        if z.shape[1] == top.shape[1]:
-            return torch.zeros_like(z).scatter(1, index, grad_top), None
+    def backward(
+        ctx: Any, grad_top: Tensor, grad_rest: Tensor, grad_own: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, classes, top, rest, places = ctx.saved_tensors
+        grad_top, grad_rest, grad_own = (each * ctx.scale for each in (grad_top, grad_rest, grad_own))
+        if x.shape[1] == top.shape[1]:
+            return torch.zeros_like(x).scatter(1, places, grad_top).scatter_add(1, classes, grad_own), None, None, None
         nothing = rest == -torch.inf  # the others are out, or too far below the M to be seen beside them
-        below = (z - torch.where(nothing, finite(top[:, :1]), rest)).scatter_(1, index, -torch.inf).exp_()  # (rows, n)
+        beside = torch.where(nothing, finite(top[:, :1]), rest)
+        below = (x * ctx.scale - beside).scatter_(1, places, -torch.inf).exp_()  # (rows, n)
         factor = torch.where(nothing, 0, grad_rest)
-        # in place, unless a second derivative needs what was there
-        of_z = below * factor if torch.is_grad_enabled() else below.mul_(factor)
-        return of_z.scatter_(1, index, grad_top), None
+        if torch.is_grad_enabled() or not is_concrete(factor):  # what was there may be needed again
+            of_x = (below * factor).scatter(1, places, grad_top).scatter_add(1, classes, grad_own)
+        else:
+            of_x = below.mul_(factor).scatter_(1, places, grad_top).scatter_add_(1, classes, grad_own)
+        return of_x, None, None, None
 
 
-def top_and_rest(z: Tensor, M: int) -> Tensor:
-    """The M largest of z (rows, n), falling, or all if there are less, and log sum exp of the others: (rows, M + 1)."""
-    top, rest, _ = _TopAndRest.apply(z, min(M, z.shape[1]))
-    return torch.cat([finite(top), rest], dim=1)
+def top_and_rest(x: Tensor, scale: float, M: int, classes: Tensor | None = None) -> Pair:
+    """Of z = scale x (rows, n) the M largest, falling, or all if there are less, and log sum exp of the others.
+
+    (rows, M + 1). And z of the classes (rows, A) int64, (rows, A); none by default.
+    """
+    classes = torch.empty_like(x[:, :0], dtype=torch.int64) if classes is None else classes
+    top, rest, own, _ = _TopAndRest.apply(x, scale, min(M, x.shape[1]), classes)
+    return torch.cat([finite(top), rest], dim=1), own
 
 
 def sums_below(points: Tensor) -> Tensor:
@@ -130,7 +148,7 @@ def newton(
     theta: Tensor,
     tolerance: float | None,
     max_iterations: int,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """The root of a falling sum(theta) = k by Newton's method, in a bracket that is halved where a step would leave it.
 
     evaluate(theta): the sum, Newton's step, and the relative error of the sum that the step leaves, at most. theta: the
@@ -160,9 +178,7 @@ class Curve(ABC):
     """An f as its threshold needs it. There is one instance of each, and it has no state."""
 
     @abstractmethod
-    def solve(
-        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
-    ) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
         """theta with sum_i f(x_i - theta) = k, and the error of the sum relative to k: (rows, J) each.
 
         x (rows, n), k (rows, J) in (0, n), most: an integer that no k exceeds.
@@ -174,16 +190,14 @@ class Curve(ABC):
 
 
 class _Logistic(Curve):
-    def solve(
-        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
-    ) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
         """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
 
         The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart. Two
         steps follow for the largest scores alone, with the rest as an exponential; one or two more reach rounding.
         """
         n = x.shape[1]
-        points = top_and_rest(x, 2 * most)
+        points, _ = top_and_rest(x, 1.0, 2 * most)
         M = points.shape[1] - 1
         of_mean = (k / (n - k)).log()
         low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - of_mean
@@ -219,9 +233,7 @@ class _Logistic(Curve):
 class _Laplace(Curve):
     """x: points as of top_and_rest, of which the last is below theta in any case."""
 
-    def solve(
-        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
-    ) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
         theta = laplace_root(x, k)
         return theta, torch.zeros_like(theta)
 
@@ -237,9 +249,7 @@ class _Power(Curve):
     def __init__(self, q: int) -> None:
         self.q = q
 
-    def solve(
-        self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int
-    ) -> tuple[Tensor, Tensor]:
+    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
         """In closed form for q = 1, else by Newton's method between the score at rank k, rounded up, and 1 below."""
         highest = x[:, :1]
         x = x - highest
@@ -276,14 +286,12 @@ class Threshold(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor, k: Tensor, curve: Curve, most: int, tolerance: float | None, max_iterations: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, k: Tensor, curve: Curve, most: int, tolerance: float | None, max_iterations: int) -> Pair:
         theta, error = curve.solve(x, k, most, tolerance, max_iterations)
         return theta, error.amax(1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         ctx.save_for_backward(inputs[0], output[0])
         ctx.curve = inputs[2]
         ctx.mark_non_differentiable(output[1])
@@ -325,33 +333,34 @@ class ThresholdOperator(PointwiseMasks, ABC):
                 raise ValueError(f"k must lie in (0, n={n}], got {k if wanted.numel() == 1 else wanted.tolist()}")
             most = math.ceil(float(wanted.detach().max()))
         with full_precision(logits.device):
-            z = self._scaled(scores)
-            theta = self._threshold(z, wanted.clamp(max=n * (1 - 4 * torch.finfo(z.dtype).eps)), most)
-            return self._f(finite(z) - theta).reshape(logits.shape)
+            x, scale = self._scaled(scores)
+            wanted = wanted.clamp(max=n * (1 - 4 * torch.finfo(x.dtype).eps))
+            theta, _ = self._threshold(x, scale, wanted, most, None)
+            return self._f(finite(x * scale) - theta).reshape(logits.shape)
 
     @abstractmethod
-    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
-        """theta (rows, J) for z = beta s (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
+        """theta (rows, J) for z = scale x (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`.
 
-    def _scaled(self, scores: Tensor) -> Tensor:
+        And z of the classes (rows, A) int64, (rows, A), or any tensor for None.
+        """
+
+    def _scaled(self, scores: Tensor) -> tuple[Tensor, float]:
+        """(x, scale) with scale x = beta s: what is no tensor is multiplied where a number is looked at anyway."""
         beta = self.inverse_temperature
-        return finite(scores) * beta if isinstance(beta, Tensor) else scores if beta == 1 else scores * beta
-
-    def _thetas(self, z: Tensor, ks: Sequence[int]) -> Tensor:
-        """theta (rows, J) for the k of interest, rising; -inf for k = n: among n classes all are the n highest."""
-        n = z.shape[1]
-        proper = [z.new_full((len(z), 1), float(k)) for k in ks if k < n]
-        if not proper:
-            return torch.full_like(z[:, : len(ks)], -torch.inf)
-        theta = self._threshold(z, torch.cat(proper, dim=1), ks[len(proper) - 1])
-        return pad(theta, (0, len(ks) - len(proper)), value=-torch.inf)
+        return (finite(scores) * beta, 1.0) if isinstance(beta, Tensor) else (scores, beta)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        z = self._scaled(scores)
-        theta = self._thetas(z, ks)
+        """t = z - theta; theta is -inf for k = n: among n classes all are the n highest."""
+        x, scale = self._scaled(scores)
+        proper = [k for k in ks if k < x.shape[1]]
+        classes = None if labels is None else labels.unsqueeze(1)
+        k = torch.tensor(proper or [1], dtype=x.dtype, device=x.device).expand(len(x), -1)  # (rows, J)
+        theta, own = self._threshold(x, scale, k, max(proper, default=1), classes)
+        theta = pad(theta[:, : len(proper)], (0, len(ks) - len(proper)), value=-torch.inf)
         if labels is None:
-            return finite(z).unsqueeze(1) - theta.unsqueeze(2)
-        return finite(z.gather(1, labels.unsqueeze(1))) - theta
+            return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
+        return finite(own) - theta
 
     def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
         return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS)[0]
@@ -370,8 +379,9 @@ class LML(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return logsigmoid(t)
 
-    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
-        return self._root(z, k, LOGISTIC, most)
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
+        z = x if scale == 1 else x * scale
+        return self._root(z, k, LOGISTIC, most), z if classes is None else z.gather(1, classes)
 
 
 class LapSum(ThresholdOperator):
@@ -389,8 +399,9 @@ class LapSum(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return torch.where(t < 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))
 
-    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
-        return self._root(top_and_rest(z, 2 * most), k, LAPLACE, most)
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
+        points, own = top_and_rest(x, scale, 2 * most, classes)
+        return self._root(points, k, LAPLACE, most), own
 
 
 class CappedSoftmax(ThresholdOperator):
@@ -406,13 +417,13 @@ class CappedSoftmax(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return t.clamp(max=0)
 
-    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
         """With m classes at 1, theta = log sum_{i>m} exp x_i - log(k - m).
 
         sum_i min(1, exp(x_i - theta)) is the least over m of m + exp(-theta) sum_{i>m} exp x_i, so that theta is the
         least of these.
         """
-        points = top_and_rest(z, most)
+        points, own = top_and_rest(x, scale, most, classes)
         highest = points[:, :1].detach()
         points = points - highest
         place = torch.arange(points.shape[1], dtype=k.dtype, device=k.device)  # (M + 1,)
@@ -420,7 +431,7 @@ class CappedSoftmax(ThresholdOperator):
         roots = sums_below(points.detach()).unsqueeze(1) - left.log()
         m = torch.where(left > 0, roots, torch.inf).argmin(2)  # (rows, J)
         below = points.unsqueeze(1).masked_fill(place < m.unsqueeze(2), -torch.inf)  # (rows, J, M + 1)
-        return below.logsumexp(2) - (k - m).log() + highest
+        return below.logsumexp(2) - (k - m).log() + highest, own
 
 
 class SparseTopK(ThresholdOperator):
@@ -449,9 +460,17 @@ class SparseTopK(ThresholdOperator):
     def _f(self, t: Tensor) -> Tensor:
         return t.clamp(0, 1) ** self.q
 
-    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
-        number = z.shape[1]
-        if has_known_values(z) and z.numel():
-            kth = finite(z.topk(most, dim=1).values[:, -1:])
-            number = max(most, int((z > kth - 1).sum(1).max()))
-        return self._root(finite(z.topk(number, dim=1).values), k, POWERS[self.q], most)
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
+        """Classes left out make theta too low, never too high: what is above it is all that can count."""
+        number = min(max(2 * most, FEW), x.shape[1]) if has_known_values(x) else x.shape[1]
+        while True:
+            places = largest(x, number)
+            places = places if classes is None else torch.cat([places, classes], dim=1)
+            z = finite(x.gather(1, places) * scale)  # (rows, number + A)
+            theta = self._root(z[:, :number], k, POWERS[self.q], most)
+            if number == x.shape[1] or not x.numel():
+                return theta, z[:, number:]
+            above = int((x * scale > theta.detach().amin(1, keepdim=True)).sum(1).max())
+            if above <= number:
+                return theta, z[:, number:]
+            number = above

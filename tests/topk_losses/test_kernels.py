@@ -29,7 +29,7 @@ from topk_losses.loss import top_m
 
 pytest.importorskip("numba")
 from topk_losses.kernels import numba_support
-from topk_losses.kernels.cpu_top_m import largest_of_rows
+from topk_losses.kernels.cpu_largest import largest_of_rows
 
 NETWORKS = {"odd_even": networks.odd_even, "bitonic": networks.bitonic, "splitter": networks.splitter_selection}
 
@@ -412,18 +412,18 @@ def test_pickles_and_copies():
 def test_is_the_default_on_the_cpu_and_can_be_turned_off(monkeypatch):
     scores = torch.zeros(1, 2)
     monkeypatch.delenv(VARIABLE)
-    assert kernel("top_m", scores) is not None
-    assert kernel("top_m", scores.double()) is None
-    assert kernel("top_m", scores, torch.ones((), requires_grad=True)) is None
+    assert kernel("largest", scores) is not None
+    assert kernel("largest", scores.double()) is None
+    assert kernel("largest", scores, torch.ones((), requires_grad=True)) is None
     assert kernel("no such operation", scores) is None
     monkeypatch.setenv(VARIABLE, "torch")
-    assert kernel("top_m", scores) is None
+    assert kernel("largest", scores) is None
     monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: False)
     monkeypatch.delenv(VARIABLE)
-    assert kernel("top_m", scores) is None
+    assert kernel("largest", scores) is None
     monkeypatch.setenv(VARIABLE, "numba")
     with pytest.raises(ValueError, match="needs the package numba"):
-        kernel("top_m", scores)
+        kernel("largest", scores)
 
 
 def test_triton_is_taken_on_request_only(monkeypatch):

@@ -165,10 +165,12 @@ def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, to
 @pytest.mark.parametrize("method", sorted(THRESHOLDS.keys() & METHODS.keys()))
 def test_only_the_k_that_have_mass_are_evaluated(method, monkeypatch):
     loss, seen = TopKCrossEntropyLoss(method, [0.5, 0, 0, 0, 0.5], 12), []
-    thetas = loss.operator._thetas
-    monkeypatch.setattr(loss.operator, "_thetas", lambda z, ks: seen.append(list(ks)) or thetas(z, ks))
+    threshold = loss.operator._threshold
+    monkeypatch.setattr(
+        loss.operator, "_threshold", lambda x, scale, k, *others: seen.append(k) or threshold(x, scale, k, *others)
+    )
     loss(random_logits(3, 12), torch.arange(3))
-    assert seen == [[5]]
+    assert [k.tolist() for k in seen] == [[[5.0]] * 3]
 
 
 def test_a_mixture_of_logarithms_takes_any_shares():

@@ -22,7 +22,7 @@ from topk_losses.checks import is_concrete
 VARIABLE = "TOPK_LOSSES_BACKEND"
 TABLE = {
     ("carry_mass", "cpu"): "topk_losses.kernels.cpu_networks",  # a relaxed network for the true class
-    ("top_m", "cpu"): "topk_losses.kernels.cpu_top_m",  # the true class and the m - 1 largest others
+    ("largest", "cpu"): "topk_losses.kernels.cpu_largest",  # the m largest scores
     ("kth_largest", "cpu"): "topk_losses.kernels.cpu_smooth",  # the smooth k-th largest score
     ("carry_mass", "cuda"): "topk_losses.kernels.cuda",
 }

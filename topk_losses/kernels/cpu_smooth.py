@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topk_losses.kernels.cpu_top_m import largest_of_rows
+from topk_losses.kernels.cpu_largest import largest_of_rows
 from topk_losses.kernels.numba_support import exp, in_threads, jit
 
 MAX_K_WITH_REST = 64  # e^k is a float32 number

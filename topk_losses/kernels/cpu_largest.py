@@ -100,29 +100,14 @@ def largest_of_rows(scores, first, last, index):
             index[row, r] = _LOW - (largest[r] & _LOW)
 
 
-@jit
-def _true_first(scores, true, first, last, index):
-    """Rows first..last of scores (batch, n): true class and m - 1 largest others into index (batch, m)."""
-    m = index.shape[1]
-    largest_of_rows(scores, first, last, index)
-    for row in range(first, last):
-        # The true class moves to the front from its place; from the lowest one if it is not there.
-        place = m - 1
-        for r in range(m - 1):
-            place = r if index[row, r] == true[row] else place
-        for r in range(place, 0, -1):
-            index[row, r] = index[row, r - 1]
-        index[row, 0] = true[row]
+def largest(scores: Tensor, m: int) -> Tensor:
+    """The columns of the m largest of each row, falling: (rows, m) int64.
 
-
-def top_m(scores: Tensor, true: Tensor, m: int) -> Tensor:
-    """The columns of the true class and of the m - 1 largest others, falling: (rows, m) int64.
-
-    scores (rows, n) float32 on the CPU, n < 2^31; true (rows,) int64 in [0, n). NaN counts as the largest. Among equal
-    scores the one further left comes first.
+    scores (rows, n) float32 on the CPU, n < 2^31. NaN counts as the largest. Among equal scores the one further left
+    comes first.
     """
-    index = true.new_empty(len(scores), m)
-    arrays = [each.detach().contiguous().numpy() for each in (scores, true)]
+    index = torch.empty(len(scores), m, dtype=torch.int64, device=scores.device)
+    array = scores.detach().contiguous().numpy()
     threads = max(1, min(torch.get_num_threads(), len(scores), 1 + scores.numel() // WORK_OF_A_THREAD))
-    in_threads(threads, len(scores), lambda first, last: _true_first(*arrays, first, last, index.numpy()))
+    in_threads(threads, len(scores), lambda first, last: largest_of_rows(array, first, last, index.numpy()))
     return index
