@@ -76,7 +76,7 @@ from experiments.shared.head_runs import (
     saved_states,
     stacks_of,
 )
-from experiments.shared.loss_state import count_classes, temperature_of
+from experiments.shared.loss_state import count_classes
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
@@ -281,6 +281,7 @@ def train_epoch(
             with autocast():
                 logits = stack.training(embeddings, None if kept is None else kept[:, share])  # (heads, share, n)
             stack.seed_noise(0, (epoch - 1) * num_steps + step, ranks.rank)
+            stack.anneal((epoch - 1 + (step - 1) / num_steps) / args.n_epochs)
             loss = mean_losses(stack.own_losses or stack.training_loss, logits.float(), labels)
             loss = loss * weight  # (heads,)
             if device.type == "cpu":
@@ -303,7 +304,7 @@ def train_epoch(
         train_seconds = time.perf_counter() - started
         where = f"epoch {epoch} step {step}/{num_steps}"
         evaluated = evaluate(stacks, splits, autocast, ranks, where)
-        temperatures = [temperature_of(own) for stack in stacks for own in stack.own_losses or [None] * len(stack.runs)]
+        temperatures = [each for stack in stacks for each in stack.temperatures()]
         for run, train_loss, result, temperature in zip(group, means.tolist(), evaluated, temperatures):
             entry = {
                 "epoch": epoch,

@@ -74,7 +74,7 @@ from experiments.shared.environment import (
     peak_memory_mib,
     set_up_device,
 )
-from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, state_of, temperature_of
+from experiments.shared.loss_state import anneal, count_classes, is_stateless, seed_noise, state_of, temperature_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
@@ -146,7 +146,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
         autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
         # Only the training step is compiled: eval mode and its partial batches would each be compiled again.
         training_model = compiled(model, device) if args.compile else model
-        compilable = args.implementation == "ours" and is_stateless(loss_fn, args.method)
+        compilable = args.implementation == "ours" and is_stateless(flags)
         training_loss = compiled(loss_fn, device) if args.compile and compilable else loss_fn
 
         # Resume where the last finished epoch ended.
@@ -195,7 +195,12 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
                 ranks.copy_from_first(average.buffers())
             evaluated = evaluate(epoch, evaluated_model, loss_fn, data, autocast, args, ranks)
             history.append(
-                {**trained, **evaluated, **temperature_of(loss_fn), "peak_memory_mib": peak_memory_mib(device)}
+                {
+                    **trained,
+                    **evaluated,
+                    **temperature_of(loss_fn, flags["inverse_temperature"]),
+                    "peak_memory_mib": peak_memory_mib(device),
+                }
             )
             states = ranks.gathered(random_states(device))
             if not ranks.is_first:
@@ -307,8 +312,9 @@ def train_epoch(
     loss_fn.train()
     bar = tqdm(range(num_steps), desc=f"epoch {epoch}", unit="batch", leave=False, disable=not on_terminal)
     for step in bar:
+        elapsed = (epoch - 1 + step / num_steps) / args.n_epochs  # from 0 to almost 1
+        anneal(loss_fn, args.inverse_temperature, elapsed)
         if args.lr_schedule == "cosine":
-            elapsed = (epoch - 1 + step / num_steps) / args.n_epochs  # from 0 to almost 1
             optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * (1 + math.cos(math.pi * elapsed)) / 2
         if args.compile and device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()

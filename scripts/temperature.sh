@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What the inverse temperature does: a linear head on frozen embeddings for each method, P_K and inverse temperature, of
-# which there are seven over two decades, three seeds: rows of experiments/finetune_imagenet.py, added to
-# results/temperature.csv. A method's temperatures and seeds are heads of one command, which read each batch once. A head
-# sorts the scores of all 100 classes; those of sinkhorn_sort the 50 largest, as all would take hours. Works from any
+# which there are seven over two decades, "auto", and two schedules around the default, three seeds: rows of
+# experiments/finetune_imagenet.py, added to results/temperature.csv. A method's temperatures and seeds are heads of one
+# command, which read each batch once. A head sorts the scores of all 100 classes; those of sinkhorn_sort the 50
+# largest, as all would take hours. Works from any
 # directory; paths in arguments are relative to the repository. Embeddings of CIFAR-100 by a finished row:
 #   .venv/bin/python experiments/train_cifar100.py --method softmax_cross_entropy --n_epochs 16 --lr_schedule cosine
 #   .venv/bin/python experiments/extract_embeddings.py --help
@@ -22,6 +23,9 @@ for method in sorted(METHODS, key=lambda method: method in slow):
     has_temperature = METHODS[method].inverse_temperature is not None
     temperatures = [f" --inverse_temperature {factor * MIDDLE.get(method, 1):g}" for factor in FACTORS]
     temperatures += [" --inverse_temperature auto"] if METHODS[method].spread else []
+    middle = METHODS[method].inverse_temperature or 1
+    annealed = [f" --inverse_temperature {ends[0] * middle:g}:{ends[1] * middle:g}" for ends in ((0.25, 4), (4, 0.25))]
+    temperatures += annealed if METHODS[method].spread and method not in slow else []
     temperatures = temperatures if has_temperature else [""]
     # A method whose masks have zeros wants the softmax's part; a loss of a single k takes one.
     has_zeros = getattr(METHODS[method].operator, "has_zeros", False)

@@ -35,16 +35,18 @@ def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
     rows.sort(key=lambda row: (list(METHODS).index(row["method"]), float(temperature_of(row) or 0)))
     grid: dict[str, dict[str, Heads]] = {}
     for row in rows:
-        temperature = AUTO if row["inverse_temperature"] == AUTO else temperature_of(row)
-        heads = grid.setdefault(row["p_k"], {}).setdefault(row["method"], {})
+        is_number = not row["last_inverse_temperature"]  # else auto, or a schedule from:to
+        temperature = temperature_of(row) if is_number else row["inverse_temperature"]
+        name = row["method"] + (f", m = {row['m']}" if row["m"] not in ("", row["num_classes"]) else "")
+        heads = grid.setdefault(row["p_k"], {}).setdefault(name, {})
         heads.setdefault(temperature, []).append(row)
     return dict(sorted(grid.items(), key=lambda item: item[0].split(), reverse=True))
 
 
 def temperature_of(row: Row) -> float | None:
     """The inverse temperature that a head had at the end."""
-    cell = row["inverse_temperature"]
-    return float(row["last_inverse_temperature"] if cell == AUTO else cell) if cell else None
+    cell = row["last_inverse_temperature"] or row["inverse_temperature"]
+    return float(cell) if cell else None
 
 
 def mean(rows: Sequence[Row], column: str) -> float:
@@ -52,15 +54,16 @@ def mean(rows: Sequence[Row], column: str) -> float:
     return statistics.fmean(float(row[column]) for row in rows)
 
 
-def best_of(heads: Heads, p_k: str) -> float | str | None:
-    """The constant temperature whose heads are best on validation."""
+def best_of(heads: Heads, p_k: str, annealed: bool = False) -> float | str | None:
+    """The constant temperature, or the schedule if there is one, whose heads are best on validation."""
     first = float(p_k.split()[0])
+    chosen = [each for each in heads if each != AUTO and isinstance(each, str) == annealed]
 
     def aim(temperature: float | str | None) -> float:
         rows = heads[temperature]
         return first * mean(rows, "valid_top1") + (1 - first) * mean(rows, "valid_top5")
 
-    return max((each for each in heads if each != AUTO), key=aim)
+    return max(chosen, key=aim, default=None)
 
 
 def table(path: Path) -> str:
@@ -72,11 +75,23 @@ def table(path: Path) -> str:
         f"rows, {first['valid_images']} validate), {first['n_epochs']} epochs, batches of {first['batch_size']}, "
         f"learning rate {float(first['lr']):g}, on {first['device_name']}, PyTorch {first['torch_version']}."
     )
-    heads = ["P_K", "method", "inverse temperature", "top-1", "top-5", "default", "auto", "auto ended at", "seeds"]
+    heads = [
+        "P_K",
+        "method",
+        "inverse temperature",
+        "top-1",
+        "top-5",
+        "default",
+        "auto",
+        "auto ended at",
+        "annealed",
+        "seeds",
+    ]
     lines = []
     for p_k, methods in grid.items():
-        for method, by_temperature in methods.items():
-            best, default = best_of(by_temperature, p_k), METHODS[method].inverse_temperature
+        for name, by_temperature in methods.items():
+            best, schedule = best_of(by_temperature, p_k), best_of(by_temperature, p_k, annealed=True)
+            default = METHODS[name.partition(",")[0]].inverse_temperature
             shown = "—"
             if isinstance(best, float) and default is not None:
                 tried = [each for each in by_temperature if isinstance(each, float)]
@@ -85,8 +100,8 @@ def table(path: Path) -> str:
             rows, auto = by_temperature[best], by_temperature.get(AUTO)
             others = [_both(each) for each in (by_temperature.get(default), auto)]
             others.append(f"{statistics.fmean(temperature_of(row) or 0 for row in auto):.3g}" if auto else "")
+            others.append(f"{schedule}: {_both(by_temperature[schedule])}" if schedule else "")
             cells = [mean_std([100 * float(row[f"test_top{k}"]) for row in rows]) for k in (1, 5)]
-            name = method + (f", m = {rows[0]['m']}" if rows[0]["m"] not in ("", first["num_classes"]) else "")
             lines.append(
                 [f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), name, shown, *cells, *others, str(len(rows))]
             )

@@ -12,7 +12,6 @@ from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy, retain, soft_beam_loss
 from experiments.shared.environment import ROOT
 from topk_losses import RELAXATIONS, SoftTopK, make_operator
-from topk_losses.checks import AUTO
 
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
@@ -81,9 +80,10 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
             f"--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
             f"{', '.join(RELAXATIONS)}; got --arm {args.arm} --method {args.method}"
         )
-    if args.inverse_temperature == AUTO:
+    if isinstance(args.inverse_temperature, str):
         raise cli.CommandLineError(
-            "--inverse_temperature auto is not known here: candidates are no logits; give a number"
+            f"--inverse_temperature {args.inverse_temperature} is not known here: candidates are no logits, and do not "
+            "grow as they do; give a number"
         )
     if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
         raise cli.CommandLineError("--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")

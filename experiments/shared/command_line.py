@@ -17,6 +17,7 @@ from data import program
 from data.machine_memory import available_ram, gib
 from data.program import CommandLineError, Parser, ProgramError, path, whole_number  # noqa: F401
 from experiments.shared.environment import ROOT
+from experiments.shared.loss_state import ends_of
 from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
 from topk_losses.checks import AUTO, check_choice
@@ -110,8 +111,11 @@ def address(*schemes: str) -> Callable[[str], str]:
 
 
 def temperature(text: str) -> float | str:
-    """Argument type of --inverse_temperature: a number above 0, or auto."""
-    return text if text == AUTO else number("a number above 0, or auto", lambda value: value > 0)(text)
+    """Argument type of --inverse_temperature: a number above 0, auto, or a schedule such as 0.25:4, as it is kept."""
+    if text == AUTO:
+        return text
+    convert = number("a number above 0, auto, or from:to as in 0.25:4", lambda value: value > 0)
+    return ":".join(f"{convert(end):g}" for end in text.split(":")) if text.count(":") == 1 else convert(text)
 
 
 positive = number("a number above 0", lambda value: value > 0)
@@ -148,8 +152,8 @@ def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | 
         "--inverse_temperature",
         type=temperature,
         metavar="BETA",
-        help="larger is closer to the hard operator; auto: follows the spread of the logits in training; the one "
-        "exception, as published: smooth_topk and "
+        help="larger is closer to the hard operator; auto: follows the spread of the logits in training; 0.25:4: from "
+        ".25 to 4 over the training, evenly in its logarithm; the one exception, as published: smooth_topk and "
         "smooth_hard_topk read it as their temperature tau, where larger is smoother; default: the published "
         "value, or the library's where none was published",
     )
@@ -301,13 +305,16 @@ def loss_settings(
     library's hold. Settings that a method does not have are None. Raises ValueError.
     """
     method, relaxed = args.method, args.method in RELAXATIONS
+    ends = ends_of(args.inverse_temperature)
     resolved = resolve_settings(
         method,
-        args.inverse_temperature or inverse_temperatures.get(method),
+        ends[0] if ends else args.inverse_temperature or inverse_temperatures.get(method),
         args.distribution,
         args.art_lambda,
         args.top1_mode or (top1_mode if relaxed else None),
     )
+    if ends:
+        resolved["inverse_temperature"] = args.inverse_temperature
     # The other methods take --m, since published commands pass it to every row of a table, and ignore it.
     return {
         "method": method,
@@ -328,8 +335,15 @@ def build_loss(
 
     reduction: as for make_loss; the official implementation knows the mean alone.
     """
+    ends = ends_of(settings["inverse_temperature"])
     if implementation == "ours":
-        return make_loss(**settings, num_classes=num_classes, reduction=reduction).to(device)
+        settings = {**settings, "inverse_temperature": ends[0]} if ends else settings
+        loss_fn = make_loss(**settings, num_classes=num_classes, reduction=reduction).to(device)
+        if ends and not hasattr(loss_fn, "inverse_temperature"):
+            raise ValueError(f"the temperature of {settings['method']} is fixed: give one number")
+        return loss_fn
+    if ends:
+        raise ValueError("difftopk's inverse temperature is fixed: give one number, or take --implementation ours")
     try:
         from experiments.shared.official_loss import make_official_loss
     except ImportError as error:

@@ -17,7 +17,7 @@ from typing_extensions import NotRequired
 from data.embeddings import EmbeddingBatches
 from experiments.shared.checkpoint import PREVIOUS, RUN, Form, go_back, history_of, load_checkpoint, save_checkpoint
 from experiments.shared.command_line import RunError
-from experiments.shared.loss_state import is_stateless, seed_noise, state_of
+from experiments.shared.loss_state import anneal, is_stateless, seed_noise, state_of, temperature_of
 from experiments.shared.metrics import EVALUATION
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import utc_now, write_history
@@ -128,9 +128,9 @@ def save(run: HeadRun, together: Sequence[HeadRun], finished: bool) -> None:
 class Stack:
     """Heads of one configuration that take each step together: one module, one loss, one optimizer.
 
-    training, training_loss: the module and the loss, compiled or not. own_losses: of a loss that draws noise or follows
-    its logits, a copy for each head, so that its company changes nothing, and of the official one, which gives means;
-    otherwise None.
+    training, training_loss: the module and the loss, compiled or not. own_losses: of a loss that draws noise or whose
+    temperature changes, a copy for each head, so that its company changes nothing, and of the official one, which gives
+    means; otherwise None.
     """
 
     recipe: Recipe
@@ -145,6 +145,16 @@ class Stack:
         """Determine the noise of each head's loss by its seed and these numbers."""
         for run, own in zip(self.runs, self.own_losses or []):
             seed_noise(own, self.heads.weights[0].device, run.seed, *numbers)
+
+    def anneal(self, elapsed: float) -> None:
+        """Set the inverse temperature of each head's loss to where its schedule is after that share of the steps."""
+        for own in self.own_losses or []:
+            anneal(own, self.recipe.flags["inverse_temperature"], elapsed)
+
+    def temperatures(self) -> list[dict[str, float]]:
+        """Return of each head what temperature_of returns."""
+        of_loss = self.recipe.flags["inverse_temperature"]
+        return [temperature_of(own, of_loss) for own in self.own_losses or [self.recipe.loss_fn] * len(self.runs)]
 
     def take_apart(self) -> None:
         """Give each head its part of the weights and of the optimizer's state."""
@@ -171,7 +181,7 @@ def stacks_of(group: Sequence[HeadRun], shape: Mapping[str, Any], device: torch.
         weights = sum(parameter.numel() for parameter in heads[0].parameters())
         size = len(runs) if device.type == "cuda" else max(CPU_WEIGHTS // weights, 1)
         # The loss is compiled with the heads' number of rows, and evaluated eagerly.
-        is_shared = recipe.implementation == "ours" and is_stateless(recipe.loss_fn, recipe.method)
+        is_shared = recipe.implementation == "ours" and is_stateless(recipe.flags)
         training_loss = torch.compile(recipe.loss_fn) if compiled and is_shared else recipe.loss_fn
         for begin in range(0, len(runs), size):
             part = runs[begin : begin + size]

@@ -1,7 +1,7 @@
-"""What some losses want besides their flags: noise that a resumed run draws again, how frequent the classes are, and
-that the inverse temperature which follows the logits is kept."""
+"""What some losses want besides their flags: noise that a resumed run draws again, how frequent the classes are, and an
+inverse temperature that changes in training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,23 @@ def count_classes(loss_fn: nn.Module, method: str, labels: Callable[[], Tensor],
         loss_fn.class_counts = torch.bincount(labels(), minlength=num_classes).clamp(min=1)  # type: ignore[assignment]
 
 
-def is_stateless(loss_fn: nn.Module, method: str) -> bool:
-    """Whether a loss depends on its arguments alone: it draws no noise, and its temperature follows no logits."""
-    return not METHODS[method].stochastic and getattr(loss_fn, "auto", None) is None
+def is_stateless(flags: Mapping[str, Any]) -> bool:
+    """Whether a loss depends on its arguments alone: it draws no noise, and its temperature does not change."""
+    return not METHODS[flags["method"]].stochastic and not isinstance(flags["inverse_temperature"], str)
+
+
+def ends_of(inverse_temperature: float | str | None) -> tuple[float, float] | None:
+    """Return the ends of a schedule such as "0.25:4", None for a number, auto or None."""
+    if not isinstance(inverse_temperature, str) or ":" not in inverse_temperature:
+        return None
+    first, last = map(float, inverse_temperature.split(":"))
+    return first, last
+
+
+def anneal(loss_fn: nn.Module, inverse_temperature: float | str | None, elapsed: float) -> None:
+    """Set a loss's inverse temperature to where its schedule is after that share of the training, in [0, 1]."""
+    if ends := ends_of(inverse_temperature):
+        loss_fn.inverse_temperature = ends[0] * (ends[1] / ends[0]) ** elapsed  # type: ignore[assignment]
 
 
 def state_of(loss_fn: nn.Module) -> dict[str, Any]:
@@ -33,7 +47,9 @@ def state_of(loss_fn: nn.Module) -> dict[str, Any]:
     return loss_fn.state_dict() if getattr(loss_fn, "auto", None) is not None else {}
 
 
-def temperature_of(loss_fn: nn.Module | None) -> dict[str, float]:
-    """Return {"inverse_temperature": beta} of a loss whose temperature follows the logits, {} of any other."""
-    auto = getattr(loss_fn, "auto", None)
-    return {} if auto is None else {"inverse_temperature": auto.value().item()}
+def temperature_of(loss_fn: nn.Module, inverse_temperature: float | str | None) -> dict[str, float]:
+    """Return {"inverse_temperature": beta}, its value now, where that changes in training, else {}."""
+    if not isinstance(inverse_temperature, str):
+        return {}
+    auto: Any = loss_fn.auto
+    return {"inverse_temperature": float(loss_fn.inverse_temperature if auto is None else auto.value())}  # type: ignore

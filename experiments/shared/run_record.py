@@ -61,7 +61,7 @@ COLUMNS = {
     "last_train_loss": "mean training loss over the last epoch, nats; of --loss mass minus a number of neighbours",
     "last_valid_loss": "mean validation loss of the last evaluation, nats",
     "last_test_loss": "mean test loss of the last evaluation, nats",
-    "last_inverse_temperature": "where inverse_temperature is auto, what it was at the end",
+    "last_inverse_temperature": "where inverse_temperature is auto or from:to, what it was at the end",
     "last_valid_logit_std": "standard deviation of a row's logits over the classes, mean over validation; a head's",
     "last_test_logit_std": "standard deviation of a row's logits over the classes, mean over test; a head's",
     **{f"{split}_words": f"words in the {split} split" for split in ("train", "valid", "test")},

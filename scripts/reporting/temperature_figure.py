@@ -7,7 +7,6 @@ from matplotlib.lines import Line2D
 from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
 from scripts.reporting.tables import shown_p_k
 from scripts.temperature_report import grid_of, mean
-from topk_losses.checks import AUTO
 
 FLOOR = 5  # points below the best that a panel still shows
 
@@ -24,8 +23,8 @@ def draw_temperatures(results: Path, folder: Path) -> list[Path]:
         for axis, k in zip(axes, (1, 5)):
             best = 0.0
             for method, heads in curves.items():
-                style = STYLES[method]
-                tried = {float(beta or 0): rows for beta, rows in heads.items() if beta != AUTO}
+                style = STYLES[method.partition(",")[0]]
+                tried = {float(beta or 0): rows for beta, rows in heads.items() if not isinstance(beta, str)}
                 x = [beta * mean(rows, "last_test_logit_std") for beta, rows in tried.items()]
                 y = [100 * mean(rows, f"test_top{k}") for rows in tried.values()]
                 axis.plot(x, y, color=style.color, marker=style.marker, linestyle=style.line, markersize=3)
@@ -36,8 +35,11 @@ def draw_temperatures(results: Path, folder: Path) -> list[Path]:
             axis.set_ylim(best - FLOOR, best + 0.5)
             axis.set_xlabel("inverse temperature × standard deviation of the logits")
             axis.set_title(f"test top-{k}, %", loc="left")
-        styles = [STYLES[each] for each in curves]
-        keys = [Line2D([], [], color=s.color, marker=s.marker, linestyle=s.line, label=s.label) for s in styles]
+        keys = []
+        for method in curves:
+            name, _, m = method.partition(",")
+            s = STYLES[name]
+            keys.append(Line2D([], [], color=s.color, marker=s.marker, linestyle=s.line, label=s.label + m))
         figure.legend(handles=keys, loc="outside lower center", ncols=5)
         figure.suptitle(
             f"Heads trained with $P_K$ = {shown_p_k(p_k)}: accuracy, mean over the seeds, over β times the spread of a "

@@ -305,7 +305,13 @@ def test_the_official_loss_gives_the_same_row(store, results):
 
 
 @pytest.mark.parametrize(
-    "method", ["splitter_selection --distribution logistic", "perturbed_topk", "lml --inverse_temperature auto"]
+    "method",
+    [
+        "splitter_selection --distribution logistic",
+        "perturbed_topk",
+        "lml --inverse_temperature auto",
+        "lml --inverse_temperature .1:2",
+    ],
 )
 @pytest.mark.parametrize(("flag", "alone"), [("", "--order_seed 5"), ("--order_seed own", "")])
 def test_heads_trained_together_give_the_rows_of_separate_runs(store, tmp_path, flag, alone, method):

@@ -244,7 +244,7 @@ def test_nll_weight_adds_cross_entropy(batch):
     [
         ("--arm retain --method softmax_cross_entropy", "--arm cross_entropy goes with --method softmax_cross_entropy"),
         ("--arm cross_entropy --method smooth_topk", "got --arm cross_entropy --method smooth_topk"),
-        ("--arm retain --method softsort --inverse_temperature auto", "candidates are no logits; give a number"),
+        ("--arm retain --method softsort --inverse_temperature auto", "candidates are no logits"),
         ("--arm soft_beam --method softsort --m 4", "soft_beam uses the operator alone"),
         ("--arm retain --method softsort --implementation difftopk", "a beam's varies"),
         ("--arm retain --method softsort --beam_size 7", "--beam_size must not exceed the 6 phonemes"),

@@ -339,6 +339,7 @@ def test_a_forced_repetition_that_was_interrupted_continues(tiny, results, monke
         "--ema .9",
         "--method imbalanced_noised_topk",
         "--inverse_temperature auto",
+        "--inverse_temperature .1:10",
     ],
 )
 def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tiny, tmp_path, monkeypatch, capsys, flags):
@@ -493,7 +494,12 @@ def finished_epochs(results: Path) -> int:
         ("--method softsort --m 11", "num_classes=10"),
         ("--method softsort --m 0", "at least 1, got '0'"),
         ("--method softsort --m 2.5", "got '2.5'"),
-        ("--method softsort --inverse_temperature 0", "must be a number above 0, or auto, got '0'"),
+        ("--method softsort --inverse_temperature 0", "must be a number above 0, auto, or from:to as in 0.25:4"),
+        ("--method softsort --inverse_temperature 0:1", "must be a number above 0, auto, or from:to as in 0.25:4"),
+        ("--method softsort --inverse_temperature 1:2:3", "from:to as in 0.25:4, got '1:2:3'"),
+        ("--method smooth_topk --inverse_temperature 1:2", "the temperature of smooth_topk is fixed: give one number"),
+        ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "inverse temperature is fixed"),
+        ("--method softmax_cross_entropy --inverse_temperature 1:2", "applies to methods with a temperature"),
         ("--method softsort --inverse_temperature nan", "got 'nan'"),
         ("--method softsort --distribution logistic", "distribution"),
         ("--method bitonic --distribution gaussian --art_lambda .5", "art_lambda"),

@@ -14,6 +14,7 @@ SETTING = {
     "last_inverse_temperature": "",
 }
 HALF, FIVE = "0.5 0 0 0 0.5", "0 0 0 0 1"
+ANNEALED = "0.1:5: 40.00 / 60.00"
 
 
 def row(method: str, p_k: str, beta: str, seed: int, valid: tuple[float, float], test: tuple[float, float]):
@@ -30,6 +31,9 @@ ROWS = [
     *(row("lml", p_k, "0.5", 1, (0.4, 0.8), (0.8, 0.4)) for p_k in (HALF, FIVE)),
     *(row("lml", p_k, "4", seed, (0.1, 0.1), (1.0, 1.0)) for p_k in (HALF, FIVE) for seed in (0, 1)),
     *({**row("lml", HALF, "auto", seed, (1.0, 1.0), (0.2, 0.7)), "last_inverse_temperature": "3"} for seed in (0, 1)),
+    {**row("lml", HALF, "0.1:5", 0, (0.7, 0.7), (0.4, 0.6)), "last_inverse_temperature": "4.9"},
+    {**row("lml", HALF, "5:0.1", 0, (0.6, 0.6), (1.0, 1.0)), "last_inverse_temperature": "0.2"},
+    {**row("lml", HALF, "1", 0, (0.6, 0.7), (0.3, 0.5)), "m": "16"},
 ]
 
 
@@ -47,10 +51,11 @@ def test_validation_chooses_and_test_reports(tmp_path):
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "| lml" in line]
     # (.6 + .7) / 2 against (.4 + .8) / 2; top-5 alone: half of it. The default is .25, which was not tried.
     assert lines == [
-        ["[.5, 0, 0, 0, .5]", "lml", "1 (4x)", "30.00 ± 0.00", "90.00 ± 0.00", "", "20.00 / 70.00", "3", "2"],
-        ["[0, 0, 0, 0, 1]", "lml", "0.5 (2x, the least)", "85.00 ± 7.07", "35.00 ± 7.07", "", "", "", "2"],
+        ["[.5, 0, 0, 0, .5]", "lml", "1 (4x)", "30.00 ± 0.00", "90.00 ± 0.00", "", "20.00 / 70.00", "3", ANNEALED, "2"],
+        ["[.5, 0, 0, 0, .5]", "lml, m = 16", "1 (4x, the least)", "30.00", "50.00", "", "", "", "", "1"],
+        ["[0, 0, 0, 0, 1]", "lml", "0.5 (2x, the least)", "85.00 ± 7.07", "35.00 ± 7.07", "", "", "", "", "2"],
     ]
-    assert "| [1] | softmax_cross_entropy | — | 51.00 | 81.00 | 51.00 / 81.00 |  |  | 1 |" in text
+    assert "| [1] | softmax_cross_entropy | — | 51.00 | 81.00 | 51.00 / 81.00 |  |  |  | 1 |" in text
 
 
 def test_rows_of_other_settings_or_scripts_are_refused(tmp_path, capsys):
