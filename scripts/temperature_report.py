@@ -75,36 +75,26 @@ def table(path: Path) -> str:
         f"rows, {first['valid_images']} validate), {first['n_epochs']} epochs, batches of {first['batch_size']}, "
         f"learning rate {float(first['lr']):g}, on {first['device_name']}, PyTorch {first['torch_version']}."
     )
-    heads = [
-        "P_K",
-        "method",
-        "inverse temperature",
-        "top-1",
-        "top-5",
-        "default",
-        "auto",
-        "auto ended at",
-        "annealed",
-        "seeds",
-    ]
+    heads = ["P_K", "method", "inverse temperature", "times spread", "top-1", "top-5"]
+    heads += ["default", "auto", "auto ended at", "annealed", "seeds"]
     lines = []
     for p_k, methods in grid.items():
         for name, by_temperature in methods.items():
             best, schedule = best_of(by_temperature, p_k), best_of(by_temperature, p_k, annealed=True)
             default = METHODS[name.partition(",")[0]].inverse_temperature
-            shown = "—"
+            shown, times_spread = "—", ""
             if isinstance(best, float) and default is not None:
                 tried = [each for each in by_temperature if isinstance(each, float)]
                 end = ", the least" if best == min(tried) else ", the largest" if best == max(tried) else ""
                 shown = f"{best:g} ({best / default:g}x{end})"
+                times_spread = f"{best * mean(by_temperature[best], 'last_test_logit_std'):.2g}"
             rows, auto = by_temperature[best], by_temperature.get(AUTO)
             others = [_both(each) for each in (by_temperature.get(default), auto)]
             others.append(f"{statistics.fmean(temperature_of(row) or 0 for row in auto):.3g}" if auto else "")
             others.append(f"{schedule}: {_both(by_temperature[schedule])}" if schedule else "")
             cells = [mean_std([100 * float(row[f"test_top{k}"]) for row in rows]) for k in (1, 5)]
-            lines.append(
-                [f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), name, shown, *cells, *others, str(len(rows))]
-            )
+            shares = f"[{p_k.replace(' ', ', ')}]".replace("0.", ".")
+            lines.append([shares, name, shown, times_spread, *cells, *others, str(len(rows))])
     return f"{caption}\n\n{markdown(heads, lines, words=2)}\n"
 
 

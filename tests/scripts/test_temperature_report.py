@@ -51,11 +51,23 @@ def test_validation_chooses_and_test_reports(tmp_path):
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "| lml" in line]
     # (.6 + .7) / 2 against (.4 + .8) / 2; top-5 alone: half of it. The default is .25, which was not tried.
     assert lines == [
-        ["[.5, 0, 0, 0, .5]", "lml", "1 (4x)", "30.00 ± 0.00", "90.00 ± 0.00", "", "20.00 / 70.00", "3", ANNEALED, "2"],
-        ["[.5, 0, 0, 0, .5]", "lml, m = 16", "1 (4x, the least)", "30.00", "50.00", "", "", "", "", "1"],
-        ["[0, 0, 0, 0, 1]", "lml", "0.5 (2x, the least)", "85.00 ± 7.07", "35.00 ± 7.07", "", "", "", "", "2"],
+        [
+            "[.5, 0, 0, 0, .5]",
+            "lml",
+            "1 (4x)",
+            "2",
+            "30.00 ± 0.00",
+            "90.00 ± 0.00",
+            "",
+            "20.00 / 70.00",
+            "3",
+            ANNEALED,
+            "2",
+        ],
+        ["[.5, 0, 0, 0, .5]", "lml, m = 16", "1 (4x, the least)", "2", "30.00", "50.00", "", "", "", "", "1"],
+        ["[0, 0, 0, 0, 1]", "lml", "0.5 (2x, the least)", "1", "85.00 ± 7.07", "35.00 ± 7.07", "", "", "", "", "2"],
     ]
-    assert "| [1] | softmax_cross_entropy | — | 51.00 | 81.00 | 51.00 / 81.00 |  |  |  | 1 |" in text
+    assert "| [1] | softmax_cross_entropy | — |  | 51.00 | 81.00 | 51.00 / 81.00 |  |  |  | 1 |" in text
 
 
 def test_rows_of_other_settings_or_scripts_are_refused(tmp_path, capsys):
