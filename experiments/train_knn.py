@@ -40,6 +40,7 @@ from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
+from typing_extensions import NotRequired
 
 from data.cifar100 import DatasetUnavailableError, epoch_generator, epoch_order
 from data.points import Points, Samples, load_points, points_of_store
@@ -61,7 +62,7 @@ from experiments.shared.environment import (
     set_up_device,
 )
 from experiments.shared.finetune_flags import open_store_of
-from experiments.shared.loss_state import seed_noise
+from experiments.shared.loss_state import anneal, seed_noise, state_of, temperature_of
 from experiments.shared.metrics import hit_fractions, summary
 from experiments.shared.neighbours import majority, nearest, neighbour_loss
 from experiments.shared.ranks import Ranks
@@ -84,6 +85,7 @@ CHECKPOINT = {
     **RUN,
     "history": history_of(("epoch", "valid_top1", "test_top1", "train_seconds", "eval_seconds", "peak_memory_mib")),
     "random_states": dict[str, InstanceOf[Tensor]],
+    "loss": NotRequired[dict[str, Any]],
 }
 EVAL_BATCH = 1000  # points that are embedded at once, and a tile of the search: the result does not depend on it
 
@@ -134,6 +136,8 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
                 model.load_state_dict(saved["model"])
                 if optimizer and saved["optimizer"] is not None:
                     optimizer.load_state_dict(saved["optimizer"])
+                if saved.get("loss"):
+                    operator.load_state_dict(saved["loss"])
                 restore_random_states(saved["random_states"], device)
             history, started_utc = saved["history"], saved["started_utc"]
             times_resumed = saved["times_resumed"] + 1
@@ -149,11 +153,13 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             if optimizer:
                 trained = train_epoch(epoch, model, embed, operator, optimizer, points, autocast, args, on_terminal)
             evaluated = evaluate(epoch, model, points, autocast, args)
-            history.append({**trained, **evaluated, "peak_memory_mib": peak_memory_mib(device)})
+            temperature = temperature_of(operator, flags["inverse_temperature"])
+            history.append({**trained, **evaluated, **temperature, "peak_memory_mib": peak_memory_mib(device)})
             state = {
                 "model": model.state_dict(),
                 # Nothing continues a finished run: its file keeps the weights alone.
                 "optimizer": optimizer.state_dict() if epoch < n_epochs else None,
+                "loss": state_of(operator),
                 "random_states": random_states(device),
                 "history": history,
                 "started_utc": started_utc,
@@ -177,6 +183,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
             "test_images": len(points.test),
             **measured,
             "last_train_loss": history[-1]["train_loss"],
+            "last_inverse_temperature": history[-1].get("inverse_temperature"),
             "images_per_second": trained_images and trained_images / measured["train_seconds"],
             **environment,
             "git_commit": "+".join(filter(None, commits)),
@@ -309,6 +316,7 @@ def train_epoch(
         else:
             of_candidates = candidates[(step * args.num_candidates + turn) % len(train)]  # (C,)
             right = labels.unsqueeze(1) == train.labels[of_candidates]  # (Q, C)
+            anneal(operator, args.inverse_temperature, (epoch - 1 + step / num_steps) / args.n_epochs)
             same = None if args.self_match else of_queries.unsqueeze(1) == of_candidates  # (Q, C)
             loss = neighbour_loss(operator, embedded(of_queries), embedded(of_candidates), right, same, args.loss)
         if device.type == "cpu" and not math.isfinite(loss.item()):

@@ -24,7 +24,6 @@ from topk_losses.checks import (
 from topk_losses.classification import ClassificationLoss, Settings, SoftmaxCrossEntropyLoss
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
 from topk_losses.sorts import TopKOperator, largest
-from topk_losses.temperature import AutoTemperature
 
 
 def guarded_log(p: Tensor) -> Tensor:
@@ -136,12 +135,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
             value = resolve_settings(self.method, value)["inverse_temperature"]
-            method = METHODS[self.method]
-            self.auto = None
-            if isinstance(value, str):
-                assert method.spread is not None  # without, "auto" is resolved to the default
-                assert method.inverse_temperature is not None
-                self.auto = AutoTemperature(method.spread, method.inverse_temperature)
+            self.auto = METHODS[self.method].auto() if isinstance(value, str) else None
             return value
         if name == "p_k":
             return self._checked_p_k(value)

@@ -17,9 +17,9 @@ from data import program
 from data.machine_memory import available_ram, gib
 from data.program import CommandLineError, Parser, ProgramError, path, whole_number  # noqa: F401
 from experiments.shared.environment import ROOT
-from experiments.shared.loss_state import ends_of
+from experiments.shared.loss_state import ends_of, resolved
 from experiments.shared.ranks import Ranks
-from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss, resolve_settings
+from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss
 from topk_losses.checks import AUTO, check_choice
 from topk_losses.kernels import device_of_kernels
 from topk_losses.methods import SINGLE_K
@@ -305,22 +305,19 @@ def loss_settings(
     library's hold. Settings that a method does not have are None. Raises ValueError.
     """
     method, relaxed = args.method, args.method in RELAXATIONS
-    ends = ends_of(args.inverse_temperature)
-    resolved = resolve_settings(
+    settings = resolved(
         method,
-        ends[0] if ends else args.inverse_temperature or inverse_temperatures.get(method),
+        args.inverse_temperature or inverse_temperatures.get(method),
         args.distribution,
         args.art_lambda,
         args.top1_mode or (top1_mode if relaxed else None),
     )
-    if ends:
-        resolved["inverse_temperature"] = args.inverse_temperature
     # The other methods take --m, since published commands pass it to every row of a table, and ignore it.
     return {
         "method": method,
         "p_k": args.p_k or DEFAULT_P_K.get(method, [0.2] * 5),
         "m": (args.m or m) if relaxed else None,
-        **resolved,
+        **settings,
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from numpy.random import SeedSequence
 from torch import Tensor, nn
 
-from topk_losses import METHODS
+from topk_losses import METHODS, resolve_settings
 
 
 def seed_noise(of: nn.Module, device: torch.device, *numbers: int) -> None:
@@ -36,20 +36,27 @@ def ends_of(inverse_temperature: float | str | None) -> tuple[float, float] | No
     return first, last
 
 
+def resolved(method: str, inverse_temperature: float | str | None, *others: Any, **settings: Any) -> dict[str, Any]:
+    """Return what resolve_settings does, where the inverse temperature may be a schedule such as "0.25:4", too."""
+    ends = ends_of(inverse_temperature)
+    found = resolve_settings(method, ends[0] if ends else inverse_temperature, *others, **settings)
+    return {**found, "inverse_temperature": inverse_temperature} if ends else found
+
+
 def anneal(loss_fn: nn.Module, inverse_temperature: float | str | None, elapsed: float) -> None:
-    """Set a loss's inverse temperature to where its schedule is after that share of the training, in [0, 1]."""
+    """Set the inverse temperature of a loss or operator to where its schedule is after that share, in [0, 1]."""
     if ends := ends_of(inverse_temperature):
         loss_fn.inverse_temperature = ends[0] * (ends[1] / ends[0]) ** elapsed  # type: ignore[assignment]
 
 
-def state_of(loss_fn: nn.Module) -> dict[str, Any]:
+def state_of(loss_fn: nn.Module | None) -> dict[str, Any]:
     """Return what a checkpoint must hold of a loss: the spread that its temperature follows, or nothing."""
     return loss_fn.state_dict() if getattr(loss_fn, "auto", None) is not None else {}
 
 
-def temperature_of(loss_fn: nn.Module, inverse_temperature: float | str | None) -> dict[str, float]:
+def temperature_of(loss_fn: nn.Module | None, inverse_temperature: float | str | None) -> dict[str, float]:
     """Return {"inverse_temperature": beta}, its value now, where that changes in training, else {}."""
     if not isinstance(inverse_temperature, str):
         return {}
-    auto: Any = loss_fn.auto
+    auto = getattr(loss_fn, "auto", None)
     return {"inverse_temperature": float(loss_fn.inverse_temperature if auto is None else auto.value())}  # type: ignore

@@ -34,12 +34,16 @@ def neighbour_loss(
     bool: candidates that take no part, the query itself say. loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], as
     published, between -k and 0; or "log_mass", -log of that mass / k. The masses of one candidate sum to more than 1 in
     some relaxations (NeuralSort, SoftSort), though each rank's masses sum to 1: so the whole mass is at most k, to
-    rounding. A query without a right candidate has no gradient and counts as 0.
+    rounding. A query without a right candidate has no gradient and counts as 0. operator.auto, if there is one, is an
+    AutoTemperature that sees the scores.
     """
     centre = candidates.detach().mean(0)
     scores = -squared_distances(queries - centre, candidates - centre)  # (Q, C)
     if left_out is not None:
         scores, right = scores.masked_fill(left_out, -torch.inf), right & ~left_out
+    if (auto := getattr(operator, "auto", None)) is not None:
+        auto.observe(scores)
+        operator.inverse_temperature = auto.value()
     counts = right.any(1)  # (Q,)
     # Where nothing is right all is: the sum is then k, whatever the scores, and is left out.
     share = operator.rank_probabilities(scores, (right | ~counts.unsqueeze(1)).to(scores.dtype)).sum(1)  # (Q,)

@@ -7,9 +7,11 @@ from data.points import POINT_SETS
 from experiments.shared import command_line as cli
 from experiments.shared.environment import ROOT, check_compiler
 from experiments.shared.finetune_flags import TENSORS
+from experiments.shared.loss_state import resolved
 from experiments.shared.neighbours import LOSSES
 from models.embedders import EMBEDDERS
-from topk_losses import ALIASES, DISTRIBUTIONS, RELAXATIONS, TopKOperator, make_operator, resolve_settings
+from topk_losses import ALIASES, DISTRIBUTIONS, RELAXATIONS, TopKOperator, make_operator, methods
+from topk_losses.checks import AUTO
 
 NLOGLR = 3.0  # the published code's; its paper tries 10^-4 and 10^-5
 CROSS_ENTROPY = "softmax_cross_entropy"
@@ -51,9 +53,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--k", type=cli.count, default=9, help="neighbours, in training and in the vote (%(default)s)")
     group.add_argument(
         "--inverse_temperature",
-        type=cli.positive,
-        help="of minus the squared distances; larger is closer to the hard operator; default 1/16 for neuralsort (its "
-        "published code's), else the library's",
+        type=cli.temperature,
+        help="of minus the squared distances; larger is closer to the hard operator; auto and 0.25:4 as in "
+        "train_cifar100.py; default 1/16 for neuralsort (its published code's), else the library's",
     )
     group.add_argument(
         "--distribution",
@@ -164,14 +166,12 @@ def configuration(args: argparse.Namespace) -> tuple[TopKOperator | None, dict[s
             # A query that meets itself takes no part, so that one candidate more is needed.
             if args.k >= args.num_candidates:
                 raise ValueError(f"--k must be below --num_candidates, got {args.k} and {args.num_candidates}")
-            chosen = (
-                args.inverse_temperature or INVERSE_TEMPERATURES.get(method),
-                args.distribution,
-                args.art_lambda,
-            )
-            settings = resolve_settings(method, *chosen, relaxed=True)
+            beta = args.inverse_temperature or INVERSE_TEMPERATURES.get(method)
+            settings = resolved(method, beta, args.distribution, args.art_lambda, relaxed=True)
             flags |= {name: settings[name] for name in ("inverse_temperature", "distribution", "art_lambda")}
-            operator = make_operator(method, args.num_candidates, args.k, *chosen)
+            beta = None if isinstance(beta, str) else beta
+            operator = make_operator(method, args.num_candidates, args.k, beta, args.distribution, args.art_lambda)
+            operator.auto = methods.METHODS[method].auto() if settings["inverse_temperature"] == AUTO else None
             if args.sorted:
                 operator.sorted = True
         else:

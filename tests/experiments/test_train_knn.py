@@ -279,7 +279,13 @@ def stop_after(monkeypatch, epoch: int) -> None:
     monkeypatch.setattr(script, "train_epoch", interrupted)
 
 
-@pytest.mark.parametrize("method", ["neuralsort", "softmax_cross_entropy", "perturbed_topk"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("neuralsort", "softmax_cross_entropy", "perturbed_topk"),
+        *("lml --inverse_temperature auto", "softsort --inverse_temperature .1:2"),
+    ],
+)
 def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, monkeypatch, capsys, method):
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
     assert script.main(command(undisturbed, method=method, n_epochs=4)) == 0
@@ -290,7 +296,9 @@ def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, monkeyp
     assert script.main(command(resumed, method=method, n_epochs=4)) == 0
     assert "continuing after epoch 2 of 4" in capsys.readouterr().out
     assert_same_outcome(undisturbed, resumed)
-    assert only_row(resumed)["times_resumed"] == "1"
+    row = only_row(resumed)
+    assert row["times_resumed"] == "1"
+    assert bool(row["last_inverse_temperature"]) == ("--inverse_temperature" in method)
 
 
 @pytest.mark.parametrize("method", ["softsort", "pca"])
@@ -349,6 +357,7 @@ def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
         ("--method neuralsort --augmented_neighbours", "is of cifar10, cifar100"),
         ("--method neuralsort --distribution cauchy", "distribution applies to"),
         ("--method pca --inverse_temperature 2", "--inverse_temperature is of a relaxed top-k, not of --method pca"),
+        ("--method neuralsort --inverse_temperature 1:0", "auto, or from:to as in 0.25:4, got '0'"),
         ("--method neuralsort --k 40", "--k must be below --num_candidates, got 40 and 40"),
         (
             "--method neuralsort --num_candidates 181",
