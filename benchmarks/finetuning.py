@@ -140,7 +140,8 @@ def measure(
 def heads_of(number: int, dim: int, n: int, device: torch.device, compiled: bool) -> list[Stack]:
     """Return so many new heads on the device, as the script divides them."""
     # Each loss is put behind the heads.
-    recipe = Recipe({"method": "softmax_cross_entropy", "lr": LEARNING_RATE, "implementation": "ours"}, nn.Identity())
+    loss = {"method": "softmax_cross_entropy", "inverse_temperature": None, "implementation": "ours"}
+    recipe = Recipe({**loss, "lr": LEARNING_RATE}, nn.Identity())
     runs = [HeadRun(recipe, seed, 0, {}, f"seed {seed}", Path()) for seed in range(number)]
     return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, device, compiled)
 

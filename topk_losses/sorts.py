@@ -20,7 +20,7 @@ from topk_losses.kernels import kernel
 # Stands in for a score of -inf, a class that takes no part. All operators have reached their limit there, to rounding,
 # and its square is a float32 number still.
 MASKED = -1e18
-MOST_BY_KERNEL, LEAST_SHARE = 64, 16  # a kernel pays for the m <= 64 largest of more than 16 m scores
+MOST_BY_KERNEL, LEAST_SCORES, LEAST_SHARE = 64, 256, 16  # a kernel pays for m <= 64 of more than 256 or 16 m scores
 
 
 def to_compute_dtype(logits: Tensor) -> Tensor:
@@ -35,7 +35,8 @@ def finite(scores: Tensor) -> Tensor:
 
 def largest(scores: Tensor, m: int) -> Tensor:
     """The classes of the m largest scores of each row (rows, n), falling: (rows, m) int64. Ties fall either way."""
-    find = kernel("largest", scores) if m <= min(MOST_BY_KERNEL, (scores.shape[1] - 1) // LEAST_SHARE) else None
+    pays = m <= MOST_BY_KERNEL and scores.shape[1] > max(LEAST_SCORES, LEAST_SHARE * m)
+    find = kernel("largest", scores) if pays else None
     return scores.detach().topk(m, dim=1).indices if find is None else find(scores, m)
 
 

@@ -470,7 +470,7 @@ class SparseTopK(ThresholdOperator):
             theta = self._root(z[:, :number], k, POWERS[self.q], most)
             if number == x.shape[1] or not x.numel():
                 return theta, z[:, number:]
-            above = int((x * scale > theta.detach().amin(1, keepdim=True)).sum(1).max())
+            above = int((x > theta.detach().amin(1, keepdim=True) / scale).sum(1).max())
             if above <= number:
                 return theta, z[:, number:]
             number = above
