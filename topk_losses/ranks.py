@@ -74,7 +74,7 @@ class RecallSurrogate(_Sigmoids):
 
 
 class _Indicators(torch.autograd.Function):
-    """The mean over draws of the one-hot rows of the k largest of z + Z, (rows, k, n), with gradient E[indicator Z].
+    """The mean over draws of the one-hot rows of the k largest of z + Z, (rows, k, n), with gradient Cov[indicator, Z].
 
     z (rows, n), noise (rows, draws, n). Also the places of these k, (rows, k, draws).
     """
@@ -96,21 +96,23 @@ class _Indicators(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         noise, index = ctx.saved_tensors
         weight = grad.gather(2, index).sum(1, keepdim=True)  # (rows, 1, draws)
-        return (weight @ noise).squeeze(1) / noise.shape[1], None, None
+        weight = weight - weight.mean(2, keepdim=True)
+        return (weight @ noise).squeeze(1) / (noise.shape[1] - 1), None, None
 
 
 class PerturbedTopK(TopKOperator):
     """Perturbed top-k indicators (Berthet et al. 2020; Cordonnier et al. 2021): P[r, j] = P(j is r-th in beta s + Z).
 
     Z standard normal; the probability is the mean over `num_samples` draws, new ones in each call, and its gradient
-    beta E[indicator Z], by the same draws. Rows sum to 1. The true class's column counts who is above it in each draw,
-    in O(n K) memory per sample; the permutation matrix keeps its draws, O(n num_samples).
+    beta Cov[indicator, Z], by the same draws: E[indicator Z], as published, has the same mean, but is noise where all
+    draws agree, since the mean of their Z is not 0. Rows sum to 1. The true class's column counts who is above it in
+    each draw, in O(n K) memory per sample; the permutation matrix keeps its draws, O(n num_samples).
 
     A class that no draw puts among the k highest has the mask 0 and no gradient. A loss therefore takes the official
     guard here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise, default .1. num_samples: at
-    least 1, default 100. Raises ValueError for settings that do not fit.
+    least 2, default 100. Raises ValueError for settings that do not fit.
     """
 
     has_zeros = True
@@ -119,7 +121,7 @@ class PerturbedTopK(TopKOperator):
         self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.1, num_samples: SupportsIndex = 100
     ) -> None:
         super().__init__(k, inverse_temperature)
-        self.num_samples = check_integer("num_samples", num_samples, 1)
+        self.num_samples = check_integer("num_samples", num_samples, 2)
 
     def _draw(self, *shape: int, like: Tensor) -> Tensor:
         return torch.randn(shape, dtype=like.dtype, device=like.device, generator=self.generator)
@@ -131,7 +133,8 @@ class PerturbedTopK(TopKOperator):
         fixed, index = z.detach(), labels.unsqueeze(1)
         k = torch.tensor(list(ks), device=z.device)  # (J,)
         value = torch.zeros(len(z), len(ks)).to(z)  # (rows, J), the sum over the draws of who is within k
-        slope = torch.zeros(len(z), len(ks), z.shape[1]).to(z)  # (rows, J, n), that of its gradient
+        slope = torch.zeros(len(z), len(ks), z.shape[1]).to(z)  # (rows, J, n), that of its product with the noise
+        drawn = torch.zeros_like(fixed)  # (rows, n), that of the noise
         for _ in range(self.num_samples):
             noise = self._draw(*z.shape, like=z)  # (rows, n)
             noised = fixed + noise
@@ -139,9 +142,12 @@ class PerturbedTopK(TopKOperator):
             inside = (rank <= k).to(z.dtype)  # (rows, J)
             value += inside
             slope.addcmul_(inside.unsqueeze(2), noise.unsqueeze(1))
+            drawn += noise
         spoilt = 0 * fixed.amax(1, keepdim=True)  # NaN for a row with NaN or +inf
-        change = (slope @ (z - fixed).unsqueeze(2)).squeeze(2)  # (rows, J): 0, with the gradient
-        return (value + change) / self.num_samples + spoilt
+        value /= self.num_samples
+        slope.addcmul_(value.unsqueeze(2), drawn.unsqueeze(1), value=-1)
+        change = (slope @ (z - fixed).unsqueeze(2)).squeeze(2) / (self.num_samples - 1)  # (rows, J): 0, with gradient
+        return value + change + spoilt
 
     def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
         if labels.is_floating_point():

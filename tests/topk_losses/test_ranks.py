@@ -153,7 +153,7 @@ def test_perturbed_column_and_matrix_estimate_the_normal_probability_of_two_clas
         torch.testing.assert_close(gradient, torch.tensor([[slope, -slope]]), rtol=0, atol=0.02)
 
 
-def test_perturbed_gradients_are_the_published_estimate():
+def test_perturbed_gradients_are_covariances_over_the_draws():
     logits, labels = random_batch(3, 7)
     logits.requires_grad_()
     weight = torch.randn(3, 4, 7, dtype=torch.float64)
@@ -162,11 +162,22 @@ def test_perturbed_gradients_are_the_published_estimate():
     noise = torch.randn(3, 10, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     order = (logits.detach().unsqueeze(1) * 2 + noise).argsort(dim=2, descending=True)[:, :, :4]
     indicators = torch.nn.functional.one_hot(order, 7).double()  # (3, draws, 4, 7)
-    want = 2 * torch.einsum("bsrj,brj,bsn->bn", indicators, weight, noise) / 10
+    indicators -= indicators.mean(1, keepdim=True)
+    want = 2 * torch.einsum("bsrj,brj,bsn->bn", indicators, weight, noise) / 9
     torch.testing.assert_close(got, want)
     hot = torch.nn.functional.one_hot(labels, 7).double()
     of_mass = seeded(PerturbedTopK(4, 2.0, 10)).rank_probabilities(logits, hot)
     torch.testing.assert_close(of_mass, operator_column(logits, labels))
+
+
+def test_perturbed_gradients_fade_where_all_draws_agree():
+    logits = torch.tensor([[3.0, 0, -3]], dtype=torch.float64, requires_grad=True)
+    for value in (
+        seeded(PerturbedTopK(2, 30.0, 10))(logits)[0, :, 0].sum(),
+        seeded(PerturbedTopK(2, 30.0, 10)).rank_probabilities(logits, torch.tensor([1])).sum(),
+    ):
+        assert value.item() == pytest.approx(1)
+        torch.testing.assert_close(torch.autograd.grad(value, logits)[0], torch.zeros_like(logits))
 
 
 def operator_column(logits, labels):
