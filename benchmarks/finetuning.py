@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.table import write_table
 from experiments.shared.command_line import DEFAULT_P_K, build_loss, count
-from experiments.shared.environment import device_name, git_commit, resolve_device, set_up_device
+from experiments.shared.environment import device_name, git_commit, keep_freed_memory, resolve_device, set_up_device
 from experiments.shared.head_runs import HeadRun, Recipe, Stack, mean_losses, stacks_of
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
@@ -217,6 +217,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     set_up_device(device, arguments.threads, deterministic=False)
+    keep_freed_memory()
     shared = {
         "compiled": str(arguments.compile).lower(),
         "device": device_name(device),

@@ -52,6 +52,7 @@ from experiments.shared.environment import (
     check_compiler,
     describe_environment,
     git_commit,
+    keep_freed_memory,
     peak_memory_mib,
     set_up_device,
 )
@@ -154,6 +155,7 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
 
     # Batches.
     set_up_device(device, args.threads, args.deterministic)
+    keep_freed_memory()
     threads = torch.get_num_threads()
     # On each machine one after another: what memory is free, the others have left.
     for turn in range(max(ranks.gathered(ranks.local_count))):

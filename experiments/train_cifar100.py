@@ -70,6 +70,7 @@ from experiments.shared.checkpoint import (
 from experiments.shared.environment import (
     describe_environment,
     git_commit,
+    keep_freed_memory,
     peak_memory_mib,
     set_up_device,
 )
@@ -118,6 +119,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
 
     # Seed, another one for what the other processes draw (dropout, where there is any).
     set_up_device(device, args.threads, args.deterministic)
+    keep_freed_memory()
     flags["threads"] = torch.get_num_threads()
     torch.manual_seed(args.seed + (ranks.rank << 32))
 

@@ -57,6 +57,7 @@ from experiments.shared.checkpoint import (
 from experiments.shared.environment import (
     describe_environment,
     git_commit,
+    keep_freed_memory,
     peak_memory_mib,
     set_up_device,
 )
@@ -103,6 +104,7 @@ def train(args: argparse.Namespace, ranks: Ranks) -> int:
 
     # Seed, then data, whole on the device (images as uint8), and what embeds them.
     set_up_device(device, args.threads, args.deterministic)
+    keep_freed_memory()
     flags["threads"] = torch.get_num_threads()
     torch.manual_seed(args.seed)
     points = load().to(device)

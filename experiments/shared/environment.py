@@ -47,10 +47,8 @@ def check_compiler() -> None:
 def set_up_device(device: torch.device, threads: int | None, deterministic: bool) -> None:
     """Apply --threads and --deterministic, process-wide, before the first tensor is placed on the device.
 
-    threads: None for PyTorch's choice, which OMP_NUM_THREADS decides, but no more than there are cores. Freed memory is
-    kept.
+    threads: None for PyTorch's choice, which OMP_NUM_THREADS decides, but no more than there are cores.
     """
-    keep_freed_memory()
     torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
     if device.type == "cuda":
         torch.cuda.init()  # the statistics are not there before
@@ -68,7 +66,7 @@ def set_up_device(device: torch.device, threads: int | None, deterministic: bool
 def keep_freed_memory() -> None:
     """Let this process keep the memory that it frees, where the C library is glibc; elsewhere nothing happens.
 
-    Each training step needs the same large tensors. Given back in between, they return as new pages, which the kernel
+    For loops whose steps need the same large tensors. Given back in between, they return as new pages, which the kernel
     zeroes one by one: a tenth of a ResNet-18's step in fp32, and of that of a head of 10,450 classes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
