@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.embeddings import StoreWriter, open_or_fetch
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import command_line
-from experiments.shared.finetune_flags import BATCH_SIZE
+from experiments.shared.finetune_flags import BATCH_SIZE, IMAGENET_1K, recipes_of
 from experiments.shared.run_record import read_rows
-from topk_losses import RELAXATIONS
+from topk_losses import METHODS, RELAXATIONS
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence.sh"
@@ -37,7 +38,7 @@ P_KS = ["1. 0. 0. 0. 0.", "0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75"
 def commands(table: str, *flags: str, cwd: Path = ROOT) -> list[str]:
     """The rows that the table's script would run."""
     done = subprocess.run(
-        [ROOT / "scripts" / f"{table}.sh", "--dry-run", *flags], capture_output=True, text=True, cwd=cwd, check=True
+        [ROOT / "scripts" / f"{table}.sh", *flags, "--dry-run"], capture_output=True, text=True, cwd=cwd, check=True
     )
     *rows, total = done.stdout.splitlines()
     assert total == f"# {len(rows)} rows"
@@ -136,6 +137,36 @@ def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baseli
     for each in lines.values():
         assert sorted(each) == sorted((seed, *line) for seed in (0, 1, 2) for line in expected)
     assert total == f"# {6 * len(expected)} rows"
+
+
+def test_temperatures_are_heads_of_every_method_and_none_is_refused():
+    seen = set()
+    for row in commands("temperature", "-d", "some.store"):
+        args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
+        recipes = recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))
+        seen |= {recipe.method for recipe in recipes}
+        assert len(recipes) == 1 + len(args.also)
+    assert seen == set(METHODS)
+
+
+def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
+    path = tmp_path / "some.store"
+    writer = StoreWriter(path, dim=6, dtype=torch.float16)
+    labels = torch.arange(300) % 100
+    for split in ("train", "test"):
+        writer.write(split, 0, torch.randn(300, 6).half(), labels)
+    writer.finish()
+    rows = [finetune_imagenet.parse_arguments(shlex.split(row)[2:]) for row in commands("temperature_classes", path)]
+    asked = Counter((str(args.results), args.m) for args in rows)
+    assert asked == {
+        (f"results/temperature_classes_{n}.csv", m): 5
+        for n, scores in ((10, (10,)), (100, (16, 50, 100)), (1000, (16, 50, 1000)))
+        for m in scores
+    }
+    few, many = (open_or_fetch(f"{path}-of-{n}.pt") for n in (10, 1000))
+    for split in ("train", "test"):
+        assert torch.equal(few[split].labels(), labels // 10)
+        assert torch.equal(many[split].labels() // 10, labels)
 
 
 def test_further_arguments_go_to_every_row_from_any_directory(tmp_path):
