@@ -355,7 +355,8 @@ class ThresholdOperator(PointwiseMasks, ABC):
         x, scale = self._scaled(scores)
         proper = [k for k in ks if k < x.shape[1]]
         classes = None if labels is None else labels.unsqueeze(1)
-        k = torch.tensor(proper or [1], dtype=x.dtype, device=x.device).expand(len(x), -1)  # (rows, J)
+        # at least one k, though not used then, that the one class of n = 1 can reach
+        k = torch.tensor(proper or [0.5], dtype=x.dtype, device=x.device).expand(len(x), -1)  # (rows, J)
         theta, own = self._threshold(x, scale, k, max(proper, default=1), classes)
         theta = pad(theta[:, : len(proper)], (0, len(ks) - len(proper)), value=-torch.inf)
         if labels is None:

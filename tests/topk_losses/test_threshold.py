@@ -173,6 +173,15 @@ def test_only_the_k_that_have_mass_are_evaluated(method, monkeypatch):
     assert [k.tolist() for k in seen] == [[[5.0]] * 3]
 
 
+@pytest.mark.parametrize("method", sorted(THRESHOLDS.keys() & METHODS.keys()))
+def test_a_single_class_is_among_the_highest(method):
+    logits = torch.tensor([[0.3], [-torch.inf]], dtype=torch.float64, requires_grad=True)
+    operator = make_operator(method, 1, 1)
+    for P in (operator(logits), operator.rank_probabilities(logits, torch.zeros(2, dtype=torch.int64))):
+        assert P.flatten().tolist() == [1, 1]
+        assert torch.autograd.grad(P.sum(), logits)[0].tolist() == [[0], [0]]
+
+
 def test_a_mixture_of_logarithms_takes_any_shares():
     logs = torch.tensor([[-1000.0, -1.0, 300.0], [-2.0, -1.0, 0.0]], dtype=torch.float64, requires_grad=True)
     shares = torch.tensor([[0.5, 0, 0], [0, 0, 0]], dtype=torch.float64, requires_grad=True)
