@@ -1,8 +1,9 @@
 # Sourced from the repository root: makes .venv if it is absent and installs requirements.txt into it.
-# A stamp of requirements.txt and pyproject.toml makes the second call a matter of milliseconds.
+# A stamp of requirements.txt, pyproject.toml and this folder, to which the installed package points, makes the second
+# call a matter of milliseconds.
 python=${PYTHON:-python3}
 stamp=.venv/requirements.stamp
-wanted=$(cat requirements.txt pyproject.toml | cksum)
+wanted=$(pwd -P | cat - requirements.txt pyproject.toml | cksum)
 if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c "" 2>/dev/null; then
   echo "making .venv with $("$python" --version)" >&2
   "$python" -m venv --clear .venv || { echo "could not make .venv: install Python 3.10 or newer with its venv module, or set PYTHON" >&2; exit 1; }

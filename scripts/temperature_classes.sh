@@ -8,8 +8,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
-store=${1:?usage: scripts/temperature_classes.sh STORE [flags], STORE as scripts/temperature.sh takes it with -d}
-shift
+if [ $# -eq 0 ] || [[ $1 == -* ]]; then
+  echo "error: the first argument must be a store of embeddings, as scripts/temperature.sh takes with -d" >&2
+  exit 2
+fi
+store=$1 && shift
 
 rows() {
   .venv/bin/python - "$store" <<'PYTHON'
@@ -19,7 +22,7 @@ from pathlib import Path
 import torch
 
 from data.atomic_file import atomic_write
-from data.embeddings import EmbeddingStore, open_or_fetch
+from data.embeddings import EmbeddingError, EmbeddingStore, open_or_fetch
 from topk_losses import METHODS
 
 FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)
@@ -44,9 +47,12 @@ def relabelled(store: EmbeddingStore, num_classes: int, path: Path) -> Path:
     return path
 
 
-store = open_or_fetch(sys.argv[1])
+try:
+    store = open_or_fetch(sys.argv[1])
+except EmbeddingError as error:
+    sys.exit(f"error: {error}")
 if store.num_classes != 100:
-    sys.exit(f"the sets are made of 100 classes, and {sys.argv[1]} has {store.num_classes}; give another store")
+    sys.exit(f"error: the sets are made of 100 classes, and {sys.argv[1]} has {store.num_classes}; give another store")
 for num_classes, scores in SCORES.items():
     same = num_classes == store.num_classes
     data = sys.argv[1] if same else relabelled(store, num_classes, Path(f"{sys.argv[1]}-of-{num_classes}.pt"))
@@ -61,4 +67,5 @@ for num_classes, scores in SCORES.items():
             )
 PYTHON
 }
-exec .venv/bin/python scripts/launch.py --name temperature_classes --row-per-core "$@" < <(rows)
+commands=$(rows) || exit 2
+exec .venv/bin/python scripts/launch.py --name temperature_classes --row-per-core "$@" <<< "$commands"

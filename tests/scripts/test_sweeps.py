@@ -167,6 +167,13 @@ def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
     for split in ("train", "test"):
         assert torch.equal(few[split].labels(), labels // 10)
         assert torch.equal(many[split].labels() // 10, labels)
+    for arguments, words in (([], "the first argument"), ([tmp_path / "none.store"], "error: there is no file")):
+        done = subprocess.run(
+            [ROOT / "scripts" / "temperature_classes.sh", *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_further_arguments_go_to_every_row_from_any_directory(tmp_path):
