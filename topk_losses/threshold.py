@@ -47,58 +47,49 @@ def in_pieces(J: int, x: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
 class _TopAndRest(torch.autograd.Function):
     """Of z = scale x, x (rows, n): the M largest, falling, (rows, M); log sum exp of all the others, (rows, 1).
 
-    And z of the classes (rows, A), and where the M stand.
+    And where the M stand, (rows, M).
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, scale: float, M: int, classes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(x: Tensor, scale: float, M: int) -> tuple[Tensor, Tensor, Tensor]:
         places = largest(x, M)
-        top, own = x.gather(1, places) * scale, x.gather(1, classes) * scale
+        top = x.gather(1, places) * scale
         if x.shape[1] == M:
-            return top, torch.full_like(top[:, :1], -torch.inf), own, places
+            return top, torch.full_like(top[:, :1], -torch.inf), places
         last = finite(top[:, -1:])
         sums = [
             (part * scale - last_of).exp_().scatter_(1, places_of, 0).sum(1, keepdim=True)  # (rows, n), at most 1
             for part, last_of, places_of in in_pieces(1, x, last, places)
         ]
-        return top, last + torch.cat(sums).log(), own, places
+        return top, last + torch.cat(sums).log(), places
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        top, rest, _, places = output
-        ctx.save_for_backward(inputs[0], inputs[3], top, rest, places)
+        ctx.save_for_backward(inputs[0], *output)
         ctx.scale = inputs[1]
-        ctx.mark_non_differentiable(places)
+        ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_top: Tensor, grad_rest: Tensor, grad_own: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        x, classes, top, rest, places = ctx.saved_tensors
-        grad_top, grad_rest, grad_own = (each * ctx.scale for each in (grad_top, grad_rest, grad_own))
+    def backward(ctx: Any, grad_top: Tensor, grad_rest: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, top, rest, places = ctx.saved_tensors
+        grad_top, grad_rest = grad_top * ctx.scale, grad_rest * ctx.scale
         if x.shape[1] == top.shape[1]:
-            return torch.zeros_like(x).scatter(1, places, grad_top).scatter_add(1, classes, grad_own), None, None, None
+            return torch.zeros_like(x).scatter(1, places, grad_top), None, None
         nothing = rest == -torch.inf  # the others are out, or too far below the M to be seen beside them
         beside = torch.where(nothing, finite(top[:, :1]), rest)
         below = (x * ctx.scale - beside).scatter_(1, places, -torch.inf).exp_()  # (rows, n)
         factor = torch.where(nothing, 0, grad_rest)
         if torch.is_grad_enabled() or not is_concrete(factor):  # what was there may be needed again
-            of_x = (below * factor).scatter(1, places, grad_top).scatter_add(1, classes, grad_own)
-        else:
-            of_x = below.mul_(factor).scatter_(1, places, grad_top).scatter_add_(1, classes, grad_own)
-        return of_x, None, None, None
+            return (below * factor).scatter(1, places, grad_top), None, None
+        return below.mul_(factor).scatter_(1, places, grad_top), None, None
 
 
-def top_and_rest(x: Tensor, scale: float, M: int, classes: Tensor | None = None) -> Pair:
-    """Of z = scale x (rows, n) the M largest, falling, or all if there are less, and log sum exp of the others.
-
-    (rows, M + 1). And z of the classes (rows, A) int64, (rows, A); none by default.
-    """
-    classes = torch.empty_like(x[:, :0], dtype=torch.int64) if classes is None else classes
-    top, rest, own, _ = _TopAndRest.apply(x, scale, min(M, x.shape[1]), classes)
-    return torch.cat([finite(top), rest], dim=1), own
+def top_and_rest(x: Tensor, scale: float, M: int) -> Tensor:
+    """Of z = scale x (rows, n) the M largest, falling, or all if less, then log sum exp of the others: (rows, M + 1)."""
+    top, rest, _ = _TopAndRest.apply(x, scale, min(M, x.shape[1]))
+    return torch.cat([finite(top), rest], dim=1)
 
 
 def sums_below(points: Tensor) -> Tensor:
@@ -197,7 +188,7 @@ class _Logistic(Curve):
         steps follow for the largest scores alone, with the rest as an exponential; one or two more reach rounding.
         """
         n = x.shape[1]
-        points, _ = top_and_rest(x, 1.0, 2 * most)
+        points = top_and_rest(x, 1.0, 2 * most)
         M = points.shape[1] - 1
         of_mean = (k / (n - k)).log()
         low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - of_mean
@@ -335,15 +326,12 @@ class ThresholdOperator(PointwiseMasks, ABC):
         with full_precision(logits.device):
             x, scale = self._scaled(scores)
             wanted = wanted.clamp(max=n * (1 - 4 * torch.finfo(x.dtype).eps))
-            theta, _ = self._threshold(x, scale, wanted, most, None)
+            theta = self._threshold(x, scale, wanted, most)
             return self._f(finite(x * scale) - theta).reshape(logits.shape)
 
     @abstractmethod
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
-        """theta (rows, J) for z = scale x (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`.
-
-        And z of the classes (rows, A) int64, (rows, A), or any tensor for None.
-        """
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
+        """theta (rows, J) for z = scale x (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
 
     def _scaled(self, scores: Tensor) -> tuple[Tensor, float]:
         """(x, scale) with scale x = beta s: what is no tensor is multiplied where a number is looked at anyway."""
@@ -354,14 +342,13 @@ class ThresholdOperator(PointwiseMasks, ABC):
         """t = z - theta; theta is -inf for k = n: among n classes all are the n highest."""
         x, scale = self._scaled(scores)
         proper = [k for k in ks if k < x.shape[1]]
-        classes = None if labels is None else labels.unsqueeze(1)
         # at least one k, though not used then, that the one class of n = 1 can reach
         k = torch.tensor(proper or [0.5], dtype=x.dtype, device=x.device).expand(len(x), -1)  # (rows, J)
-        theta, own = self._threshold(x, scale, k, max(proper, default=1), classes)
+        theta = self._threshold(x, scale, k, max(proper, default=1))
         theta = pad(theta[:, : len(proper)], (0, len(ks) - len(proper)), value=-torch.inf)
         if labels is None:
             return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
-        return finite(own) - theta
+        return finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
 
     def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
         return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS)[0]
@@ -380,9 +367,8 @@ class LML(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return logsigmoid(t)
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
-        z = x if scale == 1 else x * scale
-        return self._root(z, k, LOGISTIC, most), z if classes is None else z.gather(1, classes)
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
+        return self._root(x if scale == 1 else x * scale, k, LOGISTIC, most)
 
 
 class LapSum(ThresholdOperator):
@@ -400,9 +386,8 @@ class LapSum(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return torch.where(t < 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
-        points, own = top_and_rest(x, scale, 2 * most, classes)
-        return self._root(points, k, LAPLACE, most), own
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
+        return self._root(top_and_rest(x, scale, 2 * most), k, LAPLACE, most)
 
 
 class CappedSoftmax(ThresholdOperator):
@@ -418,13 +403,13 @@ class CappedSoftmax(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return t.clamp(max=0)
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
         """With m classes at 1, theta = log sum_{i>m} exp x_i - log(k - m).
 
         sum_i min(1, exp(x_i - theta)) is the least over m of m + exp(-theta) sum_{i>m} exp x_i, so that theta is the
         least of these.
         """
-        points, own = top_and_rest(x, scale, most, classes)
+        points = top_and_rest(x, scale, most)
         highest = points[:, :1].detach()
         points = points - highest
         place = torch.arange(points.shape[1], dtype=k.dtype, device=k.device)  # (M + 1,)
@@ -432,7 +417,7 @@ class CappedSoftmax(ThresholdOperator):
         roots = sums_below(points.detach()).unsqueeze(1) - left.log()
         m = torch.where(left > 0, roots, torch.inf).argmin(2)  # (rows, J)
         below = points.unsqueeze(1).masked_fill(place < m.unsqueeze(2), -torch.inf)  # (rows, J, M + 1)
-        return below.logsumexp(2) - (k - m).log() + highest, own
+        return below.logsumexp(2) - (k - m).log() + highest
 
 
 class SparseTopK(ThresholdOperator):
@@ -461,17 +446,15 @@ class SparseTopK(ThresholdOperator):
     def _f(self, t: Tensor) -> Tensor:
         return t.clamp(0, 1) ** self.q
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int, classes: Tensor | None) -> Pair:
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
         """Classes left out make theta too low, never too high: what is above it is all that can count."""
         number = min(max(2 * most, FEW), x.shape[1]) if has_known_values(x) else x.shape[1]
         while True:
-            places = largest(x, number)
-            places = places if classes is None else torch.cat([places, classes], dim=1)
-            z = finite(x.gather(1, places) * scale)  # (rows, number + A)
-            theta = self._root(z[:, :number], k, POWERS[self.q], most)
+            z = finite(x.gather(1, largest(x, number)) * scale)  # (rows, number)
+            theta = self._root(z, k, POWERS[self.q], most)
             if number == x.shape[1] or not x.numel():
-                return theta, z[:, number:]
+                return theta
             above = int((x > theta.detach().amin(1, keepdim=True) / scale).sum(1).max())
             if above <= number:
-                return theta, z[:, number:]
+                return theta
             number = above
