@@ -87,7 +87,7 @@ class _TopAndRest(torch.autograd.Function):
 
 
 def top_and_rest(x: Tensor, scale: float, M: int) -> Tensor:
-    """Of z = scale x (rows, n) the M largest, falling, or all if less, then log sum exp of the others: (rows, M + 1)."""
+    """Of z = scale x (rows, n) the M largest (or all), falling, then log sum exp of the others: (rows, M + 1)."""
     top, rest, _ = _TopAndRest.apply(x, scale, min(M, x.shape[1]))
     return torch.cat([finite(top), rest], dim=1)
 
