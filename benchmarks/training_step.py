@@ -21,7 +21,7 @@ from benchmarks.table import write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
 from experiments.shared.command_line import DEFAULT_P_K
 from experiments.shared.cores import usable_cores
-from experiments.shared.environment import device_name, keep_freed_memory, set_up_device
+from experiments.shared.environment import device_name, keep_freed_memory, resolve_device, set_up_device
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
@@ -42,7 +42,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    device = torch.device(arguments.device)
+    device = resolve_device(arguments.device)
     set_up_device(device, arguments.threads, deterministic=False)
     keep_freed_memory()
     methods = list(dict.fromkeys(["softmax_cross_entropy", *arguments.methods]))

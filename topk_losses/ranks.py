@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import check_integer
+from topk_losses.checks import check_integer, constants
 from topk_losses.sorts import MASKED, PointwiseMasks, TopKOperator, differences, finite, largest, pick_ranks
 
 
@@ -62,7 +62,7 @@ class RecallSurrogate(_Sigmoids):
     """
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        k = torch.tensor(list(ks), dtype=scores.dtype, device=scores.device)  # (J,)
+        k = constants(ks, scores)  # (J,)
         scores = finite(scores)
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
         own = scores if labels is None else scores.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
@@ -131,9 +131,9 @@ class PerturbedTopK(TopKOperator):
             return super()._within(scores, labels, ks)
         z = finite(scores) * self.inverse_temperature  # (rows, n)
         fixed, index = z.detach(), labels.unsqueeze(1)
-        k = torch.tensor(list(ks), device=z.device)  # (J,)
-        value = torch.zeros(len(z), len(ks)).to(z)  # (rows, J), the sum over the draws of who is within k
-        slope = torch.zeros(len(z), len(ks), z.shape[1]).to(z)  # (rows, J, n), that of its product with the noise
+        k = constants(ks, labels)  # (J,)
+        value = z.new_zeros(len(z), len(ks))  # (rows, J), the sum over the draws of who is within k
+        slope = z.new_zeros(len(z), len(ks), z.shape[1])  # (rows, J, n), that of its product with the noise
         drawn = torch.zeros_like(fixed)  # (rows, n), that of the noise
         for _ in range(self.num_samples):
             noise = self._draw(*z.shape, like=z)  # (rows, n)

@@ -190,7 +190,7 @@ class _TransportOperator(TopKOperator):
         x = whiten_and_squash(scores)
         anchors = torch.linspace(1, 0, num_anchors, dtype=x.dtype, device=x.device)  # (A,)
         mass = torch.full_like(anchors, 1 / n)
-        mass[-1] = (n - num_anchors + 1) / n
+        mass[-1].fill_((n - num_anchors + 1) / n)
         # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
         logits = (2 * x.unsqueeze(2) - anchors) * anchors * self.inverse_temperature  # (rows, n, A)
         with torch.no_grad():

@@ -426,9 +426,18 @@ def test_is_the_default_on_the_cpu_and_can_be_turned_off(monkeypatch):
         kernel("largest", scores)
 
 
-def test_triton_is_taken_on_request_only(monkeypatch):
+def test_triton_is_taken_on_the_gpus_that_it_is_made_for(monkeypatch):
     monkeypatch.delenv(VARIABLE)
+    installed = {"triton", "numba"}
+    monkeypatch.setattr("topk_losses.kernels.is_installed", installed.__contains__)
+    for capability, taken in (((7, 5), ""), ((8, 0), "cuda"), ((12, 0), "cuda")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert device_of_kernels(torch.device("cuda")) == taken
+    assert device_of_kernels(torch.device("mps")) == ""
+    installed.remove("triton")
     assert device_of_kernels(torch.device("cuda")) == ""
+    installed.add("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setenv(VARIABLE, "triton")
     assert device_of_kernels(torch.device("cuda")) == "cuda"
 

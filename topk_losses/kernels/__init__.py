@@ -1,10 +1,9 @@
 """Kernels that compute what PyTorch's operations compute, faster: one table, asked in one place.
 
-A kernel takes float32 tensors. On the CPU Numba's (cpu.py) are taken where the package numba is installed: they are
-tested against PyTorch's operations, and timed in whole training steps (benchmarks/). Triton's for CUDA (cuda.py) pass
-their tests in Triton's interpreter, but have not run on a GPU yet: they are taken only on request, and the default on
-CUDA is PyTorch, compiled or not. The environment variable TOPK_LOSSES_BACKEND, read at every call, settles it: `torch`
-takes no kernel, `numba` and `triton` take theirs and say so where they cannot run.
+A kernel takes float32 tensors. Numba's are taken on the CPU, and Triton's on GPUs of compute capability 8.0 and above,
+which Triton is made for, where these packages are installed: they are tested against PyTorch's operations, and timed in
+whole training steps (benchmarks/). The environment variable TOPK_LOSSES_BACKEND, read at every call, settles it:
+`torch` takes no kernel, `numba` and `triton` take theirs and say so where they cannot run.
 """
 
 import functools
@@ -46,7 +45,10 @@ def device_of_kernels(device: torch.device) -> str:
     if backend == "torch":
         return ""
     if not backend:
-        return "cpu" if device.type == "cpu" and is_installed("numba") else ""
+        package = PACKAGES.get(device.type)
+        if not package or not is_installed(package):
+            return ""
+        return "" if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0) else device.type
     wanted = "cpu" if backend == "numba" else "cuda"
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != wanted and not (interpreted and device.type == "cpu"):
