@@ -39,6 +39,7 @@ BY_FILE_NAME = {
     **{name: name for name in TABLES},
     **{"table2_3_imagenet1k": "tables2_3_imagenet1k", "imagenet1k": "tables2_3_imagenet1k"},
     **{"table2_3_imagenet21k": "tables2_3_imagenet21k", "imagenet21k": "tables2_3_imagenet21k"},
+    **{"strong": "none", "temperature_training": "none"},  # not the paper's rows
 }
 
 
