@@ -14,13 +14,15 @@ from topk_losses.sorts import Constants
 
 MOMENTUM = 0.1  # of the running mean: fast, since logits grow fast in the first steps
 ROWS = 64  # of a batch that are looked at: the running mean is over ten batches
-MOST = 10.0  # times the default: logits that are all equal, of a layer that begins at zero, have no spread
+# Times the default. Where beta times the spread is held, nothing in the loss makes the logits grow: a network learns less
+# the harder it begins, and one whose last layer begins at zero has no spread at all (docs/temperature.md).
+MOST = 2.0
 
 
 class AutoTemperature(Constants):
     """beta = target / spread, the running mean over batches of the standard deviation of a sample's logits.
 
-    target: beta times the spread. default: beta before the first batch; beta never exceeds ten times that. The spread
+    target: beta times the spread. default: beta before the first batch; beta never exceeds twice that. The spread
     is saved with the state dict and never cast; where torch.distributed is initialised, it is that of all processes.
     """
 

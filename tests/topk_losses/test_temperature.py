@@ -19,8 +19,8 @@ def auto_loss(method, **settings):
 
 
 def test_it_is_the_target_over_a_running_mean_of_the_spread():
-    auto = AutoTemperature(3.0, 0.5)
-    assert auto.value() == 0.5
+    auto = AutoTemperature(3.0, 2.0)
+    assert auto.value() == 2.0
     batches = [random_batch(ROWS + 9, 12, scale, torch.float32, seed)[0] for seed, scale in enumerate((1.0, 3.0, 9.0))]
     mean = math.nan
     for logits in batches:
@@ -37,8 +37,8 @@ def test_it_is_the_target_over_a_running_mean_of_the_spread():
 def test_what_takes_no_part_does_not_count_and_no_spread_is_no_infinity():
     auto = AutoTemperature(3.0, 0.5)
     auto.observe(torch.zeros(4, 12))
-    assert auto.value() == 5.0  # ten times the default
-    auto = AutoTemperature(3.0, 0.5)
+    assert auto.value() == 1.0  # twice the default
+    auto = AutoTemperature(3.0, 1.0)
     logits, _ = random_batch(6, 12, dtype=torch.float32)
     wider = torch.cat([logits, torch.full((6, 5), -math.inf)], dim=1)
     wider = torch.cat([wider, torch.full((1, 17), math.nan)])
@@ -53,7 +53,7 @@ def test_what_takes_no_part_does_not_count_and_no_spread_is_no_infinity():
 
 @pytest.mark.parametrize("method", FOLLOW)
 def test_a_loss_is_that_of_the_temperature_it_has_reached(method):
-    logits, labels = random_batch(40, 12, 5.0)
+    logits, labels = random_batch(40, 12, 20.0)
     loss = auto_loss(method)
     loss(logits, labels)
     beta = loss.auto.value().item()
