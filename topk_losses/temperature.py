@@ -14,8 +14,8 @@ from topk_losses.sorts import Constants
 
 MOMENTUM = 0.1  # of the running mean: fast, since logits grow fast in the first steps
 ROWS = 64  # of a batch that are looked at: the running mean is over ten batches
-# Times the default. Where beta times the spread is held, nothing in the loss makes the logits grow: a network learns less
-# the harder it begins, and one whose last layer begins at zero has no spread at all (docs/temperature.md).
+# Times the default. Where beta times the spread is held, nothing in the loss makes the logits grow: a network learns
+# less the harder it begins, and one whose last layer begins at zero has no spread at all (docs/temperature.md).
 MOST = 2.0
 
 

@@ -68,7 +68,7 @@ def test_a_loss_is_that_of_the_temperature_it_has_reached(method):
 
 @pytest.mark.parametrize("method", FOLLOW)
 def test_the_spread_is_saved_with_the_loss_and_never_cast(method):
-    logits, labels = random_batch(40, 12, 5.0)
+    logits, labels = random_batch(40, 12, 20.0)
     loss = auto_loss(method)
     loss(logits, labels)
     copied = copy.deepcopy(loss)
