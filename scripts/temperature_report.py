@@ -1,10 +1,11 @@
-"""What results/temperature.csv says of the inverse temperature: a table of the best ones, a figure for each P_K.
+"""What a sweep says of the inverse temperature: a table of the best ones, a figure for each P_K of a sweep of heads.
 
     python scripts/temperature_report.py results/temperature.csv
     python scripts/temperature_report.py results/temperature.csv --figures docs/figures   # PNG and SVG
+    python scripts/temperature_report.py results/temperature_training.csv                 # whole networks
 
-Of each method and P_K the inverse temperature is taken whose heads are best on validation, by the mean over the seeds
-of P_K(1) top-1 + (1 - P_K(1)) top-5, and the test accuracies of these heads are shown, in percent, mean ± sample
+Of each method and P_K the inverse temperature is taken whose runs are best on validation, by the mean over the seeds
+of P_K(1) top-1 + (1 - P_K(1)) top-5, and the test accuracies of these runs are shown, in percent, mean ± sample
 standard deviation; in brackets as a multiple of the library's default, and whether none beyond it was tried. Beside
 them those of the default and of the mode "auto", mean over the seeds.
 """
@@ -23,15 +24,18 @@ from scripts.reporting.plain_report import Row, markdown, mean_std, rows_of, run
 from topk_losses import METHODS
 from topk_losses.checks import AUTO
 
-OF_A_HEAD = ("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "m", "seed")
-OF_A_RUN = ("order_seed", "device", "threads", "data_path", "batches", "eval_freq", "compile", "deterministic")
+OF_THE_SWEEP = ("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "m", "seed")
+OF_A_RUN = (
+    *("order_seed", "device", "threads", "compile", "deterministic"),
+    *("data_dir", "data_path", "batches", "eval_freq"),
+)
 
 Heads = dict[float | str | None, list[Row]]  # by inverse temperature, rising: a row per seed
 
 
 def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
     """Return the rows by P_K, then method in the library's order, then temperature. Raises CommandLineError."""
-    rows = rows_of(path, "experiments/finetune_imagenet.py", "last_test_logit_std", (*OF_A_HEAD, *OF_A_RUN))
+    rows = rows_of(path, "scripts/temperature*.sh", "last_inverse_temperature", (*OF_THE_SWEEP, *OF_A_RUN))
     rows.sort(key=lambda row: (list(METHODS).index(row["method"]), float(temperature_of(row) or 0)))
     grid: dict[str, dict[str, Heads]] = {}
     for row in rows:
@@ -70,10 +74,18 @@ def table(path: Path) -> str:
     """Return the table as Markdown. Raises CommandLineError, RecordError."""
     grid = grid_of(path)
     first = next(iter(next(iter(next(iter(grid.values())).values())).values()))[0]
+    trained = first.get("model") or f"linear heads on embeddings of {first['num_classes']} classes"
+    machines = dict.fromkeys(
+        f"{row['device_name']}, PyTorch {row['torch_version']}"
+        for methods in grid.values()
+        for by_temperature in methods.values()
+        for rows in by_temperature.values()
+        for row in rows
+    )
     caption = (
-        f"{path.name}: linear heads on embeddings of {first['num_classes']} classes ({first['train_images']} training "
-        f"rows, {first['valid_images']} validate), {first['n_epochs']} epochs, batches of {first['batch_size']}, "
-        f"learning rate {float(first['lr']):g}, on {first['device_name']}, PyTorch {first['torch_version']}."
+        f"{path.name}: {trained} ({first['train_images']} training rows, {first['valid_images']} validate), "
+        f"{first['n_epochs']} epochs, batches of {first['batch_size']}, learning rate {float(first['lr']):g}, on "
+        f"{' and '.join(machines)}."
     )
     heads = ["P_K", "method", "inverse temperature", "times spread", "top-1", "top-5"]
     heads += ["default", "auto", "auto ended at", "annealed", "seeds"]
@@ -87,7 +99,8 @@ def table(path: Path) -> str:
                 tried = [each for each in by_temperature if isinstance(each, float)]
                 end = ", the least" if best == min(tried) else ", the largest" if best == max(tried) else ""
                 shown = f"{best:g} ({best / default:g}x{end})"
-                times_spread = f"{best * mean(by_temperature[best], 'last_test_logit_std'):.2g}"
+                if "last_test_logit_std" in first:
+                    times_spread = f"{best * mean(by_temperature[best], 'last_test_logit_std'):.2g}"
             rows, auto = by_temperature[best], by_temperature.get(AUTO)
             others = [_both(each) for each in (by_temperature.get(default), auto)]
             others.append(f"{statistics.fmean(temperature_of(row) or 0 for row in auto):.3g}" if auto else "")
@@ -112,7 +125,7 @@ def draw(path: Path, folder: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see data/program.py)."""
-    return run(argv, "What the inverse temperature does, by heads.", "scripts/temperature.sh", table, draw)
+    return run(argv, "What the inverse temperature does.", "scripts/temperature.sh", table, draw)
 
 
 if __name__ == "__main__":

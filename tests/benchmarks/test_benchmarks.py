@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from benchmarks import losses, machine, recipe, scaling, transport
+from benchmarks import learned_temperature, losses, machine, recipe, scaling, transport
 from scripts.reporting.cost_figure import draw_cost
 from tests.processes import run
 from topk_losses.networks import bitonic
@@ -91,6 +92,21 @@ def test_transport_agrees_with_unrolled_sinkhorn(tmp_path):
     rows = list(csv.DictReader(output.open()))
     assert [row["method"] for row in rows] == ["sinkhorn_sort", "soft_topk"]
     assert all(float(row["largest_difference"]) < 2e-3 and float(row["unrolled_ms"]) > 0 for row in rows)
+
+
+def test_a_learned_temperature_moves_and_a_constant_one_does_not(tmp_path):
+    labels = torch.arange(12000) % 6
+    tensors = {"embeddings": torch.nn.functional.one_hot(labels, 6).float(), "labels": labels}
+    data, output = tmp_path / "six.pt", tmp_path / "learned.csv"
+    torch.save({f"{split}_{name}": each for split in ("train", "test") for name, each in tensors.items()}, data)
+    flags = ["--methods", "lml", "--p_k", 0.5, 0, 0.5, "--seeds", 0, 1, "--threads", 1, "--output", output]
+    done = run(learned_temperature.main, "-d", data, *flags)
+    assert done.returncode == 0, done.stderr
+    rows = {row["inverse_temperature"]: row for row in csv.DictReader(output.open())}
+    assert [*rows] == ["default", "auto", "learned"]
+    assert all(50 < float(row["top1"]) <= float(row["top5"]) <= 100 for row in rows.values())
+    assert rows["default"]["ended_at"] == "0.25"
+    assert rows["learned"]["ended_at"] != "0.25"
 
 
 def test_machine_measures_what_floors_are_made_of(tmp_path):

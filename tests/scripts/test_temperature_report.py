@@ -75,7 +75,7 @@ def test_rows_of_other_settings_or_scripts_are_refused(tmp_path, capsys):
     assert temperature_report.main([str(other)]) == 2
     assert "mixes n_epochs 5 and 9" in capsys.readouterr().err
     assert temperature_report.main([str(write(tmp_path / "r.csv", [{"seed": "0"}]))]) == 2
-    assert "no rows of experiments/finetune_imagenet.py" in capsys.readouterr().err
+    assert "no rows of scripts/temperature*.sh" in capsys.readouterr().err
 
 
 def test_a_figure_for_each_p_k_with_temperatures_the_same_bytes_twice(tmp_path):
@@ -86,9 +86,21 @@ def test_a_figure_for_each_p_k_with_temperatures_the_same_bytes_twice(tmp_path):
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_the_table_in_the_documentation_is_that_of_the_rows():
+def test_whole_networks_have_no_spread(tmp_path):
+    rows = [{**row("lml", FIVE, beta, 0, (0.5, 0.5), (0.25, 0.75)), "model": "resnet18"} for beta in ("1", "2")]
+    for each in rows:
+        del each["last_test_logit_std"]
+    results = write(tmp_path / "networks.csv", rows)
+    text = temperature_report.table(results)
+    assert text.startswith("networks.csv: resnet18 (90 training rows")
+    assert "| [0, 0, 0, 0, 1] | lml | 1 (4x, the least) |  | 25.00 | 75.00 |" in text
+    assert {path.name for path in draw_temperatures(results, tmp_path)} == {
+        f"networks_0_0_0_0_1.{kind}" for kind in ("png", "svg")
+    }
+
+
+@pytest.mark.parametrize("name", ["temperature.csv", "temperature_training.csv"])
+def test_the_tables_in_the_documentation_are_those_of_the_rows(name):
     root = Path(__file__).parents[2]
-    results = root / "results" / "temperature.csv"
-    if not results.exists():
-        pytest.skip("the sweep has no rows yet")
-    assert temperature_report.table(results) in (root / "docs" / "temperature.md").read_text(encoding="utf-8")
+    table = temperature_report.table(root / "results" / name)
+    assert table in (root / "docs" / "temperature.md").read_text(encoding="utf-8")

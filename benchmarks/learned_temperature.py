@@ -1,0 +1,93 @@
+"""Accuracy of heads whose inverse temperature is constant, follows the logits ("auto"), or is learned with them.
+
+    python benchmarks/learned_temperature.py -d cifar100.store
+    python benchmarks/learned_temperature.py -d cifar100.store --methods lml --p_k .5 0 0 0 .5 --seeds 0
+
+A linear head on a store of embeddings, trained as scripts/temperature.sh does: the last epoch's test accuracies, mean
+over the seeds. Learned, log beta is a parameter of the same optimizer, which begins at the method's default, as the
+constant does. Writes --output (default results/benchmarks/learned_temperature.csv).
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.table import write_table
+from data.embeddings import open_or_fetch
+from experiments.shared.cores import usable_cores
+from experiments.shared.environment import device_name, keep_freed_memory, resolve_device
+from models.heads import head
+from topk_losses import METHODS, make_loss
+
+BATCH, N_EPOCHS, LR = 500, 5, 4e-3
+KINDS = ("default", "auto", "learned")
+P_KS = ([0.2] * 5, [0.5, 0, 0, 0, 0.5], [0, 0, 0, 0, 1.0])
+COLUMNS = ("method", "p_k", "inverse_temperature", "top1", "top5", "ended_at", "seeds", "device", "threads", "torch")
+
+
+def train(data: dict[str, tuple[Tensor, Tensor]], method: str, p_k: list[float], kind: str, seed: int) -> list[float]:
+    """Test top-1 and top-5 in percent after the last epoch, and the inverse temperature then."""
+    (inputs, labels), (test_inputs, test_labels) = data["train"], data["test"]
+    torch.manual_seed(seed)
+    num_classes, start = int(labels.max()) + 1, METHODS[method].inverse_temperature
+    model = head(inputs.shape[1], num_classes).to(inputs.device)
+    log_beta = torch.nn.Parameter(torch.tensor(float(start), device=inputs.device).log())
+    loss_fn = make_loss(method, p_k, num_classes, inverse_temperature="auto" if kind == "auto" else None)
+    loss_fn = loss_fn.to(inputs.device)
+    optimizer = torch.optim.Adam([*model.parameters(), *([log_beta] if kind == "learned" else [])], LR)
+    for _ in range(N_EPOCHS):
+        for rows in torch.randperm(len(labels), device=labels.device).split(BATCH):
+            if kind == "learned":
+                loss_fn.inverse_temperature = log_beta.exp()
+            optimizer.zero_grad()
+            loss_fn(model(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        top = model(test_inputs).topk(5, dim=1).indices == test_labels.unsqueeze(1)  # (rows, 5)
+        accuracies = [100 * top[:, :k].any(1).double().mean().item() for k in (1, 5)]
+    ended_at = loss_fn.auto.value() if kind == "auto" else log_beta.detach().exp()
+    return [*accuracies, ended_at.item()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-d", "--data_path", required=True, help="a store of embeddings")
+    following = [name for name, method in METHODS.items() if method.spread and not method.stochastic]
+    parser.add_argument("--methods", nargs="+", choices=following, default=following)
+    parser.add_argument("--p_k", nargs="+", type=float, help="one P_K; three without it")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/learned_temperature.csv"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
+    device, store = resolve_device(arguments.device), open_or_fetch(arguments.data_path)
+    data = {
+        name: (store[name].read(torch.arange(len(store[name]))).float().to(device), store[name].labels().to(device))
+        for name in ("train", "test")
+    }
+    rows = []
+    for method in arguments.methods:
+        for p_k in [arguments.p_k] if arguments.p_k else P_KS:
+            if not p_k[0] and getattr(METHODS[method].operator, "has_zeros", False):
+                continue  # where its mask is zero there is no gradient
+            for kind in KINDS:
+                runs = [train(data, method, p_k, kind, seed) for seed in arguments.seeds]
+                shown = [f"{statistics.fmean(each):.4g}" for each in zip(*runs)]
+                place = (len(runs), device_name(device), arguments.threads, torch.__version__)
+                row = dict(zip(COLUMNS, (method, " ".join(f"{p:g}" for p in p_k), kind, *shown, *place)))
+                rows.append(row)
+                print(*(f"{row[name]:>20}" for name in COLUMNS[:6]), flush=True)
+    write_table(arguments.output, COLUMNS, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
