@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import check_integer, constants
+from topk_losses.checks import check_integer, numbers_like
 from topk_losses.sorts import MASKED, PointwiseMasks, TopKOperator, differences, finite, largest, pick_ranks
 
 
@@ -62,7 +62,7 @@ class RecallSurrogate(_Sigmoids):
     """
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        k = constants(ks, scores)  # (J,)
+        k = numbers_like(ks, scores)  # (J,)
         scores = finite(scores)
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
         own = scores if labels is None else scores.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
@@ -131,7 +131,7 @@ class PerturbedTopK(TopKOperator):
             return super()._within(scores, labels, ks)
         z = finite(scores) * self.inverse_temperature  # (rows, n)
         fixed, index = z.detach(), labels.unsqueeze(1)
-        k = constants(ks, labels)  # (J,)
+        k = numbers_like(ks, labels)  # (J,)
         value = z.new_zeros(len(z), len(ks))  # (rows, J), the sum over the draws of who is within k
         slope = z.new_zeros(len(z), len(ks), z.shape[1])  # (rows, J, n), that of its product with the noise
         drawn = torch.zeros_like(fixed)  # (rows, n), that of the noise

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import constants, full_precision, has_known_values, is_concrete
+from topk_losses.checks import full_precision, has_known_values, is_concrete, numbers_like
 from topk_losses.sorts import PointwiseMasks, finite, largest
 
 Pair = tuple[Tensor, Tensor]
@@ -343,7 +343,7 @@ class ThresholdOperator(PointwiseMasks, ABC):
         x, scale = self._scaled(scores)
         proper = [k for k in ks if k < x.shape[1]]
         # at least one k, though not used then, that the one class of n = 1 can reach
-        k = constants(proper or [0.5], x).expand(len(x), -1)  # (rows, J)
+        k = numbers_like(proper or [0.5], x).expand(len(x), -1)  # (rows, J)
         theta = self._threshold(x, scale, k, max(proper, default=1))
         theta = pad(theta[:, : len(proper)], (0, len(ks) - len(proper)), value=-torch.inf)
         if labels is None:
