@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.table import write_table
 from data.embeddings import EmbeddingBatches, convert, open_store
-from experiments.shared.command_line import choice, count
-from experiments.shared.environment import device_name, git_commit, peak_memory_mib, resolve_device
+from experiments.shared.command_line import choice, count, present_device
+from experiments.shared.environment import device_name, git_commit, peak_memory_mib
 
 SOURCES = ("device", "ram", "stream", "stream cold", "dataloader", "dataloader cold", "whole file")
 TEST_ROWS = 8  # the layout has a test set, and nothing is measured on it
@@ -199,7 +199,9 @@ def main() -> int:
     parser.add_argument("--mib", type=count, default=2048, help="of embeddings (%(default)s)")
     parser.add_argument("--dim", type=count, default=2048)
     parser.add_argument("--batch_size", type=count, default=500)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
+    parser.add_argument(
+        "--device", type=present_device, default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)"
+    )
     parser.add_argument("--threads", type=count, default=os.cpu_count())
     parser.add_argument(
         "--folder", type=Path, help="existing folder on the disk to be measured; the system's without it"
@@ -209,10 +211,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     rows = arguments.mib * 2**20 // (2 * arguments.dim)
-    try:
-        device = resolve_device(arguments.device)
-    except ValueError as error:
-        parser.error(str(error))
+    device = arguments.device
     if rows < arguments.batch_size:
         parser.error(f"--mib must hold a batch of {arguments.batch_size} rows, got {arguments.mib} MiB: {rows} rows")
     if arguments.folder is not None and not arguments.folder.is_dir():

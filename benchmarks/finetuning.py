@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import write_table
-from experiments.shared.command_line import DEFAULT_P_K, build_loss, count
-from experiments.shared.environment import device_name, git_commit, keep_freed_memory, resolve_device, set_up_device
+from experiments.shared.command_line import DEFAULT_P_K, build_loss, count, present_device
+from experiments.shared.environment import device_name, git_commit, keep_freed_memory, set_up_device
 from experiments.shared.head_runs import HeadRun, Recipe, Stack, mean_losses, stacks_of
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
@@ -197,7 +197,9 @@ def main() -> int:
     parser.add_argument(
         "--heads", type=count, default=3, help="heads in one pass; 1 leaves those rows out (%(default)s)"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
+    parser.add_argument(
+        "--device", type=present_device, default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)"
+    )
     parser.add_argument("--threads", type=count, default=os.cpu_count())
     parser.add_argument(
         "--compile", action="store_true", help="heads and our losses compiled, as the script's --compile"
@@ -210,12 +212,12 @@ def main() -> int:
     arguments = parser.parse_args()
     methods = list(dict.fromkeys([SOFTMAX, *arguments.methods]))
     try:
-        device = resolve_device(arguments.device)
         for _, _, n, m in arguments.sizes:
             for method in methods:
                 loss_of("ours", method, n, m, torch.device("cpu"))
     except ValueError as error:
         parser.error(str(error))
+    device = arguments.device
     set_up_device(device, arguments.threads, deterministic=False)
     keep_freed_memory()
     shared = {

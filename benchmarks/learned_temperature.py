@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import write_table
-from data.embeddings import open_or_fetch
+from data.embeddings import EmbeddingError, open_or_fetch
+from experiments.shared.command_line import present_device
 from experiments.shared.cores import usable_cores
-from experiments.shared.environment import device_name, keep_freed_memory, resolve_device
+from experiments.shared.environment import device_name, keep_freed_memory
 from models.heads import head
 from topk_losses import METHODS, make_loss
 
@@ -60,7 +61,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=following, default=following)
     parser.add_argument("--p_k", nargs="+", type=float, help="one P_K; three without it")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/learned_temperature.csv"
@@ -68,7 +69,11 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
-    device, store = resolve_device(arguments.device), open_or_fetch(arguments.data_path)
+    device = arguments.device
+    try:
+        store = open_or_fetch(arguments.data_path)
+    except EmbeddingError as error:
+        parser.error(str(error))
     data = {
         name: (store[name].read(torch.arange(len(store[name]))).float().to(device), store[name].labels().to(device))
         for name in ("train", "test")

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.table import write_table
+from experiments.shared.command_line import present_device
 from experiments.shared.environment import device_name, keep_freed_memory
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
 from topk_losses import METHODS, RELAXATIONS, make_loss
@@ -68,7 +69,7 @@ def measure(task: dict[str, Any], channel: Any) -> None:
     """In a process of its own: build the loss, take the first pass's peak memory and the later passes' times."""
     torch.set_num_threads(task["threads"])
     torch.manual_seed(0)
-    device = torch.device(task["device"])
+    device = task["device"]
     if device.type == "cpu":  # an honest failure instead of a machine that swaps
         resource.setrlimit(resource.RLIMIT_AS, (task["limit_gib"] * 2**30,) * 2)
     try:
@@ -131,7 +132,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
 def add_measurement_flags(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
     """Add MEASUREMENT_FLAGS, what `measure` takes beside the loss and its size."""
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=repeats, help="least number of timed passes per median")
     parser.add_argument("--limit_gib", type=int, default=16, help="address space of one measurement on the CPU, in GiB")
@@ -161,7 +162,7 @@ def main() -> int:
             if method == "softmax_cross_entropy" or method not in IN_DIFFTOPK:
                 official = {"failed": "not in difftopk" if method in RELAXATIONS else ""}
             else:
-                on = {} if arguments.device == "cpu" else {"device": arguments.device}
+                on = {} if arguments.device.type == "cpu" else {"device": str(arguments.device)}
                 official = run({**task, "options": {**options, **on}, "build": make_official_loss})
             row = dict.fromkeys(COLUMNS, "")
             row.update(
@@ -171,7 +172,7 @@ def main() -> int:
                 m=m or "",
                 p_k=" ".join(f"{p:g}" for p in task["p_k"]),
                 official_path=executor_of(method),
-                device=device_name(torch.device(arguments.device)),
+                device=device_name(arguments.device),
                 threads=arguments.threads,
                 torch=torch.__version__,
                 python=platform.python_version(),

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.table import write_table
+from experiments.shared.command_line import present_device
 from experiments.shared.cores import usable_cores
 from experiments.shared.environment import device_name
 
@@ -27,13 +28,13 @@ MIB = 2**20
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/machine.csv")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
+    device = arguments.device
 
     def seconds(function: Callable[[], object], number: int) -> float:
         """Of one call, the median over the repeats of the mean of so many calls."""

@@ -41,8 +41,8 @@ from torch import Tensor
 from benchmarks.table import write_table
 from data.embeddings import LAYOUTS, PUBLISHED_SETS, open_or_fetch
 from data.transfers.object_store import PUBLISHED, PUBLISHED_BUCKET, fetch
-from experiments.shared.command_line import count, positive
-from experiments.shared.environment import ROOT, peak_memory_mib, resolve_device
+from experiments.shared.command_line import count, positive, present_device
+from experiments.shared.environment import ROOT, peak_memory_mib
 from topk_losses import METHODS, RELAXATIONS
 
 METHODS_SHOWN = ("softmax_cross_entropy", "splitter_selection", "neuralsort", "sinkhorn_sort")
@@ -173,7 +173,16 @@ def fine_tuned(name: str, method: str, address: str, folder: Path, arguments: ar
     """Train a head with the script, and return what it recorded. Raises RuntimeError with what it said."""
     results = folder / f"{name}-{method}.csv"
     command = [sys.executable, ROOT / "experiments" / FORMATS[name].script, "-d", name, "--method", method]
-    command += ["--endpoint_url", address, "--cache_dir", folder, "--results", results, "--device", arguments.device]
+    command += [
+        "--endpoint_url",
+        address,
+        "--cache_dir",
+        folder,
+        "--results",
+        results,
+        "--device",
+        str(arguments.device),
+    ]
     command += ["--n_epochs", arguments.n_epochs, "--lr", arguments.lr, "--eval_freq", 10**6]
     command += ["--threads", arguments.threads]
     command += ["--p_k", *P_K] if method in RELAXATIONS else []
@@ -206,7 +215,9 @@ def main() -> int:
     parser.add_argument("--lr", type=positive, default=1e-3, help="learning rate (%(default)s)")
     parser.add_argument("--rows_share", type=positive, default=0.02, help="of ImageNet-1K's rows (%(default)s)")
     parser.add_argument("--rows_21k", type=count, default=50_000, help="training rows of the 21K-P set (%(default)s)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
+    parser.add_argument(
+        "--device", type=present_device, default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)"
+    )
     parser.add_argument("--threads", type=count, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, help="existing folder for files and stores; the system's without it")
     parser.add_argument(
@@ -214,10 +225,6 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     sets = {name: rows_of(name, arguments) for name in dict.fromkeys(arguments.formats)}
-    try:
-        resolve_device(arguments.device)
-    except ValueError as error:
-        parser.error(str(error))
     if arguments.folder is not None and not arguments.folder.is_dir():
         parser.error(f"--folder must exist, got {arguments.folder}")
     if min(rows for rows, _ in sets.values()) < 600:  # a batch of 500, and 5% that validate

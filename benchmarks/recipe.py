@@ -26,9 +26,9 @@ from torchvision import transforms
 
 from benchmarks.table import write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
-from experiments.shared.command_line import DEFAULT_P_K
+from experiments.shared.command_line import DEFAULT_P_K, present_device
 from experiments.shared.cores import usable_cores
-from experiments.shared.environment import device_name, keep_freed_memory, resolve_device, set_up_device
+from experiments.shared.environment import device_name, keep_freed_memory, set_up_device
 from experiments.shared.official_loss import executor_of, make_official_loss
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
@@ -139,14 +139,14 @@ def main() -> int:
         "--methods", nargs="+", choices=METHODS, default=["softmax_cross_entropy", "splitter_selection"]
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of ours (%(default)s)")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="steps per turn")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/recipe.csv")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    device = resolve_device(arguments.device)
+    device = arguments.device
     set_up_device(device, arguments.threads, deterministic=False)
     keep_freed_memory()
     images = torch.randint(256, (NUM_IMAGES, 32, 32, 3), dtype=torch.uint8)

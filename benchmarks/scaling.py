@@ -84,7 +84,7 @@ def main() -> int:
                 method=method,
                 **size,
                 note=measured.get("failed", ""),
-                device=device_name(torch.device(arguments.device)),
+                device=device_name(arguments.device),
                 threads=arguments.threads,
                 torch=torch.__version__,
                 python=platform.python_version(),

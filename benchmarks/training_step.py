@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.table import write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
-from experiments.shared.command_line import DEFAULT_P_K
+from experiments.shared.command_line import DEFAULT_P_K, present_device
 from experiments.shared.cores import usable_cores
-from experiments.shared.environment import device_name, keep_freed_memory, resolve_device, set_up_device
+from experiments.shared.environment import device_name, keep_freed_memory, set_up_device
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps per turn and method")
@@ -42,7 +42,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    device = resolve_device(arguments.device)
+    device = arguments.device
     set_up_device(device, arguments.threads, deterministic=False)
     keep_freed_memory()
     methods = list(dict.fromkeys(["softmax_cross_entropy", *arguments.methods]))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.losses import parse_size
 from benchmarks.table import write_table
+from experiments.shared.command_line import present_device
 from experiments.shared.environment import device_name
 from topk_losses import SinkhornSort, SoftTopK
 from topk_losses.transport import whiten_and_squash
@@ -76,7 +77,7 @@ def main() -> int:
     sizes = ["128x16", "500x16", "500x50", "128x100"]
     parser.add_argument("--methods", nargs="+", choices=OPERATORS, default=list(OPERATORS))
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in sizes])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -84,7 +85,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
+    device = arguments.device
 
     def seconds(function: Callable[[Tensor], Tensor], logits: Tensor) -> float:
         start = time.perf_counter()

@@ -16,7 +16,7 @@ from torch import nn
 from data import program
 from data.machine_memory import available_ram, gib
 from data.program import CommandLineError, Parser, ProgramError, path, whole_number  # noqa: F401
-from experiments.shared.environment import ROOT
+from experiments.shared.environment import ROOT, resolve_device
 from experiments.shared.loss_state import ends_of, resolved
 from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss
@@ -92,6 +92,14 @@ def methods_by_family() -> str:
 def method(text: str) -> str:
     """Argument type of --method: the canonical name, with the published spellings accepted."""
     return choice("method", METHODS)(ALIASES.get(text, text))
+
+
+def present_device(text: str) -> torch.device:
+    """Argument type: a device that is there."""
+    try:
+        return resolve_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--device ")) from None
 
 
 def address(*schemes: str) -> Callable[[str], str]:
