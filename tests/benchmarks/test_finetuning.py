@@ -121,7 +121,7 @@ def test_the_published_formats_pass_from_the_server_to_a_head(tmp_path):
         (batch_sources, ["--device", "cpu", "--sources", "device"], "needs a GPU"),
         (batch_sources, ["--folder", "nowhere"], "--folder must exist"),
         (published_formats, ["--rows_share", "0.0001"], "600 training rows"),
-        (published_formats, ["--device", "tpu"], "--device must be"),
+        (published_formats, ["--device", "tpu"], "argument --device: must be auto"),
         (published_formats, ["--folder", "nowhere"], "--folder must exist"),
     ],
 )
