@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import write_table
-from data.embeddings import EmbeddingError, open_or_fetch
+from data.embeddings import open_or_fetch
 from experiments.shared.command_line import present_device
 from experiments.shared.cores import usable_cores
 from experiments.shared.environment import device_name, keep_freed_memory
@@ -72,7 +72,9 @@ def main() -> int:
     device = arguments.device
     try:
         store = open_or_fetch(arguments.data_path)
-    except EmbeddingError as error:
+        if arguments.p_k:
+            make_loss(arguments.methods[0], arguments.p_k, store.num_classes)
+    except ValueError as error:  # EmbeddingError is one
         parser.error(str(error))
     data = {
         name: (store[name].read(torch.arange(len(store[name]))).float().to(device), store[name].labels().to(device))

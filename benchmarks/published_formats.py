@@ -173,16 +173,8 @@ def fine_tuned(name: str, method: str, address: str, folder: Path, arguments: ar
     """Train a head with the script, and return what it recorded. Raises RuntimeError with what it said."""
     results = folder / f"{name}-{method}.csv"
     command = [sys.executable, ROOT / "experiments" / FORMATS[name].script, "-d", name, "--method", method]
-    command += [
-        "--endpoint_url",
-        address,
-        "--cache_dir",
-        folder,
-        "--results",
-        results,
-        "--device",
-        str(arguments.device),
-    ]
+    command += ["--endpoint_url", address, "--cache_dir", folder, "--results", results]
+    command += ["--device", str(arguments.device)]
     command += ["--n_epochs", arguments.n_epochs, "--lr", arguments.lr, "--eval_freq", 10**6]
     command += ["--threads", arguments.threads]
     command += ["--p_k", *P_K] if method in RELAXATIONS else []
