@@ -1,4 +1,4 @@
-"""What a sweep says of the inverse temperature: a table of the best ones, a figure for each P_K of a sweep of heads.
+"""What a sweep says of the inverse temperature: a table of the best ones, and a figure for each P_K.
 
     python scripts/temperature_report.py results/temperature.csv
     python scripts/temperature_report.py results/temperature.csv --figures docs/figures   # PNG and SVG
@@ -47,6 +47,11 @@ def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
     return dict(sorted(grid.items(), key=lambda item: item[0].split(), reverse=True))
 
 
+def rows_in(grid: dict[str, dict[str, Heads]]) -> list[Row]:
+    """The rows of a grid, in its order."""
+    return [row for methods in grid.values() for heads in methods.values() for rows in heads.values() for row in rows]
+
+
 def temperature_of(row: Row) -> float | None:
     """The inverse temperature that a head had at the end."""
     cell = row["last_inverse_temperature"] or row["inverse_temperature"]
@@ -73,15 +78,10 @@ def best_of(heads: Heads, p_k: str, annealed: bool = False) -> float | str | Non
 def table(path: Path) -> str:
     """Return the table as Markdown. Raises CommandLineError, RecordError."""
     grid = grid_of(path)
-    first = next(iter(next(iter(next(iter(grid.values())).values())).values()))[0]
+    every = rows_in(grid)
+    first = every[0]
     trained = first.get("model") or f"linear heads on embeddings of {first['num_classes']} classes"
-    machines = dict.fromkeys(
-        f"{row['device_name']}, PyTorch {row['torch_version']}"
-        for methods in grid.values()
-        for by_temperature in methods.values()
-        for rows in by_temperature.values()
-        for row in rows
-    )
+    machines = dict.fromkeys(f"{row['device_name']}, PyTorch {row['torch_version']}" for row in every)
     caption = (
         f"{path.name}: {trained} ({first['train_images']} training rows, {first['valid_images']} validate), "
         f"{first['n_epochs']} epochs, batches of {first['batch_size']}, learning rate {float(first['lr']):g}, on "

@@ -36,7 +36,7 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 
 def numbers_like(values: Iterable[float], like: Tensor) -> Tensor:
-    """Numbers as a tensor of the dtype and on the device of another, for which a GPU is not waited for."""
+    """J numbers, (J,), of the dtype and on the device of another tensor; a GPU is not waited for."""
     return torch.tensor(list(values), dtype=like.dtype).to(like.device, non_blocking=True)
 
 

@@ -6,7 +6,7 @@ from matplotlib.lines import Line2D
 
 from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
 from scripts.reporting.tables import shown_p_k
-from scripts.temperature_report import grid_of, mean
+from scripts.temperature_report import grid_of, mean, rows_in
 
 FLOOR_OF_HEADS, FLOOR = 5, 35  # points below the best that a panel still shows
 
@@ -14,7 +14,7 @@ FLOOR_OF_HEADS, FLOOR = 5, 35  # points below the best that a panel still shows
 def draw_temperatures(results: Path, folder: Path) -> list[Path]:
     """Draw <name of the file>_P_K.png and .svg for each P_K of a file, and return their paths."""
     drawn, grid = [], grid_of(results)
-    of_heads = "last_test_logit_std" in next(iter(next(iter(next(iter(grid.values())).values())).values()))[0]
+    of_heads = "last_test_logit_std" in rows_in(grid)[0]
     trained, times_spread, floor = "Networks", "", FLOOR
     if of_heads:
         trained, times_spread, floor = "Heads", " times the spread of a row's logits at the end", FLOOR_OF_HEADS
