@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu, softplus
+from torch.nn.functional import cross_entropy, relu
 from typing_extensions import Unpack
 
 from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_positive, has_known_values
@@ -51,11 +51,11 @@ class TruncatedEntropyLoss(SingleKLoss):
 
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_k(self.k, scores.shape[1] - 1)
-        true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
         places = largest(scores, self.k)  # (rows, k)
-        below = finite(scores).scatter(1, torch.cat([places, labels.unsqueeze(1)], dim=1), MASKED)  # (rows, n)
-        spoilt = 0 * finite(scores.detach().gather(1, places[:, :1])).squeeze(1)  # NaN for a row with NaN or +inf
-        return softplus(below.logsumexp(1) - true.squeeze(1), threshold=40) + spoilt
+        top = scores.gather(1, places)
+        spoilt = 0 * finite(top[:, 0].detach())  # NaN for a row with NaN or +inf
+        top = torch.where(places == labels.unsqueeze(1), top, MASKED)  # but for the true class they pay nothing
+        return cross_entropy(scores.scatter(1, places, top), labels, reduction="none") + spoilt
 
 
 class NoisedTopKLoss(SingleKLoss):

@@ -30,7 +30,7 @@ def to_compute_dtype(logits: Tensor) -> Tensor:
 
 def finite(scores: Tensor) -> Tensor:
     """`scores` with MASKED in place of -inf; NaN and inf stay, and spoil their sample alone."""
-    return scores.masked_fill(scores == -torch.inf, MASKED)
+    return scores.clamp(min=MASKED)
 
 
 def largest(scores: Tensor, m: int) -> Tensor:
