@@ -24,73 +24,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import full_precision, has_known_values, is_concrete, numbers_like
+from topk_losses.checks import full_precision, has_known_values, numbers_like
+from topk_losses.kernels import kernel
 from topk_losses.sorts import PointwiseMasks, finite, largest
 
 Pair = tuple[Tensor, Tensor]
 # Three or four do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
-FEW = 32  # scores among which a mask with zeros looks for its threshold first
-PIECE = 2**17  # numbers that the solver works on at a time: what the processor's cache holds
-
-
-def in_pieces(J: int, x: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """The rows of x (rows, n) and of the others, so many at a time that J numbers for each score stay in the cache.
-
-    All at once where there is no telling what is waited for: each row is computed as it would be alone.
-    """
-    rows = max(1, PIECE // (J * x.shape[1]))
-    if not has_known_values(x) or len(x) <= rows:
-        return [(x, *others)]
-    return list(zip(*(each.split(rows) for each in (x, *others))))
-
-
-class _TopAndRest(torch.autograd.Function):
-    """Of z = scale x, x (rows, n): the M largest, falling, (rows, M); log sum exp of all the others, (rows, 1).
-
-    And where the M stand, (rows, M).
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, scale: float, M: int) -> tuple[Tensor, Tensor, Tensor]:
-        places = largest(x, M)
-        top = x.gather(1, places) * scale
-        if x.shape[1] == M:
-            return top, torch.full_like(top[:, :1], -torch.inf), places
-        last = finite(top[:, -1:])
-        sums = [
-            (part * scale - last_of).exp_().scatter_(1, places_of, 0).sum(1, keepdim=True)  # (rows, n), at most 1
-            for part, last_of, places_of in in_pieces(1, x, last, places)
-        ]
-        return top, last + torch.cat(sums).log(), places
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0], *output)
-        ctx.scale = inputs[1]
-        ctx.mark_non_differentiable(output[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad_top: Tensor, grad_rest: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, top, rest, places = ctx.saved_tensors
-        grad_top, grad_rest = grad_top * ctx.scale, grad_rest * ctx.scale
-        if x.shape[1] == top.shape[1]:
-            return torch.zeros_like(x).scatter(1, places, grad_top), None, None
-        nothing = rest == -torch.inf  # the others are out, or too far below the M to be seen beside them
-        beside = torch.where(nothing, finite(top[:, :1]), rest)
-        below = (x * ctx.scale - beside).scatter_(1, places, -torch.inf).exp_()  # (rows, n)
-        factor = torch.where(nothing, 0, grad_rest)
-        if torch.is_grad_enabled() or not is_concrete(factor):  # what was there may be needed again
-            return (below * factor).scatter(1, places, grad_top), None, None
-        return below.mul_(factor).scatter_(1, places, grad_top), None, None
+MOST_BY_KERNEL = 32  # ranks, for which the kernel looks at few scores one by one
 
 
 def top_and_rest(x: Tensor, scale: float, M: int) -> Tensor:
     """Of z = scale x (rows, n) the M largest (or all), falling, then log sum exp of the others: (rows, M + 1)."""
-    top, rest, _ = _TopAndRest.apply(x, scale, min(M, x.shape[1]))
-    return torch.cat([finite(top), rest], dim=1)
+    places, z = largest(x, min(M, x.shape[1])), finite(x * scale)
+    top = z.gather(1, places)
+    if top.shape[1] == x.shape[1]:
+        return pad(top, (0, 1), value=-torch.inf)
+    return torch.cat([top, z.scatter(1, places, -torch.inf).logsumexp(1, keepdim=True)], dim=1)
 
 
 def sums_below(points: Tensor) -> Tensor:
@@ -143,7 +93,7 @@ def newton(
 ) -> Pair:
     """The root of a falling sum(theta) = k by Newton's method, in a bracket that is halved where a step would leave it.
 
-    evaluate(theta): the sum, Newton's step, and the relative error of the sum that the step leaves, at most. theta: the
+    evaluate(theta): sum - k, Newton's step, and the relative error of the sum that the step leaves, at most. theta: the
     start. tolerance: None for that of rounding. Returns the root and the error of its sum relative to k. All tensors
     (rows, J).
     """
@@ -154,12 +104,12 @@ def newton(
         going = ~(error <= allowed)
         if may_look and not bool(going.any()):
             break
-        total, step, left = evaluate(theta)
-        low, high = torch.where(total > k, theta, low), torch.where(total < k, theta, high)
-        here = (total - k).abs() / k
+        excess, step, left = evaluate(theta)
+        low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
+        here = excess.abs() / k
         new = theta + step
         inside = (new > low) & (new < high)  # false for NaN
-        new = torch.where(inside, new, (low + high) / 2 + 0 * total)  # NaN stays
+        new = torch.where(inside, new, (low + high) / 2 + 0 * excess)  # NaN stays
         new = torch.where(here <= allowed, theta, new)
         theta = torch.where(going, new, theta)  # a row stops where it would alone
         error = torch.where(going, torch.where(inside, torch.minimum(left, here), here), error)
@@ -191,31 +141,27 @@ class _Logistic(Curve):
         n = x.shape[1]
         points = top_and_rest(x, 1.0, 2 * most)
         M = points.shape[1] - 1
-        of_mean = (k / (n - k)).log()
-        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - of_mean
+        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()
 
-        def step(inside: Tensor, slope: Tensor) -> Tensor:
-            outside = n - inside
-            return ((inside / outside).log() - of_mean) / (slope * (n / (inside * outside)))
+        def evaluate(t: Tensor, others: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+            """sum p - k and Newton's step, from t (rows, J, any) and the sum of the p of others far below theta."""
+            above = t >= 0
+            # p, or 1 - p above theta: where all p are 0 or 1, the digits of these count
+            rest = torch.sigmoid(-t.abs())
+            excess = above.sum(2) - k + torch.where(above, -rest, rest).sum(2) + others
+            slope = torch.linalg.vecdot(rest, 1 - rest) + others
+            odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
+            return excess, odds * (k + excess) * (n - k - excess) / (n * slope)
 
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            sums, squares = [], []
-            for part, theta_of in in_pieces(theta.shape[1], x, theta):
-                p = torch.sigmoid(part.unsqueeze(1) - theta_of.unsqueeze(2))  # (rows, J, n)
-                sums.append(p.sum(2))
-                squares.append(torch.linalg.vecdot(p, p))
-            inside = torch.cat(sums)  # (rows, J)
-            # sum p (1 - p); where that cancels, all p are 0 or 1, and theta is the root
-            newton_step = step(inside, inside - torch.cat(squares))
-            return inside, newton_step, newton_step.square()
+        def evaluate_all(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            excess, step = evaluate(x.unsqueeze(1) - theta.unsqueeze(2))
+            return excess, step, step.square()
 
         theta = laplace_root(points, k)
         for _ in range(2):
             t = points.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, M + 1)
-            p, rest = torch.sigmoid(t[..., :-1]), t[..., -1].exp()
-            inside = p.sum(2) + rest
-            theta = theta + step(inside, inside - torch.linalg.vecdot(p, p)).nan_to_num(0, 0, 0)
-        return newton(evaluate, k, low, high, theta.clamp(low, high), tolerance, max_iterations)
+            theta = theta + evaluate(t[..., :-1], t[..., -1].exp())[1].nan_to_num(0, 0, 0)
+        return newton(evaluate_all, k, low, high, theta.clamp(low, high), tolerance, max_iterations)
 
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
         p = torch.sigmoid(t)
@@ -253,9 +199,8 @@ class _Power(Curve):
 
         def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             t = x - theta.unsqueeze(2)
-            total = (t.clamp(0, 1) ** self.q).sum(2)
-            step = (total - k) / self.slopes(t)[0].sum(2)
-            return total, step, torch.full_like(step, torch.inf)
+            excess = (t.clamp(0, 1) ** self.q).sum(2) - k
+            return excess, excess / self.slopes(t)[0].sum(2), torch.full_like(excess, torch.inf)
 
         zero = torch.zeros_like(kth)
         theta, error = newton(evaluate, k, zero - 1, zero, zero - 0.5, tolerance, max_iterations)
@@ -291,22 +236,23 @@ class Threshold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, theta = ctx.saved_tensors
-        of_x, of_k = [], []
-        for part, theta_of, grad_of in in_pieces(theta.shape[1], x, theta, grad):
-            slopes, factor = ctx.curve.slopes(part.unsqueeze(1) - theta_of.unsqueeze(2))  # (rows, J, n)
-            total = slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
-            per_slope = grad_of / total
-            of_x.append((per_slope.unsqueeze(1) @ slopes).squeeze(1))
-            of_k.append(-per_slope if factor is None else -per_slope / factor)
-        return torch.cat(of_x), torch.cat(of_k) if ctx.needs_input_grad[1] else None, None, None, None, None
+        slopes, factor = ctx.curve.slopes(x.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
+        per_slope = grad / slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
+        of_k = -per_slope if factor is None else -per_slope / factor
+        return (per_slope.unsqueeze(1) @ slopes).squeeze(1), of_k, None, None, None, None
 
 
 class ThresholdOperator(PointwiseMasks, ABC):
     """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
 
+    family and q: f as the kernel names it.
+
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
     logits. Default .25 (.1 for SparseTopK). Raises ValueError for a non-positive inverse temperature.
     """
+
+    family: str
+    q = 1
 
     def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
         """The soft k-hot of logits (..., n): in [0, 1], of the same shape, sums over n to k.
@@ -343,9 +289,13 @@ class ThresholdOperator(PointwiseMasks, ABC):
         """t = z - theta; theta is -inf for k = n: among n classes all are the n highest."""
         x, scale = self._scaled(scores)
         proper = [k for k in ks if k < x.shape[1]]
-        # at least one k, though not used then, that the one class of n = 1 can reach
-        k = numbers_like(proper or [0.5], x).expand(len(x), -1)  # (rows, J)
-        theta = self._threshold(x, scale, k, max(proper, default=1))
+        wanted, most = proper or [0.5], max(proper, default=1)  # one k, though not used then, that n = 1 can reach
+
+        def operations(x: Tensor) -> Tensor:
+            return self._threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), most)
+
+        fused = kernel("threshold", x) if most <= MOST_BY_KERNEL else None
+        theta = fused(x, scale, wanted, self.family, self.q, operations) if fused else operations(x)  # (rows, J)
         theta = pad(theta[:, : len(proper)], (0, len(ks) - len(proper)), value=-torch.inf)
         if labels is None:
             return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
@@ -361,6 +311,8 @@ class LML(ThresholdOperator):
     A class far below theta has -log mask = beta (theta - s), far above it next to nothing. At k = 1 it is no softmax.
     Arguments as for every ThresholdOperator.
     """
+
+    family = "logistic"
 
     def _f(self, t: Tensor) -> Tensor:
         return torch.sigmoid(t)
@@ -380,6 +332,8 @@ class LapSum(ThresholdOperator):
     ThresholdOperator.
     """
 
+    family = "laplace"
+
     def _f(self, t: Tensor) -> Tensor:
         tail = torch.exp(-t.abs()) / 2
         return torch.where(t < 0, tail, 1 - tail)
@@ -397,6 +351,8 @@ class CappedSoftmax(ThresholdOperator):
     theta in closed form, from the k largest scores and the sum of exp of the others: O(n). A class within the k highest
     for sure has the mask 1, and a loss without a gradient. Arguments as for every ThresholdOperator.
     """
+
+    family = "capped"
 
     def _f(self, t: Tensor) -> Tensor:
         return self._log_f(t).exp()
@@ -427,10 +383,10 @@ class SparseTopK(ThresholdOperator):
 
     Classes 1 / beta or more below the k-th score have the mask 0: -log of it would be infinite, and has no gradient. A
     loss therefore takes the official guard, log(p (1 - 2e-7) + 1e-7), here, and wants P_K(1) > 0 in the top1_mode "sm"
-    or "smce": the softmax term carries the gradient of such classes. theta by Newton's method among the scores that
-    can count. p: 2 (default) or 4/3. Other arguments as for every ThresholdOperator; ValueError for another p.
+    or "smce": the softmax term carries the gradient of such classes. p: 2 (default) or 4/3. Other arguments as for every ThresholdOperator; ValueError for another p.
     """
 
+    family = "power"
     guarded = True
     has_zeros = True
 
@@ -448,14 +404,6 @@ class SparseTopK(ThresholdOperator):
         return t.clamp(0, 1) ** self.q
 
     def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        """Classes left out make theta too low, never too high: what is above it is all that can count."""
-        number = min(max(2 * most, FEW), x.shape[1]) if has_known_values(x) else x.shape[1]
-        while True:
-            z = finite(x.gather(1, largest(x, number)) * scale)  # (rows, number)
-            theta = self._root(z, k, POWERS[self.q], most)
-            if number == x.shape[1] or not x.numel():
-                return theta
-            above = int((x > theta.detach().amin(1, keepdim=True) / scale).sum(1).max())
-            if above <= number:
-                return theta
-            number = above
+        """theta is at least the score at rank k less 1, and what lies below that does not count."""
+        z = finite(x * scale).sort(1, descending=True).values  # (rows, n)
+        return self._root(z, k, POWERS[self.q], most)

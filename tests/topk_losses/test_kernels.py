@@ -26,6 +26,7 @@ from topk_losses import (
 )
 from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
 from topk_losses.loss import top_m
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK, ThresholdOperator
 
 pytest.importorskip("numba")
 from topk_losses.kernels import numba_support
@@ -197,6 +198,83 @@ def test_top_m_by_the_kernel_is_that_of_pytorch(monkeypatch):
         scores = top_m(leaf, labels, 16)
         results.append((scores.detach(), *torch.autograd.grad(scores, leaf, weights)))
     assert all(torch.equal(ours, pytorch) for ours, pytorch in zip(*results))
+
+
+THRESHOLDS = {"lml": LML, "lapsum": LapSum, "capped_softmax": CappedSoftmax, "sparse_topk": SparseTopK}
+THRESHOLDS["sparse_topk, p 4/3"] = lambda k, beta: SparseTopK(k, beta, p=4 / 3)
+
+
+def thresholds_and_gradient(operator: ThresholdOperator, scores: Tensor, labels: Tensor, ks: list[int]):
+    """t = beta s_y - theta (rows, J), and the gradient of its sum weighted by 1, 2, ... (rows, n)."""
+    leaf = scores.clone().requires_grad_()
+    t = operator._arguments(leaf, labels, ks)
+    return t.detach(), torch.autograd.grad((t * torch.arange(1, len(ks) + 1)).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+@given(st.integers(2, 60) | st.integers(500, 600), st.data())
+@settings(max_examples=60, deadline=None)
+def test_thresholds_by_the_kernel_are_those_of_operations_in_float64(name, n, data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6), "seed"))
+    scale = data.draw(st.sampled_from([1e-4, 1.0, 10.0, 1e4]), "scale")
+    scores = torch.randn(data.draw(st.sampled_from([1, 3, 40])), n, generator=generator) * scale
+    beta = data.draw(st.sampled_from([0.03125, 0.25, 1.0, 8.0]), "inverse temperature")
+    masked = torch.rand(scores.shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.0, 0.4]), "masked")
+    masked[:, :2] = False
+    scores = scores.masked_fill(masked, -torch.inf)
+    ks = sorted(data.draw(st.sets(st.integers(1, min(n - 1, 32)), min_size=1, max_size=4), "ks"))
+    # where theta is the least of the scores that take part, or any number between two, rounding decides
+    ks = [k for k in ks if k < int((~masked).sum(1).min())] or [1]
+    labels = torch.zeros(len(scores), dtype=torch.int64)
+    operator = THRESHOLDS[name](ks[-1], beta)
+    got, got_gradient = thresholds_and_gradient(operator, scores, labels, ks)
+    want, want_gradient = thresholds_and_gradient(operator, scores.double(), labels, ks)
+    rounding = 1e-6 * (1 + scale * beta)  # of the scores
+    unseen = 0.01 if name == "lml" and scale * beta > 10 else 0  # exp(-87) is the kernel's least number
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=4 * rounding + unseen)
+    if name == "lml" and scale * beta > 10:
+        return  # theta may lie so far from all scores that which of them are next to it is rounding
+    far = (got_gradient.double() - want_gradient).abs() > beta * len(ks) * (5e-4 + rounding / 2)
+    if name not in ("lml", "lapsum"):  # a score that is next to a corner of f falls on either side of it
+        far = far[(far.sum(1) > 0) & ~near_a_corner(name, operator, scores, ks, rounding)]
+    assert not bool(far.any())
+
+
+def near_a_corner(name: str, operator: ThresholdOperator, scores: Tensor, ks: list[int], rounding: float) -> Tensor:
+    """Whether some score's t is a corner of f, 0 or 1, to rounding: (rows,)."""
+    t = operator._arguments(scores.double(), None, ks)  # (rows, J, n)
+    corners = [0.0] if name == "capped_softmax" else [0.0, 1.0]
+    return torch.stack([(t - corner).abs() < 10 * rounding for corner in corners]).any(0).flatten(1).any(1)
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_thresholds_by_the_kernel_in_several_threads_spoilt_rows_and_second_derivatives(name, monkeypatch):
+    generator = torch.Generator().manual_seed(4)
+    scores = 3 * torch.randn(500, 300, generator=generator)
+    scores[3, 5], scores[4, 7], scores[5] = float("nan"), float("inf"), -float("inf")
+    labels, operator = torch.randint(300, (500,), generator=generator), THRESHOLDS[name](5, 0.25)
+    results = []
+    threads = torch.get_num_threads()
+    for number, backend in ((1, "numba"), (2, "numba"), (2, "torch")):
+        torch.set_num_threads(number)
+        monkeypatch.setenv(VARIABLE, backend)
+        results.append(thresholds_and_gradient(operator, scores, labels, [2, 3, 5]))
+    torch.set_num_threads(threads)
+    for one, two in zip(results[0], results[1]):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+    for ours, pytorch in zip(results[1], results[2]):
+        torch.testing.assert_close(ours[6:], pytorch[6:], rtol=1e-5, atol=2e-5)
+        assert bool(ours[3:5].isnan().all())
+        assert not bool(ours[5].isnan().any())
+    monkeypatch.setenv(VARIABLE, "numba")
+    leaf = scores[6:8].clone().requires_grad_()
+    t = operator._arguments(leaf, labels[6:8], [2])
+    (first,) = torch.autograd.grad(t.sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), leaf)
+    in_double = scores[6:8].double().requires_grad_()
+    (want,) = torch.autograd.grad(operator._arguments(in_double, labels[6:8], [2]).sum(), in_double, create_graph=True)
+    (want,) = torch.autograd.grad(want.square().sum(), in_double)
+    torch.testing.assert_close(second.double(), want, rtol=1e-3, atol=1e-5)
 
 
 @st.composite

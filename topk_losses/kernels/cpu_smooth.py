@@ -13,7 +13,6 @@ Since 2 k scores are at least as large, no term is larger than the one before, a
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,22 +20,13 @@ import torch
 from torch import Tensor
 
 from topk_losses.kernels.cpu_largest import largest_of_rows
-from topk_losses.kernels.numba_support import exp, in_threads, jit
+from topk_losses.kernels.numba_support import exp, in_threads, jit, sum_of
 
 MAX_K_WITH_REST = 64  # e^k is a float32 number
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 LANES = 16
 _f32 = np.float32
-
-
-@partial(jit, fastmath=("nsz", "reassoc"))
-def _sum(values):
-    """The sum of values (n,) float32, in an order that makes it vector code."""
-    total = _f32(0)
-    for value in values:
-        total += value
-    return total
 
 
 @jit
@@ -102,7 +92,7 @@ def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top,
             for leaf in leaves:
                 x[leaf] = _f32(0)
             x[true] = _f32(0)
-            scale = 1 / max(1.0, _sum(x) / k)
+            scale = 1 / max(1.0, sum_of(x) / k)
             factors[1, n:] = _f32(0)
             for j in range(n):
                 x[j] *= _f32(scale)
