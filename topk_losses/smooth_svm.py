@@ -11,6 +11,7 @@ hard top-k hinge relu(alpha + (o_[k] - s_y) / k). So one number per sample is al
 """
 
 import math
+from collections.abc import Sequence
 from typing import SupportsIndex
 
 import torch
@@ -23,7 +24,7 @@ from topk_losses.checks import check_k, check_positive
 from topk_losses.classification import Settings
 from topk_losses.kernels import kernel
 from topk_losses.single_k import SingleKLoss
-from topk_losses.sorts import MASKED, finite
+from topk_losses.sorts import MASKED, finite, pick_ranks
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
@@ -41,27 +42,28 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
 
 
 def kth_largest_by_operations(
-    scores: Tensor, labels: Tensor, k: int, temperature: float | Tensor
+    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows,) each.
+    """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows, J) each.
 
     temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others / temperature). Also
-    returned: the largest scores of the others, falling, (rows, k + 1) or as many as there are, without a gradient.
-    scores (rows, n), labels (rows,) int64. O(n k) per row.
+    returned: the largest scores of the others, falling, (rows, K + 1) or as many as there are, without a gradient.
+    scores (rows, n), labels (rows,) int64, ks rising up to K. O(n K) per row.
     """
-    true = scores.gather(1, labels.unsqueeze(1)).squeeze(1)  # (rows,)
+    true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
     # The last class takes the true one's place. (A score of -inf there has no second derivatives: 0 times infinity.)
     others = finite(scores.scatter(1, labels.unsqueeze(1), scores[:, -1:])[:, :-1])  # (rows, n - 1)
-    top = pad(others, (0, 1), value=MASKED).topk(min(k + 1, scores.shape[1]), dim=1).values
-    kth, enough = top[:, k - 1].detach(), top[:, k - 1] > MASKED / 2  # (rows,): are there k others at all?
+    top = pad(others, (0, 1), value=MASKED).topk(min(ks[-1] + 1, scores.shape[1]), dim=1).values
+    kth = pick_ranks(top, ks)  # (rows, J)
+    enough = kth > MASKED / 2  # are there k others at all?
     # Logarithms of the size of z carry the rounding of z: float64, where the device has it.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
-    z = (others.to(wide) - kth.unsqueeze(1)) / temperature
-    e = log_polynomials(z, k)
-    smooth = (kth - true) + (temperature * (e[k][:, -1] - e[k - 1][:, -1])).to(scores.dtype)
-    hard, too_few = top[:, k - 1] - true, -math.inf - true.detach()
+    e = log_polynomials((others.to(wide) - top[:, :1].detach()) / temperature, ks[-1])
+    logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)
+    smooth = (top[:, :1].detach() - true) + (temperature * logs).to(scores.dtype)
+    too_few = -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
-    return torch.where(enough, smooth, too_few), torch.where(enough, hard, too_few), top
+    return torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -102,7 +104,8 @@ class SmoothTopKLoss(SingleKLoss):
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_k(self.k, scores.shape[1] - 1)
         find = kernel("kth_largest", scores) or kth_largest_by_operations
-        smooth, hard, top = find(scores, labels, self.k, self.k * self.tau)
+        smooth, hard, top = find(scores, labels, [self.k], self.k * self.tau)
+        smooth, hard = smooth.squeeze(1), hard.squeeze(1)
         true = scores.gather(1, labels.unsqueeze(1)).squeeze(1).detach()  # (rows,)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
         spoilt = torch.where(torch.maximum(top[:, 0], true) < math.inf, 0.0, math.nan)  # (rows,)

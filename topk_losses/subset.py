@@ -51,16 +51,13 @@ class SubsetTopK(NestedMasks):
             return super()._log_within(scores, labels, ks)
         scores, beta = finite(scores), self.inverse_temperature
         find = kernel("kth_largest", scores, beta) or kth_largest_by_operations
-        true = scores.gather(1, labels.unsqueeze(1)).squeeze(1).detach()  # (rows,)
-        logs = []
-        for k in ks:
-            if k == scores.shape[1]:  # all of them are in it
-                logs.append((0 * scores).sum(1))
-                continue
-            distance, _, top = find(scores, labels, k, 1 / beta)  # kth / beta - s_y
-            spoilt = torch.where(torch.maximum(top[:, 0], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
-            logs.append(logsigmoid(-beta * distance) + spoilt)
-        return torch.stack(logs, dim=1) if logs else scores[:, :0]
+        proper = [k for k in ks if k < scores.shape[1]]
+        if not proper:  # all of them are in it
+            return torch.stack([(0 * scores).sum(1)] * len(ks), dim=1) if ks else scores[:, :0]
+        distance, _, top = find(scores, labels, proper, 1 / beta)  # kth / beta - s_y
+        true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)
+        spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
+        return pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper)))
 
     def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
         """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).

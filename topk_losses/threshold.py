@@ -286,20 +286,21 @@ class ThresholdOperator(PointwiseMasks, ABC):
         return (finite(scores) * beta, 1.0) if isinstance(beta, Tensor) else (scores, beta)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """t = z - theta; theta is -inf for k = n: among n classes all are the n highest."""
+        """t = z - theta; inf for k = n: among n classes all are the n highest."""
         x, scale = self._scaled(scores)
         proper = [k for k in ks if k < x.shape[1]]
-        wanted, most = proper or [0.5], max(proper, default=1)  # one k, though not used then, that n = 1 can reach
+        wanted: Sequence[float] = proper or [0.5]  # one k, though not used then, that n = 1 can reach
+        most = max(proper, default=1)
 
-        def operations(x: Tensor) -> Tensor:
-            return self._threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), most)
+        def arguments(x: Tensor) -> Tensor:
+            theta = self._threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), most)  # (rows, J)
+            if labels is None:
+                return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
+            return finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
 
-        fused = kernel("threshold", x) if most <= MOST_BY_KERNEL else None
-        theta = fused(x, scale, wanted, self.family, self.q, operations) if fused else operations(x)  # (rows, J)
-        theta = pad(theta[:, : len(proper)], (0, len(ks) - len(proper)), value=-torch.inf)
-        if labels is None:
-            return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
-        return finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
+        fused = kernel("arguments", x) if labels is not None and most <= MOST_BY_KERNEL else None
+        t = fused(x, labels, scale, wanted, self.family, self.q, arguments) if fused else arguments(x)
+        return pad(t[:, : len(proper)], (0, 0) * (t.dim() - 2) + (0, len(ks) - len(proper)), value=torch.inf)
 
     def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
         return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS[x.dtype])[0]
@@ -383,7 +384,8 @@ class SparseTopK(ThresholdOperator):
 
     Classes 1 / beta or more below the k-th score have the mask 0: -log of it would be infinite, and has no gradient. A
     loss therefore takes the official guard, log(p (1 - 2e-7) + 1e-7), here, and wants P_K(1) > 0 in the top1_mode "sm"
-    or "smce": the softmax term carries the gradient of such classes. p: 2 (default) or 4/3. Other arguments as for every ThresholdOperator; ValueError for another p.
+    or "smce": the softmax term carries the gradient of such classes. p: 2 (default) or 4/3. Other arguments as for
+    every ThresholdOperator; ValueError for another p.
     """
 
     family = "power"

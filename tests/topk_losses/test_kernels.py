@@ -26,6 +26,7 @@ from topk_losses import (
 )
 from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
 from topk_losses.loss import top_m
+from topk_losses.smooth_svm import kth_largest_by_operations
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK, ThresholdOperator
 
 pytest.importorskip("numba")
@@ -149,7 +150,7 @@ def test_the_smooth_kth_largest_backward_can_be_repeated_and_is_not_needed():
     kept = scores.clone()
 
     def smooth(scores):
-        return kernel("kth_largest", scores)(scores, labels, 5, 1.0)[0]
+        return kernel("kth_largest", scores)(scores, labels, [5], 1.0)[0].squeeze(1)
 
     want = smooth(scores)  # without a gradient to prepare
     leaf = scores.clone().requires_grad_()
@@ -164,6 +165,23 @@ def test_the_smooth_kth_largest_backward_can_be_repeated_and_is_not_needed():
     torch.testing.assert_close(first.sum(1), torch.zeros(7), rtol=0, atol=1e-6)
     transposed = scores.T.contiguous().T.requires_grad_()  # another order in memory
     assert torch.equal(torch.autograd.grad(smooth(transposed), transposed, weights)[0], first)
+
+
+@given(st.integers(8, 40) | st.integers(100, 120), st.sampled_from([1e-4, 1.0, 1e2, 1e4]), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_the_smooth_kth_largest_of_several_k_is_that_of_operations_in_float64(n, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores, labels = torch.randn(5, n, generator=generator) * scale, torch.randint(n, (5,), generator=generator)
+    scores[0, 3:], labels[0] = -torch.inf, 0  # the classes of label 0 and two others
+    weights, results = torch.tensor([1.0, -2, 3]), []
+    for dtype in (torch.float32, torch.float64):
+        leaf = scores.to(dtype).requires_grad_()
+        find = kernel("kth_largest", leaf) or kth_largest_by_operations
+        smooth, hard, top = find(leaf, labels, [1, 2, 5], 0.5)
+        of_smooth, of_hard = ((each[1:] @ weights.to(dtype)).sum() for each in (smooth, hard))
+        gradients = [torch.autograd.grad(each, leaf, retain_graph=True)[0].double() for each in (of_smooth, of_hard)]
+        results.append([smooth.detach().double(), hard.detach().double(), top.double(), *gradients])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=2e-5 * (1 + scale / 10))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 200) | st.integers(1000, 1100), st.integers(1, 60), st.data())

@@ -39,7 +39,7 @@ def smooth_kth_largest(scores: Tensor, k: int, temperature: float = 1.0) -> Tens
     labels = torch.full((len(scores),), scores.shape[1])
     with_true = F.pad(scores, (0, 1))  # (batch, n + 1)
     find = kernel("kth_largest", with_true) or kth_largest_by_operations
-    return find(with_true, labels, k, temperature)[0]
+    return find(with_true, labels, [k], temperature)[0].squeeze(1)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

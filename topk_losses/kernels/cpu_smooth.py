@@ -13,6 +13,7 @@ Since 2 k scores are at least as large, no term is larger than the one before, a
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,20 +55,21 @@ def _product(factors):
 
 
 @jit
-def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top, slopes, kth_of):
-    """Rows first..last of scores (batch, n) to smooth, hard, kth_of (batch,), top (batch, some), slopes (batch, n).
+def _rows(scores, labels, ks, temperature, first, last, index, smooth, hard, top, slopes, kth_of):
+    """Rows first..last of scores (batch, n) for ks (J,) rising.
 
-    labels (batch,): the true classes. index (batch, leaves + 1): room to work. slopes: d smooth / d scores; kth_of: the
-    column of the k-th largest, or the true class if there is none.
+    To smooth, hard, kth_of (batch, J), top (batch, some), slopes (batch, J, n). labels (batch,): the true classes.
+    index (batch, leaves + 1): room to work. slopes: d smooth / d scores; kth_of: the column of the k-th largest, or the
+    true class if there is none.
     """
-    n, num_leaves = scores.shape[1], index.shape[1] - 1
+    n, num_leaves, K = scores.shape[1], index.shape[1] - 1, ks[-1]
     inverse, leaves = _f32(1 / temperature), np.empty(num_leaves, np.int64)
-    x, factors = np.empty(n, _f32), np.empty((k + 1, -(-n // LANES) * LANES), _f32)
-    p, q, g = np.empty(num_leaves), np.empty(num_leaves), np.empty(k + 1)
-    counts = np.zeros((num_leaves + 1, k + 1))  # row i: the distribution of successes, i leaves added
+    x, factors = np.empty(n, _f32), np.empty((K + 1, -(-n // LANES) * LANES), _f32)
+    p, q, g = np.empty(num_leaves), np.empty(num_leaves), np.empty(K + 1)
+    counts = np.zeros((num_leaves + 1, K + 1))  # row i: the distribution of successes, i leaves added
     largest_of_rows(scores, first, last, index)
     for row in range(first, last):
-        o, slope, true = scores[row], slopes[row], labels[row]
+        o, true = scores[row], labels[row]
         held = 0
         for column in index[row]:
             if column != true and held < num_leaves:
@@ -75,75 +77,90 @@ def _rows(scores, labels, k, temperature, first, last, index, smooth, hard, top,
                 held += 1
         for r in range(top.shape[1]):
             top[row, r] = o[leaves[r]] if r < held else _f32(-np.inf)
-        kth = top[row, k - 1]
-        hard[row] = smooth[row] = kth - o[true]
-        kth_of[row] = true
-        slope[:] = _f32(0)
-        if kth == _f32(-np.inf):
-            continue
-        kth_of[row] = leaves[k - 1]
+        place = K - 1
+        while place > 0 and top[row, place] == _f32(-np.inf):
+            place -= 1
+        least = top[row, place]
 
-        # e_0, ..., e_k of the rest, then with one leaf after the other
+        # e_0, ..., e_K of the rest
         scale, counts[0, 0] = 1.0, 1
         if num_leaves < n - 1:
             for j in range(n):
-                v = (o[j] - kth) * inverse
+                v = (o[j] - least) * inverse
                 x[j] = _f32(0) if v < _f32(-87) else exp(v)
             for leaf in leaves:
                 x[leaf] = _f32(0)
             x[true] = _f32(0)
-            scale = 1 / max(1.0, sum_of(x) / k)
+            scale = 1 / max(1.0, sum_of(x) / K)
             factors[1, n:] = _f32(0)
             for j in range(n):
                 x[j] *= _f32(scale)
                 factors[1, j] = x[j]
             _product(factors)
-            for j in range(1, k + 1):
-                counts[0, j] = factors[j, 0]
-        for i in range(held):
-            z = (np.float64(o[leaves[i]]) - np.float64(kth)) / temperature
-            odds = scale * math.exp(min(z, FAR))
-            q[i] = 1 / (1 + odds)
-            p[i] = odds * q[i]
-            counts[i + 1, 0] = counts[i, 0] * q[i]
-            for j in range(1, k + 1):
-                counts[i + 1, j] = counts[i, j] * q[i] + counts[i, j - 1] * p[i]
-        e = counts[held]
-        smooth[row] = np.float64(kth) - np.float64(o[true]) + temperature * math.log(e[k] / e[k - 1] / scale)
 
-        g[:] = 0
-        g[k], g[k - 1] = 1 / e[k], -1 / e[k - 1]
-        if num_leaves < n - 1:
-            for m in range(k, 0, -1):  # Horner's rule
-                c = _f32(e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0))
-                for j in range(n):
-                    slope[j] = c - x[j] * slope[j]
-            for j in range(n):
-                slope[j] *= x[j]
-        for i in range(held - 1, -1, -1):
-            of_success = 0.0
+        for which in range(len(ks)):
+            k, slope = ks[which], slopes[row, which]
+            kth = top[row, k - 1]
+            hard[row, which] = smooth[row, which] = kth - o[true]
+            kth_of[row, which] = true
+            slope[:] = _f32(0)
+            if kth == _f32(-np.inf):
+                continue
+            kth_of[row, which] = leaves[k - 1]
+
+            # with one leaf after the other; exponentials are relative to the k-th now
+            shrunk = math.exp((np.float64(least) - np.float64(kth)) / temperature)  # at most 1
             for j in range(1, k + 1):
-                of_success += g[j] * counts[i, j - 1]
-                g[j - 1] = g[j - 1] * q[i] + g[j] * p[i]
-            g[k] *= q[i]
-            slope[leaves[i]] = p[i] * of_success
-        slope[true] = _f32(-1)
+                counts[0, j] = factors[j, 0] * shrunk**j if num_leaves < n - 1 else 0.0
+            for i in range(held):
+                z = (np.float64(o[leaves[i]]) - np.float64(kth)) / temperature
+                odds = scale * math.exp(min(z, FAR))
+                q[i] = 1 / (1 + odds)
+                p[i] = odds * q[i]
+                counts[i + 1, 0] = counts[i, 0] * q[i]
+                for j in range(1, k + 1):
+                    counts[i + 1, j] = counts[i, j] * q[i] + counts[i, j - 1] * p[i]
+            e = counts[held]
+            difference = np.float64(kth) - np.float64(o[true])
+            smooth[row, which] = difference + temperature * math.log(e[k] / e[k - 1] / scale)
+
+            g[:] = 0
+            g[k], g[k - 1] = 1 / e[k], -1 / e[k - 1]
+            if num_leaves < n - 1:
+                shrink = _f32(shrunk)
+                for m in range(k, 0, -1):  # Horner's rule
+                    c = _f32(e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0))
+                    for j in range(n):
+                        slope[j] = c - shrink * x[j] * slope[j]
+                for j in range(n):
+                    slope[j] *= shrink * x[j]
+            for i in range(held - 1, -1, -1):
+                of_success = 0.0
+                for j in range(1, k + 1):
+                    of_success += g[j] * counts[i, j - 1]
+                    g[j - 1] = g[j - 1] * q[i] + g[j] * p[i]
+                g[k] *= q[i]
+                slope[leaves[i]] = p[i] * of_success
+            slope[true] = _f32(-1)
 
 
 class _KthLargest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, labels: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        batch, n = scores.shape
+    def forward(
+        ctx: Any, scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (batch, n), J, K = scores.shape, len(ks), ks[-1]
         threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
-        leaves = min(2 * k if k <= MAX_K_WITH_REST else n, n - 1)
-        index, kth_of = labels.new_empty(batch, leaves + 1), torch.empty_like(labels)
-        smooth, hard, top = (scores.new_empty(shape) for shape in (batch, batch, (batch, min(k + 1, n))))
-        slopes = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
+        index, kth_of = labels.new_empty(batch, leaves + 1), labels.new_empty(batch, J)
+        smooth, hard, top = (scores.new_empty(batch, width) for width in (J, J, min(K + 1, n)))
+        slopes = scores.new_empty(batch, J, n)
         arrays = [each.detach().contiguous().numpy() for each in (scores, labels)]
         outputs = [each.numpy() for each in (index, smooth, hard, top, slopes, kth_of)]
-        in_threads(threads, batch, lambda first, last: _rows(*arrays, k, temperature, first, last, *outputs))
+        wanted = np.array(ks)
+        in_threads(threads, batch, lambda first, last: _rows(*arrays, wanted, temperature, first, last, *outputs))
         ctx.save_for_backward(scores, labels, slopes, kth_of)
-        ctx.k, ctx.temperature = k, temperature
+        ctx.ks, ctx.temperature = ks, temperature
         ctx.mark_non_differentiable(top)
         return smooth, hard, top
 
@@ -154,15 +171,15 @@ class _KthLargest(torch.autograd.Function):
             from topk_losses.smooth_svm import kth_largest_by_operations
 
             copy = scores.view_as(scores)
-            results = kth_largest_by_operations(copy, labels, ctx.k, ctx.temperature)[:2]
+            results = kth_largest_by_operations(copy, labels, ctx.ks, ctx.temperature)[:2]
             return *torch.autograd.grad(results, copy, (grad, grad_hard), create_graph=True), None, None, None
-        grad, grad_hard = grad.unsqueeze(1), grad_hard.unsqueeze(1)
         # Samples without a gradient (unused branch) keep zeros even if they hold NaN or inf.
-        grad_scores = (slopes * grad).masked_fill_(grad == 0, 0)
-        grad_scores.scatter_add_(1, kth_of.unsqueeze(1), grad_hard).scatter_add_(1, labels.unsqueeze(1), -grad_hard)
+        grad_scores = (grad.unsqueeze(1) @ slopes).squeeze(1).masked_fill_((grad == 0).all(1, keepdim=True), 0)
+        grad_scores.scatter_add_(1, kth_of, grad_hard)
+        grad_scores.scatter_add_(1, labels.unsqueeze(1), -grad_hard.sum(1, keepdim=True))
         return grad_scores, None, None, None
 
 
-def kth_largest(scores: Tensor, labels: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """smooth_svm.kth_largest_by_operations for scores (rows, n) float32 on the CPU; arguments and results as there."""
-    return _KthLargest.apply(scores, labels, k, float(temperature))
+    return _KthLargest.apply(scores, labels, ks, float(temperature))

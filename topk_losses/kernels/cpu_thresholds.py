@@ -17,7 +17,6 @@ from topk_losses.kernels.cpu_largest import largest_of_rows
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit, sum_of
 from topk_losses.sorts import MASKED, finite
 
-MOST = 32  # ranks for which the scores looked at are few
 WORK_OF_A_THREAD = 100_000  # scores times ranks that pay for another thread
 FAMILIES = ("logistic", "laplace", "capped", "power")  # f of LML, LapSum, CappedSoftmax, SparseTopK
 LOGISTIC, LAPLACE, CAPPED, POWER = range(4)
@@ -105,17 +104,19 @@ def _capped_root(top, rest, k):
 
 
 @jit
-def _newton(family, z, k, q, low, high, theta, n):
+def _newton(family, z, rest, squares, k, q, low, high, theta, n):
     """The root between low and high by Newton's method, on the logarithm of the mean's odds for the logistic f.
 
-    z: all n scores. A step that leaves the bracket halves it, and so does one that brings little when many were made.
+    z: all n scores; or some, the others far below theta, with rest and squares the logs of the sums of their exp and of
+    its square. A step that leaves the bracket halves it, and so does one that brings little when many were made.
     """
     excess = np.inf
     for iteration in range(MAX_ITERATIONS):
         before = excess
         if family == LOGISTIC:
             beyond, above, slope = _logistic(z, _f32(theta))
-            excess = (above - k) + beyond
+            others, twice = math.exp(rest - theta), math.exp(squares - 2 * theta)
+            excess, slope = (above - k) + (beyond + others - twice), slope + others - 2 * twice
             total = k + excess
             step = (math.log1p(excess / k) - math.log1p(-excess / (n - k))) * total * (n - total) / n
         else:
@@ -128,11 +129,11 @@ def _newton(family, z, k, q, low, high, theta, n):
         else:
             high = theta
         new = theta + step / slope
+        if abs(new - theta) <= (1e-4 if family == LOGISTIC else _EPS):  # the next step is of the size of the square
+            return new
         if not low < new < high or (iteration > 8 and abs(excess) > abs(before) / 2):  # not: NaN
             new = (low + high) / 2
-        moved, theta = abs(new - theta), new
-        if moved <= (1e-4 if family == LOGISTIC else _EPS):  # Newton's next step is of the size of its square
-            break
+        theta = new
     return theta
 
 
@@ -144,7 +145,7 @@ def _roots(scores, scale, ks, family, q, first, last, index, roots, at_one):
     columns of the largest, M >= 2 ks or n.
     """
     n, M = scores.shape[1], index.shape[1]
-    z, w, top = np.empty(n, _f32), np.empty(n, _f32), np.empty(M)
+    z, w, tops, top = np.empty(n, _f32), np.empty(n, _f32), np.empty(M, _f32), np.empty(M)
     above, below, at_top = np.empty(M + 1), np.empty(M + 1), np.empty(M)
     largest_of_rows(scores, first, last, index)
     for row in range(first, last):
@@ -156,14 +157,18 @@ def _roots(scores, scale, ks, family, q, first, last, index, roots, at_one):
         for i in range(n):
             z[i] = scale * (max(x[i], _MASKED) - highest)
         for r in range(M):
-            top[r] = z[largest[r]]
-        rest = -np.inf  # log sum exp of the others
-        if M < n and family != POWER:
+            top[r] = tops[r] = z[largest[r]]
+        rest = squares = -np.inf  # log sum exp of the others, and log sum exp of twice them
+        if n > M and family != POWER:
             _exps(z, z[largest[M - 1]], w)
             for r in range(M):
                 w[largest[r]] = _f32(0)
             total = sum_of(w)
-            rest = top[M - 1] + math.log(total) if total > 0 else -np.inf
+            if total > 0:
+                rest = top[M - 1] + math.log(total)
+                for i in range(n):
+                    w[i] *= w[i]
+                squares = 2 * top[M - 1] + np.log(sum_of(w))
         if family in (LOGISTIC, LAPLACE):
             _laplace_sums(top, rest, above, below, at_top)
         for j in range(len(ks)):
@@ -171,96 +176,122 @@ def _roots(scores, scale, ks, family, q, first, last, index, roots, at_one):
             if family == CAPPED:
                 root, at_one[row, j] = _capped_root(top, rest, k)
             elif family == POWER:
-                low = top[int(math.ceil(k)) - 1] - 1  # at least ceil k scores have the mask 1 there
-                root = _newton(family, z, k, q, low, low + 1, low, n)
+                low = top[math.ceil(k) - 1] - 1  # at least ceil k scores have the mask 1 there
+                root = _newton(family, z, -np.inf, -np.inf, k, q, low, low + 1, low, n)
             else:
                 root = _laplace_root(k, above, below, at_top)
                 if family == LOGISTIC:
                     low, high = top[M - 1] - math.log(k / (M - k)), -math.log(k / (n - k))
-                    root = _newton(family, z, k, q, low, high, min(max(root, low), high), n)
+                    root = min(max(root, low), high)
+                    if rest > -np.inf:  # first without a look at all
+                        root = _newton(family, tops, rest, squares, k, q, low, high, root, n)
+                    root = _newton(family, z, -np.inf, -np.inf, k, q, low, high, root, n)
             roots[row, j] = root
 
 
 @jit
-def _slopes(x, largest, scale, root, family, q, w):
-    """w = f'(t), t = scale (x - x[largest[0]]) - root, but for a factor, with which the largest of LAPLACE is 1.
-
-    largest (M,): columns of x, among them that next to theta.
-    """
-    highest = max(x[largest[0]], _MASKED)
-    for i in range(len(x)):
-        w[i] = scale * (x[i] - highest) - root  # one look at the family for all, or it is no vector code
+def _slopes(z, root, family, q, w):
+    """w = f'(z - root), of LOGISTIC and POWER."""
     if family == LOGISTIC:
-        for i in range(len(x)):
-            v = np.abs(w[i])
+        for i in range(len(z)):
+            v = np.abs(z[i] - root)
             p = _f32(0) if v > _f32(87) else exp(-v)
             w[i] = p / ((_f32(1) + p) * (_f32(1) + p))
-    elif family == LAPLACE:
-        nearest = _f32(3e38)  # where all are -inf, none is next to theta
-        for column in largest:
-            nearest = min(nearest, np.abs(w[column]))
-        for i in range(len(x)):
-            v = np.abs(w[i]) - nearest
-            w[i] = _f32(0) if v > _f32(87) else exp(-v)
-    elif family == CAPPED:
-        for i in range(len(x)):
-            v = w[i] if w[i] < _f32(0) else _f32(0)
-            w[i] = _f32(0) if v < _f32(-87) else exp(v)
     else:
-        for i in range(len(x)):
-            w[i] = _f32(q) * w[i] ** (q - 1) if _f32(0) < w[i] < _f32(1) else _f32(0)
+        for i in range(len(z)):
+            t = z[i] - root
+            w[i] = _f32(q) * t ** (q - 1) if _f32(0) < t < _f32(1) else _f32(0)
 
 
 @jit
-def _backward(scores, scale, family, q, index, roots, at_one, grad, first, last, grad_scores):
-    """Rows first..last of grad (batch, J) to grad_scores (batch, n): d theta = sum_i w_i d z_i, w = f' / sum f'."""
-    w = np.empty(scores.shape[1], _f32)
+def _backward(scores, scale, family, q, labels, index, roots, at_one, grad, first, last, grad_scores):
+    """Rows first..last of grad (batch, J) to grad_scores (batch, n).
+
+    d t = d z_y - sum_i w_i d z_i, with w = f' / sum f'.
+    """
+    n, M = scores.shape[1], index.shape[1]
+    z, w, tops = np.empty(n, _f32), np.empty(n, _f32), np.empty(M)
     for row in range(first, last):
-        of_row = grad_scores[row]
+        x, largest, of_row = scores[row], index[row], grad_scores[row]
         of_row[:] = _f32(0) * roots[row, 0]  # NaN in a row with NaN or inf
-        for j in range(roots.shape[1]):
-            _slopes(scores[row], index[row], scale, roots[row, j], family, q, w)
-            for r in range(at_one[row, j]):
-                w[index[row, r]] = _f32(0)
-            share = scale * grad[row, j] / max(sum_of(w), _LEAST)
-            for i in range(len(w)):
-                of_row[i] += share * w[i]
+        if not _MASKED < x[largest[0]] < np.inf:
+            continue
+        for i in range(n):
+            z[i] = scale * (x[i] - x[largest[0]])
+        if family in (LOGISTIC, POWER):
+            for j in range(roots.shape[1]):
+                _slopes(z, roots[row, j], family, q, w)
+                share = scale * grad[row, j] / max(sum_of(w), _LEAST)
+                for i in range(n):
+                    of_row[i] -= share * w[i]
+        else:  # all but the largest lie below theta, where f' is an exponential: the same for all k, but for a factor
+            least = z[largest[M - 1]]
+            _exps(z, least, w)
+            for column in largest:
+                w[column] = _f32(0)
+            rest, of_rest = sum_of(w), 0.0
+            of_largest = np.zeros(M)
+            for j in range(roots.shape[1]):
+                root, nearest = np.float64(roots[row, j]), np.inf if family == LAPLACE else 0.0
+                if family == LAPLACE:
+                    for column in largest:
+                        nearest = min(nearest, abs(z[column] - root))
+                factor = math.exp(least - root + nearest)
+                total = rest * factor
+                for r in range(M):
+                    on = r >= at_one[row, j] and z[largest[r]] > -np.inf
+                    tops[r] = math.exp(nearest - abs(z[largest[r]] - root)) if on else 0.0
+                    total += tops[r]
+                share = scale * grad[row, j] / total
+                of_rest += share * factor
+                of_largest += share * tops
+            for i in range(n):
+                of_row[i] = -_f32(of_rest) * w[i]
+            for r in range(M):
+                of_row[largest[r]] = -of_largest[r]
+        if x[labels[row]] > _MASKED:
+            for j in range(roots.shape[1]):
+                of_row[labels[row]] += scale * grad[row, j]
 
 
-class _Threshold(torch.autograd.Function):
+class _Arguments(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: float, ks: Sequence[float], family: str, q: int, operations: Callable[..., Tensor]
-    ) -> Tensor:
+        ctx: Any, x: Tensor, labels: Tensor, scale: float, ks: Sequence[float], family: str, q: int,
+        operations: Callable[..., Tensor],
+    ) -> Tensor:  # fmt: skip
         batch, n = x.shape
         threads = max(1, min(torch.get_num_threads(), batch, 1 + x.numel() * len(ks) // WORK_OF_A_THREAD))
-        index = x.new_empty(batch, min(2 * math.ceil(max(ks)), n), dtype=torch.int64)
+        index = labels.new_empty(batch, min(2 * math.ceil(max(ks)), n))
         roots, at_one = x.new_empty(batch, len(ks)), torch.zeros(batch, len(ks), dtype=torch.int64)
         scaled, curve = (x.detach().contiguous().numpy(), _f32(scale)), (FAMILIES.index(family), q)
         arrays = [each.numpy() for each in (index, roots, at_one)]
         wanted = np.array(ks, dtype=np.float64)
         in_threads(threads, batch, lambda first, last: _roots(*scaled, wanted, *curve, first, last, *arrays))
-        ctx.save_for_backward(x, index, roots, at_one)
+        ctx.save_for_backward(x, labels, index, roots, at_one)
         ctx.settings, ctx.threads, ctx.operations = (*scaled, *curve), threads, operations
-        return roots + finite(x.gather(1, index[:, :1])) * scale
+        true, highest = finite(x.gather(1, torch.stack([labels, index[:, 0]], dim=1))).chunk(2, dim=1)
+        return (true - highest) * scale - roots
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *arrays = ctx.saved_tensors
+        x, labels, *arrays = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
             copy = x.view_as(x)
-            return *torch.autograd.grad(ctx.operations(copy), copy, grad, create_graph=True), *(None,) * 5
+            return *torch.autograd.grad(ctx.operations(copy), copy, grad, create_graph=True), *(None,) * 6
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        inputs = (*ctx.settings, *(each.numpy() for each in (*arrays, grad.contiguous())))
+        inputs = (*ctx.settings, *(each.numpy() for each in (labels, *arrays, grad.contiguous())))
         in_threads(ctx.threads, len(x), lambda first, last: _backward(*inputs, first, last, grad_x.numpy()))
-        return grad_x, *(None,) * 5
+        return grad_x, *(None,) * 6
 
 
-def threshold(
-    x: Tensor, scale: float, ks: Sequence[float], family: str, q: int, operations: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """theta (rows, J) with sum_i f(scale x_i - theta) = k, x (rows, n) float32 on the CPU, ks in (0, n), at most MOST.
+def arguments(
+    x: Tensor, labels: Tensor, scale: float, ks: Sequence[float], family: str, q: int,
+    operations: Callable[[Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """t = scale x_y - theta, (rows, J), of the true classes, with sum_i f(scale x_i - theta) = k.
 
-    family: f, one of FAMILIES, with the exponent q of power. operations: what computes the same from x.
+    x (rows, n) float32 on the CPU, labels (rows,) int64, ks in (0, n). family: f, one of FAMILIES, with
+    the exponent q of power. operations: what computes the same from x.
     """
-    return _Threshold.apply(x, scale, ks, family, q, operations)
+    return _Arguments.apply(x, labels, scale, ks, family, q, operations)
