@@ -162,21 +162,25 @@ class _KthLargest(torch.autograd.Function):
         ctx.save_for_backward(scores, labels, slopes, kth_of)
         ctx.ks, ctx.temperature = ks, temperature
         ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
         return smooth, hard, top
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_hard: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_hard: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         scores, labels, slopes, kth_of = ctx.saved_tensors
+        grad = torch.zeros(kth_of.shape) if grad is None else grad
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
             from topk_losses.smooth_svm import kth_largest_by_operations
 
             copy = scores.view_as(scores)
             results = kth_largest_by_operations(copy, labels, ctx.ks, ctx.temperature)[:2]
-            return *torch.autograd.grad(results, copy, (grad, grad_hard), create_graph=True), None, None, None
+            grads = grad, torch.zeros_like(grad) if grad_hard is None else grad_hard
+            return *torch.autograd.grad(results, copy, grads, create_graph=True), None, None, None
         # Samples without a gradient (unused branch) keep zeros even if they hold NaN or inf.
         grad_scores = (grad.unsqueeze(1) @ slopes).squeeze(1).masked_fill_((grad == 0).all(1, keepdim=True), 0)
-        grad_scores.scatter_add_(1, kth_of, grad_hard)
-        grad_scores.scatter_add_(1, labels.unsqueeze(1), -grad_hard.sum(1, keepdim=True))
+        if grad_hard is not None:
+            grad_scores.scatter_add_(1, kth_of, grad_hard)
+            grad_scores.scatter_add_(1, labels.unsqueeze(1), -grad_hard.sum(1, keepdim=True))
         return grad_scores, None, None, None
 
 
