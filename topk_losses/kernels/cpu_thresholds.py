@@ -21,6 +21,7 @@ WORK_OF_A_THREAD = 100_000  # scores times ranks that pay for another thread
 FAMILIES = ("logistic", "laplace", "capped", "power")  # f of LML, LapSum, CappedSoftmax, SparseTopK
 LOGISTIC, LAPLACE, CAPPED, POWER = range(4)
 MAX_ITERATIONS = 60
+FEW = 16  # times as many scores as are looked at one by one: a sum over all is as cheap
 _f32 = np.float32
 _EPS = float(np.finfo(np.float32).eps)
 _MASKED, _LEAST = _f32(MASKED), _f32(np.finfo(np.float32).tiny * 2**26)
@@ -183,7 +184,7 @@ def _roots(scores, scale, ks, family, q, first, last, index, roots, at_one):
                 if family == LOGISTIC:
                     low, high = top[M - 1] - math.log(k / (M - k)), -math.log(k / (n - k))
                     root = min(max(root, low), high)
-                    if rest > -np.inf:  # first without a look at all
+                    if n > FEW * M and rest > -np.inf:  # first without a look at all
                         root = _newton(family, tops, rest, squares, k, q, low, high, root, n)
                     root = _newton(family, z, -np.inf, -np.inf, k, q, low, high, root, n)
             roots[row, j] = root
