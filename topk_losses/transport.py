@@ -86,8 +86,11 @@ class _Plan(torch.autograd.Function):
             new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - c)  # (rows, A)
             new_P, new_c, new_error = evaluate(new)
             better = (new_error < error) & going  # (rows,); false for NaN
-            h, c = torch.where(better.unsqueeze(1), new, h), torch.where(better.unsqueeze(1), new_c, c)
-            P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
+            if may_look and bool(better.all()):
+                h, P, c, error = new, new_P, new_c, new_error
+            else:
+                h, c = torch.where(better.unsqueeze(1), new, h), torch.where(better.unsqueeze(1), new_c, c)
+                P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
             # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
             damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
         return P, error
@@ -100,12 +103,13 @@ class _Plan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (P,) = ctx.saved_tensors
-        direct = P * (grad - (grad * P).sum(2, keepdim=True))  # (rows, n, A) by the logits at fixed h
+        weighted = grad * P
+        mean = weighted.sum(2, keepdim=True)  # (rows, n, 1); by the logits at fixed h the gradient is P (grad - mean)
         # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
         damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
-        adjoint = _solve_laplacian(P, damping, direct.sum(1)).unsqueeze(2)  # (rows, A, 1)
-        through_h = P * (adjoint.mT - P @ adjoint) / P.shape[1]
-        return direct - through_h, None, None, None, None
+        of_mass = weighted.sum(1) - (mean.mT @ P).squeeze(1)  # (rows, A)
+        adjoint = _solve_laplacian(P, damping, of_mass).unsqueeze(2) / P.shape[1]  # (rows, A, 1)
+        return weighted - P * (mean + adjoint.mT - P @ adjoint), None, None, None, None
 
 
 def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tensor:
@@ -115,12 +119,12 @@ def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tenso
     d c / d h = diag(c) - P^T P / n is the Laplacian of a graph with the weights P^T P / n. Its diagonal is the sum
     of the weights beside it: a sum of non-negative terms, where diag(c) - ... would cancel.
     """
-    weights = P[:, :, :-1].mT @ P / P.shape[1]  # (rows, A - 1, A)
-    weights.diagonal(dim1=1, dim2=2).zero_()
-    diagonal = weights.sum(2) + damping * P[:, :, :-1].mean(1)  # (rows, A - 1)
-    laplacian = torch.diag_embed(diagonal) - weights[:, :, :-1]  # (rows, A - 1, A - 1)
-    factor, _ = torch.linalg.cholesky_ex(laplacian)
-    solution = torch.cholesky_solve(right[:, :-1].unsqueeze(2), factor).squeeze(2)  # (rows, A - 1)
+    minus = P[:, :, :-1].mT @ P  # (rows, A - 1, A), -n times it
+    minus.diagonal(dim1=1, dim2=2).zero_()
+    diagonal = minus.sum(2) + damping * P[:, :, :-1].sum(1)  # (rows, A - 1)
+    minus.diagonal(dim1=1, dim2=2).copy_(-diagonal)
+    # On a CPU LU is twice as fast as Cholesky's factors, of which PyTorch clears the other half.
+    solution, _ = torch.linalg.solve_ex(minus[:, :, :-1], right[:, :-1] * -P.shape[1])
     return pad(solution, (0, 1))
 
 
@@ -192,7 +196,8 @@ class _TransportOperator(TopKOperator):
         mass = torch.full_like(anchors, 1 / n)
         mass[-1].fill_((n - num_anchors + 1) / n)
         # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
-        logits = (2 * x.unsqueeze(2) - anchors) * anchors * self.inverse_temperature  # (rows, n, A)
+        scaled = anchors * self.inverse_temperature  # (A,)
+        logits = x.unsqueeze(2) * (2 * scaled) - anchors * scaled  # (rows, n, A)
         with torch.no_grad():
             # The start: the hard transport's potentials. Those of two neighbouring anchors make the midpoint between
             # the last score of the one and the first score of the other indifferent.
