@@ -145,11 +145,10 @@ class _Logistic(Curve):
 
         def evaluate(t: Tensor, others: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
             """sum p - k and Newton's step, from t (rows, J, any) and the sum of the p of others far below theta."""
-            above = t >= 0
-            # p, or 1 - p above theta: where all p are 0 or 1, the digits of these count
+            # 1 - p above theta, else p: where all p are 0 or 1, the digits of these count
             rest = torch.sigmoid(-t.abs())
-            excess = above.sum(2) - k + torch.where(above, -rest, rest).sum(2) + others
-            slope = torch.linalg.vecdot(rest, 1 - rest) + others
+            excess = (t >= 0).sum(2) - k - torch.copysign(rest, t).sum(2) + others
+            slope = rest.sum(2) - torch.linalg.vecdot(rest, rest) + others
             odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
             return excess, odds * (k + excess) * (n - k - excess) / (n * slope)
 
@@ -242,6 +241,35 @@ class Threshold(torch.autograd.Function):
         return (per_slope.unsqueeze(1) @ slopes).squeeze(1), of_k, None, None, None, None
 
 
+def arguments(
+    x: Tensor,
+    scale: float,
+    labels: Tensor | None,
+    ks: Sequence[int],
+    family: str,
+    q: int,
+    threshold: Callable[[Tensor, Tensor, int], Tensor],
+) -> Tensor:
+    """t = z - theta with z = scale x (rows, n), inf for k = n: among n classes all are the n highest.
+
+    Of the classes labels (rows,), (rows, J), or of all classes if None, (rows, J, n). family and q: f as the kernel
+    names it. threshold(x, k, most): theta (rows, J), for k (rows, J), of which none exceeds `most`.
+    """
+    proper = [k for k in ks if k < x.shape[1]]
+    wanted: Sequence[float] = proper or [0.5]  # one k, though not used then, that n = 1 can reach
+    most = max(proper, default=1)
+
+    def by_operations(x: Tensor) -> Tensor:
+        theta = threshold(x, numbers_like(wanted, x).expand(len(x), -1), most)  # (rows, J)
+        if labels is None:
+            return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
+        return finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
+
+    fused = kernel("arguments", x) if labels is not None and most <= MOST_BY_KERNEL else None
+    t = fused(x, labels, scale, wanted, family, q, by_operations) if fused else by_operations(x)
+    return pad(t[:, : len(proper)], (0, 0) * (t.dim() - 2) + (0, len(ks) - len(proper)), value=torch.inf)
+
+
 class ThresholdOperator(PointwiseMasks, ABC):
     """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
 
@@ -286,21 +314,9 @@ class ThresholdOperator(PointwiseMasks, ABC):
         return (finite(scores) * beta, 1.0) if isinstance(beta, Tensor) else (scores, beta)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """t = z - theta; inf for k = n: among n classes all are the n highest."""
         x, scale = self._scaled(scores)
-        proper = [k for k in ks if k < x.shape[1]]
-        wanted: Sequence[float] = proper or [0.5]  # one k, though not used then, that n = 1 can reach
-        most = max(proper, default=1)
-
-        def arguments(x: Tensor) -> Tensor:
-            theta = self._threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), most)  # (rows, J)
-            if labels is None:
-                return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
-            return finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
-
-        fused = kernel("arguments", x) if labels is not None and most <= MOST_BY_KERNEL else None
-        t = fused(x, labels, scale, wanted, self.family, self.q, arguments) if fused else arguments(x)
-        return pad(t[:, : len(proper)], (0, 0) * (t.dim() - 2) + (0, len(ks) - len(proper)), value=torch.inf)
+        threshold = lambda x, k, most: self._threshold(x, scale, k, most)  # noqa: E731
+        return arguments(x, scale, labels, ks, self.family, self.q, threshold)
 
     def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
         return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS[x.dtype])[0]

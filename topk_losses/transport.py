@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_positive, has_known_values, is_concrete
 from topk_losses.sorts import MASKED, TopKOperator, differences, finite
-from topk_losses.threshold import LOGISTIC, Threshold
+from topk_losses.threshold import LOGISTIC, Threshold, arguments
 
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
 # and one step from a head of zeros does not fill Adam's memory with a gradient that never comes again.
@@ -251,7 +251,8 @@ class SoftTopK(_TransportOperator):
 
     k: ranks, 1 <= k <= n. inverse_temperature: 1 / epsilon > 0, larger = closer to the hard operator; default 10
     (epsilon .1, the authors' default). tolerance and max_iterations as in SinkhornSort, with k x k solves if sorted,
-    and none else. Raises ValueError for a non-positive inverse temperature or tolerance.
+    and none else; the kernel on the CPU solves to rounding. Raises ValueError for a non-positive inverse temperature or
+    tolerance.
     """
 
     def __init__(
@@ -269,33 +270,25 @@ class SoftTopK(_TransportOperator):
         """The configuration, for printing."""
         return f"{super().extra_repr()}, sorted={self.sorted}"
 
-    def _logits_of_masks(self, scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """z (rows, n) and theta (rows, J) for the k of interest: mask_k = sigmoid(z - theta_k)."""
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """t of the masks sigmoid(t), as PointwiseMasks."""
         z = whiten_and_squash(scores) * (2 * self.inverse_temperature)
-        n = z.shape[1]
-        proper = tuple(k for k in ks if k < n)
-        if not proper:
-            return z, torch.full_like(z[:, : len(ks)], -torch.inf)
-        wanted = torch.cat([z.new_full((len(z), 1), float(k)) for k in proper], dim=1)
-        tolerance = self._tolerance_of(z.dtype)
-        theta, error = Threshold.apply(z, wanted, LOGISTIC, proper[-1], tolerance, self.max_iterations)
+        return arguments(z, 1.0, labels, ks, "logistic", 1, self._threshold)
+
+    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
+        theta, error = Threshold.apply(z, k, LOGISTIC, most, self._tolerance_of(z.dtype), self.max_iterations)
         self._record(error)
-        # among n classes all are the n highest
-        return z, theta if len(proper) == len(ks) else pad(theta, (0, 1), value=-torch.inf)
+        return theta
 
     def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
         if self.sorted:
             return super()._within(scores, labels, ks)
         if labels.is_floating_point():
             return (self._all_within(scores, ks) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
-        z, theta = self._logits_of_masks(scores, ks)
-        return torch.sigmoid(z.gather(1, labels.unsqueeze(1)) - theta)
+        return torch.sigmoid(self._arguments(scores, labels, ks))
 
     def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        if self.sorted:
-            return super()._all_within(scores, ks)
-        z, theta = self._logits_of_masks(scores, ks)
-        return torch.sigmoid(z.unsqueeze(1) - theta.unsqueeze(2))
+        return super()._all_within(scores, ks) if self.sorted else torch.sigmoid(self._arguments(scores, None, ks))
 
     def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
         if self.sorted:
