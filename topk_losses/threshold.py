@@ -248,19 +248,19 @@ def arguments(
     ks: Sequence[int],
     family: str,
     q: int,
-    threshold: Callable[[Tensor, Tensor, int], Tensor],
+    threshold: Callable[[Tensor, float, Tensor, int], Tensor],
 ) -> Tensor:
     """t = z - theta with z = scale x (rows, n), inf for k = n: among n classes all are the n highest.
 
     Of the classes labels (rows,), (rows, J), or of all classes if None, (rows, J, n). family and q: f as the kernel
-    names it. threshold(x, k, most): theta (rows, J), for k (rows, J), of which none exceeds `most`.
+    names it. threshold: ThresholdOperator._threshold, what finds theta by PyTorch's operations.
     """
     proper = [k for k in ks if k < x.shape[1]]
     wanted: Sequence[float] = proper or [0.5]  # one k, though not used then, that n = 1 can reach
     most = max(proper, default=1)
 
     def by_operations(x: Tensor) -> Tensor:
-        theta = threshold(x, numbers_like(wanted, x).expand(len(x), -1), most)  # (rows, J)
+        theta = threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), most)  # (rows, J)
         if labels is None:
             return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
         return finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
@@ -314,9 +314,7 @@ class ThresholdOperator(PointwiseMasks, ABC):
         return (finite(scores) * beta, 1.0) if isinstance(beta, Tensor) else (scores, beta)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        x, scale = self._scaled(scores)
-        threshold = lambda x, k, most: self._threshold(x, scale, k, most)  # noqa: E731
-        return arguments(x, scale, labels, ks, self.family, self.q, threshold)
+        return arguments(*self._scaled(scores), labels, ks, self.family, self.q, self._threshold)
 
     def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
         return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS[x.dtype])[0]

@@ -275,8 +275,9 @@ class SoftTopK(_TransportOperator):
         z = whiten_and_squash(scores) * (2 * self.inverse_temperature)
         return arguments(z, 1.0, labels, ks, "logistic", 1, self._threshold)
 
-    def _threshold(self, z: Tensor, k: Tensor, most: int) -> Tensor:
-        theta, error = Threshold.apply(z, k, LOGISTIC, most, self._tolerance_of(z.dtype), self.max_iterations)
+    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
+        z, tolerance = x * scale, self._tolerance_of(x.dtype)
+        theta, error = Threshold.apply(z, k, LOGISTIC, most, tolerance, self.max_iterations)
         self._record(error)
         return theta
 
