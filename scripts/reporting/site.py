@@ -22,6 +22,11 @@ from topk_losses import METHODS
 
 MARK = re.compile(r"^<!-- (results|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
+CAPTIONS = {
+    "top1_top5": "Test top-1 against top-5 accuracy of every row: ours filled, published values hollow",
+    "accuracy_over_p_k": "Test accuracy of each method over P_K",
+    "accuracy_over_epochs": "Test accuracy over the training, with a band of one standard deviation over seeds",
+}
 P_K = re.compile(r"\[[^]|]*\]")  # which no narrow column shall break
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -37,8 +42,10 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         table, _ = table_of(results / f"{name}.csv")
         if not table.lines:
             return f"`results/{name}.csv`: not run."
-        names = [f"{name}_{kind}.svg" for kind in ("top1_top5", "accuracy_over_p_k", "accuracy_over_epochs")]
-        images = [f"![{Path(each).stem.replace('_', ' ')}]({up}figures/{each})" for each in names if has_figure(each)]
+        images = []
+        for kind, caption in CAPTIONS.items():
+            if has_figure(file := f"{name}_{kind}.svg"):
+                images += [f"![{caption}]({up}figures/{file})", f"*{caption}.*"]
         text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
         return "\n\n".join([text, *images])
 
