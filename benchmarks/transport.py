@@ -24,13 +24,13 @@ from benchmarks.losses import parse_size
 from benchmarks.table import write_table
 from experiments.shared.command_line import present_device
 from experiments.shared.environment import device_name
-from topk_losses import SinkhornSort, SoftTopK
+from topk_losses import SinkhornSort, SortedSoftTopK
 from topk_losses.transport import whiten_and_squash
 
 K = 5
 MOST_ITERATIONS = 20_000
 TOLERANCE = 1e-3
-OPERATORS = {"sinkhorn_sort": SinkhornSort(K), "soft_topk": SoftTopK(K, sorted=True)}
+OPERATORS = {"sinkhorn_sort": SinkhornSort(K), "soft_topk": SortedSoftTopK(K)}
 COLUMNS = (
     *("method", "batch", "n", "k", "inverse_temperature", "ms", "unrolled_ms", "unrolled_over_ours"),
     *("unrolled_iterations", "largest_difference", "note", "device", "threads", "torch"),

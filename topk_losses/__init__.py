@@ -24,7 +24,7 @@ from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
 from topk_losses.subset import SubsetTopK
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
-from topk_losses.transport import SinkhornSort, SoftTopK
+from topk_losses.transport import SinkhornSort, SoftTopK, SortedSoftTopK
 
 __all__ = [
     "ALIASES",
@@ -47,6 +47,7 @@ __all__ = [
     "SoftSort",
     "SoftTopK",
     "SoftmaxCrossEntropyLoss",
+    "SortedSoftTopK",
     "SparseTopK",
     "SubsetTopK",
     "TopKCrossEntropyLoss",

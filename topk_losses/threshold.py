@@ -28,7 +28,6 @@ from topk_losses.checks import full_precision, has_known_values, numbers_like
 from topk_losses.kernels import kernel
 from topk_losses.sorts import PointwiseMasks, finite, largest
 
-Pair = tuple[Tensor, Tensor]
 # Three or four do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
 MOST_BY_KERNEL = 32  # ranks, for which the kernel looks at few scores one by one
@@ -88,19 +87,16 @@ def newton(
     low: Tensor,
     high: Tensor,
     theta: Tensor,
-    tolerance: float | None,
-    max_iterations: int,
-) -> Pair:
+) -> Tensor:
     """The root of a falling sum(theta) = k by Newton's method, in a bracket that is halved where a step would leave it.
 
     evaluate(theta): sum - k, Newton's step, and the relative error of the sum that the step leaves, at most. theta: the
-    start. tolerance: None for that of rounding. Returns the root and the error of its sum relative to k. All tensors
-    (rows, J).
+    start. All tensors (rows, J).
     """
     error = torch.full_like(theta, torch.inf)
     may_look = has_known_values(theta)
-    for _ in range(max_iterations):
-        allowed = torch.finfo(theta.dtype).eps * (16 + 2 * theta.abs()) if tolerance is None else tolerance
+    for _ in range(MAX_ITERATIONS[theta.dtype]):
+        allowed = torch.finfo(theta.dtype).eps * (16 + 2 * theta.abs())
         going = ~(error <= allowed)
         if may_look and not bool(going.any()):
             break
@@ -113,18 +109,15 @@ def newton(
         new = torch.where(here <= allowed, theta, new)
         theta = torch.where(going, new, theta)  # a row stops where it would alone
         error = torch.where(going, torch.where(inside, torch.minimum(left, here), here), error)
-    return theta, error
+    return theta
 
 
 class Curve(ABC):
     """An f as its threshold needs it. There is one instance of each, and it has no state."""
 
     @abstractmethod
-    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
-        """theta with sum_i f(x_i - theta) = k, and the error of the sum relative to k: (rows, J) each.
-
-        x (rows, n), k (rows, J) in (0, n), most: an integer that no k exceeds.
-        """
+    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
+        """theta with sum_i f(x_i - theta) = k, (rows, J); x (rows, n), k (rows, J) in (0, n), none above `most`."""
 
     @abstractmethod
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -132,7 +125,7 @@ class Curve(ABC):
 
 
 class _Logistic(Curve):
-    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
+    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
         """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
 
         The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart. Two
@@ -160,7 +153,7 @@ class _Logistic(Curve):
         for _ in range(2):
             t = points.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, M + 1)
             theta = theta + evaluate(t[..., :-1], t[..., -1].exp())[1].nan_to_num(0, 0, 0)
-        return newton(evaluate_all, k, low, high, theta.clamp(low, high), tolerance, max_iterations)
+        return newton(evaluate_all, k, low, high, theta.clamp(low, high))
 
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
         p = torch.sigmoid(t)
@@ -170,9 +163,8 @@ class _Logistic(Curve):
 class _Laplace(Curve):
     """x: points as of top_and_rest, of which the last is below theta in any case."""
 
-    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
-        theta = laplace_root(x, k)
-        return theta, torch.zeros_like(theta)
+    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
+        return laplace_root(x, k)
 
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
         logs = torch.cat([-t[..., :-1].abs(), t[..., -1:]], dim=2)
@@ -186,13 +178,12 @@ class _Power(Curve):
     def __init__(self, q: int) -> None:
         self.q = q
 
-    def solve(self, x: Tensor, k: Tensor, most: int, tolerance: float | None, max_iterations: int) -> Pair:
+    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
         """In closed form for q = 1, else by Newton's method between the score at rank k, rounded up, and 1 below."""
         highest = x[:, :1]
         x = x - highest
         if self.q == 1:
-            theta = clip_root(x, k)
-            return theta + highest, torch.zeros_like(theta)
+            return clip_root(x, k) + highest
         kth = x.gather(1, k.ceil().long() - 1)  # (rows, J)
         x = x.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
 
@@ -202,8 +193,7 @@ class _Power(Curve):
             return excess, excess / self.slopes(t)[0].sum(2), torch.full_like(excess, torch.inf)
 
         zero = torch.zeros_like(kth)
-        theta, error = newton(evaluate, k, zero - 1, zero, zero - 0.5, tolerance, max_iterations)
-        return theta + kth + highest, error
+        return newton(evaluate, k, zero - 1, zero, zero - 0.5) + kth + highest
 
     def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
         return torch.where((t > 0) & (t < 1), self.q * t.clamp(0, 1) ** (self.q - 1), 0), None
@@ -215,30 +205,27 @@ LOGISTIC, LAPLACE, POWERS = _Logistic(), _Laplace(), {1: _Power(1), 3: _Power(3)
 class Threshold(torch.autograd.Function):
     """theta with sum_i f(x_i - theta) = k, as a function of x (rows, n) and k (rows, J) in (0, n).
 
-    curve: f. most: an integer that no k exceeds. Returns theta (rows, J), and the largest error of a sum relative to
-    its k, per row.
+    curve: f. most: an integer that no k exceeds. (rows, J).
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, k: Tensor, curve: Curve, most: int, tolerance: float | None, max_iterations: int) -> Pair:
-        theta, error = curve.solve(x, k, most, tolerance, max_iterations)
-        return theta, error.amax(1)
+    def forward(x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
+        return curve.solve(x, k, most)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-        ctx.save_for_backward(inputs[0], output[0])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
         ctx.curve = inputs[2]
-        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, theta = ctx.saved_tensors
         slopes, factor = ctx.curve.slopes(x.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
         per_slope = grad / slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
         of_k = -per_slope if factor is None else -per_slope / factor
-        return (per_slope.unsqueeze(1) @ slopes).squeeze(1), of_k, None, None, None, None
+        return (per_slope.unsqueeze(1) @ slopes).squeeze(1), of_k, None, None
 
 
 def arguments(
@@ -316,9 +303,6 @@ class ThresholdOperator(PointwiseMasks, ABC):
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return arguments(*self._scaled(scores), labels, ks, self.family, self.q, self._threshold)
 
-    def _root(self, x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
-        return Threshold.apply(x, k, curve, most, None, MAX_ITERATIONS[x.dtype])[0]
-
 
 class LML(ThresholdOperator):
     """The limited multi-label projection (Amos, Koltun and Kolter 2019): f = sigmoid, the mask of largest entropy.
@@ -336,7 +320,7 @@ class LML(ThresholdOperator):
         return logsigmoid(t)
 
     def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        return self._root(x if scale == 1 else x * scale, k, LOGISTIC, most)
+        return Threshold.apply(x if scale == 1 else x * scale, k, LOGISTIC, most)
 
 
 class LapSum(ThresholdOperator):
@@ -357,7 +341,7 @@ class LapSum(ThresholdOperator):
         return torch.where(t < 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))
 
     def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        return self._root(top_and_rest(x, scale, 2 * most), k, LAPLACE, most)
+        return Threshold.apply(top_and_rest(x, scale, 2 * most), k, LAPLACE, most)
 
 
 class CappedSoftmax(ThresholdOperator):
@@ -422,4 +406,4 @@ class SparseTopK(ThresholdOperator):
     def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
         """theta is at least the score at rank k less 1, and what lies below that does not count."""
         z = finite(x * scale).sort(1, descending=True).values  # (rows, n)
-        return self._root(z, k, POWERS[self.q], most)
+        return Threshold.apply(z, k, POWERS[self.q], most)

@@ -12,7 +12,6 @@ implicit function theorem, not of the iterations (Xie et al. 2020); they are dif
 """
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_positive, has_known_values, is_concrete
-from topk_losses.sorts import MASKED, TopKOperator, differences, finite
-from topk_losses.threshold import LOGISTIC, Threshold, arguments
+from topk_losses.sorts import MASKED, TopKOperator, finite
+from topk_losses.threshold import LML
 
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
 # and one step from a head of zeros does not fill Adam's memory with a gradient that never comes again.
@@ -240,63 +239,41 @@ class SinkhornSort(_TransportOperator):
         return self._anchored(scores, scores.shape[1])[:, : self.k]
 
 
-class SoftTopK(_TransportOperator):
-    """SOFT top-k (Xie et al. 2020): entropic transport to the top and the rest.
+class SortedSoftTopK(_TransportOperator):
+    """The sorted form of SOFT top-k (Xie et al. 2020): an anchor for each of the k top ranks and one for all the rest.
 
-    The plain form (default) transports to two anchors, 1 for the k highest and 0 for the rest, for each k on its own:
-    mask_k = sigmoid((2 x - theta_k) / epsilon), theta_k such that it sums to k. Masks are nested, so that row r of P is
-    mask_r - mask_{r-1}, and a loss is a mixture of masks, sum_k P_K(k) mask_k[y]: continuous in P_K, however P_K is
-    given. sorted=True has one anchor for each of the k top ranks and one for the rest, evenly spaced in [0, 1] (the
-    paper's sorted form): where they lie depends on k.
-
-    k: ranks, 1 <= k <= n. inverse_temperature: 1 / epsilon > 0, larger = closer to the hard operator; default 10
-    (epsilon .1, the authors' default). tolerance and max_iterations as in SinkhornSort, with k x k solves if sorted,
-    and none else; the kernel on the CPU solves to rounding. Raises ValueError for a non-positive inverse temperature or
-    tolerance.
+    They are evenly spaced in [0, 1], so that where they lie depends on k. k: ranks, 1 <= k <= n. inverse_temperature: 1
+    / epsilon > 0, larger = closer to the hard operator; default 10 (epsilon .1, the authors' default). tolerance and
+    max_iterations as in SinkhornSort, with k x k solves. Raises ValueError as SinkhornSort.
     """
 
     def __init__(
         self,
         k: SupportsIndex,
         inverse_temperature: float | Tensor = 10.0,
-        sorted: bool = False,
         tolerance: float | None = None,
         max_iterations: SupportsIndex = 60,
     ) -> None:
         super().__init__(k, inverse_temperature, tolerance, max_iterations)
-        self.sorted = bool(sorted)
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"{super().extra_repr()}, sorted={self.sorted}"
-
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """t of the masks sigmoid(t), as PointwiseMasks."""
-        z = whiten_and_squash(scores) * (2 * self.inverse_temperature)
-        return arguments(z, 1.0, labels, ks, "logistic", 1, self._threshold)
-
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        z, tolerance = x * scale, self._tolerance_of(x.dtype)
-        theta, error = Threshold.apply(z, k, LOGISTIC, most, tolerance, self.max_iterations)
-        self._record(error)
-        return theta
-
-    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if self.sorted:
-            return super()._within(scores, labels, ks)
-        if labels.is_floating_point():
-            return (self._all_within(scores, ks) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
-        return torch.sigmoid(self._arguments(scores, labels, ks))
-
-    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return super()._all_within(scores, ks) if self.sorted else torch.sigmoid(self._arguments(scores, None, ks))
-
-    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
-        if self.sorted:
-            return super()._column(scores, labels)
-        return differences(self._within(scores, labels, range(1, self.k + 1)))
 
     def _matrix(self, scores: Tensor) -> Tensor:
-        if self.sorted:
-            return self._anchored(scores, min(self.k + 1, scores.shape[1]))[:, : self.k]
-        return differences(self._all_within(scores, range(1, self.k + 1)))
+        return self._anchored(scores, min(self.k + 1, scores.shape[1]))[:, : self.k]
+
+
+class SoftTopK(LML):
+    """SOFT top-k (Xie et al. 2020): entropic transport to two anchors, 1 for the k highest and 0 for the rest.
+
+    For each k on its own: mask_k = sigmoid((2 x - theta_k) / epsilon) of the whitened and squashed scores x, with
+    theta_k such that it sums to k: the mask of LML. Masks are nested, so that row r of P is mask_r - mask_{r-1}, and a
+    loss is a mixture of masks, sum_k P_K(k) mask_k[y]: continuous in P_K, however P_K is given. k: ranks, 1 <= k <= n.
+    inverse_temperature: 1 / epsilon > 0, larger = closer to the hard operator; default 10 (epsilon .1, the authors'
+    default). Raises ValueError for a non-positive inverse temperature.
+    """
+
+    guarded = True  # x has a range of 1: no mask is far below the others
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 10.0) -> None:
+        super().__init__(k, inverse_temperature)
+
+    def _scaled(self, scores: Tensor) -> tuple[Tensor, float]:
+        return whiten_and_squash(scores) * (2 * self.inverse_temperature), 1.0

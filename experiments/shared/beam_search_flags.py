@@ -11,7 +11,7 @@ from data.cmudict import DATASETS
 from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy, retain, soft_beam_loss
 from experiments.shared.environment import ROOT
-from topk_losses import RELAXATIONS, SoftTopK, make_operator
+from topk_losses import RELAXATIONS, SortedSoftTopK, make_operator
 
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
@@ -125,8 +125,7 @@ def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, 
 
 def rank_operator(settings: dict[str, Any], K: int, device: torch.device, n: int) -> nn.Module:
     """The operator of n candidates whose rows are the K hypotheses."""
+    if settings["method"] == "soft_topk":  # Xie et al. tell the ranks apart by an anchor for each
+        return SortedSoftTopK(K, settings["inverse_temperature"]).to(device)
     shape = ("method", "inverse_temperature", "distribution", "art_lambda")
-    operator = make_operator(num_scores=n, k=K, **{name: settings[name] for name in shape})
-    if isinstance(operator, SoftTopK):
-        operator.sorted = True  # Xie et al. tell the ranks apart by an anchor for each
-    return operator.to(device)
+    return make_operator(num_scores=n, k=K, **{name: settings[name] for name in shape}).to(device)

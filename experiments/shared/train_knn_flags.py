@@ -10,7 +10,7 @@ from experiments.shared.finetune_flags import TENSORS
 from experiments.shared.loss_state import resolved
 from experiments.shared.neighbours import LOSSES
 from models.embedders import EMBEDDERS
-from topk_losses import ALIASES, DISTRIBUTIONS, RELAXATIONS, TopKOperator, make_operator, methods
+from topk_losses import ALIASES, DISTRIBUTIONS, RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
 from topk_losses.checks import AUTO
 
 NLOGLR = 3.0  # the published code's; its paper tries 10^-4 and 10^-5
@@ -170,10 +170,11 @@ def configuration(args: argparse.Namespace) -> tuple[TopKOperator | None, dict[s
             settings = resolved(method, beta, args.distribution, args.art_lambda, relaxed=True)
             flags |= {name: settings[name] for name in ("inverse_temperature", "distribution", "art_lambda")}
             beta = None if isinstance(beta, str) else beta
-            operator = make_operator(method, args.num_candidates, args.k, beta, args.distribution, args.art_lambda)
-            operator.auto = methods.METHODS[method].auto() if settings["inverse_temperature"] == AUTO else None
             if args.sorted:
-                operator.sorted = True
+                operator = SortedSoftTopK(args.k, settings["inverse_temperature"])
+            else:
+                operator = make_operator(method, args.num_candidates, args.k, beta, args.distribution, args.art_lambda)
+            operator.auto = methods.METHODS[method].auto() if settings["inverse_temperature"] == AUTO else None
         else:
             for name in ("inverse_temperature", "distribution", "art_lambda"):
                 if getattr(args, name) is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from models.beam_search import beam_search, marginals, search, soft_beam
 from models.encoder_decoder import END, EncoderDecoder
-from topk_losses import RELAXATIONS, SoftTopK, make_operator
+from topk_losses import RELAXATIONS, SortedSoftTopK, make_operator
 
 NUM_LETTERS, V, STEPS = 5, 6, 5
 WORDS = torch.tensor([[1, 2, 3, 4], [2, 4, END, END], [3, END, END, END]])
@@ -30,7 +30,7 @@ def operator(method: str, K: int, inverse_temperature: float):
     @cache
     def of(n: int) -> nn.Module:
         if method == "soft_topk":
-            return SoftTopK(K, inverse_temperature, sorted=True)
+            return SortedSoftTopK(K, inverse_temperature)
         return make_operator(method, n, K, inverse_temperature)
 
     return of

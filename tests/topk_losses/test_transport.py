@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from topk_losses import SinkhornSort, SoftTopK, TopKCrossEntropyLoss
+from topk_losses import SinkhornSort, SoftTopK, SortedSoftTopK, TopKCrossEntropyLoss
 from topk_losses.transport import LEAST_STD, whiten_and_squash
 
 
@@ -23,7 +23,7 @@ def test_the_sorted_form_has_an_anchor_per_top_rank(n, data):
     logits = random_logits(3, n, seed=n)
     sizes = torch.tensor([1.0] * k + [n - k] * (k < n))
     want = reference.sinkhorn(logits, torch.linspace(1, 0, len(sizes)), sizes, 10.0)[:, :k]  # (batch, k, n)
-    operator = SoftTopK(k, 10.0, sorted=True)
+    operator = SortedSoftTopK(k, 10.0)
     torch.testing.assert_close(operator(logits), want, rtol=1e-6, atol=1e-8)
     labels = torch.arange(3) % n
     column = want[torch.arange(3), :, labels]
@@ -41,7 +41,7 @@ def test_masks_sum_to_k_and_are_nested(n, beta, ties, data):
     assert bool((masks.diff(dim=1) >= -1e-9).all())
 
 
-@pytest.mark.parametrize("operator", [SinkhornSort(5), SoftTopK(5), SoftTopK(5, sorted=True)], ids=["n", "2", "6"])
+@pytest.mark.parametrize("operator", [SinkhornSort(5), SoftTopK(5), SortedSoftTopK(5)], ids=["n", "2", "6"])
 @pytest.mark.parametrize("factor", [0.01, 1, 100])
 @pytest.mark.parametrize("kind", ["normal", "outlier", "ties", "clusters", "tiny", "heavy"])
 def test_converges_in_float32_for_all_kinds_of_scores(operator, factor, kind):
@@ -56,8 +56,7 @@ def test_converges_in_float32_for_all_kinds_of_scores(operator, factor, kind):
         logits = logits * 1e-3
     elif kind == "heavy":
         logits = logits.exp()
-    options = {"sorted": operator.sorted} if isinstance(operator, SoftTopK) else {}
-    fresh = type(operator)(5, operator.inverse_temperature * factor, **options)
+    fresh = type(operator)(5, operator.inverse_temperature * factor)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         P = fresh(logits)
@@ -81,7 +80,7 @@ def test_warns_each_time_that_the_tolerance_is_missed():
     with pytest.warns(RuntimeWarning, match="did not converge"):
         assert operator.check_convergence() > 1e-12
     assert operator.check_convergence() == 0  # told
-    loss = TopKCrossEntropyLoss("soft_topk", [0.5, 0.2, 0.3], 30)
+    loss = TopKCrossEntropyLoss("sinkhorn_sort", [0.5, 0.2, 0.3], 30)
     loss(logits, torch.arange(4))
     assert 0 < loss.check_convergence() < 1e-9
     assert TopKCrossEntropyLoss("softsort", [0.5, 0.5], 30).check_convergence() == 0
@@ -97,7 +96,7 @@ def test_whitening_forgets_the_shift_and_nearly_the_scale():
 
 def test_the_slope_of_whitening_is_bounded_at_equal_scores():
     logits = torch.zeros(1, 50, dtype=torch.float64, requires_grad=True)
-    for operator in (SinkhornSort(5), SoftTopK(5), SoftTopK(5, sorted=True)):
+    for operator in (SinkhornSort(5), SoftTopK(5), SortedSoftTopK(5)):
         (gradient,) = torch.autograd.grad(operator.rank_probabilities(logits, torch.tensor([3]))[0, 0].log(), logits)
         assert 1 < float(gradient.abs().max()) < 1000
 
@@ -116,7 +115,7 @@ def test_float32_and_float64_calls_are_each_held_to_their_own_tolerance():
         operator(logits)
 
 
-@pytest.mark.parametrize("operator", [SinkhornSort(3), SoftTopK(3), SoftTopK(3, sorted=True)], ids=["n", "2", "4"])
+@pytest.mark.parametrize("operator", [SinkhornSort(3), SoftTopK(3), SortedSoftTopK(3)], ids=["n", "2", "4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_each_sample_is_solved_as_if_it_were_alone(operator, dtype):
     logits = random_logits(16, 40, dtype=dtype)
@@ -129,7 +128,7 @@ def test_each_sample_is_solved_as_if_it_were_alone(operator, dtype):
 
 
 def test_constants_made_under_inference_mode_serve_training_too():
-    operator, logits = SoftTopK(3, sorted=True), random_logits(4, 30)
+    operator, logits = SortedSoftTopK(3), random_logits(4, 30)
     with torch.inference_mode():
         operator(logits)
     logits.requires_grad_()
