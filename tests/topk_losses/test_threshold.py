@@ -91,12 +91,13 @@ def test_topk_mask_is_the_sum_of_the_ranks_along_any_dimension(method):
 def test_topk_mask_takes_half_precision_and_refuses_what_does_not_fit():
     x = random_logits(2, 6, dtype=torch.float32)
     torch.testing.assert_close(topk_mask(x.bfloat16(), 2.5), topk_mask(x.bfloat16().float(), 2.5))
+    torch.testing.assert_close(topk_mask(x, 2.5, "soft_topk").sum(1), torch.full((2,), 2.5))
     for k in (0.0, 6.5, torch.tensor([1.0, 7.0])):
         with pytest.raises(ValueError, match=r"k must lie in \(0, n=6\]"):
             topk_mask(x, k)
     with pytest.raises(ValueError, match="the number of scores n=6, got 7"):
         topk_mask(x, 7)
-    with pytest.raises(ValueError, match="needs lml, lapsum, sparse_topk or capped_softmax, not softsort"):
+    with pytest.raises(ValueError, match="needs lml, lapsum, sparse_topk, capped_softmax or soft_topk, not softsort"):
         topk_mask(x, 2.5, "softsort")
     with pytest.raises(ValueError, match="no relaxed permutation matrix"):
         topk_mask(x, 2, "smooth_topk")
