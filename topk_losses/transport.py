@@ -118,12 +118,13 @@ def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tenso
     d c / d h = diag(c) - P^T P / n is the Laplacian of a graph with the weights P^T P / n. Its diagonal is the sum
     of the weights beside it: a sum of non-negative terms, where diag(c) - ... would cancel.
     """
-    minus = P[:, :, :-1].mT @ P  # (rows, A - 1, A), -n times it
-    minus.diagonal(dim1=1, dim2=2).zero_()
-    diagonal = minus.sum(2) + damping * P[:, :, :-1].sum(1)  # (rows, A - 1)
-    minus.diagonal(dim1=1, dim2=2).copy_(-diagonal)
-    # On a CPU LU is twice as fast as Cholesky's factors, of which PyTorch clears the other half.
-    solution, _ = torch.linalg.solve_ex(minus[:, :, :-1], right[:, :-1] * -P.shape[1])
+    laplacian = -(P[:, :, :-1].mT @ P)  # (rows, A - 1, A), n times it
+    laplacian.diagonal(dim1=1, dim2=2).zero_()
+    diagonal = damping * P[:, :, :-1].sum(1) - laplacian.sum(2)  # (rows, A - 1)
+    laplacian.diagonal(dim1=1, dim2=2).copy_(diagonal)
+    # LU is faster on a CPU, but MKL's fails for large systems that are all but singular.
+    factor, _ = torch.linalg.cholesky_ex(laplacian[:, :, :-1])
+    solution = torch.cholesky_solve((right[:, :-1] * P.shape[1]).unsqueeze(2), factor).squeeze(2)  # (rows, A - 1)
     return pad(solution, (0, 1))
 
 

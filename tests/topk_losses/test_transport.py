@@ -101,6 +101,18 @@ def test_the_slope_of_whitening_is_bounded_at_equal_scores():
         assert 1 < float(gradient.abs().max()) < 1000
 
 
+@pytest.mark.parametrize("n", [30, 700])  # from some hundred anchors on LU works in blocks
+def test_a_spoilt_sample_ends_no_solver(n):
+    logits = random_logits(3, n, dtype=torch.float32)
+    logits[1, 4] = float("nan")
+    leaf = logits.requires_grad_()
+    columns = SinkhornSort(2).rank_probabilities(leaf, torch.tensor([0, 1, 2]))
+    columns.sum().backward()
+    assert bool(columns[1].isnan().all())
+    assert bool(columns[::2].isfinite().all())
+    assert bool(leaf.grad[::2].isfinite().all())
+
+
 @pytest.mark.parametrize("options", [{"tolerance": 0.0}, {"max_iterations": 0}, {"inverse_temperature": float("nan")}])
 def test_refuses_solver_options_out_of_range(options):
     with pytest.raises(ValueError, match="must be"):
