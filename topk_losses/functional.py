@@ -31,8 +31,8 @@ def topk_mask(
     """A soft k-hot of x along a dimension: in [0, 1] and near 1 for the k largest, of the shape of x.
 
     k: an integer from 1 to x.shape[dim]; for lml, lapsum, sparse_topk, capped_softmax and soft_topk any number above 0
-    up to that, or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient. method: any that sorts
-    (METHODS); the masks of networks, NeuralSort and SoftSort, sums of their rows, may pass 1. inverse_temperature:
+    up to that, or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient. method: any that
+    sorts (METHODS); the masks of networks, NeuralSort and SoftSort, sums of their rows, may pass 1. inverse_temperature:
     larger = closer to the hard mask, default the method's; a tensor () receives its gradient. settings: distribution
     and art_lambda of a network. float32 for half precision. Raises TypeError or ValueError for what does not fit.
     """
@@ -46,7 +46,8 @@ def topk_mask(
     else:
         operator = make_operator(method, n, 1, inverse_temperature, **settings)
         if not isinstance(operator, ThresholdOperator):
-            raise ValueError(f"a k that is no integer needs lml, lapsum, sparse_topk, capped_softmax or soft_topk, not {method}")
+            able = "lml, lapsum, sparse_topk, capped_softmax or soft_topk"
+            raise ValueError(f"a k that is no integer needs {able}, not {method}")
         mask = operator.mask(rows, k)
     return mask.movedim(-1, dim)
 
