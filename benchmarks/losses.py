@@ -5,8 +5,8 @@
 
 Prints a table and writes --output (default results/benchmarks/losses.csv), a row per method and size: medians in
 milliseconds, peak MiB above what was there before the pass, and the ratios. Every measurement has a process of its
-own, one after another in one run, with OpenMP's threads asleep while they wait, as in the scripts. difftopk runs its
-networks through torch-sparse if that is installed, else through its dense executor; official_path says which.
+own, one after another in one run. difftopk runs its networks through torch-sparse if that is installed, else through
+its dense executor; the column official_path says which.
 """
 
 import argparse
@@ -21,8 +21,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when PyTorch is loaded; see data/program.py
 
 import torch
 

@@ -32,9 +32,10 @@ def topk_mask(
 
     k: an integer from 1 to x.shape[dim]; for lml, lapsum, sparse_topk, capped_softmax and soft_topk any number above 0
     up to that, or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient. method: any that
-    sorts (METHODS); the masks of networks, NeuralSort and SoftSort, sums of their rows, may pass 1. inverse_temperature:
-    larger = closer to the hard mask, default the method's; a tensor () receives its gradient. settings: distribution
-    and art_lambda of a network. float32 for half precision. Raises TypeError or ValueError for what does not fit.
+    sorts (METHODS); the masks of networks, NeuralSort and SoftSort, sums of their rows, may pass 1.
+    inverse_temperature: larger = closer to the hard mask, default the method's; a tensor () receives its gradient.
+    settings: distribution and art_lambda of a network. float32 for half precision. Raises TypeError or ValueError for
+    what does not fit.
     """
     check_logits(x)
     rows = x.movedim(dim, -1)  # (..., n)
