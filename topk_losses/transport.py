@@ -85,11 +85,8 @@ class _Plan(torch.autograd.Function):
             new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - c)  # (rows, A)
             new_P, new_c, new_error = evaluate(new)
             better = (new_error < error) & going  # (rows,); false for NaN
-            if may_look and bool(better.all()):
-                h, P, c, error = new, new_P, new_c, new_error
-            else:
-                h, c = torch.where(better.unsqueeze(1), new, h), torch.where(better.unsqueeze(1), new_c, c)
-                P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
+            h, c = torch.where(better.unsqueeze(1), new, h), torch.where(better.unsqueeze(1), new_c, c)
+            P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
             # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
             damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
         return P, error
@@ -102,7 +99,7 @@ class _Plan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (P,) = ctx.saved_tensors
-        weighted = grad * P
+        weighted = grad * P  # (rows, n, A)
         mean = weighted.sum(2, keepdim=True)  # (rows, n, 1); by the logits at fixed h the gradient is P (grad - mean)
         # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
         damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable

@@ -171,7 +171,7 @@ def configuration(args: argparse.Namespace) -> tuple[TopKOperator | None, dict[s
             flags |= {name: settings[name] for name in ("inverse_temperature", "distribution", "art_lambda")}
             beta = None if isinstance(beta, str) else beta
             if args.sorted:
-                operator = SortedSoftTopK(args.k, settings["inverse_temperature"])
+                operator = SortedSoftTopK(args.k, beta or methods.METHODS[method].inverse_temperature)
             else:
                 operator = make_operator(method, args.num_candidates, args.k, beta, args.distribution, args.art_lambda)
             operator.auto = methods.METHODS[method].auto() if settings["inverse_temperature"] == AUTO else None

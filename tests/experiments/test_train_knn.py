@@ -284,6 +284,7 @@ def stop_after(monkeypatch, epoch: int) -> None:
     [
         *("neuralsort", "softmax_cross_entropy", "perturbed_topk"),
         *("lml --inverse_temperature auto", "softsort --inverse_temperature .1:2"),
+        "soft_topk --sorted --inverse_temperature 1:20",
     ],
 )
 def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, monkeypatch, capsys, method):
