@@ -56,11 +56,12 @@ def kth_largest_by_operations(
     top = pad(others, (0, 1), value=MASKED).topk(min(ks[-1] + 1, scores.shape[1]), dim=1).values
     kth = pick_ranks(top, ks)  # (rows, J)
     enough = kth > MASKED / 2  # are there k others at all?
-    # Logarithms of the size of z carry the rounding of z: float64, where the device has it.
+    # Logarithms of the size of z carry the rounding of z: float64, where the device has it, until all is subtracted.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
-    e = log_polynomials((others.to(wide) - top[:, :1].detach()) / temperature, ks[-1])
+    highest = top[:, :1].detach().to(wide)
+    e = log_polynomials((others.to(wide) - highest) / temperature, ks[-1])
     logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)
-    smooth = (top[:, :1].detach() - true) + (temperature * logs).to(scores.dtype)
+    smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
     too_few = -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
     return torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top
