@@ -9,7 +9,6 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from typing_extensions import Unpack
 
 from topk_losses.checks import (
@@ -251,22 +250,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         p_k = p_k.to(scores)
         return p_k[:, 0], p_k if self.top1_mode == "sort" else p_k[:, 1:]
 
-    def _total(
-        self,
-        guarded: bool,
-        within: Tensor,
-        shares: Tensor,
-        negative_log_top1: Callable[[], Tensor],
-        first: Tensor,
-        own: bool,
-    ) -> Tensor:
-        """The loss from P(rank <= k), or its logarithm if not guarded, (rows, J, ...), P_K(k), softmax's -log of rank
-        1, and P_K(1); broadcast to one shape.
+    def _has_softmax(self, p_k: Tensor | None) -> bool:
+        """Whether softmax answers for P_K(1), and there is any."""
+        return self.top1_mode != "sort" and (p_k is not None or self.pays_for_top1)
 
-        own: P_K is the loss's own, whose mass on the first rank is known.
+    def _total(
+        self, guarded: bool, within: Tensor, shares: Tensor, top1: Tensor | None, first: Tensor, own: bool
+    ) -> Tensor:
+        """The loss from P(rank <= k), or its logarithm if not guarded, (rows, J, ...), P_K(k), -log of softmax where it
+        answers for P_K(1), and P_K(1); broadcast to one shape. own: P_K is the loss's own, whose ranks have mass.
         """
-        has_top1 = self.top1_mode != "sort" and not (own and not self.pays_for_top1)
-        top1 = negative_log_top1() if has_top1 else None
         if top1 is not None and self.top1_mode == "sm":
             if guarded:
                 return -guarded_log((within * shares).sum(1) + first * torch.exp(-top1))
@@ -284,8 +277,11 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if self.m is not None:
             scores, labels = top_m(scores, labels, self.m), torch.zeros_like(labels)  # (rows, m)
         ranks, operator = self._ranks_and_operator(scores, p_k)
-        within = (operator._within if operator.guarded else operator._log_within)(scores, labels, ranks)  # (rows, J)
-        top1 = lambda: cross_entropy(scores, labels, reduction="none")  # noqa: E731
+        top1: Tensor | None = None
+        if self._has_softmax(p_k):
+            within, top1 = operator._beside_softmax(scores, labels, ranks)  # (rows, J), (rows,)
+        else:
+            within = (operator._within if operator.guarded else operator._log_within)(scores, labels, ranks)
         return self._total(operator.guarded, within, shares, top1, first, p_k is None)
 
     def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor | None:
@@ -297,7 +293,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         shares = shares.T.unsqueeze(0) if per_class else shares.unsqueeze(2)  # (1, J, n), or (1 or rows, J, 1)
         within = (operator._all_within if operator.guarded else operator._log_all_within)(scores, ranks)  # (rows, J, n)
         first = first.unsqueeze(0 if per_class else 1)  # (1, n), or (1 or rows, 1)
-        return self._total(operator.guarded, within, shares, lambda: -scores.log_softmax(1), first, p_k is None)
+        top1 = -scores.log_softmax(1) if self._has_softmax(p_k) else None
+        return self._total(operator.guarded, within, shares, top1, first, p_k is None)
 
     def _losses_of_any(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
         first, shares = self._shares(p_k, scores, mass)
@@ -312,7 +309,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             within = operator._within(scores, mass, ranks).clamp(max=1)  # (rows, J)
         else:
             within = operator._log_within(scores, mass, ranks).clamp(max=0)
-        top1 = lambda: scores.logsumexp(1) - (scores + mass.log()).logsumexp(1)  # noqa: E731
+        top1 = scores.logsumexp(1) - (scores + mass.log()).logsumexp(1) if self._has_softmax(p_k) else None
         return self._total(operator.guarded, within, shares, top1, first, p_k is None)
 
 

@@ -38,18 +38,18 @@ class DFTopK(_Sigmoids):
     larger = closer to the hard operator, default .25. Raises ValueError for a non-positive inverse temperature.
     """
 
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         K = max(ks, default=0)
-        places = largest(scores, min(K + 1, scores.shape[1]))
+        places = largest(x, min(K + 1, x.shape[1]))
         if labels is None:
-            top, own = scores.gather(1, places), scores
+            top, own = x.gather(1, places), x
         else:  # in one, for one gradient
-            own, top = scores.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
+            own, top = x.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
         top, own = pad(finite(top), (0, K + 1 - places.shape[1]), value=MASKED), finite(own)  # (rows, K + 1)
         middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
         middle = middle + 0 * top[:, :1].detach()  # NaN for a row with NaN or +inf
         t = own.unsqueeze(1) - middle.unsqueeze(2) if labels is None else own - middle
-        return t * self.inverse_temperature
+        return t * scale
 
 
 class RecallSurrogate(_Sigmoids):
@@ -61,14 +61,14 @@ class RecallSurrogate(_Sigmoids):
     beta > 0, default .25 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
     """
 
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        k = numbers_like(ks, scores)  # (J,)
-        scores = finite(scores)
-        spoilt = 0 * scores.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
-        own = scores if labels is None else scores.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
+    family = "ranks"
+
+    def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        k, x = numbers_like(ks, x), finite(x)  # (J,), (rows, n)
+        spoilt = 0 * x.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
+        own = x if labels is None else x.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
         # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
-        distances = scores.unsqueeze(1) - own.unsqueeze(2)  # (rows, n or 1, n)
-        higher = torch.sigmoid(distances * self.inverse_temperature)
+        higher = torch.sigmoid((x.unsqueeze(1) - own.unsqueeze(2)) * scale)  # (rows, n or 1, n)
         rank = higher.sum(2) + 0.5 + spoilt  # (rows, n or 1)
         return k - rank if labels is not None else k.unsqueeze(1) - rank.unsqueeze(1)
 

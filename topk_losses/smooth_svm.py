@@ -42,13 +42,14 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
 
 
 def kth_largest_by_operations(
-    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float | Tensor, softmax: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows, J) each.
 
     temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others / temperature). Also
-    returned: the largest scores of the others, falling, (rows, K + 1) or as many as there are, without a gradient.
-    scores (rows, n), labels (rows,) int64, ks rising up to K. O(n K) per row.
+    returned: the largest scores of the others, falling, (rows, K + 1) or as many as there are, without a gradient, and,
+    if softmax, its logarithm for the labels, (rows, 1). scores (rows, n), labels (rows,) int64, ks rising up to K.
+    O(n K) per row.
     """
     true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
     # The last class takes the true one's place. (A score of -inf there has no second derivatives: 0 times infinity.)
@@ -64,7 +65,8 @@ def kth_largest_by_operations(
     smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
     too_few = -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
-    return torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top
+    log_softmax = -F.cross_entropy(scores, labels, reduction="none").unsqueeze(1) if softmax else scores[:, :0]
+    return torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top, log_softmax
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -105,7 +107,7 @@ class SmoothTopKLoss(SingleKLoss):
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_k(self.k, scores.shape[1] - 1)
         find = kernel("kth_largest", scores) or kth_largest_by_operations
-        smooth, hard, top = find(scores, labels, [self.k], self.k * self.tau)
+        smooth, hard, top, _ = find(scores, labels, [self.k], self.k * self.tau)
         smooth, hard = smooth.squeeze(1), hard.squeeze(1)
         true = scores.gather(1, labels.unsqueeze(1)).squeeze(1).detach()  # (rows,)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too

@@ -5,7 +5,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 
 from topk_losses.checks import (
     check_inverse_temperature,
@@ -14,6 +14,7 @@ from topk_losses.checks import (
     check_labels,
     check_logits,
     full_precision,
+    has_known_values,
 )
 from topk_losses.kernels import kernel
 
@@ -21,6 +22,7 @@ from topk_losses.kernels import kernel
 # and its square is a float32 number still.
 MASKED = -1e18
 MOST_BY_KERNEL, LEAST_SCORES, LEAST_SHARE = 64, 256, 16  # a kernel pays for m <= 64 of more than 256 or 16 m scores
+MOST_RANKS = 32  # for which the kernel of masks looks at few scores one by one
 
 
 def to_compute_dtype(logits: Tensor) -> Tensor:
@@ -156,6 +158,11 @@ class TopKOperator(Constants):
         """P(rank <= k) of every class: (rows, len(ks), n)."""
         return pick_ranks(self._matrix(scores).cumsum(1), ks)
 
+    def _beside_softmax(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What a loss takes of labels (rows,) int64: `_within` or, unless guarded, its logarithm; -log softmax."""
+        within = (self._within if self.guarded else self._log_within)(scores, labels, ks)
+        return within, cross_entropy(scores, labels, reduction="none")
+
     def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
         """log P(rank <= k) of the true class, or of the mass (rows, n) on several, (rows, len(ks))."""
         return (self._log_all_within(scores, ks) + labels.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
@@ -189,9 +196,14 @@ class NestedMasks(TopKOperator):
 
 
 class PointwiseMasks(NestedMasks):
-    """Masks f(t), t an argument for each class and k. Subclasses define `_arguments` and `_f`."""
+    """Masks f(t), t an argument for each class and k. Subclasses define `_arguments` and `_f`.
+
+    family and q: f as the kernel names it, if it knows it.
+    """
 
     guarded = False
+    family = ""
+    q = 1
 
     def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.25) -> None:
         super().__init__(k, inverse_temperature)
@@ -203,25 +215,49 @@ class PointwiseMasks(NestedMasks):
         """log f(t); overridden where it is known beyond the range of f."""
         return self._f(t).log()
 
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """t of the classes labels (rows,) int64, (rows, J), or of all classes if None, (rows, J, n)."""
+    def _scaled(self, scores: Tensor) -> tuple[Tensor, float]:
+        """(x, scale) with scale x = beta s: what wants no gradient is multiplied where a number is looked at anyway."""
+        beta = self.inverse_temperature
+        if isinstance(beta, Tensor) and (beta.requires_grad or not has_known_values(beta)):
+            return finite(scores) * beta, 1.0
+        return scores, float(beta)
+
+    def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """t for the scores scale x: of the classes labels (rows,), (rows, J), or of all if None, (rows, J, n)."""
         raise TypeError(f"{type(self).__name__} does not define _arguments")
+
+    def _of_labels(self, x: Tensor, scale: float, labels: Tensor, ks: Sequence[int], softmax: bool) -> Tensor:
+        """_arguments of labels (rows,) int64 and, if softmax, in one more column log softmax(x): (rows, J + 1)."""
+
+        def by_operations(x: Tensor) -> Tensor:
+            t = self._arguments(x, scale, labels, ks)
+            return torch.cat([t, -cross_entropy(x, labels, reduction="none").unsqueeze(1)], dim=1) if softmax else t
+
+        fused = kernel("arguments", x) if self.family and max(ks, default=MOST_RANKS + 1) <= MOST_RANKS else None
+        return fused(x, labels, scale, ks, self.family, self.q, softmax, by_operations) if fused else by_operations(x)
 
     def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
         if labels.is_floating_point():
             return super()._within(scores, labels, ks)
-        return self._f(self._arguments(scores, labels, ks))
+        return self._f(self._of_labels(*self._scaled(scores), labels, ks, False))
 
     def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return self._f(self._arguments(scores, None, ks))
+        return self._f(self._arguments(*self._scaled(scores), None, ks))
 
     def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
         if labels.is_floating_point():
             return super()._log_within(scores, labels, ks)
-        return self._log_f(self._arguments(scores, labels, ks))
+        return self._log_f(self._of_labels(*self._scaled(scores), labels, ks, False))
 
     def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return self._log_f(self._arguments(scores, None, ks))
+        return self._log_f(self._arguments(*self._scaled(scores), None, ks))
+
+    def _beside_softmax(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        x, scale = self._scaled(scores)
+        if x is not scores:
+            return super()._beside_softmax(scores, labels, ks)
+        t = self._of_labels(x, scale, labels, ks, True)
+        return (self._f if self.guarded else self._log_f)(t[:, :-1]), -t[:, -1]
 
 
 class NeuralSort(TopKOperator):

@@ -17,11 +17,11 @@ from typing import SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import cross_entropy, logsigmoid, pad
 
 from topk_losses.kernels import kernel
 from topk_losses.smooth_svm import kth_largest_by_operations, log_polynomials
-from topk_losses.sorts import NestedMasks, finite
+from topk_losses.sorts import MASKED, NestedMasks, finite, pick_ranks
 
 
 class SubsetTopK(NestedMasks):
@@ -49,15 +49,26 @@ class SubsetTopK(NestedMasks):
     def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
         if labels.is_floating_point():
             return super()._log_within(scores, labels, ks)
-        scores, beta = finite(scores), self.inverse_temperature
+        return self._of_labels(scores, labels, ks, False)[0]
+
+    def _beside_softmax(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        within, log_softmax = self._of_labels(scores, labels, ks, True)
+        return within, -log_softmax.squeeze(1)
+
+    def _of_labels(self, scores: Tensor, labels: Tensor, ks: Sequence[int], softmax: bool) -> tuple[Tensor, Tensor]:
+        """_log_within of labels (rows,) int64 and, if softmax, its logarithm, (rows, 1)."""
+        beta, n = self.inverse_temperature, scores.shape[1]
         find = kernel("kth_largest", scores, beta) or kth_largest_by_operations
-        proper = [k for k in ks if k < scores.shape[1]]
+        proper = [k for k in ks if k < n]
         if not proper:  # all of them are in it
-            return torch.stack([(0 * scores).sum(1)] * len(ks), dim=1) if ks else scores[:, :0]
-        distance, _, top = find(scores, labels, proper, 1 / beta)  # kth / beta - s_y
+            within = (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
+            return within, -cross_entropy(scores, labels, reduction="none").unsqueeze(1)
+        distance, _, top, log_softmax = find(scores, labels, proper, 1 / beta, softmax)  # kth / beta - s_y
         true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)
         spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
-        return pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper)))
+        masked = torch.where(pick_ranks(top, proper) > -math.inf, -MASKED, -math.inf)  # for a true class at -inf
+        distance = torch.where(true > -math.inf, distance, masked)  # (rows, J)
+        return pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper))), log_softmax
 
     def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
         """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).

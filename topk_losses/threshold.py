@@ -25,12 +25,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import full_precision, has_known_values, numbers_like
-from topk_losses.kernels import kernel
 from topk_losses.sorts import PointwiseMasks, finite, largest
 
 # Three or four do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
-MOST_BY_KERNEL = 32  # ranks, for which the kernel looks at few scores one by one
 
 
 def top_and_rest(x: Tensor, scale: float, M: int) -> Tensor:
@@ -131,7 +129,7 @@ class _Logistic(Curve):
         The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart. Two
         steps follow for the largest scores alone, with the rest as an exponential; one or two more reach rounding.
         """
-        n = x.shape[1]
+        n, finfo = x.shape[1], torch.finfo(x.dtype)
         points = top_and_rest(x, 1.0, 2 * most)
         M = points.shape[1] - 1
         low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()
@@ -143,7 +141,9 @@ class _Logistic(Curve):
             excess = (t >= 0).sum(2) - k - torch.copysign(rest, t).sum(2) + others
             slope = rest.sum(2) - torch.linalg.vecdot(rest, rest) + others
             odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
-            return excess, odds * (k + excess) * (n - k - excess) / (n * slope)
+            step = odds * (k + excess) * (n - k - excess) / (n * slope)
+            # far from all scores no digits are left, and Laplace's root is the root
+            return excess, torch.where(slope < finfo.tiny / finfo.eps, 0, step)
 
         def evaluate_all(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             excess, step = evaluate(x.unsqueeze(1) - theta.unsqueeze(2))
@@ -228,46 +228,12 @@ class Threshold(torch.autograd.Function):
         return (per_slope.unsqueeze(1) @ slopes).squeeze(1), of_k, None, None
 
 
-def arguments(
-    x: Tensor,
-    scale: float,
-    labels: Tensor | None,
-    ks: Sequence[int],
-    family: str,
-    q: int,
-    threshold: Callable[[Tensor, float, Tensor, int], Tensor],
-) -> Tensor:
-    """t = z - theta with z = scale x (rows, n), inf for k = n: among n classes all are the n highest.
-
-    Of the classes labels (rows,), (rows, J), or of all classes if None, (rows, J, n). family and q: f as the kernel
-    names it. threshold: ThresholdOperator._threshold, what finds theta by PyTorch's operations.
-    """
-    proper = [k for k in ks if k < x.shape[1]]
-    wanted: Sequence[float] = proper or [0.5]  # one k, though not used then, that n = 1 can reach
-    most = max(proper, default=1)
-
-    def by_operations(x: Tensor) -> Tensor:
-        theta = threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), most)  # (rows, J)
-        if labels is None:
-            return finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
-        return finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
-
-    fused = kernel("arguments", x) if labels is not None and most <= MOST_BY_KERNEL else None
-    t = fused(x, labels, scale, wanted, family, q, by_operations) if fused else by_operations(x)
-    return pad(t[:, : len(proper)], (0, 0) * (t.dim() - 2) + (0, len(ks) - len(proper)), value=torch.inf)
-
-
 class ThresholdOperator(PointwiseMasks, ABC):
     """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
-
-    family and q: f as the kernel names it.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
     logits. Default .25 (.1 for SparseTopK). Raises ValueError for a non-positive inverse temperature.
     """
-
-    family: str
-    q = 1
 
     def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
         """The soft k-hot of logits (..., n): in [0, 1], of the same shape, sums over n to k.
@@ -295,13 +261,16 @@ class ThresholdOperator(PointwiseMasks, ABC):
     def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
         """theta (rows, J) for z = scale x (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
 
-    def _scaled(self, scores: Tensor) -> tuple[Tensor, float]:
-        """(x, scale) with scale x = beta s: what is no tensor is multiplied where a number is looked at anyway."""
-        beta = self.inverse_temperature
-        return (finite(scores) * beta, 1.0) if isinstance(beta, Tensor) else (scores, beta)
-
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return arguments(*self._scaled(scores), labels, ks, self.family, self.q, self._threshold)
+    def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """scale x - theta, but inf for k = n: among n classes all are the n highest."""
+        proper = [k for k in ks if k < x.shape[1]]
+        wanted: Sequence[float] = proper or [0.5]  # one k, though not used then, that n = 1 can reach
+        theta = self._threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), max(proper, default=1))
+        if labels is None:
+            t = finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
+        else:
+            t = finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
+        return pad(t[:, : len(proper)], (0, 0) * (t.dim() - 2) + (0, len(ks) - len(proper)), value=torch.inf)
 
 
 class LML(ThresholdOperator):

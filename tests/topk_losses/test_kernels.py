@@ -26,8 +26,10 @@ from topk_losses import (
 )
 from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
 from topk_losses.loss import top_m
+from topk_losses.ranks import RecallSurrogate
 from topk_losses.smooth_svm import kth_largest_by_operations
-from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK, ThresholdOperator
+from topk_losses.sorts import PointwiseMasks
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 
 pytest.importorskip("numba")
 from topk_losses.kernels import numba_support
@@ -177,10 +179,11 @@ def test_the_smooth_kth_largest_of_several_k_is_that_of_operations_in_float64(n,
     for dtype in (torch.float32, torch.float64):
         leaf = scores.to(dtype).requires_grad_()
         find = kernel("kth_largest", leaf) or kth_largest_by_operations
-        smooth, hard, top = find(leaf, labels, [1, 2, 5], 0.5)
-        of_smooth, of_hard = ((each[1:] @ weights.to(dtype)).sum() for each in (smooth, hard))
-        gradients = [torch.autograd.grad(each, leaf, retain_graph=True)[0].double() for each in (of_smooth, of_hard)]
-        results.append([smooth.detach().double(), hard.detach().double(), top.double(), *gradients])
+        smooth, hard, top, log_softmax = find(leaf, labels, [1, 2, 5], 0.5, True)
+        wanted = [(each[1:] @ weights.to(dtype)).sum() for each in (smooth, hard)]
+        wanted += [wanted[0] + log_softmax.sum()]
+        gradients = [torch.autograd.grad(each, leaf, retain_graph=True)[0].double() for each in wanted]
+        results.append([each.detach().double() for each in (smooth, hard, top, log_softmax)] + gradients)
     torch.testing.assert_close(*results, rtol=1e-5, atol=2e-5 * (1 + scale / 10))
 
 
@@ -220,19 +223,20 @@ def test_top_m_by_the_kernel_is_that_of_pytorch(monkeypatch):
 
 THRESHOLDS = {"lml": LML, "lapsum": LapSum, "capped_softmax": CappedSoftmax, "sparse_topk": SparseTopK}
 THRESHOLDS["sparse_topk, p 4/3"] = lambda k, beta: SparseTopK(k, beta, p=4 / 3)
+MASKS = THRESHOLDS | {"recall_surrogate": RecallSurrogate}
 
 
-def thresholds_and_gradient(operator: ThresholdOperator, scores: Tensor, labels: Tensor, ks: list[int]):
-    """t = beta s_y - theta (rows, J), and the gradient of its sum weighted by 1, 2, ... (rows, n)."""
+def arguments_and_gradient(operator: PointwiseMasks, scores: Tensor, labels: Tensor, ks: list[int], softmax: bool):
+    """t (rows, J), or beside log softmax (rows, J + 1), and the gradient of its sum weighted by 1, 2, ... (rows, n)."""
     leaf = scores.clone().requires_grad_()
-    t = operator._arguments(leaf, labels, ks)
-    return t.detach(), torch.autograd.grad((t * torch.arange(1, len(ks) + 1)).sum(), leaf)[0]
+    t = operator._of_labels(*operator._scaled(leaf), labels, ks, softmax)
+    return t.detach(), torch.autograd.grad((t * torch.arange(1, t.shape[1] + 1)).sum(), leaf)[0]
 
 
-@pytest.mark.parametrize("name", THRESHOLDS)
+@pytest.mark.parametrize("name", MASKS)
 @given(st.integers(2, 60) | st.integers(500, 600), st.data())
 @settings(max_examples=60, deadline=None)
-def test_thresholds_by_the_kernel_are_those_of_operations_in_float64(name, n, data):
+def test_masks_by_the_kernel_are_those_of_operations_in_float64(name, n, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6), "seed"))
     scale = data.draw(st.sampled_from([1e-4, 1.0, 10.0, 1e4]), "scale")
     scores = torch.randn(data.draw(st.sampled_from([1, 3, 40])), n, generator=generator) * scale
@@ -244,53 +248,55 @@ def test_thresholds_by_the_kernel_are_those_of_operations_in_float64(name, n, da
     # where theta is the least of the scores that take part, or any number between two, rounding decides
     ks = [k for k in ks if k < int((~masked).sum(1).min())] or [1]
     labels = torch.zeros(len(scores), dtype=torch.int64)
-    operator = THRESHOLDS[name](ks[-1], beta)
-    got, got_gradient = thresholds_and_gradient(operator, scores, labels, ks)
-    want, want_gradient = thresholds_and_gradient(operator, scores.double(), labels, ks)
+    operator = MASKS[name](ks[-1], beta)
+    softmax = data.draw(st.booleans(), "softmax")
+    got, got_gradient = arguments_and_gradient(operator, scores, labels, ks, softmax)
+    want, want_gradient = arguments_and_gradient(operator, scores.double(), labels, ks, softmax)
     rounding = 1e-6 * (1 + scale * beta)  # of the scores
-    unseen = 0.01 if name == "lml" and scale * beta > 10 else 0  # exp(-87) is the kernel's least number
-    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=4 * rounding + unseen)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=4 * rounding)
     if name == "lml" and scale * beta > 10:
         return  # theta may lie so far from all scores that which of them are next to it is rounding
     far = (got_gradient.double() - want_gradient).abs() > beta * len(ks) * (5e-4 + rounding / 2)
-    if name not in ("lml", "lapsum"):  # a score that is next to a corner of f falls on either side of it
+    if name in ("capped_softmax", "sparse_topk", "sparse_topk, p 4/3"):  # next to a corner of f: on either side of it
         far = far[(far.sum(1) > 0) & ~near_a_corner(name, operator, scores, ks, rounding)]
     assert not bool(far.any())
 
 
-def near_a_corner(name: str, operator: ThresholdOperator, scores: Tensor, ks: list[int], rounding: float) -> Tensor:
+def near_a_corner(name: str, operator: PointwiseMasks, scores: Tensor, ks: list[int], rounding: float) -> Tensor:
     """Whether some score's t is a corner of f, 0 or 1, to rounding: (rows,)."""
-    t = operator._arguments(scores.double(), None, ks)  # (rows, J, n)
+    t = operator._arguments(*operator._scaled(scores.double()), None, ks)  # (rows, J, n)
     corners = [0.0] if name == "capped_softmax" else [0.0, 1.0]
     return torch.stack([(t - corner).abs() < 10 * rounding for corner in corners]).any(0).flatten(1).any(1)
 
 
-@pytest.mark.parametrize("name", THRESHOLDS)
-def test_thresholds_by_the_kernel_in_several_threads_spoilt_rows_and_second_derivatives(name, monkeypatch):
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_by_the_kernel_in_several_threads_spoilt_rows_and_second_derivatives(name, softmax, monkeypatch):
     generator = torch.Generator().manual_seed(4)
     scores = 3 * torch.randn(500, 300, generator=generator)
     scores[3, 5], scores[4, 7], scores[5] = float("nan"), float("inf"), -float("inf")
-    labels, operator = torch.randint(300, (500,), generator=generator), THRESHOLDS[name](5, 0.25)
+    labels, operator = torch.randint(300, (500,), generator=generator), MASKS[name](5, 0.25)
     results = []
     threads = torch.get_num_threads()
     for number, backend in ((1, "numba"), (2, "numba"), (2, "torch")):
         torch.set_num_threads(number)
         monkeypatch.setenv(VARIABLE, backend)
-        results.append(thresholds_and_gradient(operator, scores, labels, [2, 3, 5]))
+        results.append(arguments_and_gradient(operator, scores, labels, [2, 3, 5], softmax))
     torch.set_num_threads(threads)
     for one, two in zip(results[0], results[1]):
         torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
     for ours, pytorch in zip(results[1], results[2]):
         torch.testing.assert_close(ours[6:], pytorch[6:], rtol=1e-5, atol=2e-5)
         assert bool(ours[3:5].isnan().all())
-        assert not bool(ours[5].isnan().any())
+        assert torch.equal(ours[5].isnan(), pytorch[5].isnan())
     monkeypatch.setenv(VARIABLE, "numba")
     leaf = scores[6:8].clone().requires_grad_()
-    t = operator._arguments(leaf, labels[6:8], [2])
+    t = operator._of_labels(*operator._scaled(leaf), labels[6:8], [2], softmax)
     (first,) = torch.autograd.grad(t.sum(), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), leaf)
     in_double = scores[6:8].double().requires_grad_()
-    (want,) = torch.autograd.grad(operator._arguments(in_double, labels[6:8], [2]).sum(), in_double, create_graph=True)
+    t = operator._of_labels(*operator._scaled(in_double), labels[6:8], [2], softmax)
+    (want,) = torch.autograd.grad(t.sum(), in_double, create_graph=True)
     (want,) = torch.autograd.grad(want.square().sum(), in_double)
     torch.testing.assert_close(second.double(), want, rtol=1e-3, atol=1e-5)
 

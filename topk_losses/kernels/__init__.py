@@ -23,7 +23,7 @@ TABLE = {
     ("carry_mass", "cpu"): "topk_losses.kernels.cpu_networks",  # a relaxed network for the true class
     ("largest", "cpu"): "topk_losses.kernels.cpu_largest",  # the m largest scores
     ("kth_largest", "cpu"): "topk_losses.kernels.cpu_smooth",  # the smooth k-th largest score
-    ("arguments", "cpu"): "topk_losses.kernels.cpu_thresholds",  # of masks with a threshold
+    ("arguments", "cpu"): "topk_losses.kernels.cpu_masks",  # of masks with a threshold or a soft rank
     ("carry_mass", "cuda"): "topk_losses.kernels.cuda",
 }
 PACKAGES = {"cpu": "numba", "cuda": "triton"}

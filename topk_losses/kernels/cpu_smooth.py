@@ -8,8 +8,10 @@ t^k. The 2 k largest, the leaves, are added to the product one by one, as trials
 with N the number of successes, is e_j but for a common factor, however far apart the scores lie.
 
 By a score, e_k has the derivative x_i e_{k-1} of all the others. Those of the leaves come backward through the trials.
-A score of the rest is divided out of the product: e_j without it is e_j - x_i (e_{j-1} without it), in powers of x_i.
-Since 2 k scores are at least as large, no term is larger than the one before, and hardly a digit is lost. O(n k).
+A score of the rest is divided out of the product: e_j without it is e_j - x_i (e_{j-1} without it), a polynomial in
+x_i, the same for all of the rest, and for several k the sum of theirs: its coefficients are all that the backward pass
+has to know. Since 2 k scores are at least as large, no term is larger than the one before, and hardly a digit is lost.
+O(n k).
 """
 
 import math
@@ -21,12 +23,13 @@ import torch
 from torch import Tensor
 
 from topk_losses.kernels.cpu_largest import largest_of_rows
-from topk_losses.kernels.numba_support import exp, in_threads, jit, sum_of
+from topk_losses.kernels.numba_support import exps, in_threads, jit, softmax_sum, subtract_softmax, sum_of
 
 MAX_K_WITH_REST = 64  # e^k is a float32 number
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 LANES = 16
+PIECE = 1024
 _f32 = np.float32
 
 
@@ -55,26 +58,43 @@ def _product(factors):
 
 
 @jit
-def _rows(scores, labels, ks, temperature, first, last, index, smooth, hard, top, slopes, kth_of):
-    """Rows first..last of scores (batch, n) for ks (J,) rising.
+def _polynomial(c, x, out):
+    """out = c_0 x + c_1 x^2 + ..., by Horner's rule, in pieces that stay in the fastest cache."""
+    for start in range(0, len(x), PIECE):
+        of_x, of_out = x[start : start + PIECE], out[start : start + PIECE]
+        of_out[:] = _f32(0)
+        for m in range(len(c) - 1, -1, -1):
+            coefficient = c[m]
+            for j in range(len(of_x)):
+                of_out[j] = (coefficient + of_out[j]) * of_x[j]
 
-    To smooth, hard, kth_of (batch, J), top (batch, some), slopes (batch, J, n). labels (batch,): the true classes.
-    index (batch, leaves + 1): room to work. slopes: d smooth / d scores; kth_of: the column of the k-th largest, or the
-    true class if there is none.
+
+@jit
+def _forward(
+    scores, labels, temperature, softmax, ks, first, last,
+    smooth, hard, top, log_softmax, index, kth_of, origin, powers, of_leaves,
+):  # fmt: skip
+    """Rows first..last of scores (batch, n) for ks (J,) rising up to K.
+
+    To smooth and hard (batch, J), top (batch, some) and, if softmax, log_softmax (batch, 1). For their derivatives:
+    index (batch, leaves + 1): the leaves and the true class; kth_of (batch, J): the column of the k-th largest, or the
+    true class if there is none; origin (batch, 2): that of x = exp((score - origin) / temperature), and what
+    softmax_sum gave; powers (batch, J, K): the coefficients of x, x^2, ... for the rest; of_leaves (batch, J, leaves).
     """
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, ks[-1]
-    inverse, leaves = _f32(1 / temperature), np.empty(num_leaves, np.int64)
     x, factors = np.empty(n, _f32), np.empty((K + 1, -(-n // LANES) * LANES), _f32)
     p, q, g = np.empty(num_leaves), np.empty(num_leaves), np.empty(K + 1)
     counts = np.zeros((num_leaves + 1, K + 1))  # row i: the distribution of successes, i leaves added
     largest_of_rows(scores, first, last, index)
+    powers[first:last], of_leaves[first:last] = _f32(0), _f32(0)
     for row in range(first, last):
-        o, true = scores[row], labels[row]
+        o, true, leaves = scores[row], labels[row], index[row]
         held = 0
-        for column in index[row]:
+        for column in leaves:
             if column != true and held < num_leaves:
                 leaves[held] = column
                 held += 1
+        leaves[num_leaves] = true
         for r in range(top.shape[1]):
             top[row, r] = o[leaves[r]] if r < held else _f32(-np.inf)
         place = K - 1
@@ -85,25 +105,25 @@ def _rows(scores, labels, ks, temperature, first, last, index, smooth, hard, top
         # e_0, ..., e_K of the rest
         scale, counts[0, 0] = 1.0, 1
         if num_leaves < n - 1:
-            for j in range(n):
-                v = (o[j] - least) * inverse
-                x[j] = _f32(0) if v < _f32(-87) else exp(v)
-            for leaf in leaves:
-                x[leaf] = _f32(0)
-            x[true] = _f32(0)
+            exps(o, _f32(1 / temperature), least, _f32(0), x)
+            for column in leaves:
+                x[column] = _f32(0)
             scale = 1 / max(1.0, sum_of(x) / K)
             factors[1, n:] = _f32(0)
             for j in range(n):
-                x[j] *= _f32(scale)
-                factors[1, j] = x[j]
+                factors[1, j] = x[j] * _f32(scale)
             _product(factors)
+        origin[row, 0] = least
+        if softmax:
+            highest = max(top[row, 0], o[true])
+            origin[row, 1] = softmax_sum(o, highest, x)
+            log_softmax[row, 0] = (np.float64(o[true]) - highest) - origin[row, 1]
 
         for which in range(len(ks)):
-            k, slope = ks[which], slopes[row, which]
+            k = ks[which]
             kth = top[row, k - 1]
             hard[row, which] = smooth[row, which] = kth - o[true]
             kth_of[row, which] = true
-            slope[:] = _f32(0)
             if kth == _f32(-np.inf):
                 continue
             kth_of[row, which] = leaves[k - 1]
@@ -126,64 +146,105 @@ def _rows(scores, labels, ks, temperature, first, last, index, smooth, hard, top
 
             g[:] = 0
             g[k], g[k - 1] = 1 / e[k], -1 / e[k - 1]
-            if num_leaves < n - 1:
-                shrink = _f32(shrunk)
-                for m in range(k, 0, -1):  # Horner's rule
-                    c = _f32(e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0))
-                    for j in range(n):
-                        slope[j] = c - shrink * x[j] * slope[j]
-                for j in range(n):
-                    slope[j] *= shrink * x[j]
+            for m in range(1, k + 1):
+                c = e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0)
+                powers[row, which, m - 1] = -c * (-shrunk * scale) ** m
             for i in range(held - 1, -1, -1):
                 of_success = 0.0
                 for j in range(1, k + 1):
                     of_success += g[j] * counts[i, j - 1]
                     g[j - 1] = g[j - 1] * q[i] + g[j] * p[i]
                 g[k] *= q[i]
-                slope[leaves[i]] = p[i] * of_success
-            slope[true] = _f32(-1)
+                of_leaves[row, which, i] = p[i] * of_success
+
+
+@jit
+def _backward(
+    scores, labels, temperature, softmax, top, index, kth_of, origin, powers, of_leaves, grad, of_softmax,
+    first, last, grad_scores,
+):  # fmt: skip
+    """Rows first..last of grad (batch, J), that of smooth, and of_softmax (batch, 1) to grad_scores (batch, n)."""
+    n, num_leaves, K = scores.shape[1], index.shape[1] - 1, powers.shape[2]
+    x, c, of_leaf = np.empty(n, _f32), np.empty(K, _f32), np.empty(num_leaves, _f32)
+    for row in range(first, last):
+        slope, of_true, any_grad = grad_scores[row], _f32(0), False
+        slope[:], c[:], of_leaf[:] = _f32(0), _f32(0), _f32(0)
+        for which in range(kth_of.shape[1]):
+            share = grad[row, which]
+            if share != 0 and kth_of[row, which] != labels[row]:  # an unused branch may hold NaN or inf
+                c += share * powers[row, which]
+                of_leaf += share * of_leaves[row, which]
+                of_true -= share
+                any_grad = True
+        if any_grad and num_leaves < n - 1:
+            exps(scores[row], _f32(1 / temperature), _f32(origin[row, 0]), _f32(0), x)
+            for column in index[row]:
+                x[column] = _f32(0)
+            _polynomial(c, x, slope)
+        for r in range(num_leaves):
+            slope[index[row, r]] = of_leaf[r]
+        slope[labels[row]] = of_true
+        if softmax and of_softmax[row, 0] != 0:
+            highest = max(top[row, 0], scores[row, labels[row]])
+            subtract_softmax(of_softmax[row, 0], scores[row], highest, origin[row, 1], x, slope)
+            slope[labels[row]] += of_softmax[row, 0]
 
 
 class _KthLargest(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float, softmax: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (batch, n), J, K = scores.shape, len(ks), ks[-1]
         threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
         leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
-        index, kth_of = labels.new_empty(batch, leaves + 1), labels.new_empty(batch, J)
-        smooth, hard, top = (scores.new_empty(batch, width) for width in (J, J, min(K + 1, n)))
-        slopes = scores.new_empty(batch, J, n)
-        arrays = [each.detach().contiguous().numpy() for each in (scores, labels)]
-        outputs = [each.numpy() for each in (index, smooth, hard, top, slopes, kth_of)]
-        wanted = np.array(ks)
-        in_threads(threads, batch, lambda first, last: _rows(*arrays, wanted, temperature, first, last, *outputs))
-        ctx.save_for_backward(scores, labels, slopes, kth_of)
-        ctx.ks, ctx.temperature = ks, temperature
+        smooth, hard, top, log_softmax = (scores.new_empty(batch, size) for size in (J, J, min(K + 1, n), softmax))
+        slopes = [scores.new_empty(batch, *shape) for shape in ((2,), (J, K), (J, leaves))]
+        kept = labels.new_empty(batch, leaves + 1), labels.new_empty(batch, J), *slopes
+        rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
+        inputs = (*rows, temperature, softmax, np.array(ks))
+        outputs = [each.numpy() for each in (smooth, hard, top, log_softmax, *kept)]
+        in_threads(threads, batch, lambda first, last: _forward(*inputs, first, last, *outputs))
+        ctx.save_for_backward(scores, labels, top, *kept)
+        ctx.settings, ctx.threads = (ks, temperature, softmax), threads
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)
-        return smooth, hard, top
+        return smooth, hard, top, log_softmax
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_hard: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        scores, labels, slopes, kth_of = ctx.saved_tensors
-        grad = torch.zeros(kth_of.shape) if grad is None else grad
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        scores, labels, *kept = ctx.saved_tensors
+        ks, temperature, softmax = ctx.settings
+        sizes = (len(ks), len(ks), 0, softmax)
+        grad, grad_hard, _, of_softmax = (
+            scores.new_zeros(len(scores), size) if each is None else each for each, size in zip(grads, sizes)
+        )
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
             from topk_losses.smooth_svm import kth_largest_by_operations
 
             copy = scores.view_as(scores)
-            results = kth_largest_by_operations(copy, labels, ctx.ks, ctx.temperature)[:2]
-            grads = grad, torch.zeros_like(grad) if grad_hard is None else grad_hard
-            return *torch.autograd.grad(results, copy, grads, create_graph=True), None, None, None
-        # Samples without a gradient (unused branch) keep zeros even if they hold NaN or inf.
-        grad_scores = (grad.unsqueeze(1) @ slopes).squeeze(1).masked_fill_((grad == 0).all(1, keepdim=True), 0)
-        if grad_hard is not None:
+            smooth, hard, _, log_softmax = kth_largest_by_operations(copy, labels, *ctx.settings)
+            results, wanted = [smooth, hard], [grad, grad_hard]
+            if softmax:
+                results, wanted = [*results, log_softmax], [*wanted, of_softmax]
+            return *torch.autograd.grad(results, copy, wanted, create_graph=True), None, None, None, None
+        grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
+        arrays = [each.numpy() for each in (*kept, grad.contiguous(), of_softmax.contiguous())]
+        in_threads(
+            ctx.threads,
+            len(scores),
+            lambda first, last: _backward(*rows, temperature, softmax, *arrays, first, last, grad_scores.numpy()),
+        )
+        if grads[1] is not None:
+            kth_of = kept[2]
             grad_scores.scatter_add_(1, kth_of, grad_hard)
             grad_scores.scatter_add_(1, labels.unsqueeze(1), -grad_hard.sum(1, keepdim=True))
-        return grad_scores, None, None, None
+        return grad_scores, None, None, None, None
 
 
-def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def kth_largest(
+    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float, softmax: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """smooth_svm.kth_largest_by_operations for scores (rows, n) float32 on the CPU; arguments and results as there."""
-    return _KthLargest.apply(scores, labels, ks, float(temperature))
+    return _KthLargest.apply(scores, labels, ks, float(temperature), softmax)

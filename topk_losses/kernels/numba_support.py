@@ -16,11 +16,13 @@ import numpy as np
 from numba.core.caching import FunctionCache
 
 from topk_losses.sigmoids import bind
+from topk_losses.sorts import MASKED
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
 IN_ANY_ORDER = ("nsz", "reassoc", "ninf")  # fastmath of sums that become vector code
 _f32 = np.float32
+_MASKED = _f32(MASKED)
 
 
 @lru_cache(maxsize=1)
@@ -106,6 +108,14 @@ def exp(v):
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
+@jit
+def exps(x, scale, origin, highest, w):
+    """w = exp(scale (x - origin)), the exponent at most `highest`, and 0 for what is too low to be seen."""
+    for i in range(len(x)):
+        v = scale * ((_MASKED if x[i] < _MASKED else x[i]) - origin)
+        w[i] = _f32(0) if v < _f32(-87) else exp(highest if v > highest else v)
+
+
 @partial(jit, fastmath=IN_ANY_ORDER)
 def sum_of(values):
     """The sum of finite values (n,) float32."""
@@ -113,6 +123,27 @@ def sum_of(values):
     for i in range(len(values)):  # an iterator would not become vector code
         total += values[i]
     return total
+
+
+@partial(jit, fastmath=IN_ANY_ORDER)
+def subtract(share, values, out):
+    """out - share values, in place."""
+    for i in range(len(values)):
+        out[i] -= share * values[i]
+
+
+@jit
+def softmax_sum(x, highest, w):
+    """The logarithm of the sum of exp(x - highest), NaN where all are -inf, as in PyTorch; highest: the largest x."""
+    exps(x, _f32(1), max(highest, _MASKED), _f32(0), w)
+    return math.log(sum_of(w)) + 0 * highest
+
+
+@jit
+def subtract_softmax(share, x, highest, log_sum, w, out):
+    """out - share softmax(x), in place; log_sum: what softmax_sum gave."""
+    exps(x, _f32(1), max(highest, _MASKED), _f32(0), w)
+    subtract(_f32(share * math.exp(-log_sum)), w, out)
 
 
 @lru_cache(maxsize=1)
