@@ -16,7 +16,6 @@ w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and dif
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
@@ -110,125 +109,32 @@ def newton(
     return theta
 
 
-class Curve(ABC):
-    """An f as its threshold needs it. There is one instance of each, and it has no state."""
-
-    @abstractmethod
-    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        """theta with sum_i f(x_i - theta) = k, (rows, J); x (rows, n), k (rows, J) in (0, n), none above `most`."""
-
-    @abstractmethod
-    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """f'(t) but for a factor, and the factor (None: 1): (rows, J, n), (rows, J)."""
-
-
-class _Logistic(Curve):
-    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
-
-        The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart. Two
-        steps follow for the largest scores alone, with the rest as an exponential; one or two more reach rounding.
-        """
-        n, finfo = x.shape[1], torch.finfo(x.dtype)
-        points = top_and_rest(x, 1.0, 2 * most)
-        M = points.shape[1] - 1
-        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()
-
-        def evaluate(t: Tensor, others: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-            """sum p - k and Newton's step, from t (rows, J, any) and the sum of the p of others far below theta."""
-            # 1 - p above theta, else p: where all p are 0 or 1, the digits of these count
-            rest = torch.sigmoid(-t.abs())
-            excess = (t >= 0).sum(2) - k - torch.copysign(rest, t).sum(2) + others
-            slope = rest.sum(2) - torch.linalg.vecdot(rest, rest) + others
-            odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
-            step = odds * (k + excess) * (n - k - excess) / (n * slope)
-            # far from all scores no digits are left, and Laplace's root is the root
-            return excess, torch.where(slope < finfo.tiny / finfo.eps, 0, step)
-
-        def evaluate_all(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            excess, step = evaluate(x.unsqueeze(1) - theta.unsqueeze(2))
-            return excess, step, step.square()
-
-        theta = laplace_root(points, k)
-        for _ in range(2):
-            t = points.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, M + 1)
-            theta = theta + evaluate(t[..., :-1], t[..., -1].exp())[1].nan_to_num(0, 0, 0)
-        return newton(evaluate_all, k, low, high, theta.clamp(low, high))
-
-    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        p = torch.sigmoid(t)
-        return p * (1 - p), None
-
-
-class _Laplace(Curve):
-    """x: points as of top_and_rest, of which the last is below theta in any case."""
-
-    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        return laplace_root(x, k)
-
-    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        logs = torch.cat([-t[..., :-1].abs(), t[..., -1:]], dim=2)
-        highest = logs.detach().amax(2, keepdim=True)
-        return (logs - highest).exp(), highest.squeeze(2).exp() / 2
-
-
-class _Power(Curve):
-    """min(1, max(0, t)^q); x falls."""
-
-    def __init__(self, q: int) -> None:
-        self.q = q
-
-    def solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        """In closed form for q = 1, else by Newton's method between the score at rank k, rounded up, and 1 below."""
-        highest = x[:, :1]
-        x = x - highest
-        if self.q == 1:
-            return clip_root(x, k) + highest
-        kth = x.gather(1, k.ceil().long() - 1)  # (rows, J)
-        x = x.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
-
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            t = x - theta.unsqueeze(2)
-            excess = (t.clamp(0, 1) ** self.q).sum(2) - k
-            return excess, excess / self.slopes(t)[0].sum(2), torch.full_like(excess, torch.inf)
-
-        zero = torch.zeros_like(kth)
-        return newton(evaluate, k, zero - 1, zero, zero - 0.5) + kth + highest
-
-    def slopes(self, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        return torch.where((t > 0) & (t < 1), self.q * t.clamp(0, 1) ** (self.q - 1), 0), None
-
-
-LOGISTIC, LAPLACE, POWERS = _Logistic(), _Laplace(), {1: _Power(1), 3: _Power(3)}
-
-
 class Threshold(torch.autograd.Function):
-    """theta with sum_i f(x_i - theta) = k, as a function of x (rows, n) and k (rows, J) in (0, n).
+    """theta with sum_i f(x_i - theta) = k, as a function of x (rows, points) and k (rows, J) in (0, n): (rows, J).
 
-    curve: f. most: an integer that no k exceeds. (rows, J).
+    operator: whose f it is. most: an integer that no k exceeds.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, k: Tensor, curve: Curve, most: int) -> Tensor:
-        return curve.solve(x, k, most)
+    def forward(x: Tensor, k: Tensor, operator: "ThresholdOperator", most: int) -> Tensor:
+        return operator._solve(x, k, most)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], output)
-        ctx.curve = inputs[2]
+        ctx.operator = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, theta = ctx.saved_tensors
-        slopes, factor = ctx.curve.slopes(x.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
+        slopes, factor = ctx.operator._slopes(x.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, points)
         per_slope = grad / slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
-        of_k = -per_slope if factor is None else -per_slope / factor
-        return (per_slope.unsqueeze(1) @ slopes).squeeze(1), of_k, None, None
+        return (per_slope.unsqueeze(1) @ slopes).squeeze(1), -per_slope / factor, None, None
 
 
-class ThresholdOperator(PointwiseMasks, ABC):
+class ThresholdOperator(PointwiseMasks):
     """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
@@ -257,9 +163,21 @@ class ThresholdOperator(PointwiseMasks, ABC):
             theta = self._threshold(x, scale, wanted, most)
             return self._f(finite(x * scale) - theta).reshape(logits.shape)
 
-    @abstractmethod
     def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
         """theta (rows, J) for z = scale x (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
+        return Threshold.apply(self._points(x, scale, most), k, self, most)
+
+    def _points(self, x: Tensor, scale: float, most: int) -> Tensor:
+        """What decides on theta, (rows, points): z itself, or less than that."""
+        return x * scale
+
+    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
+        """theta with sum_i f(x_i - theta) = k, (rows, J), for such points; k (rows, J) in (0, n), none above `most`."""
+        raise TypeError(f"{type(self).__name__} does not define _solve")
+
+    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
+        """f'(t) but for a factor, and the factor: (rows, J, points), (rows, J)."""
+        raise TypeError(f"{type(self).__name__} does not define _slopes")
 
     def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         """scale x - theta, but inf for k = n: among n classes all are the n highest."""
@@ -288,8 +206,33 @@ class LML(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return logsigmoid(t)
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        return Threshold.apply(x if scale == 1 else x * scale, k, LOGISTIC, most)
+    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
+        """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
+
+        The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart.
+        """
+        n, finfo = x.shape[1], torch.finfo(x.dtype)
+        points = top_and_rest(x, 1.0, 2 * most)
+        M = points.shape[1] - 1
+        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()
+
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            t = x.unsqueeze(1) - theta.unsqueeze(2)
+            # 1 - p above theta, else p: where all p are 0 or 1, the digits of these count
+            rest = torch.sigmoid(-t.abs())
+            excess = (t >= 0).sum(2) - k - torch.copysign(rest, t).sum(2)
+            slope = rest.sum(2) - torch.linalg.vecdot(rest, rest)
+            odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
+            step = odds * (k + excess) * (n - k - excess) / (n * slope)
+            # far from all scores no digits are left, and Laplace's root is the root
+            step = torch.where(slope < finfo.tiny / finfo.eps, 0, step)
+            return excess, step, step.square()
+
+        return newton(evaluate, k, low, high, laplace_root(points, k).clamp(low, high))
+
+    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
+        p = torch.sigmoid(t)
+        return p * (1 - p), 1.0
 
 
 class LapSum(ThresholdOperator):
@@ -309,8 +252,16 @@ class LapSum(ThresholdOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return torch.where(t < 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        return Threshold.apply(top_and_rest(x, scale, 2 * most), k, LAPLACE, most)
+    def _points(self, x: Tensor, scale: float, most: int) -> Tensor:
+        return top_and_rest(x, scale, 2 * most)
+
+    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
+        return laplace_root(x, k)
+
+    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
+        logs = torch.cat([-t[..., :-1].abs(), t[..., -1:]], dim=2)  # the rest is below theta in any case
+        highest = logs.detach().amax(2, keepdim=True)
+        return (logs - highest).exp(), highest.squeeze(2).exp() / 2
 
 
 class CappedSoftmax(ThresholdOperator):
@@ -372,7 +323,25 @@ class SparseTopK(ThresholdOperator):
     def _f(self, t: Tensor) -> Tensor:
         return t.clamp(0, 1) ** self.q
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        """theta is at least the score at rank k less 1, and what lies below that does not count."""
-        z = finite(x * scale).sort(1, descending=True).values  # (rows, n)
-        return Threshold.apply(z, k, POWERS[self.q], most)
+    def _points(self, x: Tensor, scale: float, most: int) -> Tensor:
+        return finite(x * scale).sort(1, descending=True).values
+
+    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
+        """In closed form for q = 1, else by Newton's method between the score at rank k, rounded up, and 1 below."""
+        highest = x[:, :1]
+        x = x - highest
+        if self.q == 1:
+            return clip_root(x, k) + highest
+        kth = x.gather(1, k.ceil().long() - 1)  # (rows, J)
+        x = x.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
+
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            t = x - theta.unsqueeze(2)
+            excess = self._f(t).sum(2) - k
+            return excess, excess / self._slopes(t)[0].sum(2), torch.full_like(excess, torch.inf)
+
+        zero = torch.zeros_like(kth)
+        return newton(evaluate, k, zero - 1, zero, zero - 0.5) + kth + highest
+
+    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
+        return torch.where((t > 0) & (t < 1), self.q * t.clamp(0, 1) ** (self.q - 1), 0), 1.0
