@@ -79,33 +79,24 @@ def clip_root(x: Tensor, k: Tensor) -> Tensor:
 
 
 def newton(
-    evaluate: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
-    k: Tensor,
-    low: Tensor,
-    high: Tensor,
-    theta: Tensor,
+    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], low: Tensor, high: Tensor, theta: Tensor, least: float
 ) -> Tensor:
     """The root of a falling sum(theta) = k by Newton's method, in a bracket that is halved where a step would leave it.
 
-    evaluate(theta): sum - k, Newton's step, and the relative error of the sum that the step leaves, at most. theta: the
-    start. All tensors (rows, J).
+    evaluate(theta): sum - k, and Newton's step. theta: the start. All tensors (rows, J). A step of at most `least`, or
+    of the size of theta's rounding, is the last one.
     """
-    error = torch.full_like(theta, torch.inf)
-    may_look = has_known_values(theta)
+    going = torch.ones_like(theta, dtype=torch.bool)  # a row stops where it would alone
+    may_look, rounding = has_known_values(theta), torch.finfo(theta.dtype).eps
     for _ in range(MAX_ITERATIONS[theta.dtype]):
-        allowed = torch.finfo(theta.dtype).eps * (16 + 2 * theta.abs())
-        going = ~(error <= allowed)
+        excess, step = evaluate(theta)
+        low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
+        new = theta + torch.where(excess == 0, 0, step)
+        inside = (new >= low) & (new <= high)  # false for NaN
+        new = torch.where(going, torch.where(inside, new, (low + high) / 2 + 0 * excess), theta)  # NaN stays
+        going, theta = going & ((new - theta).abs() > least + rounding * theta.abs()), new
         if may_look and not bool(going.any()):
             break
-        excess, step, left = evaluate(theta)
-        low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
-        here = excess.abs() / k
-        new = theta + step
-        inside = (new > low) & (new < high)  # false for NaN
-        new = torch.where(inside, new, (low + high) / 2 + 0 * excess)  # NaN stays
-        new = torch.where(here <= allowed, theta, new)
-        theta = torch.where(going, new, theta)  # a row stops where it would alone
-        error = torch.where(going, torch.where(inside, torch.minimum(left, here), here), error)
     return theta
 
 
@@ -216,7 +207,7 @@ class LML(ThresholdOperator):
         M = points.shape[1] - 1
         low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()
 
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
             t = x.unsqueeze(1) - theta.unsqueeze(2)
             # 1 - p above theta, else p: where all p are 0 or 1, the digits of these count
             rest = torch.sigmoid(-t.abs())
@@ -225,10 +216,10 @@ class LML(ThresholdOperator):
             odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
             step = odds * (k + excess) * (n - k - excess) / (n * slope)
             # far from all scores no digits are left, and Laplace's root is the root
-            step = torch.where(slope < finfo.tiny / finfo.eps, 0, step)
-            return excess, step, step.square()
+            return excess, torch.where(slope < finfo.tiny / finfo.eps, 0, step)
 
-        return newton(evaluate, k, low, high, laplace_root(points, k).clamp(low, high))
+        # the error that a step leaves is of the size of its square
+        return newton(evaluate, low, high, laplace_root(points, k).clamp(low, high), finfo.eps**0.5)
 
     def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
         p = torch.sigmoid(t)
@@ -335,13 +326,13 @@ class SparseTopK(ThresholdOperator):
         kth = x.gather(1, k.ceil().long() - 1)  # (rows, J)
         x = x.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
 
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
             t = x - theta.unsqueeze(2)
             excess = self._f(t).sum(2) - k
-            return excess, excess / self._slopes(t)[0].sum(2), torch.full_like(excess, torch.inf)
+            return excess, excess / self._slopes(t)[0].sum(2)
 
         zero = torch.zeros_like(kth)
-        return newton(evaluate, k, zero - 1, zero, zero - 0.5) + kth + highest
+        return newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(x.dtype).eps) + kth + highest
 
     def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
         return torch.where((t > 0) & (t < 1), self.q * t.clamp(0, 1) ** (self.q - 1), 0), 1.0
