@@ -6,7 +6,8 @@
 Prints a table and writes --output (default results/benchmarks/losses.csv), a row per method and size: medians in
 milliseconds, peak MiB above what was there before the pass, and the ratios. Every measurement has a process of its
 own, one after another in one run. difftopk runs its networks through torch-sparse if that is installed, else through
-its dense executor; the column official_path says which.
+its dense executor; the column official_path says which. The column wait_policy is OMP_WAIT_POLICY: unset, PyTorch's
+threads wait in a loop and so take a core from the threads of our kernels; passive, as in the scripts, asleep.
 """
 
 import argparse
@@ -37,7 +38,8 @@ P_K = {"softmax_cross_entropy": [1.0], **{method: [0, 0, 0, 0, 1.0] for method i
 COLUMNS = (
     *("method", "batch", "n", "m", "p_k", "ms", "peak_mib"),
     *("official_path", "official_ms", "official_peak_mib", "official_over_ours"),
-    *("cross_entropy_ms", "ours_over_cross_entropy", "note", "device", "threads", "torch", "python"),
+    *("cross_entropy_ms", "ours_over_cross_entropy", "note", "device", "threads", "wait_policy"),
+    *("torch", "python"),
 )
 MEASUREMENT_FLAGS = ("device", "threads", "repeats", "limit_gib", "limit_s")
 LINE = "{method:22} {batch:>5} {n:>6} {m:>4} {ms:>9} {peak_mib:>8} {official_ms:>11} {official_peak_mib:>8} "
@@ -174,6 +176,7 @@ def main() -> int:
                 official_path=executor_of(method),
                 device=device_name(arguments.device),
                 threads=arguments.threads,
+                wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
                 torch=torch.__version__,
                 python=platform.python_version(),
             )
