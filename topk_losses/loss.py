@@ -260,16 +260,14 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         """The loss from P(rank <= k), or its logarithm if not guarded, (rows, J, ...), P_K(k), -log of softmax where it
         answers for P_K(1), and P_K(1); broadcast to one shape. own: P_K is the loss's own, whose ranks have mass.
         """
-        if top1 is not None and self.top1_mode == "sm":
-            if guarded:
-                return -guarded_log((within * shares).sum(1) + first * torch.exp(-top1))
-            within = torch.cat([-top1.unsqueeze(1), within], dim=1)  # one more term of the mixture
+        if top1 is not None and self.top1_mode == "sm":  # one more term of the mixture
+            term = torch.exp(-top1) if guarded else -top1
+            within = torch.cat([term.unsqueeze(1), within], dim=1)
             shares, top1 = torch.cat([first.unsqueeze(1), shares], dim=1), None
-        log = (
-            guarded_log((within * shares).sum(1))
-            if guarded
-            else log_mixture(within, shares, own and self.p_k.dim() == 1)
-        )
+        if guarded:
+            log = guarded_log((within * shares).sum(1))
+        else:
+            log = log_mixture(within, shares, own and self.p_k.dim() == 1)
         return -log if top1 is None else first * top1 - (1 - first) * log
 
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
