@@ -24,7 +24,7 @@ from topk_losses.checks import check_k, check_positive
 from topk_losses.classification import Settings
 from topk_losses.kernels import kernel
 from topk_losses.single_k import SingleKLoss
-from topk_losses.sorts import MASKED, finite, largest, pick_ranks
+from topk_losses.sorts import MASKED, finite, pick_ranks
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
@@ -43,26 +43,30 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
 
 def kth_largest_by_operations(
     scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float | Tensor, softmax: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The smooth k-th largest score of the other classes, less the true class's: (rows, J).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows, J) each.
 
     temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others / temperature). Also
-    returned: the K largest scores of the others, falling, (rows, K), without a gradient, and, if softmax, its logarithm
-    for the labels, (rows, 1). scores (rows, n), labels (rows,) int64, ks rising up to K. O(n K) per row.
+    returned: the largest scores of the others, falling, (rows, K + 1) or as many as there are, without a gradient, and,
+    if softmax, its logarithm for the labels, (rows, 1). scores (rows, n), labels (rows,) int64, ks rising up to K.
+    O(n K) per row.
     """
     true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
     # The last class takes the true one's place. (A score of -inf there has no second derivatives: 0 times infinity.)
     others = finite(scores.scatter(1, labels.unsqueeze(1), scores[:, -1:])[:, :-1])  # (rows, n - 1)
-    top = pad(others.detach(), (0, 1), value=MASKED).topk(ks[-1], dim=1).values
+    top = pad(others, (0, 1), value=MASKED).topk(min(ks[-1] + 1, scores.shape[1]), dim=1).values
+    kth = pick_ranks(top, ks)  # (rows, J)
+    enough = kth > MASKED / 2  # are there k others at all?
     # Logarithms of the size of z carry the rounding of z: float64, where the device has it, until all is subtracted.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
-    highest = top[:, :1].to(wide)
+    highest = top[:, :1].detach().to(wide)
     e = log_polynomials((others.to(wide) - highest) / temperature, ks[-1])
     logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)
     smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
-    smooth = torch.where(pick_ranks(top, ks) > MASKED / 2, smooth, -math.inf - true.detach())  # are there k others?
+    too_few = -math.inf - true.detach()
+    top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
     log_softmax = -F.cross_entropy(scores, labels, reduction="none").unsqueeze(1) if softmax else scores[:, :0]
-    return smooth, top.masked_fill(top <= MASKED / 2, -math.inf), log_softmax
+    return torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top, log_softmax
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -103,12 +107,17 @@ class SmoothTopKLoss(SingleKLoss):
     def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_k(self.k, scores.shape[1] - 1)
         find = kernel("kth_largest", scores) or kth_largest_by_operations
-        smooth, top, _ = find(scores, labels, [self.k], self.k * self.tau)
+        smooth, hard, top, _ = find(scores, labels, [self.k], self.k * self.tau)
+        smooth, hard = smooth.squeeze(1), hard.squeeze(1)
         true = scores.gather(1, labels.unsqueeze(1)).squeeze(1).detach()  # (rows,)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
         spoilt = torch.where(torch.maximum(top[:, 0], true) < math.inf, 0.0, math.nan)  # (rows,)
+        return self._hinge(self.alpha + smooth / self.k + spoilt, self.alpha + hard / self.k + spoilt, top, true)
+
+    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
+        """The loss (rows,) from alpha + (kth - s_y) / k, smooth or hard (rows,); the rest serves SmoothHardTopKLoss."""
         # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
-        return F.softplus(self.alpha + smooth.squeeze(1) / self.k + spoilt, beta=1 / self.tau, threshold=40)
+        return F.softplus(smooth, beta=1 / self.tau, threshold=40)
 
 
 class SmoothHardTopKLoss(SmoothTopKLoss):
@@ -124,12 +133,12 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
     """
 
-    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
-        smooth = super()._losses(scores, labels, p_k)  # (rows,)
-        places = largest(scores, self.k + 1)  # (rows, k + 1)
-        kth, following = scores.gather(1, places[:, -2:]).unbind(1)  # (rows,) s_[k], s_[k+1]
-        within = (places[:, :-1] == labels.unsqueeze(1)).any(1)  # (rows,)
-        hard = torch.where(within, following, kth) - scores.gather(1, labels.unsqueeze(1)).squeeze(1)  # o_[k] - s_y
-        gap = finite(kth.detach()) - finite(following.detach())
-        far_apart = (gap >= self.k * self.tau * math.log(HARD_RATIO)) & ~smooth.isnan()
-        return torch.where(far_apart, F.relu(self.alpha + hard / self.k), smooth)
+    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
+        # Insert the true class's score into the ranking of the others: s_[r] is the median of o_[r], s_y, o_[r-1].
+        kth, following = top[:, self.k - 1], top[:, self.k]  # (rows,)
+        kth_of_all = torch.maximum(kth, true)  # (rows,)
+        if self.k > 1:
+            kth_of_all = torch.minimum(kth_of_all, top[:, self.k - 2])
+        next_of_all = torch.maximum(following, torch.minimum(kth, true))  # (rows,)
+        far_apart = kth_of_all - next_of_all >= self.k * self.tau * math.log(HARD_RATIO)  # (rows,)
+        return torch.where(far_apart, F.relu(hard), super()._hinge(smooth, hard, top, true))

@@ -63,7 +63,7 @@ class SubsetTopK(NestedMasks):
         if not proper:  # all of them are in it
             within = (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
             return within, -cross_entropy(scores, labels, reduction="none").unsqueeze(1)
-        distance, top, log_softmax = find(scores, labels, proper, 1 / beta, softmax)  # kth / beta - s_y
+        distance, _, top, log_softmax = find(scores, labels, proper, 1 / beta, softmax)  # kth / beta - s_y
         true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)
         spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
         masked = torch.where(pick_ranks(top, proper) > -math.inf, -MASKED, -math.inf)  # for a true class at -inf

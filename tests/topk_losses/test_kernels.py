@@ -179,11 +179,11 @@ def test_the_smooth_kth_largest_of_several_k_is_that_of_operations_in_float64(n,
     for dtype in (torch.float32, torch.float64):
         leaf = scores.to(dtype).requires_grad_()
         find = kernel("kth_largest", leaf) or kth_largest_by_operations
-        smooth, top, log_softmax = find(leaf, labels, [1, 2, 5], 0.5, True)
-        of_smooth = (smooth[1:] @ weights.to(dtype)).sum()
-        wanted = [of_smooth, of_smooth + log_softmax.sum()]
+        smooth, hard, top, log_softmax = find(leaf, labels, [1, 2, 5], 0.5, True)
+        wanted = [(each[1:] @ weights.to(dtype)).sum() for each in (smooth, hard)]
+        wanted += [wanted[0] + log_softmax.sum()]
         gradients = [torch.autograd.grad(each, leaf, retain_graph=True)[0].double() for each in wanted]
-        results.append([each.detach().double() for each in (smooth, top, log_softmax)] + gradients)
+        results.append([each.detach().double() for each in (smooth, hard, top, log_softmax)] + gradients)
     torch.testing.assert_close(*results, rtol=1e-5, atol=2e-5 * (1 + scale / 10))
 
 

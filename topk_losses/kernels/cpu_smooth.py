@@ -72,14 +72,14 @@ def _polynomial(c, x, out):
 @jit
 def _forward(
     scores, labels, temperature, softmax, ks, first, last,
-    smooth, top, log_softmax, index, origin, powers, of_leaves,
+    smooth, hard, top, log_softmax, index, kth_of, origin, powers, of_leaves,
 ):  # fmt: skip
     """Rows first..last of scores (batch, n) for ks (J,) rising up to K.
 
-    To smooth (batch, J), top (batch, K) and, if softmax, log_softmax (batch, 1). For their derivatives: index (batch,
-    leaves + 1): the leaves and the true class; origin (batch, 2): that of x = exp((score - origin) / temperature), and
-    what softmax_sum gave; powers (batch, J, K): the coefficients of x, x^2, ... for the rest; of_leaves (batch, J,
-    leaves).
+    To smooth and hard (batch, J), top (batch, some) and, if softmax, log_softmax (batch, 1). For their derivatives:
+    index (batch, leaves + 1): the leaves and the true class; kth_of (batch, J): the column of the k-th largest, or the
+    true class if there is none; origin (batch, 2): that of x = exp((score - origin) / temperature), and what
+    softmax_sum gave; powers (batch, J, K): the coefficients of x, x^2, ... for the rest; of_leaves (batch, J, leaves).
     """
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, ks[-1]
     x, factors = np.empty(n, _f32), np.empty((K + 1, -(-n // LANES) * LANES), _f32)
@@ -122,9 +122,11 @@ def _forward(
         for which in range(len(ks)):
             k = ks[which]
             kth = top[row, k - 1]
+            hard[row, which] = smooth[row, which] = kth - o[true]
+            kth_of[row, which] = true
             if kth == _f32(-np.inf):
-                smooth[row, which] = kth - o[true]
                 continue
+            kth_of[row, which] = leaves[k - 1]
 
             # with one leaf after the other; exponentials are relative to the k-th now
             shrunk = math.exp((np.float64(least) - np.float64(kth)) / temperature)  # at most 1
@@ -158,7 +160,7 @@ def _forward(
 
 @jit
 def _backward(
-    scores, labels, temperature, softmax, ks, top, index, origin, powers, of_leaves, grad, of_softmax,
+    scores, labels, temperature, softmax, top, index, kth_of, origin, powers, of_leaves, grad, of_softmax,
     first, last, grad_scores,
 ):  # fmt: skip
     """Rows first..last of grad (batch, J), that of smooth, and of_softmax (batch, 1) to grad_scores (batch, n)."""
@@ -167,9 +169,9 @@ def _backward(
     for row in range(first, last):
         slope, of_true, any_grad = grad_scores[row], _f32(0), False
         slope[:], c[:], of_leaf[:] = _f32(0), _f32(0), _f32(0)
-        for which in range(len(ks)):
+        for which in range(kth_of.shape[1]):
             share = grad[row, which]
-            if share != 0 and top[row, ks[which] - 1] != _f32(-np.inf):  # an unused branch may hold NaN or inf
+            if share != 0 and kth_of[row, which] != labels[row]:  # an unused branch may hold NaN or inf
                 c += share * powers[row, which]
                 of_leaf += share * of_leaves[row, which]
                 of_true -= share
@@ -192,48 +194,57 @@ class _KthLargest(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float, softmax: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (batch, n), J, K = scores.shape, len(ks), ks[-1]
         threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
         leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
-        smooth, top, log_softmax = (scores.new_empty(batch, size) for size in (J, K, softmax))
+        smooth, hard, top, log_softmax = (scores.new_empty(batch, size) for size in (J, J, min(K + 1, n), softmax))
         slopes = [scores.new_empty(batch, *shape) for shape in ((2,), (J, K), (J, leaves))]
-        kept = labels.new_empty(batch, leaves + 1), *slopes
+        kept = labels.new_empty(batch, leaves + 1), labels.new_empty(batch, J), *slopes
         rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
         inputs = (*rows, temperature, softmax, np.array(ks))
-        outputs = [each.numpy() for each in (smooth, top, log_softmax, *kept)]
+        outputs = [each.numpy() for each in (smooth, hard, top, log_softmax, *kept)]
         in_threads(threads, batch, lambda first, last: _forward(*inputs, first, last, *outputs))
         ctx.save_for_backward(scores, labels, top, *kept)
         ctx.settings, ctx.threads = (ks, temperature, softmax), threads
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)
-        return smooth, top, log_softmax
+        return smooth, hard, top, log_softmax
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         scores, labels, *kept = ctx.saved_tensors
         ks, temperature, softmax = ctx.settings
-        grad, _, of_softmax = (
-            scores.new_zeros(len(scores), size) if each is None else each
-            for each, size in zip(grads, (len(ks), 0, softmax))
+        sizes = (len(ks), len(ks), 0, softmax)
+        grad, grad_hard, _, of_softmax = (
+            scores.new_zeros(len(scores), size) if each is None else each for each, size in zip(grads, sizes)
         )
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
             from topk_losses.smooth_svm import kth_largest_by_operations
 
             copy = scores.view_as(scores)
-            smooth, _, log_softmax = kth_largest_by_operations(copy, labels, *ctx.settings)
-            results, wanted = torch.cat([smooth, log_softmax], dim=1), torch.cat([grad, of_softmax], dim=1)
+            smooth, hard, _, log_softmax = kth_largest_by_operations(copy, labels, *ctx.settings)
+            results, wanted = [smooth, hard], [grad, grad_hard]
+            if softmax:
+                results, wanted = [*results, log_softmax], [*wanted, of_softmax]
             return *torch.autograd.grad(results, copy, wanted, create_graph=True), None, None, None, None
         grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
         rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
         arrays = [each.numpy() for each in (*kept, grad.contiguous(), of_softmax.contiguous())]
-        inputs = (*rows, temperature, softmax, np.array(ks), *arrays)
-        in_threads(ctx.threads, len(scores), lambda first, last: _backward(*inputs, first, last, grad_scores.numpy()))
+        in_threads(
+            ctx.threads,
+            len(scores),
+            lambda first, last: _backward(*rows, temperature, softmax, *arrays, first, last, grad_scores.numpy()),
+        )
+        if grads[1] is not None:
+            kth_of = kept[2]
+            grad_scores.scatter_add_(1, kth_of, grad_hard)
+            grad_scores.scatter_add_(1, labels.unsqueeze(1), -grad_hard.sum(1, keepdim=True))
         return grad_scores, None, None, None, None
 
 
 def kth_largest(
     scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float, softmax: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """smooth_svm.kth_largest_by_operations for scores (rows, n) float32 on the CPU; arguments and results as there."""
     return _KthLargest.apply(scores, labels, ks, float(temperature), softmax)
