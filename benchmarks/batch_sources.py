@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from data.embeddings import EmbeddingBatches, convert, open_store
 from experiments.shared.command_line import choice, count, present_device
 from experiments.shared.environment import device_name, git_commit, peak_memory_mib
@@ -206,9 +206,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="existing folder on the disk to be measured; the system's without it"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/batch_sources.csv"
-    )
+    add_output_flag(parser, "batch_sources.csv")
     arguments = parser.parse_args()
     rows = arguments.mib * 2**20 // (2 * arguments.dim)
     device = arguments.device

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from experiments.shared.command_line import DEFAULT_P_K, build_loss, count, present_device
 from experiments.shared.environment import device_name, git_commit, keep_freed_memory, set_up_device
 from experiments.shared.head_runs import HeadRun, Recipe, Stack, mean_losses, stacks_of
@@ -206,9 +206,7 @@ def main() -> int:
     )
     parser.add_argument("--turns", type=count, default=7)
     parser.add_argument("--steps", type=count, default=3, help="timed steps per turn and loss (%(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/finetuning.csv"
-    )
+    add_output_flag(parser, "finetuning.csv")
     arguments = parser.parse_args()
     methods = list(dict.fromkeys([SOFTMAX, *arguments.methods]))
     try:

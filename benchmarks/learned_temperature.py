@@ -11,12 +11,11 @@ constant does. Writes --output (default results/benchmarks/learned_temperature.c
 import argparse
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from data.embeddings import open_or_fetch
 from experiments.shared.command_line import present_device
 from experiments.shared.cores import usable_cores
@@ -63,9 +62,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/learned_temperature.csv"
-    )
+    add_output_flag(parser, "learned_temperature.csv")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from experiments.shared.command_line import present_device
 from experiments.shared.environment import device_name, keep_freed_memory
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in SIZES])
     add_measurement_flags(parser, repeats=7, limit_s=200)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/losses.csv")
+    add_output_flag(parser, "losses.csv")
     arguments = parser.parse_args()
 
     shared = {name: getattr(arguments, name) for name in MEASUREMENT_FLAGS}

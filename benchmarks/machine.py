@@ -13,11 +13,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from experiments.shared.command_line import present_device
 from experiments.shared.cores import usable_cores
 from experiments.shared.environment import device_name
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/machine.csv")
+    add_output_flag(parser, "machine.csv")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = arguments.device

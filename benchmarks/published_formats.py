@@ -38,7 +38,7 @@ import torch
 from moto.server import ThreadedMotoServer
 from torch import Tensor
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from data.embeddings import LAYOUTS, PUBLISHED_SETS, open_or_fetch
 from data.transfers.object_store import PUBLISHED, PUBLISHED_BUCKET, fetch
 from experiments.shared.command_line import count, positive, present_device
@@ -212,9 +212,7 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=count, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, help="existing folder for files and stores; the system's without it")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/published_formats.csv"
-    )
+    add_output_flag(parser, "published_formats.csv")
     arguments = parser.parse_args()
     sets = {name: rows_of(name, arguments) for name in dict.fromkeys(arguments.formats)}
     if arguments.folder is not None and not arguments.folder.is_dir():

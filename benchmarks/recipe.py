@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from PIL import Image
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
 from experiments.shared.command_line import DEFAULT_P_K, present_device
 from experiments.shared.cores import usable_cores
@@ -143,7 +142,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="steps per turn")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/recipe.csv")
+    add_output_flag(parser, "recipe.csv")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = arguments.device

@@ -14,12 +14,11 @@ import argparse
 import math
 import platform
 import sys
-from pathlib import Path
 
 import torch
 
 from benchmarks.losses import MEASUREMENT_FLAGS, add_measurement_flags, run
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from experiments.shared.environment import device_name
 from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
 
@@ -59,7 +58,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--max_n", type=int, default=max(NS), help="leave out larger n (%(default)s)")
     add_measurement_flags(parser, repeats=5, limit_s=20)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/scaling.csv")
+    add_output_flag(parser, "scaling.csv")
     arguments = parser.parse_args()
 
     shared = {name: getattr(arguments, name) for name in MEASUREMENT_FLAGS}

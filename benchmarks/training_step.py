@@ -13,11 +13,10 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
 from experiments.shared.command_line import DEFAULT_P_K, present_device
 from experiments.shared.cores import usable_cores
@@ -37,9 +36,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps per turn and method")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/training_step.csv"
-    )
+    add_output_flag(parser, "training_step.csv")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = arguments.device

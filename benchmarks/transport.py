@@ -15,13 +15,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.losses import parse_size
-from benchmarks.table import write_table
+from benchmarks.table import add_output_flag, write_table
 from experiments.shared.command_line import present_device
 from experiments.shared.environment import device_name
 from topk_losses import SinkhornSort, SortedSoftTopK
@@ -80,9 +79,7 @@ def main() -> int:
     parser.add_argument("--device", type=present_device, default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent.parent / "results/benchmarks/transport.csv"
-    )
+    add_output_flag(parser, "transport.csv")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = arguments.device

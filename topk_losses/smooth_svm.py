@@ -59,9 +59,9 @@ def kth_largest_by_operations(
     enough = kth > MASKED / 2  # are there k others at all?
     # Logarithms of the size of z carry the rounding of z: float64, where the device has it, until all is subtracted.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
-    highest = top[:, :1].detach().to(wide)
+    highest = top[:, :1].detach().to(wide)  # (rows, 1)
     e = log_polynomials((others.to(wide) - highest) / temperature, ks[-1])
-    logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)
+    logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)  # (rows, J)
     smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
     too_few = -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)

@@ -205,10 +205,10 @@ class LML(ThresholdOperator):
         n, finfo = x.shape[1], torch.finfo(x.dtype)
         points = top_and_rest(x, 1.0, 2 * most)
         M = points.shape[1] - 1
-        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()
+        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()  # (rows, J)
 
         def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
-            t = x.unsqueeze(1) - theta.unsqueeze(2)
+            t = x.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, n)
             # 1 - p above theta, else p: where all p are 0 or 1, the digits of these count
             rest = torch.sigmoid(-t.abs())
             excess = (t >= 0).sum(2) - k - torch.copysign(rest, t).sum(2)

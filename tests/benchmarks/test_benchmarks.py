@@ -49,6 +49,16 @@ def test_a_size_that_cannot_be_read_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file" / "losses.csv", tmp_path):
+        done = run(losses.main, "--methods", "lml", "--sizes", "4x12", "--output", output)
+        assert done.returncode == 2
+        assert "folder" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not done.stdout
+
+
 def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
     output = tmp_path / "scaling.csv"
     flags = ["--max_n", 100, "--repeats", 1, "--limit_s", 0, "--threads", 1, "--output", output]

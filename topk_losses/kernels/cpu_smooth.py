@@ -72,14 +72,14 @@ def _polynomial(c, x, out):
 @jit
 def _forward(
     scores, labels, temperature, softmax, ks, first, last,
-    smooth, hard, top, log_softmax, index, kth_of, origin, powers, of_leaves,
+    smooth, hard, top, log_softmax, index, origin, powers, of_leaves,
 ):  # fmt: skip
     """Rows first..last of scores (batch, n) for ks (J,) rising up to K.
 
     To smooth and hard (batch, J), top (batch, some) and, if softmax, log_softmax (batch, 1). For their derivatives:
-    index (batch, leaves + 1): the leaves and the true class; kth_of (batch, J): the column of the k-th largest, or the
-    true class if there is none; origin (batch, 2): that of x = exp((score - origin) / temperature), and what
-    softmax_sum gave; powers (batch, J, K): the coefficients of x, x^2, ... for the rest; of_leaves (batch, J, leaves).
+    index (batch, leaves + 1): the leaves, falling, and the true class; origin (batch, 2): that of x = exp((score -
+    origin) / temperature), and what softmax_sum gave; powers (batch, J, K): the coefficients of x, x^2, ... for the
+    rest; of_leaves (batch, J, leaves).
     """
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, ks[-1]
     x, factors = np.empty(n, _f32), np.empty((K + 1, -(-n // LANES) * LANES), _f32)
@@ -123,10 +123,8 @@ def _forward(
             k = ks[which]
             kth = top[row, k - 1]
             hard[row, which] = smooth[row, which] = kth - o[true]
-            kth_of[row, which] = true
             if kth == _f32(-np.inf):
                 continue
-            kth_of[row, which] = leaves[k - 1]
 
             # with one leaf after the other; exponentials are relative to the k-th now
             shrunk = math.exp((np.float64(least) - np.float64(kth)) / temperature)  # at most 1
@@ -160,18 +158,18 @@ def _forward(
 
 @jit
 def _backward(
-    scores, labels, temperature, softmax, top, index, kth_of, origin, powers, of_leaves, grad, of_softmax,
+    scores, labels, temperature, softmax, ks, top, index, origin, powers, of_leaves, grad, grad_hard, of_softmax,
     first, last, grad_scores,
 ):  # fmt: skip
-    """Rows first..last of grad (batch, J), that of smooth, and of_softmax (batch, 1) to grad_scores (batch, n)."""
+    """Rows first..last of the gradients of smooth and hard (batch, J) and log_softmax (batch, 1) to that (batch, n)."""
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, powers.shape[2]
     x, c, of_leaf = np.empty(n, _f32), np.empty(K, _f32), np.empty(num_leaves, _f32)
     for row in range(first, last):
         slope, of_true, any_grad = grad_scores[row], _f32(0), False
         slope[:], c[:], of_leaf[:] = _f32(0), _f32(0), _f32(0)
-        for which in range(kth_of.shape[1]):
+        for which in range(len(ks)):
             share = grad[row, which]
-            if share != 0 and kth_of[row, which] != labels[row]:  # an unused branch may hold NaN or inf
+            if share != 0 and top[row, ks[which] - 1] != _f32(-np.inf):  # an unused branch may hold NaN or inf
                 c += share * powers[row, which]
                 of_leaf += share * of_leaves[row, which]
                 of_true -= share
@@ -184,6 +182,10 @@ def _backward(
         for r in range(num_leaves):
             slope[index[row, r]] = of_leaf[r]
         slope[labels[row]] = of_true
+        for which in range(len(ks)):
+            if top[row, ks[which] - 1] != _f32(-np.inf):
+                slope[index[row, ks[which] - 1]] += grad_hard[row, which]
+                slope[labels[row]] -= grad_hard[row, which]
         if softmax and of_softmax[row, 0] != 0:
             highest = max(top[row, 0], scores[row, labels[row]])
             subtract_softmax(of_softmax[row, 0], scores[row], highest, origin[row, 1], x, slope)
@@ -200,7 +202,7 @@ class _KthLargest(torch.autograd.Function):
         leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
         smooth, hard, top, log_softmax = (scores.new_empty(batch, size) for size in (J, J, min(K + 1, n), softmax))
         slopes = [scores.new_empty(batch, *shape) for shape in ((2,), (J, K), (J, leaves))]
-        kept = labels.new_empty(batch, leaves + 1), labels.new_empty(batch, J), *slopes
+        kept = labels.new_empty(batch, leaves + 1), *slopes
         rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
         inputs = (*rows, temperature, softmax, np.array(ks))
         outputs = [each.numpy() for each in (smooth, hard, top, log_softmax, *kept)]
@@ -230,16 +232,9 @@ class _KthLargest(torch.autograd.Function):
             return *torch.autograd.grad(results, copy, wanted, create_graph=True), None, None, None, None
         grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
         rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
-        arrays = [each.numpy() for each in (*kept, grad.contiguous(), of_softmax.contiguous())]
-        in_threads(
-            ctx.threads,
-            len(scores),
-            lambda first, last: _backward(*rows, temperature, softmax, *arrays, first, last, grad_scores.numpy()),
-        )
-        if grads[1] is not None:
-            kth_of = kept[2]
-            grad_scores.scatter_add_(1, kth_of, grad_hard)
-            grad_scores.scatter_add_(1, labels.unsqueeze(1), -grad_hard.sum(1, keepdim=True))
+        arrays = [each.contiguous().numpy() for each in (*kept, grad, grad_hard, of_softmax)]
+        inputs = (*rows, temperature, softmax, np.array(ks), *arrays)
+        in_threads(ctx.threads, len(scores), lambda first, last: _backward(*inputs, first, last, grad_scores.numpy()))
         return grad_scores, None, None, None, None
 
 
