@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The rows that readers ask for first, in that order: Table 1 short, seeds 0 and 1 (what --short means: table1.sh);
-# Table 4 short, seed 0, where rows that Table 1 has are recorded without training again; Table 1 short, seed 2; strong.sh,
-# seed 0; the published 200 epochs of two rows; strong.sh, seed 1. At the lowest priority, so that it can run for days
-# beside other work. Works from any directory; paths in arguments are relative to the repository.
+# The rows that readers ask for first, in that order: the published 200 epochs (softmax and splitter_selection [.2 x5],
+# SoftSort [.2 x5], SinkhornSort k = 5, seed 1 of the first two, the rest of Table 1), in bf16 where there is no GPU;
+# then Table 1 short (what --short means: table1.sh), Table 4 short, seed 0, where rows that Table 1 has are recorded
+# without training again; strong.sh. At the lowest priority, so that it can run for days beside other work. Works from
+# any directory; paths in arguments are relative to the repository.
 #   scripts/evidence.sh --jobs 1 --threads 1 --data_dir FOLDER      # arguments as in table1.sh; a row per core without
 #   scripts/evidence.sh --status                                    # where each row stands
 # Ctrl-C, SIGTERM and kill -9 stop it at any moment, and the same call continues; SIGSTOP and SIGCONT hold it.
@@ -11,18 +12,22 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 
 rows() {
-  local short1 short4 strong published
+  local published short1 softmax splitter
+  published=$(scripts/table1.sh --dry-run $(nvidia-smi -L > /dev/null 2>&1 || echo "--precision bf16") | grep -v "^#")
   short1=$(scripts/table1.sh --short --dry-run)
-  short4=$(scripts/table4.sh --short --dry-run)
-  strong=$(scripts/strong.sh --dry-run)
-  published=$(scripts/table1.sh --dry-run)
-  grep -- "--seed 0 " <<< "$short1"
-  grep -- "--seed 1 " <<< "$short1"
-  grep -- "--seed 0 " <<< "$short4"
-  grep -- "--seed 2 " <<< "$short1"
-  grep -- "--seed 0 " <<< "$strong"
-  grep -- "--method softmax_cross_entropy .*--seed 0 " <<< "$published"
-  grep -- "--method splitter_selection .*--p_k .2 .2 .2 .2 .2 --seed 0 " <<< "$published"
-  grep -- "--seed 1 " <<< "$strong"
+  softmax="--method softmax_cross_entropy " splitter="--method splitter_selection .*--p_k .2 .2 .2 .2 .2 "
+  first() { grep -e "$1.*--seed $2 " <<< "$published"; }
+  {
+    first "$softmax" 0
+    first "$splitter" 0
+    first "--method softsort .*--p_k .2 .2 .2 .2 .2 " 0
+    first "--method sinkhorn_sort .*--p_k 0. 0. 0. 0. 1. " 0
+    first "$softmax" 1
+    first "$splitter" 1
+    echo "$published"
+  } | awk '!seen[$0]++'
+  for seed in 0 1 2; do grep -- "--seed $seed " <<< "$short1"; done
+  scripts/table4.sh --short --dry-run | grep -- "--seed 0 "
+  scripts/strong.sh --dry-run | grep -v "^#"
 }
 exec nice -n 19 .venv/bin/python scripts/launch.py --name evidence --row-per-core "$@" < <(rows)
