@@ -31,7 +31,7 @@ from experiments.shared.environment import device_name, keep_freed_memory
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.methods import SINGLE_K
-from topk_losses.sorts import largest
+from topk_losses.operator import largest
 
 SIZES = ("128x100", "500x1000m16", "500x10450m50", "128x1000", "128x10450")
 P_K = {"softmax_cross_entropy": [1.0], **{method: [0, 0, 0, 0, 1.0] for method in SINGLE_K}}

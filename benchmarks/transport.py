@@ -29,7 +29,7 @@ from topk_losses.transport import whiten_and_squash
 K = 5
 MOST_ITERATIONS = 20_000
 TOLERANCE = 1e-3
-OPERATORS = {"sinkhorn_sort": SinkhornSort(K), "soft_topk": SortedSoftTopK(K)}
+OPERATORS = {"sinkhorn_sort": SinkhornSort(K, 100.0), "soft_topk": SortedSoftTopK(K, 10.0)}
 COLUMNS = (
     *("method", "batch", "n", "k", "inverse_temperature", "ms", "unrolled_ms", "unrolled_over_ours"),
     *("unrolled_iterations", "largest_difference", "note", "device", "threads", "torch"),

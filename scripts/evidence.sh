@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 rows() {
   local published short1 softmax splitter
-  published=$(scripts/table1.sh --dry-run $(nvidia-smi -L > /dev/null 2>&1 || echo "--precision bf16") | grep -v "^#")
+  published=$(scripts/table1.sh --dry-run $(nvidia-smi -L > /dev/null 2>&1 || echo "--precision bf16") | grep -- "--seed ")
   short1=$(scripts/table1.sh --short --dry-run)
   softmax="--method softmax_cross_entropy " splitter="--method splitter_selection .*--p_k .2 .2 .2 .2 .2 "
   first() { grep -e "$1.*--seed $2 " <<< "$published"; }
@@ -28,6 +28,6 @@ rows() {
   } | awk '!seen[$0]++'
   for seed in 0 1 2; do grep -- "--seed $seed " <<< "$short1"; done
   scripts/table4.sh --short --dry-run | grep -- "--seed 0 "
-  scripts/strong.sh --dry-run | grep -v "^#"
+  scripts/strong.sh --dry-run | grep -- "--seed "
 }
 exec nice -n 19 .venv/bin/python scripts/launch.py --name evidence --row-per-core "$@" < <(rows)

@@ -4,6 +4,8 @@ loss = TopKCrossEntropyLoss("splitter_selection", p_k={1: .5, 5: .5}, m=16)
 loss(logits, labels).backward()
 """
 
+from importlib.metadata import PackageNotFoundError, version
+
 from topk_losses.classification import SoftmaxCrossEntropyLoss
 from topk_losses.functional import soft_topk_values, topk_cross_entropy, topk_mask
 from topk_losses.loss import TopKCrossEntropyLoss, make_loss
@@ -17,14 +19,20 @@ from topk_losses.methods import (
     resolve_settings,
 )
 from topk_losses.networks import RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.operator import TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.single_k import NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
-from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK, SortedSoftTopK
+
+try:
+    __version__ = version("topk-losses")
+except PackageNotFoundError:  # a copy of the folder
+    __version__ = "unknown"
 
 __all__ = [
     "ALIASES",

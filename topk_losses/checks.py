@@ -14,18 +14,16 @@ AUTO = "auto"  # the inverse temperature that follows the logits
 PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, see check_p_k
 
 
-def is_concrete(tensor: Tensor) -> bool:
-    """Whether a tensor is an ordinary one: not of torch.compile, torch.export, torch.func, nor a fake one."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is an ordinary one, or a compiler's: not of torch.export, torch.func, nor a fake one."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def has_known_values(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be looked at without waiting for a device: is_concrete, and on the CPU."""
-    return tensor.device.type == "cpu" and is_concrete(tensor)
+    """Whether a tensor's numbers can be looked at without waiting for a device or breaking a compiler's graph."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_ordinary(tensor)
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -33,11 +31,6 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
     if not torch.amp.is_autocast_available(device.type):  # the meta device knows no autocast
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def numbers_like(values: Iterable[float], like: Tensor) -> Tensor:
-    """J numbers, (J,), of the dtype and on the device of another tensor; a GPU is not waited for."""
-    return torch.tensor(list(values), dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
@@ -112,9 +105,9 @@ def check_num_classes(num_classes: SupportsIndex | None) -> int | None:
     return None if num_classes is None else check_integer("num_classes", num_classes, 2)
 
 
-def check_m(m: SupportsIndex | None, num_classes: int | None) -> int | None:
-    """Return `m`; raise ValueError unless it is None or 2 <= m <= num_classes."""
-    return None if m is None else check_integer("m", m, 2, num_classes, "num_classes=")
+def check_m(m: SupportsIndex | None) -> int | None:
+    """Return `m`; raise ValueError unless it is None or at least 2."""
+    return None if m is None else check_integer("m", m, 2)
 
 
 def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = None) -> Tensor:
@@ -173,11 +166,20 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
     """
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
+    hint = ""
+    if labels.shape == (*shape, 1):
+        hint = "; take the last dimension off with labels.squeeze(-1)"
+    elif labels.dim() > len(shape) and num_classes in labels.shape:
+        hint = "; a column per class is a distribution (labels.float()) or, with soft_labels='any', a set of answers"
     if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64 class indices, got {labels.dtype}; convert with labels.long()")
+        raise TypeError(
+            f"labels must be int64 class indices, got {labels.dtype} of shape {tuple(labels.shape)}"
+            f"{hint or '; convert with labels.long()'}"
+        )
     if labels.shape != torch.Size(shape):
         raise ValueError(
-            f"labels must have shape {tuple(shape)}, that of the logits without the classes, got {tuple(labels.shape)}"
+            f"labels must have shape {tuple(shape)}, that of the logits without the classes, "
+            f"got {tuple(labels.shape)}{hint}"
         )
     if has_known_values(labels) and labels.numel():
         flat = labels.flatten()
@@ -200,7 +202,7 @@ def check_label_masses(labels: Tensor, logits: Tensor, several: bool) -> None:
     if labels.shape != logits.shape:
         raise ValueError(
             f"labels that name several classes must have the shape of the logits {tuple(logits.shape)}, "
-            f"got {tuple(labels.shape)}"
+            f"got {tuple(labels.shape)}; for class indices convert with labels.long()"
         )
     if not has_known_values(labels) or not labels.numel():
         return

@@ -1,10 +1,9 @@
 """What every loss here shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights, reductions."""
 
-from typing import Any, SupportsIndex, TypedDict
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from topk_losses.checks import (
     check_choice,
@@ -17,22 +16,12 @@ from topk_losses.checks import (
     full_precision,
     has_known_values,
 )
-from topk_losses.sorts import Constants, to_compute_dtype
+from topk_losses.operator import Constants, log_softmax, to_compute_dtype
 from topk_losses.temperature import AutoTemperature
 
 REDUCTIONS = ("mean", "sum", "none")
 SOFT_LABELS = ("expected", "any")
 MANY = 8  # classes with mass, per sample, from which on all columns of P together cost less than each alone
-
-
-class Settings(TypedDict, total=False):
-    """What every loss takes by keyword, see ClassificationLoss."""
-
-    weight: Tensor | None
-    label_smoothing: float
-    soft_labels: str
-    ignore_index: int
-    reduction: str
 
 
 class ClassificationLoss(Constants):
@@ -116,17 +105,14 @@ class ClassificationLoss(Constants):
         """
         return self._reduced(logits, labels, None)
 
-    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
-        """The loss of each row: scores (rows, n), labels (rows,) int64 in [0, n), p_k (rows, K) -> (rows,)."""
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+        """The loss of each row of scores (rows, n), with p_k (rows, K) where it was given.
+
+        target: labels (rows,) int64 in [0, n) -> (rows,); a set of right answers, mass (rows, n) in [0, 1] -> (rows,),
+        from losses that know it; None -> (rows, n), the loss of every class as the label, or None where that is not
+        cheaper than n times the loss of one.
+        """
         raise TypeError(f"{type(self).__name__} does not define _losses")
-
-    def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor | None:
-        """The loss of each row for every class as its label, (rows, n), where that is cheaper than n times _losses."""
-        return None
-
-    def _losses_of_any(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
-        """The loss of each row for a set of right answers, mass (rows, n) in [0, 1] -> (rows,)."""
-        raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels='any'")
 
     def _reduced(self, logits: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_logits(logits)
@@ -186,7 +172,7 @@ class ClassificationLoss(Constants):
         if self.soft_labels == "any":
             if weight is not None or self.label_smoothing:
                 raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
-            return self._losses_of_any(scores, mass, p_k)
+            return self._losses(scores, mass, p_k)
         if self.label_smoothing:
             mass = (1 - self.label_smoothing) * mass + self.label_smoothing / scores.shape[1]
         return self._expected(scores, mass if weight is None else mass * weight, p_k)
@@ -196,7 +182,7 @@ class ClassificationLoss(Constants):
         number, n = scores.shape
         known = has_known_values(mass)
         if not known or int(mass.count_nonzero()) > MANY * number:
-            losses = self._losses_of_all(scores, p_k)  # (rows, n)
+            losses = self._losses(scores, None, p_k)  # (rows, n)
             if losses is not None:
                 # 0 times an infinite loss is 0: a class without mass
                 return torch.where(mass > 0, losses * mass, 0).sum(1)
@@ -214,11 +200,5 @@ class ClassificationLoss(Constants):
 class SoftmaxCrossEntropyLoss(ClassificationLoss):
     """torch.nn.CrossEntropyLoss that refuses what the other losses refuse, and computes in float32 as they do."""
 
-    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
-        return cross_entropy(scores, labels, reduction="none")
-
-    def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor:
-        return -scores.log_softmax(1)
-
-    def _losses_of_any(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
-        return scores.logsumexp(1) - (scores + mass.log()).logsumexp(1)
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+        return -log_softmax(scores, target)

@@ -4,30 +4,24 @@ L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y]
 (Petersen, Kuehne, Borgelt, Deussen, "Differentiable Top-k Classification Learning", ICML 2022).
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from topk_losses.checks import (
     PK,
     check_integer,
-    check_k,
     check_m,
     check_num_classes,
     check_p_k,
     has_known_values,
 )
-from topk_losses.classification import ClassificationLoss, Settings, SoftmaxCrossEntropyLoss
+from topk_losses.classification import ClassificationLoss, SoftmaxCrossEntropyLoss
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
-from topk_losses.sorts import TopKOperator, largest
-
-
-def guarded_log(p: Tensor) -> Tensor:
-    """log(p (1 - 2e-7) + 1e-7), the official code's guard against log 0: finite for p in [0, 1]."""
-    return torch.log(p * (1 - 2e-7) + 1e-7)
+from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, pick_ranks
 
 
 def log_mixture(logs: Tensor, shares: Tensor, positive: bool) -> Tensor:
@@ -68,8 +62,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             {1: .5, 5: .5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
             (batch, K) to the call.
         num_classes: n, the number of logits; None takes it from them. (torch.compile wants it said, or m.)
-        m: keep the true class and the m - 1 largest others, 2 <= m <= n; None (default) keeps all. The softmax
-            term sees the m scores too.
+        m: keep the true class and the m - 1 largest others, m >= 2; None (default) and all that is larger than n keep
+            all. The softmax term sees the m scores too.
         inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
             learned; "auto" follows the spread of the logits (AutoTemperature). It can be set at any time. Defaults:
             networks 1, neuralsort and softsort .5 (published for ImageNet with m = 16; for all 100 scores of CIFAR-100
@@ -79,17 +73,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
             (default): softmax(logits)_y inside the same logarithm. "smce": a cross-entropy of its own,
             P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
-        settings: weight, label_smoothing, soft_labels, ignore_index, reduction as in ClassificationLoss, and so are
-            shapes.
+        weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
 
-    Every logarithm but CE's is log(p (1 - 2e-7) + 1e-7), as in the official code; lml, lapsum, capped_softmax,
-    subset_topk, df_topk and recall_surrogate, which it does not have, stay in exact logarithms instead. sparse_topk and
-    perturbed_topk want P_K(1) > 0 with top1_mode "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN
-    and touches no other; a logit of -inf is a class that takes no part.
+    log P(rank <= k) is log(p (1 - 2e-7) + 1e-7), the official code's guard, where P is a number: for sorts, networks,
+    sinkhorn_sort, sparse_topk and perturbed_topk. The others stay in exact logarithms. sparse_topk and perturbed_topk
+    want P_K(1) > 0 with top1_mode "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN and touches no
+    other; a logit of -inf is a class that takes no part.
     Raises ValueError on construction for settings that do not fit, with a sentence saying which.
     """
 
-    constants = ("weight", "p_k", "shares")
+    constants = ("weight", "p_k")
     fixed = ("num_classes", "method", "m", "distribution", "art_lambda", "top1_mode")
 
     def __init__(
@@ -102,18 +95,22 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         distribution: str | None = None,
         art_lambda: float | None = None,
         top1_mode: str | None = None,
-        **settings: Unpack[Settings],
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        soft_labels: str = "expected",
+        ignore_index: int = -100,
+        reduction: str = "mean",
     ) -> None:
-        super().__init__(num_classes, **settings)
+        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         resolved = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode, relaxed=True)
         self.method = resolve_method(method)
         self.distribution, self.art_lambda = resolved["distribution"], resolved["art_lambda"]
         self.top1_mode: str = resolved["top1_mode"]
-        self.m = check_m(m, self.num_classes)
+        self.m = check_m(m)
         self.operator: TopKOperator | None = None
         self.inverse_temperature: float | Tensor | str = resolved["inverse_temperature"]
         self.p_k: Tensor = p_k  # type: ignore[assignment]
-        num_scores = self.m or self.num_classes
+        num_scores = min(filter(None, (self.m, self.num_classes)), default=None)
         if num_scores is not None:
             self._operator_for(num_scores, self.k)
 
@@ -126,40 +123,37 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if name == "k":
             raise AttributeError("k is the length of p_k: set p_k")
         super().__setattr__(name, value)
-        if self.__dict__.get("operator") is not None and (
-            name == "generator" or (name == "inverse_temperature" and self.auto is None)
-        ):
-            setattr(self.operator, name, getattr(self, name))
+        if name == "p_k":  # read here, once: where P_K is on a GPU its numbers would have to be waited for
+            has_mass = (self.p_k.reshape(-1, self.k) > 0).any(0).tolist()
+            self.ranks = [k for k, any_mass in enumerate(has_mass, start=1) if any_mass]
+        operator = self.__dict__.get("operator")
+        if operator is not None and name in ("generator", "inverse_temperature"):
+            self._bind(operator)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
             value = resolve_settings(self.method, value)["inverse_temperature"]
             self.auto = METHODS[self.method].auto() if isinstance(value, str) else None
             return value
-        if name == "p_k":
-            return self._checked_p_k(value)
-        return super()._checked_setting(name, value)
+        return self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
+
+    def _num_scores(self, n: int) -> int:
+        """How many of n scores are sorted."""
+        return n if self.m is None else min(self.m, n)
 
     def _checked_p_k(self, p_k: PK) -> Tensor:
-        """P_K as it is kept: float64 where the device has it. Sets the ranks that have mass, and their shares."""
-        rows = check_p_k(p_k, self.num_classes, self.m or self.num_classes)  # (K,) or (num_classes, K)
+        """P_K as it is kept: float64 where the device has it."""
+        rows = check_p_k(p_k, self.num_classes, min(filter(None, (self.m, self.num_classes)), default=None))
         if rows.dim() == 2 and self.num_classes is None:
             raise ValueError(f"p_k with one row per class needs num_classes={len(rows)}; got num_classes=None")
-        first = 1 if self.top1_mode == "sort" else 2
-        if first == 2 and bool((rows[..., 0] == 1).all()):
+        if self.top1_mode != "sort" and bool((rows[..., 0] == 1).all()):
             raise ValueError(
                 f"top1_mode={self.top1_mode!r} leaves nothing to sort when P_K(1) = 1: the loss would be softmax "
                 f"cross-entropy. Use method='softmax_cross_entropy', or top1_mode='sort'; got p_k={rows.tolist()}"
             )
         self._check_top1(rows)
         before = self.__dict__.get("p_k")
-        if before is not None:
-            rows = rows.to(before.device, before.dtype)
-        has_mass = (rows.reshape(-1, rows.shape[-1]) > 0).any(0).tolist()
-        self.ranks = [k for k, any_mass in enumerate(has_mass, start=1) if any_mass and k >= first]
-        self.shares = rows[..., [k - 1 for k in self.ranks]]  # (J,) or (num_classes, J)
-        self.pays_for_top1 = first == 2 and has_mass[0]
-        return rows
+        return rows if before is None else rows.to(before.device, before.dtype)
 
     def _check_top1(self, p_k: Tensor) -> None:
         """Refuse a P_K (..., K) that leaves classes without a gradient where the method's masks have zeros."""
@@ -174,7 +168,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def extra_repr(self) -> str:
         """The configuration, for printing."""
         p_k = [round(p, 6) for p in self.p_k.tolist()] if self.p_k.dim() == 1 else f"<{tuple(self.p_k.shape)}>"
-        return f"method={self.method}, p_k={p_k}, m={self.m}, top1_mode={self.top1_mode}, {super().extra_repr()}"
+        beta = self.inverse_temperature
+        shown = beta if isinstance(beta, str) else f"{float(beta):g}"
+        shown = f"method={self.method}, p_k={p_k}, m={self.m}, inverse_temperature={shown}, top1_mode={self.top1_mode}"
+        if self.distribution is not None:
+            shown += f", distribution={self.distribution}"
+        return f"{shown}, {super().extra_repr()}"
 
     def check_convergence(self) -> float:
         """The operator's largest relative error since the last call; warns if it is above the tolerance.
@@ -197,7 +196,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if p_k.shape[:-1] != shape or p_k.dim() == 0:
             raise ValueError(f"p_k must have shape {(*shape, 'K')}, a row per sample, got {tuple(p_k.shape)}")
         rows = p_k.reshape(-1, p_k.shape[-1])  # (rows, K)
-        check_integer("the length of p_k", rows.shape[1], 1, self.m or logits.shape[min(1, logits.dim() - 1)])
+        num_scores = self._num_scores(logits.shape[min(1, logits.dim() - 1)])
+        check_integer("the length of p_k", rows.shape[1], 1, num_scores, "the number of scores that are sorted, ")
         if has_known_values(p_k) and rows.numel():
             check_p_k(rows)
             self._check_top1(rows)
@@ -205,110 +205,82 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     def _operator_for(self, num_scores: int, k: int) -> TopKOperator:
         """The operator for that many scores and k ranks, built anew only where these change."""
-        check_k(k, num_scores)
+        if k > num_scores:
+            raise ValueError(f"p_k reaches rank {k}, but only {num_scores} scores are sorted (n, or m); shorten p_k")
         operator = self.operator
         if operator is None or operator.k != k or getattr(operator, "n", num_scores) != num_scores:
+            if num_scores == 2 and METHODS[self.method].family == "transports":
+                warnings.warn(
+                    f"{self.method} whitens the scores, and two scores are the same two numbers then: they get next to "
+                    "no gradient. Sort three or more, or take another method",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
             beta = None if isinstance(self.inverse_temperature, str) else self.inverse_temperature
             settings = (beta, self.distribution, self.art_lambda)
             operator = make_operator(self.method, num_scores, k, *settings).to(self.p_k.device)
-            operator.generator = self.generator
             # Not a submodule: it comes and goes, and a learned temperature is saved once.
-            object.__setattr__(self, "operator", operator)
-        if self.auto is not None:
-            operator.inverse_temperature = self.auto.value()
+            object.__setattr__(self, "operator", self._bind(operator))
+        return operator
+
+    def _bind(self, operator: TopKOperator) -> TopKOperator:
+        """Hand an operator what can be set of the loss."""
+        operator.generator = self.generator
+        beta: Any = self.inverse_temperature
+        operator.inverse_temperature = beta if self.auto is None else self.auto.beta
         return operator
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKCrossEntropyLoss":
         super()._apply(fn, recurse)
         if self.operator is not None:
-            self.operator._apply(fn, recurse)
+            self._bind(self.operator)._apply(fn, recurse)
         return self
 
-    def _ranks_and_operator(self, scores: Tensor, p_k: Tensor | None) -> tuple[list[int], TopKOperator]:
-        """The k for which P(rank <= k) is wanted, rising, and who computes it; p_k (rows, K) or None."""
-        if p_k is None:
-            return self.ranks, self._operator_for(scores.shape[1], self.k)
-        first = 1 if self.top1_mode == "sort" else 2
-        K = p_k.shape[1]
-        return list(range(first, K + 1)), self._operator_for(scores.shape[1], max(K, self.k))
+    def _shares(self, p_k: Tensor | None, scores: Tensor, target: Tensor | None) -> Tensor:
+        """P_K in the scores' dtype, (1 or rows, K), or (1 or rows, K, 1 or n) for all classes.
 
-    def _shares(self, p_k: Tensor | None, scores: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """P_K(1), (1 or rows or n,), and P_K(k) for the k of interest, (1 or rows or n, J), in the scores' dtype.
-
-        With one P_K per class: those of the labels (rows,) int64, their mean for masses (rows, n), all for None.
+        With one P_K per class: those of the labels (rows,), their mean for masses (rows, n).
         """
-        if p_k is None:
-            first, shares = self.p_k[..., :1].to(scores), self.shares.to(scores)
-            if first.dim() == 1:
-                return first, shares.unsqueeze(0)
-            if labels is None:
-                return first.squeeze(1), shares
-            if labels.is_floating_point():
-                mean = labels / labels.sum(1, keepdim=True)
-                return (mean @ first).squeeze(1), mean @ shares
-            return first[labels].squeeze(1), shares[labels]
-        p_k = p_k.to(scores)
-        return p_k[:, 0], p_k if self.top1_mode == "sort" else p_k[:, 1:]
+        rows = (self.p_k if p_k is None else p_k).to(scores)
+        if p_k is None and rows.dim() == 2:
+            if target is None:
+                return rows.T.unsqueeze(0)
+            return (target / target.sum(1, keepdim=True)) @ rows if is_mass(target) else rows[target]
+        rows = rows.reshape(-1, rows.shape[-1])
+        return rows.unsqueeze(2) if target is None else rows
 
-    def _has_softmax(self, p_k: Tensor | None) -> bool:
-        """Whether softmax answers for P_K(1), and there is any."""
-        return self.top1_mode != "sort" and (p_k is not None or self.pays_for_top1)
-
-    def _total(
-        self, guarded: bool, within: Tensor, shares: Tensor, top1: Tensor | None, first: Tensor, own: bool
-    ) -> Tensor:
-        """The loss from P(rank <= k), or its logarithm if not guarded, (rows, J, ...), P_K(k), -log of softmax where it
-        answers for P_K(1), and P_K(1); broadcast to one shape. own: P_K is the loss's own, whose ranks have mass.
-        """
-        if top1 is not None and self.top1_mode == "sm":  # one more term of the mixture
-            term = torch.exp(-top1) if guarded else -top1
-            within = torch.cat([term.unsqueeze(1), within], dim=1)
-            shares, top1 = torch.cat([first.unsqueeze(1), shares], dim=1), None
-        if guarded:
-            log = guarded_log((within * shares).sum(1))
-        else:
-            log = log_mixture(within, shares, own and self.p_k.dim() == 1)
-        return -log if top1 is None else first * top1 - (1 - first) * log
-
-    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
-        first, shares = self._shares(p_k, scores, labels)
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+        ranks = self.ranks if p_k is None else list(range(1, p_k.shape[1] + 1))
+        shares = pick_ranks(self._shares(p_k, scores, target), ranks)  # (1 or rows, J[, 1 or n])
         if self.m is not None:
-            scores, labels = top_m(scores, labels, self.m), torch.zeros_like(labels)  # (rows, m)
-        ranks, operator = self._ranks_and_operator(scores, p_k)
-        top1: Tensor | None = None
-        if self._has_softmax(p_k):
-            within, top1 = operator._beside_softmax(scores, labels, ranks)  # (rows, J), (rows,)
-        else:
-            within = (operator._within if operator.guarded else operator._log_within)(scores, labels, ranks)
-        return self._total(operator.guarded, within, shares, top1, first, p_k is None)
+            if target is None:
+                return None  # each class has scores of its own
+            scores, target = self._top_m(scores, target)
+        softmax = self.top1_mode != "sort" and ranks[0] == 1
+        operator = self._operator_for(scores.shape[1], self.k if p_k is None else max(p_k.shape[1], self.k))
+        logs = operator.log_within(scores, target, ranks[softmax:], softmax)  # (rows, J[, n])
+        if target is not None and is_mass(target):
+            logs = logs.clamp(max=0)  # the sum over a set counts how many are expected within k; above 1, one is
+        positive = p_k is None and self.p_k.dim() == 1
+        if not softmax:
+            return -log_mixture(logs, shares, positive)
+        log_top1, first, inside = logs[:, 0], shares[:, 0], self.top1_mode == "sm"
+        if operator.guarded:  # of the whole mixture, as in the official code
+            logs = torch.cat([guarded_log(logs[:, :1].exp() * inside), logs[:, 1:]], dim=1)
+        elif not inside:
+            logs, shares = logs[:, 1:], shares[:, 1:]
+        mixture = log_mixture(logs, shares, positive)
+        return -mixture if inside else -first * log_top1 - (1 - first) * mixture
 
-    def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor | None:
-        if self.m is not None:
-            return None  # each class has scores of its own
-        first, shares = self._shares(p_k, scores, None)
-        ranks, operator = self._ranks_and_operator(scores, p_k)
-        per_class = p_k is None and len(shares) > 1
-        shares = shares.T.unsqueeze(0) if per_class else shares.unsqueeze(2)  # (1, J, n), or (1 or rows, J, 1)
-        within = (operator._all_within if operator.guarded else operator._log_all_within)(scores, ranks)  # (rows, J, n)
-        first = first.unsqueeze(0 if per_class else 1)  # (1, n), or (1 or rows, 1)
-        top1 = -scores.log_softmax(1) if self._has_softmax(p_k) else None
-        return self._total(operator.guarded, within, shares, top1, first, p_k is None)
-
-    def _losses_of_any(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
-        first, shares = self._shares(p_k, scores, mass)
-        if self.m is not None:
-            if has_known_values(mass) and mass.numel() and int((mass > 0).sum(1).max()) > self.m:
-                raise ValueError(f"m={self.m} scores cannot hold {int((mass > 0).sum(1).max())} right answers; raise m")
-            index = largest(scores.detach().masked_fill(mass > 0, torch.inf), self.m)
-            scores, mass = scores.gather(1, index), mass.gather(1, index)  # (rows, m), no right answer left out
-        ranks, operator = self._ranks_and_operator(scores, p_k)
-        # The sum over the set counts how many are expected within k; where that exceeds 1, one is.
-        if operator.guarded:
-            within = operator._within(scores, mass, ranks).clamp(max=1)  # (rows, J)
-        else:
-            within = operator._log_within(scores, mass, ranks).clamp(max=0)
-        top1 = scores.logsumexp(1) - (scores + mass.log()).logsumexp(1) if self._has_softmax(p_k) else None
-        return self._total(operator.guarded, within, shares, top1, first, p_k is None)
+    def _top_m(self, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores that are sorted, (rows, m), and the target among them: no right answer is left out."""
+        m = self._num_scores(scores.shape[1])
+        if not is_mass(target):
+            return top_m(scores, target, m), torch.zeros_like(target)
+        if has_known_values(target) and target.numel() and int((target > 0).sum(1).max()) > m:
+            raise ValueError(f"m={m} scores cannot hold {int((target > 0).sum(1).max())} right answers; raise m")
+        index = largest(scores.detach().masked_fill(target > 0, torch.inf), m)
+        return scores.gather(1, index), target.gather(1, index)
 
 
 def _single_k(method: str, p_k: PK, num_classes: SupportsIndex | None) -> int:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor
 
-from topk_losses.checks import check_choice, check_fraction, check_inverse_temperature, check_k
+from topk_losses.checks import check_choice, check_inverse_temperature, check_k
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.operator import TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
-from topk_losses.sigmoids import DISTRIBUTIONS
+from topk_losses.sigmoids import check_sigmoid
 from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, SingleKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
-from topk_losses.sorts import NeuralSort, SoftSort, TopKOperator
+from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
 from topk_losses.temperature import AutoTemperature
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
@@ -123,14 +124,7 @@ def resolve_settings(
             inverse_temperature = spec.inverse_temperature
 
     if spec.network is not None:
-        distribution = check_choice("distribution", distribution or "logistic_phi", DISTRIBUTIONS)
-        if distribution == "logistic_phi":
-            art_lambda = check_fraction("art_lambda", 0.5 if art_lambda is None else art_lambda)
-        elif art_lambda is not None:
-            raise ValueError(
-                f"art_lambda applies to the distribution logistic_phi, not to {distribution}; leave it out, "
-                f"got {art_lambda!r}"
-            )
+        distribution, art_lambda = check_sigmoid(distribution, art_lambda)
     else:
         not_for("distribution", distribution, "relaxed networks (odd_even, bitonic, splitter_selection)")
         not_for("art_lambda", art_lambda, "relaxed networks with the distribution logistic_phi")

@@ -19,10 +19,11 @@ from typing import SupportsIndex, cast
 import torch
 from torch import Tensor
 
-from topk_losses.checks import check_choice, check_fraction, check_k
+from topk_losses.checks import check_k
 from topk_losses.kernels import kernel
-from topk_losses.sigmoids import DISTRIBUTIONS, distance_of_rounding, mixing
-from topk_losses.sorts import TopKOperator, finite
+from topk_losses.operator import TopKOperator, finite, is_mass
+from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
+from topk_losses.threshold import as_tensor
 
 Layer = tuple[tuple[int, ...], tuple[int, ...]]  # the lanes lo, and the lanes hi
 
@@ -166,14 +167,75 @@ def splitter_selection(n: int, k: int) -> Network:
     return _network(n, k, [torch.cat(parts, dim=1) for parts in layers])
 
 
+def _compare(
+    x: Tensor, lanes: Tensor, offset: Tensor, distribution: str, beta: float | Tensor, art_lambda: float | None
+) -> tuple[Tensor, Tensor]:
+    """Which comparators of a layer are out of order, and the share that they mix: (c, rows) each.
+
+    x (n, rows): the scores less their maximum, whose size is offset (rows,). lanes (2c,): the lanes hi, then lo.
+    """
+    b, a = x.index_select(0, lanes).chunk(2)  # (c, rows) each
+    d = a - b
+    rounding = distance_of_rounding(x.dtype) * (torch.maximum(a.abs(), b.abs()) + offset)
+    d = torch.where(d.abs() <= rounding, d - d.detach(), d)  # equal, with the derivative of d
+    out = d > 0
+    # e = |d|, but at 0 with a derivative, for which sigmoid(-e) has that of sigmoid(d)
+    return out, mixing(torch.where(out, d, -d), distribution, beta, art_lambda)
+
+
+def _exchange(x: Tensor, lanes: Tensor, out: Tensor, mix: Tensor) -> Tensor:
+    """A layer applied to x (n, channels, rows): a symmetric map of the two lanes of each comparator."""
+    b, a = x.index_select(0, lanes).chunk(2)  # (c, channels, rows) each, on the lanes hi and lo
+    out, mix = out.unsqueeze(1), mix.unsqueeze(1)
+    hi, lo = torch.where(out, a, b), torch.where(out, b, a)
+    moved = mix * (hi - lo)
+    return x.index_copy(0, lanes, torch.cat([hi - moved, lo + moved]))
+
+
+def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores less their maximum (n, rows), since an offset would cost digits, and the maximum's size (rows,)."""
+    scores = finite(scores)
+    largest = scores.detach().amax(1, keepdim=True)  # (rows, 1)
+    return (scores - largest).T, largest.abs().squeeze(1)
+
+
+def mass_of(scores: Tensor, target: Tensor) -> Tensor:
+    """The mass on each class (rows, n) that a target stands for: labels (rows,) or itself."""
+    if is_mass(target):
+        return target.to(scores.dtype)
+    return torch.zeros_like(scores).scatter(1, target.unsqueeze(1), 1.0)
+
+
+def carry_mass(
+    scores: Tensor,
+    target: Tensor,
+    beta: float | Tensor,
+    comparators: Tensor,
+    layer_sizes: list[int],
+    k: int,
+    distribution: str,
+    art_lambda: float | None,
+) -> Tensor:
+    """P of the target, (rows, k), by carrying its mass through the network: without a kernel, in any precision.
+
+    scores (rows, n); target: labels (rows,) or a mass (rows, n); comparators (2, C): the lanes hi and the lanes lo.
+    """
+    x, offset = centred(scores)
+    x = torch.stack([x, mass_of(scores, target).T], dim=1)  # (n, 2, rows)
+    for layer in comparators.split(layer_sizes, dim=1):
+        lanes = layer.flatten()
+        x = _exchange(x, lanes, *_compare(x[:, 0], lanes, offset, distribution, beta, art_lambda))
+    return x[x.shape[0] - k :, 1].flip(0).T
+
+
 class RelaxedNetwork(TopKOperator):
     """A comparator network with comparators relaxed by one of the six sigmoid families.
 
     network: `odd_even`, `bitonic` or `splitter_selection` for a fixed n and k. inverse_temperature: beta > 0, larger =
-    closer to the hard network; default 1, as published for ImageNet (CIFAR-100: .5). distribution: default
-    "logistic_phi" with art_lambda .5, as published (the other five have no art_lambda).
-    Raises ValueError for an unknown distribution (naming the nearest), beta <= 0, art_lambda outside [0, 1).
-    Source: Petersen et al. 2022, section 3.3.
+    closer to the hard network; published: 1 for ImageNet, .5 for CIFAR-100. distribution: default "logistic_phi" with
+    art_lambda .5, as published (the other five have no art_lambda). Raises ValueError for an unknown distribution
+    (naming the nearest), beta <= 0, art_lambda outside [0, 1) or without logistic_phi. Source: Petersen et al. 2022,
+    section 3.3.
     """
 
     constants = ("comparators",)
@@ -181,15 +243,14 @@ class RelaxedNetwork(TopKOperator):
     def __init__(
         self,
         network: Network,
-        inverse_temperature: float | Tensor = 1.0,
-        distribution: str = "logistic_phi",
+        inverse_temperature: float | Tensor,
+        distribution: str | None = None,
         art_lambda: float | None = None,
     ) -> None:
         super().__init__(network.k, inverse_temperature)
         self.n = network.n
         self.depth, self.num_comparators = network.depth, network.num_comparators
-        self.distribution = check_choice("distribution", distribution, DISTRIBUTIONS)
-        self.art_lambda = check_fraction("art_lambda", 0.5 if art_lambda is None else art_lambda)
+        self.distribution, self.art_lambda = check_sigmoid(distribution, art_lambda)
         # Comparators without a path to the output lanes cost time and change nothing.
         layers = network.pruned().layers
         self.layer_sizes = [len(lo) for lo, _ in layers]
@@ -201,65 +262,22 @@ class RelaxedNetwork(TopKOperator):
         """The configuration, for printing."""
         return (
             f"n={self.n}, {super().extra_repr()}, depth={self.depth}, num_comparators={self.num_comparators}, "
-            f"distribution={self.distribution}, art_lambda={self.art_lambda:g}"
-        )
+            f"distribution={self.distribution}"
+        ) + ("" if self.art_lambda is None else f", art_lambda={self.art_lambda:g}")
 
-    def _check_n(self, scores: Tensor) -> None:
+    def _checked_n(self, scores: Tensor) -> Tensor:
+        """The comparators where the scores are; a kernel would read what does not exist."""
         if scores.shape[1] != self.n:
             raise ValueError(f"this network was built for n={self.n} scores, got {scores.shape[1]}")
+        return self.comparators.to(scores.device)
 
-    def _layers(self, scores: Tensor) -> list[Tensor]:
-        """Per layer of c comparators (2c,): the lanes hi, then the lanes lo."""
-        return [layer.flatten() for layer in self.comparators.to(scores.device).split(self.layer_sizes, dim=1)]
-
-    def _compare(self, x: Tensor, lanes: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-        """Which comparators of a layer are out of order, and the share that they mix: (c, rows) each.
-
-        x (n, rows): the scores less their maximum, whose size is offset (rows,).
-        """
-        b, a = x.index_select(0, lanes).chunk(2)  # (c, rows) each
-        d = a - b
-        rounding = distance_of_rounding(x.dtype) * (torch.maximum(a.abs(), b.abs()) + offset)
-        d = torch.where(d.abs() <= rounding, d - d.detach(), d)  # equal, with the derivative of d
-        out = d > 0
-        # e = |d|, but at 0 with a derivative, for which sigmoid(-e) has that of sigmoid(d)
-        e = torch.where(out, d, -d)
-        return out, mixing(e, self.distribution, self.inverse_temperature, self.art_lambda)
-
-    def _exchange(self, x: Tensor, lanes: Tensor, out: Tensor, mix: Tensor) -> Tensor:
-        """A layer applied to x (n, channels, rows): a symmetric map of the two lanes of each comparator."""
-        b, a = x.index_select(0, lanes).chunk(2)  # (c, channels, rows) each, on the lanes hi and lo
-        out, mix = out.unsqueeze(1), mix.unsqueeze(1)
-        hi, lo = torch.where(out, a, b), torch.where(out, b, a)
-        moved = mix * (hi - lo)
-        return x.index_copy(0, lanes, torch.cat([hi - moved, lo + moved]))
-
-    def _centred(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores less their maximum (n, rows), since an offset would cost digits, and the maximum's size (rows,)."""
-        scores = finite(scores)
-        largest = scores.detach().amax(1, keepdim=True)  # (rows, 1)
-        return (scores - largest).T, largest.abs().squeeze(1)
-
-    def _mass(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The mass on each class that labels stand for: (rows, n)."""
-        if labels.is_floating_point():
-            return labels.to(scores.dtype)
-        return torch.zeros_like(scores).scatter(1, labels.unsqueeze(1), 1.0)
-
-    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
-        self._check_n(scores)  # a kernel would read what does not exist
-        fused = kernel("carry_mass", scores, self.inverse_temperature)
-        if fused is not None:
-            return fused(self, scores, labels)
-        return self._column_by_operations(scores, labels)
-
-    def _column_by_operations(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """_column without a kernel: what the kernels' second derivatives come from, too."""
-        centred, offset = self._centred(scores)
-        x = torch.stack([centred, self._mass(scores, labels).T], dim=1)  # (n, 2, rows)
-        for lanes in self._layers(scores):
-            x = self._exchange(x, lanes, *self._compare(x[:, 0], lanes, offset))
-        return x[self.n - self.k :, 1].flip(0).T  # (rows, k)
+    def _column(self, scores: Tensor, target: Tensor) -> Tensor:
+        comparators = self._checked_n(scores)
+        settings = (comparators, self.layer_sizes, self.k, self.distribution, self.art_lambda)
+        fused = kernel("carry_mass", scores, self.inverse_temperature, target) if self.layer_sizes else None
+        if fused is None:
+            return carry_mass(scores, target, self.beta, *settings)
+        return fused(scores, target, as_tensor(self.beta, scores), *settings)[0]
 
     def _matrix(self, scores: Tensor) -> Tensor:
         """Bidirectional evaluation (Petersen et al. 2022, section 3.2): scores forward, rows of P backward.
@@ -267,16 +285,15 @@ class RelaxedNetwork(TopKOperator):
         A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
         output lane, runs through the same comparators in reverse order.
         """
-        self._check_n(scores)
-        layers = self._layers(scores)
-        centred, offset = self._centred(scores)
-        x = centred.unsqueeze(1)  # (n, 1, rows)
-        compared = []
+        layers = [layer.flatten() for layer in self._checked_n(scores).split(self.layer_sizes, dim=1)]
+        x, offset = centred(scores)
+        x = x.unsqueeze(1)  # (n, 1, rows)
+        compared, beta = [], self.beta
         for lanes in layers:
-            compared.append(self._compare(x[:, 0], lanes, offset))
-            x = self._exchange(x, lanes, *compared[-1])
+            compared.append(_compare(x[:, 0], lanes, offset, self.distribution, beta, self.art_lambda))
+            x = _exchange(x, lanes, *compared[-1])
         units = torch.eye(self.n, dtype=scores.dtype, device=scores.device)[:, self.n - self.k :].flip(1)  # (n, k)
         P = units.unsqueeze(2).expand(-1, -1, len(scores))  # (n, k, rows)
         for lanes, (out, mix) in zip(reversed(layers), reversed(compared)):
-            P = self._exchange(P, lanes, out, mix)
+            P = _exchange(P, lanes, out, mix)
         return P.permute(2, 1, 0)  # (rows, k, n)

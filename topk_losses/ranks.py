@@ -14,63 +14,48 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import pad
 
-from topk_losses.checks import check_integer, numbers_like
-from topk_losses.sorts import MASKED, PointwiseMasks, TopKOperator, differences, finite, largest, pick_ranks
-
-
-class _Sigmoids(PointwiseMasks):
-    """Masks sigmoid(t), which do not sum to k; hence rows of P do not sum to 1."""
-
-    def _f(self, t: Tensor) -> Tensor:
-        return torch.sigmoid(t)
-
-    def _log_f(self, t: Tensor) -> Tensor:
-        return logsigmoid(t)
+from topk_losses.checks import check_integer
+from topk_losses.operator import MASKED, MaskOperator, finite, largest, normal_noise, pick_ranks
+from topk_losses.threshold import PointwiseMasks, ranks_like, soft_ranks
 
 
-class DFTopK(_Sigmoids):
+class DFTopK(PointwiseMasks):
     """DFTopK (Zhu et al. 2025): mask_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
 
     The mask of the k-th score and that of the (k+1)-th sum to 1, and nothing else does; the gradient reaches the true
     class, s_[k] and s_[k+1] alone. For k = n the mask is 1. k: ranks, 1 <= k <= n. inverse_temperature: beta > 0,
-    larger = closer to the hard operator, default .25. Raises ValueError for a non-positive inverse temperature.
+    larger = closer to the hard operator. Raises ValueError for a non-positive inverse temperature.
     """
 
-    def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         K = max(ks, default=0)
-        places = largest(x, min(K + 1, x.shape[1]))
+        places = largest(scores, min(K + 1, scores.shape[1]))
         if labels is None:
-            top, own = x.gather(1, places), x
+            top, own = scores.gather(1, places), scores
         else:  # in one, for one gradient
-            own, top = x.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
+            own, top = scores.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
         top, own = pad(finite(top), (0, K + 1 - places.shape[1]), value=MASKED), finite(own)  # (rows, K + 1)
         middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
         middle = middle + 0 * top[:, :1].detach()  # NaN for a row with NaN or +inf
         t = own.unsqueeze(1) - middle.unsqueeze(2) if labels is None else own - middle
-        return t * scale
+        return t * self.beta
 
 
-class RecallSurrogate(_Sigmoids):
+class RecallSurrogate(PointwiseMasks):
     """The mask of the recall@k surrogate (Patel, Tolias and Matas 2022): sigmoid(k - r_i), r the soft rank.
 
     r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
     grows r tends to the rank, and the mask to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the true
     class, no sort; the masks of all classes compare all pairs, O(n^2). k: ranks, 1 <= k <= n. inverse_temperature:
-    beta > 0, default .25 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
+    beta > 0 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
     """
 
     family = "ranks"
 
-    def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        k, x = numbers_like(ks, x), finite(x)  # (J,), (rows, n)
-        spoilt = 0 * x.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
-        own = x if labels is None else x.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
-        # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
-        higher = torch.sigmoid((x.unsqueeze(1) - own.unsqueeze(2)) * scale)  # (rows, n or 1, n)
-        rank = higher.sum(2) + 0.5 + spoilt  # (rows, n or 1)
-        return k - rank if labels is not None else k.unsqueeze(1) - rank.unsqueeze(1)
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return soft_ranks(scores, self.beta, labels, ks)
 
 
 class _Indicators(torch.autograd.Function):
@@ -100,7 +85,7 @@ class _Indicators(torch.autograd.Function):
         return (weight @ noise).squeeze(1) / (noise.shape[1] - 1), None, None
 
 
-class PerturbedTopK(TopKOperator):
+class PerturbedTopK(MaskOperator):
     """Perturbed top-k indicators (Berthet et al. 2020; Cordonnier et al. 2021): P[r, j] = P(j is r-th in beta s + Z).
 
     Z standard normal; the probability is the mean over `num_samples` draws, new ones in each call, and its gradient
@@ -111,32 +96,26 @@ class PerturbedTopK(TopKOperator):
     A class that no draw puts among the k highest has the mask 0 and no gradient. A loss therefore takes the official
     guard here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise, default .1. num_samples: at
+    k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise. num_samples: at
     least 2, default 100. Raises ValueError for settings that do not fit.
     """
 
-    has_zeros = True
+    guarded = has_zeros = True
 
-    def __init__(
-        self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.1, num_samples: SupportsIndex = 100
-    ) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor, num_samples: SupportsIndex = 100) -> None:
         super().__init__(k, inverse_temperature)
         self.num_samples = check_integer("num_samples", num_samples, 2)
 
-    def _draw(self, *shape: int, like: Tensor) -> Tensor:
-        return torch.randn(shape, dtype=like.dtype, device=like.device, generator=self.generator)
-
-    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if labels.is_floating_point():
-            return super()._within(scores, labels, ks)
-        z = finite(scores) * self.inverse_temperature  # (rows, n)
-        fixed, index = z.detach(), labels.unsqueeze(1)
-        k = numbers_like(ks, labels)  # (J,)
+    def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        if labels is None:
+            return pick_ranks(self._matrix(scores).cumsum(1), ks)
+        z = finite(scores) * self.beta  # (rows, n)
+        fixed, index, k = z.detach(), labels.unsqueeze(1), ranks_like(ks, z)  # (1, J)
         value = z.new_zeros(len(z), len(ks))  # (rows, J), the sum over the draws of who is within k
         slope = z.new_zeros(len(z), len(ks), z.shape[1])  # (rows, J, n), that of its product with the noise
         drawn = torch.zeros_like(fixed)  # (rows, n), that of the noise
         for _ in range(self.num_samples):
-            noise = self._draw(*z.shape, like=z)  # (rows, n)
+            noise = normal_noise(z, *z.shape, generator=self.generator)  # (rows, n)
             noised = fixed + noise
             rank = 1 + (noised > noised.gather(1, index)).sum(1, keepdim=True)  # (rows, 1)
             inside = (rank <= k).to(z.dtype)  # (rows, J)
@@ -149,12 +128,8 @@ class PerturbedTopK(TopKOperator):
         change = (slope @ (z - fixed).unsqueeze(2)).squeeze(2) / (self.num_samples - 1)  # (rows, J): 0, with gradient
         return value + change + spoilt
 
-    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
-        if labels.is_floating_point():
-            return (self._matrix(scores) @ labels.to(scores.dtype).unsqueeze(2)).squeeze(2)
-        return differences(self._within(scores, labels, range(1, self.k + 1)))
-
     def _matrix(self, scores: Tensor) -> Tensor:
-        z = finite(scores) * self.inverse_temperature  # (rows, n)
-        P, _ = _Indicators.apply(z, self._draw(len(z), self.num_samples, z.shape[1], like=z), self.k)
+        z = finite(scores) * self.beta  # (rows, n)
+        noise = normal_noise(z, len(z), self.num_samples, z.shape[1], generator=self.generator)
+        P, _ = _Indicators.apply(z, noise, self.k)
         return P + 0 * z.detach().amax(1)[:, None, None]  # NaN for a row with NaN or +inf

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, erfc, exp, sqrt, where
 
+from topk_losses.checks import check_choice, check_fraction
+
 # ART's slope at e = 0 is infinite; with the epsilon of difftopk, 1e-10, it is 1e-10^-lambda / 4 times beta, 25,000
 # beta for the published .5, and one such gradient undoes many steps of Adam. In bf16 some of 100 scores are always
 # equal. Equal values get the mean slope over e <= ART_TIE instead, about the resolution of bf16 at 1.
@@ -139,12 +141,28 @@ def bind(formula: Callable[..., Any], names: Mapping[str, Any]) -> types.Functio
     return types.FunctionType(formula.__code__, {**formula.__globals__, **names}, formula.__name__)
 
 
+def check_sigmoid(distribution: str | None, art_lambda: float | None) -> tuple[str, float | None]:
+    """The names and numbers that a relaxed comparator runs with, logistic_phi with .5, as published, for None.
+
+    art_lambda is None for the families that have none. Raises ValueError for what does not fit.
+    """
+    distribution = check_choice("distribution", distribution or "logistic_phi", DISTRIBUTIONS)
+    if distribution == "logistic_phi":
+        return distribution, check_fraction("art_lambda", 0.5 if art_lambda is None else art_lambda)
+    if art_lambda is not None:
+        raise ValueError(
+            f"art_lambda applies to the distribution logistic_phi, not to {distribution}; leave it out, "
+            f"got {art_lambda!r}"
+        )
+    return distribution, None
+
+
 def distance_of_rounding(dtype: torch.dtype) -> float:
     """The distance of two values, relative to their size, that rounding alone may put between them."""
     return ROUNDINGS * torch.finfo(dtype).eps
 
 
-def mixing(e: Tensor, distribution: str, beta: float | Tensor, art_lambda: float) -> Tensor:
+def mixing(e: Tensor, distribution: str, beta: float | Tensor, art_lambda: float | None) -> Tensor:
     """The shares that values at the distances e >= 0 take over from each other, in the shape of e."""
-    family = DISTRIBUTIONS[distribution]
-    return family.mix(beta * (e * family.scale(e, art_lambda, ART_TIE**-art_lambda)))
+    family, exponent = DISTRIBUTIONS[distribution], art_lambda or 0.0
+    return family.mix(beta * (e * family.scale(e, exponent, ART_TIE**-exponent)))

@@ -14,11 +14,10 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, relu
-from typing_extensions import Unpack
 
 from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_positive, has_known_values
-from topk_losses.classification import ClassificationLoss, Settings
-from topk_losses.sorts import MASKED, finite, largest
+from topk_losses.classification import ClassificationLoss
+from topk_losses.operator import MASKED, finite, largest, normal_noise
 from topk_losses.temperature import AutoTemperature
 
 BETA = 0.1  # default inverse temperature of the noised losses (results/temperature.csv, as SPREAD)
@@ -26,12 +25,19 @@ SPREAD = 1.5  # what "auto" holds the inverse temperature times the spread of th
 
 
 class SingleKLoss(ClassificationLoss):
-    """A loss of one true class and one k, 1 <= k < number of classes. settings: of ClassificationLoss, by keyword."""
+    """A loss of one true class and one k, 1 <= k < number of classes. The other arguments: of ClassificationLoss."""
 
     def __init__(
-        self, k: SupportsIndex, num_classes: SupportsIndex | None = None, **settings: Unpack[Settings]
+        self,
+        k: SupportsIndex,
+        num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        soft_labels: str = "expected",
+        ignore_index: int = -100,
+        reduction: str = "mean",
     ) -> None:
-        super().__init__(num_classes, **settings)
+        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         if self.soft_labels != "expected":
             raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={self.soft_labels!r}")
         self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
@@ -49,13 +55,15 @@ class TruncatedEntropyLoss(SingleKLoss):
     highest. Among equal scores at rank k the choice is arbitrary. Arguments as for SingleKLoss.
     """
 
-    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
         check_k(self.k, scores.shape[1] - 1)
+        if target is None:
+            return None
         places = largest(scores, self.k)  # (rows, k)
         top = scores.gather(1, places)
         spoilt = 0 * finite(top[:, 0].detach())  # NaN for a row with NaN or +inf
-        top = torch.where(places == labels.unsqueeze(1), top, MASKED)  # but for the true class they pay nothing
-        return cross_entropy(scores.scatter(1, places, top), labels, reduction="none") + spoilt
+        top = torch.where(places == target.unsqueeze(1), top, MASKED)  # but for the true class they pay nothing
+        return cross_entropy(scores.scatter(1, places, top), target, reduction="none") + spoilt
 
 
 class NoisedTopKLoss(SingleKLoss):
@@ -69,7 +77,7 @@ class NoisedTopKLoss(SingleKLoss):
         k: the number of guesses, 1 <= k < number of classes.
         inverse_temperature: 1 / eps, above 0, default .1, larger = less noise; a tensor () that requires a gradient is
             learned; "auto" follows the spread of the logits (AutoTemperature).
-        num_classes, settings: as for SingleKLoss.
+        num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction: as for SingleKLoss.
         num_samples: draws of Z, at least 1; 5 as in the authors' package.
         class_counts: N (n,), above 0; None (default): all alike, the balanced loss. It can be set at any time.
         max_margin: the margin of the rarest class, above 0; 1 (default) as in the balanced loss.
@@ -89,9 +97,13 @@ class NoisedTopKLoss(SingleKLoss):
         class_counts: Sequence[int] | Tensor | None = None,
         max_margin: float = 1.0,
         scale: float = 1.0,
-        **settings: Unpack[Settings],
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        soft_labels: str = "expected",
+        ignore_index: int = -100,
+        reduction: str = "mean",
     ) -> None:
-        super().__init__(k, num_classes, **settings)
+        super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         self.inverse_temperature: Any = inverse_temperature
         self.num_samples = check_integer("num_samples", num_samples, 1)
         self.class_counts: Tensor | None = class_counts  # type: ignore[assignment]
@@ -123,27 +135,21 @@ class NoisedTopKLoss(SingleKLoss):
 
     def _next_largest(self, scores: Tensor) -> Tensor:
         """E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
-        check_k(self.k, scores.shape[1] - 1)
         total = torch.zeros_like(scores[:, :1])
         scores, beta = finite(scores), self._beta()
         for _ in range(self.num_samples):
-            noise = torch.randn(scores.shape, dtype=scores.dtype, device=scores.device, generator=self.generator)
-            noised = scores + noise / beta  # (rows, n)
+            noised = scores + normal_noise(scores, *scores.shape, generator=self.generator) / beta  # (rows, n)
             total = total + noised.gather(1, largest(noised, self.k + 1)[:, -1:])
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         return total / self.num_samples + spoilt
 
-    def _hinge(self, gap: Tensor, labels: Tensor | None) -> Tensor:
-        """The loss from gap = E[(s + eps Z)_[k+1]] - s_y: of labels (rows,), or of all classes (rows, n)."""
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+        check_k(self.k, scores.shape[1] - 1)
         margins: float | Tensor = self.max_margin
         if self.class_counts is not None:
-            rarity = (self.class_counts.min() / self.class_counts).pow(0.25).to(gap)  # (n,), at most 1
-            margins = self.max_margin * (rarity if labels is None else rarity[labels])
-        return self.scale * relu(margins + gap)
-
-    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
-        true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
-        return self._hinge((self._next_largest(scores) - true).squeeze(1), labels)
-
-    def _losses_of_all(self, scores: Tensor, p_k: Tensor | None) -> Tensor:
-        return self._hinge(self._next_largest(scores) - scores, None)
+            counts = self.class_counts.to(scores)
+            rarity = (counts.min() / counts).pow(0.25)  # (n,), at most 1
+            margins = self.max_margin * (rarity if target is None else rarity[target])
+        own = scores if target is None else scores.gather(1, target.unsqueeze(1))  # (rows, n or 1)
+        gap = self._next_largest(scores) - own
+        return self.scale * relu(margins + (gap if target is None else gap.squeeze(1)))

@@ -12,19 +12,17 @@ hard top-k hinge relu(alpha + (o_[k] - s_y) / k). So one number per sample is al
 
 import math
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
-from typing_extensions import Unpack
 
 from topk_losses.checks import check_k, check_positive
-from topk_losses.classification import Settings
 from topk_losses.kernels import kernel
+from topk_losses.operator import MASKED, finite, log_softmax, pick_ranks
 from topk_losses.single_k import SingleKLoss
-from topk_losses.sorts import MASKED, finite, pick_ranks
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
@@ -41,9 +39,9 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
     return e
 
 
-def kth_largest_by_operations(
-    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float | Tensor, softmax: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def kth_largest(
+    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor, softmax: bool = False
+) -> list[Tensor]:
     """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows, J) each.
 
     temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others / temperature). Also
@@ -65,8 +63,8 @@ def kth_largest_by_operations(
     smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
     too_few = -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
-    log_softmax = -F.cross_entropy(scores, labels, reduction="none").unsqueeze(1) if softmax else scores[:, :0]
-    return torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top, log_softmax
+    beside = log_softmax(scores, labels).unsqueeze(1) if softmax else scores[:, :0]
+    return [torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top, beside]
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -80,7 +78,7 @@ class SmoothTopKLoss(SingleKLoss):
         tau: temperature, above 0; the smaller, the closer to the hard hinge. The paper's tau, *not* an inverse
             temperature as elsewhere in this library.
         alpha: margin in units of the logits, above 0.
-        num_classes, settings: weight, label_smoothing, ignore_index and reduction as in ClassificationLoss, and so are
+        num_classes, weight, label_smoothing, ignore_index and reduction as in ClassificationLoss, and so are
             shapes.
 
     A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A logit of -inf is a class that
@@ -94,9 +92,13 @@ class SmoothTopKLoss(SingleKLoss):
         tau: float = 1.0,
         alpha: float = 1.0,
         num_classes: SupportsIndex | None = None,
-        **settings: Unpack[Settings],
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        soft_labels: str = "expected",
+        ignore_index: int = -100,
+        reduction: str = "mean",
     ) -> None:
-        super().__init__(k, num_classes, **settings)
+        super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         self.tau = check_positive("tau", tau)
         self.alpha = check_positive("alpha", alpha)
 
@@ -104,12 +106,14 @@ class SmoothTopKLoss(SingleKLoss):
         """The configuration, for printing."""
         return f"tau={self.tau:g}, alpha={self.alpha:g}, {super().extra_repr()}"
 
-    def _losses(self, scores: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
         check_k(self.k, scores.shape[1] - 1)
-        find = kernel("kth_largest", scores) or kth_largest_by_operations
-        smooth, hard, top, _ = find(scores, labels, [self.k], self.k * self.tau)
+        if target is None:
+            return None
+        find = kernel("kth_largest", scores) or kth_largest
+        smooth, hard, top, *_ = find(scores, target, [self.k], scores.new_full((), self.k * self.tau), False)
         smooth, hard = smooth.squeeze(1), hard.squeeze(1)
-        true = scores.gather(1, labels.unsqueeze(1)).squeeze(1).detach()  # (rows,)
+        true = scores.gather(1, target.unsqueeze(1)).squeeze(1).detach()  # (rows,)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
         spoilt = torch.where(torch.maximum(top[:, 0], true) < math.inf, 0.0, math.nan)  # (rows,)
         return self._hinge(self.alpha + smooth / self.k + spoilt, self.alpha + hard / self.k + spoilt, top, true)

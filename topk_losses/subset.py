@@ -12,72 +12,64 @@ publication of that was found.
 """
 
 import math
-from collections.abc import Sequence
-from typing import SupportsIndex
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, logsigmoid, pad
+from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.kernels import kernel
-from topk_losses.smooth_svm import kth_largest_by_operations, log_polynomials
-from topk_losses.sorts import MASKED, NestedMasks, finite, pick_ranks
+from topk_losses.operator import MASKED, MaskOperator, finite, is_mass, pick_ranks
+from topk_losses.smooth_svm import kth_largest, log_polynomials
+from topk_losses.threshold import as_tensor
 
 
-class SubsetTopK(NestedMasks):
+class SubsetTopK(MaskOperator):
     """The marginals of a random k-subset; the formulas are at the top of this file.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
-    logits. Default .25. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be
-    NaN for k close to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive
-    inverse temperature.
+    logits. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be NaN for k close
+    to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive inverse
+    temperature.
     """
 
-    guarded = False
+    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
+        """As for every operator; by a kernel where there is one, which takes the softmax along."""
+        fused = kernel("kth_largest", scores, self.inverse_temperature)
+        if fused is None or target is None or is_mass(target) or min(ks, default=scores.shape[1]) >= scores.shape[1]:
+            return super().log_within(scores, target, ks, softmax)
+        logs, beside = self._of_labels(scores, target, ks, softmax, fused)
+        return torch.cat([beside, logs], dim=1)
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.25) -> None:
-        super().__init__(k, inverse_temperature)
-
-    def _within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if labels.is_floating_point():
-            return super()._within(scores, labels, ks)
-        return self._log_within(scores, labels, ks).exp()
-
-    def _all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
-        return self._log_all_within(scores, ks).exp()
-
-    def _log_within(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> Tensor:
-        if labels.is_floating_point():
-            return super()._log_within(scores, labels, ks)
-        return self._of_labels(scores, labels, ks, False)[0]
-
-    def _beside_softmax(self, scores: Tensor, labels: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-        within, log_softmax = self._of_labels(scores, labels, ks, True)
-        return within, -log_softmax.squeeze(1)
-
-    def _of_labels(self, scores: Tensor, labels: Tensor, ks: Sequence[int], softmax: bool) -> tuple[Tensor, Tensor]:
-        """_log_within of labels (rows,) int64 and, if softmax, its logarithm, (rows, 1)."""
-        beta, n = self.inverse_temperature, scores.shape[1]
-        find = kernel("kth_largest", scores, beta) or kth_largest_by_operations
-        proper = [k for k in ks if k < n]
-        if not proper:  # all of them are in it
-            within = (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
-            return within, -cross_entropy(scores, labels, reduction="none").unsqueeze(1)
-        distance, _, top, log_softmax = find(scores, labels, proper, 1 / beta, softmax)  # kth / beta - s_y
+    def _of_labels(
+        self, scores: Tensor, labels: Tensor, ks: Sequence[int], softmax: bool, find: Callable[..., list[Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """The logarithms of the masks (rows, J), and of the softmax, (rows, 1), if wanted."""
+        beta, proper = self.beta, [k for k in ks if k < scores.shape[1]]
+        # kth / beta - s_y
+        distance, _, top, beside, *_ = find(scores, labels, proper, 1 / as_tensor(beta, scores), softmax)
         true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)
         spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
         masked = torch.where(pick_ranks(top, proper) > -math.inf, -MASKED, -math.inf)  # for a true class at -inf
         distance = torch.where(true > -math.inf, distance, masked)  # (rows, J)
-        return pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper))), log_softmax
+        # among n classes all are within n
+        return pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper))), beside
 
-    def _log_all_within(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+    def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        if labels is None:
+            return self._log_masks_of_all(scores, ks)
+        if min(ks, default=scores.shape[1]) >= scores.shape[1]:
+            return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
+        return self._of_labels(scores, labels, ks, False, kth_largest)[0]
+
+    def _log_masks_of_all(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
         """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
 
         Without i: sum over j of e_j of the classes before i times e_{k-1-j} of those behind.
         """
         n = scores.shape[1]
         wide = scores.dtype if scores.device.type == "mps" else torch.float64
-        z = finite(scores).to(wide) * self.inverse_temperature
+        z = finite(scores).to(wide) * self.beta
         z = z - z.detach().amax(1, keepdim=True)
         most = max(ks, default=0)
         # e_j of the first i classes, (rows, n + 1): -inf, none, for i < j

@@ -9,8 +9,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from topk_losses.checks import check_positive
-from topk_losses.sorts import Constants
+from topk_losses.checks import check_positive, is_ordinary
+from topk_losses.operator import Constants
 
 MOMENTUM = 0.1  # of the running mean: fast, since logits grow fast in the first steps
 ROWS = 64  # of a batch that are looked at: the running mean is over ten batches
@@ -26,12 +26,13 @@ class AutoTemperature(Constants):
     is saved with the state dict and never cast; where torch.distributed is initialised, it is that of all processes.
     """
 
-    constants = ("spread",)
+    constants = ("spread", "beta")
 
     def __init__(self, target: float, default: float) -> None:
         super().__init__()
         self.target, self.default = check_positive("target", target), check_positive("default", default)
         self.spread = torch.full((), torch.nan)
+        self.beta = torch.full((), self.default)  # (), as it is now: both are written in place, for graphs to read
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
@@ -43,7 +44,7 @@ class AutoTemperature(Constants):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take the spread () from a state dict."""
-        self.spread = state.to(self.spread)
+        self._set(state)
 
     @torch.no_grad()
     def observe(self, scores: Tensor) -> None:
@@ -51,7 +52,7 @@ class AutoTemperature(Constants):
 
         What is -inf does not count, nor does a row with NaN.
         """
-        if not self.training or not scores.numel():
+        if not self.training or not scores.numel() or not is_ordinary(scores):
             return
         scores = scores[:ROWS].float()
         taking_part = scores != -torch.inf  # (rows, n)
@@ -63,9 +64,13 @@ class AutoTemperature(Constants):
             torch.distributed.all_reduce(spread)
             spread = spread / torch.distributed.get_world_size()
         spread = torch.where(self.spread.isnan(), spread, self.spread.lerp(spread, MOMENTUM))
-        self.spread = torch.where(spread.isfinite(), spread, self.spread)
+        self._set(torch.where(spread.isfinite(), spread, self.spread))
 
     def value(self) -> Tensor:
-        """beta, (), on the device of the logits that were seen."""
+        """beta, (), on the device of the logits that were seen, as it is now."""
+        return self.beta.clone()
+
+    def _set(self, spread: Tensor) -> None:
+        self.spread.copy_(spread)
         beta = (self.target / self.spread).clamp(max=MOST * self.default)
-        return torch.where(self.spread.isnan(), self.default, beta)
+        self.beta.copy_(torch.where(self.spread.isnan(), self.default, beta))

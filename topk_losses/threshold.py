@@ -9,127 +9,338 @@
 
 theta falls as k grows, so that the masks are nested: row r of P is mask_r - mask_{r-1}, rows sum to 1, and a loss is a
 mixture of masks, of the k that P_K has mass on and no others. f sees the logits as they are: far from theta its
-logarithm has slope beta, and so has the loss.
+logarithm has slope beta, and so has the loss. Where k or fewer classes take part, all of them are within k.
 
 Gradients are those of the equation that defines theta (implicit function theorem), never of a solver: with
-w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and differentiable in turn.
+w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and differentiable in turn. f' comes from the
+tail of f, relative to the largest one of the sample: far from theta f is 0 or 1 to rounding, its slopes are not equal.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import full_precision, has_known_values, numbers_like
-from topk_losses.sorts import PointwiseMasks, finite, largest
+from topk_losses.checks import full_precision, has_known_values
+from topk_losses.kernels import kernel
+from topk_losses.operator import (
+    MASKED,
+    MaskOperator,
+    at_target,
+    finite,
+    guarded_log,
+    is_mass,
+    largest,
+    log_softmax,
+    pick_ranks,
+)
 
-# Three or four do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
-MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
+# Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
+MAX_ITERATIONS = {torch.float32: 40, torch.float64: 80}
+MOST_RANKS = 32  # for which the kernel of masks looks at few scores one by one
 
 
-def top_and_rest(x: Tensor, scale: float, M: int) -> Tensor:
-    """Of z = scale x (rows, n) the M largest (or all), falling, then log sum exp of the others: (rows, M + 1)."""
-    places, z = largest(x, min(M, x.shape[1])), finite(x * scale)
-    top = z.gather(1, places)
-    if top.shape[1] == x.shape[1]:
-        return pad(top, (0, 1), value=-torch.inf)
-    return torch.cat([top, z.scatter(1, places, -torch.inf).logsumexp(1, keepdim=True)], dim=1)
+# Slopes, for PyTorch and, bound to other names, for the kernels (sigmoids.py has `bind`). near: exp(least |t| - |t|);
+# e: exp(-|t|).
 
 
-def sums_below(points: Tensor) -> Tensor:
+def logistic_slope(near: Any, e: Any) -> Any:
+    """Of sigmoid(t), relative to exp(-least |t|)."""
+    return near / ((1.0 + e) * (1.0 + e))
+
+
+def exponential_slope(near: Any, e: Any) -> Any:
+    """Of an exponential tail, relative to that of the least |t|."""
+    return near
+
+
+def linear(p: Any) -> Any:
+    return p
+
+
+def linear_slope(p: Any) -> Any:
+    return 0.0 * p + 1.0
+
+
+def cubic(p: Any) -> Any:
+    return p * p * p
+
+
+def cubic_slope(p: Any) -> Any:
+    return 3.0 * (p * p)
+
+
+def _top_and_rest(z: Tensor, M: int) -> Tensor:
+    """Of z (rows, n) the M largest (or all), falling, then log sum exp of the others: (rows, M + 1)."""
+    places = largest(z, min(M, z.shape[1]))
+    rest = z.scatter(1, places, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([z.gather(1, places), rest], dim=1)
+
+
+def _sums_below(points: Tensor) -> Tensor:
     """log of the sum of exp of all points but the first m, for m = 0, 1, ...: like points."""
     return points.flip(1).logcumsumexp(1).flip(1)
 
 
-def laplace_root(points: Tensor, k: Tensor) -> Tensor:
-    """theta with sum_i F(x_i - theta) = k for Laplace's distribution, (rows, J).
+def _newton(
+    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], low: Tensor, high: Tensor, theta: Tensor, least: float
+) -> Tensor:
+    """The root of a falling sum(theta) = k by Newton's method, in a bracket that is halved where a step fails.
 
-    points as of top_and_rest with M >= 2 k: no score of the rest is above theta, for F is above a half there. k
-    (rows, J) in (0, n). With m points above theta, A = sum_{i<=m} exp(-x_i), B = sum_{i>m} exp x_i:
-    m - A exp(theta) / 2 + B exp(-theta) / 2 = k, a quadratic equation.
+    evaluate(theta): sum - k, and Newton's step. theta: the start. All tensors (rows, J). A step of at most `least`, or
+    of the size of theta's rounding, is the last one. A step fails that leaves the bracket, or brings little late.
     """
-    highest = points[:, :1]
-    points = points - highest
+    going, before = torch.ones_like(theta, dtype=torch.bool), torch.full_like(theta, torch.inf)
+    may_look, rounding = has_known_values(theta), torch.finfo(theta.dtype).eps
+    for iteration in range(MAX_ITERATIONS[theta.dtype]):
+        excess, step = evaluate(theta)
+        low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
+        slow = (excess.abs() > before / 2) if iteration > 8 else torch.zeros_like(going)
+        new, before = theta + torch.where(excess == 0, 0, step), excess.abs()
+        last = (new - theta).abs() <= least + rounding * theta.abs()
+        kept = last | ((new >= low) & (new <= high) & ~slow)  # false for NaN
+        new = torch.where(kept, new, (low + high) / 2 + 0 * excess)  # NaN stays
+        # a row stops where it would alone
+        theta, going = torch.where(going, new, theta), going & ~last & ~(high - low <= rounding * theta.abs())
+        if may_look and not bool(going.any()):
+            break
+    return theta
+
+
+def _laplace_root(z: Tensor, k: Tensor, most: int) -> Tensor:
+    """A quadratic equation: with m scores above theta, A = sum_{i<=m} exp(-z_i), B = sum_{i>m} exp z_i, the sum of f is
+    m - A exp(theta) / 2 + B exp(-theta) / 2. At most 2 k scores are above theta, since f is above a half there.
+    """
+    points = _top_and_rest(z, 2 * most)
     top = points[:, :-1]
     A = pad((-top).logcumsumexp(1), (1, 0), value=-torch.inf)  # (rows, M + 1) log A for m = 0, 1, ...
-    B = sums_below(points)
+    B = _sums_below(points)
     place = torch.arange(top.shape[1], dtype=k.dtype, device=k.device)  # (M,)
     at_top = place - (top + A[:, :-1]).exp() / 2 + (B[:, :-1] - top).exp() / 2  # (rows, M) the sum if theta is x_i
     m = (at_top.unsqueeze(1) < k.unsqueeze(2)).sum(2)  # (rows, J)
     A, B, q = A.gather(1, m), B.gather(1, m), k - m
     log_root = ((q.square() + (A + B).exp()).sqrt() + q.abs()).log()
     log_root = torch.where(q == 0, (A + B) / 2, log_root)  # where exp(A + B) may vanish
-    return torch.where(q < 0, log_root - A, B - log_root) + highest
+    return torch.where(q < 0, log_root - A, B - log_root)
 
 
-def clip_root(x: Tensor, k: Tensor) -> Tensor:
-    """theta with sum_i clip(x_i - theta, 0, 1) = k, (rows, J); x (rows, n), k (rows, J) in (0, n).
+def _logistic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
+    """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
 
-    As theta falls past x_i the sum begins to rise, by one more for each, and ends to at x_i - 1: straight pieces.
+    The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart.
     """
-    points, order = torch.cat([x, x - 1], dim=1).sort(1, descending=True)  # (rows, 2 n)
-    slope = torch.where(order < x.shape[1], 1, -1).cumsum(1)  # from each point on
-    sums = pad((slope[:, :-1] * -points.diff(dim=1)).cumsum(1), (1, 0))  # at each point
-    piece = (sums.unsqueeze(1) < k.unsqueeze(2)).sum(2) - 1  # (rows, J)
-    left = (k - sums.gather(1, piece.clamp(min=0))) / slope.gather(1, piece.clamp(min=0)).clamp(min=1)
-    return points.gather(1, piece.clamp(min=0)) - left
+    n, finfo = z.shape[1], torch.finfo(z.dtype)
+    M = min(2 * most, n)
+    least = z.gather(1, largest(z, M)[:, -1:])  # (rows, 1)
+    low, high = least - (k / (M - k)).log(), -(k / (n - k)).log()  # (rows, J), of z that are 0 at most
+    low, high = (each + side * 4 * finfo.eps * (1 + each.abs()) for each, side in ((low, -1), (high, 1)))
+
+    def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
+        t = z.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, n)
+        tail = torch.sigmoid(-t.abs())  # 1 - f above theta, else f: where all f are 0 or 1, the digits of these count
+        excess = (t >= 0).sum(2) - k - torch.copysign(tail, t).sum(2)
+        slope = tail.sum(2) - torch.linalg.vecdot(tail, tail)
+        odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
+        step = odds * (k + excess) * (n - k - excess) / (n * slope)
+        # far from all scores no digits are left, and Laplace's root is the root
+        return excess, torch.where(slope < finfo.tiny / finfo.eps, 0, step)
+
+    # the error that a step leaves is of the size of its square
+    return _newton(evaluate, low, high, _laplace_root(z, k, most).clamp(low, high), finfo.eps**0.5)
 
 
-def newton(
-    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], low: Tensor, high: Tensor, theta: Tensor, least: float
-) -> Tensor:
-    """The root of a falling sum(theta) = k by Newton's method, in a bracket that is halved where a step would leave it.
+def _capped_root(z: Tensor, k: Tensor, most: int) -> Tensor:
+    """With m classes at 1, theta = log sum_{i>m} exp z_i - log(k - m), m < k: the least of these.
 
-    evaluate(theta): sum - k, and Newton's step. theta: the start. All tensors (rows, J). A step of at most `least`, or
-    of the size of theta's rounding, is the last one.
+    For sum_i min(1, exp(z_i - theta)) is the least over m of m + exp(-theta) sum_{i>m} exp z_i.
     """
-    going = torch.ones_like(theta, dtype=torch.bool)  # a row stops where it would alone
-    may_look, rounding = has_known_values(theta), torch.finfo(theta.dtype).eps
-    for _ in range(MAX_ITERATIONS[theta.dtype]):
-        excess, step = evaluate(theta)
-        low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
-        new = theta + torch.where(excess == 0, 0, step)
-        inside = (new >= low) & (new <= high)  # false for NaN
-        new = torch.where(going, torch.where(inside, new, (low + high) / 2 + 0 * excess), theta)  # NaN stays
-        going, theta = going & ((new - theta).abs() > least + rounding * theta.abs()), new
-        if may_look and not bool(going.any()):
-            break
-    return theta
+    points = _top_and_rest(z, most)
+    left = k.unsqueeze(2) - torch.arange(points.shape[1], dtype=k.dtype, device=k.device)  # (rows, J, M + 1)
+    roots = _sums_below(points).unsqueeze(1) - left.log()
+    return torch.where(left > 0, roots, torch.inf).amin(2)
+
+
+def _power_root(power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Callable[[Tensor, Tensor, int], Tensor]:
+    def root(z: Tensor, k: Tensor, most: int) -> Tensor:
+        """By Newton's method between the score at rank k, rounded up, and 1 below."""
+        kth = z.topk(min(most, z.shape[1]), dim=1).values.gather(1, k.ceil().long() - 1)  # (rows, J)
+        distance = z.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
+
+        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
+            t = distance - theta.unsqueeze(2)
+            excess = power(t.clamp(0, 1)).sum(2) - k
+            return excess, excess / _inside(t, slope).sum(2)
+
+        zero = torch.zeros_like(kth)
+        return _newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(z.dtype).eps) + kth
+
+    return root
+
+
+def _inside(t: Tensor, slope: Callable[[Any], Any]) -> Tensor:
+    return torch.where((t > 0) & (t < 1), slope(t.clamp(0, 1)), 0)
+
+
+def _power_slopes(slope: Callable[[Any], Any]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    return lambda t: (_inside(t, slope), torch.ones_like(t[..., 0]))
+
+
+def _exponential_slopes(
+    of_tail: Callable[[Any, Any], Any], factor: float, both: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def slopes(t: Tensor) -> tuple[Tensor, Tensor]:
+        away = t.abs() if both else torch.where(t <= 0, -t, torch.inf)  # (rows, J, n)
+        nearest = away.detach().amin(2, keepdim=True).clamp(max=-MASKED)
+        return of_tail((nearest - away).exp(), (-away).exp()), factor * (-nearest).squeeze(2).exp()
+
+    return slopes
+
+
+class Family(NamedTuple):
+    """log f; theta (rows, J) of z (rows, n), the largest of which is 0, and k (rows, J), none of which exceeds `most`;
+    f' relative to a factor, and the factor, of t (rows, J, n).
+    """
+
+    log_f: Callable[[Tensor], Tensor]
+    root: Callable[[Tensor, Tensor, int], Tensor]
+    slopes: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _log_laplace(t: Tensor) -> Tensor:
+    return torch.where(t <= 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))  # slope 1 at 0
+
+
+def _power_family(power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Family:
+    # where f is 0 or 1 it has no slope, which no gradient of clamp says
+    def log_f(t: Tensor) -> Tensor:
+        return guarded_log(power(torch.where((t <= 0) | (t >= 1), (t >= 1).to(t.dtype), t)))
+
+    return Family(log_f, _power_root(power, slope), _power_slopes(slope))
+
+
+FAMILIES = {
+    "logistic": Family(logsigmoid, _logistic_root, _exponential_slopes(logistic_slope, 1.0, True)),
+    "laplace": Family(_log_laplace, _laplace_root, _exponential_slopes(exponential_slope, 0.5, True)),
+    "capped": Family(
+        lambda t: torch.where(t >= 0, 0, t), _capped_root, _exponential_slopes(exponential_slope, 1.0, False)
+    ),
+    "linear": _power_family(linear, linear_slope),
+    "cubic": _power_family(cubic, cubic_slope),
+}
 
 
 class Threshold(torch.autograd.Function):
-    """theta with sum_i f(x_i - theta) = k, as a function of x (rows, points) and k (rows, J) in (0, n): (rows, J).
+    """theta with sum_i f(z_i - theta) = k, as a function of z (rows, n) and k (rows, J) in (0, n): (rows, J).
 
-    operator: whose f it is. most: an integer that no k exceeds.
+    most: an integer that no k exceeds.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, k: Tensor, operator: "ThresholdOperator", most: int) -> Tensor:
-        return operator._solve(x, k, most)
+    def forward(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
+        highest = z.amax(1, keepdim=True)
+        return FAMILIES[family].root(z - highest, k, most) + highest + 0 * highest  # NaN where it is inf
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], output)
-        ctx.operator = inputs[2]
+        ctx.family = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, theta = ctx.saved_tensors
-        slopes, factor = ctx.operator._slopes(x.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, points)
-        per_slope = grad / slopes.sum(2).clamp(min=torch.finfo(x.dtype).tiny * 2**26)  # (rows, J)
+        z, theta = ctx.saved_tensors
+        slopes, factor = FAMILIES[ctx.family].slopes(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
+        per_slope = grad / slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny * 2**26)  # (rows, J)
         return (per_slope.unsqueeze(1) @ slopes).squeeze(1), -per_slope / factor, None, None
 
 
-class ThresholdOperator(PointwiseMasks):
-    """What the operators with a threshold share. Subclasses have f, log f where f is never 0, and theta.
+def arguments(z: Tensor, takes_part: Tensor, labels: Tensor | None, k: Tensor, most: int, family: str) -> Tensor:
+    """t = z - theta, (rows, J) of the labels (rows,), or of all classes, (rows, J, n), for None.
+
+    z (rows, n): the scores times the inverse temperature. takes_part (rows, n) bool: the classes that are not at -inf.
+    k (rows, J) or (1, J), above 0, none above `most`. Where k or fewer classes take part, t is inf: they are within k.
+    """
+    number = takes_part.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
+    all_within = k >= number  # (rows, J)
+    theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
+    takes_part, all_of_n = takes_part.unsqueeze(1), (k >= z.shape[1]).unsqueeze(2)
+    certain = all_within.unsqueeze(2) & takes_part | all_of_n  # (rows, J, n)
+    if labels is None:
+        t, theta = z.unsqueeze(1) - theta.unsqueeze(2), theta.unsqueeze(2)
+    else:
+        t, certain = z.gather(1, labels.unsqueeze(1)) - theta, at_target(certain, labels)
+    return torch.where(certain, torch.inf + 0 * theta.detach(), t)  # NaN stays
+
+
+def soft_ranks(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    """k less the soft rank 1 + sum_{j != i} sigmoid(beta (s_j - s_i)), as `arguments`: (rows, J) or (rows, J, n)."""
+    k, x = ranks_like(ks, scores), finite(scores)  # (1, J), (rows, n)
+    spoilt = 0 * x.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
+    own = x if labels is None else x.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
+    # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
+    higher = torch.sigmoid((x.unsqueeze(1) - own.unsqueeze(2)) * beta)  # (rows, n or 1, n)
+    rank = higher.sum(2) + 0.5 + spoilt  # (rows, n or 1)
+    return k - rank if labels is not None else k.unsqueeze(2) - rank.unsqueeze(1)
+
+
+def masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: Sequence[int], family: str, softmax: bool) -> list[Tensor]:
+    """What the kernel of masks computes: t (rows, J) and, if wanted, log softmax (rows, 1)."""
+    if family == "ranks":
+        t = soft_ranks(scores, beta, labels, ks)
+    else:
+        k, z = ranks_like(ks, scores), finite(scores) * beta
+        t = arguments(z, scores > -torch.inf, labels, k, max(ks, default=1), family)
+    return [t, log_softmax(scores, labels).unsqueeze(1)] if softmax else [t]
+
+
+class PointwiseMasks(MaskOperator):
+    """Masks f(t), t an argument for each class and k. Subclasses have `_log_f` and `_arguments`.
 
     k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
-    logits. Default .25 (.1 for SparseTopK). Raises ValueError for a non-positive inverse temperature.
+    logits. family: f as the kernel names it, if it knows it.
+    """
+
+    family = ""
+
+    def _log_f(self, t: Tensor) -> Tensor:
+        return logsigmoid(t)
+
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """t of the labels (rows,), (rows, J), or of all classes for None, (rows, J, n)."""
+        raise TypeError(f"{type(self).__name__} does not define _arguments")
+
+    def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return self._log_f(self._arguments(scores, labels, ks))
+
+    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
+        """As for every operator; by a kernel where there is one, which takes the softmax along."""
+        fused = kernel("masks", scores, self.inverse_temperature)
+        known = self.family and target is not None and not is_mass(target) and max(ks, default=MOST_RANKS) <= MOST_RANKS
+        if fused is None or not known:
+            return super().log_within(scores, target, ks, softmax)
+        t, beside, *_ = fused(scores, target, as_tensor(self.beta, scores), list(ks), self.family, softmax)
+        return torch.cat([beside, self._log_f(t)], dim=1)
+
+
+def ranks_like(ks: Sequence[int], like: Tensor) -> Tensor:
+    """The k of interest as numbers like a tensor's, (1, J), without a copy from the host."""
+    most = max(ks, default=0)
+    return pick_ranks(torch.arange(1, most + 1, dtype=like.dtype, device=like.device).unsqueeze(0), ks)
+
+
+def as_tensor(beta: float | Tensor, like: Tensor) -> Tensor:
+    """The inverse temperature as a tensor () like another, without a copy from the host."""
+    return beta.to(like) if isinstance(beta, Tensor) else like.new_full((), beta)
+
+
+class ThresholdOperator(PointwiseMasks):
+    """What the operators with a threshold share. Subclasses name their f.
+
+    Raises ValueError for a non-positive inverse temperature.
     """
 
     def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
@@ -149,37 +360,21 @@ class ThresholdOperator(PointwiseMasks):
                 raise ValueError(f"k must lie in (0, n={n}], got {k if wanted.numel() == 1 else wanted.tolist()}")
             most = math.ceil(float(wanted.detach().max()))
         with full_precision(logits.device):
-            x, scale = self._scaled(scores)
-            wanted = wanted.clamp(max=n * (1 - 4 * torch.finfo(x.dtype).eps))
-            theta = self._threshold(x, scale, wanted, most)
-            return self._f(finite(x * scale) - theta).reshape(logits.shape)
+            t = arguments(*self._scaled(scores), None, wanted, most, self.family)
+            return self._f(t).reshape(logits.shape)
 
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        """theta (rows, J) for z = scale x (rows, n) and k (rows, J) in (0, n), none of which exceeds `most`."""
-        return Threshold.apply(self._points(x, scale, most), k, self, most)
+    def _scaled(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """z, and which classes take part, (rows, n) each."""
+        return finite(scores) * self.beta, scores > -torch.inf
 
-    def _points(self, x: Tensor, scale: float, most: int) -> Tensor:
-        """What decides on theta, (rows, points): z itself, or less than that."""
-        return x * scale
+    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return arguments(*self._scaled(scores), labels, ranks_like(ks, scores), max(ks, default=1), self.family)
 
-    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        """theta with sum_i f(x_i - theta) = k, (rows, J), for such points; k (rows, J) in (0, n), none above `most`."""
-        raise TypeError(f"{type(self).__name__} does not define _solve")
+    def _log_f(self, t: Tensor) -> Tensor:
+        return FAMILIES[self.family].log_f(t)
 
-    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
-        """f'(t) but for a factor, and the factor: (rows, J, points), (rows, J)."""
-        raise TypeError(f"{type(self).__name__} does not define _slopes")
-
-    def _arguments(self, x: Tensor, scale: float, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """scale x - theta, but inf for k = n: among n classes all are the n highest."""
-        proper = [k for k in ks if k < x.shape[1]]
-        wanted: Sequence[float] = proper or [0.5]  # one k, though not used then, that n = 1 can reach
-        theta = self._threshold(x, scale, numbers_like(wanted, x).expand(len(x), -1), max(proper, default=1))
-        if labels is None:
-            t = finite(x * scale).unsqueeze(1) - theta.unsqueeze(2)
-        else:
-            t = finite(x.gather(1, labels.unsqueeze(1)) * scale) - theta
-        return pad(t[:, : len(proper)], (0, 0) * (t.dim() - 2) + (0, len(ks) - len(proper)), value=torch.inf)
+    def _f(self, t: Tensor) -> Tensor:
+        return self._log_f(t).exp()
 
 
 class LML(ThresholdOperator):
@@ -191,100 +386,26 @@ class LML(ThresholdOperator):
 
     family = "logistic"
 
-    def _f(self, t: Tensor) -> Tensor:
-        return torch.sigmoid(t)
-
-    def _log_f(self, t: Tensor) -> Tensor:
-        return logsigmoid(t)
-
-    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
-
-        The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart.
-        """
-        n, finfo = x.shape[1], torch.finfo(x.dtype)
-        points = top_and_rest(x, 1.0, 2 * most)
-        M = points.shape[1] - 1
-        low, high = points[:, -2:-1] - (k / (M - k)).log(), points[:, :1] - (k / (n - k)).log()  # (rows, J)
-
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
-            t = x.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, n)
-            # 1 - p above theta, else p: where all p are 0 or 1, the digits of these count
-            rest = torch.sigmoid(-t.abs())
-            excess = (t >= 0).sum(2) - k - torch.copysign(rest, t).sum(2)
-            slope = rest.sum(2) - torch.linalg.vecdot(rest, rest)
-            odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
-            step = odds * (k + excess) * (n - k - excess) / (n * slope)
-            # far from all scores no digits are left, and Laplace's root is the root
-            return excess, torch.where(slope < finfo.tiny / finfo.eps, 0, step)
-
-        # the error that a step leaves is of the size of its square
-        return newton(evaluate, low, high, laplace_root(points, k).clamp(low, high), finfo.eps**0.5)
-
-    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
-        p = torch.sigmoid(t)
-        return p * (1 - p), 1.0
-
 
 class LapSum(ThresholdOperator):
     """LapSum (Struski et al. 2025; Su 2024): f = Laplace's distribution function, theta in closed form.
 
     f(t) = exp(t) / 2 below 0, 1 - exp(-t) / 2 above. Only the 2 k largest scores and the sum of exp of the others count
-    for theta: O(n). At k = 1 it is softmax while no class has more than half of the mass. Arguments as for every
+    for theta. At k = 1 it is softmax while no class has more than half of the mass. Arguments as for every
     ThresholdOperator.
     """
 
     family = "laplace"
 
-    def _f(self, t: Tensor) -> Tensor:
-        tail = torch.exp(-t.abs()) / 2
-        return torch.where(t < 0, tail, 1 - tail)
-
-    def _log_f(self, t: Tensor) -> Tensor:
-        return torch.where(t < 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))
-
-    def _points(self, x: Tensor, scale: float, most: int) -> Tensor:
-        return top_and_rest(x, scale, 2 * most)
-
-    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        return laplace_root(x, k)
-
-    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
-        logs = torch.cat([-t[..., :-1].abs(), t[..., -1:]], dim=2)  # the rest is below theta in any case
-        highest = logs.detach().amax(2, keepdim=True)
-        return (logs - highest).exp(), highest.squeeze(2).exp() / 2
-
 
 class CappedSoftmax(ThresholdOperator):
     """Capped softmax (Su 2024): f = min(1, exp t), which at k = 1 is softmax, and its loss cross-entropy.
 
-    theta in closed form, from the k largest scores and the sum of exp of the others: O(n). A class within the k highest
-    for sure has the mask 1, and a loss without a gradient. Arguments as for every ThresholdOperator.
+    theta in closed form, from the k largest scores and the sum of exp of the others. A class within the k highest for
+    sure has the mask 1, and a loss without a gradient. Arguments as for every ThresholdOperator.
     """
 
     family = "capped"
-
-    def _f(self, t: Tensor) -> Tensor:
-        return self._log_f(t).exp()
-
-    def _log_f(self, t: Tensor) -> Tensor:
-        return t.clamp(max=0)
-
-    def _threshold(self, x: Tensor, scale: float, k: Tensor, most: int) -> Tensor:
-        """With m classes at 1, theta = log sum_{i>m} exp x_i - log(k - m).
-
-        sum_i min(1, exp(x_i - theta)) is the least over m of m + exp(-theta) sum_{i>m} exp x_i, so that theta is the
-        least of these.
-        """
-        points = top_and_rest(x, scale, most)
-        highest = points[:, :1].detach()
-        points = points - highest
-        place = torch.arange(points.shape[1], dtype=k.dtype, device=k.device)  # (M + 1,)
-        left = k.detach().unsqueeze(2) - place  # (rows, J, M + 1)
-        roots = sums_below(points.detach()).unsqueeze(1) - left.log()
-        m = torch.where(left > 0, roots, torch.inf).argmin(2)  # (rows, J)
-        below = points.unsqueeze(1).masked_fill(place < m.unsqueeze(2), -torch.inf)  # (rows, J, M + 1)
-        return below.logsumexp(2) - (k - m).log() + highest
 
 
 class SparseTopK(ThresholdOperator):
@@ -297,42 +418,20 @@ class SparseTopK(ThresholdOperator):
     every ThresholdOperator; ValueError for another p.
     """
 
-    family = "power"
-    guarded = True
-    has_zeros = True
+    guarded = has_zeros = True
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 0.1, p: float = 2) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor, p: float = 2) -> None:
         super().__init__(k, inverse_temperature)
-        self.q = round(1 / (p - 1)) if p in (2, 4 / 3) else 0
-        if not self.q:
+        if p not in (2, 4 / 3):
             raise ValueError(f"p must be 2 or 4/3, got {p!r}")
+        self.p, self.family = p, "linear" if p == 2 else "cubic"
 
     def extra_repr(self) -> str:
         """The configuration, for printing."""
-        return f"{super().extra_repr()}, p={1 + 1 / self.q:.3g}"
+        return f"{super().extra_repr()}, p={self.p:.3g}"
 
     def _f(self, t: Tensor) -> Tensor:
-        return t.clamp(0, 1) ** self.q
+        return (cubic if self.family == "cubic" else linear)(t.clamp(0, 1))
 
-    def _points(self, x: Tensor, scale: float, most: int) -> Tensor:
-        return finite(x * scale).sort(1, descending=True).values
-
-    def _solve(self, x: Tensor, k: Tensor, most: int) -> Tensor:
-        """In closed form for q = 1, else by Newton's method between the score at rank k, rounded up, and 1 below."""
-        highest = x[:, :1]
-        x = x - highest
-        if self.q == 1:
-            return clip_root(x, k) + highest
-        kth = x.gather(1, k.ceil().long() - 1)  # (rows, J)
-        x = x.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
-
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
-            t = x - theta.unsqueeze(2)
-            excess = self._f(t).sum(2) - k
-            return excess, excess / self._slopes(t)[0].sum(2)
-
-        zero = torch.zeros_like(kth)
-        return newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(x.dtype).eps) + kth + highest
-
-    def _slopes(self, t: Tensor) -> tuple[Tensor, Tensor | float]:
-        return torch.where((t > 0) & (t < 1), self.q * t.clamp(0, 1) ** (self.q - 1), 0), 1.0
+    def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return self._f(self._arguments(scores, labels, ks))

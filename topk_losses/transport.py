@@ -12,20 +12,22 @@ implicit function theorem, not of the iterations (Xie et al. 2020); they are dif
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from topk_losses.checks import check_integer, check_positive, has_known_values, is_concrete
-from topk_losses.sorts import MASKED, TopKOperator, finite
-from topk_losses.threshold import LML
+from topk_losses.checks import check_integer, check_positive, has_known_values, is_ordinary
+from topk_losses.operator import TopKOperator, finite
+from topk_losses.threshold import ThresholdOperator
 
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
 # and one step from a head of zeros does not fill Adam's memory with a gradient that never comes again.
 LEAST_STD = 0.1
 FAR = 3.0  # normal scores, 100 of them, reach about twice as deep as their mean; one class of four at -1e4 is far
+DEEPEST = 1e30  # of a class at -inf
 ROUNDS = 5  # until the weights of classes that lie far below have come to rest: two or three do
 MAX_DAMPING = 1e8
 # Largest error of a mass that counts as converged, relative to it, where rounding allows that.
@@ -39,20 +41,22 @@ def whiten_and_squash(scores: Tensor) -> Tensor:
     standard deviation, and its own depth grows as a logarithm only: a class at -1e4 neither blunts the others nor loses
     its gradient, and one at -inf, which does not count at all, is the limit. std is sqrt(variance + LEAST_STD^2).
     """
-    scores = finite(scores)
-    depth = scores.amax(1, keepdim=True) - scores  # (rows, n), >= 0
-    weights = (scores > MASKED / 2).to(scores.dtype)  # (rows, n)
+    depth = (finite(scores).amax(1, keepdim=True) - scores).clamp(max=DEEPEST)  # (rows, n), >= 0
+    weights = (scores > -torch.inf).to(scores.dtype)  # (rows, n)
     for step in range(ROUNDS):
         mean = (weights * depth).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
-        # in units of the depth from which a class counts less
-        relative = (depth / (FAR * mean).clamp(min=torch.finfo(scores.dtype).tiny)).clamp(min=1)  # (rows, n)
+        # in units of the depth from which a class counts less; where a single class takes part, no unit but LEAST_STD
+        unit = torch.where(mean > 0, FAR * mean, LEAST_STD)
+        relative = (depth / unit).clamp(min=1)  # (rows, n)
         if step == ROUNDS - 1 or (has_known_values(scores) and bool((relative <= 1).all())):
             break
         weights = relative**-4.0
-    variance = (weights * (depth - mean).square()).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
-    near = torch.minimum(depth, FAR * mean)
-    squashed = near * (1 + 0.25 * relative.log())  # = depth up to FAR * mean
-    return torch.sigmoid((mean - squashed) * torch.rsqrt(variance + LEAST_STD**2))
+    size = mean.detach().clamp(min=LEAST_STD)  # (rows, 1), before the square, which might be too large a number
+    squares = torch.where(weights > 0, ((depth - mean) / size).square(), 0)
+    variance = (weights * squares).sum(1, keepdim=True)
+    variance = variance / weights.sum(1, keepdim=True).clamp(min=1) + (LEAST_STD / size).square()
+    squashed = torch.minimum(depth, unit) * (1 + 0.25 * relative.log())  # = depth up to FAR * mean
+    return torch.sigmoid((mean - squashed) / size * torch.rsqrt(variance))
 
 
 class _Plan(torch.autograd.Function):
@@ -176,7 +180,7 @@ class _TransportOperator(TopKOperator):
 
     def _record(self, error: Tensor) -> None:
         """Note the errors (rows,) of a solution. A sample with a NaN has no error to speak of; its P is NaN."""
-        if not is_concrete(error) or not error.numel():
+        if torch.compiler.is_compiling() or not is_ordinary(error) or not error.numel():
             return
         largest, before = error.detach().nan_to_num(nan=0.0).amax(), self.largest_error
         if has_known_values(error):
@@ -193,7 +197,7 @@ class _TransportOperator(TopKOperator):
         mass = torch.full_like(anchors, 1 / n)
         mass[-1].fill_((n - num_anchors + 1) / n)
         # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
-        scaled = anchors * self.inverse_temperature  # (A,)
+        scaled = anchors * self.beta  # (A,)
         logits = x.unsqueeze(2) * (2 * scaled) - anchors * scaled  # (rows, n, A)
         with torch.no_grad():
             # The start: the hard transport's potentials. Those of two neighbouring anchors make the midpoint between
@@ -201,25 +205,19 @@ class _TransportOperator(TopKOperator):
             ordered = x.topk(num_anchors, dim=1).values  # (rows, A)
             twice_midpoint = ordered[:, :-1] + ordered[:, 1:]  # (rows, A - 1)
             upper, lower = anchors[:-1], anchors[1:]
-            steps = (lower - upper) * (lower + upper - twice_midpoint) * self.inverse_temperature
+            steps = (lower - upper) * (lower + upper - twice_midpoint) * self.beta
             start = pad(steps.cumsum(1), (1, 0))  # (rows, A)
         P, error = _Plan.apply(logits, mass, start, self._tolerance_of(x.dtype), self.max_iterations)
         self._record(error)
         return P.mT
 
-    def _column(self, scores: Tensor, labels: Tensor) -> Tensor:
-        P = self._matrix(scores)
-        if labels.is_floating_point():
-            return (P @ labels.to(P.dtype).unsqueeze(2)).squeeze(2)  # (rows, k)
-        return P.gather(2, labels.view(-1, 1, 1).expand(-1, self.k, 1)).squeeze(2)
-
 
 class SinkhornSort(_TransportOperator):
     """SinkhornSort (Cuturi, Teboul and Vert 2019): n sorted anchors, evenly spaced in [0, 1].
 
-    k: ranks, 1 <= k <= n. inverse_temperature: 1 / epsilon > 0, larger = closer to the hard sort; default 100
-    (epsilon .01, the default of OTT), since no published value is known. tolerance: largest error of an anchor's mass,
-    relative to it; default 1e-4 in float32 and 1e-9 in float64. max_iterations: Newton steps, each with an n x n
+    k: ranks, 1 <= k <= n. inverse_temperature: 1 / epsilon > 0, larger = closer to the hard sort. No
+    published value is known; OTT's default is 100 (epsilon .01). tolerance: largest error of an anchor's mass, relative
+    to it; default 2e-5 in float32 and 1e-9 in float64. max_iterations: Newton steps, each with an n x n
     solve; on CUDA all are made, so as not to wait for the device. A transport that misses the tolerance warns.
     Raises ValueError for a non-positive inverse temperature or tolerance.
     """
@@ -227,7 +225,7 @@ class SinkhornSort(_TransportOperator):
     def __init__(
         self,
         k: SupportsIndex,
-        inverse_temperature: float | Tensor = 100.0,
+        inverse_temperature: float | Tensor,
         tolerance: float | None = None,
         max_iterations: SupportsIndex = 30,
     ) -> None:
@@ -241,14 +239,14 @@ class SortedSoftTopK(_TransportOperator):
     """The sorted form of SOFT top-k (Xie et al. 2020): an anchor for each of the k top ranks and one for all the rest.
 
     They are evenly spaced in [0, 1], so that where they lie depends on k. k: ranks, 1 <= k <= n. inverse_temperature: 1
-    / epsilon > 0, larger = closer to the hard operator; default 10 (epsilon .1, the authors' default). tolerance and
+    / epsilon > 0, larger = closer to the hard operator; the authors' default is 10 (epsilon .1). tolerance and
     max_iterations as in SinkhornSort, with k x k solves. Raises ValueError as SinkhornSort.
     """
 
     def __init__(
         self,
         k: SupportsIndex,
-        inverse_temperature: float | Tensor = 10.0,
+        inverse_temperature: float | Tensor,
         tolerance: float | None = None,
         max_iterations: SupportsIndex = 60,
     ) -> None:
@@ -258,20 +256,21 @@ class SortedSoftTopK(_TransportOperator):
         return self._anchored(scores, min(self.k + 1, scores.shape[1]))[:, : self.k]
 
 
-class SoftTopK(LML):
+class SoftTopK(ThresholdOperator):
     """SOFT top-k (Xie et al. 2020): entropic transport to two anchors, 1 for the k highest and 0 for the rest.
 
     For each k on its own: mask_k = sigmoid((2 x - theta_k) / epsilon) of the whitened and squashed scores x, with
     theta_k such that it sums to k: the mask of LML. Masks are nested, so that row r of P is mask_r - mask_{r-1}, and a
     loss is a mixture of masks, sum_k P_K(k) mask_k[y]: continuous in P_K, however P_K is given. k: ranks, 1 <= k <= n.
-    inverse_temperature: 1 / epsilon > 0, larger = closer to the hard operator; default 10 (epsilon .1, the authors'
-    default). Raises ValueError for a non-positive inverse temperature.
+    inverse_temperature: 1 / epsilon > 0, larger = closer to the hard operator; the authors' default is 10 (epsilon .1).
+    Raises ValueError for a non-positive inverse temperature.
     """
 
-    guarded = True  # x has a range of 1: no mask is far below the others
+    family = "logistic"
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor = 10.0) -> None:
-        super().__init__(k, inverse_temperature)
+    def _scaled(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return whiten_and_squash(scores) * (2 * self.beta), torch.ones_like(scores, dtype=torch.bool)
 
-    def _scaled(self, scores: Tensor) -> tuple[Tensor, float]:
-        return whiten_and_squash(scores) * (2 * self.inverse_temperature), 1.0
+    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
+        """As for every operator: the kernel of masks knows no whitening."""
+        return TopKOperator.log_within(self, scores, target, ks, softmax)

@@ -9,7 +9,7 @@ from torch.nn.functional import nll_loss, pad
 from data.cmudict import END
 from models.beam_search import marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
-from topk_losses.loss import guarded_log
+from topk_losses.operator import guarded_log
 
 Objective = Callable[[EncoderDecoder, Tensor, Tensor], Tensor]  # model, letters (batch, L), phonemes (batch, T) -> ()
 IGNORED = -100  # the label of a place that counts for nothing

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from topk_losses import TopKOperator
-from topk_losses.loss import guarded_log
+from topk_losses.operator import guarded_log
 
 LOSSES = ("mass", "log_mass")
 QUERY_ROWS = 1000  # queries of a tile: with as many training points it takes some 10 MB

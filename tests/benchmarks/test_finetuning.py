@@ -115,7 +115,7 @@ def test_the_published_formats_pass_from_the_server_to_a_head(tmp_path):
     ("benchmark", "flags", "sentence"),
     [
         (finetuning, ["--sizes", "500x1000"], "BATCHxDIMxN"),
-        (finetuning, ["--sizes", "8x16x20m30"], "m must be an integer between 2 and num_classes=20"),
+        (finetuning, ["--sizes", "8x16x20m1"], "m must be an integer of at least 2"),
         (finetuning, ["--turns", "0"], "at least 1"),
         (batch_sources, ["--mib", "1"], "--mib must hold a batch of 500 rows"),
         (batch_sources, ["--device", "cpu", "--sources", "device"], "needs a GPU"),

@@ -214,7 +214,7 @@ def test_the_loss_falls_on_a_batch(batch, arm, method):
     objective = objective_of(f"--arm {arm} --method {method} --nll_weight 0")
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     losses = []
-    for _ in range(25):
+    for _ in range(40):
         optimizer.zero_grad()
         loss = objective(model, letters, phonemes)
         loss.backward()

@@ -491,7 +491,7 @@ def finished_epochs(results: Path) -> int:
         ("--method smooth_topk --p_k .5 .5", "single k"),
         ("--method softsort --p_k 1 0 0", "softmax_cross_entropy"),
         ("--method softsort --m 4", "raise m"),
-        ("--method softsort --m 11", "num_classes=10"),
+        ("--method softsort --m 1", "m must be an integer of at least 2"),
         ("--method softsort --m 0", "at least 1, got '0'"),
         ("--method softsort --m 2.5", "got '2.5'"),
         ("--method softsort --inverse_temperature 0", "must be a number above 0, auto, or from:to as in 0.25:4"),

@@ -27,9 +27,8 @@ from topk_losses import (
 from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
 from topk_losses.loss import top_m
 from topk_losses.ranks import RecallSurrogate
-from topk_losses.smooth_svm import kth_largest_by_operations
-from topk_losses.sorts import PointwiseMasks
-from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
+from topk_losses.smooth_svm import kth_largest
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, PointwiseMasks, SparseTopK, masks
 
 pytest.importorskip("numba")
 from topk_losses.kernels import numba_support
@@ -112,7 +111,7 @@ def test_well_separated_scores_have_the_gradient_of_float64(name, distribution):
 
 
 def test_many_threads_give_the_bits_of_one():
-    operator = RelaxedNetwork(networks.splitter_selection(1000, 5))
+    operator = RelaxedNetwork(networks.splitter_selection(1000, 5), 1.0)
     scores, labels = torch.randn(300, 1000), torch.randint(1000, (300,))
     weights = torch.randn(300, 5)
     before = torch.get_num_threads()
@@ -152,7 +151,7 @@ def test_the_smooth_kth_largest_backward_can_be_repeated_and_is_not_needed():
     kept = scores.clone()
 
     def smooth(scores):
-        return kernel("kth_largest", scores)(scores, labels, [5], 1.0)[0].squeeze(1)
+        return kernel("kth_largest", scores)(scores, labels, [5], torch.tensor(1.0), False)[0].squeeze(1)
 
     want = smooth(scores)  # without a gradient to prepare
     leaf = scores.clone().requires_grad_()
@@ -178,8 +177,8 @@ def test_the_smooth_kth_largest_of_several_k_is_that_of_operations_in_float64(n,
     weights, results = torch.tensor([1.0, -2, 3]), []
     for dtype in (torch.float32, torch.float64):
         leaf = scores.to(dtype).requires_grad_()
-        find = kernel("kth_largest", leaf) or kth_largest_by_operations
-        smooth, hard, top, log_softmax = find(leaf, labels, [1, 2, 5], 0.5, True)
+        find = kernel("kth_largest", leaf) or kth_largest
+        smooth, hard, top, log_softmax, *_ = find(leaf, labels, [1, 2, 5], torch.tensor(0.5, dtype=dtype), True)
         wanted = [(each[1:] @ weights.to(dtype)).sum() for each in (smooth, hard)]
         wanted += [wanted[0] + log_softmax.sum()]
         gradients = [torch.autograd.grad(each, leaf, retain_graph=True)[0].double() for each in wanted]
@@ -226,10 +225,17 @@ THRESHOLDS["sparse_topk, p 4/3"] = lambda k, beta: SparseTopK(k, beta, p=4 / 3)
 MASKS = THRESHOLDS | {"recall_surrogate": RecallSurrogate}
 
 
+def compute(operator: PointwiseMasks, scores: Tensor, labels: Tensor, ks: list[int], softmax: bool) -> Tensor:
+    """t (rows, J), or beside log softmax (rows, J + 1)."""
+    find = kernel("masks", scores) or masks
+    beta = torch.tensor(operator.inverse_temperature, dtype=scores.dtype)
+    return torch.cat(find(scores, labels, beta, ks, operator.family, softmax)[: 1 + softmax], dim=1)
+
+
 def arguments_and_gradient(operator: PointwiseMasks, scores: Tensor, labels: Tensor, ks: list[int], softmax: bool):
-    """t (rows, J), or beside log softmax (rows, J + 1), and the gradient of its sum weighted by 1, 2, ... (rows, n)."""
+    """t, and the gradient of its sum weighted by 1, 2, ... (rows, n)."""
     leaf = scores.clone().requires_grad_()
-    t = operator._of_labels(*operator._scaled(leaf), labels, ks, softmax)
+    t = compute(operator, leaf, labels, ks, softmax)
     return t.detach(), torch.autograd.grad((t * torch.arange(1, t.shape[1] + 1)).sum(), leaf)[0]
 
 
@@ -264,7 +270,7 @@ def test_masks_by_the_kernel_are_those_of_operations_in_float64(name, n, data):
 
 def near_a_corner(name: str, operator: PointwiseMasks, scores: Tensor, ks: list[int], rounding: float) -> Tensor:
     """Whether some score's t is a corner of f, 0 or 1, to rounding: (rows,)."""
-    t = operator._arguments(*operator._scaled(scores.double()), None, ks)  # (rows, J, n)
+    t = operator._arguments(scores.double(), None, ks)  # (rows, J, n)
     corners = [0.0] if name == "capped_softmax" else [0.0, 1.0]
     return torch.stack([(t - corner).abs() < 10 * rounding for corner in corners]).any(0).flatten(1).any(1)
 
@@ -291,11 +297,11 @@ def test_masks_by_the_kernel_in_several_threads_spoilt_rows_and_second_derivativ
         assert torch.equal(ours[5].isnan(), pytorch[5].isnan())
     monkeypatch.setenv(VARIABLE, "numba")
     leaf = scores[6:8].clone().requires_grad_()
-    t = operator._of_labels(*operator._scaled(leaf), labels[6:8], [2], softmax)
+    t = compute(operator, leaf, labels[6:8], [2], softmax)
     (first,) = torch.autograd.grad(t.sum(), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), leaf)
     in_double = scores[6:8].double().requires_grad_()
-    t = operator._of_labels(*operator._scaled(in_double), labels[6:8], [2], softmax)
+    t = compute(operator, in_double, labels[6:8], [2], softmax)
     (want,) = torch.autograd.grad(t.sum(), in_double, create_graph=True)
     (want,) = torch.autograd.grad(want.square().sum(), in_double)
     torch.testing.assert_close(second.double(), want, rtol=1e-3, atol=1e-5)
@@ -389,7 +395,7 @@ def test_p_k_can_be_learned():
 def _in_a_child(connection) -> None:
     # A batch small enough for PyTorch's own operations to stay in one thread: those of OpenMP hang after a fork.
     torch.set_num_threads(4)
-    operator = RelaxedNetwork(networks.splitter_selection(1000, 5))
+    operator = RelaxedNetwork(networks.splitter_selection(1000, 5), 1.0)
     connection.send(operator.rank_probabilities(torch.zeros(30, 1000), torch.zeros(30, dtype=torch.long)).sum().item())
 
 
@@ -413,7 +419,7 @@ def test_a_forked_process_has_threads_of_its_own():
 
 
 def test_an_empty_batch():
-    operator = RelaxedNetwork(networks.bitonic(10, 3))
+    operator = RelaxedNetwork(networks.bitonic(10, 3), 1.0)
     scores = torch.empty(0, 10, requires_grad=True)
     column = operator.rank_probabilities(scores, torch.empty(0, dtype=torch.long))
     column.sum().backward()
@@ -449,7 +455,7 @@ def test_classes_that_are_out_have_the_values_and_gradients_of_pytorch(distribut
 
 
 def test_no_label_or_size_reaches_a_kernel_that_would_read_beyond_its_arrays():
-    operator = RelaxedNetwork(networks.splitter_selection(20, 4))
+    operator = RelaxedNetwork(networks.splitter_selection(20, 4), 1.0)
     for label in (-100, -1, 20, 2**40):
         with pytest.raises(ValueError, match="labels must lie in"):
             operator.rank_probabilities(torch.zeros(3, 20), torch.tensor([0, label, 0]))
@@ -472,7 +478,7 @@ def test_second_derivatives_are_those_of_float64(method, m, top1_mode):
 
 @pytest.mark.parametrize("art_lambda", [0.1, 0.3, 0.75])
 def test_other_art_lambdas(art_lambda):
-    operator = RelaxedNetwork(networks.bitonic(10, 3), art_lambda=art_lambda)
+    operator = RelaxedNetwork(networks.bitonic(10, 3), 1.0, art_lambda=art_lambda)
     scores, labels = torch.randn(4, 10, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     got = column_and_gradients(operator, scores, labels, torch.ones(4, 3))
     want = column_and_gradients(operator, scores.double(), labels, torch.ones(4, 3).double())
@@ -485,7 +491,7 @@ def test_a_change_of_any_source_of_the_library_leaves_no_kernel_in_force(tmp_pat
     shutil.copytree(Path(topk_losses.__file__).parent, tmp_path / "topk_losses", ignore=shutil.ignore_patterns("*pyc*"))
     program = (
         "import torch, topk_losses; "
-        "operator = topk_losses.RelaxedNetwork(topk_losses.bitonic(4, 1), distribution='reciprocal'); "
+        "operator = topk_losses.RelaxedNetwork(topk_losses.bitonic(4, 1), 1.0, distribution='reciprocal'); "
         "print(float(operator.rank_probabilities(torch.arange(4.0).view(1, 4), torch.tensor([3]))))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
@@ -504,7 +510,7 @@ def test_a_change_of_any_source_of_the_library_leaves_no_kernel_in_force(tmp_pat
 
 
 def test_pickles_and_copies():
-    operator = RelaxedNetwork(networks.splitter_selection(20, 4))
+    operator = RelaxedNetwork(networks.splitter_selection(20, 4), 1.0)
     scores, labels = torch.randn(4, 20), torch.arange(4)
     want = operator.rank_probabilities(scores, labels)
     for twin in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):

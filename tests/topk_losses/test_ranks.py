@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from tests.topk_losses.test_loss import random_batch
 from topk_losses import DFTopK, PerturbedTopK, RecallSurrogate, TopKCrossEntropyLoss, make_operator, topk_mask
-from topk_losses.loss import guarded_log
+from topk_losses.operator import guarded_log
 
 
 def df_topk_by_definition(logits, k, beta):
@@ -74,8 +74,8 @@ def test_df_topk_is_hard_in_the_limit_and_one_for_all_classes():
     logits, _ = random_batch(5, 9)
     hard = torch.zeros_like(logits).scatter(1, logits.topk(3, dim=1).indices, 1.0)
     torch.testing.assert_close(DFTopK(3, 1e6).mask(logits), hard)
-    torch.testing.assert_close(DFTopK(9).mask(logits), torch.ones_like(logits))
-    middle = DFTopK(3).mask(logits).sort(dim=1, descending=True).values[:, 2:4].sum(1)
+    torch.testing.assert_close(DFTopK(9, 0.25).mask(logits), torch.ones_like(logits))
+    middle = DFTopK(3, 0.25).mask(logits).sort(dim=1, descending=True).values[:, 2:4].sum(1)
     torch.testing.assert_close(middle, torch.ones_like(middle))  # the two scores beside the threshold
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from topk_losses import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.kernels import VARIABLE, kernel
-from topk_losses.smooth_svm import kth_largest_by_operations
+from topk_losses.smooth_svm import kth_largest
 
 with contextlib.redirect_stdout(io.StringIO()):
     import difftopk.smooth_topk
@@ -38,8 +38,8 @@ def smooth_kth_largest(scores: Tensor, k: int, temperature: float = 1.0) -> Tens
     """The smooth k-th largest of scores (batch, n), (batch,): beside a true class with the score 0."""
     labels = torch.full((len(scores),), scores.shape[1])
     with_true = F.pad(scores, (0, 1))  # (batch, n + 1)
-    find = kernel("kth_largest", with_true) or kth_largest_by_operations
-    return find(with_true, labels, [k], temperature)[0].squeeze(1)
+    find = kernel("kth_largest", with_true) or kth_largest
+    return find(with_true, labels, [k], scores.new_full((), temperature), False)[0].squeeze(1)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -346,7 +346,7 @@ def test_ties_that_rounding_splits_do_not_blow_up_the_gradient_of_art():
         for construct in CONSTRUCTIONS.values():
             for scores in ([2.0, 1, 1, 0], [3.0, 1, 1, 1, 0, 0], [0.1, 0.1, 0.1, 0.7], [1e3, 1e3 + 1, 1e3, 1e3 - 1]):
                 logits = torch.tensor([scores], dtype=dtype, requires_grad=True)
-                operator = RelaxedNetwork(construct(len(scores), 2))
+                operator = RelaxedNetwork(construct(len(scores), 2), 1.0)
                 for label in range(len(scores)):
                     column = operator.rank_probabilities(logits, torch.tensor([label]))
                     for entry in column[0]:
@@ -380,9 +380,9 @@ def test_networks_refuse_another_number_of_scores_and_odd_settings():
     with pytest.raises(ValueError, match="built for n=9 scores, got 10"):
         operator.permutation_matrix(torch.randn(2, 10))
     with pytest.raises(ValueError, match="did you mean 'cauchy'"):
-        RelaxedNetwork(bitonic(9, 3), distribution="couchy")
+        RelaxedNetwork(bitonic(9, 3), 1.0, distribution="couchy")
     with pytest.raises(ValueError, match="art_lambda must lie"):
-        RelaxedNetwork(bitonic(9, 3), art_lambda=1.0)
+        RelaxedNetwork(bitonic(9, 3), 1.0, art_lambda=1.0)
 
 
 def test_make_operator_builds_every_relaxation_by_name():

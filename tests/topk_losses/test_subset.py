@@ -20,10 +20,10 @@ def test_masks_sum_to_k_and_are_nested(n, data):
     logits, labels = random_batch(3, n, scale, data.draw(st.sampled_from([torch.float32, torch.float64])))
     if data.draw(st.booleans(), "ties"):
         logits = (logits / scale).round() * scale
-    masks = SubsetTopK(k)(logits).cumsum(1)  # (3, k, n)
+    masks = SubsetTopK(k, 0.25)(logits).cumsum(1)  # (3, k, n)
     wanted = torch.arange(1.0, k + 1, dtype=logits.dtype).expand(3, -1)
     torch.testing.assert_close(masks.sum(2), wanted, rtol=1e-5, atol=1e-5)
-    column = SubsetTopK(k).rank_probabilities(logits, labels).cumsum(1)
+    column = SubsetTopK(k, 0.25).rank_probabilities(logits, labels).cumsum(1)
     torch.testing.assert_close(column, masks[torch.arange(3), :, labels], rtol=1e-5, atol=1e-5)
 
 

@@ -41,7 +41,9 @@ def test_masks_sum_to_k_and_are_nested(n, beta, ties, data):
     assert bool((masks.diff(dim=1) >= -1e-9).all())
 
 
-@pytest.mark.parametrize("operator", [SinkhornSort(5), SoftTopK(5), SortedSoftTopK(5)], ids=["n", "2", "6"])
+@pytest.mark.parametrize(
+    "operator", [SinkhornSort(5, 100.0), SoftTopK(5, 10.0), SortedSoftTopK(5, 10.0)], ids=["n", "2", "6"]
+)
 @pytest.mark.parametrize("factor", [0.01, 1, 100])
 @pytest.mark.parametrize("kind", ["normal", "outlier", "ties", "clusters", "tiny", "heavy"])
 def test_converges_in_float32_for_all_kinds_of_scores(operator, factor, kind):
@@ -67,7 +69,7 @@ def test_converges_in_float32_for_all_kinds_of_scores(operator, factor, kind):
 def test_ranks_order_the_scores():
     """A higher score is the likelier for rank 1, and the expected rank falls with the score."""
     logits = torch.linspace(-2, 2, 10, dtype=torch.float64).unsqueeze(0)
-    P = SinkhornSort(9)(logits)[0]  # (9, n)
+    P = SinkhornSort(9, 100.0)(logits)[0]  # (9, n)
     assert bool((P[0].diff() > 0).all())
 
 
@@ -96,7 +98,7 @@ def test_whitening_forgets_the_shift_and_nearly_the_scale():
 
 def test_the_slope_of_whitening_is_bounded_at_equal_scores():
     logits = torch.zeros(1, 50, dtype=torch.float64, requires_grad=True)
-    for operator in (SinkhornSort(5), SoftTopK(5), SortedSoftTopK(5)):
+    for operator in (SinkhornSort(5, 100.0), SoftTopK(5, 10.0), SortedSoftTopK(5, 10.0)):
         (gradient,) = torch.autograd.grad(operator.rank_probabilities(logits, torch.tensor([3]))[0, 0].log(), logits)
         assert 1 < float(gradient.abs().max()) < 1000
 
@@ -106,7 +108,7 @@ def test_a_spoilt_sample_ends_no_solver(n):
     logits = random_logits(3, n, dtype=torch.float32)
     logits[1, 4] = float("nan")
     leaf = logits.requires_grad_()
-    columns = SinkhornSort(2).rank_probabilities(leaf, torch.tensor([0, 1, 2]))
+    columns = SinkhornSort(2, 100.0).rank_probabilities(leaf, torch.tensor([0, 1, 2]))
     columns.sum().backward()
     assert bool(columns[1].isnan().all())
     assert bool(columns[::2].isfinite().all())
@@ -116,18 +118,20 @@ def test_a_spoilt_sample_ends_no_solver(n):
 @pytest.mark.parametrize("options", [{"tolerance": 0.0}, {"max_iterations": 0}, {"inverse_temperature": float("nan")}])
 def test_refuses_solver_options_out_of_range(options):
     with pytest.raises(ValueError, match="must be"):
-        SinkhornSort(3, **options)
+        SinkhornSort(3, **{"inverse_temperature": 100.0, **options})
 
 
 def test_float32_and_float64_calls_are_each_held_to_their_own_tolerance():
-    operator, logits = SinkhornSort(3), random_logits(4, 30)
+    operator, logits = SinkhornSort(3, 100.0), random_logits(4, 30)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         operator(logits.float())
         operator(logits)
 
 
-@pytest.mark.parametrize("operator", [SinkhornSort(3), SoftTopK(3), SortedSoftTopK(3)], ids=["n", "2", "4"])
+@pytest.mark.parametrize(
+    "operator", [SinkhornSort(3, 100.0), SoftTopK(3, 10.0), SortedSoftTopK(3, 10.0)], ids=["n", "2", "4"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_each_sample_is_solved_as_if_it_were_alone(operator, dtype):
     logits = random_logits(16, 40, dtype=dtype)
@@ -140,7 +144,7 @@ def test_each_sample_is_solved_as_if_it_were_alone(operator, dtype):
 
 
 def test_constants_made_under_inference_mode_serve_training_too():
-    operator, logits = SortedSoftTopK(3), random_logits(4, 30)
+    operator, logits = SortedSoftTopK(3, 10.0), random_logits(4, 30)
     with torch.inference_mode():
         operator(logits)
     logits.requires_grad_()

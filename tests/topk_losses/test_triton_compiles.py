@@ -42,9 +42,8 @@ def launch(monkeypatch, tmp_path):
         )
 
     def launched(network, scores, labels):
-        cuda.carry_mass(network, scores, labels).sum().backward()
-        with torch.no_grad():
-            cuda.carry_mass(network, scores.detach(), labels)
+        monkeypatch.setattr("topk_losses.kernels.device_of_kernels", lambda device: "cuda")
+        network.rank_probabilities(scores, labels).sum().backward()
         return compiled
 
     yield launched
@@ -61,14 +60,14 @@ def stack_bytes(compiled, path):
 
 
 SIZES = [(1000, 50, distribution) for distribution in DISTRIBUTIONS]
-SIZES += [(1, 1, "cauchy"), (2, 1, "logistic_phi"), (16, 3, "gaussian"), (10450, 2, "optimal")]
+SIZES += [(2, 1, "logistic_phi"), (16, 3, "gaussian"), (10450, 2, "optimal")]
 
 
 @pytest.mark.parametrize(("n", "batch", "distribution"), SIZES)
 def test_kernels_compile_and_keep_to_their_registers(launch, n, batch, distribution, tmp_path):
     network = RelaxedNetwork(splitter_selection(n, min(5, n)), 1.0, distribution)
     compiled = launch(network, torch.zeros(batch, n, requires_grad=True), torch.zeros(batch, dtype=torch.int64))
-    assert [kernel.metadata.name for kernel in compiled] == ["forward_kernel", "backward_kernel", "forward_kernel"]
+    assert [kernel.metadata.name for kernel in compiled] == ["forward_kernel", "backward_kernel"]
     for kernel in compiled:
         assert stack_bytes(kernel, tmp_path) == 0
         # A thread loads and stores a comparator's lanes: they need not change hands, nor wait but for the tile before.

@@ -3,7 +3,8 @@
 A kernel takes float32 tensors. Numba's are taken on the CPU, and Triton's on GPUs of compute capability 8.0 and above,
 which Triton is made for, where these packages are installed: they are tested against PyTorch's operations, and timed in
 whole training steps (benchmarks/). The environment variable TOPK_LOSSES_BACKEND, read at every call, settles it:
-`torch` takes no kernel, `numba` and `triton` take theirs and say so where they cannot run.
+`torch` takes no kernel, `numba` and `triton` take theirs and say so where they cannot run. Each is an operator of
+PyTorch's, torch.ops.topk_losses.<operation>_<device>, so that torch.compile calls it too.
 """
 
 import functools
@@ -16,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topk_losses.checks import is_concrete
+from topk_losses.checks import is_ordinary
 
 VARIABLE = "TOPK_LOSSES_BACKEND"
 TABLE = {
-    ("carry_mass", "cpu"): "topk_losses.kernels.cpu_networks",  # a relaxed network for the true class
-    ("largest", "cpu"): "topk_losses.kernels.cpu_largest",  # the m largest scores
-    ("kth_largest", "cpu"): "topk_losses.kernels.cpu_smooth",  # the smooth k-th largest score
-    ("arguments", "cpu"): "topk_losses.kernels.cpu_masks",  # of masks with a threshold or a soft rank
-    ("carry_mass", "cuda"): "topk_losses.kernels.cuda",
+    ("carry_mass", "cpu"): "cpu_networks",  # a relaxed network for the true class
+    ("largest", "cpu"): "cpu_largest",  # the m largest scores
+    ("kth_largest", "cpu"): "cpu_smooth",  # the smooth k-th largest score
+    ("masks", "cpu"): "cpu_masks",  # with a threshold or a soft rank
+    ("carry_mass", "cuda"): "cuda",
 }
 PACKAGES = {"cpu": "numba", "cuda": "triton"}
 
@@ -60,25 +61,70 @@ def device_of_kernels(device: torch.device) -> str:
     return wanted
 
 
+@torch.compiler.assume_constant_result
+def _name(operation: str, device: str, index: int) -> str:
+    """The name of the kernel for an operation on a device, which is loaded; "" where there is none."""
+    kind = device_of_kernels(torch.device(device, index) if index >= 0 else torch.device(device))
+    if (operation, kind) not in TABLE:
+        return ""
+    importlib.import_module(f"topk_losses.kernels.{TABLE[operation, kind]}")
+    return f"{operation}_{kind}"
+
+
 def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callable[..., Any] | None:
     """The kernel for an operation on `scores`, or None where PyTorch's operations shall compute it.
 
     They do for all but ordinary float32 tensors, and for settings that want a gradient: kernels know theirs alone.
     """
-    if scores.dtype != torch.float32 or not is_concrete(scores):
+    if scores.dtype != torch.float32 or not is_ordinary(scores):
         return None
     if any(isinstance(each, Tensor) and each.requires_grad for each in settings):
         return None
-    module = TABLE.get((operation, device_of_kernels(scores.device)))
-    return getattr(importlib.import_module(module), operation) if module else None
+    index = scores.device.index
+    name = _name(operation, scores.device.type, -1 if index is None else index)
+    return getattr(torch.ops.topk_losses, name) if name else None
 
 
-def gradients(
-    operations: Callable[..., Tensor], inputs: tuple[Tensor, Tensor], grad: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of operations(*inputs), with a graph of their own."""
-    wanted = [number for number, each in enumerate(inputs) if each.requires_grad]
-    copies = [each.view_as(each) if each.requires_grad else each for each in inputs]
-    found = torch.autograd.grad(operations(*copies), [copies[i] for i in wanted], grad, create_graph=True)
-    by_number = dict(zip(wanted, found))
-    return by_number.get(0), by_number.get(1)
+def register(
+    name: str,
+    forward: Callable[..., list[Tensor]],
+    outputs: Callable[..., list[Tensor]],
+    backward: Callable[..., Tensor] | None = None,
+    operations: Callable[..., list[Tensor]] | None = None,
+) -> None:
+    """Make a kernel an operator of PyTorch's, which is differentiated by its first argument, the scores.
+
+    forward(*arguments): the results, and what the backward pass has to know. outputs(*arguments): tensors of these
+    shapes. operations(*arguments): the results alone, as PyTorch's operations compute them, for second derivatives.
+    backward(grads of the results, *arguments, the rest of what forward gave): the gradient of the scores.
+    """
+    op = torch.library.custom_op(f"topk_losses::{name}", forward, mutates_args=())
+    op.register_fake(outputs)
+    if backward is None or operations is None:
+        return
+    back = torch.library.custom_op(f"topk_losses::{name}_backward", backward, mutates_args=())
+    back.register_fake(lambda grads, scores, *others: torch.empty_like(scores, memory_format=torch.contiguous_format))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        ctx.is_tensor = [isinstance(each, Tensor) for each in inputs]
+        ctx.others = [each for each in inputs if not isinstance(each, Tensor)]
+        ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)), *output)
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+        output = list(tensors)
+        results = [i for i, grad in enumerate(grads) if grad is not None]
+        if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
+            copy = inputs[0].view_as(inputs[0])
+            found = operations(copy, *inputs[1:])
+            grad_scores = torch.autograd.grad(
+                [found[i] for i in results], copy, [grads[i] for i in results], create_graph=True
+            )[0]
+        else:
+            first = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(output, grads)]
+            grad_scores = back(first, *inputs, output)
+        return grad_scores, *(None,) * (len(inputs) - 1)
+
+    op.register_autograd(gradients, setup_context=setup_context)

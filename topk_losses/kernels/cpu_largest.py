@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from topk_losses.kernels import register
 from topk_losses.kernels.numba_support import in_threads, jit
 
 CHUNK = 16
@@ -100,14 +101,20 @@ def largest_of_rows(scores, first, last, index):
             index[row, r] = _LOW - (largest[r] & _LOW)
 
 
-def largest(scores: Tensor, m: int) -> Tensor:
+def _outputs(scores: Tensor, m: int) -> list[Tensor]:
+    return [torch.empty(len(scores), m, dtype=torch.int64, device=scores.device)]
+
+
+def _largest(scores: Tensor, m: int) -> list[Tensor]:
     """The columns of the m largest of each row, falling: (rows, m) int64.
 
     scores (rows, n) float32 on the CPU, n < 2^31. NaN counts as the largest. Among equal scores the one further left
     comes first.
     """
-    index = torch.empty(len(scores), m, dtype=torch.int64, device=scores.device)
-    array = scores.detach().contiguous().numpy()
-    threads = max(1, min(torch.get_num_threads(), len(scores), 1 + scores.numel() // WORK_OF_A_THREAD))
-    in_threads(threads, len(scores), lambda first, last: largest_of_rows(array, first, last, index.numpy()))
-    return index
+    (index,) = _outputs(scores, m)
+    array, columns = scores.contiguous().numpy(), index.numpy()
+    in_threads(scores.numel(), WORK_OF_A_THREAD, len(scores), lambda i, j: largest_of_rows(array, i, j, columns))
+    return [index]
+
+
+register("largest_cpu", _largest, _outputs)

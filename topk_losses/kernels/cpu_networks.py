@@ -8,19 +8,16 @@ costs .7 to 2 nanoseconds per sample forward, .6 backward, since the slopes are 
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from topk_losses.kernels import gradients
+from topk_losses import networks
+from topk_losses.kernels import register
 from topk_losses.kernels.numba_support import exp, in_float32, in_threads, jit
+from topk_losses.operator import MASKED, is_mass
 from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, FLOAT32, distance_of_rounding
-from topk_losses.sorts import MASKED
-
-if TYPE_CHECKING:
-    from topk_losses.networks import RelaxedNetwork
 
 TILE = 64  # samples: enough for vector code, few enough for the cache
 WORK_OF_A_THREAD = 100_000  # comparators times samples that pay for another thread: an eighth of a millisecond
@@ -123,8 +120,8 @@ def _forward(scores, labels, mass, hi, lo, k, beta, art_lambda, tie_scale, round
 
 
 @jit
-def _backward(grad, hi, lo, first, last, saved, grad_scores, grad_mass):
-    """Tiles first..last of grad (batch, k) to grad_scores (batch, n) and, unless it is empty, grad_mass (batch, n)."""
+def _backward(grad, hi, lo, first, last, saved, grad_scores):
+    """Tiles first..last of grad (batch, k) to grad_scores (batch, n)."""
     batch, n = grad_scores.shape
     lanes = np.empty((n, 2 * TILE), np.float32)
     for t in range(first, last):
@@ -146,59 +143,42 @@ def _backward(grad, hi, lo, first, last, saved, grad_scores, grad_mass):
         for i in range(min(TILE, batch - start)):
             for j in range(n):
                 grad_scores[start + i, j] = lanes[j, i]
-            if len(grad_mass) > 0:
-                for j in range(n):
-                    grad_mass[start + i, j] = lanes[j, TILE + i]
 
 
-class _CarryMass(torch.autograd.Function):
-    """RelaxedNetwork._column_by_operations; labels: (batch,) int64 or a mass per class (batch, n) float32."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, labels: Tensor, network: "RelaxedNetwork") -> Tensor:
-        batch, num_comparators = len(scores), network.comparators.shape[1]
-        tiles = -(-batch // TILE)
-        threads = max(1, min(torch.get_num_threads(), tiles, 1 + batch * num_comparators // WORK_OF_A_THREAD))
-        saved = scores.new_empty(tiles, num_comparators, 3 * TILE)
-        column = scores.new_empty(batch, network.k)
-        empty = scores.new_empty(0, dtype=torch.int64), scores.new_empty(0, 0)
-        inputs = (scores, empty[0], labels) if labels.is_floating_point() else (scores, labels, empty[1])
-        ctx.hi, ctx.lo = network.comparators.numpy()
-        art_lambda = network.art_lambda
-        numbers = (
-            float(network.inverse_temperature),
-            art_lambda,
-            ART_TIE**-art_lambda,
-            distance_of_rounding(torch.float32),
-        )
-        settings = (ctx.hi, ctx.lo, network.k, *map(_f32, (*numbers, MASKED)))
-        arrays = [each.detach().contiguous().numpy() for each in inputs]
-        outputs = (saved.numpy(), column.numpy())
-        forward = _forward_of(network.distribution, art_lambda)
-        in_threads(threads, tiles, lambda first, last: forward(*arrays, *settings, first, last, *outputs))
-        ctx.save_for_backward(scores, labels, saved)
-        ctx.network, ctx.threads = network, threads
-        return column
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, labels, saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
-            return *gradients(ctx.network._column_by_operations, (scores, labels), grad), None
-        grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
-        grad_mass = torch.empty_like(grad_scores) if ctx.needs_input_grad[1] else grad.new_empty(0, 0)
-        inputs = (grad.contiguous().numpy(), ctx.hi, ctx.lo)
-        outputs = (saved.numpy(), grad_scores.numpy(), grad_mass.numpy())
-        in_threads(ctx.threads, len(saved), lambda first, last: _backward(*inputs, first, last, *outputs))
-        grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
-        return grad_scores, grad_mass if ctx.needs_input_grad[1] else None, None
+def _outputs(
+    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
+    distribution: str, art_lambda: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """The column (batch, k); saved (tiles, comparators, 3 TILE)."""
+    return [scores.new_empty(len(scores), k), scores.new_empty(-(-len(scores) // TILE), comparators.shape[1], 3 * TILE)]
 
 
-def carry_mass(network: "RelaxedNetwork", scores: Tensor, labels: Tensor) -> Tensor:
-    """P[1..k, y], (rows, k), of a relaxed network for scores (rows, n) float32 on the CPU.
+def _carry_mass(
+    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
+    distribution: str, art_lambda: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """P[1..k, y], (batch, k), of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
+    outputs = _outputs(scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda)
+    labels, mass = (scores.new_empty(0, dtype=torch.int64), target) if is_mass(target) else (target, scores[:0])
+    exponent, (hi, lo) = art_lambda or 0.0, comparators.numpy()
+    numbers = (beta.item(), exponent, ART_TIE**-exponent, distance_of_rounding(torch.float32), MASKED)
+    inputs = [each.contiguous().numpy() for each in (scores, labels, mass.to(scores.dtype))]
+    settings, arrays = (hi, lo, k, *map(_f32, numbers)), [each.numpy() for each in reversed(outputs)]
+    forward = _forward_of(distribution, exponent)
+    work, tiles = scores.shape[0] * comparators.shape[1], len(outputs[1])
+    in_threads(work, WORK_OF_A_THREAD, tiles, lambda i, j: forward(*inputs, *settings, i, j, *arrays))
+    return outputs
 
-    labels: (rows,) int64 in [0, n), or the mass on each class (rows, n).
-    """
-    if labels.is_floating_point():
-        labels = labels.to(scores.dtype)
-    return _CarryMass.apply(scores, labels, network)
+
+def _carry_mass_backward(
+    grads: list[Tensor], scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int],
+    k: int, distribution: str, art_lambda: float | None, outputs: list[Tensor],
+) -> Tensor:  # fmt: skip
+    grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    inputs, saved = (grads[0].contiguous().numpy(), *comparators.numpy()), outputs[1].numpy()
+    work, out = scores.shape[0] * comparators.shape[1], grad_scores.numpy()
+    in_threads(work, WORK_OF_A_THREAD, len(saved), lambda i, j: _backward(*inputs, i, j, saved, out))
+    return grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
+
+
+register("carry_mass_cpu", _carry_mass, _outputs, _carry_mass_backward, lambda *inputs: [networks.carry_mass(*inputs)])

@@ -15,13 +15,13 @@ O(n k).
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from topk_losses import smooth_svm
+from topk_losses.kernels import register
 from topk_losses.kernels.cpu_largest import largest_of_rows
 from topk_losses.kernels.numba_support import exps, in_threads, jit, softmax_sum, subtract_softmax, sum_of
 
@@ -192,54 +192,37 @@ def _backward(
             slope[labels[row]] += of_softmax[row, 0]
 
 
-class _KthLargest(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float, softmax: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        (batch, n), J, K = scores.shape, len(ks), ks[-1]
-        threads = max(1, min(torch.get_num_threads(), batch, 1 + scores.numel() // WORK_OF_A_THREAD))
-        leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
-        smooth, hard, top, log_softmax = (scores.new_empty(batch, size) for size in (J, J, min(K + 1, n), softmax))
-        slopes = [scores.new_empty(batch, *shape) for shape in ((2,), (J, K), (J, leaves))]
-        kept = labels.new_empty(batch, leaves + 1), *slopes
-        rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
-        inputs = (*rows, temperature, softmax, np.array(ks))
-        outputs = [each.numpy() for each in (smooth, hard, top, log_softmax, *kept)]
-        in_threads(threads, batch, lambda first, last: _forward(*inputs, first, last, *outputs))
-        ctx.save_for_backward(scores, labels, top, *kept)
-        ctx.settings, ctx.threads = (ks, temperature, softmax), threads
-        ctx.mark_non_differentiable(top)
-        ctx.set_materialize_grads(False)
-        return smooth, hard, top, log_softmax
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        scores, labels, *kept = ctx.saved_tensors
-        ks, temperature, softmax = ctx.settings
-        sizes = (len(ks), len(ks), 0, softmax)
-        grad, grad_hard, _, of_softmax = (
-            scores.new_zeros(len(scores), size) if each is None else each for each, size in zip(grads, sizes)
-        )
-        if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
-            from topk_losses.smooth_svm import kth_largest_by_operations
-
-            copy = scores.view_as(scores)
-            smooth, hard, _, log_softmax = kth_largest_by_operations(copy, labels, *ctx.settings)
-            results, wanted = [smooth, hard], [grad, grad_hard]
-            if softmax:
-                results, wanted = [*results, log_softmax], [*wanted, of_softmax]
-            return *torch.autograd.grad(results, copy, wanted, create_graph=True), None, None, None, None
-        grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
-        rows = [each.detach().contiguous().numpy() for each in (scores, labels)]
-        arrays = [each.contiguous().numpy() for each in (*kept, grad, grad_hard, of_softmax)]
-        inputs = (*rows, temperature, softmax, np.array(ks), *arrays)
-        in_threads(ctx.threads, len(scores), lambda first, last: _backward(*inputs, first, last, grad_scores.numpy()))
-        return grad_scores, None, None, None, None
+def _outputs(scores: Tensor, labels: Tensor, ks: list[int], temperature: Tensor, softmax: bool) -> list[Tensor]:
+    """smooth, hard, top and log_softmax; then, for the backward pass, index, origin, powers and of_leaves."""
+    (batch, n), J, K = scores.shape, len(ks), ks[-1]
+    leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
+    shapes = ((J,), (J,), (min(K + 1, n),), (int(softmax),), (leaves + 1,), (2,), (J, K), (J, leaves))
+    outputs = [scores.new_empty(batch, *shape) for shape in shapes]
+    outputs[4] = labels.new_empty(outputs[4].shape)
+    return outputs
 
 
-def kth_largest(
-    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: float, softmax: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """smooth_svm.kth_largest_by_operations for scores (rows, n) float32 on the CPU; arguments and results as there."""
-    return _KthLargest.apply(scores, labels, ks, float(temperature), softmax)
+def _kth_largest(scores: Tensor, labels: Tensor, ks: list[int], temperature: Tensor, softmax: bool) -> list[Tensor]:
+    """As smooth_svm.kth_largest, for scores (rows, n) float32."""
+    outputs = _outputs(scores, labels, ks, temperature, softmax)
+    inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), temperature.item(), softmax, np.array(ks))
+    arrays = [each.numpy() for each in outputs]
+    work = scores.numel()
+    in_threads(work, WORK_OF_A_THREAD, len(scores), lambda first, last: _forward(*inputs, first, last, *arrays))
+    return outputs
+
+
+def _kth_largest_backward(
+    grads: list[Tensor], scores: Tensor, labels: Tensor, ks: list[int], temperature: Tensor, softmax: bool,
+    outputs: list[Tensor],
+) -> Tensor:  # fmt: skip
+    grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), temperature.item(), softmax, np.array(ks))
+    of_results = (grads[0], grads[1], grads[3])
+    arrays = [each.contiguous().numpy() for each in (outputs[2], *outputs[4:], *of_results)]
+    work, out = scores.numel(), grad_scores.numpy()
+    in_threads(work, WORK_OF_A_THREAD, len(scores), lambda first, last: _backward(*inputs, *arrays, first, last, out))
+    return grad_scores
+
+
+register("kth_largest_cpu", _kth_largest, _outputs, _kth_largest_backward, smooth_svm.kth_largest)

@@ -12,19 +12,16 @@ depend on the tile before, and are asked for ahead of the barrier that waits for
 
 import functools
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from topk_losses.kernels import gradients
+from topk_losses import networks
+from topk_losses.kernels import register
 from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, FLOAT32, Sigmoid, bind, distance_of_rounding
-
-if TYPE_CHECKING:
-    from topk_losses.networks import RelaxedNetwork
 
 WIDEST = 1024  # comparators of a tile
 _ROUNDING = tl.constexpr(distance_of_rounding(torch.float32))
@@ -92,16 +89,16 @@ def _saved_of(hi_lanes, lo_lanes, bounds, tile, saved_d, saved_D, live, WIDTH: t
 
 @triton.jit
 def forward_kernel(
-    lanes, offset, comparators, bounds, saved, batch, n, num_tiles, beta, art_lambda, tie_scale,
-    MIX: tl.constexpr, SCALE: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    lanes, offset, comparators, bounds, saved, batch, n, num_tiles, inverse_temperature, art_lambda, tie_scale,
+    MIX: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """lanes (2, batch, n) through the network, in place; saved (2, batch, comparators) if SAVE: d, and D in order.
+    """lanes (2, batch, n) through the network, in place; saved (2, batch, comparators): d, and D in order.
 
     offset (batch,): the size of the maximum that was taken off the scores.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
     live = row < batch
-    x, q = lanes + row * n, lanes + (batch + row) * n
+    x, q, beta = lanes + row * n, lanes + (batch + row) * n, tl.load(inverse_temperature)
     num_comparators = tl.load(bounds + num_tiles)
     lo_lanes = comparators + num_comparators
     saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
@@ -124,21 +121,20 @@ def forward_kernel(
         tl.store(x + lo, tl.where(swapped, x_hi, x_lo) + mix * e, on)
         tl.store(q + hi, above - mix * D, on)
         tl.store(q + lo, below + mix * D, on)
-        if SAVE:
-            tl.store(saved_d + place, d, on)
-            tl.store(saved_D + place, D, on)
+        tl.store(saved_d + place, d, on)
+        tl.store(saved_D + place, D, on)
 
 
 @triton.jit
 def backward_kernel(
-    lanes, comparators, bounds, saved, batch, n, num_tiles, beta, art_lambda, tie_scale,
+    lanes, comparators, bounds, saved, batch, n, num_tiles, inverse_temperature, art_lambda, tie_scale,
     MIX: tl.constexpr, SLOPE: tl.constexpr, SCALE: tl.constexpr, SCALE_SLOPE: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradients by the lanes (2, batch, n) back through the network, in place."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
     live = row < batch
-    x, q = lanes + row * n, lanes + (batch + row) * n
+    x, q, beta = lanes + row * n, lanes + (batch + row) * n, tl.load(inverse_temperature)
     num_comparators = tl.load(bounds + num_tiles)
     lo_lanes = comparators + num_comparators
     saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
@@ -164,71 +160,63 @@ def backward_kernel(
         tl.store(q + lo, tl.where(swapped, q_hi + moved_q, q_lo - moved_q), on)
 
 
-_tables: WeakKeyDictionary[Any, dict[torch.device, tuple[Tensor, Tensor, dict[str, int]]]] = WeakKeyDictionary()
-
-
-def _table(network: "RelaxedNetwork", device: torch.device) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """For the kernels, int32 on the device: the comparators (2, C) and bounds (T + 1,); and the shape of a program.
+@functools.lru_cache(maxsize=32)
+def _tiles(layer_sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, dict[str, int]]:
+    """For the kernels: bounds (T + 1,) int32 on the device, and the shape of a program.
 
     The bounds are the places among the comparators where each of the T tiles begins, and where the last one ends.
     """
-    known = _tables.setdefault(network, {})
-    if device not in known:
-        sizes = network.layer_sizes
-        width = min(WIDEST, triton.next_power_of_2(max(sizes, default=1)))
-        starts = [place for size, end in zip(sizes, accumulate(sizes)) for place in range(end - size, end, width)]
-        bounds = [*(starts or [0]), sum(sizes)]  # a network of one lane has an empty tile
-        rows = max(1, 32 // width)  # a warp at least, and 4 comparators per thread in wide tiles
-        shape = {"ROWS": rows, "WIDTH": width, "num_warps": min(max(rows * width // 128, 1), 8), "num_stages": 1}
-        comparators = network.comparators.to(device, torch.int32)
-        known[device] = comparators, torch.tensor(bounds, dtype=torch.int32, device=device), shape
-    return known[device]
+    width = min(WIDEST, triton.next_power_of_2(max(layer_sizes, default=1)))
+    ends = accumulate(layer_sizes)
+    starts = [place for size, end in zip(layer_sizes, ends) for place in range(end - size, end, width)]
+    bounds = [*(starts or [0]), sum(layer_sizes)]  # a network of one lane has an empty tile
+    rows = max(1, 32 // width)  # a warp at least, and 4 comparators per thread in wide tiles
+    shape = {"ROWS": rows, "WIDTH": width, "num_warps": min(max(rows * width // 128, 1), 8), "num_stages": 1}
+    return torch.tensor(bounds, dtype=torch.int32, device=device), shape
 
 
-class _CarryMass(torch.autograd.Function):
-    """RelaxedNetwork._column_by_operations; labels: (batch,) int64 or a mass per class (batch, n) float32.
-
-    Saved for the backward pass: each comparator's differences in the two channels, 8 bytes per sample.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, labels: Tensor, network: "RelaxedNetwork") -> Tensor:
-        batch, n = scores.shape
-        comparators, bounds, shape = _table(network, scores.device)
-        centred, offset = network._centred(scores)
-        lanes = torch.stack([centred.T, network._mass(scores, labels)])  # (2, batch, n)
-        save = any(ctx.needs_input_grad)
-        saved = scores.new_empty(2, batch if save else 0, comparators.shape[1])
-        tables = (comparators, bounds, saved)
-        beta, art_lambda = float(network.inverse_temperature), network.art_lambda
-        ctx.settings = (batch, n, len(bounds) - 1, beta, art_lambda, ART_TIE**-art_lambda)
-        ctx.grid, ctx.shape, ctx.family = (triton.cdiv(batch, shape["ROWS"]),), shape, _family(network.distribution)
-        with torch.cuda.device_of(scores):
-            forward_kernel[ctx.grid](
-                lanes, offset, *tables, *ctx.settings, ctx.family.mix, ctx.family.scale, save, **shape
-            )
-        ctx.save_for_backward(scores, labels, *tables)
-        ctx.network = network
-        return lanes[1, :, n - network.k :].flip(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, labels, *tables = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
-            return *gradients(ctx.network._column_by_operations, (scores, labels), grad), None
-        lanes = grad.new_zeros(2, *scores.shape)
-        lanes[1, :, scores.shape[1] - grad.shape[1] :] = grad.flip(1)
-        with torch.cuda.device_of(grad):
-            backward_kernel[ctx.grid](lanes, *tables, *ctx.settings, *ctx.family, **ctx.shape)
-        grad_scores = lanes[0].masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
-        return grad_scores, lanes[1] if ctx.needs_input_grad[1] else None, None
+def _program(
+    scores: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], distribution: str, art: float | None
+) -> tuple[tuple[int], tuple[Any, ...], tuple[Any, ...], Sigmoid, dict[str, int]]:
+    """The grid of a launch, the tables, the numbers, the formulas and the shape of a program."""
+    bounds, shape = _tiles(tuple(layer_sizes), scores.device)
+    numbers = (*scores.shape, len(bounds) - 1, beta, art or 0.0, ART_TIE ** -(art or 0.0))
+    grid = (triton.cdiv(len(scores), shape["ROWS"]),)
+    return grid, (comparators.to(torch.int32), bounds), numbers, _family(distribution), shape
 
 
-def carry_mass(network: "RelaxedNetwork", scores: Tensor, labels: Tensor) -> Tensor:
-    """P[1..k, y], (rows, k), of a relaxed network for scores (rows, n) float32 on CUDA.
+def _outputs(
+    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
+    distribution: str, art_lambda: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """The column (batch, k); each comparator's differences in the two channels, 8 bytes per sample."""
+    return [scores.new_empty(len(scores), k), scores.new_empty(2, len(scores), comparators.shape[1])]
 
-    labels: (rows,) int64 in [0, n), or the mass on each class (rows, n).
-    """
-    if labels.is_floating_point():
-        labels = labels.to(scores.dtype)
-    return _CarryMass.apply(scores, labels, network)
+
+def _carry_mass(
+    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
+    distribution: str, art_lambda: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """P[1..k, y], (batch, k), of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
+    _, saved = _outputs(scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda)
+    x, offset = networks.centred(scores)
+    lanes = torch.stack([x.T, networks.mass_of(scores, target)])  # (2, batch, n)
+    grid, tables, numbers, family, shape = _program(scores, beta, comparators, layer_sizes, distribution, art_lambda)
+    with torch.cuda.device_of(scores):
+        forward_kernel[grid](lanes, offset, *tables, saved, *numbers, family.mix, family.scale, **shape)
+    return [lanes[1, :, scores.shape[1] - k :].flip(1), saved]
+
+
+def _carry_mass_backward(
+    grads: list[Tensor], scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int],
+    k: int, distribution: str, art_lambda: float | None, outputs: list[Tensor],
+) -> Tensor:  # fmt: skip
+    lanes = scores.new_zeros(2, *scores.shape)
+    lanes[1, :, scores.shape[1] - k :] = grads[0].flip(1)
+    grid, tables, numbers, family, shape = _program(scores, beta, comparators, layer_sizes, distribution, art_lambda)
+    with torch.cuda.device_of(scores):
+        backward_kernel[grid](lanes, *tables, outputs[1], *numbers, *family, **shape)
+    return lanes[0].masked_fill(scores == -torch.inf, 0)  # MASKED stood in for them
+
+
+register("carry_mass_cuda", _carry_mass, _outputs, _carry_mass_backward, lambda *inputs: [networks.carry_mass(*inputs)])

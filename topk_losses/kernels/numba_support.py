@@ -13,10 +13,11 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numba.core.caching import FunctionCache
 
+from topk_losses.operator import MASKED
 from topk_losses.sigmoids import bind
-from topk_losses.sorts import MASKED
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
@@ -154,8 +155,8 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
-def in_threads(threads: int, tiles: int, call: Callable[[int, int], None]) -> None:
-    """call(first, last) on shares of the tiles, in this thread and threads - 1 others; waits for all.
+def in_threads(work: int, of_a_thread: int, tiles: int, call: Callable[[int, int], None]) -> None:
+    """call(first, last) on shares of the tiles, in this thread and, as the work pays for them, others; waits for all.
 
     Each takes the next share when it is through with one: PyTorch's own threads wait busily for some milliseconds after
     each operation, so that a core may be half taken.
@@ -163,18 +164,19 @@ def in_threads(threads: int, tiles: int, call: Callable[[int, int], None]) -> No
     Python's threads, since the kernels run without its lock: Numba's own can be entered by one caller only, and those
     of OpenMP do not survive a fork.
     """
+    threads = max(1, min(torch.get_num_threads(), tiles, 1 + work // of_a_thread))
     if threads == 1:
         call(0, tiles)
         return
     size = -(-tiles // (SHARES * threads))
     starts = iter(range(0, tiles, size))  # next() holds Python's lock
 
-    def work() -> None:
+    def share() -> None:
         for first in starts:
             call(first, min(first + size, tiles))
 
-    others = [_pool().submit(work) for _ in range(threads - 1)]
-    work()
+    others = [_pool().submit(share) for _ in range(threads - 1)]
+    share()
     for other in others:
         if not other.cancel():  # cancelled: it has not begun, and nothing is left
             other.result()

@@ -1,0 +1,239 @@
+"""The common signature of the relaxed top-k operators, and what they are written with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from topk_losses.checks import (
+    check_inverse_temperature,
+    check_k,
+    check_label_masses,
+    check_labels,
+    check_logits,
+    full_precision,
+)
+from topk_losses.kernels import kernel
+
+# Stands in for a score of -inf, a class that takes no part. All operators have reached their limit there, to rounding,
+# and its square is a float32 number still.
+MASKED = -1e18
+MOST_BY_KERNEL, LEAST_SCORES, LEAST_SHARE = 64, 256, 16  # a kernel pays for m <= 64 of more than 256 or 16 m scores
+
+
+def to_compute_dtype(logits: Tensor) -> Tensor:
+    """float64 and float32 stay; half precision is computed in float32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def finite(scores: Tensor) -> Tensor:
+    """`scores` with MASKED in place of -inf; NaN and inf stay, and spoil their sample alone."""
+    return scores.clamp(min=MASKED)
+
+
+def largest(scores: Tensor, m: int) -> Tensor:
+    """The classes of the m largest scores of each row (rows, n), falling: (rows, m) int64. Ties fall either way."""
+    pays = m <= MOST_BY_KERNEL and scores.shape[1] > max(LEAST_SCORES, LEAST_SHARE * m)
+    find = kernel("largest", scores) if pays else None
+    return scores.detach().topk(m, dim=1).indices if find is None else find(scores.detach(), m)[0]
+
+
+def pick_ranks(cumulative: Tensor, ks: Sequence[int]) -> Tensor:
+    """The entries of `cumulative` (rows, K, ...) for the k of interest, (rows, len(ks), ...); no index to be moved."""
+    if len(ks) in (0, cumulative.shape[1]):
+        return cumulative[:, : len(ks)]
+    return torch.stack([cumulative[:, k - 1] for k in ks], dim=1)
+
+
+def is_mass(target: Tensor | None) -> bool:
+    """Whether a target is a mass per class (rows, n), rather than labels (rows,) or None, all classes."""
+    return target is not None and target.is_floating_point()
+
+
+def at_target(values: Tensor, target: Tensor) -> Tensor:
+    """Of values (rows, J, n) those of the labels (rows,), or their sums by a mass (rows, n): (rows, J)."""
+    if is_mass(target):
+        return (values @ target.to(values.dtype).unsqueeze(2)).squeeze(2)
+    return values.gather(2, target.view(-1, 1, 1).expand(-1, values.shape[1], 1)).squeeze(2)
+
+
+def log_softmax(scores: Tensor, target: Tensor | None) -> Tensor:
+    """log softmax of the labels (rows,), of a set of classes, mass (rows, n), or, for None, of each class (rows, n)."""
+    if target is None:
+        return scores.log_softmax(1)
+    if is_mass(target):
+        return (scores + target.log()).logsumexp(1) - scores.logsumexp(1)
+    return -cross_entropy(scores, target, reduction="none")
+
+
+def guarded_log(p: Tensor) -> Tensor:
+    """log(p (1 - 2e-7) + 1e-7), the official code's guard against log 0: finite for p in [0, 1]."""
+    return torch.log(p * (1 - 2e-7) + 1e-7)
+
+
+def normal_noise(like: Tensor, *shape: int, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers of a shape, of the dtype and on the device of another tensor."""
+    return like.new_empty(shape).normal_(generator=generator)
+
+
+class Constants(nn.Module):
+    """A module whose tensors named in `constants` move with it, but are never cast, emptied or saved.
+
+    They are made anew from what the module was built with, so that state dicts do without them; buffers would come out
+    rounded of .bfloat16(), and as garbage of .to_empty().
+    """
+
+    constants: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Constants":
+        super()._apply(fn, recurse)
+        for name in self.constants:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                device = fn(torch.empty(0, device=tensor.device)).device
+                exact = tensor.float() if device.type == "mps" and tensor.dtype == torch.float64 else tensor
+                object.__setattr__(self, name, exact.to(device))  # checked already
+        return self
+
+
+class TopKOperator(Constants):
+    """A relaxed permutation matrix P restricted to its first k rows, P[r, j] = P(class j holds rank r + 1).
+
+    k: ranks, from 1 to n. inverse_temperature: above 0, larger = closer to the hard operator; a tensor of shape () that
+    requires a gradient gets it, and an nn.Parameter is learned. It can be set at any time.
+
+    Subclasses compute on rows, scores (rows, n) float32 or float64, with autocast off. They have two hooks:
+    `_matrix(scores)` -> P (rows, k, n), and `_log_within(scores, target, ks)`, which by default is taken from P, or
+    from `_column`, a part of P that may cost less.
+    """
+
+    inverse_temperature: float | Tensor
+    guarded = True  # log P has the official guard, since P is a number; False: it is exact
+    has_zeros = False  # some entries of P are exactly 0, with a gradient of 0, at any temperature
+    generator: torch.Generator | None = None  # of operators that draw noise, on the logits' device; None: PyTorch's own
+
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor) -> None:
+        super().__init__()
+        self.k = check_k(k)
+        self.inverse_temperature = inverse_temperature
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        checked: Any = check_inverse_temperature(value) if name == "inverse_temperature" else value
+        super().__setattr__(name, checked)
+
+    @property
+    def beta(self) -> float | Tensor:
+        """The inverse temperature as it is now: what is changed in place does not change for a graph that is built."""
+        beta = self.inverse_temperature
+        return beta.clone() if isinstance(beta, Tensor) else beta
+
+    def extra_repr(self) -> str:
+        """The configuration, for printing."""
+        return f"k={self.k}, inverse_temperature={float(self.inverse_temperature):g}"
+
+    def rank_probabilities(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """P[:, y], the column of the true class, by true-class evaluation: P is never built.
+
+        logits (..., n) floating point; labels (...,) int64 in [0, n), or (..., n), the mass on each class, a
+        distribution say, that is carried in place of the one-hot. Returns (..., k), entry r: P(rank = r + 1), float32
+        for half-precision logits. Raises TypeError or ValueError for shapes and labels that do not fit.
+        """
+        scores = self._checked(logits)
+        n = logits.shape[-1]
+        if isinstance(labels, Tensor) and labels.is_floating_point():
+            check_label_masses(labels.flatten(0, -2), logits.flatten(0, -2), several=True)
+            target = labels.reshape(-1, n)
+        else:
+            check_labels(labels, logits.shape[:-1], n)
+            target = labels.reshape(-1)
+        with full_precision(logits.device):
+            return self._column(scores, target).reshape(*logits.shape[:-1], self.k)
+
+    def permutation_matrix(self, logits: Tensor) -> Tensor:
+        """P, the first k rows of the relaxed permutation matrix: (..., k, n), row 0 is rank 1 (top-1).
+
+        logits (..., n) floating point. float32 for half-precision logits. Raises TypeError or ValueError.
+        """
+        scores = self._checked(logits)
+        with full_precision(logits.device):
+            return self._matrix(scores).reshape(*logits.shape[:-1], self.k, logits.shape[-1])
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """The soft k-hot, the sum of the rows of P: P(class j is among the k highest), of the shape of the logits."""
+        return self.permutation_matrix(logits).sum(-2)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """The permutation matrix."""
+        return self.permutation_matrix(logits)
+
+    def check_convergence(self) -> float:
+        """The largest error that an iterative solver left so far; 0 for an operator in closed form."""
+        return 0.0
+
+    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
+        """What a loss takes: `_log_within` and, if `softmax`, in front of it log softmax, in one more column."""
+        logs = self._log_within(scores, target, ks)
+        return torch.cat([log_softmax(scores, target).unsqueeze(1), logs], dim=1) if softmax else logs
+
+    def _checked(self, logits: Tensor) -> Tensor:
+        check_logits(logits)
+        check_k(self.k, logits.shape[-1])
+        return to_compute_dtype(logits).reshape(-1, logits.shape[-1])  # (rows, n)
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not define _matrix")
+
+    def _column(self, scores: Tensor, target: Tensor) -> Tensor:
+        """P of the labels (rows,), or its sums by a mass (rows, n): (rows, k)."""
+        return at_target(self._matrix(scores), target)
+
+    def _log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """log P(rank <= k) for the k of interest, rising, (rows, J), with the official guard where P is a number.
+
+        target: labels (rows,) int64; a mass per class (rows, n), for the sum over the classes; or None, for every
+        class, (rows, J, n).
+        """
+        P = self._matrix(scores) if target is None else self._column(scores, target)
+        return guarded_log(pick_ranks(P.cumsum(1), ks))
+
+
+class MaskOperator(TopKOperator):
+    """An operator made of masks, P(rank <= k), each for its k alone: row r of P is mask_r - mask_{r-1}.
+
+    Subclasses define `_log_masks` or, where a mask may be 0, `_masks`: the masks for the k of interest, rising, of
+    labels (rows,), (rows, J), or of all classes for None, (rows, J, n).
+    """
+
+    guarded = False
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """The soft k-hot: P(class j is among the k highest), of the shape of the logits."""
+        scores = self._checked(logits)
+        with full_precision(logits.device):
+            return self._masks(scores, None, [self.k]).reshape(logits.shape)
+
+    def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return guarded_log(self._masks(scores, labels, ks))
+
+    def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return self._log_masks(scores, labels, ks).exp()
+
+    def _log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
+        if target is None or not is_mass(target):
+            return self._log_masks(scores, target, ks)
+        return (self._log_masks(scores, None, ks) + target.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        return self._rows_from(self._masks(scores, None, range(1, self.k + 1)))
+
+    def _column(self, scores: Tensor, target: Tensor) -> Tensor:
+        if is_mass(target):
+            return super()._column(scores, target)
+        return self._rows_from(self._masks(scores, target, range(1, self.k + 1)))
+
+    def _rows_from(self, masks: Tensor) -> Tensor:
+        """Rows of P from masks nested in k, (rows, k, ...), not below 0 for a rounding."""
+        before = pad(masks[:, :-1], (0, 0) * (masks.dim() - 2) + (1, 0))
+        return (masks - before).clamp(min=0)
