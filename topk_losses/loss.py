@@ -82,7 +82,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     Raises ValueError on construction for settings that do not fit, with a sentence saying which.
     """
 
-    constants = ("weight", "p_k")
+    constants = ("weight", "p_k", "shares")
     fixed = ("num_classes", "method", "m", "distribution", "art_lambda", "top1_mode")
 
     def __init__(
@@ -126,6 +126,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if name == "p_k":  # read here, once: where P_K is on a GPU its numbers would have to be waited for
             has_mass = (self.p_k.reshape(-1, self.k) > 0).any(0).tolist()
             self.ranks = [k for k, any_mass in enumerate(has_mass, start=1) if any_mass]
+            self.shares = pick_ranks(self.p_k.reshape(-1, self.k), self.ranks).reshape(*self.p_k.shape[:-1], -1)
         operator = self.__dict__.get("operator")
         if operator is not None and name in ("generator", "inverse_temperature"):
             self._bind(operator)
@@ -237,40 +238,45 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return self
 
     def _shares(self, p_k: Tensor | None, scores: Tensor, target: Tensor | None) -> Tensor:
-        """P_K in the scores' dtype, (1 or rows, K), or (1 or rows, K, 1 or n) for all classes.
+        """P_K(k) of the ranks with mass, in the scores' dtype: (1 or rows, J), or (1 or rows, J, 1 or n) for all.
 
         With one P_K per class: those of the labels (rows,), their mean for masses (rows, n).
         """
-        rows = (self.p_k if p_k is None else p_k).to(scores)
+        rows = (self.shares if p_k is None else p_k).to(scores)
         if p_k is None and rows.dim() == 2:
             if target is None:
                 return rows.T.unsqueeze(0)
             return (target / target.sum(1, keepdim=True)) @ rows if is_mass(target) else rows[target]
-        rows = rows.reshape(-1, rows.shape[-1])
+        rows = rows if rows.dim() == 2 else rows.unsqueeze(0)
         return rows.unsqueeze(2) if target is None else rows
 
     def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
         ranks = self.ranks if p_k is None else list(range(1, p_k.shape[1] + 1))
-        shares = pick_ranks(self._shares(p_k, scores, target), ranks)  # (1 or rows, J[, 1 or n])
+        shares = self._shares(p_k, scores, target)
         if self.m is not None:
             if target is None:
                 return None  # each class has scores of its own
             scores, target = self._top_m(scores, target)
-        softmax = self.top1_mode != "sort" and ranks[0] == 1
         operator = self._operator_for(scores.shape[1], self.k if p_k is None else max(p_k.shape[1], self.k))
-        logs = operator.log_within(scores, target, ranks[softmax:], softmax)  # (rows, J[, n])
+        softmax = self.top1_mode != "sort" and ranks[0] == 1
+        within, log_top1 = operator.within(scores, target, ranks[softmax:], softmax)  # (rows, J[, n]), (rows[, n])
+        first, shares = (shares[:, 0], shares[:, 1:]) if softmax else (shares[:, 0], shares)
         if target is not None and is_mass(target):
-            logs = logs.clamp(max=0)  # the sum over a set counts how many are expected within k; above 1, one is
-        positive = p_k is None and self.p_k.dim() == 1
-        if not softmax:
-            return -log_mixture(logs, shares, positive)
-        log_top1, first, inside = logs[:, 0], shares[:, 0], self.top1_mode == "sm"
-        if operator.guarded:  # of the whole mixture, as in the official code
-            logs = torch.cat([guarded_log(logs[:, :1].exp() * inside), logs[:, 1:]], dim=1)
-        elif not inside:
-            logs, shares = logs[:, 1:], shares[:, 1:]
-        mixture = log_mixture(logs, shares, positive)
-        return -mixture if inside else -first * log_top1 - (1 - first) * mixture
+            # the sum over a set counts how many are expected within k; above 1, one is
+            within = within.clamp(max=1 if operator.guarded else 0)
+        if operator.guarded:
+            total = (within * shares).sum(1)
+            if log_top1 is not None and self.top1_mode == "sm":
+                total = total + first * log_top1.exp()
+            mixture = guarded_log(total)
+        else:
+            if log_top1 is not None and self.top1_mode == "sm":
+                within = torch.cat([log_top1.unsqueeze(1), within], dim=1)
+                shares = torch.cat([first.unsqueeze(1), shares], dim=1)
+            mixture = log_mixture(within, shares, p_k is None and self.p_k.dim() == 1)
+        if log_top1 is None or self.top1_mode == "sm":
+            return -mixture
+        return -first * log_top1 - (1 - first) * mixture
 
     def _top_m(self, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The scores that are sorted, (rows, m), and the target among them: no right answer is left out."""

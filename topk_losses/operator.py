@@ -105,12 +105,13 @@ class TopKOperator(Constants):
     requires a gradient gets it, and an nn.Parameter is learned. It can be set at any time.
 
     Subclasses compute on rows, scores (rows, n) float32 or float64, with autocast off. They have two hooks:
-    `_matrix(scores)` -> P (rows, k, n), and `_log_within(scores, target, ks)`, which by default is taken from P, or
-    from `_column`, a part of P that may cost less.
+    `_matrix(scores)` -> P (rows, k, n), and `_within(scores, target, ks)` -> P(rank <= k), which by default is taken
+    from P, or from `_column`, a part of P that may cost less.
     """
 
     inverse_temperature: float | Tensor
-    guarded = True  # log P has the official guard, since P is a number; False: it is exact
+    # `_within` is a probability, whose logarithm in a loss has the official guard; False: it is log P(rank <= k), exact
+    guarded = True
     has_zeros = False  # some entries of P are exactly 0, with a gradient of 0, at any temperature
     generator: torch.Generator | None = None  # of operators that draw noise, on the logits' device; None: PyTorch's own
 
@@ -172,10 +173,11 @@ class TopKOperator(Constants):
         """The largest error that an iterative solver left so far; 0 for an operator in closed form."""
         return 0.0
 
-    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
-        """What a loss takes: `_log_within` and, if `softmax`, in front of it log softmax, in one more column."""
-        logs = self._log_within(scores, target, ks)
-        return torch.cat([log_softmax(scores, target).unsqueeze(1), logs], dim=1) if softmax else logs
+    def within(
+        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """What a loss takes: `_within` and, if wanted, log softmax, in the shape of one k."""
+        return self._within(scores, target, ks), log_softmax(scores, target) if softmax else None
 
     def _checked(self, logits: Tensor) -> Tensor:
         check_logits(logits)
@@ -189,14 +191,14 @@ class TopKOperator(Constants):
         """P of the labels (rows,), or its sums by a mass (rows, n): (rows, k)."""
         return at_target(self._matrix(scores), target)
 
-    def _log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """log P(rank <= k) for the k of interest, rising, (rows, J), with the official guard where P is a number.
+    def _within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
+        """P(rank <= k), or its logarithm if not `guarded`, for the k of interest, rising: (rows, J).
 
         target: labels (rows,) int64; a mass per class (rows, n), for the sum over the classes; or None, for every
         class, (rows, J, n).
         """
         P = self._matrix(scores) if target is None else self._column(scores, target)
-        return guarded_log(pick_ranks(P.cumsum(1), ks))
+        return pick_ranks(P.cumsum(1), ks)
 
 
 class MaskOperator(TopKOperator):
@@ -215,15 +217,18 @@ class MaskOperator(TopKOperator):
             return self._masks(scores, None, [self.k]).reshape(logits.shape)
 
     def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return guarded_log(self._masks(scores, labels, ks))
+        raise TypeError(f"{type(self).__name__} does not define _log_masks")
 
     def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return self._log_masks(scores, labels, ks).exp()
 
-    def _log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
+        masks = self._masks if self.guarded else self._log_masks
         if target is None or not is_mass(target):
-            return self._log_masks(scores, target, ks)
-        return (self._log_masks(scores, None, ks) + target.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
+            return masks(scores, target, ks)
+        if self.guarded:
+            return at_target(masks(scores, None, ks), target)
+        return (masks(scores, None, ks) + target.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
 
     def _matrix(self, scores: Tensor) -> Tensor:
         return self._rows_from(self._masks(scores, None, range(1, self.k + 1)))

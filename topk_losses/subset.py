@@ -33,13 +33,15 @@ class SubsetTopK(MaskOperator):
     temperature.
     """
 
-    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
+    def within(
+        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """As for every operator; by a kernel where there is one, which takes the softmax along."""
         fused = kernel("kth_largest", scores, self.inverse_temperature)
         if fused is None or target is None or is_mass(target) or min(ks, default=scores.shape[1]) >= scores.shape[1]:
-            return super().log_within(scores, target, ks, softmax)
+            return super().within(scores, target, ks, softmax)
         logs, beside = self._of_labels(scores, target, ks, softmax, fused)
-        return torch.cat([beside, logs], dim=1)
+        return logs, beside.squeeze(1) if softmax else None
 
     def _of_labels(
         self, scores: Tensor, labels: Tensor, ks: Sequence[int], softmax: bool, find: Callable[..., list[Tensor]]

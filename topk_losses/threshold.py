@@ -31,7 +31,6 @@ from topk_losses.operator import (
     MaskOperator,
     at_target,
     finite,
-    guarded_log,
     is_mass,
     largest,
     log_softmax,
@@ -213,22 +212,14 @@ def _log_laplace(t: Tensor) -> Tensor:
     return torch.where(t <= 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))  # slope 1 at 0
 
 
-def _power_family(power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Family:
-    # where f is 0 or 1 it has no slope, which no gradient of clamp says
-    def log_f(t: Tensor) -> Tensor:
-        return guarded_log(power(torch.where((t <= 0) | (t >= 1), (t >= 1).to(t.dtype), t)))
-
-    return Family(log_f, _power_root(power, slope), _power_slopes(slope))
-
-
 FAMILIES = {
     "logistic": Family(logsigmoid, _logistic_root, _exponential_slopes(logistic_slope, 1.0, True)),
     "laplace": Family(_log_laplace, _laplace_root, _exponential_slopes(exponential_slope, 0.5, True)),
     "capped": Family(
         lambda t: torch.where(t >= 0, 0, t), _capped_root, _exponential_slopes(exponential_slope, 1.0, False)
     ),
-    "linear": _power_family(linear, linear_slope),
-    "cubic": _power_family(cubic, cubic_slope),
+    "linear": Family(torch.log, _power_root(linear, linear_slope), _power_slopes(linear_slope)),
+    "cubic": Family(torch.log, _power_root(cubic, cubic_slope), _power_slopes(cubic_slope)),
 }
 
 
@@ -258,12 +249,13 @@ class Threshold(torch.autograd.Function):
         return (per_slope.unsqueeze(1) @ slopes).squeeze(1), -per_slope / factor, None, None
 
 
-def arguments(z: Tensor, takes_part: Tensor, labels: Tensor | None, k: Tensor, most: int, family: str) -> Tensor:
-    """t = z - theta, (rows, J) of the labels (rows,), or of all classes, (rows, J, n), for None.
+def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor, most: int, family: str) -> Tensor:
+    """t = z - theta for z = beta x, (rows, J) of the labels (rows,), or of all classes, (rows, J, n), for None.
 
-    z (rows, n): the scores times the inverse temperature. takes_part (rows, n) bool: the classes that are not at -inf.
-    k (rows, J) or (1, J), above 0, none above `most`. Where k or fewer classes take part, t is inf: they are within k.
+    x (rows, n), -inf for classes that take no part. k (rows, J) or (1, J), above 0, none above `most`. Where k or fewer
+    classes take part, t is inf: they are within k.
     """
+    z, takes_part = finite(x) * beta, x > -torch.inf  # (rows, n)
     number = takes_part.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
     all_within = k >= number  # (rows, J)
     theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
@@ -292,8 +284,7 @@ def masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: Sequence[int], famil
     if family == "ranks":
         t = soft_ranks(scores, beta, labels, ks)
     else:
-        k, z = ranks_like(ks, scores), finite(scores) * beta
-        t = arguments(z, scores > -torch.inf, labels, k, max(ks, default=1), family)
+        t = arguments(scores, beta, labels, ranks_like(ks, scores), max(ks, default=1), family)
     return [t, log_softmax(scores, labels).unsqueeze(1)] if softmax else [t]
 
 
@@ -309,6 +300,9 @@ class PointwiseMasks(MaskOperator):
     def _log_f(self, t: Tensor) -> Tensor:
         return logsigmoid(t)
 
+    def _f(self, t: Tensor) -> Tensor:
+        return self._log_f(t).exp()
+
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         """t of the labels (rows,), (rows, J), or of all classes for None, (rows, J, n)."""
         raise TypeError(f"{type(self).__name__} does not define _arguments")
@@ -316,14 +310,25 @@ class PointwiseMasks(MaskOperator):
     def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return self._log_f(self._arguments(scores, labels, ks))
 
-    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
+    def _scaled(self, scores: Tensor) -> tuple[Tensor, float | Tensor]:
+        """x (rows, n) and beta, with z = beta x."""
+        return scores, self.beta
+
+    def within(
+        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """As for every operator; by a kernel where there is one, which takes the softmax along."""
         fused = kernel("masks", scores, self.inverse_temperature)
         known = self.family and target is not None and not is_mass(target) and max(ks, default=MOST_RANKS) <= MOST_RANKS
         if fused is None or not known:
-            return super().log_within(scores, target, ks, softmax)
-        t, beside, *_ = fused(scores, target, as_tensor(self.beta, scores), list(ks), self.family, softmax)
-        return torch.cat([beside, self._log_f(t)], dim=1)
+            return super().within(scores, target, ks, softmax)
+        x, beta = self._scaled(scores)
+        beside = softmax and x is scores
+        t, top1, *_ = fused(x, target, as_tensor(beta, scores), list(ks), self.family, beside)
+        values = self._f(t) if self.guarded else self._log_f(t)
+        if not softmax:
+            return values, None
+        return values, top1.squeeze(1) if beside else log_softmax(scores, target)
 
 
 def ranks_like(ks: Sequence[int], like: Tensor) -> Tensor:
@@ -363,18 +368,11 @@ class ThresholdOperator(PointwiseMasks):
             t = arguments(*self._scaled(scores), None, wanted, most, self.family)
             return self._f(t).reshape(logits.shape)
 
-    def _scaled(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """z, and which classes take part, (rows, n) each."""
-        return finite(scores) * self.beta, scores > -torch.inf
-
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return arguments(*self._scaled(scores), labels, ranks_like(ks, scores), max(ks, default=1), self.family)
 
     def _log_f(self, t: Tensor) -> Tensor:
         return FAMILIES[self.family].log_f(t)
-
-    def _f(self, t: Tensor) -> Tensor:
-        return self._log_f(t).exp()
 
 
 class LML(ThresholdOperator):
@@ -431,7 +429,8 @@ class SparseTopK(ThresholdOperator):
         return f"{super().extra_repr()}, p={self.p:.3g}"
 
     def _f(self, t: Tensor) -> Tensor:
-        return (cubic if self.family == "cubic" else linear)(t.clamp(0, 1))
+        # where f is 0 or 1 it has no slope, whatever a gradient of clamp is there
+        return (cubic if self.family == "cubic" else linear)(torch.where((t <= 0) | (t >= 1), (t >= 1).to(t.dtype), t))
 
     def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return self._f(self._arguments(scores, labels, ks))

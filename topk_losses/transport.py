@@ -12,7 +12,6 @@ implicit function theorem, not of the iterations (Xie et al. 2020); they are dif
 """
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -20,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_positive, has_known_values, is_ordinary
-from topk_losses.operator import TopKOperator, finite
-from topk_losses.threshold import ThresholdOperator
+from topk_losses.kernels import kernel
+from topk_losses.operator import TopKOperator, at_target, finite, is_mass
+from topk_losses.threshold import ThresholdOperator, as_tensor
 
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
 # and one step from a head of zeros does not fill Adam's memory with a gradient that never comes again.
@@ -185,31 +185,48 @@ class _TransportOperator(TopKOperator):
         largest, before = error.detach().nan_to_num(nan=0.0).amax(), self.largest_error
         if has_known_values(error):
             self._warn_above(largest)
-        if before is not None and before.device == largest.device:
-            largest = torch.maximum(before.to(largest.dtype), largest)
-        self.largest_error = largest
+        if before is None or before.is_inference() or before.device != largest.device or before.dtype != largest.dtype:
+            self.largest_error = largest
+        else:  # in place, for a graph that was captured
+            before.copy_(torch.maximum(before, largest))
 
     def _anchored(self, scores: Tensor, num_anchors: int) -> Tensor:
-        """P (rows, A, n) for evenly spaced anchors in [0, 1], of which the last has the mass of all ranks from A on."""
-        n = scores.shape[1]
         x = whiten_and_squash(scores)
-        anchors = torch.linspace(1, 0, num_anchors, dtype=x.dtype, device=x.device)  # (A,)
-        mass = torch.full_like(anchors, 1 / n)
-        mass[-1].fill_((n - num_anchors + 1) / n)
-        # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
-        scaled = anchors * self.beta  # (A,)
-        logits = x.unsqueeze(2) * (2 * scaled) - anchors * scaled  # (rows, n, A)
-        with torch.no_grad():
-            # The start: the hard transport's potentials. Those of two neighbouring anchors make the midpoint between
-            # the last score of the one and the first score of the other indifferent.
-            ordered = x.topk(num_anchors, dim=1).values  # (rows, A)
-            twice_midpoint = ordered[:, :-1] + ordered[:, 1:]  # (rows, A - 1)
-            upper, lower = anchors[:-1], anchors[1:]
-            steps = (lower - upper) * (lower + upper - twice_midpoint) * self.beta
-            start = pad(steps.cumsum(1), (1, 0))  # (rows, A)
-        P, error = _Plan.apply(logits, mass, start, self._tolerance_of(x.dtype), self.max_iterations)
+        P, error = _anchored(x, self.beta, num_anchors, self._tolerance_of(x.dtype), self.max_iterations)
         self._record(error)
-        return P.mT
+        return P
+
+
+def _anchored(
+    x: Tensor, beta: float | Tensor, num_anchors: int, tolerance: float, max_iterations: int
+) -> tuple[Tensor, Tensor]:
+    """P (rows, A, n) for evenly spaced anchors in [0, 1], of which the last has the mass of all ranks from A on.
+
+    x (rows, n): the whitened scores. Also returned: the largest relative error of a mass per row.
+    """
+    n = x.shape[1]
+    anchors = torch.linspace(1, 0, num_anchors, dtype=x.dtype, device=x.device)  # (A,)
+    mass = torch.full_like(anchors, 1 / n)
+    mass[-1].fill_((n - num_anchors + 1) / n)
+    # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
+    scaled = anchors * beta  # (A,)
+    logits = x.unsqueeze(2) * (2 * scaled) - anchors * scaled  # (rows, n, A)
+    with torch.no_grad():
+        # The start: the hard transport's potentials. Those of two neighbouring anchors make the midpoint between
+        # the last score of the one and the first score of the other indifferent.
+        ordered = x.topk(num_anchors, dim=1).values  # (rows, A)
+        twice_midpoint = ordered[:, :-1] + ordered[:, 1:]  # (rows, A - 1)
+        upper, lower = anchors[:-1], anchors[1:]
+        steps = (lower - upper) * (lower + upper - twice_midpoint) * beta
+        start = pad(steps.cumsum(1), (1, 0))  # (rows, A)
+    P, error = _Plan.apply(logits, mass, start, tolerance, max_iterations)
+    return P.mT, error
+
+
+def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
+    """What the kernel of SinkhornSort computes: P[1..k, y], (rows, k), of the whitened scores x (rows, n)."""
+    P, _ = _anchored(x, beta, x.shape[1], tolerance, max_iterations)
+    return [at_target(P[:, :k], labels)]
 
 
 class SinkhornSort(_TransportOperator):
@@ -233,6 +250,15 @@ class SinkhornSort(_TransportOperator):
 
     def _matrix(self, scores: Tensor) -> Tensor:
         return self._anchored(scores, scores.shape[1])[:, : self.k]
+
+    def _column(self, scores: Tensor, target: Tensor) -> Tensor:
+        fused = None if is_mass(target) else kernel("sinkhorn", scores, self.inverse_temperature)
+        if fused is None:
+            return super()._column(scores, target)
+        settings = (self.k, self._tolerance_of(scores.dtype), self.max_iterations)
+        column, error, _ = fused(whiten_and_squash(scores), target, as_tensor(self.beta, scores), *settings)
+        self._record(error)
+        return column
 
 
 class SortedSoftTopK(_TransportOperator):
@@ -268,9 +294,5 @@ class SoftTopK(ThresholdOperator):
 
     family = "logistic"
 
-    def _scaled(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return whiten_and_squash(scores) * (2 * self.beta), torch.ones_like(scores, dtype=torch.bool)
-
-    def log_within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool = False) -> Tensor:
-        """As for every operator: the kernel of masks knows no whitening."""
-        return TopKOperator.log_within(self, scores, target, ks, softmax)
+    def _scaled(self, scores: Tensor) -> tuple[Tensor, float | Tensor]:
+        return whiten_and_squash(scores), 2 * self.beta

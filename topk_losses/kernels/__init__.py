@@ -25,6 +25,7 @@ TABLE = {
     ("largest", "cpu"): "cpu_largest",  # the m largest scores
     ("kth_largest", "cpu"): "cpu_smooth",  # the smooth k-th largest score
     ("masks", "cpu"): "cpu_masks",  # with a threshold or a soft rank
+    ("sinkhorn", "cpu"): "cpu_sinkhorn",  # SinkhornSort for the true class
     ("carry_mass", "cuda"): "cuda",
 }
 PACKAGES = {"cpu": "numba", "cuda": "triton"}
@@ -91,10 +92,11 @@ def register(
     outputs: Callable[..., list[Tensor]],
     backward: Callable[..., Tensor] | None = None,
     operations: Callable[..., list[Tensor]] | None = None,
+    results: int = 1,
 ) -> None:
     """Make a kernel an operator of PyTorch's, which is differentiated by its first argument, the scores.
 
-    forward(*arguments): the results, and what the backward pass has to know. outputs(*arguments): tensors of these
+    forward(*arguments): so many results, and what the backward pass has to know. outputs(*arguments): tensors of these
     shapes. operations(*arguments): the results alone, as PyTorch's operations compute them, for second derivatives.
     backward(grads of the results, *arguments, the rest of what forward gave): the gradient of the scores.
     """
@@ -115,15 +117,15 @@ def register(
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
         inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
         output = list(tensors)
-        results = [i for i, grad in enumerate(grads) if grad is not None]
+        wanted = [i for i, grad in enumerate(grads) if grad is not None]
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
             copy = inputs[0].view_as(inputs[0])
             found = operations(copy, *inputs[1:])
             grad_scores = torch.autograd.grad(
-                [found[i] for i in results], copy, [grads[i] for i in results], create_graph=True
+                [found[i] for i in wanted], copy, [grads[i] for i in wanted], create_graph=True
             )[0]
         else:
-            first = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(output, grads)]
+            first = [torch.zeros_like(each) if grad is None else grad for grad, each in zip(grads[:results], output)]
             grad_scores = back(first, *inputs, output)
         return grad_scores, *(None,) * (len(inputs) - 1)
 

@@ -370,4 +370,4 @@ def _masks_backward(
     return grad_scores
 
 
-register("masks_cpu", _masks, _outputs, _masks_backward, threshold.masks)
+register("masks_cpu", _masks, _outputs, _masks_backward, threshold.masks, 2)

@@ -225,4 +225,4 @@ def _kth_largest_backward(
     return grad_scores
 
 
-register("kth_largest_cpu", _kth_largest, _outputs, _kth_largest_backward, smooth_svm.kth_largest)
+register("kth_largest_cpu", _kth_largest, _outputs, _kth_largest_backward, smooth_svm.kth_largest, 4)
