@@ -5,7 +5,7 @@ Scripts open anything with `open_or_fetch`, and take the rest from here as well:
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from data.embeddings.store import (
     UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
+    _sha256,
     open_store,
     read_manifest,
 )
@@ -72,10 +73,15 @@ def open_or_fetch(
     last = str(source).rpartition("/")[2]
     try:
         if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
-            folder = object_store.fetch_folder(
-                source, cache_dir, index=MANIFEST, listed=_listed, endpoint_url=endpoint_url, progress=progress
-            )
-            return _if_same(open_store(folder), sha256)
+            folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, endpoint_url=endpoint_url)
+            try:
+                store = open_store(folder)
+            except EmbeddingError:  # not there, or not whole
+                object_store.fetch_folder(
+                    source, cache_dir, index=MANIFEST, damaged=_damaged, endpoint_url=endpoint_url, progress=progress
+                )
+                store = open_store(folder)
+            return _if_same(store, sha256)
         file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
         store = store_beside(file, dtype)
         if (store / MANIFEST).exists() and not file.exists():
@@ -107,9 +113,11 @@ def open_or_fetch(
         ) from error
 
 
-def _listed(manifest: Path) -> list[tuple[str, int, str]]:
-    """Name, bytes and SHA-256 of each file that a manifest names."""
-    return [(file.name, file.bytes, file.sha256) for file in read_manifest(manifest).files]
+def _damaged(manifest: Path, folder: Path) -> Iterator[str]:
+    """The names of the files that a manifest names and a folder does not hold as it says."""
+    for file in read_manifest(manifest).files:
+        if not (folder / file.name).is_file() or _sha256(folder / file.name) != file.sha256:
+            yield file.name
 
 
 def _if_same(store: EmbeddingStore, sha256: str | None) -> EmbeddingStore:

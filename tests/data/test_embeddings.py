@@ -14,6 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from operator import getitem
 from pathlib import Path
 
+import boto3
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from data import file_lock
 from data.embeddings import (
     DTYPES,
     LAYOUTS,
+    MANIFEST,
     PUBLISHED_SETS,
     EmbeddingError,
     StoreWriter,
@@ -538,16 +540,35 @@ def test_a_published_name_brings_backbone_and_resolution(tmp_path, monkeypatch, 
     assert (store.backbone, store.resolution, store.source) == expected
 
 
-def test_a_store_in_a_bucket_is_fetched_as_a_folder(tmp_path, monkeypatch):
-    write_store(tmp_path / "store")
-    calls = []
-    monkeypatch.setattr(
-        object_store, "fetch_folder", lambda source, *_, **__: calls.append(source) or tmp_path / "store"
-    )
-    addresses = ["s3://bucket/my/store", "s3://bucket/v1.0/", "s3://bucket/photos.store"]
-    for address in addresses:
-        assert len(open_or_fetch(address)["train"]) == 12
-    assert calls == addresses
+@pytest.fixture
+def bucket(moto, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    client = boto3.client("s3", endpoint_url=moto)
+    client.create_bucket(Bucket="own")
+    return client
+
+
+def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch):
+    store, _ = write_store(tmp_path / "store")
+    for number, prefix in enumerate(("my/store", "v1.0/", "photos.store")):
+        object_store.upload(store.path, f"s3://own/{prefix}", endpoint_url=moto, last=MANIFEST, progress=False)
+        options = {"cache_dir": tmp_path / f"cache{number}", "endpoint_url": moto, "progress": False}
+        back = open_or_fetch(f"s3://own/{prefix}", **options)
+        assert back.fingerprint == store.fingerprint
+        assert back.verify() == []
+        # One that lost a file fetches that; a complete one needs no server, and no permission to write.
+        next(back.path.glob("train*.npy")).unlink()
+        back = open_or_fetch(f"s3://own/{prefix}", **options)
+        assert back.verify() == []
+        bucket.delete_object(Bucket="own", Key=f"{prefix.rstrip('/')}/{MANIFEST}")
+        shutil.rmtree(back.path / ".partial")
+        assert open_or_fetch(f"s3://own/{prefix}", **options).path == back.path
+        assert not (back.path / ".partial").exists()
 
 
 def test_a_download_that_fails_is_one_kind_of_error(tmp_path, monkeypatch):
