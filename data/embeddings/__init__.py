@@ -5,7 +5,7 @@ Scripts open anything with `open_or_fetch`, and take the rest from here as well:
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ from data.embeddings.formats import LAYOUTS, PUBLISHED_SETS, convert
 from data.embeddings.store import (
     DTYPES,
     MANIFEST,
+    PARTS,
     UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
-    _sha256,
+    file_of,
     open_store,
     read_manifest,
 )
@@ -113,11 +114,10 @@ def open_or_fetch(
         ) from error
 
 
-def _damaged(manifest: Path, folder: Path) -> Iterator[str]:
-    """The names of the files that a manifest names and a folder does not hold as it says."""
-    for file in read_manifest(manifest).files:
-        if not (folder / file.name).is_file() or _sha256(folder / file.name) != file.sha256:
-            yield file.name
+def _damaged(manifest: Path, folder: Path) -> list[str]:
+    """The names of the files that a folder does not hold as a meta.json says."""
+    splits = EmbeddingStore(folder, read_manifest(manifest)).splits.values()
+    return [file_of(folder, each.name, part).name for each in splits for part in PARTS if each.damage(part)]
 
 
 def _if_same(store: EmbeddingStore, sha256: str | None) -> EmbeddingStore:

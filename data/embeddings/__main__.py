@@ -4,7 +4,7 @@
     python -m data.embeddings fetch wsl-32x48d-320 --convert         # download one and make a store of it [--sha256]
     python -m data.embeddings convert FILE FOLDER [--dtype bfloat16] # make a store of any torch pickle
     python -m data.embeddings info FOLDER                            # what a store holds
-    python -m data.embeddings verify FOLDER                          # read every byte, name damaged shards
+    python -m data.embeddings verify FOLDER                          # read every byte, name damaged rows
 
 `info` says by which checksum the file that became the store was verified, or that it is unverified.
 
@@ -27,8 +27,8 @@ from data.embeddings import (
     open_store,
     store_beside,
 )
-from data.embeddings.formats import PARTS, SPLITS
-from data.embeddings.store import UNVERIFIED
+from data.embeddings.formats import SPLITS
+from data.embeddings.store import PARTS, UNVERIFIED
 from data.machine_memory import gib
 from data.transfers.object_store import PUBLISHED, cached_path, checksum_of, fetch
 
@@ -64,8 +64,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     converted.add_argument("file", type=_given, help="the pickle")
     converted.add_argument("destination", type=_given, help="folder of the store")
     converted.add_argument("--num_classes", type=_positive, metavar="N", help="the largest label + 1 without it")
-    converted.add_argument("--backbone", metavar="NAME", help="noted in the manifest")
-    converted.add_argument("--resolution", type=_positive, metavar="PIXELS", help="noted in the manifest")
+    converted.add_argument("--backbone", metavar="NAME", help="noted in the store")
+    converted.add_argument("--resolution", type=_positive, metavar="PIXELS", help="noted in the store")
     for each in (fetch, converted):
         each.add_argument(
             "--sha256", metavar="HEX", help="the checksum the file must have; of a store to fetch, its fingerprint"
