@@ -23,7 +23,7 @@ from PIL import Image
 
 from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, normalise
 from data.embeddings import open_or_fetch, open_store
-from data.image_sources import FolderImages, open_images
+from data.image_sources import Images, open_images
 from experiments import extract_embeddings as script
 from experiments import train_cifar100
 from experiments.shared import feature_shards
@@ -381,7 +381,7 @@ def test_a_shard_of_broken_images_alone_is_a_sentence(images, tmp_path, capsys):
 
 
 def test_a_reader_that_is_killed_is_a_sentence(images, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(FolderImages, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(Images, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert script.main(command(images, tmp_path / "s", "--workers 1")) == 1
     message = capsys.readouterr().err
     assert "a process that reads images was killed" in message
