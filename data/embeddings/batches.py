@@ -89,22 +89,11 @@ class EmbeddingBatches:
         rows: (R,) int64, ascending: these rows of the split alone. mode: one of MODES; `auto` takes the first of
         device, ram, stream where the rows fit; on the CPU `device` is `ram`. drop_last: whether `epoch` leaves out
         the last, partial batch. window_rows: rows shuffled singly, a multiple of BLOCK_ROWS; another number is
-        another order. Raises ValueError for an argument out of range.
+        another order.
         """
         self.split, self.batch_size, self.device = split, batch_size, torch.device(device)
         self.seed, self.drop_last, self.window_rows = seed, drop_last, window_rows
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if mode not in MODES:
-            raise ValueError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
-        if window_rows < BLOCK_ROWS or window_rows % BLOCK_ROWS:
-            raise ValueError(f"window_rows must be a multiple of {BLOCK_ROWS}, got {window_rows}")
-        seeded(_ORDER, seed)  # a negative seed is refused here, not in the first epoch
         self.rows = torch.arange(len(split)) if rows is None else rows  # (R,)
-        if len(self.rows) == 0:
-            raise ValueError(f"there are no rows to make batches of in {split.name}")
-        if self.rows[0] < 0 or self.rows[-1] >= len(split) or not bool((self.rows.diff() > 0).all()):
-            raise ValueError(f"rows must be ascending, each once, within 0..{len(split) - 1} of {split.name}")
         self.mode, self.description = _choose(mode, len(self.rows) * split.row_bytes, self.device)
 
         home = self.device if self.mode == "device" else torch.device("cpu")

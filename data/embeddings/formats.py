@@ -44,6 +44,7 @@ from data.file_lock import held, lock_beside
 from data.machine_memory import available_ram, gib
 
 SPLITS = ("train", "valid", "test")
+KEYS = [f"{split}_{part}" for split in SPLITS for part in PARTS]
 # What the published files call the tensors: layout -> {split_part: key in the file}.
 LAYOUTS: dict[str, dict[str, str]] = {
     layout: {f"{split}_{part}": f"{prefix}_{part}" for split, prefix in prefixes.items() for part in PARTS}
@@ -291,26 +292,25 @@ def _checked(
     file: Path, keys: Mapping[str, str], tensors: Mapping[str, object], num_classes: int | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Embeddings and labels of each split that `keys` name. Raises EmbeddingError where they do not fit each other."""
-    known = [f"{split}_{part}" for split in SPLITS for part in PARTS]
     splits = {}
     for name, key in keys.items():
-        if name not in known:
-            raise EmbeddingError(f"keys are given for {', '.join(known)}, got {name!r}")
         split, _, part = name.partition("_")
-        if (partner := f"{split}_{PARTS[part == 'embeddings']}") not in keys:
-            raise EmbeddingError(f"{name} needs {partner}, too: give the key of both")
-        tensor = tensors.get(key)
-        if not isinstance(tensor, Tensor):
-            raise EmbeddingError(f"{file} has no tensor {key!r} for {name}; it has {_listing(tensors)}")
-        # One without numbers of its own for every place (expand) may be any number of times as large as its file.
-        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-        if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        if name not in KEYS or f"{split}_{PARTS[part == 'embeddings']}" not in keys:
             raise EmbeddingError(
-                f"{key} in {file} must be an ordinary tensor that holds each of its numbers, got "
-                f"{tensor.layout} {tuple(tensor.shape)} on {tensor.device}: save it again with .to_dense().clone()"
+                f"keys are given for {', '.join(KEYS)}, of a split both or neither, got {name!r} alone"
             )
+        if not isinstance(tensors.get(key), Tensor):
+            raise EmbeddingError(f"{file} has no tensor {key!r} for {name}; it has {_listing(tensors)}")
     for split in (each for each in SPLITS if f"{each}_labels" in keys):
         embeddings, labels = splits[split] = tuple(tensors[keys[f"{split}_{part}"]] for part in PARTS)
+        for tensor in (embeddings, labels):
+            plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+            # One without numbers of its own for every place (expand) may be any number of times as large as its file.
+            if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+                raise EmbeddingError(
+                    f"{split} in {file} must be ordinary tensors that hold each of their numbers, got {tensor.layout} "
+                    f"{tuple(tensor.shape)} on {tensor.device}: save it again with .to_dense().clone()"
+                )
         shape, rows = tuple(embeddings.shape), tuple(labels.shape)
         if len(shape) != 2 or not embeddings.is_floating_point() or shape[:1] != rows or 0 in shape:
             raise EmbeddingError(

@@ -248,26 +248,6 @@ def test_a_file_that_shrinks_under_a_stream_is_an_error_and_no_garbage(tmp_path)
     assert not reader_threads()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"mode": "disk"}, "unknown mode 'disk': choose one of auto, device, ram, stream"),
-        ({"window_rows": 12}, "window_rows must be a multiple of 8, got 12"),
-        ({"window_rows": 0}, "window_rows must be a multiple of 8, got 0"),
-        ({"seed": -1}, "seed and epoch must be at least 0"),
-        ({"rows": torch.tensor([], dtype=torch.int64)}, "no rows to make batches of in train"),
-        ({"rows": torch.tensor([3, 3])}, "rows must be ascending"),
-        ({"rows": torch.tensor([5, 2])}, "rows must be ascending"),
-        ({"rows": torch.tensor([-1, 2])}, "rows must be ascending"),
-        ({"rows": torch.tensor([2, ROWS])}, "within 0..999 of train"),
-    ],
-)
-def test_wrong_arguments_are_refused(split, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        EmbeddingBatches(split, **{"batch_size": 10, **arguments})
-
-
 # The choice of the mode.
 
 

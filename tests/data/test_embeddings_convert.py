@@ -121,9 +121,9 @@ def test_a_mapping_takes_any_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"train_embeddings": "train_embeddings"}, "train_embeddings needs train_labels, too"),
-        ({"test_labels": "test_labels"}, "test_labels needs test_embeddings, too"),
-        ({"other_labels": "test_labels"}, "keys are given for train_embeddings, .*, got 'other_labels'"),
+        ({"train_embeddings": "train_embeddings"}, "of a split both or neither, got 'train_embeddings' alone"),
+        ({"test_labels": "test_labels"}, "of a split both or neither, got 'test_labels' alone"),
+        ({"other_labels": "test_labels"}, "keys are for train_embeddings, .*, got 'other_labels'"),
         ({"train_embeddings": "x", "train_labels": "y"}, "has no tensor 'x' for train_embeddings; it has train_"),
         ({"train_embeddings": "test_embeddings", "train_labels": "train_labels"}, "with a label per row"),
         ({"train_embeddings": "train_labels", "train_labels": "train_labels"}, "must be floating point of shape"),
@@ -146,11 +146,11 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path, keys, message):
         ({"train_labels": torch.arange(TRAIN) / 2}, "must be whole numbers"),
         ({"train_labels": torch.tensor(3)}, "with a label per row"),
         ({"train_embeddings": torch.zeros(TRAIN, 0)}, "with a label per row"),
-        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "ordinary tensor .* got torch.sparse_coo"),
-        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "ordinary tensor .* on meta"),
+        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "ordinary tensors .* got torch.sparse_coo"),
+        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "ordinary tensors .* on meta"),
         # Of some bytes in the file and of terabytes if each number were written down.
-        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that holds each of its numbers"),
-        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that holds each of its numbers"),
+        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that hold each of their numbers"),
+        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that hold each of their numbers"),
         ({"train_labels": torch.arange(TRAIN + 1)}, "with a label per row"),
         ({"test_labels": [0] * TEST}, "has no tensor 'test_labels' for test_labels"),
     ],
