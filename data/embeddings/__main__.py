@@ -63,9 +63,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     converted = add("convert", "Make a store of a torch file, or of a store in the earlier format")
     converted.add_argument("file", type=_given, help="the torch file, or the folder of the earlier store")
     converted.add_argument("destination", type=_given, help="folder of the store")
-    converted.add_argument(
-        "--num_classes", type=program.whole_number(1), metavar="N", help="the largest label + 1 without it"
-    )
+    at_least_1 = program.whole_number(1)
+    converted.add_argument("--num_classes", type=at_least_1, metavar="N", help="the largest label + 1 without it")
     converted.add_argument("--backbone", metavar="NAME", help="noted in the store")
     converted.add_argument("--resolution", type=at_least_1, metavar="PIXELS", help="noted in the store")
     for each in (fetch, converted):

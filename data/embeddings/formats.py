@@ -296,9 +296,7 @@ def _checked(
     for name, key in keys.items():
         split, _, part = name.partition("_")
         if name not in KEYS or f"{split}_{PARTS[part == 'embeddings']}" not in keys:
-            raise EmbeddingError(
-                f"keys are given for {', '.join(KEYS)}, of a split both or neither, got {name!r} alone"
-            )
+            raise EmbeddingError(f"keys are for {', '.join(KEYS)}, of a split both or neither, got {name!r} alone")
         if not isinstance(tensors.get(key), Tensor):
             raise EmbeddingError(f"{file} has no tensor {key!r} for {name}; it has {_listing(tensors)}")
     for split in (each for each in SPLITS if f"{each}_labels" in keys):

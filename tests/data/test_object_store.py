@@ -69,12 +69,10 @@ def server():
     running.close()
 
 
-@pytest.fixture(params=["http", "s3"])
-def arguments(request, server):
-    """The same file of the failing server, by its address and as an object of S3."""
-    if request.param == "http":
-        return {"source": server.url, "progress": False}
-    return {"source": "s3://bucket/file.bin", "endpoint_url": server.endpoint, "progress": False}
+@pytest.fixture
+def get(server, tmp_path):
+    """Fetch the failing server's file into a folder of this test's, with options."""
+    return lambda folder="cache", **options: fetch(server.url, tmp_path / folder, **{"progress": False, **options})
 
 
 def partial(path, ending):
@@ -186,91 +184,88 @@ def test_part_sizes_of_an_etag_include_the_true_one(size, mib):
 # Downloads
 
 
-def test_fetch_brings_the_file_once(server, arguments, tmp_path):
-    path = fetch(**arguments, cache_dir=tmp_path)
+def test_fetch_brings_the_file_once(server, get):
+    path = get()
     assert path.read_bytes() == CONTENT
     assert sorted(server.part_spans) == [(i * PART, min((i + 1) * PART, len(CONTENT))) for i in range(PARTS)]
     assert server.sent == len(CONTENT) + 1  # and the probe's byte
     assert not partial(path, ".part").exists()
     requests = len(server.spans)
-    assert fetch(**arguments, cache_dir=tmp_path) == path
+    assert get() == path
     assert len(server.spans) == requests
 
 
-def test_the_bar_counts_bytes(server, arguments, tmp_path, capsys):
-    fetch(**arguments | {"progress": True}, cache_dir=tmp_path)
+def test_the_bar_counts_bytes(get, capsys):
+    get(progress=True)
     drawn = capsys.readouterr().err
-    assert "file-" in drawn
-    assert "B/s" in drawn
-    assert "100%" in drawn
-    assert "984k/984k" in drawn
+    assert all(words in drawn for words in ("file-", "B/s", "100%", "984k/984k"))
 
 
-@pytest.mark.parametrize("content", [b"", b"x", CONTENT[:PART], CONTENT[: PART + 1]])
-def test_small_files(server, arguments, tmp_path, content):
-    server.content = content
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == content
+def test_small_files(server, get):
+    for number, content in enumerate((b"", b"x", CONTENT[:PART], CONTENT[: PART + 1])):
+        server.content = content
+        assert get(str(number)).read_bytes() == content
 
 
 @pytest.mark.parametrize("fault", ["503", "truncate", "reset"])
-def test_passing_failures_are_retried_from_where_they_were(server, arguments, tmp_path, fault):
+def test_passing_failures_are_retried_from_where_they_were(server, get, fault):
     server.faults.extend([fault, None, fault, fault, None, fault])
     server.probe_faults.extend(["503", "503"])
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     # Only what lay between the last chunk read and the break may come twice.
     assert server.sent <= len(CONTENT) + 4 * PART + 3
 
 
-def test_a_stalled_connection_is_given_up_and_the_rest_fetched(server, arguments, tmp_path, monkeypatch):
+def test_a_stalled_connection_is_given_up_and_the_rest_fetched(server, get, monkeypatch):
     server.faults.extend(["stall", None, "stall"])
     monkeypatch.setattr(download, "TIMEOUT", 1.0)
     monkeypatch.setattr(download, "RETRIES", 50)
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
 
 
-def test_retries_end_with_a_sentence_and_keep_the_parts(server, arguments, tmp_path, monkeypatch):
+def test_retries_end_with_a_sentence_and_keep_the_parts(server, get, tmp_path, monkeypatch):
     server.faults.extend([None] * 5 + ["503"] * 1000)
     monkeypatch.setattr(download, "CONNECTIONS", 1)
     with pytest.raises(ObjectStoreError, match=r"503.*7 failures in a row.*finished parts are kept.*by hand"):
-        fetch(**arguments, cache_dir=tmp_path)
-    assert_nothing_cached(tmp_path)
+        get()
+    assert_nothing_cached(tmp_path / "cache")
     server.faults.clear()
     server.spans.clear()
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     assert len(server.part_spans) == PARTS - 5
 
 
-def test_a_line_that_breaks_in_every_part_still_brings_the_file(server, arguments, tmp_path, monkeypatch):
+def test_a_line_that_breaks_in_every_part_still_brings_the_file(server, get, monkeypatch):
     """More failures than retries, each after some progress."""
     server.faults.extend(["truncate"] * 12)
     monkeypatch.setattr(download, "PART_BYTES", 16 * MIB)
     monkeypatch.setattr(download, "RETRIES", 2)
     server.content = random.Random(2).randbytes(3 * MIB)
-    path = fetch(**arguments, cache_dir=tmp_path)
+    path = get()
     assert path.read_bytes() == server.content
     starts = [start for start, _ in server.part_spans]
     assert starts == sorted(starts)
     assert len(starts) > 3
 
 
-def test_a_server_that_ignores_ranges_is_read_in_one_stream(server, arguments, tmp_path):
+def test_a_server_that_ignores_ranges_is_read_in_one_stream(server, get):
     server.ranges = False
     server.faults.extend(["truncate", "reset", "503"])
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     assert server.spans == [PROBE, None, None, None, None]
 
 
-def test_ranges_given_up_on_the_way_end_in_one_stream(server, arguments, tmp_path):
+def test_ranges_given_up_on_the_way_end_in_one_stream(server, get):
     def give_up(number):
         server.ranges = number < 4
 
     server.on_request = give_up
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("if_match", [True, False])
 @pytest.mark.parametrize("weak", [True, False])
-def test_a_file_that_changes_under_way_starts_again(server, arguments, tmp_path, if_match, weak, capsys):
+def test_a_file_that_changes_under_way_starts_again(server, get, if_match, weak, capsys):
     server.if_match = if_match
     server.etag = 'W/"1"' if weak else '"1"'
 
@@ -279,130 +274,130 @@ def test_a_file_that_changes_under_way_starts_again(server, arguments, tmp_path,
             server.content, server.etag = OTHER, 'W/"2"' if weak else '"2"'
 
     server.on_request = change
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == OTHER
+    assert get().read_bytes() == OTHER
     assert "starting again" in capsys.readouterr().err
 
 
-def test_a_file_that_never_rests_is_given_up(server, arguments, tmp_path):
+def test_a_file_that_never_rests_is_given_up(server, get, tmp_path):
     server.on_request = lambda number: setattr(server, "etag", f'"{number}"')
     with pytest.raises(ObjectStoreError, match="changed on the server during each of 3 downloads"):
-        fetch(**arguments, cache_dir=tmp_path)
-    assert_nothing_cached(tmp_path)
+        get()
+    assert_nothing_cached(tmp_path / "cache")
 
 
-def test_a_file_changed_between_two_starts_keeps_no_old_part(server, arguments, tmp_path):
+def test_a_file_changed_between_two_starts_keeps_no_old_part(server, get):
     server.faults.extend([None] * 6 + ["403"] * 10)
     with pytest.raises(ObjectStoreError):
-        fetch(**arguments, cache_dir=tmp_path)
+        get()
     server.faults.clear()
     server.content, server.etag = OTHER, '"version-2"'
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == OTHER
+    assert get().read_bytes() == OTHER
 
 
-def test_without_a_version_the_file_is_read_in_one_stream(server, tmp_path):
+def test_without_a_version_the_file_is_read_in_one_stream(server, get):
     server.etag = None
-    assert fetch(server.url, tmp_path, progress=False).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     assert server.part_spans == []
     server.last_modified = "Wed, 21 Oct 2015 07:28:00 GMT"
-    assert fetch(server.url, tmp_path / "b", progress=False).read_bytes() == CONTENT
+    assert get("b").read_bytes() == CONTENT
     assert len(server.part_spans) == PARTS
 
 
-def test_a_lie_about_the_length_is_not_believed(server, arguments, tmp_path):
+def test_a_lie_about_the_length_is_not_believed(server, get, tmp_path):
     server.ranges = False
     server.length_header = len(CONTENT) + 7
     with pytest.raises(ObjectStoreError, match="failures in a row"):
-        fetch(**arguments, cache_dir=tmp_path)
+        get()
     server.length_header = len(CONTENT) - 7
     with pytest.raises(ObjectStoreError, match="SHA-256"):
-        fetch(**arguments, cache_dir=tmp_path, sha256=SHA256)
-    assert_nothing_cached(tmp_path)
+        get(sha256=SHA256)
+    assert_nothing_cached(tmp_path / "cache")
 
 
-def test_a_body_without_a_length_needs_a_sum(server, tmp_path):
+def test_a_body_without_a_length_needs_a_sum(server, get, tmp_path):
     server.ranges, server.frame = False, ""
     with pytest.raises(ObjectStoreError, match="tells no length"):
-        fetch(server.url, tmp_path, progress=False)
+        get()
     server.faults.append("truncate")
     with pytest.raises(ObjectStoreError, match="SHA-256"):
-        fetch(server.url, tmp_path, progress=False, sha256=SHA256)
-    assert_nothing_cached(tmp_path)
-    assert fetch(server.url, tmp_path, progress=False, sha256=SHA256).read_bytes() == CONTENT
+        get(sha256=SHA256)
+    assert_nothing_cached(tmp_path / "cache")
+    assert get(sha256=SHA256).read_bytes() == CONTENT
 
 
-def test_a_chunked_body_cut_short_is_fetched_again(server, tmp_path):
+def test_a_chunked_body_cut_short_is_fetched_again(server, get):
     server.ranges, server.frame = False, "chunked"
     server.faults.extend(["truncate", "reset"])
-    assert fetch(server.url, tmp_path, progress=False).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     assert len(server.spans) == 4
 
 
-def test_garbage_of_the_right_length_is_not_accepted(server, arguments, tmp_path):
+def test_garbage_of_the_right_length_is_not_accepted(server, get, tmp_path):
     server.faults.extend([None, None, "garbage"])
     with pytest.raises(ObjectStoreError, match=r"SHA-256.*by hand"):
-        fetch(**arguments, cache_dir=tmp_path, sha256=SHA256)
+        get(sha256=SHA256)
     server.headers = {"x-amz-request-id": "1"}
     server.etag = f'"{hashlib.md5(CONTENT).hexdigest()}"'
     server.faults.extend([None, None, "garbage"])
     with pytest.raises(ObjectStoreError, match="MD5"):
-        fetch(**arguments, cache_dir=tmp_path)
-    assert_nothing_cached(tmp_path)
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+        get()
+    assert_nothing_cached(tmp_path / "cache")
+    assert get().read_bytes() == CONTENT
 
 
-def test_an_etag_of_one_part_is_a_checksum_too(server, arguments, tmp_path):
+def test_an_etag_of_one_part_is_a_checksum_too(server, get, tmp_path):
     server.headers = {"x-amz-request-id": "1"}
     server.etag = f'"{hashlib.md5(hashlib.md5(CONTENT).digest()).hexdigest()}-1"'
     server.faults.append("garbage")
     with pytest.raises(ObjectStoreError, match=r"another MD5 sum than the server's ETag .*-1"):
-        fetch(**arguments, cache_dir=tmp_path)
-    assert_nothing_cached(tmp_path)
-    assert checksum_of(fetch(**arguments, cache_dir=tmp_path)) == f"etag {server.etag[1:-1]}"
+        get()
+    assert_nothing_cached(tmp_path / "cache")
+    assert checksum_of(get()) == f"etag {server.etag[1:-1]}"
 
 
-def test_a_page_in_place_of_the_file_is_not_stored(server, arguments, tmp_path):
+def test_a_page_in_place_of_the_file_is_not_stored(server, get, tmp_path):
     """What the probe told holds for the parts and for the stream."""
     server.faults.extend(["page"] * 2)
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     server.etag = None
     server.faults.extend(["page"] * 3)
     with pytest.raises(ObjectStoreError, match="changed on the server during each of 3 downloads"):
-        fetch(**arguments, cache_dir=tmp_path / "other")
+        get("other")
     assert_nothing_cached(tmp_path / "other")
 
 
-def test_an_encoded_file_is_not_stored(server, arguments, tmp_path):
+def test_an_encoded_file_is_not_stored(server, get, tmp_path):
     server.content, server.headers = gzip.compress(CONTENT), {"Content-Encoding": "gzip"}
     with pytest.raises(ObjectStoreError, match="sends the file encoded as gzip"):
-        fetch(**arguments, cache_dir=tmp_path)
-    assert_nothing_cached(tmp_path)
+        get()
+    assert_nothing_cached(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("status", ["203", "204", "205", "299", "300", "304"])
-def test_other_answers_than_a_file_or_a_part_are_refused(server, arguments, tmp_path, status):
+def test_other_answers_than_a_file_or_a_part_are_refused(server, get, tmp_path, status):
     server.probe_faults.append(status)
     with pytest.raises(ObjectStoreError, match=f"the server answered {status}"):
-        fetch(**arguments, cache_dir=tmp_path)
-    assert_nothing_cached(tmp_path)
+        get()
+    assert_nothing_cached(tmp_path / "cache")
 
 
-def test_answers_that_cannot_be_read_are_tried_again_and_then_a_sentence(server, arguments, tmp_path):
+def test_answers_that_cannot_be_read_are_tried_again_and_then_a_sentence(server, get, tmp_path):
     server.ranges = False
     server.faults.append("bare")
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     for number, length in enumerate(("abc", "", "1e3")):
         server.length_header = length
         with pytest.raises(ObjectStoreError):
-            fetch(**arguments, cache_dir=tmp_path / str(number))
+            get(str(number))
         assert_nothing_cached(tmp_path / str(number))
     server.headers = {"Location": "http://[::1"}
     server.probe_faults.extend(["302"] * 10)
     with pytest.raises(ObjectStoreError):
-        fetch(**arguments, cache_dir=tmp_path / "redirected")
+        get("redirected")
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_goes_wrong_the_file_is_right_or_absent(server, arguments, tmp_path, seed):
+def test_whatever_goes_wrong_the_file_is_right_or_absent(server, get, tmp_path, seed):
     chance = random.Random(seed)
     server.headers = {"x-amz-request-id": "1"}
     server.etag = f'"{hashlib.md5(CONTENT).hexdigest()}"'
@@ -411,95 +406,87 @@ def test_whatever_goes_wrong_the_file_is_right_or_absent(server, arguments, tmp_
     for _ in range(3):
         server.faults = deque(chance.choices(kinds, weights, k=30))
         try:
-            assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+            assert get().read_bytes() == CONTENT
         except ObjectStoreError:
-            assert_nothing_cached(tmp_path)
+            assert_nothing_cached(tmp_path / "cache")
     server.faults.clear()
     with contextlib.suppress(ObjectStoreError):  # garbage in a part that was kept costs all of them
-        fetch(**arguments, cache_dir=tmp_path)
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+        get()
+    assert get().read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        *(
-            {"part_bytes": -5},
-            {"part_bytes": 0},
-            {"part_bytes": "x"},
-            {"part_bytes": True},
-            {"size": 12},
-            {"version": 3},
-        ),
+        *({"part_bytes": -5}, {"part_bytes": "x"}, {"part_bytes": True}, {"size": 12}, {"version": 3}),
         *({"done": "abc"}, {"done": None}, {"done": [99]}, {"done": [-1]}, {"done": [0.0]}),
         *("[]", '{"size": 12, "do', "\0"),
     ],
     ids=str,
 )
-def test_a_damaged_sidecar_starts_again(server, tmp_path, damage):
-    path = cached_path(server.url, tmp_path)
-    partial(path, ".part").parent.mkdir()
+def test_a_damaged_sidecar_starts_again(server, get, tmp_path, damage):
+    path = cached_path(server.url, tmp_path / "cache")
+    partial(path, ".part").parent.mkdir(parents=True)
     partial(path, ".part").write_bytes(bytes(len(CONTENT)))
-    whole = {"size": len(CONTENT), "version": server.etag, "part_bytes": PART, "done": []}
+    whole = {"size": len(CONTENT), "version": server.etag, "part_bytes": PART, "done": [0]}
     partial(path, ".json").write_text(damage if isinstance(damage, str) else json.dumps({**whole, **damage}))
-    assert fetch(server.url, tmp_path, progress=False).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
 
 
 # What is found in the cache
 
 
-def test_a_file_placed_by_hand_is_used(server, arguments, tmp_path):
-    path = cached_path(arguments["source"], tmp_path, endpoint_url=arguments.get("endpoint_url"))
+def test_a_file_placed_by_hand_is_used(server, get, tmp_path):
+    path = cached_path(server.url, tmp_path / "cache")
+    path.parent.mkdir()
     path.write_bytes(OTHER)
-    assert fetch(**arguments, cache_dir=tmp_path) == path
-    assert fetch(**arguments, cache_dir=tmp_path, sha256=hashlib.sha256(OTHER).hexdigest()) == path
+    assert get() == path
+    assert get(sha256=hashlib.sha256(OTHER).hexdigest()) == path
     with pytest.raises(ObjectStoreError, match="must be deleted before"):
-        fetch(**arguments, cache_dir=tmp_path, sha256="0" * 64)
+        get(sha256="0" * 64)
     assert path.read_bytes() == OTHER
     assert server.spans == []
 
 
-def test_a_sum_is_taken_again_only_after_the_file_was_touched(server, tmp_path):
-    options = {"progress": False, "sha256": SHA256}
-    path = fetch(server.url, tmp_path, **options)
+def test_a_sum_is_taken_again_only_after_the_file_was_touched(get):
+    path = get(sha256=SHA256)
     came = path.stat()
     path.write_bytes(OTHER)
     os.utime(path, ns=(came.st_atime_ns, came.st_mtime_ns))  # as if nobody had been here
-    assert fetch(server.url, tmp_path, **options) == path
+    assert get(sha256=SHA256) == path
     os.utime(path, (1, 1))
     with pytest.raises(ObjectStoreError, match="SHA-256"):
-        fetch(server.url, tmp_path, **options)
+        get(sha256=SHA256)
 
 
 # Errors
 
 
 @pytest.mark.parametrize(("fault", "words"), [("404", "Check bucket, key"), ("403", "Check the credentials")])
-def test_refusals_say_what_to_do(server, arguments, tmp_path, fault, words):
+def test_refusals_say_what_to_do(server, get, fault, words):
     server.probe_faults.append(fault)
     with pytest.raises(ObjectStoreError, match=f"{fault}.*{words}.*To place the file by hand") as caught:
-        fetch(**arguments, cache_dir=tmp_path)
-    assert arguments["source"] in str(caught.value)
+        get()
     assert server.url in str(caught.value)
     assert len(server.spans) == 1  # no use in a second try
 
 
-def test_no_server(arguments, server, tmp_path):
+def test_no_server(server, get):
     server.close()
     with pytest.raises(ObjectStoreError, match=r"4 failures in a row.*Check the network"):
-        fetch(**arguments, cache_dir=tmp_path)
+        get()
 
 
-def test_a_disk_too_small_is_found_before_the_download(server, arguments, tmp_path, monkeypatch):
+def test_a_disk_too_small_is_found_before_the_download(server, get, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 1000))
     with pytest.raises(ObjectStoreError, match=r"0\.00 GB are still to come.*TOPK_CACHE"):
-        fetch(**arguments, cache_dir=tmp_path)
+        get()
     assert server.spans == [PROBE]
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_disk_that_fills_up_keeps_the_parts(server, arguments, tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_keeps_the_parts(server, get, monkeypatch):
     fsync, calls = os.fsync, []
 
     def full(descriptor):
@@ -512,16 +499,16 @@ def test_a_disk_that_fills_up_keeps_the_parts(server, arguments, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(ObjectStoreError, match=r"No space left.*TOPK_CACHE.*finished parts are kept"):
-            fetch(**arguments, cache_dir=tmp_path)
+            get()
     server.spans.clear()
-    assert fetch(**arguments, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert get().read_bytes() == CONTENT
     assert 0 < len(server.part_spans) < PARTS
 
 
-def test_a_cache_that_cannot_be_written(server, arguments, tmp_path):
+def test_a_cache_that_cannot_be_written(get, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ObjectStoreError, match="choose another folder by cache_dir"):
-        fetch(**arguments, cache_dir=tmp_path / "file" / "cache")
+        get("file/cache")
 
 
 # Several processes, and their sudden end
@@ -565,23 +552,23 @@ def wait_until(condition, process):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGINT"])
-def test_a_killed_download_goes_on_from_its_parts(server, tmp_path, monkeypatch, sent):
+def test_a_killed_download_goes_on_from_its_parts(server, get, tmp_path, monkeypatch, sent):
     """Stopped at once, while the server says nothing for longer than any test lasts."""
     server.gate_from = 7
-    path = cached_path(server.url, tmp_path)
+    path = cached_path(server.url, tmp_path / "cache")
     sidecar = partial(path, ".json")
-    process = start(server, tmp_path)
+    process = start(server, tmp_path / "cache")
     wait_until(lambda: sidecar.is_file() and len(json.loads(sidecar.read_text())["done"]) == 7, process)
     process.send_signal(getattr(signal, sent))
     _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == ((130, "\nstopped: kept\n") if sent == "SIGINT" else (-9, ""))
-    assert_nothing_cached(tmp_path)
+    assert_nothing_cached(tmp_path / "cache")
     done = json.loads(sidecar.read_text())["done"]
     assert len(done) == 7
     server.gate.set()
     server.spans.clear()
     monkeypatch.setattr(download, "PART_BYTES", 1000)  # the parts keep the size they began with
-    assert fetch(server.url, tmp_path, progress=False) == path
+    assert get() == path
     assert path.read_bytes() == CONTENT
     assert sorted(start // PART for start, _ in server.part_spans) == sorted(set(range(PARTS)) - set(done))
 
@@ -739,7 +726,7 @@ def assert_is_copy(copy, folder):
         assert (copy / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_folder_goes_up_and_comes_back(bucket, options, store, capsys):
+def test_a_folder_goes_up_and_comes_back(bucket, options, store):
     up = {"endpoint_url": options["endpoint_url"], "progress": False}
     sent = upload(store, "s3://store/sets/one/", last="index.json", **up)
     names = [uri.removeprefix("s3://store/sets/one/") for uri in sent]
@@ -766,7 +753,7 @@ def test_a_folder_is_not_taken_before_its_upload_has_ended(bucket, options, stor
     assert_is_copy(fetch_folder("s3://store/set", **FOLDER, **options), store)
 
 
-def test_a_folder_that_is_replaced_while_it_is_fetched_comes_in_one_version(bucket, options, store, monkeypatch):
+def test_a_folder_that_is_replaced_while_it_is_fetched_comes_in_one_version(bucket, options, store):
     up = {"endpoint_url": options["endpoint_url"], "last": "index.json", "progress": False}
     other = make_folder(store.parent / "other", OTHER[:PART])  # files of the same sizes
     upload(store, "s3://store/set", **up)
