@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -226,56 +227,46 @@ def fetch_folder(
 
 
 def upload(
-    path: str | Path,
+    folder: str | Path,
     destination: str,
     *,
     endpoint_url: str | None = None,
     last: str | None = None,
     progress: bool = True,
 ) -> list[str]:
-    """Send a file to s3://bucket/key (or below s3://bucket/prefix/), or a folder's files below s3://bucket/prefix.
+    """Send a folder's files below s3://bucket/prefix, one after another in the order of their names.
 
-    Files go one after another in the order of their names, `last` (a name relative to the folder, such as that of a
-    manifest) at the end, so that what stands there speaks of files already in place. Hidden files stay behind.
-    Returns the addresses in that order. Raises ObjectStoreError; OSError of a file that cannot be read passes through.
+    last: the name of one that goes at the end, so that what stands there speaks of files already in place. Hidden files
+    and folders stay behind. Returns the addresses in that order. Raises ObjectStoreError; OSError of a file that cannot
+    be read passes through.
     """
-    path, location = Path(path), Location(destination, endpoint_url)
-    bucket, prefix = location.bucket_and_key
+    folder, location = Path(folder), Location(destination.rstrip("/"), endpoint_url)
     if location.scheme != "s3":
         raise ObjectStoreError(f"a destination is s3://bucket/prefix, got {destination!r}")
-    if path.is_file():
-        files = {prefix + path.name if prefix.endswith("/") or not prefix else prefix: path}
-    else:
-        relative = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-        names = sorted(name.as_posix() for name in relative if not any(part[0] == "." for part in name.parts))
-        prefix = f"{prefix.rstrip('/')}/".lstrip("/")
-        files = {prefix + name: path / name for name in sorted(names, key=lambda name: name == last)}
-        if not files or (last and last not in names):
-            raise ObjectStoreError(f"there is no {last or 'file'} in {path} to send: check the path")
-    total = sum(file.stat().st_size for file in files.values())
-    with _sentences(location), progress_bar(total, 0, path.name, progress) as bar:
+    files = sorted(file for file in folder.glob("[!.]*") if file.is_file())
+    files.sort(key=lambda file: file.name == last)
+    if not files or last not in (None, files[-1].name):
+        raise ObjectStoreError(f"there is no {last or 'file'} in {folder} to send: check the path")
+    bucket, prefix = location.bucket_and_key
+    total = sum(file.stat().st_size for file in files)
+    with _sentences(location), progress_bar(total, 0, folder.name, progress) as bar:
         client = _client(location, unsigned=False)
-        for key, file in files.items():
-            client.upload_file(str(file), bucket, key, Callback=bar.update)
-    return [f"s3://{bucket}/{key}" for key in files]
+        for file in files:
+            client.upload_file(str(file), bucket, f"{prefix}/{file.name}".lstrip("/"), Callback=bar.update)
+    return [f"{location.uri}/{file.name}" for file in files]
 
 
 def _bring(location: Location, path: Path, sha256: str | None, progress: bool) -> None:
     """Download a file to `path`: one of S3 by an address that is signed anew for each request, since signatures end."""
-
-    def address() -> str:
-        return location.uri
-
-    def signed() -> str:
-        with _sentences(location):
-            return client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": key})
-
+    address = partial(str, location.uri)
     if location.scheme == "s3":
         bucket, key = location.bucket_and_key
         if not key:
             raise ObjectStoreError(f"an object is named s3://bucket/key, got {location.uri!r} without a key")
         with _sentences(location):
-            client, address = _client(location, unsigned=location.anonymous), signed
+            client = _client(location, unsigned=location.anonymous)
+        sign = partial(client.generate_presigned_url, "get_object", {"Bucket": bucket, "Key": key})
+        address = _sentences(location)(sign)
     Download(location.uri, location.address, address, path, sha256, progress).run()
 
 

@@ -706,7 +706,6 @@ def make_folder(folder, content):
     """Files of `content` and an index of them, a folder and a hidden file, which the index does not name."""
     (folder / "sub").mkdir(parents=True)
     (folder / ".hidden").write_bytes(b"x")
-    (folder / "sub" / "more.bin").write_bytes(content)
     index = {}
     for name in NAMES:
         (folder / name).write_bytes(content + name.encode())
@@ -730,7 +729,7 @@ def test_a_folder_goes_up_and_comes_back(bucket, options, store):
     up = {"endpoint_url": options["endpoint_url"], "progress": False}
     sent = upload(store, "s3://store/sets/one/", last="index.json", **up)
     names = [uri.removeprefix("s3://store/sets/one/") for uri in sent]
-    assert names == [*NAMES[:3], "sub/more.bin", NAMES[3], "index.json"]
+    assert names == [*NAMES, "index.json"]
     back = fetch_folder("s3://store/sets/one", **FOLDER, **options)
     assert_is_copy(back, store)
     # One that lost a file fetches that; where the bucket has another version now, all.
@@ -779,13 +778,6 @@ def test_a_folder_that_is_replaced_while_it_is_fetched_comes_in_one_version(buck
     changes.append(lambda: upload(store, "s3://store/set", **up))
     options["cache_dir"] /= "new"
     assert_is_copy(fetch_folder("s3://store/set", **folder, **options), store)
-
-
-def test_a_file_goes_up(bucket, options, store):
-    up = {"endpoint_url": options["endpoint_url"], "progress": False}
-    assert upload(store / "a.bin", "s3://store", **up) == ["s3://store/a.bin"]
-    assert upload(store / "a.bin", "s3://store/sets/", **up) == ["s3://store/sets/a.bin"]
-    assert upload(store / "a.bin", "s3://store/sets/x", **up) == ["s3://store/sets/x"]
 
 
 def test_upload_refusals(bucket, options, store, tmp_path, monkeypatch):
