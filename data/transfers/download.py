@@ -357,17 +357,19 @@ def _retrying(attempt: Callable[[], T], retries: int, position: Callable[[], int
 
 
 def _check_status(answer: requests.Response) -> None:
-    status, region = answer.status_code, answer.headers.get("x-amz-bucket-region")
+    status = answer.status_code
     if status in (412, 416):
         raise ChangedError
     if status not in (200, 206):
-        code = re.search(rb"<Code>(\w+)</Code>", answer.raw.read(4096) or b"")  # S3's own word
+        body = answer.raw.read(4096) or b""
+        code, region = (re.search(rb"<%s>([\w-]+)</" % name, body) for name in (b"Code", b"Region"))  # S3's own words
         said = f"the server answered {status} ({code[1].decode() if code else answer.reason or 'no reason given'})"
         if status in (408, 425, 429) or status >= 500:
             raise RetryError(said)
+        advice = CHECK_CREDENTIALS if status in (401, 403) else CHECK_ADDRESS
         if status in (301, 400) and region:
-            raise ObjectStoreError(f"{said}. Set AWS_DEFAULT_REGION={region}, where the bucket is")
-        raise ObjectStoreError(f"{said}. {CHECK_CREDENTIALS if status in (401, 403) else CHECK_ADDRESS}")
+            advice = f"Set AWS_DEFAULT_REGION={region[1].decode()}, where the bucket is"
+        raise ObjectStoreError(f"{said}. {advice}")
     encoding = answer.headers.get("content-encoding", "").lower()
     if encoding not in ("", "identity", "aws-chunked"):  # the last: what some uploads leave behind
         raise ObjectStoreError(f"the server sends the file encoded as {encoding}, which it was asked not to do")

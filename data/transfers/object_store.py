@@ -210,8 +210,9 @@ def fetch_folder(
                 _bring(replace(location, uri=location.uri + index), new, None, progress)
             except ObjectStoreError as error:
                 raise ObjectStoreError(
-                    f"{location.uri} has no {index} that can be read: it may be another folder, or one whose upload "
-                    f"has not ended, since that file is sent last. {error}"
+                    f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
+                    "format, to be converted where it was made and sent again, or one whose upload has not ended, since "
+                    f"that file is sent last. {error}"
                 ) from error
             for name in damaged(new, folder):
                 (folder / name).unlink(missing_ok=True)

@@ -278,6 +278,13 @@ def test_a_file_that_changes_under_way_starts_again(server, get, if_match, weak,
     assert "starting again" in capsys.readouterr().err
 
 
+def test_a_bucket_elsewhere_names_its_region(server, get):
+    server.error = b"<Error><Code>AuthorizationQueryParametersError</Code><Region>eu-west-1</Region></Error>"
+    server.probe_faults.append("400")
+    with pytest.raises(ObjectStoreError, match=r"400 .AuthorizationQuery.*Set AWS_DEFAULT_REGION=eu-west-1"):
+        get()
+
+
 def test_a_file_that_never_rests_is_given_up(server, get, tmp_path):
     server.on_request = lambda number: setattr(server, "etag", f'"{number}"')
     with pytest.raises(ObjectStoreError, match="changed on the server during each of 3 downloads"):
