@@ -68,7 +68,7 @@ def open_or_fetch(
     """
     if Path(os.path.expanduser(source)).is_dir():
         return _if_same(open_store(source), sha256)
-    # Imported here: boto3 takes half a second, and a store on this disk does without.
+    # Imported here: a store on this disk does without.
     from data.transfers import object_store
 
     last = str(source).rpartition("/")[2]

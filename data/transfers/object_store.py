@@ -211,7 +211,7 @@ def fetch_folder(
             except ObjectStoreError as error:
                 raise ObjectStoreError(
                     f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
-                    "format, to be converted where it was made and sent again, or one whose upload has not ended, since "
+                    "format, to be converted where it was made and sent again, or one whose upload has not ended, as "
                     f"that file is sent last. {error}"
                 ) from error
             for name in damaged(new, folder):
