@@ -32,10 +32,8 @@ from data.file_lock import held
 from data.program import ProgramError
 
 CACHE_VARIABLE, PARTIAL = "TOPK_CACHE", ".partial"
-CONNECTIONS, PART_BYTES = (
-    8,
-    16 * 2**20,
-)  # requests keeps 10 connections open; a download taken up again keeps the part size it began with
+CONNECTIONS = 8  # parts under way at once; requests keeps 10 connections open at most
+PART_BYTES = 16 * 2**20  # a download taken up again keeps the part size it began with
 TIMEOUT, BACKOFF, LONGEST_WAIT = 30.0, 1.0, 30.0  # seconds: without a byte, before the first retry, before any
 # Failures in a row, without a byte between them; fewer before anything has answered: no network is told in seconds.
 RETRIES, FIRST_RETRIES = 8, 3
