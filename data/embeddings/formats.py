@@ -146,7 +146,7 @@ def _converted(
     tensors, mapped = _load(file)
     keys = dict(keys) if keys else _recognised(file, tensors)
     splits = _checked(file, keys, tensors, noted["num_classes"])
-    (dim, file_dtype), *others = {(embeddings.shape[1], embeddings.dtype) for embeddings, _ in splits.values()}
+    (dim, file_dtype), *others = dict.fromkeys((rows.shape[1], rows.dtype) for rows, _ in splits.values())
     if any(width != dim or dtype is None for width, _ in others):
         raise EmbeddingError(
             f"the splits of {file} must have embeddings of one width and dtype; it has {_listing(tensors)}"
@@ -210,6 +210,8 @@ def _taken_over(folder: Path, destination: Path, progress: bool) -> EmbeddingSto
                     files = (folder / Path(shard[part]["name"]).name for part in PARTS)
                     embeddings, labels = (torch.from_numpy(np.load(file)) for file in files)
                     writer.write(split, number, embeddings.view(DTYPES[dtype]), labels)
+    except EmbeddingError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise EmbeddingError(
             f"{folder} cannot be read as a store in the earlier format ({type(error).__name__}: {error}): copy it again"
