@@ -267,8 +267,8 @@ def check_labels(labels: Tensor, num_classes: int | None = None) -> None:
         raise EmbeddingError(
             f"labels must be whole numbers of shape (rows,), got {labels.dtype} of shape {tuple(labels.shape)}"
         )
-    limit = num_classes or _MOST_CLASSES
-    wrong = ((labels < 0) | (labels.to(torch.int64) >= limit)).nonzero()
+    limit, labels = num_classes or _MOST_CLASSES, labels.to(torch.int64)
+    wrong = ((labels < 0) | (labels >= limit)).nonzero()
     if len(wrong):
         row = int(wrong[0])
         since = "" if num_classes is None else f", since num_classes is {num_classes}"

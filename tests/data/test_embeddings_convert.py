@@ -85,9 +85,10 @@ def test_numbers_beyond_float16_are_refused_and_fit_bfloat16(tmp_path):
     assert_holds(convert(tmp_path / "file.p", tmp_path / "other", dtype=torch.bfloat16), parts, torch.bfloat16)
 
 
-def test_labels_of_another_width_become_int64(tmp_path):
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.uint16])
+def test_labels_of_another_width_become_int64(tmp_path, kind):
     parts = content()
-    torch.save({**parts, "train_labels": parts["train_labels"].to(torch.int32)}, tmp_path / "file.p")
+    torch.save({**parts, "train_labels": parts["train_labels"].to(kind)}, tmp_path / "file.p")
     assert_holds(convert(tmp_path / "file.p", tmp_path / "store", num_classes=10), parts)
     assert open_store(tmp_path / "store").num_classes == 10
 
