@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -55,27 +54,6 @@ LAYOUTS: dict[str, dict[str, str]] = {
     }.items()
 }
 SHARD_BYTES = 128 * 2**20  # of embeddings in a shard
-
-
-@dataclass(frozen=True)
-class PublishedSet:
-    """What is known of a published file: layout (a key of LAYOUTS), backbone, pixels, and roughly its size in GB."""
-
-    layout: str
-    backbone: str
-    resolution: int
-    gigabytes: int
-
-
-# By the short names of data/transfers/object_store.py.
-PUBLISHED_SETS: dict[str, PublishedSet] = {
-    "wsl-32x48d-320": PublishedSet("wsl", "resnext101_32x48d_wsl", 320, 11),
-    "wsl-32x32d-320": PublishedSet("wsl", "resnext101_32x32d_wsl", 320, 11),
-    "wsl-32x16d-320": PublishedSet("wsl", "resnext101_32x16d_wsl", 320, 11),
-    "wsl-32x8d-320": PublishedSet("wsl", "resnext101_32x8d_wsl", 320, 11),
-    "efficientnet-l2-800": PublishedSet("efficientnet-l2", "tf_efficientnet_l2_ns", 800, 14),
-    "wsl-32x48d-224-21k": PublishedSet("imagenet21k", "resnext101_32x48d_wsl", 224, 50),
-}
 
 
 def convert(

@@ -29,6 +29,7 @@ from urllib.parse import quote, urlsplit
 
 from data.atomic_file import sync_folder
 from data.file_lock import held
+from data.published import PUBLISHED, PUBLISHED_BUCKET, PUBLISHED_ENDPOINT
 from data.transfers.download import (
     CACHE_VARIABLE,
     CHECK_ADDRESS,
@@ -38,23 +39,9 @@ from data.transfers.download import (
     Download,
     ObjectStoreError,
     check_sha256,
-    checksum_of,
     progress_bar,
 )
 
-__all__ = ["PUBLISHED", "Location", "ObjectStoreError", "cached_path", "checksum_of", "fetch", "resolve", "upload"]
-
-PUBLISHED_ENDPOINT = "https://nyc3.digitaloceanspaces.com"
-PUBLISHED_BUCKET = "publicdata1"
-_IMAGENET = "ImageNet_embeddings_labels_train_test_"
-PUBLISHED: dict[str, str] = {  # short name -> key
-    "wsl-32x48d-320": f"{_IMAGENET}IGAM_Resnext101_32x48d_320.p",
-    "wsl-32x32d-320": f"{_IMAGENET}IGAM_Resnext101_32x32d_320.p",
-    "wsl-32x16d-320": f"{_IMAGENET}IGAM_Resnext101_32x16d_320.p",
-    "wsl-32x8d-320": f"{_IMAGENET}IGAM_Resnext101_32x8d_320.p",
-    "efficientnet-l2-800": f"{_IMAGENET}tf_efficientnet_l2_ns_timm_transform_800_float16.p",
-    "wsl-32x48d-224-21k": "ImageNet21K-P_embeddings_labels_train_test_IGAM_Resnext101_32x48d_224_float16.p",
-}
 DEFAULT_CACHE = Path(__file__).parents[1] / "downloads" / "embeddings"
 
 

@@ -25,12 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.transfers import download
-from data.transfers.download import etag_part_sizes
+from data.transfers.download import checksum_of, etag_part_sizes
 from data.transfers.object_store import (
     PUBLISHED,
     ObjectStoreError,
     cached_path,
-    checksum_of,
     fetch,
     fetch_folder,
     resolve,
