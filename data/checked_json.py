@@ -4,7 +4,7 @@ The shape is a dataclass, with ranges and patterns as `Annotated[int, Field(ge=1
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +34,9 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def write_json(path: Path, content: Any, *, shared: bool = False) -> None:
-    """Write a dataclass whole or not at all. shared: as for `atomic_write`."""
+    """Write a dataclass, or what JSON can hold, whole or not at all. shared: as for `atomic_write`."""
     with atomic_write(path, shared=shared) as file:
-        file.write(json.dumps(asdict(content), indent=1) + "\n")
+        file.write(json.dumps(asdict(content) if is_dataclass(content) else content, indent=1) + "\n")
 
 
 @lru_cache

@@ -14,14 +14,10 @@ Every random choice is a pure function of the seed, the epoch and its purpose, s
 epoch sees the same batches and the same crops as one that never stopped.
 """
 
-import errno
 import os
 import pickle
 import shutil
 import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from http.client import HTTPException
@@ -34,10 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, download_url, extract_archive
+from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
 from data.file_lock import held, lock_beside
 from data.program import ProgramError
+from data.seeds import seeded
 
 DATASETS: tuple[str, ...] = ("cifar100", "cifar10", "digits")
 NOISE_GROUPS: tuple[str, ...] = ("blocks", "superclass")
@@ -55,8 +52,9 @@ _CIFAR: dict[str, type[CIFAR10]] = {"cifar100": CIFAR100, "cifar10": CIFAR10}
 _BLOCK = 5  # consecutive class ids in one group of the label noise
 _SOCKET_TIMEOUT = 60.0  # seconds without a byte after which a download is given up
 
-# One independent random stream per purpose.
-_STREAMS = {"split": 0, "test_subset": 1, "label_noise": 2, "order": 3, "augmentation": 4}
+_VALID_SHARE = 0.05  # of the training images
+_PADDING = 4  # black pixels on each side of an image before it is cropped
+_SPLIT, _TEST_SUBSET, _LABEL_NOISE, _ORDER, _AUGMENTATION = range(5)  # random streams
 
 
 class DatasetUnavailableError(ProgramError, ValueError):
@@ -116,103 +114,82 @@ def load_dataset(
     name: str,
     data_dir: str | Path,
     *,
-    download: bool = True,
     mirror: str | None = None,
-    valid_fraction: float = 0.05,
     seed: int = 0,
     limit_train: int | None = None,
     limit_test: int | None = None,
     label_noise: float = 0.0,
     noise_groups: str = "blocks",
 ) -> Dataset:
-    """Load a data set into memory, on the CPU.
+    """Load one of DATASETS into memory, on the CPU.
 
-    name: one of DATASETS. `digits` is scikit-learn's bundled set of 1,797 grey 8x8 digits, enlarged to
-        32x32 RGB by repeating pixels; a fixed stratified 360 of them test. It needs no download.
-    data_dir: folder that holds `cifar-100-python/` or `cifar-10-batches-py/`, or receives them. Complete
-        folders are read where they are and nothing is written; files that are missing or whose MD5 sum is
-        wrong are unpacked again from the archive beside them, which is fetched again if its own MD5 sum is
-        wrong. Processes that start together download once.
-    download: whether the archive may be fetched or unpacked.
-    mirror: where to fetch the archive instead of its home page: a folder or the full address of the
-        `.tar.gz`, as http://, https:// or file://. The MD5 sum must be the published one.
-    valid_fraction: share of the training images, in (0, 1), taken at random for validation.
+    name: `digits` is scikit-learn's bundled set of 1,797 grey 8x8 digits, enlarged to 32x32 RGB by repeating pixels; a
+        fixed stratified 360 of them test. It needs no download.
+    data_dir: folder that holds `cifar-100-python/` or `cifar-10-batches-py/`, or receives them. Complete folders are
+        read where they are and nothing is written; files that are missing or whose MD5 sum is wrong are unpacked again
+        from the archive beside them, which is fetched again if its own MD5 sum is wrong. Processes that start together
+        download once.
+    mirror: where to fetch the archive instead of its home page: a folder or the full address of the `.tar.gz`, as
+        http://, https:// or file://. The MD5 sum must be the published one.
     seed: chooses the validation images, the subsets and the label noise; at least 0.
-    limit_train: take this many random training images, and the validation images out of these: 1,000 with
-        valid_fraction 0.05 leave 950 to train and 50 to validate. Both are subsets of their like in the
-        complete set under the same seed.
+    limit_train: take this many random training images, and the validation images out of these: 1,000 leave 950 to train
+        and 50 to validate. Both are subsets of their like in the complete set under the same seed.
     limit_test: take this many random test images.
-    label_noise: probability in [0, 1] with which a training label is replaced by a label drawn uniformly
-        from its group, itself included (Berrada, Zisserman and Kumar 2018). Validation and test labels stay
-        clean. Under one seed a label replaced at a low probability is replaced alike at every higher one.
-    noise_groups: `blocks` for five consecutive class ids (Berrada's choice), `superclass` for the five
-        classes of a CIFAR-100 superclass, read from the data set's coarse labels.
+    label_noise: probability in [0, 1] with which a training label is replaced by a label drawn uniformly from its
+        group, itself included (Berrada, Zisserman and Kumar 2018). Validation and test labels stay clean. Under one
+        seed a label replaced at a low probability is replaced alike at every higher one.
+    noise_groups: `blocks` for five consecutive class ids (Berrada's choice), `superclass` for the five classes of a
+        CIFAR-100 superclass, read from the data set's coarse labels.
 
-    Raises ValueError for an argument out of range, DatasetUnavailableError (a ValueError) where the files
-    are missing and cannot be had.
+    Raises ValueError for an argument out of range, DatasetUnavailableError (a ValueError) where the files are missing
+    and cannot be had.
     """
-    if name not in DATASETS:
-        raise ValueError(f"unknown dataset {name!r}: choose one of {', '.join(DATASETS)}")
-    if not 0 < valid_fraction < 1:
-        raise ValueError(
-            f"valid_fraction must lie between 0 and 1, both excluded, got {valid_fraction}; "
-            "the published protocol uses 0.05"
-        )
-    if not 0 <= label_noise <= 1:
-        raise ValueError(f"label_noise is a probability and must lie in [0, 1], got {label_noise}")
-    if noise_groups not in NOISE_GROUPS:
-        raise ValueError(f"unknown noise_groups {noise_groups!r}: choose one of {', '.join(NOISE_GROUPS)}")
     if noise_groups == "superclass" and name != "cifar100":
         raise ValueError(
             f"noise_groups='superclass' needs the coarse labels of cifar100, and {name} has none: "
             "use noise_groups='blocks'"
         )
-    split_generator = _generator("split", seed)
-
-    train, test, class_names = load_complete(name, data_dir, download=download, mirror=mirror)
-    mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
-    num_classes = len(class_names)
-
-    train_count = _checked_limit("limit_train", limit_train, len(train))
-    valid_count = round(train_count * valid_fraction)
-    if not 0 < valid_count < train_count:
-        raise ValueError(
-            f"{train_count} training images with valid_fraction {valid_fraction} leave "
-            f"{train_count - valid_count} to train and {valid_count} to validate; both need at least one: "
-            "raise limit_train or choose another valid_fraction"
-        )
-    test_count = _checked_limit("limit_test", limit_test, len(test))
+    train, test, class_names = load_complete(name, data_dir, mirror=mirror)
+    counts = {}
+    for flag, limit, split in (("limit_train", limit_train, train), ("limit_test", limit_test, test)):
+        counts[flag] = len(split) if limit is None else limit
+        if not 1 <= counts[flag] <= len(split):
+            raise ValueError(
+                f"{flag} must be a number of images from 1 to {len(split)}, the size of the set, got {limit}; leave it "
+                "out to use all"
+            )
+    valid_count = round(counts["limit_train"] * _VALID_SHARE)
+    if valid_count == 0:
+        raise ValueError(f"{limit_train} training images leave 0 to validate, which takes 5 %: raise limit_train")
 
     # Validation is taken from the front of the shuffled order and training from its end, so that a limit
     # shortens each and moves no image from one to the other.
-    order = torch.randperm(len(train), generator=split_generator)  # (N,)
-    valid_rows = order[:valid_count].sort().values  # (V,)
-    train_rows = order[len(train) - (train_count - valid_count) :].sort().values  # (T,)
-    test_order = torch.randperm(len(test), generator=_generator("test_subset", seed))
-    test_rows = test_order[:test_count].sort().values
+    order = torch.randperm(len(train), generator=seeded(_SPLIT, seed))  # (N,)
+    train_rows = order[len(train) - (counts["limit_train"] - valid_count) :]  # (T,)
+    test_rows = torch.randperm(len(test), generator=seeded(_TEST_SUBSET, seed))[: counts["limit_test"]]
 
-    train_labels = train.labels
+    noisy = train.labels
     if label_noise > 0:
+        groups = torch.arange(len(class_names)).view(-1, _BLOCK)
         if noise_groups == "superclass":
-            groups = _superclasses(_CIFAR[name], Path(os.path.expanduser(data_dir)))
-        else:
-            groups = torch.arange(num_classes).view(-1, _BLOCK)
-        train_labels = noisy_labels(train_labels, groups, label_noise, _generator("label_noise", seed))
+            groups = _superclasses(Path(os.path.expanduser(data_dir)))
+        noisy = noisy_labels(train.labels, groups, label_noise, seeded(_LABEL_NOISE, seed))
 
-    return Dataset(
-        name=name,
-        num_classes=num_classes,
-        train=_select(train.images, train_labels, train_rows),
-        valid=_select(train.images, train.labels, valid_rows),
-        test=_select(test.images, test.labels, test_rows),
-        mean=mean,
-        std=std,
-        class_names=class_names,
-    )
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    splits = [
+        # In the order of the files, and channels_last.
+        Split(images[rows.sort().values].contiguous(memory_format=torch.channels_last), labels[rows.sort().values])
+        for images, labels, rows in (
+            (train.images, noisy, train_rows),
+            (train.images, train.labels, order[:valid_count]),
+            (test.images, test.labels, test_rows),
+        )
+    ]
+    return Dataset(name, len(class_names), *splits, mean, std, class_names)
 
 
 def load_complete(
-    name: str, data_dir: str | Path, *, download: bool = True, mirror: str | None = None
+    name: str, data_dir: str | Path, *, mirror: str | None = None
 ) -> tuple[Split, Split, tuple[str, ...]]:
     """All training images, all test images, each in the order of the files, and the class names.
 
@@ -220,9 +197,10 @@ def load_complete(
     """
     if name == "digits":
         return *_load_digits(), tuple(str(digit) for digit in range(10))
-    root = Path(os.path.expanduser(data_dir))
-    trainset, testset = _load_cifar(_CIFAR[name], root, download=download, mirror=mirror)
-    return _as_split(trainset), _as_split(testset), tuple(trainset.classes)
+    both = _load_cifar(_CIFAR[name], Path(os.path.expanduser(data_dir)), mirror)
+    # torchvision shows the stored (N, 3, 32, 32) bytes as (N, 32, 32, 3); undoing that copies nothing.
+    splits = (Split(torch.from_numpy(each.data.transpose(0, 3, 1, 2)), torch.tensor(each.targets)) for each in both)
+    return *splits, tuple(both[0].classes)
 
 
 def noisy_labels(labels: Tensor, groups: Tensor, probability: float, generator: torch.Generator) -> Tensor:
@@ -243,7 +221,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
 
     A pure function of its arguments. Raises ValueError for a negative seed or epoch.
     """
-    return torch.randperm(num_samples, generator=_generator("order", seed, epoch))
+    return torch.randperm(num_samples, generator=seeded(_ORDER, seed, epoch))
 
 
 def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -252,38 +230,17 @@ def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -
     CPU and CUDA generators draw different numbers from the same seed. Raises ValueError for a negative seed
     or epoch.
     """
-    return _generator("augmentation", seed, epoch, device)
+    return seeded(_AUGMENTATION, seed, epoch, device)
 
 
-def augment(
-    images: Tensor,
-    mean: Rgb,
-    std: Rgb,
-    generator: torch.Generator,
-    *,
-    padding: int = 4,
-    out_dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.channels_last,
-) -> Tensor:
+def augment(images: Tensor, mean: Rgb, std: Rgb, generator: torch.Generator) -> Tensor:
     """Random crop, random horizontal flip and normalisation of a batch.
 
-    As torchvision's RandomCrop(size, padding), RandomHorizontalFlip, ToTensor, Normalize on each image: the
-    frame is black before the normalisation. images: (B, 3, H, W) uint8 in any memory layout.
-    mean, std: per channel, in units of [0, 1]. generator: on the images' device; it alone decides the crops.
-    Returns (B, 3, H, W) of `out_dtype` in `memory_format`. Raises ValueError for images of another shape or
-    type, a negative padding and a generator on another device.
+    As torchvision's RandomCrop(32, padding=4), RandomHorizontalFlip, ToTensor, Normalize on each image: the frame is
+    black before the normalisation. images: (B, 3, H, W) uint8 in any memory layout. mean, std: per channel, in units of
+    [0, 1]. generator: on the images' device; it alone decides the crops. Returns (B, 3, H, W) float32, channels_last.
     """
-    _check_images(images)
-    if padding < 0:
-        raise ValueError(f"padding counts black pixels on each side and must be at least 0, got {padding}")
-    if generator.device.type != images.device.type:
-        raise ValueError(
-            f"the generator is on {generator.device} and the images are on {images.device}: "
-            "make it with epoch_generator(seed, epoch, images.device)"
-        )
-    tops, lefts, flips = sample_crops(len(images), padding, generator)
-    cropped = crop_and_flip(images, tops, lefts, flips, padding)
-    return normalise(cropped, mean, std, out_dtype=out_dtype, memory_format=memory_format)
+    return normalise(crop_and_flip(images, *sample_crops(len(images), _PADDING, generator), _PADDING), mean, std)
 
 
 def sample_crops(batch: int, padding: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,26 +276,17 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, pa
     return cropped.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-def normalise(
-    images: Tensor,
-    mean: Rgb,
-    std: Rgb,
-    *,
-    out_dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.channels_last,
-) -> Tensor:
+def normalise(images: Tensor, mean: Rgb, std: Rgb) -> Tensor:
     """(pixel / 255 - mean) / std per channel, without augmentation.
 
-    images: (B, 3, H, W) uint8 in any memory layout. mean, std: in units of [0, 1]. Computed in float32 as
-    one multiplication and one addition. Returns (B, 3, H, W) of `out_dtype` in `memory_format`. Raises
-    ValueError for images of another shape or type and for a mean or std that does not fit them.
+    images: (B, 3, H, W) uint8 in any memory layout. mean, std: in units of [0, 1]. Computed as one multiplication and
+    one addition. Returns (B, 3, H, W) float32, channels_last.
     """
-    _check_images(images)
     scale, shift = _affine(tuple(mean), tuple(std), images.shape[3], images.device)  # (W * 3,) each
     pixels = images.permute(0, 2, 3, 1).to(torch.float32).contiguous()  # (B, H, W, 3), never the input itself
     # Rows of W * 3 numbers, since a broadcast over the three channels alone would defeat vectorisation.
     pixels.view(-1, scale.numel()).mul_(scale).add_(shift)
-    return pixels.to(out_dtype).permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
+    return pixels.permute(0, 3, 1, 2)
 
 
 @lru_cache(maxsize=16)
@@ -347,42 +295,9 @@ def _affine(mean: tuple[float, ...], std: tuple[float, ...], width: int, device:
 
     Kept between calls, because a copy of fresh constants to a GPU would make every batch wait for it.
     """
-    if len(mean) != 3 or len(std) != 3 or not min(std) > 0:
-        raise ValueError(f"mean and std need one number per channel (3), std above 0, got mean {mean} and std {std}")
     means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
     scale, shift = 1 / (255 * stds), -means / stds  # (3,)
     return tuple(x.repeat(width).to(device, torch.float32) for x in (scale, shift))
-
-
-def _check_images(images: Tensor) -> None:
-    if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
-        raise ValueError(
-            "images must be uint8 of shape (batch, 3, height, width) with pixels 0..255, "
-            f"got {images.dtype} of shape {tuple(images.shape)}"
-        )
-
-
-def _generator(purpose: str, seed: int, epoch: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
-    if seed < 0 or epoch < 0:
-        raise ValueError(f"seed and epoch must be at least 0, got seed {seed} and epoch {epoch}")
-    state = np.random.SeedSequence(seed, spawn_key=(_STREAMS[purpose], epoch)).generate_state(1, np.uint64)
-    return torch.Generator(device).manual_seed(int(state[0]))
-
-
-def _checked_limit(flag: str, limit: int | None, available: int) -> int:
-    if limit is None:
-        return available
-    if not isinstance(limit, int) or not 1 <= limit <= available:
-        raise ValueError(
-            f"{flag} must be a number of images from 1 to {available}, the size of the set, got {limit}; "
-            "leave it out to use all"
-        )
-    return limit
-
-
-def _select(images: Tensor, labels: Tensor, rows: Tensor) -> Split:
-    """The split at `rows` (R,) of images (N, 3, 32, 32) and labels (N,), images channels_last."""
-    return Split(images[rows].contiguous(memory_format=torch.channels_last), labels[rows])
 
 
 def _load_digits() -> tuple[Split, Split]:
@@ -402,108 +317,55 @@ def _load_digits() -> tuple[Split, Split]:
     return tuple(Split(images[rows], labels[rows]) for rows in map(torch.from_numpy, (train_rows, test_rows)))
 
 
-def _as_split(cifar: CIFAR10) -> Split:
-    # torchvision shows the stored (N, 3, 32, 32) bytes as (N, 32, 32, 3); undoing that copies nothing.
-    return Split(torch.from_numpy(cifar.data.transpose(0, 3, 1, 2)), torch.tensor(cifar.targets))
-
-
-def _superclasses(kind: type[CIFAR10], root: Path) -> Tensor:
-    """(20, 5) int64: the fine class ids of each superclass, read from the verified test file."""
-    with open(root / kind.base_folder / kind.test_list[0][0], "rb") as file:
+def _superclasses(root: Path) -> Tensor:
+    """(20, 5) int64: the fine class ids of each superclass of CIFAR-100, read from the verified test file."""
+    with open(root / CIFAR100.base_folder / CIFAR100.test_list[0][0], "rb") as file:
         entry = pickle.load(file, encoding="latin1")
     pairs = np.unique(np.stack((entry["coarse_labels"], entry["fine_labels"]), axis=1), axis=0)  # (100, 2)
     return torch.from_numpy(pairs[:, 1].astype(np.int64)).view(-1, 5)
 
 
-def _load_cifar(kind: type[CIFAR10], root: Path, *, download: bool, mirror: str | None) -> tuple[CIFAR10, CIFAR10]:
-    """torchvision's training and test set, fetched or unpacked again where files are missing or damaged."""
-    url = _archive_url(kind, mirror)
+def _load_cifar(kind: type[CIFAR10], root: Path, mirror: str | None) -> tuple[CIFAR10, CIFAR10]:
+    """torchvision's training and test set, fetched or unpacked by torchvision where files are missing or damaged."""
+    url, timeout = kind.url if mirror is None else mirror, socket.getdefaulttimeout()
+    if urlsplit(url).scheme not in ("http", "https", "file"):
+        raise ValueError(
+            f"mirror must begin with http://, https:// or file://, got {mirror!r}; "
+            "for a folder on this machine write file:///path/to/folder"
+        )
+    if not urlsplit(url).path.endswith((".tar.gz", ".tgz")):
+        url = f"{url.rstrip('/')}/{kind.filename}"
     try:
-        found = _open_verified(kind, root)
-        if found is None and download:
-            with held(lock_beside(root / kind.base_folder)):
-                # Another process may have fetched the files while this one waited for the lock.
-                found = _open_verified(kind, root)
-                if found is None:
-                    _fetch(kind, root, url)
-                    found = _open_verified(kind, root)
+        if (found := _whole(kind, root)) is not None:
+            return found
+        with held(lock_beside(root / kind.base_folder)):
+            # Another process may have fetched the files while this one waited for the lock.
+            if (found := _whole(kind, root)) is not None:
+                return found
+            root.mkdir(parents=True, exist_ok=True)
+            archive = root / kind.filename
+            if urlsplit(url).scheme == "file" and not check_integrity(archive, kind.tgz_md5):
+                shutil.copyfile(url2pathname(urlsplit(url).path), archive)  # torchvision cannot fetch these
+                if not check_integrity(archive, kind.tgz_md5):
+                    raise RuntimeError("File corrupted")
+            # torchvision takes no timeout, and without one a dead connection hangs for ever.
+            socket.setdefaulttimeout(_SOCKET_TIMEOUT)
+            download_and_extract_archive(url, str(root), filename=kind.filename, md5=kind.tgz_md5)
+            return kind(root, train=True), kind(root, train=False)
     except (OSError, HTTPException, RuntimeError) as error:
-        raise DatasetUnavailableError(_sentence(kind, root, _explain(error, url))) from error
-    if found is None:
-        state = "even after unpacking" if download else "and download is off"
-        raise DatasetUnavailableError(_sentence(kind, root, f"files are missing or have a wrong MD5 sum, {state}"))
-    return found
+        raise DatasetUnavailableError(
+            f"{kind.__name__} is not available in {root} ({error}), nor to be had whole from {url}: start again if the "
+            "connection was cut, check the network, the space and the permissions there, choose another data_dir, or "
+            f"pass a mirror. To place it by hand, put {kind.filename} (MD5 {kind.tgz_md5}, from {kind.url}) into "
+            f"{root}, where it is verified and unpacked, or its files into {root / kind.base_folder}"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)
 
 
-def _sentence(kind: type[CIFAR10], root: Path, reason: str) -> str:
-    return (
-        f"{kind.__name__} is not available in {root}: {reason}. To place it by hand, put {kind.filename} "
-        f"(MD5 {kind.tgz_md5}, from {kind.url}) into {root} and start again with download on: an archive "
-        f"found there is verified and unpacked, not fetched. Or put its files into {root / kind.base_folder}"
-    )
-
-
-def _open_verified(kind: type[CIFAR10], root: Path) -> tuple[CIFAR10, CIFAR10] | None:
+def _whole(kind: type[CIFAR10], root: Path) -> tuple[CIFAR10, CIFAR10] | None:
     """Both parts, or None where a file is missing or has a wrong MD5 sum. Writes nothing."""
     try:
         return kind(root, train=True), kind(root, train=False)
     except RuntimeError:  # torchvision's word for either
         return None
-
-
-def _archive_url(kind: type[CIFAR10], mirror: str | None) -> str:
-    if mirror is None:
-        return kind.url
-    if urlsplit(mirror).scheme not in ("http", "https", "file"):
-        raise ValueError(
-            f"mirror must begin with http://, https:// or file://, got {mirror!r}; "
-            "for a folder on this machine write file:///path/to/folder"
-        )
-    names_archive = urlsplit(mirror).path.endswith((".tar.gz", ".tgz"))
-    return mirror if names_archive else f"{mirror.rstrip('/')}/{kind.filename}"
-
-
-def _fetch(kind: type[CIFAR10], root: Path, url: str) -> None:
-    """Bring the archive into `root` unless a good one is there, and put its files in place."""
-    archive = root / kind.filename
-    if not check_integrity(archive, kind.tgz_md5):
-        if urlsplit(url).scheme == "file":  # torchvision's download_url fails on these
-            shutil.copyfile(url2pathname(urlsplit(url).path), archive)
-        else:
-            with _socket_timeout(_SOCKET_TIMEOUT):
-                download_url(url, root, kind.filename, kind.tgz_md5)
-        if not check_integrity(archive, kind.tgz_md5):
-            raise RuntimeError(f"MD5 of {archive} is not {kind.tgz_md5}")
-    # Files move into place whole, so that a process which reads without the lock never meets half a file.
-    with tempfile.TemporaryDirectory(dir=root, prefix=".unpack-") as unpacked:
-        extract_archive(archive, unpacked)
-        target = root / kind.base_folder
-        target.mkdir(exist_ok=True)
-        for file in (Path(unpacked) / kind.base_folder).iterdir():
-            file.replace(target / file.name)
-
-
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    """torchvision's downloader takes no timeout, and without one a dead connection hangs for ever."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-def _explain(error: Exception, url: str) -> str:
-    """Why the files could not be had, and what to do about it."""
-    code = getattr(error, "errno", None)
-    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission ({error}); choose another data_dir or mend its permissions"
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full ({error}); free 400 MB there or choose another data_dir"
-    if isinstance(error, RuntimeError):
-        return (
-            f"what came from {url} is not the published archive ({error}): the connection was cut or "
-            "another file is served there; start again or pass another mirror"
-        )
-    return f"{url} could not be brought there ({error}); check the network and data_dir, or pass a mirror"

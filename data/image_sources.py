@@ -5,25 +5,26 @@
     source = open_images("flowers102", data_dir)   one of TORCHVISION, downloaded unless it is there
 
 Each split of a source is a list of images: `len`, `read(index)` gives a PIL image (RGB) and its label,
-`describe(index)` what to call it in a message. `ImageBatches` puts a transform behind it, for torch's DataLoader, and
-hands on an image that cannot be read as such: with its index and the reason.
+`describe(index)` what to call it in a message. Folders are listed by the rules of torchvision's ImageFolder; hidden
+ones are no classes. `ImageBatches` puts a transform behind it, for torch's DataLoader, and hands on an image that
+cannot be read as such: with its index and the reason.
 """
 
 import difflib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torchvision
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder
 
 from data.cifar100 import DATASETS, DatasetUnavailableError, Split, load_complete
 from data.program import ProgramError
@@ -60,16 +61,31 @@ class ImageSourceError(ProgramError, ValueError):
     """A source of images cannot be used as it was described; the message says why and how to mend it."""
 
 
-class Images(Protocol):
-    """The images of one split, in a fixed order."""
+class Images:
+    """The images of one split, in a fixed order.
 
-    def __len__(self) -> int: ...
+    name: what to call it. dataset: items are a PIL image and a whole number. limit: so many of them, at equal
+    distances, so that every class of a sorted list has its share.
+    """
+
+    def __init__(self, name: str, dataset: Dataset, limit: int | None = None) -> None:
+        self.name, self.dataset, self._count = name, dataset, len(dataset) if limit is None else limit
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _row(self, index: int) -> int:
+        return index * len(self.dataset) // self._count
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """The image, RGB, and its label. Raises whatever its decoder does for one that is broken."""
+        image, label = self.dataset[self._row(index)]
+        return image.convert("RGB"), int(label)
 
     def describe(self, index: int) -> str:
         """The path of an image, or what else tells it from others."""
+        row = self._row(index)
+        return self.dataset.samples[row][0] if isinstance(self.dataset, _Folder) else f"{self.name} image {row}"
 
 
 @dataclass(frozen=True)
@@ -87,91 +103,43 @@ class ImageSource:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class FolderImages:
-    """Images below one folder per class. paths: relative to root. ignored: endings of the other files, counted."""
+class _Folder(ImageFolder):
+    """Images below one folder per class. ignored: endings of the other files, counted."""
 
-    root: Path
-    paths: Sequence[str]
-    labels: Sequence[int]
-    ignored: Counter = field(default_factory=Counter)
+    def __init__(self, root: Path) -> None:
+        self.ignored = Counter()
 
-    def __len__(self) -> int:
-        return len(self.paths)
+        def is_image(path: str) -> bool:
+            found = path.lower().endswith(IMG_EXTENSIONS)
+            self.ignored.update([] if found else [Path(path).suffix.lower()])
+            return found
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """See Images."""
-        path = self.root / self.paths[index]
-        if not path.is_file():  # opening a pipe would wait for ever
-            raise OSError("not a regular file")
-        with open(path, "rb") as file, Image.open(file) as image:
-            return image.convert("RGB"), self.labels[index]
+        super().__init__(str(root), loader=_opened, is_valid_file=is_image, allow_empty=True)
 
-    def describe(self, index: int) -> str:
-        """See Images."""
-        return str(self.root / self.paths[index])
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """Class names and their labels."""
+        classes = _class_folders(Path(directory))
+        return classes, {name: label for label, name in enumerate(classes)}
 
 
-@dataclass(frozen=True)
-class TensorImages:
-    """Images that are in memory as a Split of data/cifar100.py."""
+def _opened(path: str) -> Image.Image:
+    if not os.path.isfile(path):  # opening a pipe would wait for ever
+        raise OSError("not a regular file")
+    with open(path, "rb") as file, Image.open(file) as image:
+        return image.convert("RGB")
 
-    name: str
-    split: Split
+
+class _Pixels(Dataset):
+    """A Split of data/cifar100.py as images."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
 
     def __len__(self) -> int:
         return len(self.split)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """See Images."""
-        pixels = self.split.images[index].permute(1, 2, 0).numpy()  # (32, 32, 3) uint8
-        return Image.fromarray(pixels), int(self.split.labels[index])
-
-    def describe(self, index: int) -> str:
-        """See Images."""
-        return f"{self.name} image {index}"
-
-
-@dataclass(frozen=True)
-class LibraryImages:
-    """A data set of torchvision: items are a PIL image and a whole number."""
-
-    name: str
-    dataset: Dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """See Images."""
-        image, label = self.dataset[index]
-        return image.convert("RGB"), int(label)
-
-    def describe(self, index: int) -> str:
-        """See Images."""
-        return f"{self.name} image {index}"
-
-
-@dataclass(frozen=True)
-class SomeImages:
-    """`count` images out of others, at equal distances, so that every class of a sorted list has its share."""
-
-    images: Images
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def _row(self, index: int) -> int:
-        return index * len(self.images) // self.count
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """See Images."""
-        return self.images.read(self._row(index))
-
-    def describe(self, index: int) -> str:
-        """See Images."""
-        return self.images.describe(self._row(index))
+    def __getitem__(self, row: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.split.images[row].permute(1, 2, 0).numpy()), int(self.split.labels[row])
 
 
 def open_images(
@@ -208,19 +176,17 @@ def open_images(
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
         raise ImageSourceError(f"unknown dataset {name!r}{hint} Give a folder or one of: {', '.join(known)}")
-    taken = {split: limit for split, limit in (limits or {}).items() if limit is not None}
-    for split, limit in taken.items():
-        available = len(source.splits.get(split, ()))
-        if not 1 <= limit <= available:
+    splits = dict(source.splits)
+    for split, limit in (limits or {}).items():
+        available = len(splits.get(split, ()))
+        if limit is not None and not 1 <= limit <= available:
             raise ImageSourceError(
                 f"--limit_{split} must be from 1 to {available}, the number of {split} images, got {limit}"
             )
-    splits = {
-        split: SomeImages(images, taken[split]) if split in taken else images for split, images in source.splits.items()
-    }
-    rows = {split: len(images) for split, images in splits.items()}
-    fingerprint = {**source.fingerprint, "images": rows}
-    return ImageSource(source.name, source.class_names, splits, fingerprint, source.notes)
+        if limit is not None:
+            splits[split] = Images(splits[split].name, splits[split].dataset, limit)
+    fingerprint = {**source.fingerprint, "images": {split: len(images) for split, images in splits.items()}}
+    return replace(source, splits=splits, fingerprint=fingerprint)
 
 
 class ImageBatches(Dataset):
@@ -254,18 +220,16 @@ def collate(items: Iterable[tuple[Tensor | None, int, int, str]]) -> tuple[Tenso
 
 
 def _open_tensors(name: str, data_dir: str | Path, mirror: str | None) -> ImageSource:
-    train, test, class_names = load_complete(name, data_dir, mirror=mirror)
-    splits = {split: TensorImages(f"{name} {split}", rows) for split, rows in (("train", train), ("test", test))}
+    *both, class_names = load_complete(name, data_dir, mirror=mirror)
+    splits = {split: Images(f"{name} {split}", _Pixels(rows)) for split, rows in zip(("train", "test"), both)}
     return ImageSource(name, class_names, splits, {"dataset": name})
 
 
 def _open_library(name: str, data_dir: Path) -> ImageSource:
     kind, *selections = TORCHVISION[name]
-    opened = {}
-    for split, selection in zip(("train", "test"), selections):
-        opened[split] = _load_library(getattr(torchvision.datasets, kind), name, data_dir, selection)
-    class_names = tuple(str(each) for each in getattr(opened["train"], "classes", ()))
-    splits = {split: LibraryImages(f"{name} {split}", dataset) for split, dataset in opened.items()}
+    opened = [_load_library(getattr(torchvision.datasets, kind), name, data_dir, each) for each in selections]
+    class_names = tuple(str(each) for each in getattr(opened[0], "classes", ()))
+    splits = {split: Images(f"{name} {split}", dataset) for split, dataset in zip(("train", "test"), opened)}
     return ImageSource(name, class_names, splits, {"dataset": name})
 
 
@@ -329,40 +293,23 @@ def _open_folders(folders: Mapping[str, Path], name: str | None) -> ImageSource:
                 f"{first} and {other} must have the same class folders, since these number the labels; "
                 f"{len(differing)} are in one alone: {', '.join(differing[:5])}"
             )
-    splits = {split: _list_folder(folder, class_names[first]) for split, folder in folders.items()}
-    digests, notes = {}, []
-    for split, images in splits.items():
-        if not images.paths:
-            raise ImageSourceError(f"there is no image below {folders[split]}: files end in {' '.join(IMG_EXTENSIONS)}")
-        digests[split] = hashlib.sha256("\n".join(images.paths).encode()).hexdigest()
-        if images.ignored:
-            endings = ", ".join(
-                f"{count} {ending or 'without ending'}" for ending, count in sorted(images.ignored.items())
-            )
+    splits, digests, notes = {}, {}, []
+    for split, folder in folders.items():
+        listed = _Folder(folder)
+        begin = len(os.path.join(folder, ""))
+        paths = [path[begin:].replace(os.sep, "/") for path, _ in listed.samples]
+        if not paths:
+            raise ImageSourceError(f"there is no image below {folder}: files end in {' '.join(IMG_EXTENSIONS)}")
+        splits[split] = Images(split, listed)
+        digests[split] = hashlib.sha256("\n".join(paths).encode()).hexdigest()
+        if listed.ignored:
+            endings = (f"{count} {ending or 'without ending'}" for ending, count in sorted(listed.ignored.items()))
             notes.append(
-                f"{images.ignored.total()} files below {folders[split]} are no images by their names ({endings}) "
+                f"{listed.ignored.total()} files below {folder} are no images by their names ({', '.join(endings)}) "
                 "and are left out"
             )
-        present = set(images.labels)
-        empty = [each for label, each in enumerate(class_names[first]) if label not in present]
-        if empty:
+        present = set(listed.targets)
+        if empty := [each for label, each in enumerate(listed.classes) if label not in present]:
             notes.append(f"{len(empty)} classes have no {split} image: {', '.join(empty[:5])}")
     name = name or "+".join(folder.resolve().name for folder in folders.values())
     return ImageSource(f"folder:{name}", tuple(class_names[first]), splits, {"paths_sha256": digests}, tuple(notes))
-
-
-def _list_folder(folder: Path, class_names: Sequence[str]) -> FolderImages:
-    """The images below the class folders, in torchvision's order: by class, then by folder and name."""
-    ignored = Counter()
-
-    def is_image(path: str) -> bool:
-        if path.lower().endswith(IMG_EXTENSIONS):
-            return True
-        ignored[Path(path).suffix.lower()] += 1
-        return False
-
-    labels = {name: label for label, name in enumerate(class_names)}
-    samples = make_dataset(str(folder), labels, is_valid_file=is_image, allow_empty=True)
-    begin = len(os.path.join(folder, ""))
-    paths = [path[begin:].replace(os.sep, "/") for path, _ in samples]
-    return FolderImages(folder, paths, [label for _, label in samples], ignored)

@@ -118,15 +118,14 @@ def load_points(
         train, test = (
             Samples(each.data.unsqueeze(1), each.targets) for each in (splits["train"].dataset, splits["test"].dataset)
         )
-        num_classes = 10
+        class_names = range(10)
     else:
         *images, class_names = load_complete(name, data_dir, mirror=mirror)
         channels = len(of_set.mean)
         train, test = (Samples(each.images[:, :channels].contiguous(), each.labels) for each in images)
-        num_classes = len(class_names)
     mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (of_set.mean, of_set.std))
-    shift, scale = mean / std, 1 / (255 * std)
-    return _points(num_classes, train, test, of_set.valid_share, seed, limits or {}, shift, scale, of_set.augmented)
+    splits = _splits(train, test, of_set.valid_share, seed, limits or {})
+    return Points(len(class_names), *splits, mean / std, 1 / (255 * std), of_set.augmented)
 
 
 def points_of_store(store: EmbeddingStore, *, seed: int = 0, limits: Mapping[str, int] | None = None) -> Points:
@@ -135,20 +134,11 @@ def points_of_store(store: EmbeddingStore, *, seed: int = 0, limits: Mapping[str
         Samples(split.read(torch.arange(len(split))), split.labels()) for split in (store["train"], store["test"])
     )
     none = torch.zeros(1, 1, 1)
-    return _points(store.num_classes, train, test, 1 / 10, seed, limits or {}, none, none, False)
+    return Points(store.num_classes, *_splits(train, test, 1 / 10, seed, limits or {}), none, none, False)
 
 
-def _points(
-    num_classes: int,
-    train: Samples,
-    test: Samples,
-    valid_share: float,
-    seed: int,
-    limits: Mapping[str, int],
-    shift: Tensor,
-    scale: Tensor,
-    augmented: bool,
-) -> Points:
+def _splits(train: Samples, test: Samples, valid_share: float, seed: int, limits: Mapping[str, int]) -> list[Samples]:
+    """Those that train, validate and test."""
     kept = {}
     for name, samples in (("train", train), ("test", test)):
         limit = limits.get(name, len(samples))
@@ -158,7 +148,6 @@ def _points(
         kept[name] = torch.arange(limit) if everything else split_rows(len(samples), limit, seed)[1]
     chosen = kept["train"]
     learn, valid = (chosen[rows] for rows in split_rows(len(chosen), round(len(chosen) * valid_share), seed))
-    splits = [
+    return [
         Samples(of.inputs[rows], of.labels[rows]) for of, rows in ((train, learn), (train, valid), (test, kept["test"]))
     ]
-    return Points(num_classes, *splits, shift, scale, augmented)

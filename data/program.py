@@ -11,12 +11,15 @@
     if __name__ == "__main__":
         program.end(main())
 
-Status 0: done, or already recorded. 2: the command line is wrong. 1: the run failed. 130: Ctrl-C. 143: SIGTERM.
-The flag --debug, which every Parser has, shows the traceback as well. Imports nothing slow.
+Status 0: done, or already recorded. 2: the command line is wrong. 1: the run failed. 130: Ctrl-C. 143: SIGTERM. 141,
+and not a word: nobody reads what it prints any longer (`| head`). The flag --debug, which every Parser has, shows the
+traceback as well. Imports nothing slow.
 """
 
 import argparse
+import contextlib
 import os
+import select
 import signal
 import sys
 import traceback
@@ -91,6 +94,14 @@ def end(status: int) -> NoReturn:
     sys.exit(status)
 
 
+def _nobody_reads() -> bool:
+    """Whether standard output or standard error is a pipe whose reader has left, `| head`, say."""
+    streams = select.poll()
+    for descriptor in (1, 2):
+        streams.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in streams.poll(0))
+
+
 def finish(
     run: Callable[[], int],
     stopped: str = "",
@@ -117,6 +128,8 @@ def finish(
         status = 143 if isinstance(error, Terminated) else 130
         return _fail(status, f"\nstopped: {stopped}" if stopped else "", error) if speaks(status) else status
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 141  # as of a program that SIGPIPE ends
         status = getattr(error, "status", 1)
         return _fail(status, f"error: {name}{sentence(error)}", error) if speaks(status) else status
     finally:
@@ -129,7 +142,8 @@ def _fail(status: int, said: str, error: BaseException) -> int:
     if DEBUG in sys.argv:
         traceback.print_exception(error)
     if said:
-        print(said, file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`
+            print(said, file=sys.stderr)
     return status
 
 

@@ -261,7 +261,7 @@ def write_store(
     if ranks.rank == 0 and not any(folder.glob("*.shard.json")):
         (folder / UNFINISHED).unlink(missing_ok=True)  # settings under which nothing was written bind no one
     try:
-        writer = StoreWriter(folder, **settings)
+        writer = StoreWriter(folder, shard_rows=args.shard_rows, **settings)
     except EmbeddingError as error:
         raise cli.CommandLineError(str(error)) from None
     shards = [

@@ -11,17 +11,20 @@ from pathlib import Path
 import torch
 
 from data.embeddings.batches import MODES, EmbeddingBatches, epoch_order, split_rows
-from data.embeddings.formats import LAYOUTS, PUBLISHED_SETS, convert
+from data.embeddings.formats import LAYOUTS, convert
 from data.embeddings.store import (
     DTYPES,
     MANIFEST,
+    PARTS,
     UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
+    file_of,
     open_store,
     read_manifest,
 )
 from data.embeddings.writer import StoreWriter
+from data.published import PUBLISHED, PUBLISHED_SETS
 
 __all__ = [
     "DTYPES",
@@ -66,26 +69,31 @@ def open_or_fetch(
     """
     if Path(os.path.expanduser(source)).is_dir():
         return _if_same(open_store(source), sha256)
-    # Imported here: boto3 takes half a second, and a store on this disk does without.
-    from data.transfers import object_store
+    # Imported here: a store on this disk does without.
+    from data.transfers import download, object_store
 
     last = str(source).rpartition("/")[2]
     try:
         if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
-            folder = object_store.fetch_folder(
-                source, cache_dir, index=MANIFEST, listed=_listed, endpoint_url=endpoint_url, progress=progress
-            )
-            return _if_same(open_store(folder), sha256)
+            folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, endpoint_url=endpoint_url)
+            try:
+                store = open_store(folder)
+            except EmbeddingError:  # not there, or not whole
+                object_store.fetch_folder(
+                    source, cache_dir, index=MANIFEST, damaged=_damaged, endpoint_url=endpoint_url, progress=progress
+                )
+                store = open_store(folder)
+            return _if_same(store, sha256)
         file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
         store = store_beside(file, dtype)
         if (store / MANIFEST).exists() and not file.exists():
             return _if_same(open_store(store), sha256)
         file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, sha256=sha256, progress=progress)
-        checksum = f"sha256 {sha256.lower()}" if sha256 else object_store.checksum_of(file)
+        checksum = f"sha256 {sha256.lower()}" if sha256 else download.checksum_of(file)
     except object_store.ObjectStoreError as error:
         raise EmbeddingError(str(error)) from error
     # A published file keeps its name when it is downloaded by hand.
-    names = {key: name for name, key in object_store.PUBLISHED.items()}
+    names = {key: name for name, key in PUBLISHED.items()}
     known = PUBLISHED_SETS.get(names.get(last, str(source)))
     remote = str(source) in PUBLISHED_SETS or "://" in str(source)
     try:
@@ -107,9 +115,10 @@ def open_or_fetch(
         ) from error
 
 
-def _listed(manifest: Path) -> list[tuple[str, int, str]]:
-    """Name, bytes and SHA-256 of each file that a manifest names."""
-    return [(file.name, file.bytes, file.sha256) for file in read_manifest(manifest).files]
+def _damaged(manifest: Path, folder: Path) -> list[str]:
+    """The names of the files that a folder does not hold as a meta.json says."""
+    splits = EmbeddingStore(folder, read_manifest(manifest)).splits.values()
+    return [file_of(folder, each.name, part).name for each in splits for part in PARTS if each.damage(part)]
 
 
 def _if_same(store: EmbeddingStore, sha256: str | None) -> EmbeddingStore:

@@ -2,9 +2,9 @@
 
     python -m data.embeddings list                                   # the published files
     python -m data.embeddings fetch wsl-32x48d-320 --convert         # download one and make a store of it [--sha256]
-    python -m data.embeddings convert FILE FOLDER [--dtype bfloat16] # make a store of any torch pickle
+    python -m data.embeddings convert FILE FOLDER [--dtype bfloat16] # of any torch file, or of an earlier store
     python -m data.embeddings info FOLDER                            # what a store holds
-    python -m data.embeddings verify FOLDER                          # read every byte, name damaged shards
+    python -m data.embeddings verify FOLDER                          # read every byte, name damaged rows
 
 `info` says by which checksum the file that became the store was verified, or that it is unverified.
 
@@ -27,10 +27,11 @@ from data.embeddings import (
     open_store,
     store_beside,
 )
-from data.embeddings.formats import PARTS, SPLITS
+from data.embeddings.formats import KEYS
 from data.embeddings.store import UNVERIFIED
 from data.machine_memory import gib
-from data.transfers.object_store import PUBLISHED, cached_path, checksum_of, fetch
+from data.transfers.download import checksum_of
+from data.transfers.object_store import PUBLISHED, cached_path, fetch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,12 +61,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         each.add_argument(
             "--cache_dir", type=Path, metavar="DIR", help="$TOPK_CACHE without it, else data/downloads/embeddings"
         )
-    converted = add("convert", "Make a store of a torch pickle of embeddings and labels")
-    converted.add_argument("file", type=_given, help="the pickle")
+    converted = add("convert", "Make a store of a torch file, or of a store in the earlier format")
+    converted.add_argument("file", type=_given, help="the torch file, or the folder of the earlier store")
     converted.add_argument("destination", type=_given, help="folder of the store")
-    converted.add_argument("--num_classes", type=_positive, metavar="N", help="the largest label + 1 without it")
-    converted.add_argument("--backbone", metavar="NAME", help="noted in the manifest")
-    converted.add_argument("--resolution", type=_positive, metavar="PIXELS", help="noted in the manifest")
+    at_least_1 = program.whole_number(1)
+    converted.add_argument("--num_classes", type=at_least_1, metavar="N", help="the largest label + 1 without it")
+    converted.add_argument("--backbone", metavar="NAME", help="noted in the store")
+    converted.add_argument("--resolution", type=at_least_1, metavar="PIXELS", help="noted in the store")
     for each in (fetch, converted):
         each.add_argument(
             "--sha256", metavar="HEX", help="the checksum the file must have; of a store to fetch, its fingerprint"
@@ -74,9 +76,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         group = each.add_argument_group(
             "tensors", "names of the file's tensors where its layout is not a published one"
         )
-        for split in SPLITS:
-            for part in PARTS:
-                group.add_argument(f"--{split}_{part}", metavar="KEY")
+        for name in KEYS:
+            group.add_argument(f"--{name}", metavar="KEY")
     for name, summary in (("verify", "Check every byte of a store"), ("info", "Show what a store holds")):
         add(name, summary).add_argument("store", type=_given, help="folder of the store")
     args = parser.parse_args(argv)
@@ -91,15 +92,8 @@ def _given(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _keys(args: argparse.Namespace) -> dict[str, str] | None:
-    names = (f"{split}_{part}" for split in SPLITS for part in PARTS)
-    return {name: key for name in names if (key := getattr(args, name)) is not None} or None
+    return {name: key for name in KEYS if (key := getattr(args, name)) is not None} or None
 
 
 def _list(args: argparse.Namespace) -> int:

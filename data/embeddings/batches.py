@@ -20,12 +20,12 @@ arrangement, a window is a tenth of the set, and a class has in it 131 rows on a
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from data.embeddings.store import StoreSplit
 from data.machine_memory import available_on, available_ram, gib
+from data.seeds import seeded
 
 MODES: tuple[str, ...] = ("auto", "device", "ram", "stream")
 BLOCK_ROWS = 8  # neighbouring rows that stay in one window: the least that is read from the disk at a time
@@ -36,8 +36,7 @@ _READERS = 4  # threads that read one window: a disk answers several requests fa
 # Shares of the memory that is free which the rows may take: the rest is for training.
 _DEVICE_SHARE, _RAM_SHARE = 0.8, 0.7
 
-# One independent random stream per purpose.
-_STREAMS = {"split": 0, "order": 1}
+_SPLIT, _ORDER = 0, 1  # random streams
 
 Batch = tuple[Tensor, Tensor]  # embeddings (B, dim), labels (B,)
 Window = tuple[Tensor, Tensor]  # positions (W,), ascending; order (V,) in which they are used, indices into positions
@@ -54,7 +53,7 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
         raise ValueError(
             f"validation needs at least 1 row and must leave 1 to train: of {num_rows} rows, got num_valid {num_valid}"
         )
-    order = torch.randperm(num_rows, generator=_generator("split", seed))
+    order = torch.randperm(num_rows, generator=seeded(_SPLIT, seed))
     return order[num_valid:].sort().values, order[:num_valid].sort().values
 
 
@@ -90,22 +89,11 @@ class EmbeddingBatches:
         rows: (R,) int64, ascending: these rows of the split alone. mode: one of MODES; `auto` takes the first of
         device, ram, stream where the rows fit; on the CPU `device` is `ram`. drop_last: whether `epoch` leaves out
         the last, partial batch. window_rows: rows shuffled singly, a multiple of BLOCK_ROWS; another number is
-        another order. Raises ValueError for an argument out of range.
+        another order.
         """
         self.split, self.batch_size, self.device = split, batch_size, torch.device(device)
         self.seed, self.drop_last, self.window_rows = seed, drop_last, window_rows
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if mode not in MODES:
-            raise ValueError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
-        if window_rows < BLOCK_ROWS or window_rows % BLOCK_ROWS:
-            raise ValueError(f"window_rows must be a multiple of {BLOCK_ROWS}, got {window_rows}")
-        _generator("order", seed)  # a negative seed is refused here, not in the first epoch
         self.rows = torch.arange(len(split)) if rows is None else rows  # (R,)
-        if len(self.rows) == 0:
-            raise ValueError(f"there are no rows to make batches of in {split.name}")
-        if self.rows[0] < 0 or self.rows[-1] >= len(split) or not bool((self.rows.diff() > 0).all()):
-            raise ValueError(f"rows must be ascending, each once, within 0..{len(split) - 1} of {split.name}")
         self.mode, self.description = _choose(mode, len(self.rows) * split.row_bytes, self.device)
 
         home = self.device if self.mode == "device" else torch.device("cpu")
@@ -164,23 +152,20 @@ class EmbeddingBatches:
 
     def _streamed(self, windows: Iterable[Window]) -> Iterator[Piece]:
         """A piece for each window, read while the piece before it is used; two are in memory. Valid until the next."""
-        windows = iter(windows)
+        windows, labels = iter(windows), self._labels.cpu()
         readers = ThreadPoolExecutor(_READERS, thread_name_prefix="embedding-reader")
-        labels = self._labels.cpu()
 
-        def begin_reading(buffer: Tensor | None) -> tuple[Tensor, Window, list[Future]] | None:
-            window = next(windows, None)
-            if window is None:
+        def begin_reading(buffer: Tensor | None = None) -> tuple[Tensor, Window, list[Future]] | None:
+            if (window := next(windows, None)) is None:
                 return None
             positions, _ = window
             if buffer is None or len(buffer) < len(positions):
                 buffer = torch.empty(len(positions), self.split.dim, dtype=self.split.dtype)
-            places = buffer[: len(positions)].tensor_split(_READERS)
-            rows = self.rows[positions].tensor_split(_READERS)
-            return buffer, window, [readers.submit(self.split.read, *part) for part in zip(rows, places)]
+            parts = zip(self.rows[positions].tensor_split(_READERS), buffer[: len(positions)].tensor_split(_READERS))
+            return buffer, window, [readers.submit(self.split.read, *part) for part in parts]
 
         try:
-            reading = [begin_reading(None), begin_reading(None)]
+            reading = [begin_reading(), begin_reading()]
             while (current := reading.pop(0)) is not None:
                 buffer, (positions, order), parts = current
                 for part in parts:
@@ -201,7 +186,7 @@ class EmbeddingBatches:
 
 
 def _shuffled_windows(num_rows: int, seed: int, epoch: int, window_rows: int) -> Iterator[Window]:
-    generator = _generator("order", seed, epoch)
+    generator = seeded(_ORDER, seed, epoch)
     blocks = torch.randperm(-(-num_rows // BLOCK_ROWS), generator=generator)
     within = torch.arange(BLOCK_ROWS)
     for chosen in blocks.split(window_rows // BLOCK_ROWS):
@@ -235,10 +220,3 @@ def _choose(mode: str, size: int, device: torch.device) -> tuple[str, str]:
     if mode in ("ram", "device") or (mode == "auto" and size <= _RAM_SHARE * ram):
         return "ram", f"ram: {gib(size)}, {gib(ram)} available{' (forced)' * forced}"
     return "stream", f"stream: {gib(size)} from the disk, {gib(ram)} of RAM available{' (forced)' * forced}"
-
-
-def _generator(purpose: str, seed: int, epoch: int = 0) -> torch.Generator:
-    if seed < 0 or epoch < 0:
-        raise ValueError(f"seed and epoch must be at least 0, got seed {seed} and epoch {epoch}")
-    state = np.random.SeedSequence(seed, spawn_key=(_STREAMS[purpose], epoch)).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]))

@@ -2,6 +2,7 @@
 
     convert("ImageNet_embeddings_..._320.p", "wsl-320.store")
     convert("mine.pt", "mine.store", keys={"train_embeddings": "x", "train_labels": "y"})
+    convert("earlier.store", "todays.store")             a store in the format before this one
 
 A published file is one torch pickle of four tensors, 11 to 50 GB. It is recognised by the names of the tensors and
 never by its own name, and read with weights_only=True: a file that asks to run code is refused. Its test set is
@@ -13,33 +14,36 @@ back: peak memory is a few shards, whatever the size of the file. The older form
 read whole if the memory suffices.
 """
 
+import json
 import mmap
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from data.embeddings.store import (
+    DTYPES,
     MANIFEST,
+    OLD_MANIFEST,
+    PARTS,
     UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
     check_labels,
     dtype_name,
 )
-from data.embeddings.writer import StoreWriter, open_finished
+from data.embeddings.writer import StoreWriter, differences, open_finished
 from data.file_lock import held, lock_beside
 from data.machine_memory import available_ram, gib
 
 SPLITS = ("train", "valid", "test")
-PARTS = ("embeddings", "labels")
+KEYS = [f"{split}_{part}" for split in SPLITS for part in PARTS]
 # What the published files call the tensors: layout -> {split_part: key in the file}.
 LAYOUTS: dict[str, dict[str, str]] = {
     layout: {f"{split}_{part}": f"{prefix}_{part}" for split, prefix in prefixes.items() for part in PARTS}
@@ -50,27 +54,6 @@ LAYOUTS: dict[str, dict[str, str]] = {
     }.items()
 }
 SHARD_BYTES = 128 * 2**20  # of embeddings in a shard
-
-
-@dataclass(frozen=True)
-class PublishedSet:
-    """What is known of a published file: layout (a key of LAYOUTS), backbone, pixels, and roughly its size in GB."""
-
-    layout: str
-    backbone: str
-    resolution: int
-    gigabytes: int
-
-
-# By the short names of data/transfers/object_store.py.
-PUBLISHED_SETS: dict[str, PublishedSet] = {
-    "wsl-32x48d-320": PublishedSet("wsl", "resnext101_32x48d_wsl", 320, 11),
-    "wsl-32x32d-320": PublishedSet("wsl", "resnext101_32x32d_wsl", 320, 11),
-    "wsl-32x16d-320": PublishedSet("wsl", "resnext101_32x16d_wsl", 320, 11),
-    "wsl-32x8d-320": PublishedSet("wsl", "resnext101_32x8d_wsl", 320, 11),
-    "efficientnet-l2-800": PublishedSet("efficientnet-l2", "tf_efficientnet_l2_ns", 800, 14),
-    "wsl-32x48d-224-21k": PublishedSet("imagenet21k", "resnext101_32x48d_wsl", 224, 50),
-}
 
 
 def convert(
@@ -87,14 +70,14 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> EmbeddingStore:
-    """Make a store of a torch pickle of embeddings and labels.
+    """Make a store of a torch pickle of embeddings and labels, or of a store in the earlier format.
 
     keys: which tensor of the file is train_embeddings, train_labels, test_embeddings, test_labels (and valid_...);
         of a split both or neither. Without it the file must have one of LAYOUTS.
     dtype: float16, float32 or bfloat16 for the store; that of the file without it.
-    num_classes: the largest label + 1 without it. backbone, resolution (pixels), source: noted in the manifest;
+    num_classes: the largest label + 1 without it. backbone, resolution (pixels), source: noted in the store;
         source is the file's name without it. checksum: what the file was verified by, noted likewise.
-    shard_bytes: embeddings per shard. progress: whether to draw a bar.
+    shard_bytes: embeddings per shard. progress: whether to draw a bar. Of an earlier store all is taken as it is.
 
     Killed and called again, it continues with the shards that are missing; a complete store of this file is opened.
     Two processes wait for one another. Raises EmbeddingError for a file that is refused, damaged or of an unknown
@@ -102,52 +85,29 @@ def convert(
     other settings; OSError passes through.
     """
     file, destination = Path(os.path.expanduser(source_file)), Path(os.path.expanduser(destination))
-    if not file.is_file():
+    if not file.is_file() and not (file / OLD_MANIFEST).is_file():
         raise EmbeddingError(f"there is no file {file} to convert: check the path")
-    noted = {
-        "num_classes": num_classes,
-        "backbone": backbone,
-        "resolution": resolution,
-        "source": source or file.name,
-    }
+    noted = {"num_classes": num_classes, "backbone": backbone, "resolution": resolution}
     with held(lock_beside(destination)):
-        if (destination / MANIFEST).exists():
-            return _opened_if_same(file, destination, keys, dtype, noted)
-        return _converted(file, destination, keys, dtype, noted, checksum, shard_bytes, progress)
-
-
-def _opened_if_same(
-    file: Path,
-    destination: Path,
-    keys: Mapping[str, str] | None,
-    dtype: torch.dtype | None,
-    noted: Mapping[str, str | int | None],
-) -> EmbeddingStore:
-    """The complete store at `destination` if it was made of this file in this way; what is None may be anything."""
-    store = open_finished(destination)
-    made, status = store.details, file.stat()
-    if made.get("file_bytes") != status.st_size or (destination / MANIFEST).stat().st_mtime < status.st_mtime:
-        raise EmbeddingError(
-            f"{destination} was not made of {file} as it is now: delete the store to make it again, or choose another "
-            "folder"
-        )
-    wanted = {
-        # Not the source: one file has many names, and its size and time stand for it.
-        **{name: (noted[name], getattr(store, name)) for name in ("num_classes", "backbone", "resolution")},
-        "keys": (keys and dict(keys), made.get("keys")),
-        "dtype": (
-            made.get("file_dtype") if dtype is None else dtype_name(dtype),
-            next(split.dtype_name for split in store.splits.values()),
-        ),
-    }
-    changed = [
-        f"{name} {there!r}, not {value!r}" for name, (value, there) in wanted.items() if value not in (None, there)
-    ]
-    if changed:
-        raise EmbeddingError(
-            f"{destination} is a complete store already, with {'; '.join(changed)}: delete it or choose another folder"
-        )
-    return store
+        if file.is_dir():
+            return _taken_over(file, destination, progress)
+        if not (destination / MANIFEST).exists():
+            noted["source"] = source or file.name
+            return _converted(file, destination, keys, dtype, noted, checksum, shard_bytes, progress)
+        store, status = open_finished(destination), file.stat()
+        made, written = store.details, (destination / MANIFEST).stat().st_mtime
+        if made.get("file_bytes") != status.st_size or written < status.st_mtime:
+            raise EmbeddingError(
+                f"{destination} was not made of {file} as it is now: delete the store to make it again, or choose "
+                "another folder"
+            )
+        # Not the source: one file has many names, and its size and time stand for it. What is None may be anything.
+        wanted = {**noted, "keys": keys and dict(keys)}
+        wanted["dtype"] = made.get("file_dtype") if dtype is None else dtype_name(dtype)
+        there = {**{name: getattr(store, name) for name in noted}, "keys": made.get("keys"), "dtype": store.dtype_name}
+        if changed := differences(there, {name: value for name, value in wanted.items() if value is not None}):
+            raise EmbeddingError(f"{destination} is a complete store already ({changed}): delete it or choose another")
+        return store
 
 
 def _converted(
@@ -160,49 +120,45 @@ def _converted(
     shard_bytes: int,
     progress: bool,
 ) -> EmbeddingStore:
-    """Check the file, then write the shards that are missing, and the manifest."""
+    """Check the file, then write the shards that are missing, and the end."""
     tensors, mapped = _load(file)
     keys = dict(keys) if keys else _recognised(file, tensors)
-    _check_keys(file, keys, tensors)
-    splits = [split for split in SPLITS if f"{split}_embeddings" in keys]
-    for split in splits:
-        part = (tensors[keys[f"{split}_embeddings"]], tensors[keys[f"{split}_labels"]])
-        _check_split(file, split, *part, noted["num_classes"])
-    shapes = {split: tuple(tensors[keys[f"{split}_embeddings"]].shape) for split in splits}
-    dtypes = {tensors[keys[f"{split}_embeddings"]].dtype for split in splits}
-    if len({dim for _, dim in shapes.values()}) > 1 or (dtype is None and len(dtypes) > 1):
+    splits = _checked(file, keys, tensors, noted["num_classes"])
+    (dim, file_dtype), *others = dict.fromkeys((rows.shape[1], rows.dtype) for rows, _ in splits.values())
+    if any(width != dim or dtype is None for width, _ in others):
         raise EmbeddingError(
             f"the splits of {file} must have embeddings of one width and dtype; it has {_listing(tensors)}"
         )
-    dim = shapes[splits[0]][1]
-    file_dtype = tensors[keys[f"{splits[0]}_embeddings"]].dtype
     dtype = file_dtype if dtype is None else dtype
     dtype_name(dtype)  # refused here, not after the folder was made
+    shard_rows = max(1, shard_bytes // (dim * dtype.itemsize))
     details = {
         "file": file.name,
         "file_bytes": file.stat().st_size,
         "checksum": checksum,
         "file_dtype": str(file_dtype).removeprefix("torch."),
         "keys": keys,
-        "shard_bytes": shard_bytes,
     }
-
-    writer = StoreWriter(destination, dim=dim, dtype=dtype, **noted, details=details)
-    shard_rows = max(1, shard_bytes // (dim * dtype.itemsize))
-    begins = {split: range(0, rows, shard_rows) for split, (rows, _) in shapes.items()}
+    writer = StoreWriter(destination, dim=dim, dtype=dtype, shard_rows=shard_rows, **noted, details=details)
+    begins = {split: range(0, len(labels), shard_rows) for split, (_, labels) in splits.items()}
     present = {split: writer.present(split) for split in splits}
     missing = [
-        (split, number, begin, min(begin + shard_rows, shapes[split][0]))
+        (split, number, begin, min(begin + shard_rows, len(splits[split][1])))
         for split in splits
         for number, begin in enumerate(begins[split])
         if number not in present[split]
     ]
-    missing_rows = sum(end - begin for _, _, begin, end in missing)
-    _check_disk(destination, missing_rows * (dim * dtype.itemsize + 8))
-    with tqdm(total=missing_rows, unit="row", unit_scale=True, desc=destination.name, disable=not progress) as bar:
+    rows = sum(end - begin for _, _, begin, end in missing)
+    needed, free = rows * (dim * dtype.itemsize + 8), shutil.disk_usage(destination).free
+    if needed > free:
+        raise EmbeddingError(
+            f"the store takes another {gib(needed)}, and {gib(free)} are free at {destination}: free some space or "
+            "choose another folder"
+        )
+    with tqdm(total=rows, unit="row", unit_scale=True, desc=destination.name, disable=not progress) as bar:
         for split, number, begin, end in missing:
             if mapped:  # open the map anew: only closing it gives back the pages that were read
-                tensors = part = None
+                tensors = splits = None
                 tensors, _ = _load(file)
             writer.write(  # no name for the tensors here: it would keep their map open
                 split,
@@ -211,7 +167,34 @@ def _converted(
                 tensors[keys[f"{split}_labels"]][begin:end],
             )
             bar.update(end - begin)
-    return writer.finish({split: len(begins[split]) for split in splits})
+    return writer.finish({split: len(each) for split, each in begins.items()})
+
+
+def _taken_over(folder: Path, destination: Path, progress: bool) -> EmbeddingStore:
+    """The store at `destination`, with the shards of one in the earlier format, two files each."""
+    if (destination / MANIFEST).exists():
+        raise EmbeddingError(f"{destination} is a complete store already: delete it or choose another folder")
+    try:
+        old = json.loads((folder / OLD_MANIFEST).read_text())
+        shards = {split: stored["shards"] for split, stored in old["splits"].items()}
+        (dtype,) = {stored["dtype"] for stored in old["splits"].values()}
+        most = max(shard["rows"] for each in shards.values() for shard in each)
+        settings = {name: old[name] for name in ("num_classes", "backbone", "resolution", "source", "details")}
+        writer = StoreWriter(destination, dim=old["embedding_dim"], dtype=DTYPES[dtype], shard_rows=most, **settings)
+        for split, each in shards.items():
+            present = writer.present(split)
+            for number, shard in enumerate(tqdm(each, desc=split, unit="shard", disable=not progress)):
+                if number not in present:
+                    files = (folder / Path(shard[part]["name"]).name for part in PARTS)
+                    embeddings, labels = (torch.from_numpy(np.load(file)) for file in files)
+                    writer.write(split, number, embeddings.view(DTYPES[dtype]), labels)
+    except EmbeddingError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EmbeddingError(
+            f"{folder} cannot be read as a store in the earlier format ({type(error).__name__}: {error}): copy it again"
+        ) from None
+    return writer.finish({split: len(each) for split, each in shards.items()})
 
 
 def _load(file: Path) -> tuple[dict[str, Tensor], bool]:
@@ -227,20 +210,17 @@ def _load(file: Path) -> tuple[dict[str, Tensor], bool]:
         )
     try:
         content = _torch_load(file, mapped)
-    except pickle.UnpicklingError as error:
-        asked = re.search(r"GLOBAL ([\w.]+) (?:was not|whose)", str(error))
-        raise EmbeddingError(
-            f"{file} is refused: it asks for {asked[1]}, and only tensors in lists and dictionaries are loaded, since "
-            "anything else could run code. If you trust it, save its tensors alone with torch.save"
-            if asked
-            else f"{file} is not a torch pickle, or a damaged one: fetch it again, or save it with torch.save"
-        ) from None
     except EmbeddingError:
         raise
     except Exception as error:  # what torch meets in a damaged file has no common class
+        if asked := re.search(r"GLOBAL ([\w.]+) (?:was not|whose)", str(error)):
+            raise EmbeddingError(
+                f"{file} is refused: it asks for {asked[1]}, and only tensors in lists and dictionaries are loaded, "
+                "since anything else could run code. If you trust it, save its tensors alone with torch.save"
+            ) from None
         raise EmbeddingError(
-            f"{file} is not a torch pickle, or a truncated or damaged one: fetch it again "
-            f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'it ends too early'})"
+            f"{file} is not a torch pickle, or a truncated or damaged one: fetch it again, or save it with torch.save "
+            f"({type(error).__name__}: {(str(error).splitlines() or ['it ends too early'])[0][:200]})"
         ) from None
     if not isinstance(content, dict):
         raise EmbeddingError(f"{file} must hold a dictionary of tensors, it holds {type(content).__name__}")
@@ -248,10 +228,8 @@ def _load(file: Path) -> tuple[dict[str, Tensor], bool]:
 
 
 def _torch_load(file: Path, mapped: bool) -> object:
-    if not mapped:
-        return torch.load(file, map_location="cpu", weights_only=True)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except RuntimeError as error:
         if "mmap" not in str(error) or "(12)" not in str(error):  # 12: ENOMEM
             raise
@@ -290,39 +268,38 @@ def _recognised(file: Path, tensors: Mapping[str, object]) -> dict[str, str]:
     )
 
 
-def _check_keys(file: Path, keys: Mapping[str, str], tensors: Mapping[str, object]) -> None:
-    known = [f"{split}_{part}" for split in SPLITS for part in PARTS]
+def _checked(
+    file: Path, keys: Mapping[str, str], tensors: Mapping[str, object], num_classes: int | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Embeddings and labels of each split that `keys` name. Raises EmbeddingError where they do not fit each other."""
+    splits = {}
     for name, key in keys.items():
-        if name not in known:
-            raise EmbeddingError(f"keys are given for {', '.join(known)}, got {name!r}")
-        partner = (
-            name.replace("labels", "embeddings") if name.endswith("labels") else f"{name.partition('_')[0]}_labels"
-        )
-        if partner not in keys:
-            raise EmbeddingError(f"{name} needs {partner}, too: give the key of both")
+        split, _, part = name.partition("_")
+        if name not in KEYS or f"{split}_{PARTS[part == 'embeddings']}" not in keys:
+            raise EmbeddingError(f"keys are for {', '.join(KEYS)}, of a split both or neither, got {name!r} alone")
         if not isinstance(tensors.get(key), Tensor):
             raise EmbeddingError(f"{file} has no tensor {key!r} for {name}; it has {_listing(tensors)}")
-
-
-def _check_split(file: Path, split: str, embeddings: Tensor, labels: Tensor, num_classes: int | None) -> None:
-    for part, tensor in zip(PARTS, (embeddings, labels)):
-        # One without numbers of its own for every place (expand) may be any number of times as large as its file.
-        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-        if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+    for split in (each for each in SPLITS if f"{each}_labels" in keys):
+        embeddings, labels = splits[split] = tuple(tensors[keys[f"{split}_{part}"]] for part in PARTS)
+        for tensor in (embeddings, labels):
+            plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+            # One without numbers of its own for every place (expand) may be any number of times as large as its file.
+            if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+                raise EmbeddingError(
+                    f"{split} in {file} must be ordinary tensors that hold each of their numbers, got {tensor.layout} "
+                    f"{tuple(tensor.shape)} on {tensor.device}: save it again with .to_dense().clone()"
+                )
+        shape, rows = tuple(embeddings.shape), tuple(labels.shape)
+        if len(shape) != 2 or not embeddings.is_floating_point() or shape[:1] != rows or 0 in shape:
             raise EmbeddingError(
-                f"the {part} of {split} in {file} must be an ordinary tensor that holds each of its numbers, got "
-                f"{tensor.layout} {tuple(tensor.shape)} on {tensor.device}: save it again with .to_dense().clone()"
+                f"the embeddings of {split} in {file} must be floating point of shape (rows, dim) with a label per row "
+                f"and at least one row, got {embeddings.dtype} {shape} and labels {rows}"
             )
-    shape, rows = tuple(embeddings.shape), tuple(labels.shape)
-    if len(shape) != 2 or not embeddings.is_floating_point() or shape[:1] != rows or 0 in shape:
-        raise EmbeddingError(
-            f"the embeddings of {split} in {file} must be floating point of shape (rows, dim) with a label per row and "
-            f"at least one row, got {embeddings.dtype} {shape} and labels {rows}"
-        )
-    try:
-        check_labels(labels, num_classes)
-    except EmbeddingError as error:
-        raise EmbeddingError(f"{split} in {file}: {error}") from None
+        try:
+            check_labels(labels, num_classes)
+        except EmbeddingError as error:
+            raise EmbeddingError(f"{split} in {file}: {error}") from None
+    return splits
 
 
 def _cast(embeddings: Tensor, dtype: torch.dtype, place: str) -> Tensor:
@@ -336,12 +313,3 @@ def _cast(embeddings: Tensor, dtype: torch.dtype, place: str) -> Tensor:
             "take bfloat16 or float32"
         )
     return converted
-
-
-def _check_disk(destination: Path, needed: int) -> None:
-    free = shutil.disk_usage(destination).free
-    if needed > free:
-        raise EmbeddingError(
-            f"the store takes another {gib(needed)}, and {gib(free)} are free at {destination}: "
-            "free some space or choose another folder"
-        )

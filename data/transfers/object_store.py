@@ -6,10 +6,8 @@
     fetch_folder("s3://bucket/store/", ...)      the files below a prefix that an index among them lists
     upload("store/", "s3://bucket/store/")       the way back
 
-A file comes in ranged parts over several connections, written to their places in `.partial/NAME.part`; the small
-`.partial/NAME.json` beside it tells which parts are complete, so that a kill or a broken line costs the unfinished
-parts alone. Only a file that is whole and verified moves to its name in the cache, and whatever is found under
-that name is used as it is, without a look at the network; so a file can also be put there by hand.
+Everything comes by HTTP (download.py); boto3 signs the addresses of S3, and sends. Whatever is found under a file's
+name in the cache is used as it is, without a look at the network; so a file can also be put there by hand.
 
 What is verified: always the length; SHA-256 where the caller knows it; otherwise the ETag of S3 where it is an MD5
 sum, or an MD5 sum of MD5 sums whose part size can be guessed (objects above 5 GiB have no other). Where an ETag can
@@ -21,87 +19,108 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
-
-from boto3.s3.transfer import TransferConfig
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 from data.atomic_file import sync_folder
 from data.file_lock import held
-from data.transfers.download import PARTIAL, STARTS, Download, checksum_of, progress_bar
-from data.transfers.remote import (
+from data.published import PUBLISHED, PUBLISHED_BUCKET, PUBLISHED_ENDPOINT
+from data.transfers.download import (
     CACHE_VARIABLE,
-    DEFAULT_TRANSFER,
-    ChecksumError,
-    Location,
-    MissingObjectError,
-    NetworkError,
-    NoSpaceError,
+    CHECK_ADDRESS,
+    CHECK_CREDENTIALS,
+    PARTIAL,
+    STARTS,
+    Download,
     ObjectStoreError,
-    PermissionDeniedError,
-    SourceChangedError,
-    Transfer,
-    s3_client,
-    s3_sentences,
+    check_sha256,
+    progress_bar,
 )
 
-__all__ = [
-    "PUBLISHED",
-    "ChecksumError",
-    "Location",
-    "MissingObjectError",
-    "NetworkError",
-    "NoSpaceError",
-    "ObjectStoreError",
-    "PermissionDeniedError",
-    "SourceChangedError",
-    "Transfer",
-    "cached_path",
-    "checksum_of",
-    "fetch",
-    "fetch_folder",
-    "resolve",
-    "upload",
-]
-
-PUBLISHED_ENDPOINT = "https://nyc3.digitaloceanspaces.com"
-PUBLISHED_BUCKET = "publicdata1"
-_IMAGENET = "ImageNet_embeddings_labels_train_test_"
-PUBLISHED: dict[str, str] = {  # short name -> key
-    "wsl-32x48d-320": f"{_IMAGENET}IGAM_Resnext101_32x48d_320.p",
-    "wsl-32x32d-320": f"{_IMAGENET}IGAM_Resnext101_32x32d_320.p",
-    "wsl-32x16d-320": f"{_IMAGENET}IGAM_Resnext101_32x16d_320.p",
-    "wsl-32x8d-320": f"{_IMAGENET}IGAM_Resnext101_32x8d_320.p",
-    "efficientnet-l2-800": f"{_IMAGENET}tf_efficientnet_l2_ns_timm_transform_800_float16.p",
-    "wsl-32x48d-224-21k": "ImageNet21K-P_embeddings_labels_train_test_IGAM_Resnext101_32x48d_224_float16.p",
-}
 DEFAULT_CACHE = Path(__file__).parents[1] / "downloads" / "embeddings"
 
 
-def resolve(source: str | Path, *, endpoint_url: str | None = None, anonymous: bool | None = None) -> Location:
+@dataclass(frozen=True)
+class Location:
+    """Where a file is. uri: s3://bucket/key, http(s)://..., or a local path. endpoint_url: of the S3 server, None for
+    Amazon's or the one in AWS_ENDPOINT_URL. anonymous: None for unsigned requests where no credentials are found.
+    Raises ObjectStoreError for other addresses.
+    """
+
+    uri: str
+    endpoint_url: str | None = None
+    anonymous: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheme and not (self.scheme in ("s3", "http", "https") and _has_host(self.uri)):
+            raise ObjectStoreError(
+                f"a source is s3://bucket/key, http(s)://host/file, a local path or a short name, got {self.uri!r}"
+            )
+        asked = self.endpoint if self.scheme == "s3" else self.endpoint_url
+        if asked and not (re.match("https?://", asked) and _has_host(asked)):
+            raise ObjectStoreError(
+                f"endpoint_url (without it AWS_ENDPOINT_URL) is http(s)://host of an S3 server, got {asked!r}"
+            )
+
+    @property
+    def scheme(self) -> str:
+        """s3, http, https, or "" for a local path."""
+        return self.uri.partition("://")[0].lower() if "://" in self.uri else ""
+
+    @property
+    def bucket_and_key(self) -> tuple[str, str]:
+        """Of an s3:// address."""
+        bucket, _, key = self.uri.partition("://")[2].partition("/")
+        return bucket, key
+
+    @property
+    def endpoint(self) -> str | None:
+        """endpoint_url, or what the environment says in its place."""
+        return self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+    @property
+    def address(self) -> str:
+        """The HTTPS address, the same for an object named by s3:// and by its path-style address."""
+        if self.scheme != "s3":
+            return self.uri
+        return f"{(self.endpoint or 'https://s3.amazonaws.com').rstrip('/')}/{quote('/'.join(self.bucket_and_key))}"
+
+
+def _has_host(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", parts.netloc)
+    except ValueError:  # a bracket or a port that is none
+        return False
+
+
+def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
     """The location of a short name of PUBLISHED, an s3:// or http(s):// address, or a local path.
 
-    Short names lie in the published bucket and are read unsigned, unless the arguments say otherwise. Raises
-    ObjectStoreError for an address of another kind, MissingObjectError for a path or name that does not exist.
+    Short names lie in the published bucket and are read unsigned. Raises ObjectStoreError for an address of another
+    kind, and for a path or name that does not exist.
     """
     source = os.fspath(source)
     if source in PUBLISHED:
-        uri = f"s3://{PUBLISHED_BUCKET}/{PUBLISHED[source]}"
-        return Location(uri, endpoint_url or PUBLISHED_ENDPOINT, True if anonymous is None else anonymous)
-    location = Location(source, endpoint_url, anonymous)
+        return Location(f"s3://{PUBLISHED_BUCKET}/{PUBLISHED[source]}", endpoint_url or PUBLISHED_ENDPOINT, True)
+    location = Location(source, endpoint_url)
+    path = Path(os.path.expanduser(source))
     if location.scheme:
         return location
-    path = Path(os.path.expanduser(source))
     if source and path.exists():
         return Location(str(path))
     published = next((name for name, key in PUBLISHED.items() if key == path.name), None)
     if published is not None:
-        raise MissingObjectError(f"there is no file {source}: give the short name {published}, and it is downloaded")
+        raise ObjectStoreError(f"there is no file {source}: give the short name {published}, and it is downloaded")
     if path.suffix or len(path.parts) > 1:
-        raise MissingObjectError(f"there is no file {source}: check the path")
+        raise ObjectStoreError(f"there is no file {source}: check the path")
     nearest = difflib.get_close_matches(source, PUBLISHED, 1, cutoff=0)[0]
-    raise MissingObjectError(
+    raise ObjectStoreError(
         f"{source!r} is neither a file nor a published set: did you mean {nearest!r}? Published are "
         f"{', '.join(PUBLISHED)}"
     )
@@ -129,142 +148,137 @@ def fetch(
     cache_dir: str | Path | None = None,
     *,
     endpoint_url: str | None = None,
-    anonymous: bool | None = None,
     sha256: str | None = None,
-    size: int | None = None,
-    transfer: Transfer = DEFAULT_TRANSFER,
     progress: bool = True,
 ) -> Path:
     """The path of a file on this disk, downloaded into the cache unless it is there.
 
-    source: as for `resolve`. cache_dir: as for `cached_path`. anonymous: True for unsigned S3 requests, False for the
-    user's credentials, None for these where they exist. sha256: 64 hexadecimal digits the file must have; size: its
-    bytes. progress: whether to draw a bar. Processes that ask for the same file download it once. Ctrl-C keeps what
-    has arrived for the next start.
-
-    Raises ObjectStoreError, by its subclasses for what can be mended.
+    source: as for `resolve`. cache_dir: as for `cached_path`. sha256: 64 hexadecimal digits the file must have.
+    progress: whether to draw a bar. Processes that ask for the same file download it once. Ctrl-C keeps what has
+    arrived for the next start. Raises ObjectStoreError.
     """
-    location = resolve(source, endpoint_url=endpoint_url, anonymous=anonymous)
+    location = resolve(source, endpoint_url=endpoint_url)
     path = cached_path(source, cache_dir, endpoint_url=endpoint_url)
-    if location.scheme == "s3" and not location.key:
-        raise ObjectStoreError(f"an object is named s3://bucket/key, got {source!r} without a key")
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise ObjectStoreError(f"sha256 is 64 hexadecimal digits, got {sha256!r}")
-    download = Download(location, path, size, sha256, transfer, progress)
-    if location.scheme:
-        download.run()
-    elif (size is not None or sha256 is not None) and not download.is_there():
-        raise MissingObjectError(f"{path} is a folder, and size and sha256 speak of a file: leave them out")
+    if location.scheme and not path.is_file():
+        _bring(location, path, sha256, progress)
+    elif sha256 is not None:
+        if path.is_dir():
+            raise ObjectStoreError(f"{path} is a folder, and sha256 speaks of a file: leave it out")
+        check_sha256(path, sha256, progress)
     return path
 
 
 def fetch_folder(
-    source: str | Path,
+    source: str,
     cache_dir: str | Path | None = None,
     *,
     index: str,
-    listed: Callable[[Path], Iterable[tuple[str, int, str]]],
+    damaged: Callable[[Path, Path], Iterable[str]],
     endpoint_url: str | None = None,
-    anonymous: bool | None = None,
-    transfer: Transfer = DEFAULT_TRANSFER,
     progress: bool = True,
 ) -> Path:
-    """The path of a folder on this disk with the files of s3://bucket/prefix/ that its index lists, or a local folder.
+    """The path of a folder on this disk with the files of s3://bucket/prefix/ that its index lists.
 
     index: the name of the file that says what the folder holds; `upload` sends it last, and here, too, it takes its
-    name last. listed: reads it, by its path, as name, bytes and SHA-256 of each file, and raises ValueError for one
-    that is damaged. Every file is verified, so that what is fetched is one version, the index's. A folder that is
-    whole is used as it is; one begun and left is completed. Other arguments and errors as for `fetch`.
+    name last. damaged(index, folder): the names of the files that are not in the folder as that index says; all are
+    looked at before and after they come, so that what is fetched is one version, and what is there already is kept.
+    Other arguments and errors as for `fetch`.
     """
-    location = resolve(str(source).rstrip("/") + "/" if "://" in str(source) else source)
-    if not location.scheme and Path(location.uri).is_dir():
-        return Path(location.uri)
-    if location.scheme != "s3":
-        raise ObjectStoreError(f"a folder is s3://bucket/prefix/ or a local folder, got {str(source)!r}")
+    location = resolve(source.rstrip("/") + "/", endpoint_url=endpoint_url)
     folder = cached_path(location.uri, cache_dir, endpoint_url=endpoint_url)
     new = folder / PARTIAL / "index" / index
-
-    def bring(path: Path, size: int | None = None, sha256: str | None = None) -> None:
-        part = Location(location.uri + path.name, endpoint_url, anonymous)
-        Download(part, path, size, sha256, transfer, progress, replace=True).run()
-
-    if _is_whole(folder, index, listed):  # without the lock: the cache may be another's, read-only
-        return folder
     with held(folder / PARTIAL / "folder.lock", waiting=f"another process is fetching {folder.name}; waiting for it"):
-        if _is_whole(folder, index, listed):
-            return folder
         (folder / index).unlink(missing_ok=True)  # it may be of another version than what comes now
-        before, failure = None, None
         for _ in range(STARTS):
             shutil.rmtree(new.parent, ignore_errors=True)
             try:
-                bring(new)
-            except MissingObjectError as error:
-                raise MissingObjectError(
-                    f"{location.uri} has no {index}: it is another folder, or one whose upload has not ended, since "
+                _bring(replace(location, uri=location.uri + index), new, None, progress)
+            except ObjectStoreError as error:
+                raise ObjectStoreError(
+                    f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
+                    "format, to be converted where it was made and sent again, or one whose upload has not ended, as "
                     f"that file is sent last. {error}"
                 ) from error
-            if new.read_bytes() == before:
-                raise failure
-            before = new.read_bytes()
-            try:
-                for name, size, sha256 in listed(new):
-                    bring(folder / name, size, sha256)
-            except (ChecksumError, MissingObjectError) as error:  # another version is taking the place of this one
-                failure = error
-            else:
+            for name in damaged(new, folder):
+                (folder / name).unlink(missing_ok=True)
+                _bring(replace(location, uri=location.uri + name), folder / name, None, progress)
+            if not (wrong := [*damaged(new, folder)]):
                 os.replace(new, folder / index)
                 sync_folder(folder)
                 return folder
-        raise SourceChangedError(
-            f"{location.uri} changed during each of {STARTS} downloads. {SourceChangedError.advice}"
+        raise ObjectStoreError(
+            f"{location.uri}: {', '.join(wrong)} did not come as {index} says, {STARTS} times. Start again when the "
+            "folder is no longer being written, or send it again"
         )
 
 
-def _is_whole(folder: Path, index: str, listed: Callable[[Path], Iterable[tuple[str, int, str]]]) -> bool:
-    try:
-        return all((folder / name).stat().st_size == size for name, size, _ in listed(folder / index))
-    except (OSError, ValueError):
-        return False
-
-
 def upload(
-    path: str | Path,
+    folder: str | Path,
     destination: str,
     *,
     endpoint_url: str | None = None,
     last: str | None = None,
-    transfer: Transfer = DEFAULT_TRANSFER,
     progress: bool = True,
 ) -> list[str]:
-    """Send a file to s3://bucket/key (or below s3://bucket/prefix/), or a folder's files below s3://bucket/prefix.
+    """Send a folder's files below s3://bucket/prefix, one after another in the order of their names.
 
-    Files go one after another in the order of their names, `last` (a name relative to the folder, such as that of a
-    manifest) at the end, so that what stands there speaks of files already in place. Hidden files stay behind.
-    Returns the addresses in that order. Raises ObjectStoreError, by its subclasses for what can be mended; OSError
-    of a file that cannot be read passes through.
+    last: the name of one that goes at the end, so that what stands there speaks of files already in place. Hidden files
+    and folders stay behind. Returns the addresses in that order. Raises ObjectStoreError; OSError of a file that cannot
+    be read passes through.
     """
-    path = Path(path)
-    location = Location(destination, endpoint_url, False)
-    if location.scheme != "s3" or not location.bucket:
+    folder, location = Path(folder), Location(destination.rstrip("/"), endpoint_url)
+    if location.scheme != "s3":
         raise ObjectStoreError(f"a destination is s3://bucket/prefix, got {destination!r}")
-    if path.is_dir():
-        relative = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-        names = sorted(name.as_posix() for name in relative if not any(part[0] == "." for part in name.parts))
-        prefix = f"{location.key.rstrip('/')}/".lstrip("/")
-        files = {prefix + name: path / name for name in sorted(names, key=lambda name: name == last)}
-        if last is not None and last not in names:
-            raise MissingObjectError(f"there is no {last} in {path} to send at the end: check the folder")
-    elif path.is_file():
-        files = {location.key + path.name if location.key.endswith("/") or not location.key else location.key: path}
-    else:
-        files = {}
-    if not files:
-        raise MissingObjectError(f"there is no file at or in {path} to send: check the path")
-    total = sum(file.stat().st_size for file in files.values())
-    with s3_sentences(location.uri), progress_bar(total, 0, path.name, progress) as shown:
-        client = s3_client(location, transfer, attempts=transfer.retries + 1)
-        for key, file in files.items():
-            config = TransferConfig(max_concurrency=transfer.connections)
-            client.upload_file(str(file), location.bucket, key, Config=config, Callback=shown.update)
-    return [f"s3://{location.bucket}/{key}" for key in files]
+    files = sorted(file for file in folder.glob("[!.]*") if file.is_file())
+    files.sort(key=lambda file: file.name == last)
+    if not files or last not in (None, files[-1].name):
+        raise ObjectStoreError(f"there is no {last or 'file'} in {folder} to send: check the path")
+    bucket, prefix = location.bucket_and_key
+    total = sum(file.stat().st_size for file in files)
+    with _sentences(location), progress_bar(total, 0, folder.name, progress) as bar:
+        client = _client(location, unsigned=False)
+        for file in files:
+            client.upload_file(str(file), bucket, f"{prefix}/{file.name}".lstrip("/"), Callback=bar.update)
+    return [f"{location.uri}/{file.name}" for file in files]
+
+
+def _bring(location: Location, path: Path, sha256: str | None, progress: bool) -> None:
+    """Download a file to `path`: one of S3 by an address that is signed anew for each request, since signatures end."""
+    address = partial(str, location.uri)
+    if location.scheme == "s3":
+        bucket, key = location.bucket_and_key
+        if not key:
+            raise ObjectStoreError(f"an object is named s3://bucket/key, got {location.uri!r} without a key")
+        with _sentences(location):
+            client = _client(location, unsigned=location.anonymous)
+        sign = partial(client.generate_presigned_url, "get_object", {"Bucket": bucket, "Key": key})
+        address = _sentences(location)(sign)
+    Download(location.uri, location.address, address, path, sha256, progress).run()
+
+
+def _client(location: Location, unsigned: bool | None) -> Any:
+    import boto3  # takes half a second, which what is on this disk does without
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    session = boto3.Session()
+    unsigned = session.get_credentials() is None if unsigned is None else unsigned
+    # Checksums of Amazon's newer kind are refused by some servers that speak S3.
+    config = Config(signature_version=UNSIGNED if unsigned else "s3v4", request_checksum_calculation="when_required")
+    return session.client("s3", endpoint_url=location.endpoint_url, config=config)
+
+
+@contextmanager
+def _sentences(location: Location) -> Iterator[None]:
+    """boto3's errors, and those of senseless variables in the environment, as ObjectStoreError."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (Boto3Error, BotoCoreError, ClientError, ValueError) as error:
+        raise ObjectStoreError(
+            f"{location.uri}: {error}. {CHECK_ADDRESS}, the variables AWS_... and the network. {CHECK_CREDENTIALS}"
+        ) from error

@@ -19,7 +19,7 @@ class FaultyServer:
     """Serves `content` at any path.
 
     faults: what goes wrong with the next requests that are no probe (a range of one byte), one each: "503" or another
-    status, without a body; "page" (another file, whole), "bare" (206 without a range), "truncate" and "stall" (half of
+    status; "page" (another file, whole), "bare" (206 without a range), "truncate" and "stall" (half of
     the body, then the end or nothing), "reset" (half of the body, then RST), "shifted" (the range after the one asked
     for), "garbage" (the right length, other bytes), None (nothing). probe_faults: likewise of probes.
     spans: (first byte, one after the last) of each request, None without a range. sent: body bytes sent.
@@ -29,6 +29,7 @@ class FaultyServer:
     def __init__(self, content: bytes) -> None:
         self.content, self.etag, self.last_modified = content, '"version-1"', None
         self.ranges, self.if_match, self.headers = True, True, {}
+        self.error = b""  # the body of a "503" or another status
         self.length_header: int | str | None = None  # a lie about the length, where not None
         self.frame = "length"  # how whole answers tell where they end: also "chunked", or "" for not at all
         self.faults: deque[str | None] = deque()
@@ -85,7 +86,7 @@ class FaultyServer:
                 if span != PROBE and number >= server.gate_from:
                     server.gate.wait(120)  # seconds; a broken test fails then, and does not hang
                 if fault and fault.isdecimal():
-                    return self.answer(int(fault), b"", server.headers)
+                    return self.answer(int(fault), server.error, server.headers)
                 if fault == "page":
                     return self.answer(200, b"<html>Sign in</html>", {})
                 if fault == "bare":

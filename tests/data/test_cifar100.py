@@ -9,9 +9,12 @@ import errno
 import hashlib
 import os
 import pickle
+import shutil
+import socket
 import tarfile
 import threading
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -232,7 +235,6 @@ def test_damaged_file_is_unpacked_again_without_the_network(published, tmp_path,
     damage(folder / name)
     assert_complete(load_dataset("cifar100", tmp_path, mirror=NOWHERE))
     assert sorted(path.name for path in folder.iterdir()) == ["meta", "test", "train"]
-    assert not list(tmp_path.glob(".unpack-*"))
 
 
 def test_damaged_file_without_archive_is_fetched_again(server, data_dir):
@@ -242,7 +244,7 @@ def test_damaged_file_without_archive_is_fetched_again(server, data_dir):
 
 def test_cut_connection_is_reported_and_the_next_start_mends_it(server, tmp_path):
     server.cut = True
-    with pytest.raises(DatasetUnavailableError, match="connection was cut"):
+    with pytest.raises(DatasetUnavailableError, match=r"corrupted.*start again if the connection was cut"):
         load_dataset("cifar100", tmp_path, mirror=server.url)
     assert not (tmp_path / "cifar-100-python").exists()
     server.cut = False
@@ -253,7 +255,7 @@ def test_cut_connection_is_reported_and_the_next_start_mends_it(server, tmp_path
 def test_another_file_under_that_name_is_refused(server, published, tmp_path, monkeypatch, scheme):
     monkeypatch.setattr(CIFAR100, "tgz_md5", "0" * 32)
     mirror = server.url if scheme == "http" else published.archive.as_uri()
-    with pytest.raises(DatasetUnavailableError, match="not the published archive"):
+    with pytest.raises(DatasetUnavailableError, match=r"corrupted.*MD5 0000"):
         load_dataset("cifar100", tmp_path, mirror=mirror)
     assert not (tmp_path / "cifar-100-python").exists()
 
@@ -267,26 +269,35 @@ def test_unreachable_address_says_what_to_do(published, tmp_path, mirror):
 
 
 def test_address_without_the_archive_is_named(server, tmp_path):
-    with pytest.raises(DatasetUnavailableError, match=r"other/cifar-100-python.tar.gz could not .*404"):
+    with pytest.raises(DatasetUnavailableError, match=r"404.*other/cifar-100-python.tar.gz"):
         load_dataset("cifar100", tmp_path, mirror=f"{server.url}/other")
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    "error",
     [
-        (PermissionError(errno.EACCES, "Permission denied"), "no permission .* choose another data_dir"),
-        (OSError(errno.EROFS, "Read-only file system"), "no permission .* choose another data_dir"),
-        (OSError(errno.ENOSPC, "No space left on device"), "disk is full .* free 400 MB"),
-        (TimeoutError("timed out"), "timed out.* check the network"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        TimeoutError("timed out"),
     ],
 )
-def test_failing_disk_or_network_says_what_to_do(published, tmp_path, monkeypatch, error, words):
-    def fail(*arguments):
+def test_failing_disk_or_network_says_what_to_do(published, tmp_path, monkeypatch, error):
+    def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(cifar100, "download_url", fail)
-    with pytest.raises(DatasetUnavailableError, match=words):
+    monkeypatch.setattr(cifar100, "download_and_extract_archive", fail)
+    with pytest.raises(DatasetUnavailableError) as caught:
         load_dataset("cifar100", tmp_path)
+    for words in (str(error), "check the network, the space and the permissions", "choose another data_dir"):
+        assert words in str(caught.value)
+
+
+def test_a_line_that_says_nothing_is_given_up(published, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(cifar100, "_SOCKET_TIMEOUT", 0.3)
+        with pytest.raises(DatasetUnavailableError, match="timed out"):
+            load_dataset("cifar100", tmp_path, mirror=f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert socket.getdefaulttimeout() is None
 
 
 def test_data_dir_that_is_a_file_is_a_sentence(published, tmp_path):
@@ -295,13 +306,9 @@ def test_data_dir_that_is_a_file_is_a_sentence(published, tmp_path):
         load_dataset("cifar100", tmp_path / "file")
 
 
-def test_without_download_missing_and_damaged_files_are_a_sentence(published, data_dir):
-    with pytest.raises(DatasetUnavailableError, match="download is off"):
-        load_dataset("cifar100", data_dir / "empty", download=False)
-    assert not (data_dir / "empty").exists()
-    truncate(data_dir / "cifar-100-python" / "test")
-    with pytest.raises(DatasetUnavailableError, match="by hand"):
-        load_dataset("cifar100", data_dir, download=False)
+def test_the_archive_in_the_folder_may_be_its_own_mirror(published, tmp_path):
+    shutil.copy(published.archive, tmp_path)
+    assert_complete(load_dataset("cifar100", tmp_path, mirror=tmp_path.as_uri()))
 
 
 @pytest.mark.parametrize("mirror", ["/some/folder", "ftp://host/folder", "host/folder"])
@@ -372,7 +379,7 @@ def test_cifar10_is_read_from_its_six_files(tmp_path, monkeypatch):
     monkeypatch.setattr(CIFAR10, "train_list", sums[:5])
     monkeypatch.setattr(CIFAR10, "test_list", sums[5:])
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5(folder / "batches.meta")})
-    dataset = load_dataset("cifar10", tmp_path, download=False)
+    dataset = load_dataset("cifar10", tmp_path)
     assert [len(s) for s in (dataset.train, dataset.valid, dataset.test)] == [95, 5, 20]
     assert numbers_of(dataset.test.images).tolist() == list(range(100, 120))
     assert dataset.num_classes == 10
@@ -388,12 +395,12 @@ def test_splits_follow_the_seed(data_dir):
     assert torch.equal(first.test.images, other.test.images)
 
 
-@given(limit=st.integers(11, TRAIN), seed=st.integers(0, 2**40), fraction=st.sampled_from([0.05, 0.2, 0.5]))
+@given(limit=st.integers(11, TRAIN), seed=st.integers(0, 2**40))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_limit_takes_validation_out_of_the_limited_images(data_dir, limit, seed, fraction):
-    whole = load_dataset("cifar100", data_dir, seed=seed, valid_fraction=fraction)
-    part = load_dataset("cifar100", data_dir, seed=seed, valid_fraction=fraction, limit_train=limit)
-    assert len(part.valid) == round(limit * fraction)
+def test_limit_takes_validation_out_of_the_limited_images(data_dir, limit, seed):
+    whole = load_dataset("cifar100", data_dir, seed=seed)
+    part = load_dataset("cifar100", data_dir, seed=seed, limit_train=limit)
+    assert len(part.valid) == round(limit * 0.05)
     assert len(part.train) + len(part.valid) == limit
     train, valid = (set(numbers_of(s.images).tolist()) for s in (part.train, part.valid))
     assert len(train | valid) == limit
@@ -416,26 +423,14 @@ def test_limit_of_the_test_set_is_a_random_subset(data_dir):
     [
         ({"limit_train": 0}, "limit_train must be a number of images from 1 to 400.*got 0"),
         ({"limit_train": 401}, "limit_train .* from 1 to 400.*got 401"),
-        ({"limit_train": 50.0}, "limit_train .* got 50.0"),
         ({"limit_test": 201}, "limit_test .* from 1 to 200.*got 201"),
-        ({"limit_train": 9}, "9 training images .* leave 9 to train and 0 to validate.*raise limit_train"),
-        ({"limit_train": 2, "valid_fraction": 0.9}, "leave 0 to train and 2 to validate"),
-        ({"valid_fraction": 0.0}, "valid_fraction must lie between 0 and 1.*got 0.0"),
-        ({"valid_fraction": 1.0}, "valid_fraction must lie between 0 and 1.*got 1.0"),
-        ({"label_noise": 1.5}, "label_noise .* in .0, 1., got 1.5"),
-        ({"label_noise": float("nan")}, "label_noise .* got nan"),
-        ({"noise_groups": "coarse"}, "unknown noise_groups 'coarse': choose one of blocks, superclass"),
+        ({"limit_train": 9}, "9 training images leave 0 to validate.*raise limit_train"),
         ({"seed": -1}, "seed .* at least 0, got seed -1"),
     ],
 )
 def test_arguments_out_of_range_are_sentences(data_dir, arguments, words):
     with pytest.raises(ValueError, match=words):
         load_dataset("cifar100", data_dir, **arguments)
-
-
-def test_unknown_dataset_lists_the_choices(tmp_path):
-    with pytest.raises(ValueError, match="unknown dataset 'mnist': choose one of cifar100, cifar10, digits"):
-        load_dataset("mnist", tmp_path)
 
 
 def test_batch_is_indexing(data_dir):
@@ -455,7 +450,7 @@ def test_to_moves_every_tensor_and_keeps_the_rest(data_dir):
 
 
 def test_digits_need_no_files():
-    dataset = load_dataset("digits", "/nowhere", download=False, mirror="unused")
+    dataset = load_dataset("digits", "/nowhere", mirror="unused")
     assert [len(s) for s in (dataset.train, dataset.valid, dataset.test)] == [1365, 72, 360]
     assert dataset.class_names == tuple("0123456789")
     # Stratified: 1,797 digits, about 180 of each class, a fifth of them for the test.
@@ -478,11 +473,11 @@ def test_real_cifar100_where_a_copy_exists():
     folder = Path(os.environ.get("CIFAR100_DIR", REPOSITORY / "data" / "downloads"))
     if not (folder / "cifar-100-python" / "train").exists():
         pytest.skip(f"no copy of CIFAR-100 in {folder}")
-    dataset = load_dataset("cifar100", folder, download=False)
+    dataset = load_dataset("cifar100", folder, mirror=NOWHERE)
     assert [len(s) for s in (dataset.train, dataset.valid, dataset.test)] == [47_500, 2_500, 10_000]
     assert dataset.test.labels.bincount().tolist() == [100] * 100
     assert dataset.class_names[:2] == ("apple", "aquarium_fish")
-    groups = cifar100._superclasses(CIFAR100, folder)
+    groups = cifar100._superclasses(folder)
     assert groups.flatten().sort().values.tolist() == list(range(100))
     named = [{dataset.class_names[i] for i in group} for group in groups.tolist()]
     assert {f"{tree}_tree" for tree in ("maple", "oak", "palm", "pine", "willow")} in named
@@ -508,12 +503,6 @@ def test_noise_stays_in_its_group_and_in_the_training_split(data_dir, published,
     assert torch.equal(clean.train.images, noisy.train.images)
 
 
-def test_no_noise_leaves_the_labels(data_dir, published):
-    train = load_dataset("cifar100", data_dir, label_noise=0.0, noise_groups="superclass").train
-    expected = np.array(published.parts["train"]["fine_labels"])[numbers_of(train.images)]
-    assert train.labels.tolist() == expected.tolist()
-
-
 def test_noise_follows_the_seed_and_the_image(data_dir):
     def labels(**arguments) -> dict[int, int]:
         train = load_dataset("cifar100", data_dir, label_noise=0.5, **arguments).train
@@ -524,12 +513,6 @@ def test_noise_follows_the_seed_and_the_image(data_dir):
     assert any(first[number] != label for number, label in labels(seed=4).items() if number in first)
     # A limit chooses images and changes no image's label.
     assert labels(seed=3, limit_train=100).items() <= first.items()
-
-
-def test_noise_of_a_digit_stays_in_its_half():
-    clean, noisy = (load_dataset("digits", "/nowhere", label_noise=p).train.labels for p in (0.0, 1.0))
-    assert torch.equal(clean // 5, noisy // 5)
-    assert not torch.equal(clean, noisy)
 
 
 @given(size=st.integers(1, 6), count=st.integers(1, 5), probability=st.floats(0, 1), seed=st.integers(0, 2**32))
@@ -563,6 +546,21 @@ def test_noise_grows_with_its_probability():
     changed = low != labels
     assert torch.equal(low[changed], high[changed])
     assert (high != labels).sum() > changed.sum()
+
+
+def test_the_bits_stay_as_they_are_over_versions():
+    """Another split, order or crop would change the numbers of every table."""
+
+    def sums(*tensors: torch.Tensor) -> list[int]:
+        return [zlib.crc32(each.contiguous().numpy()) for each in tensors]
+
+    data = load_dataset("digits", "/nowhere", seed=3, limit_train=1000, limit_test=200, label_noise=0.5)
+    splits = [getattr(split, part) for split in (data.train, data.valid, data.test) for part in ("images", "labels")]
+    assert sums(*splits) == [4178564455, 715954224, 1218007047, 1175475251, 1524636423, 892831382]
+    assert sums(epoch_order(1000, 2, 5)) == [4057983606]
+    images, _ = data.train.batch(epoch_order(len(data.train), 3, 7)[:64])
+    batch = augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(2, 5))
+    assert sums(batch, normalise(images, CIFAR_MEAN, CIFAR_STD)) == [3090056941, 3331756731]
 
 
 # --- epochs ---------------------------------------------------------------------------------------------
@@ -657,14 +655,6 @@ def test_samples_of_a_batch_are_cropped_independently():
     assert len({tuple(sample.flatten()[::97].tolist()) for sample in batch}) > 60
 
 
-def test_augment_is_a_function_of_its_generator():
-    images = random_images(16, 3, 32, 32)
-    generator = epoch_generator(1, 2)
-    first, second = (augment(images, CIFAR_MEAN, CIFAR_STD, generator) for _ in range(2))
-    assert torch.equal(first, augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(1, 2)))
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_normalise_is_the_formula(channels_last):
     images = random_images(5, 3, 32, 32, channels_last=channels_last)
@@ -675,54 +665,6 @@ def test_normalise_is_the_formula(channels_last):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
     assert actual.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(images, before)
-
-
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_output_type_and_memory_format(dtype, memory_format):
-    images = random_images(8, 3, 32, 32)
-    options = {"out_dtype": dtype, "memory_format": memory_format}
-    outputs = {
-        "normalise": normalise(images, CIFAR_MEAN, CIFAR_STD, **options),
-        "augment": augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0), **options),
-    }
-    for output in outputs.values():
-        assert output.dtype == dtype
-        assert output.is_contiguous(memory_format=memory_format)
-    expected = normalise(images, CIFAR_MEAN, CIFAR_STD).to(dtype)
-    assert torch.equal(outputs["normalise"], expected)
-
-
-def test_constants_follow_mean_and_std():
-    images = random_images(2, 3, 8, 8)
-    plain = normalise(images, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    torch.testing.assert_close(plain, images / 255)
-    shifted = normalise(images, (0.5, 0.0, 0.0), (1.0, 2.0, 1.0))
-    torch.testing.assert_close(shifted[:, 0], plain[:, 0] - 0.5)
-    torch.testing.assert_close(shifted[:, 1], plain[:, 1] / 2)
-
-
-@pytest.mark.parametrize(
-    "images",
-    [torch.zeros(2, 3, 32, 32), random_images(3, 32, 32), random_images(2, 1, 32, 32)],
-    ids=["float", "one image", "one channel"],
-)
-def test_other_images_are_refused(images):
-    with pytest.raises(ValueError, match=r"images must be uint8 of shape .*got torch"):
-        augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0))
-    with pytest.raises(ValueError, match=r"images must be uint8 of shape .*got torch"):
-        normalise(images, CIFAR_MEAN, CIFAR_STD)
-
-
-def test_other_arguments_of_augment_are_refused():
-    images = random_images(2, 3, 32, 32)
-    with pytest.raises(ValueError, match=r"padding .* at least 0, got -1"):
-        augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0), padding=-1)
-    with pytest.raises(ValueError, match="generator is on cpu and the images are on meta"):
-        augment(images.to("meta"), CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0))
-    for mean, std in (((0.5,), CIFAR_STD), (CIFAR_MEAN, (0.2, 0.2)), (CIFAR_MEAN, (0.2, 0.0, 0.2))):
-        with pytest.raises(ValueError, match="one number per channel"):
-            normalise(images, mean, std)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -85,9 +85,10 @@ def test_numbers_beyond_float16_are_refused_and_fit_bfloat16(tmp_path):
     assert_holds(convert(tmp_path / "file.p", tmp_path / "other", dtype=torch.bfloat16), parts, torch.bfloat16)
 
 
-def test_labels_of_another_width_become_int64(tmp_path):
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.uint16])
+def test_labels_of_another_width_become_int64(tmp_path, kind):
     parts = content()
-    torch.save({**parts, "train_labels": parts["train_labels"].to(torch.int32)}, tmp_path / "file.p")
+    torch.save({**parts, "train_labels": parts["train_labels"].to(kind)}, tmp_path / "file.p")
     assert_holds(convert(tmp_path / "file.p", tmp_path / "store", num_classes=10), parts)
     assert open_store(tmp_path / "store").num_classes == 10
 
@@ -121,9 +122,9 @@ def test_a_mapping_takes_any_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"train_embeddings": "train_embeddings"}, "train_embeddings needs train_labels, too"),
-        ({"test_labels": "test_labels"}, "test_labels needs test_embeddings, too"),
-        ({"other_labels": "test_labels"}, "keys are given for train_embeddings, .*, got 'other_labels'"),
+        ({"train_embeddings": "train_embeddings"}, "of a split both or neither, got 'train_embeddings' alone"),
+        ({"test_labels": "test_labels"}, "of a split both or neither, got 'test_labels' alone"),
+        ({"other_labels": "test_labels"}, "keys are for train_embeddings, .*, got 'other_labels'"),
         ({"train_embeddings": "x", "train_labels": "y"}, "has no tensor 'x' for train_embeddings; it has train_"),
         ({"train_embeddings": "test_embeddings", "train_labels": "train_labels"}, "with a label per row"),
         ({"train_embeddings": "train_labels", "train_labels": "train_labels"}, "must be floating point of shape"),
@@ -146,11 +147,11 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path, keys, message):
         ({"train_labels": torch.arange(TRAIN) / 2}, "must be whole numbers"),
         ({"train_labels": torch.tensor(3)}, "with a label per row"),
         ({"train_embeddings": torch.zeros(TRAIN, 0)}, "with a label per row"),
-        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "ordinary tensor .* got torch.sparse_coo"),
-        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "ordinary tensor .* on meta"),
+        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "ordinary tensors .* got torch.sparse_coo"),
+        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "ordinary tensors .* on meta"),
         # Of some bytes in the file and of terabytes if each number were written down.
-        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that holds each of its numbers"),
-        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that holds each of its numbers"),
+        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that hold each of their numbers"),
+        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that hold each of their numbers"),
         ({"train_labels": torch.arange(TRAIN + 1)}, "with a label per row"),
         ({"test_labels": [0] * TEST}, "has no tensor 'test_labels' for test_labels"),
     ],
@@ -249,7 +250,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_file.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES)
-    assert not list((tmp_path / "store").glob(".*.tmp"))
+    assert not list((tmp_path / "store").glob("*.tmp"))
     monkeypatch.setattr(atomic_file.os, "fsync", fsync)
     assert_holds(convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES), parts)
 
@@ -258,15 +259,13 @@ def test_a_killed_process_leaves_no_store_and_the_next_one_keeps_its_shards(tmp_
     parts = save(tmp_path / "file.p")
     program = (
         "import os, signal, sys\n"
-        "from data.embeddings import writer as embedding_writer\n"
-        "from data.embeddings import convert\n"
-        "write = embedding_writer._write_array\n"
-        "def killed(path, *rest):\n"
-        "    if path.name == 'train-00002.labels.npy':\n"
-        "        open(path.with_name('.' + path.name + '.1.tmp'), 'wb').write(b'half')\n"
+        "from data.embeddings import convert, writer\n"
+        "write = writer.write_json\n"
+        "def killed(path, *rest, **options):\n"
+        "    if path.name == 'train-00002.shard.json':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return write(path, *rest)\n"
-        "embedding_writer._write_array = killed\n"
+        "    return write(path, *rest, **options)\n"
+        "writer.write_json = killed\n"
         f"convert(sys.argv[1], sys.argv[2], shard_bytes={SHARD_BYTES})\n"
     )
     folder = tmp_path / "store"
@@ -274,20 +273,24 @@ def test_a_killed_process_leaves_no_store_and_the_next_one_keeps_its_shards(tmp_
     assert done.returncode == -signal.SIGKILL
     with pytest.raises(EmbeddingError, match="was not finished"):
         open_store(folder)
-    first = (folder / "train-00000.embeddings.npy").stat().st_mtime_ns
+    written = (folder / "train-00000.shard.json").stat().st_mtime_ns
+    (folder / "test-00000.shard.json").mkdir()  # the end cannot come
+    with pytest.raises(OSError, match="test-00000"):
+        convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES)
+    assert (folder / "train-00000.shard.json").stat().st_mtime_ns == written
+    (folder / "test-00000.shard.json").rmdir()
     assert_holds(convert(tmp_path / "file.p", folder, shard_bytes=SHARD_BYTES), parts)
-    assert (folder / "train-00000.embeddings.npy").stat().st_mtime_ns == first
-    assert not list(folder.glob(".*.tmp"))
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", *[".npy"] * 4]
 
 
 def test_a_complete_store_is_opened_and_not_written_again(tmp_path):
     save(tmp_path / "file.p")
     first = convert(tmp_path / "file.p", tmp_path / "store", backbone="net")
-    written = (tmp_path / "store" / "manifest.json").stat().st_mtime_ns
+    written = (tmp_path / "store" / "meta.json").stat().st_mtime_ns
     assert convert(tmp_path / "file.p", tmp_path / "store", backbone="net").verify() == first.verify() == []
-    assert (tmp_path / "store" / "manifest.json").stat().st_mtime_ns == written
+    assert (tmp_path / "store" / "meta.json").stat().st_mtime_ns == written
     assert convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float16).backbone == "net"
-    message = "complete store already, with backbone 'net', not 'other'; dtype 'float16', not 'float32': delete it"
+    message = r"complete store already \(backbone 'net', now 'other'; dtype 'float16', now 'float32'\): delete it"
     with pytest.raises(EmbeddingError, match=message):
         convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float32, backbone="other")
 
@@ -295,7 +298,7 @@ def test_a_complete_store_is_opened_and_not_written_again(tmp_path):
 def test_a_store_of_another_dtype_than_the_file_is_not_taken_for_its_own(tmp_path):
     save(tmp_path / "file.p")
     convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float32)
-    with pytest.raises(EmbeddingError, match="dtype 'float32', not 'float16'"):
+    with pytest.raises(EmbeddingError, match="dtype 'float32', now 'float16'"):
         convert(tmp_path / "file.p", tmp_path / "store")
 
 
@@ -306,7 +309,7 @@ def test_a_store_of_what_the_file_was_before_is_refused(tmp_path, newer):
     if not newer:
         with open(tmp_path / "file.p", "ab") as file:
             file.write(b"more")
-    later = (tmp_path / "store" / "manifest.json").stat().st_mtime + (60 if newer else -60)
+    later = (tmp_path / "store" / "meta.json").stat().st_mtime + (60 if newer else -60)
     os.utime(tmp_path / "file.p", (later, later))
     with pytest.raises(EmbeddingError, match=r"was not made of .*file.p as it is now: delete the store"):
         convert(tmp_path / "file.p", tmp_path / "store")

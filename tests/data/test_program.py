@@ -39,6 +39,14 @@ def test_a_signal_during_the_imports_ends_a_program_without_a_traceback(words, t
         assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "\nstopped\n")
 
 
+@pytest.mark.parametrize("words", [PROGRAMS[:1], ["-m", "data.embeddings"]])
+def test_ctrl_c_among_the_first_imports_is_no_traceback(words, tmp_path):
+    """Before the program can say how it ends."""
+    (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt")
+    ended = start(words, tmp_path, "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\nstopped\n")
+
+
 @pytest.mark.parametrize("script", PROGRAMS, ids=lambda path: path.stem)
 def test_an_import_that_fails_is_a_sentence(script, tmp_path):
     ended = start([script], tmp_path, "raise ValueError('one\\ntwo')")
@@ -77,7 +85,7 @@ def test_debug_shows_the_traceback_and_a_package_that_is_missing_is_named(tmp_pa
             "error: seed 3: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 4 bytes. "
             "Try a smaller --batch_size or --precision bf16\n",
         ),
-        (KeyError("a"), 1, "error: seed 3: KeyError: 'a' (test_program.py, line 86). This was not foreseen; --debug "),
+        (KeyError("a"), 1, "error: seed 3: KeyError: 'a' (test_program.py, line 94). This was not foreseen; --debug "),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -118,6 +126,30 @@ def test_output_that_finds_no_room_is_an_error_and_a_reader_that_has_left_is_non
     ended = subprocess.run([sys.executable, *prints("a")], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("streams", [{"stderr": subprocess.PIPE}, {"stderr": subprocess.STDOUT}], ids=["1", "1 and 2"])
+def test_a_reader_that_leaves_in_the_middle_ends_the_work_without_a_word(monkeypatch, unbuffered, streams):
+    """As `| head` does; the status is that of a program which SIGPIPE ends."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    work = "lambda: [print('x' * 100) for _ in range(10**6)] and 0"
+    code = f"from data import program\nprogram.begin()\nprogram.end(program.finish({work}, 'kept'))"
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, **streams)
+    running.stdout.readline()
+    running.stdout.close()
+    assert running.wait(60) == 141
+    assert running.stderr is None or running.stderr.read() == b""
+
+
+def test_a_pipe_of_the_work_itself_that_breaks_is_an_error(capsys):
+    def work():
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.write(writer, b"x")
+
+    assert program.finish(work) == 1
+    assert "Broken pipe" in capsys.readouterr().err
 
 
 # The command line.

@@ -23,7 +23,7 @@ from PIL import Image
 
 from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, normalise
 from data.embeddings import open_or_fetch, open_store
-from data.image_sources import FolderImages, open_images
+from data.image_sources import Images, open_images
 from experiments import extract_embeddings as script
 from experiments import train_cifar100
 from experiments.shared import feature_shards
@@ -253,7 +253,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path):
     process.join()
     assert process.exitcode == 0
     assert files(killed) == files(undisturbed)
-    assert sorted(files(killed))[:2] == ["manifest.json", "skipped.csv"]
+    assert sorted(files(killed))[:2] == ["meta.json", "skipped.csv"]
     assert len(files(killed)["skipped.csv"].splitlines()) == 3
 
 
@@ -331,7 +331,7 @@ def test_a_broken_image_stops_and_is_skipped_on_demand(images, tmp_path, capsys)
     message = capsys.readouterr().err
     assert message.startswith(f"error: cannot read {paths[0]} (OSError: image file is truncated")
     assert "--on_error skip" in message
-    assert not (tmp_path / "s" / "manifest.json").exists()
+    assert not (tmp_path / "s" / "meta.json").exists()
 
     assert script.main(command(images, tmp_path / "s", "--on_error skip")) == 0
     captured = capsys.readouterr()
@@ -377,11 +377,11 @@ def test_a_shard_of_broken_images_alone_is_a_sentence(images, tmp_path, capsys):
     message = capsys.readouterr().err
     assert "none of the 2 images of test-00002 can be read" in message
     assert str(images / "val" / "class 1" / "004.jpg") in message
-    assert not (tmp_path / "s" / "manifest.json").exists()
+    assert not (tmp_path / "s" / "meta.json").exists()
 
 
 def test_a_reader_that_is_killed_is_a_sentence(images, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(FolderImages, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(Images, "read", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert script.main(command(images, tmp_path / "s", "--workers 1")) == 1
     message = capsys.readouterr().err
     assert "a process that reads images was killed" in message
@@ -434,7 +434,7 @@ def test_an_error_in_one_process_ends_all_with_one_sentence(images, tmp_path):
     assert "006.jpg" in said
     assert said.count("error: ") == 1
     assert "Traceback" not in said
-    assert not (tmp_path / "s" / "manifest.json").exists()
+    assert not (tmp_path / "s" / "meta.json").exists()
 
 
 # S3
@@ -554,7 +554,7 @@ def test_help_names_the_paper_s_backbones(capsys):
 
 def test_the_manifest_says_how_it_was_made(images, tmp_path):
     script.main(command(images, tmp_path / "s"))
-    details = json.loads((tmp_path / "s" / "manifest.json").read_text())["details"]
+    details = json.loads((tmp_path / "s" / "meta.json").read_text())["details"]
     assert (details["weights"], details["precision"], details["shard_rows"]) == ("none", "fp32", 5)
     assert "Resize" in details["transform"]
     assert details["images"]["images"] == {"train": 20, "test": 7}
@@ -570,4 +570,4 @@ def test_shards_that_are_not_there_at_the_end_are_a_sentence(images, tmp_path, m
     monkeypatch.setattr(script, "merge_skipped", lambda folder, _: (folder / "train-00001.shard.json").unlink())
     assert script.main(command(images, tmp_path / "s")) == 1
     assert "train-00001 is missing" in capsys.readouterr().err
-    assert not (tmp_path / "s" / "manifest.json").exists()
+    assert not (tmp_path / "s" / "meta.json").exists()
