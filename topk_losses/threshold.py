@@ -38,7 +38,7 @@ from topk_losses.operator import (
 )
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
-MAX_ITERATIONS = {torch.float32: 40, torch.float64: 80}
+MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
 MOST_RANKS = 32  # for which the kernel of masks looks at few scores one by one
 
 
@@ -162,21 +162,27 @@ def _capped_root(z: Tensor, k: Tensor, most: int) -> Tensor:
     return torch.where(left > 0, roots, torch.inf).amin(2)
 
 
-def _power_root(power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Callable[[Tensor, Tensor, int], Tensor]:
-    def root(z: Tensor, k: Tensor, most: int) -> Tensor:
-        """By Newton's method between the score at rank k, rounded up, and 1 below."""
-        kth = z.topk(min(most, z.shape[1]), dim=1).values.gather(1, k.ceil().long() - 1)  # (rows, J)
-        distance = z.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
+def _linear_root(z: Tensor, k: Tensor, most: int) -> Tensor:
+    """As theta falls past z_i the sum begins to rise, by one more for each, and ends to at z_i - 1: straight pieces."""
+    points, order = torch.cat([z, z - 1], dim=1).sort(1, descending=True)  # (rows, 2 n)
+    slope = torch.where(order < z.shape[1], 1, -1).cumsum(1)  # from each point on
+    sums = pad((slope[:, :-1] * -points.diff(dim=1)).cumsum(1), (1, 0))  # at each point
+    piece = ((sums.unsqueeze(1) < k.unsqueeze(2)).sum(2) - 1).clamp(min=0)  # (rows, J)
+    return points.gather(1, piece) - (k - sums.gather(1, piece)) / slope.gather(1, piece).clamp(min=1)
 
-        def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
-            t = distance - theta.unsqueeze(2)
-            excess = power(t.clamp(0, 1)).sum(2) - k
-            return excess, excess / _inside(t, slope).sum(2)
 
-        zero = torch.zeros_like(kth)
-        return _newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(z.dtype).eps) + kth
+def _cubic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
+    """By Newton's method between the score at rank k, rounded up, and 1 below."""
+    kth = z.topk(min(most, z.shape[1]), dim=1).values.gather(1, k.ceil().long() - 1)  # (rows, J)
+    distance = z.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
 
-    return root
+    def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
+        t = distance - theta.unsqueeze(2)
+        excess = cubic(t.clamp(0, 1)).sum(2) - k
+        return excess, excess / _inside(t, cubic_slope).sum(2)
+
+    zero = torch.zeros_like(kth)
+    return _newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(z.dtype).eps) + kth
 
 
 def _inside(t: Tensor, slope: Callable[[Any], Any]) -> Tensor:
@@ -218,8 +224,8 @@ FAMILIES = {
     "capped": Family(
         lambda t: torch.where(t >= 0, 0, t), _capped_root, _exponential_slopes(exponential_slope, 1.0, False)
     ),
-    "linear": Family(torch.log, _power_root(linear, linear_slope), _power_slopes(linear_slope)),
-    "cubic": Family(torch.log, _power_root(cubic, cubic_slope), _power_slopes(cubic_slope)),
+    "linear": Family(torch.log, _linear_root, _power_slopes(linear_slope)),
+    "cubic": Family(torch.log, _cubic_root, _power_slopes(cubic_slope)),
 }
 
 
