@@ -30,7 +30,8 @@ from experiments.shared import command_line as cli
 from experiments.shared.environment import ROOT
 from experiments.shared.run_record import read_rows
 from scripts.reporting.formats import FORMATS
-from scripts.reporting.tables import Row, Table, build_table, read_published
+from scripts.reporting.results import Row
+from scripts.reporting.tables import Table, build_table, read_published
 
 PAPER = ROOT / "results" / "paper"
 KNN_TABLES = ("knn_mnist", "knn_fashion_mnist", "knn_cifar10")

