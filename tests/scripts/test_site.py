@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data.program import CommandLineError
 from scripts.reporting import site
 from topk_losses import METHODS
 
@@ -32,7 +33,7 @@ def test_an_absent_file_without_a_published_table_is_a_sentence(tmp_path):
 
 def test_a_broken_results_file_stops_the_build(tmp_path):
     (tmp_path / "table1.csv").write_text("run_id,method\na,softsort\n")
-    with pytest.raises(site.report.cli.CommandLineError, match="no column p_k"):
+    with pytest.raises(CommandLineError, match="no column p_k"):
         site.expand("<!-- results: table1 -->", lambda name: False, results=tmp_path)
 
 
