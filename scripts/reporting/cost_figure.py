@@ -56,7 +56,7 @@ def draw_cost(folder: Path, path: Path = BENCHMARK) -> list[Path]:
         axes[1][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes[1][column].set_xlabel(label)
         axes[0][column].set_title(", ".join(f"{other} {base[other]:,}" for other in others), loc="left")
-    legend(figure, methods, [key("asymptote", linestyle=":")])
+    legend(figure, methods, [key("asymptote", linestyle=":")], lines=False)
     devices = sorted({f"{row.device}, {row.threads} threads, PyTorch {row.torch}" for row in rows.itertuples()})
     note(figure, f"One forward and backward pass without m; {'; '.join(devices)}.")
     return save(figure, folder, "cost_over_size")
