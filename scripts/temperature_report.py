@@ -52,8 +52,9 @@ def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
     grid: dict[str, dict[str, Heads]] = {}
     for row in rows:
         name = row["method"] + (f", m = {row['m']}" if row["m"] not in ("", row["num_classes"]) else "")
-        cell = row["inverse_temperature"]
-        temperature = cell if row in changing else float_of(cell)
+        temperature = float_of(row["inverse_temperature"])
+        if temperature is None:
+            temperature = row["inverse_temperature"] or None
         grid.setdefault(row["p_k"], {}).setdefault(name, {}).setdefault(temperature, []).append(row)
     return dict(sorted(grid.items(), key=lambda item: item[0].split(), reverse=True))
 
