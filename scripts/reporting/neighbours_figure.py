@@ -27,17 +27,22 @@ def has_images(folder: Path) -> bool:
     return bool(config.get("dataset") and config.get("loss") and (folder / CURRENT).exists())
 
 
-def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list[Path]:
-    """Draw NAME.png and NAME.svg of a run folder, by a method as tables call it, and return their paths."""
+def before_and_after(folder: Path) -> tuple[Points, list[Tensor]]:
+    """Return the points of a run folder, and the rows (Q, k) of the nearest ones of its network, new and trained."""
     config = _config(folder)
     limits = {each: config[f"limit_{each}"] for each in ("train", "test") if config[f"limit_{each}"]}
     points = load_points(config["dataset"], ROOT / config["data_dir"], seed=config["seed"], limits=limits)
     torch.manual_seed(config["seed"])
     network = embedder(config["model"], points.input_shape, config["dim"], config["hidden_dims"] or ())
-    found = [neighbours_of(points, network, config["k"])]  # (Q, k) each
+    found = [neighbours_of(points, network, config["k"])]
     weights = load_checkpoint(folder)["model"]
     network.load_state_dict({key.removeprefix("embed."): each for key, each in weights.items() if "embed." in key})
-    found.append(neighbours_of(points, network, config["k"]))
+    return points, [*found, neighbours_of(points, network, config["k"])]
+
+
+def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list[Path]:
+    """Draw NAME.png and NAME.svg of a run folder, by a method as tables call it, and return their paths."""
+    config, (points, found) = _config(folder), before_and_after(folder)
     right = [points.train.labels[rows] == points.test.labels.unsqueeze(1) for rows in found]  # (Q, k) each
     # Those that are hardest before training; of equals the first.
     queries = right[0].sum(1).sort(stable=True).indices[:QUERIES].tolist()

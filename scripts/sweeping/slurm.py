@@ -38,6 +38,7 @@ def run_on_slurm(
     command += [f"--time={args.time or '4:00:00'}", f"--output={logs}/slurm-%a.out", "--open-mode=append"]
     command += [*_given("partition", args.partition), *_given("cpus-per-task", args.cpus_per_task)]
     command += [*_given("gpus-per-task", gpus), *["--wait"] * args.wait, TASK, logs / "slurm.rows", str(args.retries)]
+    sizes = {row: row.log.stat().st_size for row in rows if row.log.exists()}  # of an earlier call
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -52,11 +53,12 @@ def run_on_slurm(
                 process.terminate()
                 return progress.say("the rows go on without this launcher")
     for row in rows if args.wait else ():
-        last = tail(row.log)[-1]
-        if last == "=== exit status 0":
+        has_run = row.log.exists() and row.log.stat().st_size != sizes.get(row)
+        how = tail(row.log)[-1].removeprefix("=== ") if has_run else ""
+        if how == "exit status 0":
             progress.row_done(row)
         else:
-            progress.row_failed(row, last.removeprefix("=== ") if last.startswith("=== exit") else "it was not ended")
+            progress.row_failed(row, how if how.startswith("exit status") else "Slurm did not run it to its end")
     return None
 
 

@@ -455,6 +455,20 @@ def test_a_row_at_its_time_limit_is_stopped_and_requeued(slurm, patient, tmp_pat
     assert (tmp_path / "row.log").read_text().count("===") == 1
 
 
+def test_ctrl_c_leaves_the_rows_to_slurm_and_what_it_did_not_run_is_named(start, run, slurm, tmp_path):
+    program(tmp_path / "slurm" / "sbatch", "echo Submitted batch job 7; [ -e asleep ] || { touch asleep; sleep 60; }")
+    process = start(["true"], "--slurm", "--wait", **slurm)
+    wait_for((tmp_path / "asleep").exists)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=30)[0]
+    assert process.returncode == 130
+    assert "the rows go on without this launcher" in printed
+    status, printed = run(["true"], "--slurm", "--wait", **slurm)
+    assert status == 1
+    assert "FAILED row 1 (Slurm did not run it to its end)" in printed
+
+
 def test_what_slurm_refuses_is_said_in_its_words(run, slurm, tmp_path):
     status, printed = run(["true"], "--slurm", "--partition", "nowhere", **slurm)
     assert status == 2
