@@ -29,7 +29,6 @@ import torchvision
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 from torchvision.models import MaxVit, VisionTransformer
-from torchvision.transforms._presets import ImageClassification
 
 LIBRARIES = ("timm", "torchvision")
 
@@ -240,12 +239,9 @@ def _torchvision_backbone(name: str, weights: str | Path, resolution: int | None
         network,
         dim=dim,
         resolution=resolution,
-        transform=ImageClassification(
-            crop_size=resolution,
-            resize_size=round(preset.resize_size[0] * resolution / native),  # the same share is cropped away
-            mean=tuple(preset.mean),
-            std=tuple(preset.std),
-            interpolation=preset.interpolation,
+        # The same share is cropped away.
+        transform=published.transforms(
+            crop_size=resolution, resize_size=round(preset.resize_size[0] * resolution / native)
         ),
         heads=(head,),
     )

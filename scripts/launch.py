@@ -199,13 +199,16 @@ def run_here(
         for number in range(1, retries + 2):
             how = attempt(row, number)
             if not how:
-                return progress.row_done(row)
+                progress.row_done(row)
+                return
             if stopped.is_set():
-                return None if how == "not started" else progress.say(f"stopped: {row.name}")
+                if how != "not started":
+                    progress.say(f"stopped: {row.name}")
+                return
             if number <= retries:
                 progress.say(f"failed, to be tried again ({how}): {row.name}")
                 stopped.wait(RETRY_SECONDS)
-        return progress.row_failed(row, how)
+        progress.row_failed(row, how)
 
     passed_on = 0
     with ThreadPoolExecutor(jobs) as pool:

@@ -51,7 +51,8 @@ def run_on_slurm(
         except subprocess.TimeoutExpired:
             if received:
                 process.terminate()
-                return progress.say("the rows go on without this launcher")
+                progress.say("the rows go on without this launcher")
+                return
     for row in rows if args.wait else ():
         has_run = row.log.exists() and row.log.stat().st_size != sizes.get(row)
         how = tail(row.log)[-1].removeprefix("=== ") if has_run else ""
@@ -59,7 +60,6 @@ def run_on_slurm(
             progress.row_done(row)
         else:
             progress.row_failed(row, how if how.startswith("exit status") else "Slurm did not run it to its end")
-    return None
 
 
 def _given(flag: str, value: object) -> list[str]:
