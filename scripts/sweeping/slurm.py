@@ -24,7 +24,7 @@ def run_on_slurm(
 
     Raises SweepError if there is no Slurm, if the sweep is in its queue, or if it refuses the array.
     """
-    for program in ("sbatch", "squeue"):
+    for program in ("sbatch", "squeue", "sinfo"):
         if not shutil.which(program):
             raise SweepError(f"--slurm needs Slurm's {program}, which is not on PATH; run it where jobs are submitted")
     if queued := _printed("squeue", "--me", f"--name={args.name}", "--noheader"):
