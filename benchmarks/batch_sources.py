@@ -19,16 +19,13 @@ first epoch's batches, equal where the batches are. Prints a table and writes --
 results/benchmarks/batch_sources.csv). Takes twice the size on the disk.
 """
 
-import argparse
-import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.table import add_output_flag, write_table
+from benchmarks.runner import Table, existing_folder, in_a_process, parser
 from data.embeddings import EmbeddingBatches, convert, open_store
-from experiments.shared.command_line import choice, count, present_device
-from experiments.shared.environment import device_name, git_commit, peak_memory_mib
+from experiments.shared.command_line import choice
+from experiments.shared.environment import peak_memory_mib
 
 SOURCES = ("device", "ram", "stream", "stream cold", "dataloader", "dataloader cold", "whole file")
 TEST_ROWS = 8  # the layout has a test set, and nothing is measured on it
@@ -51,14 +48,6 @@ COLUMNS = (
     *("process_mib", "above_start_mib", "gpu_mib", "epoch1_crc32"),
     *("device", "threads", "torch", "python", "git_commit"),
 )
-LINE = "{source:16} {open_ms:>8} {construct_seconds:>10} {rows_per_second_1:>10} {gib_per_second_1:>7} {disk_mib_1:>8} "
-LINE += "{rows_per_second_2:>10} {gib_per_second_2:>7} {disk_mib_2:>8} {process_mib:>11} {above_start_mib:>11}"
-HEADINGS = {
-    **{"open_ms": "open ms", "construct_seconds": "ready s", "process_mib": "process MiB", "above_start_mib": "above"},
-    **{f"rows_per_second_{epoch}": "rows/s" for epoch in (1, 2)},
-    **{f"gib_per_second_{epoch}": "GiB/s" for epoch in (1, 2)},
-    **{f"disk_mib_{epoch}": "disk MiB" for epoch in (1, 2)},
-}
 
 Batches = Iterator[tuple[Tensor, Tensor]]  # embeddings (B, dim) and labels (B,) on the device
 
@@ -80,6 +69,7 @@ def write_pickle(task: dict[str, Any]) -> dict[str, Any]:
 
 def make_store(task: dict[str, Any]) -> dict[str, Any]:
     """Convert the file into a store."""
+    torch.set_num_threads(task["threads"])
     before, start = peak_memory_mib(CPU), time.perf_counter()
     convert(task["pickle"], task["store"])
     return {"construct_seconds": f"{time.perf_counter() - start:.4g}", **memory_since(before)}
@@ -87,6 +77,7 @@ def make_store(task: dict[str, Any]) -> dict[str, Any]:
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Open one source and draw two epochs from it."""
+    torch.set_num_threads(task["threads"])
     source, cold, _ = task["source"].partition(" cold")
     device = torch.device(task["device"])
     if device.type == "cuda":
@@ -184,62 +175,30 @@ def drop_from_cache(files: list[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def in_a_process(function: Callable[[dict[str, Any]], dict[str, Any]], task: dict[str, Any]) -> dict[str, Any]:
-    """Return function(task), computed in a process of its own."""
-    # The parent never ran a tensor operation, so there is nothing to inherit; but CUDA does not survive a fork.
-    context = multiprocessing.get_context("fork" if task["device"] == "cpu" else "spawn")
-    with ProcessPoolExecutor(1, context, torch.set_num_threads, (task["threads"],)) as process:
-        return process.submit(function, task).result()
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sources", nargs="+", type=choice("source", SOURCES), default=None, metavar="NAME")
-    parser.add_argument("--mib", type=count, default=2048, help="of embeddings (%(default)s)")
-    parser.add_argument("--dim", type=count, default=2048)
-    parser.add_argument("--batch_size", type=count, default=500)
-    parser.add_argument(
-        "--device", type=present_device, default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)"
-    )
-    parser.add_argument("--threads", type=count, default=os.cpu_count())
-    parser.add_argument(
-        "--folder", type=Path, help="existing folder on the disk to be measured; the system's without it"
-    )
-    add_output_flag(parser, "batch_sources.csv")
-    arguments = parser.parse_args()
+    flags = parser(__doc__, "batch_sources.csv", device="auto", mib=2048, dim=2048, batch_size=500)
+    flags.add_argument("--sources", nargs="+", type=choice("source", SOURCES), default=None, metavar="NAME")
+    flags.add_argument("--folder", type=existing_folder, help="on the disk to be measured; the system's without it")
+    arguments = flags.parse_args()
     rows = arguments.mib * 2**20 // (2 * arguments.dim)
-    device = arguments.device
+    on_gpu = arguments.device.type == "cuda"
     if rows < arguments.batch_size:
-        parser.error(f"--mib must hold a batch of {arguments.batch_size} rows, got {arguments.mib} MiB: {rows} rows")
-    if arguments.folder is not None and not arguments.folder.is_dir():
-        parser.error(f"--folder must exist, got {arguments.folder}")
-    sources = arguments.sources or [name for name in SOURCES if name != "device" or device.type == "cuda"]
-    if "device" in sources and device.type == "cpu":
-        parser.error("the source device needs a GPU: leave it out, or see --device")
-
+        flags.error(f"--mib must hold a batch of {arguments.batch_size} rows, got {arguments.mib} MiB: {rows} rows")
+    sources = arguments.sources or [name for name in SOURCES if name != "device" or on_gpu]
+    if "device" in sources and not on_gpu:
+        flags.error("the source device needs a GPU: leave it out, or see --device")
     size = {"rows": rows, "dim": arguments.dim, "batch": arguments.batch_size}
-    shared = {
-        **size,
-        "device": device_name(device),
-        "threads": arguments.threads,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "git_commit": git_commit(),
-    }
-    table: list[dict[str, Any]] = []
-    print(LINE.format(**{name: HEADINGS.get(name, name) for name in COLUMNS}))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         task = {**size, "pickle": Path(folder, "set.p"), "store": Path(folder, "set.store")}
-        task |= {"device": str(device), "threads": arguments.threads}
-        in_a_process(write_pickle, task)
-        shared["file_mib"] = f"{task['pickle'].stat().st_size / 2**20:.1f}"
+        task |= {"device": str(arguments.device), "threads": arguments.threads}
+        run = partial(in_a_process, cuda=on_gpu)
+        run(write_pickle, task)
+        table, file_mib = Table(COLUMNS, arguments, shown=15), task["pickle"].stat().st_size / 2**20
         for source in ("convert", *dict.fromkeys(sources)):
-            found = in_a_process(make_store if source == "convert" else measure, {**task, "source": source})
-            table.append({**dict.fromkeys(COLUMNS, ""), **shared, "source": source, **found})
-            print(LINE.format(**table[-1]), flush=True)
-    write_table(arguments.output, COLUMNS, table)
-    return 0
+            found = run(make_store if source == "convert" else measure, {**task, "source": source})
+            table.add(source=source, **size, file_mib=f"{file_mib:.1f}", **found)
+    return table.write()
 
 
 if __name__ == "__main__":

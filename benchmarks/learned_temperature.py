@@ -8,23 +8,19 @@ over the seeds. Learned, log beta is a parameter of the same optimizer, which be
 constant does. Writes --output (default results/benchmarks/learned_temperature.csv).
 """
 
-import argparse
 import statistics
 import sys
 
 import torch
 from torch import Tensor
 
-from benchmarks.table import add_output_flag, write_table
+from benchmarks.runner import Table, parser
 from data.embeddings import open_or_fetch
-from experiments.shared.command_line import present_device
-from experiments.shared.cores import usable_cores
-from experiments.shared.environment import device_name, keep_freed_memory
+from experiments.shared.environment import keep_freed_memory
 from models.heads import head
 from topk_losses import METHODS, make_loss
 
 BATCH, N_EPOCHS, LR = 500, 5, 4e-3
-KINDS = ("default", "auto", "learned")
 P_KS = ([0.2] * 5, [0.5, 0, 0, 0, 0.5], [0, 0, 0, 0, 1.0])
 COLUMNS = ("method", "p_k", "inverse_temperature", "top1", "top5", "ended_at", "seeds", "device", "threads", "torch")
 
@@ -54,43 +50,37 @@ def train(data: dict[str, tuple[Tensor, Tensor]], method: str, p_k: list[float],
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-d", "--data_path", required=True, help="a store of embeddings")
+    """Run the benchmark; return the exit status."""
+    flags = parser(__doc__, "learned_temperature.csv")
+    flags.add_argument("-d", "--data_path", required=True, help="a store of embeddings")
     following = [name for name, method in METHODS.items() if method.spread and not method.stochastic]
-    parser.add_argument("--methods", nargs="+", choices=following, default=following)
-    parser.add_argument("--p_k", nargs="+", type=float, help="one P_K; three without it")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--device", type=present_device, default="cpu")
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    add_output_flag(parser, "learned_temperature.csv")
-    arguments = parser.parse_args()
+    flags.add_argument("--methods", nargs="+", choices=following, default=following)
+    flags.add_argument("--p_k", nargs="+", type=float, help="one P_K; three without it")
+    flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments = flags.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
-    device = arguments.device
     try:
         store = open_or_fetch(arguments.data_path)
         if arguments.p_k:
             make_loss(arguments.methods[0], arguments.p_k, store.num_classes)
     except ValueError as error:  # EmbeddingError is one
-        parser.error(str(error))
-    data = {
-        name: (store[name].read(torch.arange(len(store[name]))).float().to(device), store[name].labels().to(device))
-        for name in ("train", "test")
-    }
-    rows = []
+        flags.error(str(error))
+    data = {}
+    for name in ("train", "test"):
+        rows = store[name].read(torch.arange(len(store[name]))).float()
+        data[name] = (rows.to(arguments.device), store[name].labels().to(arguments.device))
+    table = Table(COLUMNS, arguments, shown=6)
     for method in arguments.methods:
         for p_k in [arguments.p_k] if arguments.p_k else P_KS:
             if not p_k[0] and getattr(METHODS[method].operator, "has_zeros", False):
                 continue  # where its mask is zero there is no gradient
-            for kind in KINDS:
+            for kind in ("default", "auto", "learned"):
                 runs = [train(data, method, p_k, kind, seed) for seed in arguments.seeds]
-                shown = [f"{statistics.fmean(each):.4g}" for each in zip(*runs)]
-                place = (len(runs), device_name(device), arguments.threads, torch.__version__)
-                row = dict(zip(COLUMNS, (method, " ".join(f"{p:g}" for p in p_k), kind, *shown, *place)))
-                rows.append(row)
-                print(*(f"{row[name]:>20}" for name in COLUMNS[:6]), flush=True)
-    write_table(arguments.output, COLUMNS, rows)
-    return 0
+                found = dict(zip(("top1", "top5", "ended_at"), map(statistics.fmean, zip(*runs))))
+                shown = " ".join(f"{p:g}" for p in p_k)
+                table.add(method=method, p_k=shown, inverse_temperature=kind, **found, seeds=len(runs))
+    return table.write()
 
 
 if __name__ == "__main__":

@@ -27,8 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,10 @@ import torch
 from moto.server import ThreadedMotoServer
 from torch import Tensor
 
-from benchmarks.table import add_output_flag, write_table
+from benchmarks.runner import Table, existing_folder, in_a_process, parser
 from data.embeddings import LAYOUTS, PUBLISHED_SETS, open_or_fetch
 from data.transfers.object_store import PUBLISHED, PUBLISHED_BUCKET, fetch
-from experiments.shared.command_line import count, positive, present_device
+from experiments.shared.command_line import positive
 from experiments.shared.environment import ROOT, peak_memory_mib
 from topk_losses import METHODS, RELAXATIONS
 
@@ -57,12 +55,6 @@ COLUMNS = (
     *("test_top1", "test_top5", "train_seconds", "seconds", "peak_memory_mib"),
     *("device_name", "threads", "torch_version", "python_version", "git_commit"),
 )
-LINE = "{format:20} {rows:>7} {dim:>5} {num_classes:>7} {file_mib:>8} {download_seconds:>8} {convert_seconds:>7} "
-LINE += "{convert_peak_mib:>7} {method:22} {test_top1:>6} {test_top5:>6} {seconds:>8} {peak_memory_mib:>8}"
-HEADINGS = {
-    **{"num_classes": "classes", "file_mib": "MiB", "download_seconds": "download", "convert_seconds": "convert"},
-    **{"convert_peak_mib": "MiB", "test_top1": "top-1", "test_top5": "top-5", "peak_memory_mib": "peak MiB"},
-}
 
 
 @dataclass(frozen=True)
@@ -135,22 +127,13 @@ def serve(sets: dict[str, tuple[int, int]], folder: Path, channel: Any) -> None:
     server.stop()
 
 
-def in_a_process(function: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
-    """Return function(*arguments), computed in a process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
-        return process.submit(function, *arguments).result()
-
-
 def downloaded(name: str, address: str, cache: Path) -> dict[str, str]:
     """Download one set, and return what that took."""
     start = time.perf_counter()
     file = fetch(name, cache, endpoint_url=address, progress=False)
     seconds = time.perf_counter() - start
-    return {
-        "file_mib": f"{file.stat().st_size / 2**20:.1f}",
-        "download_seconds": f"{seconds:.3g}",
-        "download_peak_mib": f"{peak_memory_mib(CPU):.0f}",
-    }
+    size, peak = f"{file.stat().st_size / 2**20:.1f}", f"{peak_memory_mib(CPU):.0f}"
+    return {"file_mib": size, "download_seconds": f"{seconds:.3g}", "download_peak_mib": peak}
 
 
 def converted(name: str, address: str, cache: Path) -> dict[str, Any]:
@@ -173,10 +156,9 @@ def fine_tuned(name: str, method: str, address: str, folder: Path, arguments: ar
     """Train a head with the script, and return what it recorded. Raises RuntimeError with what it said."""
     results = folder / f"{name}-{method}.csv"
     command = [sys.executable, ROOT / "experiments" / FORMATS[name].script, "-d", name, "--method", method]
-    command += ["--endpoint_url", address, "--cache_dir", folder, "--results", results]
-    command += ["--device", str(arguments.device)]
-    command += ["--n_epochs", arguments.n_epochs, "--lr", arguments.lr, "--eval_freq", 10**6]
-    command += ["--threads", arguments.threads]
+    command += ["--endpoint_url", address, "--cache_dir", folder, "--results", results, "--eval_freq", 10**6]
+    for flag in ("device", "n_epochs", "lr", "threads"):
+        command += [f"--{flag}", getattr(arguments, flag)]
     command += ["--p_k", *P_K] if method in RELAXATIONS else []
     start = time.perf_counter()
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
@@ -186,42 +168,28 @@ def fine_tuned(name: str, method: str, address: str, folder: Path, arguments: ar
     with open(results, newline="", encoding="utf-8") as file:
         (row,) = csv.DictReader(file)
     return {
-        "method": method,
-        **{
-            column: row[column]
-            for column in ("p_k", "n_epochs", "lr", "device_name", "torch_version", "python_version")
-        },
+        **{name: row[name] for name in ("method", "p_k", "n_epochs", "lr", "device_name", "git_commit")},
+        **{name: row[name] for name in ("torch_version", "python_version")},
         **{column: f"{float(row[column]):.4f}" for column in ("test_top1", "test_top5")},
         **{column: f"{float(row[column]):.5g}" for column in ("train_seconds", "peak_memory_mib")},
         "seconds": f"{seconds:.3g}",
-        "git_commit": row["git_commit"],
     }
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS_SHOWN))
-    parser.add_argument("--n_epochs", type=count, default=2)
-    parser.add_argument("--lr", type=positive, default=1e-3, help="learning rate (%(default)s)")
-    parser.add_argument("--rows_share", type=positive, default=0.02, help="of ImageNet-1K's rows (%(default)s)")
-    parser.add_argument("--rows_21k", type=count, default=50_000, help="training rows of the 21K-P set (%(default)s)")
-    parser.add_argument(
-        "--device", type=present_device, default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)"
-    )
-    parser.add_argument("--threads", type=count, default=os.cpu_count())
-    parser.add_argument("--folder", type=Path, help="existing folder for files and stores; the system's without it")
-    add_output_flag(parser, "published_formats.csv")
-    arguments = parser.parse_args()
+    flags = parser(__doc__, "published_formats.csv", device="auto", n_epochs=2, rows_21k=50_000)
+    flags.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    flags.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS_SHOWN))
+    flags.add_argument("--lr", type=positive, default=1e-3, help="learning rate (%(default)s)")
+    flags.add_argument("--rows_share", type=positive, default=0.02, help="of ImageNet-1K's rows (%(default)s)")
+    flags.add_argument("--folder", type=existing_folder, help="for files and stores; the system's without it")
+    arguments = flags.parse_args()
     sets = {name: rows_of(name, arguments) for name in dict.fromkeys(arguments.formats)}
-    if arguments.folder is not None and not arguments.folder.is_dir():
-        parser.error(f"--folder must exist, got {arguments.folder}")
     if min(rows for rows, _ in sets.values()) < 600:  # a batch of 500, and 5% that validate
-        parser.error(f"--rows_share and --rows_21k must leave 600 training rows or more, got {sets}")
+        flags.error(f"--rows_share and --rows_21k must leave 600 training rows or more, got {sets}")
 
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"  # a proxy would not reach the loopback
-    table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)
         context = multiprocessing.get_context("fork")  # this process runs no tensor operation: nothing to inherit
@@ -230,18 +198,14 @@ def main() -> int:
         server.start()
         there.close()
         address = here.recv()
-        print(LINE.format(**{name: HEADINGS.get(name, name) for name in COLUMNS}))
+        table = Table(COLUMNS, arguments, shown=16)
         for name in sets:
-            data = {"format": name, "threads": arguments.threads}
-            data |= in_a_process(downloaded, name, address, folder)
-            data |= in_a_process(converted, name, address, folder)
+            data = in_a_process(downloaded, name, address, folder) | in_a_process(converted, name, address, folder)
             for method in dict.fromkeys(arguments.methods):
-                table.append({**data, **fine_tuned(name, method, address, folder, arguments)})
-                print(LINE.format(**table[-1]), flush=True)
+                table.add(format=name, **data, **fine_tuned(name, method, address, folder, arguments))
         here.send("stop")
         server.join()
-    write_table(arguments.output, COLUMNS, table)
-    return 0
+    return table.write()
 
 
 if __name__ == "__main__":

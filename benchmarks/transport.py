@@ -9,20 +9,14 @@ and others count iterations likewise. One forward and backward pass of the true 
 passes that take turns with ours. Prints a table and writes --output (default results/benchmarks/transport.csv).
 """
 
-import argparse
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks.losses import parse_size
-from benchmarks.table import add_output_flag, write_table
-from experiments.shared.command_line import present_device
-from experiments.shared.environment import device_name
+from benchmarks.runner import Table, parser, ratio, size, take_turns
 from topk_losses import SinkhornSort, SortedSoftTopK
 from topk_losses.transport import whiten_and_squash
 
@@ -42,57 +36,34 @@ def anchors_of(method: str, n: int) -> tuple[Tensor, Tensor]:
     return torch.linspace(1, 0, len(sizes)), sizes / n
 
 
-def unrolled(logits: Tensor, labels: Tensor, anchors: Tensor, mass: Tensor, epsilon: float, iterations: int) -> Tensor:
-    """P[1..K, y] (batch, K) after so many Sinkhorn iterations, each one update of either potential."""
-    n = logits.shape[1]
-    x = whiten_and_squash(logits)
+def sinkhorn(x: Tensor, anchors: Tensor, mass: Tensor, epsilon: float, iterations: int) -> tuple[Tensor, int | None]:
+    """The transport plan (batch, n, A) of x (batch, n) after so many iterations, each one update of either potential,
+    and the first of them before which the anchors' masses were off by at most the tolerance; None if there was none.
+
+    Without gradients it ends there.
+    """
     negative_cost = -((x.unsqueeze(2) - anchors) ** 2) / epsilon  # (batch, n, A)
-    g = torch.zeros(len(logits), 1, len(anchors), device=logits.device)
-    for _ in range(iterations):
-        f = -torch.logsumexp(negative_cost + g, 2, keepdim=True) - torch.log(torch.tensor(float(n)))  # (batch, n, 1)
-        g = mass.log() - torch.logsumexp(negative_cost + f, 1, keepdim=True)  # (batch, 1, A)
-    plan = (negative_cost + f + g).exp()  # (batch, n, A)
-    return n * plan[torch.arange(len(labels), device=labels.device), labels, :K]
-
-
-@torch.no_grad()
-def iterations_needed(logits: Tensor, anchors: Tensor, mass: Tensor, epsilon: float) -> int | None:
-    """Iterations until the anchors' masses are off by at most the tolerance; None if too many."""
-    n = logits.shape[1]
-    negative_cost = -((whiten_and_squash(logits).unsqueeze(2) - anchors) ** 2) / epsilon
-    g = torch.zeros(len(logits), 1, len(anchors), device=logits.device)
-    for iteration in range(1, MOST_ITERATIONS + 1):
-        f = -torch.logsumexp(negative_cost + g, 2, keepdim=True) - torch.log(torch.tensor(float(n)))
+    g, reached = torch.zeros(len(x), 1, len(anchors), device=x.device), None
+    for iteration in range(1, iterations + 1):
+        f = -torch.logsumexp(negative_cost + g, 2, keepdim=True) - torch.log(torch.tensor(float(x.shape[1])))
         column = torch.logsumexp(negative_cost + f, 1, keepdim=True)  # (batch, 1, A), log mass of each anchor over e^g
-        error = ((column + g).exp() / mass - 1).abs().max()
+        if not torch.is_grad_enabled() and ((column + g).exp() / mass - 1).abs().max() <= TOLERANCE:
+            reached = iteration
+            break
         g = mass.log() - column
-        if error <= TOLERANCE:
-            return iteration
-    return None
+    return (negative_cost + f + g).exp(), reached
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = ["128x16", "500x16", "500x50", "128x100"]
-    parser.add_argument("--methods", nargs="+", choices=OPERATORS, default=list(OPERATORS))
-    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(size) for size in sizes])
-    parser.add_argument("--device", type=present_device, default="cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--repeats", type=int, default=5)
-    add_output_flag(parser, "transport.csv")
-    arguments = parser.parse_args()
+    """Run the benchmark; return the exit status."""
+    flags = parser(__doc__, "transport.csv", repeats=5)
+    sizes = [size("BATCHxN")(each) for each in ("128x16", "500x16", "500x50", "128x100")]
+    flags.add_argument("--methods", nargs="+", choices=OPERATORS, default=list(OPERATORS))
+    flags.add_argument("--sizes", nargs="+", type=size("BATCHxN"), default=sizes)
+    arguments = flags.parse_args()
     torch.set_num_threads(arguments.threads)
     device = arguments.device
-
-    def seconds(function: Callable[[Tensor], Tensor], logits: Tensor) -> float:
-        start = time.perf_counter()
-        logits.grad = None
-        function(logits).sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    rows = []
+    table = Table(COLUMNS, arguments, shown=11)
     for batch, n, _ in arguments.sizes:
         for method in arguments.methods:
             torch.manual_seed(0)
@@ -101,33 +72,37 @@ def main() -> int:
             operator = OPERATORS[method].to(device)
             temperature = operator.inverse_temperature
             anchors, mass = (each.to(device) for each in anchors_of(method, n))
-            iterations = iterations_needed(logits, anchors, mass, 1 / temperature)
-            row = dict.fromkeys(COLUMNS, "")
-            row.update(method=method, batch=batch, n=n, k=K, inverse_temperature=f"{temperature:g}")
-            row.update(device=device_name(device), threads=arguments.threads, torch=torch.__version__)
+            settings = (anchors, mass, 1 / temperature)
+            with torch.no_grad():
+                _, iterations = sinkhorn(whiten_and_squash(logits), *settings, MOST_ITERATIONS)
 
-            def ours(x: Tensor, operator=operator, labels=labels) -> Tensor:
-                return operator.rank_probabilities(x, labels)
+            def ours(logits: Tensor, operator=operator, labels=labels) -> Tensor:
+                return operator.rank_probabilities(logits, labels)
 
-            def plain(x: Tensor, settings=(labels, anchors, mass, 1 / temperature, iterations)) -> Tensor:
-                return unrolled(x, *settings)
+            def plain(logits: Tensor, n=n, labels=labels, settings=settings, iterations=iterations) -> Tensor:
+                plan, _ = sinkhorn(whiten_and_squash(logits), *settings, iterations)
+                return n * plan[torch.arange(len(labels), device=labels.device), labels, :K]  # (batch, K)
 
+            def one_pass(column: Callable[[Tensor], Tensor], logits: Tensor = logits) -> None:
+                logits.grad = None
+                column(logits).sum().backward()
+
+            row = {"method": method, "batch": batch, "n": n, "k": K, "inverse_temperature": f"{temperature:g}"}
             contestants = [ours] if iterations is None else [ours, plain]
-            times = [[seconds(each, logits) for each in contestants] for _ in range(arguments.repeats + 1)][1:]
-            medians = [1e3 * statistics.median(each) for each in zip(*times)]
-            row["ms"] = f"{medians[0]:.4g}"
+            calls = {
+                column.__name__: lambda column=column, one_pass=one_pass: one_pass(column) for column in contestants
+            }
+            times = take_turns(calls, arguments.repeats, 1, arguments.threads)
+            row["ms"] = statistics.median(times["ours"])
             if iterations is None:
                 row["note"] = f"plain Sinkhorn: not within {MOST_ITERATIONS} iterations"
             else:
-                row["unrolled_ms"] = f"{medians[1]:.4g}"
-                row["unrolled_over_ours"] = f"{statistics.median(b / a for a, b in times):.4g}"
+                row["unrolled_ms"] = statistics.median(times["plain"])
+                row["unrolled_over_ours"] = ratio(times["plain"], times["ours"])
                 row["unrolled_iterations"] = iterations
-                with torch.no_grad():
-                    row["largest_difference"] = f"{(ours(logits) - plain(logits)).abs().max().item():.1e}"
-            rows.append(row)
-            print("  ".join(f"{name} {row[name]}" for name in COLUMNS[:11] if row[name] != ""), flush=True)
-    write_table(arguments.output, COLUMNS, rows)
-    return 0
+                row["largest_difference"] = f"{(ours(logits) - plain(logits)).abs().max().item():.1e}"
+            table.add(**row)
+    return table.write()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ import torchvision
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 from torchvision.models import MaxVit, VisionTransformer
-from torchvision.transforms._presets import ImageClassification
 
 LIBRARIES = ("timm", "torchvision")
 
@@ -240,12 +239,9 @@ def _torchvision_backbone(name: str, weights: str | Path, resolution: int | None
         network,
         dim=dim,
         resolution=resolution,
-        transform=ImageClassification(
-            crop_size=resolution,
-            resize_size=round(preset.resize_size[0] * resolution / native),  # the same share is cropped away
-            mean=tuple(preset.mean),
-            std=tuple(preset.std),
-            interpolation=preset.interpolation,
+        # The same share is cropped away.
+        transform=published.transforms(
+            crop_size=resolution, resize_size=round(preset.resize_size[0] * resolution / native)
         ),
         heads=(head,),
     )
@@ -260,10 +256,9 @@ def _downloading(name: str, address: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # four libraries are at work below, each with exceptions of its own
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise WeightsError(
-            f"the pretrained weights of {name} could not be had ({reason}). To place them by hand, download {address} "
-            "where there is a network and give --weights FILE; or take --weights none"
+            f"the pretrained weights of {name} could not be had ({_first_line(error)}). To place them by hand, "
+            f"download {address} where there is a network and give --weights FILE; or take --weights none"
         ) from error
     finally:
         logger.setLevel(before)
@@ -271,54 +266,33 @@ def _downloading(name: str, address: str) -> Iterator[None]:
 
 def _load_weights(network: nn.Module, path: Path, name: str, heads: Sequence[str]) -> None:
     """Load a state dict from a file in place; the classifier's tensors, `heads`, count on neither side."""
-    found = _read_weights(path)
-    own = network.state_dict()
-    wanted = {key for key in own if not _belongs_to(key, heads)}
-    given = {key for key in found if not _belongs_to(key, heads)}
-    problems = {
-        # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
-        "missing": [key for key in sorted(wanted - given) if not key.endswith("num_batches_tracked")],
-        "not in the network": sorted(given - wanted),
-        "of another shape": [
-            f"{key} {tuple(found[key].shape)} where {tuple(own[key].shape)} is expected"
-            for key in sorted(wanted & given)
-            if found[key].shape != own[key].shape
-        ],
-    }
-    if any(problems.values()):
-        listed = "; ".join(
-            f"{len(keys)} {kind}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
-            for kind, keys in problems.items()
-            if keys
-        )
-        raise WeightsError(f"the weights in {path} do not fit {name} ({listed}): take those of this network")
-    network.load_state_dict({key: found[key] for key in wanted & given}, strict=False)
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """The state dict in a file, out of the wrappings that training scripts put around it."""
+    if not path.is_file():
+        raise WeightsError(f"there is no file {path}: --weights is pretrained, none, or the path of a state dict")
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found = load_file(path)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise WeightsError(
-            f"there is no file {path}: --weights is pretrained, none, or the path of a state dict"
-        ) from None
+        found = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
+        found = {key: value for key, value in found.items() if not _belongs_to(key, heads)}
     except Exception as error:  # zip, pickle and safetensors fail with many kinds of errors on a file that is none
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise WeightsError(f"{path} is not a state dict of tensors alone ({reason}): save model.state_dict()") from None
-    for wrapping in ("state_dict", "model"):
-        if isinstance(found, dict) and isinstance(found.get(wrapping), dict):
-            found = found[wrapping]
-    if not (isinstance(found, dict) and found and all(isinstance(value, Tensor) for value in found.values())):
-        raise WeightsError(f"{path} is not a state dict, names with tensors: save model.state_dict()")
-    if all(key.startswith("module.") for key in found):  # of DataParallel
-        found = {key.removeprefix("module."): value for key, value in found.items()}
-    return found
+        raise WeightsError(
+            f"{path} is not a state dict of tensors alone ({_first_line(error)}): save model.state_dict()"
+        ) from None
+    try:
+        missing, unknown = network.load_state_dict(found, strict=False)
+    except (RuntimeError, TypeError) as error:
+        words = str(error).splitlines()[-1].strip(" \t.")
+        raise WeightsError(f"the weights in {path} do not fit {name} ({words}): take those of this network") from None
+    # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
+    missing = [key for key in missing if not (_belongs_to(key, heads) or key.endswith("num_batches_tracked"))]
+    listed = "; ".join(
+        f"{len(keys)} {kind}: {', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''}"
+        for kind, keys in (("missing", missing), ("not in the network", unknown))
+        if keys
+    )
+    if listed:
+        raise WeightsError(f"the weights in {path} do not fit {name} ({listed}): take those of this network")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _belongs_to(key: str, modules: Sequence[str]) -> bool:

@@ -29,30 +29,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 
 from data import program
 from data.file_lock import held_or_refused
 from experiments.shared.cores import usable_cores
-from scripts.sweeping.sweep import (
-    ROOT,
-    Progress,
-    Row,
-    Stop,
-    SweepError,
-    ending,
-    read_rows,
-    recorded_rows,
-    signal_group,
-    start_row,
-    summarise,
-    tail,
-    thread_settings,
-)
+from scripts.sweeping.slurm import FLAGS, run_on_slurm
+from scripts.sweeping.sweep import ROOT, Progress, Row, SweepError, read_rows, recorded_rows, start_row, tail
 
 POLL_SECONDS = 0.1
 # Before the next attempt: time for a row whose launcher was killed to end, and to let go of its run folder.
@@ -61,6 +47,7 @@ RETRY_SECONDS = 3
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the launcher's flags, and the words that are added to every row. Raises CommandLineError."""
+    number = program.whole_number
     parser = program.Parser(
         prog="launch.py",
         description="Run the command lines on standard input. Other arguments are added to every line.",
@@ -69,29 +56,24 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--logs", type=program.path, metavar="FOLDER", help="of the rows' logs (results/logs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number, no more")
     parser.add_argument("--status", action="store_true", help="print where each row stands, no more")
-    parser.add_argument("--retries", type=program.whole_number(0), default=1, help="of a failed row (%(default)s)")
+    parser.add_argument("--retries", type=number(0), default=1, help="of a failed row (%(default)s)")
     here = parser.add_argument_group("on this machine")
-    here.add_argument(
-        "--jobs", type=program.whole_number(1), help="rows at once (one per visible GPU, or 1 without GPUs)"
-    )
+    here.add_argument("--jobs", type=number(1), help="rows at once (one per visible GPU, or 1 without GPUs)")
     here.add_argument("--row-per-core", action="store_true", help="without --jobs and GPUs: as many rows as cores")
-    here.add_argument(
-        "--per-gpu", type=program.whole_number(1), default=1, help="rows at once on one GPU (%(default)s)"
-    )
+    here.add_argument("--per-gpu", type=number(1), default=1, help="rows at once on one GPU (%(default)s)")
     slurm = parser.add_argument_group("as a Slurm job array")
-    slurm.add_argument("--slurm", action="store_true", help="submit the rows; the flags below belong to it")
+    slurm.add_argument("--slurm", action="store_true", help="submit the rows; the flags below go to sbatch")
     slurm.add_argument("--partition", help="the cluster's default without it")
-    slurm.add_argument("--time", type=minutes, metavar="[D-]H:M:S|M", help="limit; the row is requeued there (4:00:00)")
-    slurm.add_argument("--gpus-per-task", type=program.whole_number(0), help="(1, or 0 where the partition has no GPU)")
-    slurm.add_argument("--cpus-per-task", type=program.whole_number(1), help="the cluster's default without it")
-    slurm.add_argument("--array-limit", type=program.whole_number(1), help="rows at once (as many as there are)")
-    slurm.add_argument("--wait", action="store_true", help="follow the rows to the end, and sum up")
+    slurm.add_argument("--time", help="limit; the row is requeued there (4:00:00)")
+    slurm.add_argument("--gpus-per-task", type=number(0), help="(1, or 0 where the partition has no GPU)")
+    slurm.add_argument("--cpus-per-task", type=number(1), help="the cluster's default without it")
+    slurm.add_argument("--array-limit", type=number(1), help="rows at once (as many as there are)")
+    slurm.add_argument("--wait", action="store_true", help="until the rows have ended, and sum up")
 
     argv = list(argv)
     split = argv.index("--") if "--" in argv else len(argv)
     args, extra = parser.parse_known_args(argv[:split])
-    only_slurm = ("partition", "time", "gpus_per_task", "cpus_per_task", "array_limit", "wait")
-    for flag in ("jobs",) if args.slurm else only_slurm:
+    for flag in ("jobs",) if args.slurm else FLAGS:
         if getattr(args, flag) not in (None, False):
             raise SweepError(f"--{flag.replace('_', '-')} goes {'without' if args.slurm else 'with'} --slurm")
     return args, extra + argv[split + 1 :]
@@ -104,26 +86,14 @@ def name_of_a_sweep(text: str) -> str:
     return text
 
 
-def minutes(text: str) -> int:
-    """Argument type: a time limit as Slurm writes it -> whole minutes, rounded up."""
-    days, dash, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdecimal() for part in (*parts, days or "0")) or len(parts) > 3:
-        raise argparse.ArgumentTypeError(f"must be minutes, H:M:S or D-H:M:S, got {text!r}")
-    numbers = [int(part) for part in parts]
-    if dash or len(numbers) == 3:
-        hours, mins, seconds = (*numbers, 0, 0)[:3]  # D-H, D-H:M, D-H:M:S, H:M:S
-    else:
-        hours, (mins, seconds) = 0, (*numbers, 0)[:2]  # M, M:S
-    total = (int(days or 0) * 24 + hours) * 60 + mins + (seconds > 0)
-    if total < 1:
-        raise argparse.ArgumentTypeError(f"must be at least one minute, got {text!r}")
-    return total
-
-
 def launch(argv: Sequence[str]) -> int:
     """Run a sweep; return the exit status. Raises SweepError before anything was started."""
-    args, extra = parse_arguments(argv)
+    try:
+        args, extra = parse_arguments(argv)
+    except program.CommandLineError:
+        if not sys.stdin.isatty():
+            sys.stdin.read()  # what writes the rows shall not find the pipe closed
+        raise
     if sys.stdin.isatty():
         raise SweepError("rows are read from standard input: pipe command lines in, or call scripts/table1.sh, say")
     logs = (args.logs or ROOT / "results" / "logs" / args.name).absolute()
@@ -132,9 +102,12 @@ def launch(argv: Sequence[str]) -> int:
         print("\n".join(row.command for row in rows))
         print(f"# {len(rows)} rows")
         return 0
-
     if args.status:
-        print_status(rows)
+        recorded = recorded_rows(rows)
+        for row in rows:
+            stands = "recorded" if row in recorded else tail(row.log)[-1] if row.log.exists() else "waiting"
+            print(f"{row.name}: {stands}")
+        print(f"# {len(recorded)} of {len(rows)} rows recorded")
         return 0
 
     gpus = visible_gpus()
@@ -145,39 +118,23 @@ def launch(argv: Sequence[str]) -> int:
             f"--jobs {jobs} is more than {len(gpus)} visible GPUs x --per-gpu {args.per_gpu}; raise --per-gpu, "
             "or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    with only_launcher(logs):
+    busy = "another launcher runs this sweep (another --name is another sweep)"
+    with held_or_refused(logs / "launch.lock", SweepError, busy, "the folder of logs"):
         recorded = recorded_rows(rows)
-        to_run = [row for row in rows if row.number not in recorded]
+        to_run = [row for row in rows if row not in recorded]
         print(f"{args.name}: {len(rows)} rows, {len(recorded)} already recorded; logs in {logs}", flush=True)
-        progress = Progress(args.name, to_run)
-        with stop_signals() as stop:
-            if not to_run:
-                pass
-            elif args.slurm:
-                # Imported here: submitit is needed by nobody else.
-                from scripts.sweeping.slurm_array import run_on_slurm
-
-                if not run_on_slurm(to_run, args, logs, progress, stop):
-                    progress.close()
+        with stop_signals() as received, Progress(args.name, to_run) as progress:
+            if args.slurm and to_run:
+                run_on_slurm(to_run, args, logs, progress, received)
+                if not args.wait:
                     return 0
-            else:
-                run_here(to_run, jobs, gpus, args.retries, progress, stop)
-        progress.close()
-    left = len(to_run) - len(progress.done) - len(progress.failed)
-    status = summarise(args.name, progress, len(rows), len(recorded), left)
-    if stop.numbers:
+            elif to_run:
+                run_here(to_run, jobs, gpus, args.retries, progress, received)
+    status = progress.summarise(len(rows), len(recorded))
+    if received:
         print("stopped: the same call continues where it stopped", file=sys.stderr)
-        return 128 + stop.numbers[0]
+        return 128 + received[0]
     return status
-
-
-def print_status(rows: Sequence[Row]) -> None:
-    """Print of each row that it is recorded, or the last line of its log, or that it waits; and how many are done."""
-    recorded = recorded_rows(rows)
-    for row in rows:
-        stands = "recorded" if row.number in recorded else tail(row.log)[-1] if row.log.exists() else "waiting"
-        print(f"{row.name}: {stands}")
-    print(f"# {len(recorded)} of {len(rows)} rows recorded")
 
 
 def visible_gpus() -> list[str]:
@@ -194,92 +151,82 @@ def visible_gpus() -> list[str]:
     return done.stdout.split() if done.returncode == 0 else []
 
 
-def only_launcher(logs: Path) -> AbstractContextManager[None]:
-    """Hold the sweep against a second launcher. Raises SweepError."""
-    busy = "another launcher runs this sweep (another --name is another sweep)"
-    return held_or_refused(logs / "launch.lock", SweepError, busy, "the folder of logs")
-
-
 @contextmanager
-def stop_signals() -> Iterator[Stop]:
+def stop_signals() -> Iterator[list[int]]:
     """Collect Ctrl-C, SIGTERM and, unless nohup ignores it, SIGHUP, in place of being ended by them."""
-    stop = Stop()
+    received: list[int] = []
     wanted = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         wanted.append(signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, _: stop.numbers.append(number)) for number in wanted}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in wanted}
     try:
-        yield stop
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@dataclass
-class Running:
-    """A row that has a process."""
-
-    row: Row
-    attempt: int
-    gpu: str | None
-    process: subprocess.Popen
-
-
-def run_here(rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, progress: Progress, stop: Stop) -> None:
+def run_here(
+    rows: Sequence[Row], jobs: int, gpus: Sequence[str], retries: int, progress: Progress, received: list[int]
+) -> None:
     """Run the rows, `jobs` at once, until all have ended, or until those that ran when it was stopped have."""
     # Of `jobs`, not of the rows that are left: a row that is continued must compute with as many threads as before.
-    threads = max(1, usable_cores() // jobs)
-    waiting = [(row, 1, 0.0) for row in rows]  # row, attempt, not before this time
-    running: list[Running] = []
-    passed_on = 0
+    threads = str(max(1, usable_cores() // jobs))
+    running: dict[subprocess.Popen, str | None] = {}  # and its GPU
+    lock, stopped = threading.Lock(), threading.Event()  # no process starts between the signal and its passing on
 
-    def failed(row: Row, attempt: int, how: str) -> None:
-        if attempt <= retries:
-            progress.say(f"failed, to be tried again ({how}): {row.name}")
-            waiting.append((row, attempt + 1, time.monotonic() + RETRY_SECONDS))
-        else:
-            progress.row_failed(row, how)
-
-    while running or (waiting and not stop.numbers):
-        # Start.
-        while len(running) < jobs and not stop.numbers:
-            ready = next((each for each in waiting if each[2] <= time.monotonic()), None)
-            if ready is None:
-                break
-            waiting.remove(ready)
-            row, attempt, _ = ready
-            gpu = min(gpus, key=lambda name: sum(each.gpu == name for each in running)) if gpus else None
-            settings = thread_settings(row, threads) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
+    def attempt(row: Row, number: int) -> str:
+        """Run a row once; return how it failed, "" if it did not."""
+        with lock:
+            if stopped.is_set():
+                return "not started"
+            gpu = min(gpus, key=list(running.values()).count) if gpus else None
+            settings = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+            if "--threads" not in row.words:
+                settings |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
             try:
-                process = start_row(row, attempt, retries + 1, settings)
+                process = start_row(row, f"attempt {number} of {retries + 1}", settings)
             except OSError as error:  # no such program, or no room for its log
-                failed(row, attempt, f"it cannot be started: {error}")
-                continue
-            running.append(Running(row, attempt, gpu, process))
-            progress.say(f"started: {row.name}" + (f" (attempt {attempt})" if attempt > 1 else ""))
+                return f"it cannot be started: {error}"
+            running[process] = gpu
+        progress.say(f"started: {row.name}" + (f" (attempt {number})" if number > 1 else ""))
+        status = process.wait()
+        with lock:
+            del running[process]
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}" if status else ""
 
-        # Pass signals on: Ctrl-C as such, the next one harder.
-        while passed_on < len(stop.numbers):
-            number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[min(passed_on, 2)]
-            passed_on += 1
-            progress.say(f"stopping: {number.name} to {len(running)} running rows, waiting for them to end")
-            for each in running:
-                signal_group(each.process, number)
+    def run(row: Row) -> None:
+        for number in range(1, retries + 2):
+            how = attempt(row, number)
+            if not how:
+                progress.row_done(row)
+                return
+            if stopped.is_set():
+                if how != "not started":
+                    progress.say(f"stopped: {row.name}")
+                return
+            if number <= retries:
+                progress.say(f"failed, to be tried again ({how}): {row.name}")
+                stopped.wait(RETRY_SECONDS)
+        progress.row_failed(row, how)
 
-        # Collect.
-        for each in list(running):
-            status = each.process.poll()
-            if status is None:
-                continue
-            running.remove(each)
-            if status == 0:
-                progress.row_done(each.row)
-            elif stop.numbers:
-                progress.say(f"stopped: {each.row.name}")
-            else:
-                failed(each.row, each.attempt, ending(status))
-        progress.refresh(len(running))
-        time.sleep(POLL_SECONDS)
+    passed_on = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run, row) for row in rows]
+        while wait(futures, POLL_SECONDS).not_done:
+            while passed_on < len(received):  # Ctrl-C as such, the next one harder
+                number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[min(passed_on, 2)]
+                passed_on += 1
+                with lock:
+                    stopped.set()
+                    progress.say(f"stopping: {number.name} to {len(running)} running rows, waiting for them to end")
+                    for process in running:
+                        with suppress(ProcessLookupError):  # it has just ended
+                            os.killpg(process.pid, number)
+            progress.refresh(len(running))
+    progress.refresh(0)
+    for future in futures:
+        future.result()  # raises what a thread raised
 
 
 def main(argv: Sequence[str] | None = None) -> int:

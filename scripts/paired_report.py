@@ -14,23 +14,26 @@ if __name__ == "__main__":
 
     program.begin()
 
-import statistics
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
 from scipy import stats
 
 from data import program
 from data.program import CommandLineError
-from scripts.reporting.plain_report import Row, markdown, mean_std, rows_of, run
+from scripts.reporting.results import ARMS, Row, check, float_of, markdown, mean_std, results_of, run
 from topk_losses import METHODS
 
-CONTROL = "cross_entropy"
-# What makes a line of the tables; in whatever else is neither that, nor measured, nor of the machine, all rows agree.
-OF_AN_ARM = (
-    *("arm", "method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "nll_weight"),
+CONTROL = "cross-entropy"
+NEEDED = (
+    *("arm", "method", "seed", "dataset", "train_words", "test_words", "max_letters", "pretrain_updates", "n_updates"),
+    *("batch_size", "beam_size", "hidden_dim", "test_forced_accuracy", "test_free_accuracy"),
 )
-OF_A_RUN = ("seed", "device", "threads", "eval_freq")
+# What makes a line of the tables; in whatever else is neither that, nor measured, nor of the machine, all rows agree.
+APART = (
+    *("arm", "method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "nll_weight"),
+    *("seed", "device", "threads", "eval_freq"),
+)
 RATES = {
     **{f"test_wer_beam{K}": f"WER, beam {K}" for K in (1, 4, 8)},
     **{f"test_per_beam{K}": f"PER, beam {K}" for K in (1, 4, 8)},
@@ -39,92 +42,76 @@ RATES = {
 CONFIDENCE = 0.95
 
 
-def arms_of(path: Path) -> dict[str, dict[str, Row]]:
-    """Return the rows by arm (its name as shown, the control first) and seed. Raises CommandLineError, RecordError."""
-    rows = rows_of(path, "experiments/train_beam_search.py", "arm", (*OF_AN_ARM, *OF_A_RUN))
-    order = [CONTROL, "retain", "soft_beam"]
-    rows.sort(key=lambda row: (order.index(row["arm"]), list(METHODS).index(row["method"]), int(row["seed"])))
-    arms: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        arms.setdefault(shown_arm(row), {})[row["seed"]] = row
-    if sum(map(len, arms.values())) < len(rows):
-        raise CommandLineError(f"{path} has rows of one arm and seed that differ in a setting which is not shown")
-    return arms
+def rows_of(path: Path) -> list[Row]:
+    """Return the rows, the control's first. Raises CommandLineError, RecordError."""
+    rows = results_of(path, "experiments/train_beam_search.py", NEEDED, APART, ("inverse_temperature",))
+    if len({len(row[f"test_{kind}_accuracy"].split()) for row in rows for kind in ("forced", "free")}) > 1:
+        raise CommandLineError(f"{path} has test_forced_accuracy or test_free_accuracy of another number of positions")
+    return sorted(rows, key=lambda row: (ARMS.index(row["arm"]), list(METHODS).index(row["method"]), int(row["seed"])))
 
 
 def shown_arm(row: Row) -> str:
     """The arm in words: "soft beam, softsort, β 1"."""
-    if row["arm"] == CONTROL:
-        return "cross-entropy"
-    return f"{row['arm'].replace('_', ' ')}, {row['method']}, β {float(row['inverse_temperature']):g}"
-
-
-def paired_difference(
-    arm: Mapping[str, Row], control: Mapping[str, Row], column: str
-) -> tuple[float, float, int] | None:
-    """Mean of arm - control over the seeds of both, half the width of its interval, and how many; None below 2."""
-    differences = [float(row[column]) - float(control[seed][column]) for seed, row in arm.items() if seed in control]
-    if len(differences) < 2:
-        return None
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
-    return statistics.fmean(differences), quantile * error, len(differences)
+    if row["arm"] == "cross_entropy":
+        return CONTROL
+    beta = float_of(cell := row["inverse_temperature"])
+    return f"{row['arm'].replace('_', ' ')}, {row['method']}, β {cell if beta is None else f'{beta:g}'}"
 
 
 def tables(path: Path) -> str:
     """Return the three tables as Markdown. Raises CommandLineError, RecordError."""
-    arms = arms_of(path)
-    first = next(iter(next(iter(arms.values())).values()))
-    rates = {column: told for column, told in RATES.items() if first.get(column)}
+    rows = rows_of(path)
+    first, rates = rows[0], [column for column in RATES if any(row.get(column) for row in rows)]
+    check(path, rows, rates)  # what one row has, all have
+    runs = pd.DataFrame(rows).assign(arm=[shown_arm(row) for row in rows]).set_index(["arm", "seed"])
+    if runs.index.has_duplicates:
+        raise CommandLineError(f"{path} has rows of one arm and seed that differ in a setting which is not shown")
     parts = [
         f"{path.name}: {first['dataset']}, {first['train_words']} training and {first['test_words']} test words of up "
         f"to {first['max_letters']} letters; {first['pretrain_updates']} updates of pretraining, then "
         f"{first['n_updates']} of each arm, {first['batch_size']} words each; training beam of {first['beam_size']}, "
         f"hidden size {first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts."
     ]
-    by_arm = {arm: list(runs.values()) for arm, runs in arms.items()}
-    cells = [[mean_std([100 * float(row[column]) for row in rows]) for column in rates] for rows in by_arm.values()]
-    seeds = [str(len(rows)) for rows in by_arm.values()]
-    parts.append(markdown(["arm", *rates.values(), "seeds"], [[*row] for row in zip(arms, *zip(*cells), seeds)]))
+    values = 100 * runs[rates].astype(float)
+    shown = values.groupby("arm", sort=False).agg(lambda cells: mean_std(cells.tolist()))
+    shown["seeds"] = values.groupby("arm", sort=False).size().astype(str)
+    parts.append(markdown(shown.rename(columns=RATES).reset_index()))
 
-    control = arms.get("cross-entropy", {})
-    lines = []
-    for arm, runs in arms.items():
-        pairs = {column: paired_difference(runs, control, column) for column in rates}
-        if runs is not control and any(pairs.values()):
-            lines.append([arm, *(_signed(pair) for pair in pairs.values()), str(next(iter(pairs.values()))[2])])
-    if lines:
+    if CONTROL in shown.index:  # of the seeds that both have
+        paired = values.drop(index=CONTROL, level="arm").sub(values.loc[CONTROL], level="seed").dropna()
+        paired = paired.groupby("arm", sort=False).filter(lambda pairs: len(pairs) > 1)
+    if CONTROL in shown.index and len(paired):
+        differences = paired.groupby("arm", sort=False).agg(with_interval)
+        differences["pairs"] = paired.groupby("arm", sort=False).size().astype(str)
         parts.append(f"Arm minus control, in points, paired by seed, with its {CONFIDENCE:.0%} interval (t):")
-        parts.append(markdown(["arm", *rates.values(), "pairs"], lines))
+        parts.append(markdown(differences.rename(columns=RATES).reset_index()))
     else:
         parts.append("No difference: no arm has two seeds that the control has too.")
 
     parts.append(
         "Right phonemes in percent by position (the end is one), after the right ones / after the model's own:"
     )
-    lines = []
-    for arm, rows in by_arm.items():
-        forced, free = (_mean_by_position(rows, f"test_{kind}_accuracy") for kind in ("forced", "free"))
-        lines.append([arm, *(f"{100 * one:.1f} / {100 * other:.1f}" for one, other in zip(forced, free))])
-    longest = int(first["max_letters"])  # behind it few words are left
-    heads = [str(position) for position in range(1, len(lines[0]))][:longest]
-    parts.append(markdown(["arm", *heads], [line[: longest + 1] for line in lines]))
+    forced, free = (
+        runs[f"test_{kind}_accuracy"].str.split(expand=True).astype(float).groupby("arm", sort=False).mean()
+        for kind in ("forced", "free")
+    )
+    both = (100 * forced).map("{:.1f}".format) + " / " + (100 * free).map("{:.1f}".format)
+    both = both.iloc[:, : int(first["max_letters"])].rename(columns=lambda place: str(place + 1))
+    parts.append(markdown(both.reset_index()))  # behind the longest word few words are left
     return "\n\n".join(parts) + "\n"
 
 
-def _signed(pair: tuple[float, float, int] | None) -> str:
-    return "—" if pair is None else f"{100 * pair[0]:+.2f} ± {100 * pair[1]:.2f}".replace("-", "−")
-
-
-def _mean_by_position(rows: Sequence[Row], column: str) -> list[float]:
-    return [statistics.fmean(each) for each in zip(*([float(cell) for cell in row[column].split()] for row in rows))]
+def with_interval(differences: pd.Series) -> str:
+    """The mean with its sign, and half the width of its interval."""
+    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
+    return f"{differences.mean():+.2f} ± {quantile * differences.sem():.2f}".replace("-", "−")
 
 
 def draw(path: Path, folder: Path) -> list[Path]:
     """Draw the soft beam of the file's first soft-beam row and return the paths."""
     from scripts.reporting.beam_figure import draw_soft_beam  # matplotlib takes a second, and a table needs none
 
-    return draw_soft_beam(path, folder)
+    return draw_soft_beam(path, rows_of(path), folder)
 
 
 def main(argv: list[str] | None = None) -> int:

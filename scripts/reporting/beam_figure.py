@@ -4,7 +4,7 @@ Drawn from the first soft-beam row of a results file: its weights (runs/ beside 
 test word of LETTERS letters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from data.cmudict import END, load_words
 from experiments.shared.beam_search_flags import rank_operator
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.command_line import CommandLineError
-from experiments.shared.run_record import read_rows
 from models.beam_search import beam_search, soft_beam
 from models.encoder_decoder import EncoderDecoder
-from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
+from scripts.reporting.figure_style import GREY, PAGE, STYLES, note, pyplot, save
+from scripts.reporting.results import check, float_of
 
 LETTERS = 7  # of the word, or as many as words may have
 SHADES = pyplot.get_cmap("Blues")
@@ -41,7 +41,7 @@ def soft_beam_of(row: Mapping[str, str], folder: Path) -> tuple[str, list[str], 
     K = int(row["beam_size"])
     settings = {
         "method": row["method"],
-        "inverse_temperature": float(row["inverse_temperature"]),
+        "inverse_temperature": float_of(row["inverse_temperature"]),
         "distribution": row["distribution"] or None,
         "art_lambda": float(row["art_lambda"]) if row["art_lambda"] else None,
     }
@@ -52,21 +52,20 @@ def soft_beam_of(row: Mapping[str, str], folder: Path) -> tuple[str, list[str], 
     return word, words.symbols, [A[0] for A in choices]
 
 
-def draw_soft_beam(results: Path, folder: Path) -> list[Path]:
-    """Draw soft_beam.png and .svg and return their paths. Raises CommandLineError."""
-    row = next((each for each in read_rows(results) if each["arm"] == "soft_beam"), None)
+def draw_soft_beam(results: Path, rows: Sequence[Mapping[str, str]], folder: Path) -> list[Path]:
+    """Draw soft_beam.png and .svg of the first row of that arm and return their paths. Raises CommandLineError."""
+    row = next((each for each in rows if each["arm"] == "soft_beam"), None)
     if row is None:
         raise CommandLineError(f"{results} has no row of --arm soft_beam to draw")
+    check(results, [row], ("inverse_temperature", "run_id"), ("distribution", "art_lambda"))
     word, symbols, choices = soft_beam_of(row, results.parent / "runs" / row["run_id"])
     figure, axis = pyplot.subplots(figsize=(PAGE, 2.6))
     draw_steps(axis, symbols, choices)
-    figure.suptitle(
-        f"The soft beam's hypotheses for “{word}”: likeliest phoneme of each and its weight; a line's width is the\n"
+    note(
+        figure,
+        f"The soft beam's hypotheses for “{word}”: likeliest phoneme of each and its weight; a line's width is the "
         f"weight with which a hypothesis goes on from another ({STYLES[row['method']].label}, "
-        f"β = {float(row['inverse_temperature']):g}, seed {row['seed']}).",
-        fontsize=7.5,
-        x=0.01,
-        ha="left",
+        f"β = {row['inverse_temperature']}, seed {row['seed']}).",
     )
     return save(figure, folder, "soft_beam")
 

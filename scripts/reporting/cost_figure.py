@@ -6,97 +6,61 @@ The asymptote, dotted, is the number of operations (numbers kept) per sample to 
 through the last measured point. Fixed costs lie above it at small sizes.
 """
 
-import argparse
-import csv
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
+
 import math
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+import pandas as pd
 
-from scripts.reporting.figure_style import GREY, PAGE, STYLES, pyplot, save
+from data import program
+from scripts.reporting import figure_style
+from scripts.reporting.figure_style import PAGE, STYLES, key, legend, look, note, pyplot, save
 
-ROOT = Path(__file__).resolve().parents[2]
+BENCHMARK = Path(__file__).resolve().parents[2] / "results" / "benchmarks" / "scaling.csv"
 AXES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 QUANTITIES = {"ms": ("operations", "time of a pass (ms)"), "peak_mib": ("numbers", "peak memory (MiB)")}
+THIN = {"markersize": 3.5, "linewidth": 1}
 SMALLEST_MIB = 0.5  # what the operating system counts in pages and pools says little below
 
 
-def draw_cost(path: Path, folder: Path) -> list[Path]:
-    """Draw the figure from a file of benchmarks/scaling.py into a folder; return its paths, none without rows."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["ms"]]
-    if not rows:
-        return []
-    base = {axis: _base(rows, axis) for axis in AXES}
-    methods = [method for method in STYLES if any(row["method"] == method for row in rows)]
+def draw_cost(folder: Path, path: Path = BENCHMARK) -> list[Path]:
+    """Draw the figure from a file of benchmarks/scaling.py into a folder; return its paths. Raises CommandLineError."""
+    rows = pd.read_csv(path).dropna(subset="ms") if path.exists() else ()
+    if not len(rows):
+        raise program.CommandLineError(f"{path} has no measured rows; run benchmarks/scaling.py first")
+    # The value that stays while another number moves is the one that most rows have.
+    base = {axis: int(rows[axis].mode().iloc[0]) for axis in AXES}
+    methods = [method for method in STYLES if method in set(rows["method"])]
     figure, axes = pyplot.subplots(2, len(AXES), figsize=(PAGE, 4.8), sharey="row", sharex="col")
     for column, (axis_name, label) in enumerate(AXES.items()):
         others = [other for other in AXES if other != axis_name]
-        for line, (quantity, (model, unit)) in enumerate(QUANTITIES.items()):
-            axis = axes[line][column]
+        here = rows[(rows[others] == [base[other] for other in others]).all(axis=1)].sort_values(axis_name)
+        for axis, (quantity, (model, unit)) in zip(axes[:, column], QUANTITIES.items()):
             for method in methods:
-                points = sorted(
-                    (int(row[axis_name]), float(row[quantity]), int(row["batch"]) * float(row[model]))
-                    for row in rows
-                    if row["method"] == method and all(int(row[other]) == base[other] for other in others)
-                )
-                _curve(axis, method, [p for p in points if quantity == "ms" or p[1] >= SMALLEST_MIB])
+                measured = here[(here["method"] == method) & ((quantity == "ms") | (here[quantity] >= SMALLEST_MIB))]
+                asymptote = measured["batch"] * measured[model]
+                axis.plot(measured[axis_name], measured[quantity], **look(method) | {"linestyle": "-"}, **THIN)
+                if len(measured) > 1 and not math.isclose(asymptote.iloc[0], asymptote.iloc[-1]):
+                    scaled = asymptote * (measured[quantity].iloc[-1] / asymptote.iloc[-1])
+                    axis.plot(measured[axis_name], scaled, color=STYLES[method].color, linestyle=":", linewidth=0.9)
             axis.set_xscale("log")
             axis.set_yscale("log")
             axis.minorticks_off()
             if column == 0:
                 axis.set_ylabel(unit)
-        ticks = sorted({int(row[axis_name]) for row in rows})
+        ticks = sorted(set(rows[axis_name]))
         axes[1][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes[1][column].set_xlabel(label)
         axes[0][column].set_title(", ".join(f"{other} {base[other]:,}" for other in others), loc="left")
-    handles = [
-        Line2D([], [], color=STYLES[each].color, marker=STYLES[each].marker, linestyle="-", label=STYLES[each].label)
-        for each in methods
-    ]
-    handles.append(Line2D([], [], color=GREY, linestyle=":", label="asymptote"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    devices = sorted({f"{row['device']}, {row['threads']} threads, PyTorch {row['torch']}" for row in rows})
-    figure.suptitle(f"One forward and backward pass without m; {'; '.join(devices)}.", fontsize=7.5, x=0.01, ha="left")
+    legend(figure, methods, [key("asymptote", linestyle=":")], lines=False)
+    devices = sorted({f"{row.device}, {row.threads} threads, PyTorch {row.torch}" for row in rows.itertuples()})
+    note(figure, f"One forward and backward pass without m; {'; '.join(devices)}.")
     return save(figure, folder, "cost_over_size")
 
 
-def _base(rows: Sequence[dict[str, str]], axis: str) -> int:
-    """The value that stays while another number moves: the one that most rows have."""
-    values = [int(row[axis]) for row in rows]
-    return max(sorted(set(values)), key=values.count)
-
-
-def _curve(axis: Axes, method: str, points: Sequence[tuple[int, float, float]]) -> None:
-    """Draw (x, measured, model) and the model through the last measured point."""
-    if not points:
-        return
-    style = STYLES[method]
-    x, measured, model = zip(*points)
-    axis.plot(x, measured, color=style.color, marker=style.marker, markersize=3.5, linewidth=1)
-    if len(points) > 1 and not math.isclose(model[0], model[-1]):
-        scale = measured[-1] / model[-1]
-        axis.plot(x, [scale * value for value in model], color=style.color, linestyle=":", linewidth=0.9)
-
-
-def main() -> int:
-    """Draw the figure; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, default=ROOT / "results" / "benchmarks" / "scaling.csv")
-    parser.add_argument("--figures", type=Path, default=ROOT / "results" / "figures", metavar="FOLDER")
-    arguments = parser.parse_args()
-    paths = draw_cost(arguments.input, arguments.figures)
-    if not paths:
-        print(f"error: {arguments.input} has no measured rows; run benchmarks/scaling.py first", file=sys.stderr)
-        return 2
-    print("\n".join(f"wrote {path}" for path in paths))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(figure_style.main(draw_cost))

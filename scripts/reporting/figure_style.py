@@ -6,8 +6,10 @@ in grey.
 """
 
 import io
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -15,7 +17,9 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
+from data import program
 from data.atomic_file import atomic_write
 
 COLUMN, PAGE = 3.35, 6.9  # inches: a column, and both with the gap between
@@ -77,3 +81,58 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
             file.write(content.getvalue())
     pyplot.close(figure)
     return paths
+
+
+def look(method: str, filled: bool = True, line: bool = True) -> dict[str, Any]:
+    """How a method is plotted: colour, marker (hollow unless filled) and, with `line`, its line."""
+    style = STYLES[method]
+    face = {} if filled else {"markerfacecolor": "none"}
+    return {"color": style.color, "marker": style.marker, "linestyle": style.line if line else "", **face}
+
+
+def key(label: str, **how: Any) -> Line2D:
+    """An entry of a legend that is no method's."""
+    return Line2D([], [], **{"color": GREY, "linestyle": "", "label": label, **how})
+
+
+def points_of(filled: bool) -> Line2D:
+    """A legend's entry for what filled points are, ours, or hollow ones, published."""
+    return key("ours" if filled else "published", marker="o", markerfacecolor=GREY if filled else "none")
+
+
+def legend(
+    figure: Figure,
+    methods: Mapping[str, str] | Sequence[str],
+    more: Sequence[Line2D] = (),
+    *,
+    lines: bool = True,
+    columns: int | None = None,
+) -> None:
+    """Put a legend of the methods, in the order of STYLES, below a figure; methods: also with what follows a name."""
+    told = methods if isinstance(methods, Mapping) else dict.fromkeys(methods, "")
+    handles = [
+        key(STYLES[name].label + (f",{told[each]}" if told[each] else ""), **look(name, line=lines))
+        for each in sorted(told, key=lambda each: list(STYLES).index(each.partition(",")[0]))
+        for name in [each.partition(",")[0]]
+    ]
+    columns = columns or (2 if figure.get_figwidth() <= COLUMN else 4)
+    figure.legend(handles=[*handles, *more], loc="outside lower center", ncols=columns, handlelength=3)
+
+
+def note(figure: Figure, text: str) -> None:
+    """Say above a figure what it shows."""
+    wrapped = textwrap.wrap(text, int(figure.get_figwidth() * 18))
+    figure.suptitle("\n".join(wrapped), fontsize=7, x=0.01, ha="left")
+
+
+def main(draw: Callable[[Path], list[Path]]) -> int:
+    """Draw a figure into a folder, that of results unless --figures names one; return the exit status."""
+
+    def run() -> int:
+        parser = program.Parser(description="Draw a figure, as PNG and SVG.")
+        results = Path(__file__).parents[2] / "results"
+        parser.add_argument("--figures", type=Path, default=results / "figures", metavar="FOLDER", help="%(default)s")
+        print("\n".join(f"wrote {path}" for path in draw(parser.parse_args().figures)))
+        return 0
+
+    return program.finish(run)

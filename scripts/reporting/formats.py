@@ -5,97 +5,58 @@ system is. The other formats are of the table alone.
 """
 
 import base64
-import csv
-import io
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from html import escape
 from pathlib import Path
 
-from scripts.reporting.tables import METRICS, Line, Row, Table, shown_p_k
+import pandas as pd
 
-LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"±": r"$\pm$", "−": "$-$", "—": "---", "≈": r"$\approx$", "†": r"$^\dagger$"},
-}
+from scripts.reporting import results
+from scripts.reporting.results import Row
+from scripts.reporting.tables import METRICS, Line, Table, shown_p_k
+
+LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+        **{"±": r"$\pm$", "−": "$-$", "—": "---", "≈": r"$\approx$", "†": r"$^\dagger$"},
+    }
+)
 SCHEDULE = ("n_epochs ", "lr_schedule ")  # how a reason begins that is about the schedule
 PAGE = Path(__file__).with_name("page.html")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What stands in a cell, and whether it is the best of its column."""
-
-    text: str
-    bold: bool = False
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column: group is the heading above its heading, empty for none; numbers are set to the right."""
-
-    group: str
-    heading: str
-    cells: list[Cell]
-    is_number: bool = False
+WORDS = ("method", "P_K", "public")  # columns that are no numbers
 
 
 def markdown(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return the caption and a table for README files."""
-    columns = _columns(table)
-    lines = [
-        [f"{column.group} {column.heading}".strip() for column in columns],
-        ["---:" if column.is_number else "---" for column in columns],
-        *(
-            [f"**{cell.text}**" if cell.bold else cell.text.replace("|", "\\|") for cell in cells]
-            for cells in zip(*(column.cells for column in columns))
-        ),
-    ]
-    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{table.caption}\n\n{body}\n"
+    cells = _cells(table, "**{}**".format, lambda text: text.replace("|", "\\|"))
+    return f"{table.caption}\n\n{results.markdown(_flat(cells), words=_words(cells))}\n"
 
 
 def latex(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return a table environment; it needs the package booktabs."""
-    columns = _columns(table)
-    groups: list[tuple[str, int]] = []
-    for column in columns:
-        if groups and column.group and groups[-1][0] == column.group:
-            groups[-1] = (column.group, groups[-1][1] + 1)
-        else:
-            groups.append((column.group, 1))
-    heads, rules, at = [], [], 1
-    for group, width in groups:
-        heads.append(rf"\multicolumn{{{width}}}{{c}}{{{_escaped(group)}}}" if group and width > 1 else _escaped(group))
-        if group and width > 1:
-            rules.append(rf"\cmidrule(lr){{{at}-{at + width - 1}}}")
-        at += width
-    body = []
-    for cells in zip(*(column.cells for column in columns)):
-        texts = [rf"\textbf{{{_escaped(cell.text)}}}" if cell.bold else _escaped(cell.text) for cell in cells]
-        body.append(" & ".join(texts) + r" \\")
-    return "\n".join(
-        [
-            "% needs \\usepackage{booktabs}",
-            r"\begin{table}",
-            r"\centering\small",
-            rf"\caption{{{_escaped(table.caption)}}}",
-            rf"\label{{tab:{re.sub('[^A-Za-z0-9]', '-', table.name)}}}",
-            rf"\begin{{tabular}}{{{''.join('r' if column.is_number else 'l' for column in columns)}}}",
-            r"\toprule",
-            *([" & ".join(heads) + r" \\", " ".join(rules)] if rules else []),
-            " & ".join(_escaped(column.heading) for column in columns) + r" \\",
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
+
+    def escaped(text: str) -> str:
+        return "$P_K$".join(part.translate(LATEX) for part in text.split("P_K"))
+
+    cells = _cells(table, r"\textbf{{{}}}".format, escaped)
+    words, groups = _words(cells), [group for group, _ in cells]
+    cells = cells.rename(columns=escaped) if any(groups) else _flat(cells).rename(columns=escaped)
+    text = cells.style.hide(axis="index").to_latex(
+        hrules=True,
+        caption=escaped(table.caption),
+        label=f"tab:{re.sub('[^A-Za-z0-9]', '-', table.name)}",
+        position_float="centering",
+        column_format="l" * words + "r" * (len(groups) - words),
+        multicol_align="c",
     )
+    for group in dict.fromkeys(filter(None, groups)):  # a rule below each heading of several
+        first, number = groups.index(group) + 1, groups.count(group)
+        rule = rf"\cmidrule(lr){{{first}-{first + number - 1}}}" if number > 1 else ""
+        text = re.sub(r"(\\toprule\n.*)\n", lambda found, rule=rule: f"{found[1]} {rule}\n", text, count=1)
+    return f"% needs \\usepackage{{booktabs}}\n{text}"
 
 
 def as_csv(table: Table, figures: Sequence[Path] = ()) -> str:
@@ -107,40 +68,20 @@ def as_csv(table: Table, figures: Sequence[Path] = ()) -> str:
         for metric in table.decimals:
             row[f"published_{metric}"] = line.published.get(metric, "")
             row[f"rerun_{metric}"] = line.rerun.get(metric, "")
-            row[f"{metric}_mean"] = line.mean(metric) if line.runs else ""
-            row[f"{metric}_std"] = _or_empty(line.std(metric) if line.runs else None)
-            row[f"{metric}_difference"] = _or_empty(line.difference(metric))
+            row[f"{metric}_mean"] = line.mean(metric) if line.runs else None
+            row[f"{metric}_std"] = line.std(metric) if line.runs else None
+            row[f"{metric}_difference"] = line.difference(metric)
         row["n_seeds"], row["n_seeds_asked"] = len(line.runs), table.num_seeds
         row["not_comparable"] = "; ".join(line.reasons)
         for name in ("n_epochs", "limit_train", "limit_test", "precision", "implementation", "device_name"):
             row[name] = " + ".join(dict.fromkeys(run.get(name, "") for run in line.runs))
         row["source"], row["second_hand"] = line.published.get("source", ""), line.published.get("second_hand", "")
         rows.append(row)
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    return pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n")
 
 
 def html(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return a page with the table and those of the figures that are SVG."""
-    columns = _columns(table)
-    heads = "".join(
-        f'<th scope="col" aria-sort="none"><button>{escape(f"{column.group} {column.heading}".strip())}</button></th>'
-        for column in columns
-    )
-    body = "\n".join(
-        "<tr>"
-        + "".join(
-            f"<td{' class=number' * column.is_number}>"
-            + (f"<b>{escape(cell.text)}</b>" if cell.bold else escape(cell.text))
-            + "</td>"
-            for column, cell in zip(columns, cells)
-        )
-        + "</tr>"
-        for cells in zip(*(column.cells for column in columns))
-    )
     images = "\n".join(
         f'<img alt="{escape(path.stem.replace("_", " "))}" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}">'
@@ -148,8 +89,9 @@ def html(table: Table, figures: Sequence[Path] = ()) -> str:
         if path.suffix == ".svg"
     )
     title, _, caption = escape(table.caption).partition(". ")
+    cells = _flat(_cells(table, "<b>{}</b>".format, escape)).to_html(index=False, escape=False, border=0)
     page = PAGE.read_text(encoding="utf-8")
-    for name, content in {"title": title, "caption": caption, "heads": heads, "body": body, "images": images}.items():
+    for name, content in {"title": title, "caption": caption, "table": cells, "images": images}.items():
         page = page.replace(f"<!-- {name} -->", content)
     return page
 
@@ -157,66 +99,82 @@ def html(table: Table, figures: Sequence[Path] = ()) -> str:
 FORMATS = {"markdown": markdown, "latex": latex, "csv": as_csv, "html": html}
 
 
-def _columns(table: Table) -> list[Column]:
+def _flat(cells: pd.DataFrame) -> pd.DataFrame:
+    """With one line of headings."""
+    return cells.set_axis([f"{group} {heading}".strip() for group, heading in cells], axis=1)
+
+
+def _words(cells: pd.DataFrame) -> int:
+    """The number of columns, the first ones, that are no numbers."""
+    return sum(heading in WORDS for _, heading in cells)
+
+
+def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], str]) -> pd.DataFrame:
+    """Return the cells as text, under the heading of each column and, where it is one of several, their group's.
+
+    bold: applied to the best of a column. escaped: to every cell before that.
+    """
     lines = table.lines
-    columns = [
-        Column("", "method", [Cell(line.name + "†" * (line.published.get("second_hand") == "true")) for line in lines]),
-    ]
+    columns: dict[tuple[str, str], list[str]] = {
+        ("", "method"): [line.name + "†" * (line.published.get("second_hand") == "true") for line in lines]
+    }
     if any(map(_p_k, lines)):
-        columns.append(Column("", "P_K", [Cell(shown_p_k(_p_k(line))) for line in lines]))
+        columns["", "P_K"] = [shown_p_k(_p_k(line)) for line in lines]
     if any(line.published.get("public") for line in lines):
         public = {"true": "yes", "false": "no"}
-        columns.append(Column("", "public", [Cell(public.get(line.published.get("public"), "")) for line in lines]))
-    is_published = any(line.published for line in lines)
+        columns["", "public"] = [public.get(line.published.get("public"), "") for line in lines]
+    best: dict[tuple[str, str], list[bool]] = {}
     for metric, decimals in table.decimals.items():
         shown = METRICS[metric]
-        if is_published:
-            columns.append(Column(shown, "published", _published([line.published for line in lines], metric), True))
-        if any(line.rerun for line in lines):
-            columns.append(Column(shown, "rerun", _published([line.rerun for line in lines], metric), True))
-        columns.append(Column(shown, table.implementation, _ours(lines, metric, decimals), True))
-        if is_published:
-            cells = [Cell(_difference(line, metric, decimals)) for line in lines]
-            columns.append(Column(shown, "difference", cells, True))
-    columns.append(Column("", "seeds", [Cell(_seeds(line, table.num_seeds)) for line in lines], True))
-    return columns
+        for heading, rows in (
+            ("published", [each.published for each in lines]),
+            ("rerun", [each.rerun for each in lines]),
+        ):
+            if any(rows):
+                columns[shown, heading] = [_published(row, metric) for row in rows]
+                # Second-hand values are apart.
+                values = [float(row.get(metric) or -1) if row.get("second_hand") == "false" else -1 for row in rows]
+                best[shown, heading] = _best(values)
+        columns[shown, table.implementation] = [_ours(line, metric, decimals) for line in lines]
+        means = [round(100 * line.mean(metric), decimals) if line.runs else -1 for line in lines]
+        best[shown, table.implementation] = _best(means)
+        if any(line.published for line in lines):
+            columns[shown, "difference"] = [_difference(line, metric, decimals) for line in lines]
+    seeds = [(len(line.runs), table.num_seeds) for line in lines]
+    columns["", "seeds"] = [f"{n}" + f" of {asked}" * (n < asked) if n else "" for n, asked in seeds]
+    return pd.DataFrame(
+        {
+            place: [
+                bold(escaped(cell)) if is_best else escaped(cell)
+                for cell, is_best in zip(cells, best.get(place, [False] * len(cells)))
+            ]
+            for place, cells in columns.items()
+        }
+    )
+
+
+def _best(values: Sequence[float]) -> list[bool]:
+    """Which values are the largest, where there are two or more that are not -1."""
+    several = sum(value >= 0 for value in values) > 1
+    return [several and value == max(values) for value in values]
 
 
 def _p_k(line: Line) -> str:
     return line.runs[0].get("p_k", "") if line.runs else line.p_k
 
 
-def _published(rows: Sequence[Row], metric: str) -> list[Cell]:
-    """Published values with the digits of their source; the best is bold, second-hand values apart."""
-    values = [Decimal(row[metric]) if row.get(metric) else None for row in rows]
-    eligible = [value for row, value in zip(rows, values) if value is not None and row["second_hand"] == "false"]
-    best = max(eligible) if len(eligible) > 1 else None
-    cells = []
-    for row, value in zip(rows, values):
-        text = "" if not row else "—" if value is None else f"{value.scaleb(2):f}"
-        cells.append(Cell("≈" * (row.get("approximate") == metric) + text, value is not None and value == best))
-    return cells
+def _published(row: Row, metric: str) -> str:
+    """A published value with the digits of its source."""
+    text = f"{Decimal(row[metric]).scaleb(2):f}" if row.get(metric) else "—" if row else ""
+    return "≈" * (row.get("approximate") == metric) + text
 
 
-def _ours(lines: Sequence[Line], metric: str, decimals: int) -> list[Cell]:
-    """Mean ± std; the best mean, as shown, is bold where there are two or more."""
-    means = [f"{100 * line.mean(metric):.{decimals}f}" if line.runs else None for line in lines]
-    shown = [float(mean) for mean in means if mean]
-    best = max(shown) if len(shown) > 1 else None
-    cells = []
-    for line, mean in zip(lines, means):
-        if mean is None:
-            cells.append(Cell("not run" if line.method else ""))
-            continue
-        std = line.std(metric)
-        cells.append(Cell(mean + (f" ± {100 * std:.{decimals}f}" if std is not None else ""), float(mean) == best))
-    return cells
-
-
-def _seeds(line: Line, asked: int) -> str:
+def _ours(line: Line, metric: str, decimals: int) -> str:
+    """Mean ± std."""
     if not line.runs:
-        return ""
-    return f"{len(line.runs)}" + (f" of {asked}" if len(line.runs) < asked else "")
+        return "not run" if line.method else ""
+    std = line.std(metric)
+    return f"{100 * line.mean(metric):.{decimals}f}" + (f" ± {100 * std:.{decimals}f}" if std is not None else "")
 
 
 def _difference(line: Line, metric: str, decimals: int) -> str:
@@ -227,12 +185,3 @@ def _difference(line: Line, metric: str, decimals: int) -> str:
     if line.runs and any(reason.startswith(SCHEDULE) for reason in line.reasons):
         return "another schedule"
     return "—" if line.runs else ""
-
-
-def _or_empty(value: float | None) -> float | str:
-    return "" if value is None else value
-
-
-def _escaped(text: str) -> str:
-    parts = ["".join(LATEX.get(character, character) for character in part) for part in text.split("P_K")]
-    return "$P_K$".join(parts)

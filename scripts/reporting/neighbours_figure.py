@@ -15,7 +15,7 @@ from experiments.shared.checkpoint import CURRENT, load_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.neighbours import nearest
 from models.embedders import embedder
-from scripts.reporting.figure_style import PAGE, pyplot, save
+from scripts.reporting.figure_style import PAGE, note, pyplot, save
 
 QUERIES = 6
 WRONG = "#D55E00"
@@ -27,17 +27,22 @@ def has_images(folder: Path) -> bool:
     return bool(config.get("dataset") and config.get("loss") and (folder / CURRENT).exists())
 
 
-def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list[Path]:
-    """Draw NAME.png and NAME.svg of a run folder, by a method as tables call it, and return their paths."""
+def before_and_after(folder: Path) -> tuple[Points, list[Tensor]]:
+    """Return the points of a run folder, and the rows (Q, k) of the nearest ones of its network, new and trained."""
     config = _config(folder)
     limits = {each: config[f"limit_{each}"] for each in ("train", "test") if config[f"limit_{each}"]}
     points = load_points(config["dataset"], ROOT / config["data_dir"], seed=config["seed"], limits=limits)
     torch.manual_seed(config["seed"])
     network = embedder(config["model"], points.input_shape, config["dim"], config["hidden_dims"] or ())
-    found = [neighbours_of(points, network, config["k"])]  # (Q, k) each
+    found = [neighbours_of(points, network, config["k"])]
     weights = load_checkpoint(folder)["model"]
     network.load_state_dict({key.removeprefix("embed."): each for key, each in weights.items() if "embed." in key})
-    found.append(neighbours_of(points, network, config["k"]))
+    return points, [*found, neighbours_of(points, network, config["k"])]
+
+
+def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list[Path]:
+    """Draw NAME.png and NAME.svg of a run folder, by a method as tables call it, and return their paths."""
+    config, (points, found) = _config(folder), before_and_after(folder)
     right = [points.train.labels[rows] == points.test.labels.unsqueeze(1) for rows in found]  # (Q, k) each
     # Those that are hardest before training; of equals the first.
     queries = right[0].sum(1).sort(stable=True).indices[:QUERIES].tolist()
@@ -52,13 +57,11 @@ def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list
         share = 100 * is_right.float().mean().item()
         axes[0][column].set_title(f"{when} training: {share:.1f}% of all neighbours are right", loc="left")
     epochs = f"{config['n_epochs']} epoch{'s' * (config['n_epochs'] != 1)}"
-    figure.suptitle(
+    note(
+        figure,
         f"{config['dataset']}, {config['model']}, {method}, {epochs}, seed {config['seed']}: the test images "
-        f"(left of the line) whose {config['k']} nearest training images are\n"
-        "most often wrong before training; nearest first, of another label in a frame.",
-        fontsize=7.5,
-        x=0.01,
-        ha="left",
+        f"(left of the line) whose {config['k']} nearest training images are most often wrong before training; "
+        "nearest first, of another label in a frame.",
     )
     return save(figure, figures, name)
 

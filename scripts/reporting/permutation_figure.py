@@ -6,6 +6,11 @@ defaults. Nothing is read from results/. The relaxed sort answers for every rank
 Methods that draw noise are shown by the mean over many draws, the same ones each time.
 """
 
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
+
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from torch import Tensor
 
-from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, pyplot, save
+from data import program
+from scripts.reporting import figure_style
+from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, note, pyplot, save
 from scripts.reporting.tables import shown_p_k
-from topk_losses import (
-    METHODS,
-    RELAXATIONS,
-    TopKCrossEntropyLoss,
-    make_loss,
-    make_operator,
-)
+from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, make_operator
 from topk_losses.classification import ClassificationLoss
 from topk_losses.methods import SINGLE_K
 
@@ -72,14 +73,11 @@ def draw_permutations(folder: Path) -> list[Path]:
         axis.set_title(title, fontsize=7.5, loc="left")
         if number % 4:
             axis.set_yticklabels([])
-    shown = shown_p_k(" ".join(map(str, P_K)))
-    figure.suptitle(
-        "Relaxed permutation matrix P of one sample, ranks by classes (below each class its score).\n"
-        f"To the right the weights $w_r$ of $P_K$ = {shown}, at the bottom the class probabilities $p = w P$.\n"
-        "β: inverse temperature; larger is closer to the hard sort.",
-        fontsize=7.5,
-        x=0.01,
-        ha="left",
+    note(
+        figure,
+        "Relaxed permutation matrix P of one sample, ranks by classes (below each class its score). To the right the "
+        f"weights $w_r$ of $P_K$ = {shown_p_k(' '.join(map(str, P_K)))}, at the bottom the class probabilities "
+        "$p = w P$. β: inverse temperature; larger is closer to the hard sort.",
     )
     return save(figure, folder, "permutation_matrix")
 
@@ -161,31 +159,27 @@ def draw_method(method: str, folder: Path) -> list[Path]:
 def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor) -> None:
     """Draw P (k, n) with its weights (k,) to the right and p (n,) as a row below."""
     k, n = matrix.shape
-    gap = 0.35  # in squares, above p
-    for row in range(k):
-        for column in range(n):
-            _square(axis, column, row, matrix[row, column].item())
-        axis.text(n - 0.25, row, f"×{weights[row].item():.3g}".replace("×0.", "×."), ha="left", va="center", fontsize=7)
-    for column in range(n):
-        _square(axis, column, k + gap, p[column].item())
+    places = [*range(k), k + 0.35]  # p with a gap above it
+    for y, row in zip(places, torch.cat([matrix, p.unsqueeze(0)]).tolist()):
+        for x, value in enumerate(row):
+            style = {"facecolor": SHADES(value), "edgecolor": GREY, "linewidth": 0.4}
+            axis.add_patch(pyplot.Rectangle((x - 0.5, y - 0.5), 1, 1, **style))
+            text = f"{value:.2f}".removeprefix("0")  # as in the talk; 0 and 1 for what rounds to them
+            text, color = {".00": "0", "1.00": "1"}.get(text, text), "white" if value > 0.6 else "black"
+            axis.text(x, y, text, ha="center", va="center", fontsize=6, color=color)
+    for y, weight in enumerate(weights.tolist()):
+        axis.text(n - 0.25, y, f"×{weight:.3g}".replace("×0.", "×."), ha="left", va="center", fontsize=7)
     axis.set_xlim(-0.5, n + 0.75)
-    axis.set_ylim(k + gap + 0.5, -0.5)
+    axis.set_ylim(places[-1] + 0.5, -0.5)
     axis.set_aspect("equal")
     labels = [f"{name}  {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
     axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=6.5)
-    axis.set_yticks([*range(k), k + gap], [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=7)
+    axis.set_yticks(places, [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=7)
     axis.tick_params(length=0, pad=2)
     axis.grid(False)
     for spine in axis.spines.values():
         spine.set_visible(False)
 
 
-def _square(axis: Axes, x: float, y: float, value: float) -> None:
-    axis.add_patch(pyplot.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=SHADES(value), edgecolor=GREY, linewidth=0.4))
-    axis.text(x, y, _short(value), ha="center", va="center", fontsize=6, color="white" if value > 0.6 else "black")
-
-
-def _short(value: float) -> str:
-    """.62 for 0.62, as in the talk; 0 and 1 for what rounds to them."""
-    text = f"{value:.2f}"
-    return {"0.00": "0", "1.00": "1"}.get(text, text.removeprefix("0"))
+if __name__ == "__main__":
+    program.end(figure_style.main(draw_permutations))

@@ -80,7 +80,7 @@ def figures(names: frozenset[str]) -> dict[str, bytes]:
         folder = Path(scratch)
         draw_permutations(folder)
         draw_times(ROOT / "results" / "benchmarks", folder)
-        draw_cost(ROOT / "results" / "benchmarks" / "scaling.csv", folder)
+        draw_cost(folder)
         for method in METHODS:
             draw_method(method, folder)
         for name in names:

@@ -10,21 +10,22 @@ What a table refuses: a cell whose runs differ in anything but the seed, and a t
 the loss and its settings, the learning rate and the embeddings. Thus a caption can say what all runs were.
 """
 
-import csv
 import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
+
+import pandas as pd
 
 from experiments.shared.command_line import CommandLineError
 from experiments.shared.run_record import COLUMNS
-from experiments.shared.train_knn_flags import METHODS as KNN_METHODS
 from experiments.shared.train_knn_flags import UNTRAINED
-from topk_losses import METHODS, RELAXATIONS
+from scripts.reporting.results import KNOWN_METHODS, Row, check, differing, float_of
+from topk_losses import RELAXATIONS
 
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
 # Flags that leave the experiment what it is: where and how fast it is computed, and where files lie. nloglr is a way to
@@ -53,10 +54,11 @@ WHOLE_RUN = {
     "precision": (("", "fp32"), " (not fp32)"),
     **{name: (("",), "") for name in ("lr_schedule", "weight_decay", "ema")},
 }
-PUBLISHED_COLUMNS = ("published_name", "method", "p_k", "source", "second_hand", "approximate")
+PUBLISHED_COLUMNS = ("table", "published_name", "method", "p_k", "source", "second_hand", "approximate")
+MEASURED = (
+    "Test accuracy in percent where validation accuracy was best, mean ± sample standard deviation over the seeds."
+)
 USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say how many it took
-
-Row = Mapping[str, str]
 
 
 @dataclass
@@ -130,20 +132,23 @@ def read_published(path: Path) -> tuple[list[Row], Row]:
     Raises CommandLineError.
     """
     try:
-        rows, protocols = (_read_csv(each) for each in (path, path.parent / "protocols.csv"))
-        for row in rows:
-            _ = [row[name] + "" for name in PUBLISHED_COLUMNS], [Decimal(row[metric] or 0) for metric in METRICS]
-            p_k_of(row["p_k"])
-        protocol = next(row for row in protocols if row["table"] == rows[0]["table"])
-        int(protocol["n_seeds"] or 1)
-        return rows, protocol
+        rows, protocols = (
+            pd.read_csv(each, dtype=str, keep_default_na=False).assign(run_id=each.name).to_dict("records")
+            for each in (path, path.with_name("protocols.csv"))
+        )
     except OSError as error:
         raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
-    except (StopIteration, IndexError, KeyError, TypeError, ValueError, csv.Error, InvalidOperation):
-        raise CommandLineError(
-            f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
-            f"got {path}"
-        ) from None
+    except ValueError as error:  # no table, or no text
+        raise CommandLineError(f"--published: {path} cannot be read: {str(error).strip()}") from None
+    check(path, rows, (), (*PUBLISHED_COLUMNS, *METRICS))
+    check(path.with_name("protocols.csv"), protocols, (), ("table", "n_seeds"))
+    for protocol in protocols:
+        if rows and protocol["table"] == rows[0]["table"]:
+            return rows, {name: cell for name, cell in protocol.items() if name != "run_id"}
+    raise CommandLineError(
+        f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
+        f"got {path}"
+    )
 
 
 def build_table(
@@ -155,20 +160,31 @@ def build_table(
     num_seeds: asked of each row; None: as published, or USUAL_SEEDS. Raises CommandLineError for runs that do not
     belong in one table.
     """
-    for run in runs:
-        _check(run)
     if runs:
+        # A majority of neighbours is one label, and a mass of k neighbours that of one k.
+        of_ranks = () if "prediction" in runs[0] else ("p_k", "test_top5")
+        check(Path(f"{name}.csv"), runs, ("method", *of_ranks, "seed", "test_top1"))
         _refuse_mixtures(name, runs)
     num_seeds = num_seeds or int(protocol.get("n_seeds") or USUAL_SEEDS)
-    lines = _lines(published)
+    lines: dict[tuple, Line] = {}
+    for row in published:
+        key = _key(row) if row["method"] else (len(lines),)
+        if key in lines:
+            lines[key].rerun = row
+        else:
+            lines[key] = Line(row["method"], row["p_k"], _key(row)[3:], row)
     ours_alone = []
     has_backbones = len({run.get("backbone") for run in runs}) > 1
-    for key, group in _by_key(runs).items():
+    groups: dict[tuple, list[Row]] = {}
+    for run in runs:
+        groups.setdefault(_key(run), []).append(run)
+    for key, group in groups.items():
         _refuse_mixed_cell(group)
-        line = _line_of(key, lines)
+        method, _, *others = key
+        line = lines.get(key) or lines.get((method, (), *others))  # one whose P_K is not known takes any
         if line is None:
             backbone = group[0]["backbone"] if has_backbones else ""
-            line = Line(group[0]["method"], group[0].get("p_k", ""), key[3:], backbone=backbone)
+            line = Line(method, group[0].get("p_k", ""), key[3:], backbone=backbone)
             ours_alone.append(line)
         elif line.runs:
             raise CommandLineError(
@@ -177,12 +193,12 @@ def build_table(
             )
         line.runs = group
         line.reasons = not_comparable(group[0], line.published, protocol) if line.published else []
-    methods = list(dict.fromkeys([*METHODS, *KNN_METHODS]))
-    lines += sorted(ours_alone, key=lambda line: (methods.index(line.method), p_k_of(line.p_k)))
+    ours_alone.sort(key=lambda line: (KNOWN_METHODS.index(line.method), p_k_of(line.p_k)))
+    every = [*lines.values(), *ours_alone]
     return Table(
         name,
-        lines,
-        _caption(name, runs, lines, published, protocol, num_seeds),
+        every,
+        _caption(name, runs, every, published, protocol, num_seeds),
         {metric: _decimals(metric, published) for metric in METRICS if not runs or metric in runs[0]},
         num_seeds,
         (runs[0].get("implementation") if runs else None) or "ours",
@@ -229,116 +245,69 @@ def shown_p_k(cell: str) -> str:
     return f"[{', '.join(f'{float(each):g}'.removeprefix('0') or '0' for each in cell.split())}]" if cell else ""
 
 
-def float_of(cell: str) -> float | None:
-    """Return a cell as a finite number, or None."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
 def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
     """Return in one sentence what the runs were: epochs, subset, precision, seeds, device, versions."""
     first = next((run for run in runs if run["method"] not in UNTRAINED), runs[0])
-    parts = []
-    if first.get("dataset") and "title" not in protocol:
-        parts.append(f"{first['dataset']}, {first.get('model', '')}")
-    if first.get("embeddings"):
-        stores = dict.fromkeys(f"{run['embeddings']} ({run.get('backbone') or 'backbone not known'})" for run in runs)
-        parts.append(f"embeddings {_and(list(stores))}")
     number = first.get("n_epochs") or "an unknown number of"
-    epochs = f"{number} epoch{'s' * (number != '1')}"
-    if protocol.get("n_epochs") and not _same(first.get("n_epochs", ""), protocol["n_epochs"]):
-        epochs += f" of the published {protocol['n_epochs']}"
-    parts.append(epochs)
-    parts += [
-        f"{name} {first[name]}"
-        for name in ("k", "limit_train", "limit_test", "label_noise", "weight_decay", "ema")
-        if float_of(first.get(name, ""))
-    ]
-    if first.get("lr_schedule"):
-        parts.append(f"{first['lr_schedule']} learning rate")
-    if first.get("precision"):
-        parts.append(first["precision"])
+    of_published = protocol.get("n_epochs") and not _same(first.get("n_epochs", ""), protocol["n_epochs"])
+    settings = ("k", "limit_train", "limit_test", "label_noise", "weight_decay", "ema")
     seeds = sorted({run.get("seed", "") for run in runs}, key=lambda seed: (float_of(seed) or 0, seed))
-    parts.append(f"seed{'s' * (len(seeds) > 1)} {_and(seeds)}")
-    devices = dict.fromkeys(run.get("device_name") or run.get("device") or "a device not recorded" for run in runs)
-    parts.append(f"on {_and(list(devices))}")
-    versions = dict.fromkeys(run["torch_version"] for run in runs if run.get("torch_version"))
-    if versions:
-        parts.append(f"PyTorch {_and(list(versions))}")
+    stores = (f"{run.get('embeddings')} ({run.get('backbone') or 'backbone not known'})" for run in runs)
+    devices = (run.get("device_name") or run.get("device") or "a device not recorded" for run in runs)
+    versions = [run["torch_version"] for run in runs if run.get("torch_version")]
+    parts = [
+        f"{first['dataset']}, {first.get('model', '')}" if first.get("dataset") and "title" not in protocol else "",
+        f"embeddings {_and(stores)}" if first.get("embeddings") else "",
+        f"{number} epoch{'s' * (number != '1')}"
+        + (f" of the published {protocol['n_epochs']}" if of_published else ""),
+        *(f"{name} {first[name]}" for name in settings if float_of(first.get(name, ""))),
+        f"{first['lr_schedule']} learning rate" if first.get("lr_schedule") else "",
+        first.get("precision", ""),
+        f"seed{'s' * (len(seeds) > 1)} {_and(seeds)}",
+        f"on {_and(devices)}",
+        f"PyTorch {_and(versions)}" if versions else "",
+    ]
     which = "difftopk's losses, " if first.get("implementation") == "difftopk" else ""
-    return f"{which}{', '.join(parts)}; {num_lines} row{'s' * (num_lines != 1)} run"
+    return f"{which}{', '.join(filter(None, parts))}; {num_lines} row{'s' * (num_lines != 1)} run"
 
 
 def _caption(
     name: str, runs: Sequence[Row], lines: Sequence[Line], published: Sequence[Row], protocol: Row, num_seeds: int
 ) -> str:
     run_lines = [line for line in lines if line.runs]
-    sentences = [
-        f"{protocol.get('title') or name}.",
-        "Test accuracy in percent where validation accuracy was best, mean ± sample standard deviation over the seeds.",
-        f"Ours ({name}.csv): {run_summary(runs, protocol, len(run_lines)) if runs else 'not run'}.",
-    ]
-    if any(len(line.runs) < num_seeds for line in run_lines):
-        sentences.append(f"Rows with fewer than the {num_seeds} seeds that the table asks for say so.")
-    sentences += _reason_sentences([line for line in run_lines if line.published])
-    if published:
-        first_hand = [row for row in published if row["second_hand"] == "false"]
-        known = [row for row in first_hand if row["test_top1"] or row["test_top5"]]
-        sources = list(dict.fromkeys(row["source"] for row in first_hand))
-        seeds = f", mean of {protocol['n_seeds']} seeds" if protocol.get("n_seeds") else ""
-        sentences.append(f"Published: {sources[0]}{seeds}{'' if known else '; its values are not known here'}.")
-        if len(sources) > 1:
-            sentences.append(f"Rerun: {_and(sources[1:])}.")
+    first_hand = [row for row in published if row["second_hand"] == "false"]
+    known = any(row["test_top1"] or row["test_top5"] for row in first_hand)
+    sources = list(dict.fromkeys(row["source"] for row in first_hand))
+    seeds = f", mean of {protocol['n_seeds']} seeds" if protocol.get("n_seeds") else ""
     unknown = [line.name for line in run_lines if line.published and not line.p_k and line.runs[0].get("p_k")]
-    if unknown:
-        sentences.append(f"The published P_K of {_and(unknown)} is not known; the one shown is ours.")
-    if any(row["second_hand"] == "true" for row in published):
-        sentences.append("†: second-hand, read in a note about a paper.")
-    if any(row["approximate"] for row in published):
-        sentences.append("≈: approximate in the source.")
-    return " ".join(sentences)
+    sentences = {  # each where its condition holds
+        f"{protocol.get('title') or name}.": True,
+        MEASURED: True,
+        f"Ours ({name}.csv): {run_summary(runs, protocol, len(run_lines)) if runs else 'not run'}.": True,
+        f"Rows with fewer than the {num_seeds} seeds that the table asks for say so.": any(
+            len(line.runs) < num_seeds for line in run_lines
+        ),
+        _reasons([line for line in run_lines if line.published]): any(line.reasons for line in run_lines),
+        f"Published: {''.join(sources[:1])}{seeds}{'' if known else '; its values are not known here'}.": published,
+        f"Rerun: {_and(sources[1:])}.": len(sources) > 1,
+        f"The published P_K of {_and(unknown)} is not known; the one shown is ours.": unknown,
+        "†: second-hand, read in a note about a paper.": any(row["second_hand"] == "true" for row in published),
+        "≈: approximate in the source.": any(row["approximate"] for row in published),
+    }
+    return " ".join(sentence for sentence, holds in sentences.items() if holds)
 
 
-def _reason_sentences(lines: Sequence[Line]) -> list[str]:
+def _reasons(lines: Sequence[Line]) -> str:
     """What every line shares is said once; the rest names its lines."""
     refused = [line for line in lines if line.reasons]
-    if not refused:
-        return []
     counts = Counter(reason for line in refused for reason in line.reasons)
     shared = [reason for reason, count in counts.items() if count == len(lines)]
-    parts = [", ".join(shared)] if shared else []
+    parts = [", ".join(shared)]
     for line in refused:
-        own = [reason for reason in line.reasons if reason not in shared]
-        if own:
-            p_k = shown_p_k(line.runs[0].get("p_k", ""))
-            parts.append(f"{' '.join(filter(None, [line.name, p_k]))}: {', '.join(own)}")
+        own = ", ".join(reason for reason in line.reasons if reason not in shared)
+        parts.append(f"{line.name} {shown_p_k(line.runs[0].get('p_k', ''))}".rstrip() + f": {own}" if own else "")
     whose = "These runs are not" if len(refused) == len(lines) else "Not"
-    return [f"{whose} comparable with the published values, hence no difference: {'; '.join(parts)}."]
-
-
-def _lines(published: Sequence[Row]) -> list[Line]:
-    """One line per published row; a later row with the same key is a rerun by others, beside the first."""
-    lines: list[Line] = []
-    for row in published:
-        first = next((line for line in lines if row["method"] and _key(line.published) == _key(row)), None)
-        if first:
-            first.rerun = row
-        else:
-            lines.append(Line(row["method"], row["p_k"], _key(row)[3:], row))
-    return lines
-
-
-def _line_of(key: tuple, lines: Sequence[Line]) -> Line | None:
-    """The published line of a key; one whose P_K is not known takes any."""
-    method, _, *others = key
-    for wanted in (key, (method, (), *others)):
-        for line in lines:
-            if line.published and _key(line.published) == wanted:
-                return line
-    return None
+    return f"{whose} comparable with the published values, hence no difference: {'; '.join(filter(None, parts))}."
 
 
 def _key(row: Row) -> tuple:
@@ -346,71 +315,41 @@ def _key(row: Row) -> tuple:
     return row["method"], p_k_of(row.get("p_k", "")), row.get("backbone", ""), *(row.get(name, "") for name in VARIANT)
 
 
-def _by_key(runs: Sequence[Row]) -> dict[tuple, list[Row]]:
-    groups: dict[tuple, list[Row]] = {}
-    for run in runs:
-        groups.setdefault(_key(run), []).append(run)
-    return groups
-
-
-def _check(run: Row) -> None:
-    """Raise CommandLineError for a row that is no training run's."""
-    neighbours = "prediction" in run  # a majority is one label, and a mass of k neighbours that of one k
-    for name in ("method", *(() if neighbours else ("p_k", "test_top5")), "seed", "test_top1"):
-        if name not in run:
-            raise CommandLineError(f"the results file has no column {name}; a report needs one")
-    methods = KNN_METHODS if neighbours else METHODS
-    if run["method"] not in methods:
-        raise CommandLineError(f"{run['method']!r} in row {run['run_id']} is no method: {', '.join(methods)}")
-    for metric in METRICS.keys() & run.keys():
-        value = float_of(run[metric])
-        if value is None or not 0 <= value <= 1:
-            raise CommandLineError(f"{metric} must be a fraction in [0, 1], got {run[metric]!r} in row {run['run_id']}")
-    if neighbours:
-        return
-    if not run["p_k"] or any(float_of(each) is None for each in run["p_k"].split()):
-        raise CommandLineError(f"p_k must be numbers such as .5 0 0 0 .5, got {run['p_k']!r} in row {run['run_id']}")
-
-
 def _refuse_mixtures(name: str, runs: Sequence[Row]) -> None:
     """Raise CommandLineError if the rows differ in what one caption must say of all."""
     shared = [column for column in identity_columns(runs[0]) if column not in OF_A_ROW]
-    differing = {}
-    for column in shared:
-        # What is not trained has no settings of training.
-        values = dict.fromkeys(run[column] for run in runs if run[column] or run["method"] not in UNTRAINED)
-        if len(values) > 1:
-            differing[column] = values
-    if differing:
-        mixed = ", ".join(f"{column} {_and([v or '(empty)' for v in vs])}" for column, vs in differing.items())
-        # The images follow from the flags: those are what a user has set. The whole run is the likelier choice.
-        column = next((each for each in differing if each not in DATA_SEEN), next(iter(differing)))
-        whole, _ = WHOLE_RUN.get(column, ((), ""))
-        largest = max(differing[column], key=lambda cell: (float_of(cell) or 0, cell))
-        choice = next((cell for cell in differing[column] if cell in whole), largest)
-        raise CommandLineError(
-            f"{name} mixes {mixed}: a table reports one schedule, subset, precision and implementation; "
-            f"choose with --where {shlex.quote(f'{column}={choice}')}"
-        )
+    mixed: dict[str, list[str]] = {}
+    for column in shared:  # what is not trained has no settings of training
+        mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
+    if not mixed:
+        return
+    told = ", ".join(f"{column} {_and([value or '(empty)' for value in values])}" for column, values in mixed.items())
+    # The images follow from the flags: those are what a user has set. The whole run is the likelier choice.
+    column = next((each for each in mixed if each not in DATA_SEEN), next(iter(mixed)))
+    whole, _ = WHOLE_RUN.get(column, ((), ""))
+    largest = max(mixed[column], key=lambda cell: (float_of(cell) or 0, cell))
+    choice = next((cell for cell in mixed[column] if cell in whole), largest)
+    raise CommandLineError(
+        f"{name} mixes {told}: a table reports one schedule, subset, precision and implementation; "
+        f"choose with --where {shlex.quote(f'{column}={choice}')}"
+    )
 
 
 def _refuse_mixed_cell(group: Sequence[Row]) -> None:
     """Raise CommandLineError if the runs of one cell differ in anything but the seed."""
-    what = f"{group[0]['method']} {shown_p_k(group[0].get('p_k', ''))}".rstrip()
-    for column in OF_A_ROW:
-        values = dict.fromkeys(run[column] for run in group if column in run)
-        if column != "p_k" and len(values) > 1:
-            condition = f"{group[0]['method']}:{column}={next(iter(values))}"
-            raise CommandLineError(
-                f"the row {what} mixes {column} {_and([value or '(empty)' for value in values])}: a cell holds the "
-                f"seeds of one experiment; choose with --where {shlex.quote(condition)}"
-            )
+    method = group[0]["method"]
+    what = f"the row {method} {shown_p_k(group[0].get('p_k', ''))}".rstrip()
+    for column, values in differing(group, [each for each in OF_A_ROW if each != "p_k"]).items():
+        raise CommandLineError(
+            f"{what} mixes {column} {_and([value or '(empty)' for value in values])}: a cell holds the "
+            f"seeds of one experiment; choose with --where {shlex.quote(f'{method}:{column}={values[0]}')}"
+        )
     for seed, count in Counter(run["seed"] for run in group).items():
         if count > 1:
             orders = [run.get("order_seed", "") for run in group if run["seed"] == seed]
             raise CommandLineError(
-                f"the row {what} has seed {seed} {count} times, with order_seed {_and(orders)}: each seed counts once; "
-                f"choose with --where {group[0]['method']}:order_seed={orders[0]}"
+                f"{what} has seed {seed} {count} times, with order_seed {_and(orders)}: each seed counts once; "
+                f"choose with --where {method}:order_seed={orders[0]}"
             )
 
 
@@ -428,11 +367,7 @@ def _same(cell: str, other: str) -> bool:
     return cell == other or (not cell and numbers[1] == 0)
 
 
-def _and(words: Sequence[str]) -> str:
-    words = list(words)
+def _and(words: Iterable[str]) -> str:
+    """Different words in the order in which they come."""
+    words = list(dict.fromkeys(words))
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))

@@ -2,11 +2,16 @@
 
     echo '[["python", "experiments/train_cifar100.py", "--method", "softsort"]]' | python scripts/sweeping/recorded.py
 
-Each command's script runs in this process up to the point where it asks whether its results file has its
-configuration; the answer is noted, and it goes no further. Thus the script itself resolves its settings, as it will
-when it runs, and torch is imported once for all rows. A command that is refused counts as not recorded: it says why
-when it runs. Only scripts that ask before they work may be given: ASKING in scripts/sweeping/sweep.py.
+Each command's script runs in this process up to the point where it looks for its configuration in its results file,
+and goes no further where that is not there. Thus the script itself resolves its settings, as it will when it runs, and
+torch is imported once for all rows. A command that is refused counts as not recorded: it says why when it runs. Only
+scripts that look before they work may be given.
 """
+
+if __name__ == "__main__":
+    from data import program
+
+    program.begin()
 
 import contextlib
 import json
@@ -14,9 +19,10 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-from experiments.shared import training_run
+from data import program
+from experiments.shared import run_record
 
 
 class NotRecorded(BaseException):
@@ -36,20 +42,26 @@ def is_recorded(words: Sequence[str]) -> bool:
     return False
 
 
-def main() -> int:
+def answer() -> int:
     """Read a JSON list of commands, each a list of words, and print a JSON list of booleans."""
-    ask = training_run.recorded
+    try:
+        commands = json.load(sys.stdin)
+        understood = isinstance(commands, list) and all(isinstance(script, str) for _, script, *_ in commands)
+    except (ValueError, TypeError):
+        understood = False
+    if not understood:
+        raise program.CommandLineError("standard input must be a JSON list of commands, each a list of words")
+    find_row = run_record.find_row
 
-    def ask_and_stop(*arguments: Any) -> bool:
-        if not ask(*arguments):
+    def found_or_stop(path: Path, run_id: str) -> dict[str, str]:
+        if (row := find_row(path, run_id)) is None:
             raise NotRecorded
-        return True
+        return row
 
-    # The scripts import the name afresh when they are run, below.
-    training_run.recorded = ask_and_stop
-    print(json.dumps([is_recorded(words) for words in json.load(sys.stdin)]))
+    run_record.find_row = found_or_stop  # before what imports it by name
+    print(json.dumps([is_recorded(words) for words in commands]))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(program.finish(answer))

@@ -1,7 +1,4 @@
-"""The rows of a sweep: read from lines, asked for in their results files, started, and summed up at the end.
-
-What scripts/launch.py (here, in processes) and scripts/sweeping/slurm_array.py (there, in jobs) have in common.
-"""
+"""The rows of a sweep: read from lines, asked for in their results files, started, and summed up at the end."""
 
 import contextlib
 import ctypes
@@ -13,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,11 +19,7 @@ from tqdm import tqdm
 from data.program import CommandLineError, is_text
 
 ROOT = Path(__file__).resolve().parents[2]
-# The scripts that ask whether their row is recorded before they do any work (experiments/shared/training_run.py).
-ASKING = (
-    *("train_cifar100.py", "finetune_imagenet.py", "finetune_imagenet21k.py"),
-    *("train_knn.py", "train_beam_search.py"),
-)
+LONGEST = 100_000  # characters of a row: Linux gives a program no longer word, and splitting takes its time
 TAIL = 12  # lines of a failed row's log in the summary
 
 
@@ -36,10 +29,11 @@ class SweepError(CommandLineError):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a sweep. `number` is its place among all lines, from 1; `log` is named after both."""
+    """One line of a sweep. `number` is its place among all lines, from 1; `log` is named after it."""
 
     number: int
     command: str
+    words: tuple[str, ...]
     log: Path
 
     @property
@@ -47,41 +41,39 @@ class Row:
         return self.log.stem
 
 
-@dataclass
-class Stop:
-    """The signals received so far that ask the launcher to stop."""
-
-    numbers: list[int] = field(default_factory=list)
-
-
 def read_rows(lines: Iterable[str], extra: Sequence[str], logs: Path) -> list[Row]:
     """Return one row per line that is neither empty nor a comment, with `extra` words at its end.
 
     Raises SweepError for a line that only a shell could run, for the same line twice, and for no line at all.
     """
-    commands = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not commands:
-        raise SweepError("there is no row: pipe command lines into scripts/launch.py, one per line")
+    rows: dict[str, Row] = {}
     added = f" {shlex.join(extra)}" if extra else ""
-    rows: list[Row] = []
-    for number, command in enumerate((command + added for command in commands), start=1):
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        number, command = len(rows) + 1, line.strip() + added
+        if len(command) > LONGEST:
+            raise SweepError(f"row {number} has {len(command)} characters, and a row may have {LONGEST}: split it")
         if not is_text(command):
             raise SweepError(f"row {number} must be UTF-8 text without NUL, got {command!r}")
         lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
-            words = list(lexer)
+            operators = [word for word in lexer if re.fullmatch(r"[();<>|&]+", word)]
         except ValueError as error:
             raise SweepError(f"row {number} cannot be split into words ({error}): {command}") from None
-        if operators := [word for word in words if re.fullmatch(r"[();<>|&]+", word)]:
+        if operators:
             raise SweepError(
                 f"row {number} needs a shell for {operators[0]!r}, and rows are run without one; "
                 f"write bash -c '...' if you mean it: {command}"
             )
-        if twin := next((row for row in rows if row.command == command), None):
-            raise SweepError(f"rows {twin.number} and {number} are the same command: {command}")
-        rows.append(Row(number, command, logs / f"{number:02}-{_short(shlex.split(command))}.log"))
-    return rows
+        if command in rows:
+            raise SweepError(f"rows {rows[command].number} and {number} are the same command: {command}")
+        words = tuple(shlex.split(command))
+        rows[command] = Row(number, command, words, logs / f"{number:02}-{_short(words)}.log")
+    if not rows:
+        raise SweepError("there is no row: pipe command lines into scripts/launch.py, one per line")
+    return list(rows.values())
 
 
 def _short(words: Sequence[str]) -> str:
@@ -92,19 +84,29 @@ def _short(words: Sequence[str]) -> str:
     return re.sub(r"[^A-Za-z0-9.=_]+", "_", "_".join(given or words))[:70].strip("_.")
 
 
-def recorded_rows(rows: Sequence[Row]) -> set[int]:
-    """Return the numbers of the rows that their results files already have.
+def recorded_rows(rows: Sequence[Row]) -> set[Row]:
+    """Return the rows that their results files already have.
 
-    A row is named by a hash of its resolved settings, which only its script can resolve. So the scripts are asked,
-    all rows in one process (recorded.py): one import of torch, some 3 s, instead of one per row. Rows of
-    other programs, with --force, or whose --results is not there yet, are not asked about.
+    A row is named by a hash of its resolved settings, which only its script can resolve. So the training scripts are
+    asked, all rows in one process (recorded.py): one import of torch, some 3 s, instead of one per row. Rows of other
+    programs, with --force, or whose --results is not there yet, are not asked about.
     """
-    asked = [row for row in rows if _can_be_asked(shlex.split(row.command))]
+
+    def can_be_asked(words: Sequence[str]) -> bool:
+        if len(words) < 2 or not Path(words[0]).name.startswith("python") or "--force" in words:
+            return False
+        script = Path(words[1]).resolve()
+        if script.parent != ROOT / "experiments" or not script.name.startswith(("train_", "finetune_")):
+            return False
+        given = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--results"]
+        return not given or Path(given[-1]).exists()
+
+    asked = [row for row in rows if can_be_asked(row.words)]
     if not asked:
         return set()
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "sweeping" / "recorded.py")],
-        input=json.dumps([shlex.split(row.command) for row in asked]),
+        input=json.dumps([row.words for row in asked]),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C is the launcher's, which then ends it
@@ -112,34 +114,15 @@ def recorded_rows(rows: Sequence[Row]) -> set[int]:
     if done.returncode:
         print("warning: it could not be asked which rows are recorded; each finds out by itself", file=sys.stderr)
         return set()
-    return {row.number for row, recorded in zip(asked, json.loads(done.stdout)) if recorded}
+    return {row for row, recorded in zip(asked, json.loads(done.stdout)) if recorded}
 
 
-def _can_be_asked(words: Sequence[str]) -> bool:
-    if len(words) < 2 or not Path(words[0]).name.startswith("python") or "--force" in words:
-        return False
-    script = Path(words[1]).resolve()
-    if script.parent != ROOT / "experiments" or script.name not in ASKING:
-        return False
-    given = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--results"]
-    return not given or Path(given[-1]).exists()
+def start_row(row: Row, header: str, settings: Mapping[str, str]) -> subprocess.Popen:
+    """Start a row with `settings` in its environment, its output appended to its log. Raises OSError.
 
-
-def thread_settings(row: Row, threads: int) -> dict[str, str]:
-    """Return the environment that gives a row its CPU threads, unless it says --threads itself."""
-    if "--threads" in shlex.split(row.command):
-        return {}
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-
-
-def start_row(
-    row: Row, attempt: int, attempts: int, settings: Mapping[str, str], ignored: signal.Signals | None = None
-) -> subprocess.Popen:
-    """Start a row, its output appended to its log under a header. Raises OSError if it does not start.
-
-    It gets a session of its own, so that Ctrl-C reaches it once, through the launcher, and `ignored` does not
-    stop it. On Linux it gets SIGTERM when the launcher dies, of kill -9 too. Elsewhere it goes on unseen to its end,
-    where it records its row; called again meanwhile, its configuration is refused, as "being run by another process".
+    It gets a session of its own, so that Ctrl-C reaches it once, through the launcher. On Linux it gets SIGTERM when
+    the thread that started it ends, by kill -9 of the launcher too. Elsewhere it goes on unseen to its end, where it
+    records its row; called again meanwhile, its configuration is refused, as "being run by another process".
     """
     row.log.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -148,8 +131,6 @@ def start_row(
     def before_the_program() -> None:
         # Under nohup or "&" of a shell script SIGINT comes ignored, and the row could not be stopped.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if ignored is not None:
-            signal.signal(ignored, signal.SIG_IGN)
         # Where Linux shares its time among sessions, the niceness that a row inherits counts within its own alone.
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(os.nice(0)))
@@ -160,10 +141,10 @@ def start_row(
 
     with open(row.log, "a", encoding="utf-8") as log:
         shown = " ".join(f"{name}={value}" for name, value in settings.items())
-        log.write(f"=== {now} attempt {attempt} of {attempts} {shown}\n$ {row.command}\n")
+        log.write(f"=== {now} {header} {shown}\n$ {row.command}\n")
         log.flush()
         return subprocess.Popen(
-            shlex.split(row.command),
+            row.words,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -176,23 +157,11 @@ def start_row(
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-def signal_group(process: subprocess.Popen, number: signal.Signals) -> None:
-    """Send a signal to a row and to what it started."""
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.killpg(process.pid, number)
-
-
-def ending(status: int) -> str:
-    """Return an exit status in words."""
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-
 class Progress:
     """Lines on what happens to rows and, on a terminal, a live line below them."""
 
     def __init__(self, sweep: str, rows: Sequence[Row]) -> None:
-        self.done: list[Row] = []
-        self.failed: dict[Row, str] = {}  # how each ended
+        self.sweep, self.done, self.failed = sweep, [], {}  # rows; and how each failed
         self._bar = tqdm(
             desc=sweep,
             total=len(rows),
@@ -200,6 +169,12 @@ class Progress:
             disable=not sys.stderr.isatty(),
             bar_format="{desc} {bar:20} {n_fmt}/{total_fmt} rows{postfix}, {elapsed} passed, {remaining} left",
         )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
     def say(self, line: str) -> None:
         """Print a line at once, above the live one. A full disk, where that goes to a file, stops no row."""
@@ -223,19 +198,16 @@ class Progress:
         """Bring the live line up to date."""
         self._bar.set_postfix_str(f"{len(self.done)} done, {len(self.failed)} failed, {running} running")
 
-    def close(self) -> None:
-        self._bar.close()
-
-
-def summarise(sweep: str, progress: Progress, num_rows: int, skipped: int, left: int) -> int:
-    """Print how the sweep ended, each failed row with the last lines of its log; return the exit status."""
-    counts = {"done": len(progress.done), "already recorded": skipped, "failed": len(progress.failed), "left": left}
-    told = ", ".join(f"{number} {name}" for name, number in counts.items() if number) or "nothing to do"
-    for row, how in progress.failed.items():
-        print(f"\nFAILED row {row.number} ({how}): {row.command}\n  log: {row.log}, which ends")
-        print("\n".join(f"    {line}" for line in tail(row.log)))
-    print(f"{sweep}: {told}, of {num_rows} rows", flush=True)
-    return 1 if progress.failed else 0
+    def summarise(self, num_rows: int, skipped: int) -> int:
+        """Print how the sweep ended, each failed row with the last lines of its log; return the exit status."""
+        left = self._bar.total - len(self.done) - len(self.failed)
+        counts = {"done": len(self.done), "already recorded": skipped, "failed": len(self.failed), "left": left}
+        told = ", ".join(f"{number} {name}" for name, number in counts.items() if number) or "nothing to do"
+        for row, how in self.failed.items():
+            print(f"\nFAILED row {row.number} ({how}): {row.command}\n  log: {row.log}, which ends")
+            print("\n".join(f"    {line}" for line in tail(row.log)))
+        print(f"{self.sweep}: {told}, of {num_rows} rows", flush=True)
+        return 1 if self.failed else 0
 
 
 def tail(log: Path) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import learned_temperature, losses, machine, recipe, scaling, transport
+from benchmarks import learned_temperature, losses, machine, recipe, scaling, training_step, transport
 from scripts.reporting.cost_figure import draw_cost
 from tests.processes import run
 from topk_losses.networks import bitonic
@@ -74,14 +74,13 @@ def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
         *(16 + 25, 100 + 25),
         *(float(bitonic(n, 5).pruned().num_comparators) for n in (16, 100)),
     ]
-    assert [path.name for path in draw_cost(output, tmp_path)] == ["cost_over_size.png", "cost_over_size.svg"]
+    assert [path.name for path in draw_cost(tmp_path, output)] == ["cost_over_size.png", "cost_over_size.svg"]
     assert "asymptote" in (tmp_path / "cost_over_size.svg").read_text()
-    assert draw_cost(tmp_path / "absent.csv", tmp_path) == []
 
 
 def small_recipe():
     """With batches of 8 of 64 images in the place of 128 of 5000."""
-    recipe.BATCH, recipe.NUM_IMAGES, recipe.PAUSE = 8, 64, 0.01
+    training_step.BATCH, training_step.NUM_IMAGES, recipe.PAUSE = 8, 64, 0.01
     return recipe.main()
 
 

@@ -119,10 +119,10 @@ def test_the_published_formats_pass_from_the_server_to_a_head(tmp_path):
         (finetuning, ["--turns", "0"], "at least 1"),
         (batch_sources, ["--mib", "1"], "--mib must hold a batch of 500 rows"),
         (batch_sources, ["--device", "cpu", "--sources", "device"], "needs a GPU"),
-        (batch_sources, ["--folder", "nowhere"], "--folder must exist"),
+        (batch_sources, ["--folder", "nowhere"], "--folder: must exist"),
         (published_formats, ["--rows_share", "0.0001"], "600 training rows"),
         (published_formats, ["--device", "tpu"], "argument --device: must be auto"),
-        (published_formats, ["--folder", "nowhere"], "--folder must exist"),
+        (published_formats, ["--folder", "nowhere"], "--folder: must exist"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_made(benchmark, flags, sentence, tmp_path, monkeypatch, capsys):

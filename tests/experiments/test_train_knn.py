@@ -21,7 +21,6 @@ from experiments.shared.environment import ROOT
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import COLUMNS, read_rows
 from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
-from scripts.sweeping import sweep
 from topk_losses import RELAXATIONS
 
 MACHINE = ("--device", "cpu", "--threads", "1")
@@ -337,7 +336,6 @@ def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
     def ask(*_):
         raise Asked
 
-    assert "train_knn.py" in sweep.ASKING
     monkeypatch.setattr(script, "load_points", lambda *_, **__: pytest.fail("data are loaded first"))
     monkeypatch.setattr(script, "recorded", ask)
     with pytest.raises(Asked):

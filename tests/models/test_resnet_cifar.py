@@ -11,36 +11,6 @@ from models.resnet_cifar import ARCHITECTURES, resnet_cifar
 from models.small_maps import SmallMapConv2d
 
 
-def basic_parameters(blocks: list[int], num_classes: int) -> int:
-    """Parameters of the variant with two 3x3 convolutions per block, counted from the description."""
-    total = 64 * 3 * 3 * 3 + 2 * 64  # conv1 and its batch norm
-    width_in = 64
-    for stage, count in enumerate(blocks):
-        width = 64 * 2**stage
-        for block in range(count):
-            first = width_in if block == 0 else width
-            total += 9 * first * width + 2 * width + 9 * width * width + 2 * width
-            if block == 0 and first != width:
-                total += first * width + 2 * width  # 1x1 shortcut
-        width_in = width
-    return total + width_in * num_classes + num_classes
-
-
-def bottleneck_parameters(blocks: list[int], num_classes: int) -> int:
-    """Parameters of the variant with 1x1, 3x3 and 1x1 convolutions, the last four times as wide."""
-    total = 64 * 3 * 3 * 3 + 2 * 64
-    width_in = 64
-    for stage, count in enumerate(blocks):
-        width = 64 * 2**stage
-        for block in range(count):
-            first = width_in if block == 0 else 4 * width
-            total += first * width + 2 * width + 9 * width * width + 2 * width + 4 * width * width + 8 * width
-            if block == 0:
-                total += first * 4 * width + 8 * width
-        width_in = 4 * width
-    return total + width_in * num_classes + num_classes
-
-
 def images(batch: int = 4) -> torch.Tensor:
     return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -53,19 +23,6 @@ def resnet18() -> nn.Module:
 
 def test_resnet18_with_100_classes_has_11220132_parameters(resnet18):
     assert sum(p.numel() for p in resnet18.parameters()) == 11_220_132
-    assert basic_parameters([2, 2, 2, 2], 100) == 11_220_132
-
-
-@pytest.mark.parametrize(
-    ("name", "formula", "blocks"),
-    [
-        ("resnet18", basic_parameters, [2, 2, 2, 2]),
-        ("resnet34", basic_parameters, [3, 4, 6, 3]),
-        ("resnet50", bottleneck_parameters, [3, 4, 6, 3]),
-    ],
-)
-def test_parameter_count_follows_the_formula(name, formula, blocks):
-    assert sum(p.numel() for p in resnet_cifar(name, 10).parameters()) == formula(blocks, 10)
 
 
 def test_first_layers_are_the_published_ones(resnet18):
@@ -89,26 +46,19 @@ def test_state_dict_has_torchvisions_names_and_shapes(name):
 
 def test_stages_shrink_the_image_as_documented(resnet18):
     sizes = {}
+    names = ("conv1", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool")
     hooks = [
         getattr(resnet18, name).register_forward_hook(
             lambda module, inputs, output, name=name: sizes.update({name: tuple(output.shape[1:])})
         )
-        for name in ("conv1", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc")
+        for name in names
     ]
     with torch.no_grad():
         resnet18.eval()(images(2))
     for hook in hooks:
         hook.remove()
-    assert sizes == {
-        "conv1": (64, 32, 32),
-        "maxpool": (64, 16, 16),
-        "layer1": (64, 16, 16),
-        "layer2": (128, 8, 8),
-        "layer3": (256, 4, 4),
-        "layer4": (512, 2, 2),
-        "avgpool": (512, 1, 1),
-        "fc": (100,),
-    }
+    channels, sides = (64, 64, 64, 128, 256, 512, 512), (32, 16, 16, 8, 4, 2, 1)
+    assert sizes == {name: (number, side, side) for name, number, side in zip(names, channels, sides)}
 
 
 @pytest.mark.parametrize(("name", "width"), [("resnet18", 512), ("resnet34", 512), ("resnet50", 2048)])
@@ -158,26 +108,11 @@ def test_the_last_two_stages_have_convolutions_for_small_maps(name, number):
     assert {path.split(".")[0] for path in layers} == {"layer3", "layer4"}
 
 
-def test_initial_weights_have_the_stated_statistics(resnet18):
-    for name, module in resnet18.named_modules():
-        if isinstance(module, nn.Conv2d):
-            fan_out = module.out_channels * math.prod(module.kernel_size)
-            std, count = math.sqrt(2 / fan_out), module.weight.numel()
-            # Five standard errors of the mean and of the standard deviation of a normal sample.
-            assert abs(module.weight.mean().item()) < 5 * std / math.sqrt(count), name
-            assert abs(module.weight.std().item() - std) < 5 * std / math.sqrt(2 * count), name
-        elif isinstance(module, nn.Linear):
-            bound = 1 / math.sqrt(module.in_features)
-            for parameter in (module.weight, module.bias):
-                assert parameter.abs().max().item() <= bound
-                assert parameter.abs().max().item() > 0.9 * bound
-    fresh = resnet_cifar("resnet18", 100)
-    for module in fresh.modules():
+def test_batch_norms_begin_neutral():
+    for module in resnet_cifar("resnet18", 100).modules():
         if isinstance(module, nn.BatchNorm2d):
-            assert (module.weight == 1).all()
-            assert (module.bias == 0).all()
-            assert (module.running_mean == 0).all()
-            assert (module.running_var == 1).all()
+            assert all((each == 1).all() for each in (module.weight, module.running_var))
+            assert all((each == 0).all() for each in (module.bias, module.running_mean))
             assert module.num_batches_tracked == 0
 
 
@@ -203,11 +138,6 @@ def test_number_of_classes_changes_the_head_alone():
     torch.manual_seed(1)
     hundred = resnet_cifar("resnet18", 100).state_dict()
     assert all(torch.equal(ten[key], hundred[key]) for key in ten if not key.startswith("fc."))
-
-
-def test_parameters_are_on_the_cpu_and_trainable(resnet18):
-    assert all(p.device.type == "cpu" and p.requires_grad for p in resnet18.parameters())
-    assert all(b.device.type == "cpu" for b in resnet18.buffers())
 
 
 def test_channels_last_gives_the_same_logits(resnet18):

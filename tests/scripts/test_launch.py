@@ -1,4 +1,4 @@
-"""The launcher with small commands: order, retries, GPUs, threads, logs, signals, and what it refuses."""
+"""The launcher with small commands: retries, GPUs, threads, logs, signals, Slurm, and what it refuses."""
 
 import fcntl
 import io
@@ -24,6 +24,8 @@ from tests.experiments.test_train_cifar100 import tiny_network
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch.py"
+RECORDED = ROOT / "scripts" / "sweeping" / "recorded.py"
+SBATCH_TASK = ROOT / "scripts" / "sweeping" / "row.sbatch"
 
 
 def python(program: str) -> str:
@@ -32,40 +34,22 @@ def python(program: str) -> str:
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Run the launcher on rows to its end, its logs in tmp_path / "logs"."""
-
-    def call(rows: list[str], *flags: str, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
-            input="\n".join(rows),
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-        )
-
-    return call
-
-
-@pytest.fixture
 def start(tmp_path):
-    """Start the launcher on rows; what is left of it is killed after the test."""
+    """Start the launcher on rows, its logs in tmp_path / "logs"; what is left of it is killed after the test."""
     started = []
 
-    def call(rows: list[str], *flags: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        process.stdin.write("\n".join(rows))
-        process.stdin.close()
-        process.stdin = None
+    def call(rows: list[str], *flags: str, **environment: str) -> subprocess.Popen:
+        (tmp_path / "rows").write_text("\n".join(rows))
+        with (tmp_path / "rows").open() as file:
+            process = subprocess.Popen(
+                [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+            )
         started.append(process)
         return process
 
@@ -74,6 +58,18 @@ def start(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture
+def run(start):
+    """Run the launcher on rows to its end; return its status and what it printed."""
+
+    def call(rows: list[str], *flags: str, **environment: str) -> tuple[int, str]:
+        process = start(rows, *flags, **environment)
+        printed = process.communicate()[0]
+        return process.returncode, printed
+
+    return call
 
 
 def wait_for(condition, seconds: float = 30):
@@ -97,57 +93,47 @@ def alive(pid: int) -> bool:
 
 
 def test_every_row_runs_and_has_a_log(run, tmp_path):
-    done = run(["# a comment", python("print('one')"), "", python("print('two')")], "--name", "small")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("small: 2 rows, 0 already recorded; logs in ")
-    assert done.stdout.endswith("small: 2 done, of 2 rows\n")
+    rows = ["# a comment", python("print('one')"), "", python("print('two')")]
+    status, printed = run(rows, "--name", "small")
+    assert status == 0
+    assert printed.startswith("small: 2 rows, 0 already recorded; logs in ")
+    assert printed.endswith("small: 2 done, of 2 rows\n")
     first, second = sorted((tmp_path / "logs").glob("*.log"))
     assert (first.name, second.name) == ("01-print_one.log", "02-print_two.log")
     header, command, output = first.read_text().splitlines()
     assert "attempt 1 of 2" in header
-    assert command == "$ " + python("print('one')")
-    assert output == "one"
+    assert (command, output) == (f"$ {rows[1]}", "one")
 
 
-def test_a_failed_row_is_retried_then_named_with_the_end_of_its_log(run, tmp_path):
+def test_a_failed_row_is_tried_again_then_named_with_the_end_of_its_log(run, tmp_path):
     failing = python("print('\\n'.join(f'line {i}' for i in range(40))); raise SystemExit(7)")
-    done = run([failing, python("print('fine')")], "--retries", "1", "--jobs", "2")
-    assert done.returncode == 1
-    assert f"FAILED row 1 (exit status 7): {failing}" in done.stdout
-    assert "    line 39\n" in done.stdout
-    assert "    line 20\n" not in done.stdout
+    second = python("import pathlib, sys; p = pathlib.Path('been'); sys.exit(0 if p.exists() else p.touch() or 1)")
+    status, printed = run([failing, second], "--jobs", "2")
+    assert status == 1
+    assert f"FAILED row 1 (exit status 7): {failing}" in printed
+    assert "    line 39\n" in printed
+    assert "    line 20\n" not in printed
     (log,) = (tmp_path / "logs").glob("01-*.log")
-    assert str(log) in done.stdout
+    assert str(log) in printed
     assert log.read_text().count("=== ") == 2
-    assert done.stdout.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
-
-
-def test_a_row_that_succeeds_at_its_second_attempt_is_done(run, tmp_path):
-    program = "import pathlib, sys; p = pathlib.Path('been'); sys.exit(0 if p.exists() else p.touch() or 1)"
-    assert run([python(program)], "--retries", "1").returncode == 0
+    assert printed.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
     (tmp_path / "been").unlink()
-    assert run([python(program)], "--retries", "0").returncode == 1
+    assert run([second], "--retries", "0")[0] == 1
 
 
-def test_a_killed_row_and_a_program_that_is_not_there_are_failures(run):
-    killed = python("import os; os.kill(os.getpid(), 9)")
-    done = run([killed, "no-such-program --flag"], "--retries", "0")
-    assert done.returncode == 1
-    assert "FAILED row 1 (killed by SIGKILL)" in done.stdout
-    assert "FAILED row 2 (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in done.stdout
-    assert "No such file" in done.stdout
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
-def test_a_row_without_room_for_its_log_fails_and_the_others_go_on(run, tmp_path):
+def test_what_cannot_run_fails_and_the_others_go_on(run, tmp_path):
+    """A row that is killed, one of no program, one without room for its log, and one that prints nothing."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "01-true.log").symlink_to("/dev/full")
-    (tmp_path / "logs" / "03-empty.log").touch()
-    done = run(["true", python("print('fine')")], "--retries", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "FAILED row 1 (it cannot be started: [Errno 28] No space left on device): true" in done.stdout
-    assert done.stdout.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
-    assert sweep.tail(tmp_path / "logs" / "03-empty.log") == ["(an empty log)"]
+    (tmp_path / "logs" / "03-true.log").symlink_to("/dev/full" if Path("/dev/full").exists() else tmp_path)
+    killed = python("import os; os.kill(os.getpid(), 9)")
+    status, printed = run([killed, "no-such-program --flag", "true", python("print('fine')")], "--retries", "0")
+    assert status == 1
+    assert "FAILED row 1 (killed by SIGKILL)" in printed
+    assert "FAILED row 2 (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in printed
+    assert "FAILED row 3 (it cannot be started: [Errno " in printed
+    assert printed.endswith("sweep: 1 done, 3 failed, of 4 rows\n")
+    (tmp_path / "empty.log").touch()
+    assert sweep.tail(tmp_path / "empty.log") == ["(an empty log)"]
 
 
 def test_without_standard_input_there_is_no_row(tmp_path):
@@ -166,84 +152,55 @@ def test_the_sessions_of_the_rows_have_the_niceness_of_the_launcher(tmp_path):
     assert log.read_text().splitlines()[-1].endswith(f" nice {min(os.nice(0) + 3, 19)}")
 
 
+# Rows at once, GPUs and threads.
+
+
 def test_at_most_jobs_rows_run_at_once(run, tmp_path):
     program = (
         "import os, pathlib, time; me = pathlib.Path(f'running.{os.getpid()}'); me.touch();"
         "print('at once', len(list(pathlib.Path().glob('running.*')))); time.sleep(.6); me.unlink() #"
     )
-    done = run([python(f"{program} {number}") for number in range(6)], "--jobs", "3")
-    assert done.returncode == 0
+    assert run([python(f"{program} {number}") for number in range(6)], "--jobs", "3")[0] == 0
     counts = [int(re.search(r"at once (\d)", log.read_text())[1]) for log in (tmp_path / "logs").glob("*.log")]
     assert (len(counts), max(counts)) == (6, 3)
 
 
-# GPUs and threads.
+@pytest.mark.parametrize(
+    ("flags", "visible", "expected"),
+    [
+        ((), "2,5,GPU-ab", ["2", "5", "GPU-ab"]),  # as many at once as there are GPUs
+        (("--per-gpu", "2", "--jobs", "4"), "0,1", ["0", "0", "1", "1"]),
+    ],
+)
+def test_rows_share_the_gpus_evenly(run, tmp_path, flags, visible, expected):
+    show = "import os, time; print('gpu', os.environ.get('CUDA_VISIBLE_DEVICES')); time.sleep(1.5) #"
+    rows = [python(f"{show} {number}") for number in range(len(expected))]
+    assert run(rows, *flags, CUDA_VISIBLE_DEVICES=visible)[0] == 0
+    logs = (tmp_path / "logs").glob("*.log")
+    assert sorted(re.search(r"^gpu (.*)$", log.read_text(), re.MULTILINE)[1] for log in logs) == expected
 
 
-def gpus_seen(tmp_path: Path) -> list[str]:
-    logs = sorted((tmp_path / "logs").glob("*.log"))
-    return [re.search(r"^gpu (.*)$", log.read_text(), re.MULTILINE)[1] for log in logs]
-
-
-SHOW_GPU = "import os, time; print('gpu', os.environ.get('CUDA_VISIBLE_DEVICES')); time.sleep(1.5) #"
-
-
-def test_each_row_has_a_gpu_of_its_own(run, tmp_path):
-    done = run([python(f"{SHOW_GPU} {number}") for number in range(3)], CUDA_VISIBLE_DEVICES="2,5,GPU-ab")
-    assert done.returncode == 0
-    assert sorted(gpus_seen(tmp_path)) == ["2", "5", "GPU-ab"]  # --jobs: as many as there are GPUs
-
-
-def test_rows_share_gpus_evenly_with_per_gpu(run, tmp_path):
-    rows = [python(f"{SHOW_GPU} {number}") for number in range(4)]
-    assert run(rows, "--per-gpu", "2", "--jobs", "4", CUDA_VISIBLE_DEVICES="0,1").returncode == 0
-    assert sorted(gpus_seen(tmp_path)) == ["0", "0", "1", "1"]
-
-
-def test_more_jobs_than_gpus_are_refused(run):
-    done = run(["true"], "--jobs", "3", CUDA_VISIBLE_DEVICES="0,1")
-    assert done.returncode == 2
-    assert "--jobs 3 is more than 2 visible GPUs x --per-gpu 1" in done.stderr
-
-
-def test_the_gpus_that_cuda_would_see(monkeypatch):
+def test_the_gpus_that_cuda_would_see_or_nvidia_smi_lists(monkeypatch, tmp_path):
     for visible, expected in (("", []), ("-1", []), ("3", ["3"]), ("1, 0,-1,2", ["1", "0"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert launch.visible_gpus() == expected
-
-
-def test_without_cuda_visible_devices_nvidia_smi_lists_the_gpus(monkeypatch, tmp_path):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launch.visible_gpus() == []
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\n[ \"$1 $2\" = '--query-gpu=index --format=csv,noheader' ] && printf '0\\n1\\n'\n")
-    program.chmod(0o755)
+    program(tmp_path / "nvidia-smi", "[ \"$1 $2\" = '--query-gpu=index --format=csv,noheader' ] && printf '0\\n1\\n'")
     assert launch.visible_gpus() == ["0", "1"]
-
-
-def test_cpu_threads_are_divided_among_the_jobs(run, tmp_path):
-    show = "import os; print('threads', os.environ.get('OMP_NUM_THREADS'), os.environ.get('MKL_NUM_THREADS')) #"
-    rows = [python(show), f"{python(show)} --threads 3"]
-    assert run(rows, "--jobs", "2", OMP_NUM_THREADS="77", MKL_NUM_THREADS="77").returncode == 0
-    first, second = (log.read_text() for log in sorted((tmp_path / "logs").glob("*.log")))
-    share = max(1, usable_cores() // 2)
-    assert f"threads {share} {share}\n" in first
-    assert "threads 77 77\n" in second  # --threads decides there
 
 
 @pytest.mark.parametrize(
     ("flags", "at_once"), [((), 1), (("--row-per-core",), 2), (("--row-per-core", "--jobs", "1"), 1)]
 )
-def test_rows_at_once(monkeypatch, tmp_path, flags, at_once):
-    """Without GPUs one, or one on each core, but no more than there are; --jobs decides."""
-    monkeypatch.setattr(launch, "visible_gpus", list)
-    monkeypatch.setattr(launch, "usable_cores", lambda: 4)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("true 1\ntrue 2\n"))
-    given = []
-    monkeypatch.setattr(launch, "run_here", lambda rows, jobs, *_: given.append(jobs))
-    launch.launch(["--logs", str(tmp_path), *flags])
-    assert given == [at_once]
+def test_cpu_threads_are_divided_among_the_rows_at_once(run, tmp_path, flags, at_once):
+    show = python("import os; print('threads', os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS']) #")
+    assert run([show, f"{show} --threads 3"], *flags, OMP_NUM_THREADS="77", MKL_NUM_THREADS="77")[0] == 0
+    first, second = (log.read_text() for log in sorted((tmp_path / "logs").glob("*.log")))
+    share = usable_cores() // min(at_once, usable_cores())
+    assert f"threads {share} {share}\n" in first
+    assert "threads 77 77\n" in second  # --threads decides there
 
 
 # Signals.
@@ -306,21 +263,16 @@ def test_the_second_ctrl_c_is_harder(start, patient, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_kill_9_of_the_launcher_ends_its_rows(start, patient, tmp_path):
+def test_a_second_launcher_is_refused_and_kill_9_of_the_first_ends_its_rows(start, run, patient, tmp_path):
     process = start([patient])
     pid = pid_in(tmp_path)
+    status, printed = run(["true"])
+    assert status == 2
+    assert "another launcher runs this sweep" in printed
+    assert alive(pid)
     process.kill()
     wait_for(lambda: not alive(pid))
-    # Nothing of it is in the way of a second call.
-    assert start([python("print('again')")]).wait(30) == 0
-
-
-def test_a_second_launcher_of_the_sweep_is_refused(start, run, patient, tmp_path):
-    start([patient])
-    pid_in(tmp_path)
-    done = run(["true"])
-    assert done.returncode == 2
-    assert "another launcher runs this sweep" in done.stderr
+    assert run([python("print('again')")])[0] == 0  # nothing of it is in the way
 
 
 # What it prints.
@@ -355,9 +307,9 @@ def test_a_terminal_has_a_live_line(tmp_path):
 def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
     rows = ["# comment", "python a.py --p_k .5 0", "python b.py 'with space'"]
     flags = ("--n_epochs", "5", "--jobs", "2", "--limit_train", "50", "--", "--jobs", "a b")
-    done = run(rows, "--dry-run", *flags)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
+    status, printed = run(rows, "--dry-run", *flags)
+    assert status == 0
+    assert printed.splitlines() == [
         "python a.py --p_k .5 0 --n_epochs 5 --limit_train 50 --jobs 'a b'",
         "python b.py 'with space' --n_epochs 5 --limit_train 50 --jobs 'a b'",
         "# 2 rows",
@@ -380,7 +332,7 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true"], "--slurm --jobs 2", "--jobs goes without --slurm"),
         (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
         (["echo \udcff"], "", "row 1 must be UTF-8 text without NUL, got 'echo \\udcff'"),
-        (["true"], "--slurm --time soon", "must be minutes, H:M:S or D-H:M:S, got 'soon'"),
+        (["true", "echo " + 3_000_000 * "x"], "", "row 2 has 3000005 characters, and a row may have 100000"),
     ],
 )
 def test_refusals_are_one_sentence(monkeypatch, capsys, tmp_path, rows, flags, sentence):
@@ -393,12 +345,23 @@ def test_refusals_are_one_sentence(monkeypatch, capsys, tmp_path, rows, flags, s
     assert message.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("90", 90), ("2:30", 3), ("2:00:00", 120), ("1-0", 1440), ("1-12:30", 2190), ("0-00:00:01", 1)],
-)
-def test_time_limits_as_slurm_writes_them(text, expected):
-    assert launch.minutes(text) == expected
+def test_more_jobs_than_gpus_are_refused(run):
+    status, printed = run(["true"], "--jobs", "3", CUDA_VISIBLE_DEVICES="0,1")
+    assert status == 2
+    assert "--jobs 3 is more than 2 visible GPUs x --per-gpu 1" in printed
+
+
+def test_what_is_refused_or_cut_off_leaves_no_word_of_a_broken_pipe():
+    """Who writes the rows meets no closed pipe, and `| head` ends what is printed to it silently."""
+    many = f'{sys.executable} -c \'for n in range(9999): print("echo", n * "x" if n < 99 else n)\''
+    for command, status in (
+        (f"{many} | {sys.executable} {LAUNCH} --jobs 0", 2),
+        (f"{many} | {sys.executable} {LAUNCH} --dry-run | head -1", 0),
+    ):
+        done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+        assert done.returncode in (status, 141)
+        assert done.stderr.count("\n") == (status == 2)
+        assert "roken" not in done.stderr
 
 
 # The training script.
@@ -413,10 +376,107 @@ def test_recorded_rows_are_skipped_before_they_start(run, tmp_path, monkeypatch)
     # The same settings written in another way, with --force, another seed, a wrong flag, another program.
     row = f"{sys.executable} {train_cifar100.__file__} {flags}"
     lines = [f"{row} --p_k .2 .2 .2 .2 .2", f"{row} --force", f"{row} --seed 1", f"{row} --seed x", "ls"]
-    assert sweep.recorded_rows(sweep.read_rows(lines, [], tmp_path)) == {1}
+    rows = sweep.read_rows(lines, [], tmp_path)
+    assert sweep.recorded_rows(rows) == {rows[0]}
 
-    done = run([row, python("print('not recorded')")])
-    assert done.returncode == 0
-    assert done.stdout.startswith("sweep: 2 rows, 1 already recorded")
-    assert "started: 01" not in done.stdout
-    assert done.stdout.endswith("sweep: 1 done, 1 already recorded, of 2 rows\n")
+    status, printed = run([row, python("print('not recorded')")])
+    assert status == 0
+    assert printed.startswith("sweep: 2 rows, 1 already recorded")
+    assert "started: 01" not in printed
+    assert printed.endswith("sweep: 1 done, 1 already recorded, of 2 rows\n")
+
+
+def test_what_is_no_list_of_commands_is_refused_by_a_sentence():
+    for text in ("garbage", "{}", "[1]", "[[1, 2]]", '[["python"]]'):
+        done = subprocess.run([sys.executable, RECORDED], input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: standard input must be a JSON list of commands")
+
+
+# As a Slurm job array: a stand-in for Slurm runs the tasks here, one after another.
+
+SBATCH = """
+printf '%s\\n' "$*" > {folder}/sbatch.txt
+case "$*" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
+echo "Submitted batch job 7"
+for word; do case $word in --array=*) tasks=${{word#--array=1-}};; *.sbatch) script=$word;; esac; done
+tasks=${{tasks%\\%*}} status=0
+while [[ $1 != *.sbatch ]]; do shift; done
+for task in $(seq $tasks); do
+  SLURM_JOB_ID=7 SLURM_ARRAY_TASK_ID=$task bash "$@" || status=1
+done
+exit $status
+"""
+
+
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path) -> dict[str, str]:
+    """The environment in which the stand-ins for Slurm's commands are found."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    program(folder / "sbatch", SBATCH.format(folder=folder))
+    program(folder / "squeue", "true")
+    program(folder / "sinfo", "echo gpu:2")
+    program(folder / "scontrol", f"echo $* >> {folder}/scontrol.txt")
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_rows_are_submitted_as_an_array_and_summed_up(run, slurm, tmp_path):
+    rows = [python("print('two  words', '$HOME')"), "ls no-such-file"]
+    flags = "--slurm --partition gpu --time 2:00:00 --array-limit 16 --cpus-per-task 3 --wait"
+    status, printed = run(rows, *flags.split(), **slurm)
+    assert status == 1, printed
+    assert "Submitted batch job 7" in printed
+    assert "FAILED row 2 (exit status 2)" in printed
+    assert printed.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
+    submitted = (tmp_path / "slurm" / "sbatch.txt").read_text().split()
+    expected = "--array=1-2%16 --time=2:00:00 --partition=gpu --cpus-per-task=3 --gpus-per-task=1 --wait"
+    assert set(expected.split()) <= set(submitted)
+    first, second = (log.read_text().splitlines() for log in sorted((tmp_path / "logs").glob("*.log")))
+    assert first[1:] == [f"$ {rows[0]}", "two  words $HOME", "=== exit status 0"]
+    assert [line for line in second if "attempt" in line or "exit" in line][-1] == "=== exit status 2"
+    assert sum("attempt" in line for line in second) == 2
+
+
+def test_a_row_at_its_time_limit_is_stopped_and_requeued(slurm, patient, tmp_path):
+    (tmp_path / "rows").write_text(f"{tmp_path / 'row.log'}\t{patient}\n")
+    task = {**os.environ, **slurm, "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
+    process = subprocess.Popen([SBATCH_TASK, tmp_path / "rows", "1"], env=task, cwd=tmp_path)
+    pid = pid_in(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 0
+    assert not alive(pid)
+    assert (tmp_path / "slurm" / "scontrol.txt").read_text() == "requeue 7\n"
+    assert (tmp_path / "row.log").read_text().count("===") == 1
+
+
+def test_ctrl_c_leaves_the_rows_to_slurm_and_what_it_did_not_run_is_named(start, run, slurm, tmp_path):
+    program(tmp_path / "slurm" / "sbatch", "echo Submitted batch job 7; [ -e asleep ] || { touch asleep; sleep 60; }")
+    process = start(["true"], "--slurm", "--wait", **slurm)
+    wait_for((tmp_path / "asleep").exists)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=30)[0]
+    assert process.returncode == 130
+    assert "the rows go on without this launcher" in printed
+    status, printed = run(["true"], "--slurm", "--wait", **slurm)
+    assert status == 1
+    assert "FAILED row 1 (Slurm did not run it to its end)" in printed
+
+
+def test_what_slurm_refuses_is_said_in_its_words(run, slurm, tmp_path):
+    status, printed = run(["true"], "--slurm", "--partition", "nowhere", **slurm)
+    assert status == 2
+    assert "error: Slurm refuses the rows: sbatch: error: invalid partition specified: nowhere" in printed
+    program(tmp_path / "slurm" / "squeue", "echo 7_1 RUNNING")
+    status, printed = run(["true"], "--slurm", **slurm)
+    assert status == 2
+    assert "the sweep sweep is in Slurm's queue" in printed
+    status, printed = run(["true"], "--slurm", PATH=str(tmp_path))
+    assert status == 2
+    assert "--slurm needs Slurm's sbatch" in printed

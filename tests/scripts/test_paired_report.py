@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import train_beam_search
-from scripts import paired_report
+from scripts import paired_report, report, temperature_report
 
 ROOT = Path(__file__).parents[2]
 SETTING = {
@@ -57,12 +57,40 @@ def test_one_seed_has_no_difference(tmp_path):
     [
         ([row(CONTROL, 0, 0.3), {**row(RETAIN, 0, 0.3), "n_updates": "5"}], "mixes n_updates 4 and 5"),
         ([row(RETAIN, 0, 0.3), row(RETAIN, 0, 0.2)], "rows of one arm and seed that differ"),
-        ([{"seed": "0"}], "no rows of experiments/train_beam_search.py"),
+        ([{"seed": "0"}], "r.csv has no column arm; this report needs one"),
+        ([row(CONTROL, 0, 0.3), {**row(RETAIN, 0, 0.3), "test_free_accuracy": "1.0"}], "another number of positions"),
     ],
 )
 def test_what_is_not_one_study_is_refused(tmp_path, capsys, rows, sentence):
     assert paired_report.main([str(write(tmp_path / "r.csv", *rows))]) == 2
     assert sentence in capsys.readouterr().err
+
+
+HOSTILE = [
+    ("beam_search.csv", paired_report, 5),
+    ("temperature.csv", temperature_report, 300),
+    ("table1_short.csv", report, 15),
+    ("knn.csv", report, 6),
+]
+
+
+@pytest.mark.parametrize(("name", "script", "step"), HOSTILE, ids=[name for name, *_ in HOSTILE])
+def test_a_file_that_a_person_edited_gets_a_report_or_a_sentence(name, script, step, tmp_path, capsys):
+    """Each column absent, and each with a senseless cell: no answer that was not foreseen."""
+    with (ROOT / "results" / name).open(newline="") as file:
+        rows = list(csv.DictReader(file))[::step]
+    for column in rows[0]:
+        absent = [{key: cell for key, cell in row.items() if key != column} for row in rows]
+        cells = [[*rows[:-1], {**rows[-1], column: cell}] for cell in ("", "x", "nan", "-1", "1 2")]
+        for edited in (absent, *cells):
+            with (tmp_path / name).open("w", newline="") as file:
+                writer = csv.DictWriter(file, edited[0])
+                writer.writeheader()
+                writer.writerows(edited)
+            status = script.main([str(tmp_path / name)])
+            printed, said = capsys.readouterr()
+            assert (status == 0) == bool(printed), said
+            assert "not foreseen" not in said
 
 
 @pytest.mark.parametrize("results", sorted((ROOT / "results").glob("beam_search*.csv")), ids=lambda path: path.stem)
