@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from torch import Tensor, nn
 from benchmarks.table import add_output_flag, write_table
 from experiments.shared.command_line import DEFAULT_P_K, build_loss, count, present_device
 from experiments.shared.environment import device_name, git_commit, keep_freed_memory, set_up_device
-from experiments.shared.head_runs import HeadRun, Recipe, Stack, mean_losses, stacks_of
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of
+from models.heads import head
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
 SIZES = ("500x2048x1000m16", "500x2048x10450m50")
@@ -93,14 +92,14 @@ def measure(
     for method in methods:
         # Cross-entropy is PyTorch's in both: there is nothing to compare.
         if method != SOFTMAX and method in IN_DIFFTOPK:
-            losses["difftopk", method] = [loss_of("difftopk", method, n, m, device)]  # the one head's, a mean
+            losses["difftopk", method] = loss_of("difftopk", method, n, m, device)
     training = {
         (implementation, method): torch.compile(loss) if compiled and implementation == "ours" else loss
         for (implementation, method), loss in losses.items()
     }
     # One set of weights for all losses, so that all find the same amount of it in the caches.
-    stacks = {number: heads_of(number, dim, n, device, compiled) for number in {1, heads}}
-    timed: list[Timed] = [("ours", method, number) for number in sorted(stacks) for method in methods]
+    made = heads_of(heads, dim, n, device, compiled)
+    timed: list[Timed] = [("ours", method, number) for number in sorted({1, heads}) for method in methods]
     timed += [("difftopk", method, 1) for implementation, method in losses if implementation == "difftopk"]
 
     def batch_of(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,24 +109,22 @@ def measure(
         implementation, method, number = what
         rows, targets = batch_of(torch.randint(NUM_ROWS, (batch,), device=device))
         rows = rows.float()
-        for stack in stacks[number]:
-            logits = stack.training(rows)  # (heads, batch, n)
-            shared = targets.expand(len(stack.runs), -1)  # (heads, batch)
-            loss = mean_losses(training[implementation, method], logits, shared)  # (heads,)
-            if device.type == "cpu" and not loss.isfinite().all():  # the script looks, too
-                raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.tolist()}")
-            stack.optimizer.zero_grad(set_to_none=True)
-            loss.sum().backward()
-            stack.optimizer.step()
+        for training_head, optimizer in made[:number]:
+            loss = training[implementation, method](training_head(rows), targets).mean()
+            if device.type == "cpu" and not loss.isfinite():  # the script looks, too
+                raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.item()}")
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
 
     first = {}
     with torch.no_grad():
         rows, targets = batch_of(torch.arange(batch, device=device) % NUM_ROWS)
-        logits = stacks[1][0].heads(rows.float())  # (1, batch, n)
+        logits = made[0][0](rows.float())  # (batch, n)
         for what in timed:
             implementation, method, number = what
             if number == 1:
-                first[what] = mean_losses(losses[implementation, method], logits, targets.unsqueeze(0)).item()
+                first[what] = losses[implementation, method](logits, targets).mean().item()
 
     times: dict[Timed, list[float]] = {what: [] for what in timed}
     for _ in range(turns):
@@ -137,13 +134,16 @@ def measure(
     return times, first
 
 
-def heads_of(number: int, dim: int, n: int, device: torch.device, compiled: bool) -> list[Stack]:
-    """Return so many new heads on the device, as the script divides them."""
-    # Each loss is put behind the heads.
-    loss = {"method": "softmax_cross_entropy", "inverse_temperature": None, "implementation": "ours"}
-    recipe = Recipe({**loss, "lr": LEARNING_RATE}, nn.Identity())
-    runs = [HeadRun(recipe, seed, 0, {}, f"seed {seed}", Path()) for seed in range(number)]
-    return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, device, compiled)
+def heads_of(
+    number: int, dim: int, n: int, device: torch.device, compiled: bool
+) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Return so many new heads on the device, each with its optimizer, as the script has them."""
+    made = []
+    for _ in range(number):
+        fresh = head(dim, n).to(device)
+        optimizer = torch.optim.Adam(fresh.parameters(), lr=LEARNING_RATE, fused=True)
+        made.append((torch.compile(fresh) if compiled and device.type == "cuda" else fresh, optimizer))
+    return made
 
 
 def milliseconds(call: Callable[[], None], number: int, device: torch.device) -> float:

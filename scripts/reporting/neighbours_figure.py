@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data.points import Points, load_points
-from experiments.shared.checkpoint import CURRENT, load_checkpoint
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.neighbours import nearest
 from models.embedders import embedder
@@ -35,7 +35,7 @@ def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list
     torch.manual_seed(config["seed"])
     network = embedder(config["model"], points.input_shape, config["dim"], config["hidden_dims"] or ())
     found = [neighbours_of(points, network, config["k"])]  # (Q, k) each
-    weights = load_checkpoint(folder)["model"]
+    weights = read_checkpoint(folder / CURRENT)["model"]
     network.load_state_dict({key.removeprefix("embed."): each for key, each in weights.items() if "embed." in key})
     found.append(neighbours_of(points, network, config["k"]))
     right = [points.train.labels[rows] == points.test.labels.unsqueeze(1) for rows in found]  # (Q, k) each
