@@ -129,7 +129,8 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     ranks.let_follow()
     widths = store.dim, *(args.hidden_dims or ()), store.num_classes
     weights = sum(math.prod(pair) for pair in itertools.pairwise(widths)) * len(args.seeds) * (1 + len(args.also))
-    cli.check_memory(16 * weights, f"heads of widths {' '.join(map(str, widths))}, with gradients and Adam's moments,")
+    what = f"heads of widths {' '.join(map(str, widths))}, with gradients, Adam's moments, and what is saved of them,"
+    cli.check_memory(28 * weights, what)
     train_rows, valid_rows, test_rows = rows_of(store, args, defaults)
     filled_in = settle(args, defaults, len(train_rows))
     if ranks.count > min(args.batch_size, len(valid_rows), len(test_rows)):

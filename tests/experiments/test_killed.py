@@ -20,7 +20,7 @@ from experiments.shared.run_record import read_rows
 from models.backbones import backbone
 from tests.crashes import content, states_of
 
-# What a clock decides, and what says that there was a kill: heads that it left at different steps do not go on together.
+# What a clock decides, and what says that there was a kill: heads that it left at other steps go on apart.
 VARYING = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
 VARYING += ("times_resumed", "git_commit", "num_heads")
 
