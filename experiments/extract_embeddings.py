@@ -26,8 +26,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from data.cifar100 import DatasetUnavailableError
 from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter
 from data.embeddings.store import UNFINISHED
 from data.embeddings.writer import open_finished
-from data.file_lock import HeldError, held, lock_beside
+from data.file_lock import held_or_refused, lock_beside
 from data.image_sources import ImageSource, open_images
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint_backbone import checkpoint_backbone
@@ -239,7 +239,9 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         },
     }
     folder = Path(os.path.expanduser(args.store or default_store(source, network, args.dtype)))
-    with only_writer(folder, ranks):
+    busy, lock = f"another process is writing {folder}", lock_beside(folder)
+    # Rank 0 holds it for all.
+    with held_or_refused(lock, cli.RunError, busy, "the folder") if ranks.is_first else nullcontext():
         if (folder / MANIFEST).exists():
             store = complete_store(folder, settings)
             ranks.let_follow()
@@ -346,19 +348,6 @@ def default_store(source: ImageSource, network: Backbone, dtype: str) -> Path:
     """A place for the store, named after what it holds."""
     name = f"{source.name}-{network.name}-{network.resolution}-{dtype}".replace(":", "_").replace(os.sep, "_")
     return ROOT / "data" / "downloads" / "embeddings" / f"{name}.store"
-
-
-@contextmanager
-def only_writer(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Hold the store against another command that writes it, by a lock beside it. Raises RunError."""
-    if ranks.rank > 0:  # rank 0 holds it for all
-        yield
-        return
-    try:
-        with held(lock_beside(folder), wait=False):
-            yield
-    except HeldError:
-        raise cli.RunError(f"another process is writing {folder}: wait for it or choose another --store") from None
 
 
 def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -70,16 +70,43 @@ MEASURED = ("epoch", "valid_top1", "test_top1", "train_seconds", "eval_seconds",
 
 
 def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
-    """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too."""
+    """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too.
+
+    A store is opened at once, to be known by its content; images are loaded where there is something to do.
+    """
     if ranks.count > 1:
         raise cli.CommandLineError(
             f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
         )
     device = cli.training_device(args.device, ranks)
     operator, flags = configuration(args)
-    load, columns = source_of(args)
-    run = Run(args, {**flags, **columns}, IDENTITY, READABLE, device, ranks, measured=MEASURED)
-    return run, operator, load()
+    limits = {name: limit for name, limit in (("train", args.limit_train), ("test", args.limit_test)) if limit}
+    load = partial(load_points, args.dataset, args.data_dir, mirror=args.mirror, seed=args.seed, limits=limits)
+    flags["embeddings"] = None
+    if args.data_path is not None:
+        store = open_store_of(args.data_path, args.cache_dir)
+        load = partial(points_of_store, store, seed=args.seed, limits=limits)
+        flags |= {**identity_of(store, args.data_path), **origin_of(store)}
+    run = Run(args, flags, IDENTITY, READABLE, device, ranks, measured=MEASURED)
+    try:
+        points = load()
+    except DatasetUnavailableError as error:
+        raise cli.RunError(str(error)) from None
+    except ValueError as error:
+        raise cli.CommandLineError(str(error)) from None
+    for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
+        if getattr(args, name) > len(points.train):
+            raise cli.CommandLineError(
+                f"--{name} must not exceed the {len(points.train)} training points, got {getattr(args, name)}"
+            )
+    for name in ("train", "valid", "test"):
+        inputs = getattr(points, name).inputs
+        if inputs.is_floating_point() and not all(part.isfinite().all() for part in inputs.split(EVAL_BATCH)):
+            raise cli.RunError(
+                f"the {name} points of {args.data_path} hold embeddings that are not finite: nothing is recorded. "
+                "Make these embeddings again, or leave such rows out"
+            )
+    return run, operator, points
 
 
 def train(args: Flags, ranks: Ranks) -> int:
@@ -116,44 +143,6 @@ def train(args: Flags, ranks: Ranks) -> int:
         num_images = run.end * (len(points.train) // args.batch_size) * args.batch_size if optimizer else None
         run.record({**columns, **run.summary(num_images)})
     return 0
-
-
-def source_of(args: Flags) -> tuple[Callable[[], Points], dict[str, Any]]:
-    """Return what loads the points onto the CPU, and the columns that say which they are.
-
-    Either raises CommandLineError or RunError. A store is opened at once, to be known by its content.
-    """
-    limits = {name: limit for name, limit in (("train", args.limit_train), ("test", args.limit_test)) if limit}
-    if args.data_path is None:
-        load = partial(load_points, args.dataset, args.data_dir, mirror=args.mirror, seed=args.seed, limits=limits)
-        columns = {"embeddings": None}
-    else:
-        store = open_store_of(args.data_path, args.cache_dir)
-        load = partial(points_of_store, store, seed=args.seed, limits=limits)
-        columns = {**identity_of(store, args.data_path), **origin_of(store)}
-
-    def refusing() -> Points:
-        try:
-            with cli.refusing():
-                points = load()
-        except DatasetUnavailableError as error:
-            raise cli.RunError(str(error)) from None
-        drawn = () if args.method in UNTRAINED else ("batch_size", "num_candidates")
-        for name in ("k", *drawn):
-            if getattr(args, name) > len(points.train):
-                raise cli.CommandLineError(
-                    f"--{name} must not exceed the {len(points.train)} training points, got {getattr(args, name)}"
-                )
-        for name in ("train", "valid", "test"):
-            inputs = getattr(points, name).inputs
-            if inputs.is_floating_point() and not all(part.isfinite().all() for part in inputs.split(EVAL_BATCH)):
-                raise cli.RunError(
-                    f"the {name} points of {args.data_path} hold embeddings that are not finite: nothing is recorded. "
-                    "Make these embeddings again, or leave such rows out"
-                )
-        return points
-
-    return refusing, columns
 
 
 def network(points: Points, flags: dict[str, Any]) -> nn.ModuleDict:

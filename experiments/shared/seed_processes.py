@@ -63,8 +63,8 @@ def each_seed(begin: Callable[..., Any], train: Callable[[Any, Ranks], int], arg
 def run_seeds(train: Callable[[Any, Ranks], int], each: Sequence[Any], num_seeds: int) -> int:
     """Call `train` with the arguments of each seed, in a process of its own; return the exit status of all.
 
-    each: what is left to do of `num_seeds` seeds. A seed that
-    fails does not stop the others; it is named at the end. Ctrl-C, SIGTERM and the end of this process stop all.
+    each: what is left to do of `num_seeds` seeds. A seed that fails does not stop the others; it is named at the end.
+    Ctrl-C, SIGTERM and the end of this process stop all.
     """
     on_gpu = each[0].device != "cpu" and torch.cuda.is_available()
     at_a_time, threads = division(num_seeds, each[0].threads, on_gpu)
