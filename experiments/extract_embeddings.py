@@ -139,12 +139,12 @@ class Flags(Store, Network, Images):
         cli.whole_number(0),
         f"processes that read images, per GPU; 0 for none (the CPU cores, at most {MAX_WORKERS})",
     )
-    device: str = flag("auto", str, "auto, cpu, cuda or cuda:<index>")
+    device: str = cli.as_in(cli.MachineFlags, "device")
     precision: str = flag(
         "fp32", cli.choice("precision", PRECISIONS), "of the network: fp32, or by autocast bf16, or fp16 on a GPU"
     )
     threads: int | None = flag(None, cli.core_count, "CPU threads; PyTorch's choice without it")
-    deterministic: bool = flag(False, bool, "deterministic kernels where there are any")
+    deterministic: bool = cli.as_in(cli.MachineFlags, "deterministic")
 
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
@@ -189,7 +189,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
 
     # Images, by name.
     folders = {"train": args.train_dir, "test": args.test_dir}
-    try:
+    with cli.refusing(DatasetUnavailableError):
         source = open_images(
             args.dataset,
             args.data_dir,
@@ -197,10 +197,6 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             mirror=args.mirror,
             limits={"train": args.limit_train, "test": args.limit_test},
         )
-    except DatasetUnavailableError as error:
-        raise cli.RunError(str(error)) from None
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
 
     # Backbone.
     if args.checkpoint:

@@ -63,10 +63,8 @@ def train(args: Flags, ranks: Ranks) -> int:
     device = cli.training_device(args.device, ranks)
     settings, flags = configuration(args)
     run = Run(args, flags, IDENTITY, READABLE, device, ranks, **RUN)
-    try:
+    with cli.refusing(CmudictUnavailableError):
         words = load_words(args.dataset, args.max_letters, args.limit_train, args.limit_test)
-    except CmudictUnavailableError as error:
-        raise cli.RunError(str(error)) from None
     objective = build_objective(args, settings, len(words.symbols), device)
 
     with run:

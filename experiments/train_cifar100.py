@@ -175,12 +175,8 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, nn.Module, Dataset]:
 def dataset(args: Flags) -> Dataset:
     """Return the data set that the flags describe, on the CPU. Raises CommandLineError or RunError."""
     names = ("limit_train", "limit_test", "label_noise", "noise_groups", "mirror", "seed")
-    try:
+    with cli.refusing(DatasetUnavailableError):
         data = load_dataset(args.dataset, args.data_dir, **{name: getattr(args, name) for name in names})
-    except DatasetUnavailableError as error:
-        raise cli.RunError(str(error)) from None
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
     if len(data.train) < args.batch_size:
         raise cli.CommandLineError(
             f"--batch_size must not exceed the {len(data.train)} training images, since the last partial "

@@ -88,12 +88,8 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
         load = partial(points_of_store, store, seed=args.seed, limits=limits)
         flags |= {**identity_of(store, args.data_path), **origin_of(store)}
     run = Run(args, flags, IDENTITY, READABLE, device, ranks, measured=MEASURED)
-    try:
+    with cli.refusing(DatasetUnavailableError):
         points = load()
-    except DatasetUnavailableError as error:
-        raise cli.RunError(str(error)) from None
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
     for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
         if getattr(args, name) > len(points.train):
             raise cli.CommandLineError(

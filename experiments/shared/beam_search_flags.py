@@ -70,8 +70,8 @@ class Data:
 class Machine:
     """machine"""
 
-    device: str = cli.MachineFlags.__dataclass_fields__["device"]
-    threads: int | None = cli.MachineFlags.__dataclass_fields__["threads"]
+    device: str = cli.as_in(cli.MachineFlags, "device")
+    threads: int | None = cli.as_in(cli.MachineFlags, "threads")
 
 
 @dataclass

@@ -48,10 +48,15 @@ EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same comman
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Raise CommandLineError in place of ValueError, which says what is wrong with a setting."""
+def refusing(*unavailable: type[Exception]) -> Iterator[None]:
+    """Raise RunError in place of what says that something cannot be had, and CommandLineError of any other ValueError.
+
+    These say what is wrong with a setting. Only around calls of which that is true.
+    """
     try:
         yield
+    except unavailable as error:
+        raise RunError(str(error)) from None
     except ValueError as error:
         raise CommandLineError(str(error)) from None
 
@@ -169,6 +174,11 @@ def flag(default: Any, kind: Any, told: str, *names: str, **more: Any) -> Any:
     A subclass may give the field another default, and nothing else.
     """
     return field(default=default, metadata={"type": kind, "help": told.replace("%", "%%"), "names": names, **more})
+
+
+def as_in(group: type, name: str) -> Any:
+    """Return the field of a flag as another group has it."""
+    return next(each for each in fields(group) if each.name == name)
 
 
 def parse(flags: type[Flags], argv: Sequence[str] | None, **about: str) -> Flags:

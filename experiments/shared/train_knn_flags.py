@@ -10,7 +10,7 @@ from experiments.shared.environment import ROOT, check_compiler
 from experiments.shared.loss_state import resolved
 from experiments.shared.neighbours import LOSSES
 from models.embedders import EMBEDDERS
-from topk_losses import ALIASES, DISTRIBUTIONS, RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
+from topk_losses import ALIASES, RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
 from topk_losses.checks import AUTO
 
 NLOGLR = 3.0  # the published code's; its paper tries 10^-4 and 10^-5
@@ -51,10 +51,8 @@ class Neighbours:
         "of minus the squared distances; larger is closer to the hard operator; auto and 0.25:4 as in "
         "train_cifar100.py; default 1/16 for neuralsort (its published code's), else the library's",
     )
-    distribution: str | None = flag(
-        None, cli.choice("distribution", DISTRIBUTIONS), f"sigmoid family of the networks: {', '.join(DISTRIBUTIONS)}"
-    )
-    art_lambda: float | None = flag(None, cli.non_negative, "exponent of logistic_phi, in [0, 1)")
+    distribution: str | None = cli.as_in(cli.LossFlags, "distribution")
+    art_lambda: float | None = cli.as_in(cli.LossFlags, "art_lambda")
     sorted: bool = flag(False, bool, "soft_topk: an anchor for each of the k ranks")
     prediction: str = flag(
         "neighbours",

@@ -3,7 +3,6 @@
 A linear map of few digits stands in for the networks, which tests/models/test_embedders.py has.
 """
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,17 @@ from data.embeddings import StoreWriter
 from data.points import load_points
 from experiments import train_knn as script
 from experiments.shared import command_line, seed_processes, training_run
-from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import COLUMNS, read_rows
 from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
 from scripts.sweeping import sweep
+from tests.experiments.test_train_cifar100 import TIMES, assert_same_outcome, outcome
 from topk_losses import RELAXATIONS
 
 MACHINE = ("--device", "cpu", "--threads", "1")
 FEW = ("--dataset", "digits", "--limit_train", "200", "--limit_test", "50", *MACHINE)
 SMALL = ("--model", "linear", "--dim", "8", "--k", "3", "--batch_size", "30", "--num_candidates", "40")
-# What a clock or the machine's load decides; everything else must come out the same, to the last digit.
-TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
 
 
 @pytest.fixture(autouse=True)
@@ -66,25 +63,6 @@ def command(results: Path, flags: str = "", method: str = "neuralsort", n_epochs
 def only_row(results: Path) -> dict[str, str]:
     (row,) = read_rows(results)
     return row
-
-
-def outcome(results: Path) -> tuple[dict, list[dict], dict]:
-    """The row, the epochs and the final weights, without what a clock decides."""
-    row = only_row(results)
-    folder = results.parent / "runs" / row["run_id"]
-    with open(folder / "epochs.csv", newline="") as file:
-        epochs = list(csv.DictReader(file))
-    for each in (row, *epochs):
-        for name in (*TIMES, "times_resumed"):
-            each.pop(name, None)
-    return row, epochs, read_checkpoint(folder / CURRENT)["model"]
-
-
-def assert_same_outcome(first: Path, second: Path) -> None:
-    (row, epochs, weights), (other_row, other_epochs, other_weights) = outcome(first), outcome(second)
-    assert (row, epochs) == (other_row, other_epochs)
-    assert weights.keys() == other_weights.keys()
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 # The record.
