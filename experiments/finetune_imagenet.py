@@ -33,6 +33,7 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -225,7 +226,7 @@ def train_epoch(
     # Heads with the same order share each batch; otherwise each has its own.
     orders = list(dict.fromkeys(each.run.flags["order_seed"] for each in group))
     streams = zip(*(batches.epoch(epoch, start=first, seed=seed) for seed in orders))
-    hidden = not group[0].run.on_terminal
+    hidden = not (sys.stderr.isatty() and ranks.is_first)
     bar = tqdm(streams, f"epoch {epoch}", num_steps, initial=first, unit="batch", leave=False, disable=hidden)
     started = time.perf_counter()
     for step, parts in enumerate(bar, first):

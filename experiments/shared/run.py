@@ -156,10 +156,8 @@ class Run:
 
     def _saved(self) -> dict[str, Any] | None:
         """Return the checkpoint; with --force not that of the very run which the row reports. Raises RunError."""
-        entry = TypedDict(
-            "Evaluation", {**dict.fromkeys(self.measured, float), self.clock: Annotated[int, Field(ge=1)]}
-        )
-        history = Annotated[list[entry], Field(min_length=1)]
+        columns = {**dict.fromkeys(self.measured, float), self.clock: Annotated[int, Field(ge=1)]}
+        history = Annotated[list[TypedDict("Evaluation", columns)], Field(min_length=1)]
         try:
             saved = read_checkpoint(self.folder / CURRENT, {**FORM, "history": history})
         except FileNotFoundError:
@@ -243,14 +241,12 @@ class Run:
         measured, last = summary(self.history, self.clock), self.history[-1]
         # Over the last epoch, of which there may be several evaluations.
         of_epoch = [each for each in self.history if each["epoch"] == last["epoch"]]
-        losses = [
-            each["train_loss"] * each.get("train_steps", 1) for each in of_epoch if each["train_loss"] is not None
-        ]
+        loss, steps = last["train_loss"], [each.get("train_steps", 1) for each in of_epoch]
+        if loss is not None:
+            loss = math.fsum(each["train_loss"] * number for each, number in zip(of_epoch, steps)) / sum(steps)
         return {
             **measured,
-            "last_train_loss": math.fsum(losses) / sum(each.get("train_steps", 1) for each in of_epoch)
-            if losses
-            else None,
+            "last_train_loss": loss,
             "last_inverse_temperature": last.get("inverse_temperature"),
             "images_per_second": num_images and num_images / measured["train_seconds"],
         }
