@@ -43,14 +43,20 @@ def rows_and_labels(seed=0):
         yield name, (centres[labels] + torch.randn(rows, DIM, generator=generator)).half(), labels
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stores") / "made.store"
+def made_store(folder, change=lambda name, embeddings: None, splits=("train", "test")):
+    """A store of these rows; `change` may spoil them."""
     writer = StoreWriter(folder, dim=DIM, dtype=torch.float16, backbone="synthetic", resolution=32)
     for name, embeddings, labels in rows_and_labels():
-        writer.write(name, 0, embeddings, labels)
+        if name in splits:
+            change(name, embeddings)
+            writer.write(name, 0, embeddings, labels)
     writer.finish()
     return folder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return made_store(tmp_path_factory.mktemp("stores") / "made.store")
 
 
 @pytest.fixture
@@ -647,11 +653,7 @@ def test_a_loss_that_cannot_be_is_refused_before_anything_is_downloaded(tmp_path
 
 
 def test_a_damaged_store_is_answered_with_a_sentence(tmp_path, results, capsys):
-    folder = tmp_path / "damaged.store"
-    writer = StoreWriter(folder, dim=DIM, dtype=torch.float16)
-    for name, embeddings, labels in rows_and_labels():
-        writer.write(name, 0, embeddings, labels)
-    writer.finish()
+    folder = made_store(tmp_path / "damaged.store")
     shard = next(folder.glob("test*.labels.npy"))
     shard.write_bytes(shard.read_bytes()[:-8] + (10**6).to_bytes(8, "little"))
     assert script.main(command(folder, results)) == 1
@@ -668,22 +670,17 @@ def test_a_damaged_store_is_answered_with_a_sentence(tmp_path, results, capsys):
 
 
 def test_a_store_without_a_test_split_is_answered_with_a_sentence(tmp_path, results, capsys):
-    writer = StoreWriter(tmp_path / "half.store", dim=DIM, dtype=torch.float16)
-    _, embeddings, labels = next(rows_and_labels())
-    writer.write("train", 0, embeddings, labels)
-    writer.finish()
-    assert script.main(command(tmp_path / "half.store", results)) == 1
+    half = made_store(tmp_path / "half.store", splits=("train",))
+    assert script.main(command(half, results)) == 1
     assert "has no split 'test'" in capsys.readouterr().err
 
 
 def store_with(tmp_path, split, row, value):
-    writer = StoreWriter(tmp_path / "broken.store", dim=DIM, dtype=torch.float16)
-    for name, embeddings, labels in rows_and_labels():
+    def spoil(name, embeddings):
         if name == split:
             embeddings[row, 3] = value
-        writer.write(name, 0, embeddings, labels)
-    writer.finish()
-    return tmp_path / "broken.store"
+
+    return made_store(tmp_path / "broken.store", spoil)
 
 
 @pytest.mark.parametrize(
