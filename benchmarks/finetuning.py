@@ -15,7 +15,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,8 +22,8 @@ from torch import nn
 from benchmarks.runner import Table, parser, ratio, size, take_turns
 from experiments.shared.command_line import DEFAULT_P_K, build_loss, count
 from experiments.shared.environment import keep_freed_memory, set_up_device
-from experiments.shared.head_runs import HeadRun, Recipe, Stack, mean_losses, stacks_of
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of
+from models.heads import head
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
 SIZES = ("500x2048x1000m16", "500x2048x10450m50")
@@ -49,7 +48,7 @@ def loss_of(implementation: str, method: str, n: int, m: int | None, device: tor
         "m": m if method in RELAXATIONS else None,
         **resolve_settings(method, None, None, None, "sm" if method in RELAXATIONS else None),
     }
-    # As in the script: ours takes the heads in one call, the official one knows the mean alone.
+    # As in the script: ours has a loss per sample, the official one knows the mean alone.
     return build_loss(implementation, settings, n, device, "none" if implementation == "ours" else "mean")
 
 
@@ -67,32 +66,30 @@ def steps_of(
     embeddings = torch.rand(NUM_ROWS, dim, device=device).half()  # (rows, dim), positive as pooled ReLUs are
     labels = torch.randint(n, (NUM_ROWS,), device=device)
     # One set of weights for all losses, so that all find the same amount of it in the caches.
-    stacks = {number: heads_of(number, dim, n, device, compiled) for number in sorted({1, heads})}
+    made = heads_of(heads, dim, n, device, compiled)
 
     def step_of(what: Timed, loss_fn: nn.Module) -> Callable[[], None]:
         implementation, method, number = what
         training = torch.compile(loss_fn) if compiled and implementation == "ours" else loss_fn
-        training = training if implementation == "ours" else [training]  # the one head's, a mean
 
         def step() -> None:
             chosen = torch.randint(NUM_ROWS, (batch,), device=device)
             rows, targets = embeddings.index_select(0, chosen).float(), labels.index_select(0, chosen)
-            for stack in stacks[number]:
-                logits = stack.training(rows)  # (heads, batch, n)
-                loss = mean_losses(training, logits, targets.expand(len(stack.runs), -1))  # (heads,)
-                if device.type == "cpu" and not loss.isfinite().all():  # the script looks, too
-                    raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.tolist()}")
-                stack.optimizer.zero_grad(set_to_none=True)
-                loss.sum().backward()
-                stack.optimizer.step()
+            for training_head, optimizer in made[:number]:
+                loss = training(training_head(rows), targets).mean()
+                if device.type == "cpu" and not loss.isfinite():  # the script looks, too
+                    raise ArithmeticError(f"the loss of {method} ({implementation}) became {loss.item()}")
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
 
         return step
 
     rows = torch.arange(batch, device=device) % NUM_ROWS
     with torch.no_grad():
-        logits = stacks[1][0].heads(embeddings[rows].float())  # (1, batch, n)
+        logits = made[0][0](embeddings[rows].float())  # (batch, n)
     steps, first = {}, {}
-    timed: list[Timed] = [("ours", method, number) for number in stacks for method in methods]
+    timed: list[Timed] = [("ours", method, number) for number in sorted({1, heads}) for method in methods]
     # Cross-entropy is PyTorch's in both: there is nothing to compare.
     timed += [("difftopk", method, 1) for method in methods if method != SOFTMAX and method in IN_DIFFTOPK]
     for what in timed:
@@ -100,19 +97,21 @@ def steps_of(
         loss_fn = loss_of(implementation, method, n, m, device)
         steps[what] = step_of(what, loss_fn)
         if number == 1:
-            called = loss_fn if implementation == "ours" else [loss_fn]
             with torch.no_grad():
-                first[what] = mean_losses(called, logits, labels[rows].unsqueeze(0)).item()
+                first[what] = loss_fn(logits, labels[rows]).mean().item()
     return steps, first
 
 
-def heads_of(number: int, dim: int, n: int, device: torch.device, compiled: bool) -> list[Stack]:
-    """Return so many new heads on the device, as the script divides them."""
-    # Each loss is put behind the heads.
-    loss = {"method": "softmax_cross_entropy", "inverse_temperature": None, "implementation": "ours"}
-    recipe = Recipe({**loss, "lr": LEARNING_RATE}, nn.Identity())
-    runs = [HeadRun(recipe, seed, 0, {}, f"seed {seed}", Path()) for seed in range(number)]
-    return stacks_of(runs, {"embedding_dim": dim, "num_classes": n}, device, compiled)
+def heads_of(
+    number: int, dim: int, n: int, device: torch.device, compiled: bool
+) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Return so many new heads on the device, each with its optimizer, as the script has them."""
+    made = []
+    for _ in range(number):
+        fresh = head(dim, n).to(device)
+        optimizer = torch.optim.Adam(fresh.parameters(), lr=LEARNING_RATE, fused=True)
+        made.append((torch.compile(fresh) if compiled and device.type == "cuda" else fresh, optimizer))
+    return made
 
 
 def add_rows(

@@ -26,8 +26,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ from data.cifar100 import DatasetUnavailableError
 from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter
 from data.embeddings.store import UNFINISHED
 from data.embeddings.writer import open_finished
-from data.file_lock import HeldError, held, lock_beside
+from data.file_lock import held_or_refused, lock_beside
 from data.image_sources import ImageSource, open_images
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint_backbone import checkpoint_backbone
+from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT, device_name, set_up_device
 from experiments.shared.feature_shards import ImageRange, collect, feature_batches
 from experiments.shared.ranks import Ranks
@@ -53,101 +55,6 @@ STOPPED = "every finished shard is saved; the same command continues with the ne
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_WORKERS = 16
 NAMED = 10  # broken images named at the end; skipped.csv names all
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, each checked on its own and with its neighbours. Raises CommandLineError."""
-    parser = cli.Parser(prog="extract_embeddings.py", description="Make an embedding store of labelled images.")
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--dataset",
-        metavar="NAME|FOLDER",
-        help="cifar100, cifar10, digits, another of torchvision's (a wrong name lists them), or a folder with train/ "
-        "and val/ (or test/), or with one of them, each holding a folder per class",
-    )
-    group.add_argument("--train_dir", type=cli.path, metavar="DIR", help="training images, in place of --dataset")
-    group.add_argument("--test_dir", type=cli.path, metavar="DIR", help="test images, in place of --dataset")
-    cli.add_download_flags(group)
-    for split in ("train", "test"):
-        group.add_argument(
-            f"--limit_{split}",
-            type=cli.count,
-            metavar="N",
-            help=f"N {split} images at equal distances, for a quick look",
-        )
-    group.add_argument(
-        "--on_error",
-        type=cli.choice("on_error", ("stop", "skip")),
-        default="stop",
-        help=f"an image that cannot be read: stop, or skip it and list it in {SKIPPED} (%(default)s)",
-    )
-    group = parser.add_argument_group("network")
-    network = group.add_mutually_exclusive_group(required=True)
-    network.add_argument(
-        "--backbone",
-        type=backbone_name,
-        metavar="NAME",
-        help=f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
-    )
-    network.add_argument("--checkpoint", type=cli.path, metavar="FILE", help="checkpoint.pt of train_cifar100.py")
-    group.add_argument(
-        "--weights", metavar="WEIGHTS", help="pretrained, none (random), or the path of a state dict (pretrained)"
-    )
-    group.add_argument(
-        "--resolution",
-        type=cli.count,
-        metavar="PIXELS",
-        help="side of the images; the paper's for its backbones (320, 800), else that of the network's own transform",
-    )
-    group = parser.add_argument_group("store")
-    group.add_argument(
-        "--store",
-        type=cli.path,
-        metavar="DIR",
-        help="where it is written (data/downloads/embeddings/<dataset>-<backbone>-<pixels>-<dtype>.store)",
-    )
-    group.add_argument(
-        "--dtype", type=cli.choice("dtype", DTYPES), default="float16", help=f"{', '.join(DTYPES)} (%(default)s)"
-    )
-    group.add_argument("--shard_rows", type=cli.count, default=8192, metavar="N", help="images per shard (%(default)s)")
-    group.add_argument("--upload", type=s3_folder, metavar="S3", help="s3://bucket/prefix/ that receives the store")
-    group.add_argument("--endpoint_url", type=cli.address("http", "https"), metavar="URL", help="of the S3 server")
-    group = parser.add_argument_group("machine")
-    group.add_argument("--batch_size", type=cli.count, default=128, metavar="N", help="images at a time (%(default)s)")
-    group.add_argument(
-        "--workers",
-        type=cli.whole_number(0),
-        metavar="N",
-        help=f"processes that read images, per GPU; 0 for none (the CPU cores, at most {MAX_WORKERS})",
-    )
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
-    group.add_argument(
-        "--precision",
-        type=cli.choice("precision", PRECISIONS),
-        default="fp32",
-        help="of the network: fp32, or by autocast bf16, or fp16 on a GPU (%(default)s)",
-    )
-    group.add_argument("--threads", type=cli.threads, metavar="N", help="CPU threads; PyTorch's choice without it")
-    group.add_argument("--deterministic", action="store_true", help="deterministic kernels where there are any")
-    args = parser.parse_args(argv)
-
-    if (args.dataset is None) == (args.train_dir is None and args.test_dir is None):
-        parser.error("the images are given by --dataset, or by --train_dir and --test_dir or one of them")
-    if args.checkpoint and args.weights:
-        parser.error("--checkpoint brings its own weights: leave --weights out")
-    if args.endpoint_url and not args.upload:
-        parser.error("--endpoint_url is of the server for --upload: give both or neither")
-    if args.upload:
-        from data.transfers.object_store import Location, ObjectStoreError  # boto3 takes half a second
-
-        try:
-            Location(args.upload, args.endpoint_url)
-        except ObjectStoreError as error:
-            parser.error(str(error))
-    if args.resolution:
-        size = args.batch_size * 3 * 4 * args.resolution**2
-        cli.check_memory(size, f"--batch_size {args.batch_size} images of --resolution {args.resolution}")
-    return args
 
 
 def backbone_name(text: str) -> str:
@@ -167,6 +74,108 @@ def s3_folder(text: str) -> str:
     return text.rstrip("/") + "/"
 
 
+@dataclass
+class Images:
+    """images"""
+
+    dataset: str | None = flag(
+        None,
+        str,
+        "cifar100, cifar10, digits, another of torchvision's (a wrong name lists them), or a folder with train/ "
+        "and val/ (or test/), or with one of them, each holding a folder per class",
+    )
+    train_dir: Path | None = flag(None, cli.path, "training images, in place of --dataset")
+    test_dir: Path | None = flag(None, cli.path, "test images, in place of --dataset")
+    data_dir: Path = cli.data_dir()
+    mirror: str | None = cli.mirror()
+    limit_train: int | None = flag(None, cli.count, "so many train images at equal distances, for a quick look")
+    limit_test: int | None = flag(None, cli.count, "so many test images at equal distances, for a quick look")
+    on_error: str = flag(
+        "stop",
+        cli.choice("on_error", ("stop", "skip")),
+        f"an image that cannot be read: stop, or skip it and list it in {SKIPPED}",
+    )
+
+
+@dataclass
+class Network:
+    """network"""
+
+    backbone: str | None = flag(
+        None,
+        backbone_name,
+        f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
+        only_one="network_of",
+    )
+    checkpoint: Path | None = flag(None, cli.path, "checkpoint.pt of train_cifar100.py", only_one="network_of")
+    weights: str | None = flag(None, str, "pretrained, none (random), or the path of a state dict (pretrained)")
+    resolution: int | None = flag(
+        None,
+        cli.count,
+        "side of the images in pixels; the paper's for its backbones (320, 800), else that of the network's transform",
+    )
+
+
+@dataclass
+class Store:
+    """store"""
+
+    store: Path | None = flag(
+        None, cli.path, "where it is written (data/downloads/embeddings/<dataset>-<backbone>-<pixels>-<dtype>.store)"
+    )
+    dtype: str = flag("float16", cli.choice("dtype", DTYPES), ", ".join(DTYPES))
+    shard_rows: int = flag(8192, cli.count, "images per shard")
+    upload: str | None = flag(None, s3_folder, "s3://bucket/prefix/ that receives the store")
+    endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
+
+
+@dataclass
+class Flags(Store, Network, Images):
+    """machine"""
+
+    batch_size: int = flag(128, cli.count, "images at a time")
+    workers: int | None = flag(
+        None,
+        cli.whole_number(0),
+        f"processes that read images, per GPU; 0 for none (the CPU cores, at most {MAX_WORKERS})",
+    )
+    device: str = cli.as_in(cli.MachineFlags, "device")
+    precision: str = flag(
+        "fp32", cli.choice("precision", PRECISIONS), "of the network: fp32, or by autocast bf16, or fp16 on a GPU"
+    )
+    threads: int | None = flag(None, cli.core_count, "CPU threads; PyTorch's choice without it")
+    deterministic: bool = cli.as_in(cli.MachineFlags, "deterministic")
+
+
+def parse_arguments(argv: list[str] | None = None) -> Flags:
+    """Return the flags, each checked on its own and with its neighbours. Raises CommandLineError."""
+    args = cli.parse(
+        Flags, argv, prog="extract_embeddings.py", description="Make an embedding store of labelled images."
+    )
+    for wrong, sentence in (
+        (args.backbone is None and args.checkpoint is None, "one of the arguments --backbone --checkpoint is required"),
+        (
+            (args.dataset is None) == (args.train_dir is None and args.test_dir is None),
+            "the images are given by --dataset, or by --train_dir and --test_dir or one of them",
+        ),
+        (args.checkpoint and args.weights, "--checkpoint brings its own weights: leave --weights out"),
+        (args.endpoint_url and not args.upload, "--endpoint_url is of the server for --upload: give both or neither"),
+    ):
+        if wrong:
+            raise cli.CommandLineError(f"{sentence} (see --help)")
+    if args.upload:
+        from data.transfers.object_store import Location, ObjectStoreError  # boto3 takes half a second
+
+        try:
+            Location(args.upload, args.endpoint_url)
+        except ObjectStoreError as error:
+            raise cli.CommandLineError(str(error)) from None
+    if args.resolution:
+        size = args.batch_size * 3 * 4 * args.resolution**2
+        cli.check_memory(size, f"--batch_size {args.batch_size} images of --resolution {args.resolution}")
+    return args
+
+
 def extract(argv: list[str] | None, ranks: Ranks) -> int:
     """Write the store that the command line describes; return the exit status."""
     # Rank 0 goes ahead as far as the loop, and the others follow: what is wrong is said once, and what must be
@@ -180,7 +189,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
 
     # Images, by name.
     folders = {"train": args.train_dir, "test": args.test_dir}
-    try:
+    with cli.refusing(DatasetUnavailableError):
         source = open_images(
             args.dataset,
             args.data_dir,
@@ -188,10 +197,6 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             mirror=args.mirror,
             limits={"train": args.limit_train, "test": args.limit_test},
         )
-    except DatasetUnavailableError as error:
-        raise cli.RunError(str(error)) from None
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
 
     # Backbone.
     if args.checkpoint:
@@ -230,7 +235,9 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         },
     }
     folder = Path(os.path.expanduser(args.store or default_store(source, network, args.dtype)))
-    with only_writer(folder, ranks):
+    busy, lock = f"another process is writing {folder}", lock_beside(folder)
+    # Rank 0 holds it for all.
+    with held_or_refused(lock, cli.RunError, busy, "the folder") if ranks.is_first else nullcontext():
         if (folder / MANIFEST).exists():
             store = complete_store(folder, settings)
             ranks.let_follow()
@@ -252,7 +259,7 @@ def write_store(
     source: ImageSource,
     network: Backbone,
     device: torch.device,
-    args: argparse.Namespace,
+    args: Flags,
     ranks: Ranks,
 ) -> EmbeddingStore | None:
     """Write the shards that are missing, this process its share; return the store, None to all but rank 0."""
@@ -325,7 +332,7 @@ def write_store(
     return store
 
 
-def choose_device(args: argparse.Namespace, ranks: Ranks) -> torch.device:
+def choose_device(args: Flags, ranks: Ranks) -> torch.device:
     """The device of --device; for one of several processes the GPU of its own number. Raises CommandLineError."""
     device = cli.device_of(args.device, ranks)
     if args.precision == "fp16" and device.type != "cuda":
@@ -337,19 +344,6 @@ def default_store(source: ImageSource, network: Backbone, dtype: str) -> Path:
     """A place for the store, named after what it holds."""
     name = f"{source.name}-{network.name}-{network.resolution}-{dtype}".replace(":", "_").replace(os.sep, "_")
     return ROOT / "data" / "downloads" / "embeddings" / f"{name}.store"
-
-
-@contextmanager
-def only_writer(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Hold the store against another command that writes it, by a lock beside it. Raises RunError."""
-    if ranks.rank > 0:  # rank 0 holds it for all
-        yield
-        return
-    try:
-        with held(lock_beside(folder), wait=False):
-            yield
-    except HeldError:
-        raise cli.RunError(f"another process is writing {folder}: wait for it or choose another --store") from None
 
 
 def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:

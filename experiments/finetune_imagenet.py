@@ -31,15 +31,14 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
     program.begin()
 
-import argparse
 import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -47,42 +46,27 @@ from tqdm import tqdm
 
 from data.embeddings import EmbeddingBatches
 from experiments.shared import command_line as cli
-from experiments.shared.checkpoint import PREVIOUS, remove_checkpoints
-from experiments.shared.environment import (
-    check_compiler,
-    describe_environment,
-    git_commit,
-    keep_freed_memory,
-    peak_memory_mib,
-    set_up_device,
-)
+from experiments.shared.environment import check_compiler, set_up_device
 from experiments.shared.finetune_flags import (
     IMAGENET_1K,
     TENSORS,
     Defaults,
+    Flags,
+    Recipe,
+    identity_of,
     open_store_of,
+    origin_of,
     parse_arguments,
     recipes_of,
     rows_of,
     settle,
 )
-from experiments.shared.head_runs import (
-    EVALUATIONS,
-    HeadRun,
-    Stack,
-    check_finite,
-    mean_losses,
-    resume,
-    save,
-    saved_states,
-    stacks_of,
-)
-from experiments.shared.loss_state import count_classes
-from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
+from experiments.shared.metrics import EVALUATION, TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.shared.training_run import finished_line, recorded, say
-from topk_losses import TopKCrossEntropyLoss
+from experiments.shared.run import Diverged, Run, Steps, check_finite
+from experiments.shared.training_run import say
+from models.heads import Head, head
 
 # What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
 IDENTITY = (
@@ -92,28 +76,62 @@ IDENTITY = (
     *("implementation", "lr", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-SAVE_SECONDS = 600  # within an epoch, too, a checkpoint is written at the first evaluation after this time
+UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS)  # another place changes nothing
+MEASURED = (*EVALUATION, "train_steps", "num_heads")  # of each evaluation
 
 
-def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
+class HeadRun:
+    """One seed's head of a configuration, on the device: restored, or initialised under its seed."""
+
+    def __init__(self, run: Run, recipe: Recipe, made: Head, num_steps: int) -> None:
+        """run: entered. made: a fresh head, on the device; num_steps: of an epoch."""
+        args, compiles = run.args, run.args.compile and run.device.type == "cuda"
+        # One that draws noise, or whose temperature changes, has a state: company changes nothing.
+        self.own_loss = run.flags["implementation"] != "ours" or not is_stateless(run.flags)
+        self.run, self.head = run, made
+        self.loss_fn = deepcopy(recipe.loss_fn) if self.own_loss else recipe.loss_fn
+        optimizer = torch.optim.Adam(made.parameters(), lr=run.flags["lr"], fused=True)
+        training = {"model": made, "optimizer": optimizer, "loss": self.loss_fn}
+        run.track(made, training, end=args.n_epochs * num_steps)
+        self.steps = Steps(run, optimizer, self.loss_fn, num_steps, args.n_epochs)
+        # On a CPU, the last layer would not look at its gradient if it were compiled, which gains more.
+        self.training_head = torch.compile(made) if compiles else made
+        self.training_loss = torch.compile(self.loss_fn) if args.compile and not self.own_loss else self.loss_fn
+        self.autocast = partial(torch.autocast, run.device.type, torch.bfloat16, enabled=args.precision == "bf16")
+
+    def batch_loss(self, embeddings: Tensor, labels: Tensor, kept: Tensor | None, weight: float) -> tuple[Tensor, None]:
+        """The loss () of embeddings (share, d) float32, of which dropout keeps some; its share of the batch's mean."""
+        with self.autocast():
+            logits = self.training_head(embeddings, kept)  # (share, n)
+        return self.training_loss(logits.float(), labels).mean() * weight, None
+
+    def seed_noise(self, *numbers: int) -> None:
+        """Determine the noise of the loss by the head's seed and these numbers."""
+        if self.own_loss:
+            seed_noise(self.loss_fn, self.run.device, self.run.flags["seed"], *numbers)
+
+
+def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     """Train each configuration with each seed and record the rows; return the exit status."""
     # What can be refused is refused before data is downloaded: tried with as many classes as the flags may need.
     device = cli.training_device(args.device, ranks)
-    try:
+    with cli.refusing():
         most = max(each.m or 0 for each in (args, *args.also))
         recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))
         if args.compile:
             check_compiler()
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
 
     # Data: the store, which rank 0 downloads for all, and the losses for its classes.
     ranks.follow_first()
-    store = open_store_of(args)
+    keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
+    store = open_store_of(
+        args.data_path, args.cache_dir, keys=keys or None, endpoint_url=args.endpoint_url, sha256=args.sha256
+    )
     ranks.let_follow()
     widths = store.dim, *(args.hidden_dims or ()), store.num_classes
     weights = sum(math.prod(pair) for pair in itertools.pairwise(widths)) * len(args.seeds) * (1 + len(args.also))
-    cli.check_memory(16 * weights, f"heads of widths {' '.join(map(str, widths))}, with gradients and Adam's moments,")
+    what = f"heads of widths {' '.join(map(str, widths))}, with gradients, Adam's moments, and what is saved of them,"
+    cli.check_memory(28 * weights, what)
     train_rows, valid_rows, test_rows = rows_of(store, args, defaults)
     filled_in = settle(args, defaults, len(train_rows))
     if ranks.count > min(args.batch_size, len(valid_rows), len(test_rows)):
@@ -129,35 +147,23 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
         ) from None
     for recipe in recipes:
         labels = lambda: store["train"].labels()[train_rows].to(device)  # noqa: E731
-        count_classes(recipe.loss_fn, recipe.method, labels, store.num_classes)
+        count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
 
-    # Names and folders, one per configuration and seed, and whether there is anything to do.
-    shared = {
-        "embeddings": f"{store.num_classes}x{store.dim}-{store.fingerprint[:8]}",
-        "num_valid": len(valid_rows),
-        "device": str(device),
-        "data_path": cli.portable(Path(args.data_path)) if Path(args.data_path).exists() else args.data_path,
-    }
-    runs = []
-    for recipe in recipes:
-        for seed in args.seeds:
-            order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
-            flags = {**recipe.flags, **shared, "seed": seed, "order_seed": order}
-            # Of these a repetition or another place changes nothing that is reported.
-            for flag in ("results", "force", "seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS):
-                del flags[flag]
-            name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
-            runs.append(HeadRun(recipe, seed, order, flags, name, args.results.parent / "runs" / name))
-    unrecorded = ranks.from_first(lambda: [not recorded(args.results, run.name, args.force) for run in runs])
-    unfinished = list(itertools.compress(runs, unrecorded))
-    if not unfinished:
+    # Runs, one per configuration and seed, without those that are recorded.
+    runs: list[tuple[Run, Recipe]] = []
+    for recipe, seed in itertools.product(recipes, args.seeds):
+        order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
+        flags = {name: value for name, value in recipe.flags.items() if name not in UNRECORDED}
+        flags |= {**identity_of(store, args.data_path), "num_valid": len(valid_rows)}
+        flags |= {"seed": seed, "order_seed": order}
+        with suppress(cli.AlreadyRecorded):
+            named = {"clock": "step", "history_file": "evaluations.csv", "measured": MEASURED}
+            runs.append((Run(args, flags, IDENTITY, READABLE, device, ranks, **named), recipe))
+    if not runs:
         return 0
 
-    # Batches.
+    # Batches. On each machine one process after another: what memory is free, the others have left.
     set_up_device(device, args.threads, args.deterministic)
-    keep_freed_memory()
-    threads = torch.get_num_threads()
-    # On each machine one after another: what memory is free, the others have left.
     for turn in range(max(ranks.gathered(ranks.local_count))):
         if turn == ranks.local_rank:
             batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=train_rows, mode=args.batches)
@@ -173,86 +179,40 @@ def finetune(args: argparse.Namespace, defaults: Defaults, ranks: Ranks) -> int:
             say(f"defaults for {len(train_rows)} training rows: {filled_in}")
 
     with ExitStack() as held:
-        for run in unfinished if ranks.is_first else ():
-            held.enter_context(open_run(run.folder))
-        # Asked again: another process may have finished this configuration before the folder was ours.
-        unrecorded = ranks.from_first(lambda: [not recorded(args.results, run.name, args.force) for run in unfinished])
-        unfinished = list(itertools.compress(unfinished, unrecorded))
-        environment, commit = describe_environment(device), git_commit()
+        # Heads and optimizers.
+        heads = []
+        for run, recipe in runs:
+            with suppress(cli.AlreadyRecorded):
+                held.enter_context(run)
+                torch.manual_seed(run.flags["seed"])
+                shape = {"apply_relu": args.apply_relu, "apply_dropout": args.apply_dropout}
+                made = head(store.dim, store.num_classes, args.hidden_dims or (), **shape).to(device)
+                heads.append(HeadRun(run, recipe, made, len(batches)))
 
-        # Resume each head where it stood when it was saved last.
-        states = ranks.from_first(lambda: saved_states(unfinished, args.results))
-        for run, saved in zip(unfinished, states):
-            run.flags["threads"] = threads
-            if ranks.is_first:
-                write_config(run.folder, {"run_id": run.name, **run.flags, **environment, "git_commit": commit})
-            resume(run, saved)
-            run.commits = list(dict.fromkeys([*run.commits, commit]))
-            where = f"continuing after step {run.steps} of {args.n_epochs * len(batches)}" if run.steps else "beginning"
-            if ranks.is_first:
-                processes = f"{ranks.count} processes, " if ranks.count > 1 else ""
-                write_history(run.folder, run.history, EVALUATIONS)
-                say(f"{run.name}: {where} on {environment['device_name']}, {processes}{threads} threads")
-
-        # Model: every head has this shape.
-        shape = {
-            "embedding_dim": store.dim,
-            "num_classes": store.num_classes,
-            "hidden_dims": args.hidden_dims or (),
-            "apply_relu": args.apply_relu,
-            "apply_dropout": args.apply_dropout,
-        }
-
-        # Loop: heads that stand at the same step go on together, those that lag behind first.
+        # Loop: heads that stand at the same step share the batches, those that lag behind first.
         last_step = args.n_epochs * len(batches)
-        together: list[HeadRun] = []
-        while (step := min((run.steps for run in unfinished), default=last_step)) < last_step:
-            group = [run for run in unfinished if run.steps == step]
-            if group != together:
-                together, stacks = group, stacks_of(group, shape, device, args.compile)
-            train_epoch(stacks, batches, splits, args, ranks)
+        while (step := min((each.run.done for each in heads), default=last_step)) < last_step:
+            train_epoch([each for each in heads if each.run.done == step], batches, splits, args, ranks)
 
-        # Record.
-        for run in unfinished if ranks.is_first else ():
-            final_epoch = [each for each in run.history if each["epoch"] == args.n_epochs]
-            loss_sum = math.fsum(each["train_loss"] * each["train_steps"] for each in final_epoch)
-            measured = summary(run.history, "step")
-            row = {
-                "run_id": run.name,
-                **run.flags,
+        rows = {"train": train_rows, "valid": valid_rows, "test": test_rows}
+        for run in [each.run for each in heads]:
+            columns = {
                 "processes": ranks.count,
-                "embedding_dtype": store["train"].dtype_name,
-                "embeddings_checksum": store.checksum,
-                "backbone": store.backbone,
-                "resolution": store.resolution,
+                **origin_of(store),
                 "batch_source": batches.mode,
                 "num_heads": run.history[-1]["num_heads"],
                 "num_classes": store.num_classes,
-                "train_images": len(train_rows),
-                "valid_images": len(valid_rows),
-                "test_images": len(test_rows),
-                **measured,
-                "last_train_loss": loss_sum / len(batches),
-                "last_inverse_temperature": run.history[-1].get("inverse_temperature"),
-                "images_per_second": last_step * args.batch_size / measured["train_seconds"],
-                **environment,
-                "git_commit": "+".join(filter(None, run.commits)),
-                "times_resumed": run.times_resumed,
-                "started_utc": run.started_utc,
-                "finished_utc": utc_now(),
+                **{f"{name}_images": len(each) for name, each in rows.items()},
             }
-            # First, so that a kill in between leaves nothing behind: this head is finished and saved, with its weights.
-            remove_checkpoints(run.folder, (PREVIOUS,))
-            write_row(args.results, row)
-            say(finished_line(row, "step", args.results, run.folder))
+            run.record({**columns, **run.summary(last_step * args.batch_size)})
     return 0
 
 
 def train_epoch(
-    stacks: Sequence[Stack],
+    group: Sequence[HeadRun],
     batches: EmbeddingBatches,
     splits: dict[str, EmbeddingBatches],
-    args: argparse.Namespace,
+    args: Flags,
     ranks: Ranks,
 ) -> None:
     """Train heads that stand at the same step to the end of its epoch, evaluating and saving on the way.
@@ -261,90 +221,47 @@ def train_epoch(
     finite: at once on the CPU, before the next evaluation on a GPU.
     """
     share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
-    group = [run for stack in stacks for run in stack.runs]
-    device, num_steps = batches.device, len(batches)
-    epoch, start = group[0].steps // num_steps + 1, group[0].steps % num_steps
-    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
+    num_steps, done = len(batches), group[0].run.done
+    epoch, first = done // num_steps + 1, done % num_steps
     # Heads with the same order share each batch; otherwise each has its own.
-    orders = list(dict.fromkeys(run.order_seed for run in group))
-    streams = zip(*(batches.epoch(epoch, start=start, seed=seed) for seed in orders))
-    on_terminal = sys.stderr.isatty() and ranks.is_first
-    bar = tqdm(streams, f"epoch {epoch}", num_steps, initial=start, unit="batch", leave=False, disable=not on_terminal)
-    saved_at, started = time.monotonic(), time.perf_counter()
-    losses: list[Tensor] = []  # of the steps since the last evaluation, each (heads,)
-    for step, parts in enumerate(bar, start + 1):
+    orders = list(dict.fromkeys(each.run.flags["order_seed"] for each in group))
+    streams = zip(*(batches.epoch(epoch, start=first, seed=seed) for seed in orders))
+    hidden = not (sys.stderr.isatty() and ranks.is_first)
+    bar = tqdm(streams, f"epoch {epoch}", num_steps, initial=first, unit="batch", leave=False, disable=hidden)
+    started = time.perf_counter()
+    for step, parts in enumerate(bar, first):
         parts = {order: (rows[share].float(), labels[share]) for order, (rows, labels) in zip(orders, parts)}
-        of_stacks = []  # losses of this step, (heads of the stack,) each; their sums over processes are batch means
-        for stack in stacks:
-            seeds = [run.seed for run in stack.runs]
-            embeddings, labels = batch_of(stack, parts)
-            # Drawn for the whole batch, so that any number of processes drops the same.
-            kept = stack.heads.dropout_mask(args.batch_size, seeds, (epoch - 1) * num_steps + step)
-            with autocast():
-                logits = stack.training(embeddings, None if kept is None else kept[:, share])  # (heads, share, n)
-            stack.seed_noise(0, (epoch - 1) * num_steps + step, ranks.rank)
-            stack.anneal((epoch - 1 + (step - 1) / num_steps) / args.n_epochs)
-            loss = mean_losses(stack.own_losses or stack.training_loss, logits.float(), labels)
-            loss = loss * weight  # (heads,)
-            if device.type == "cpu":
-                check_finite(loss, stack.runs, f"in epoch {epoch}, step {step} of {num_steps}", batches)
-            stack.optimizer.zero_grad(set_to_none=True)
-            loss.sum().backward()  # the heads share no weight: each gets the gradient of its own loss
-            ranks.sum_gradients(stack.heads.parameters())
-            stack.optimizer.step()
-            of_stacks.append(loss.detach())
-        losses.append(torch.cat(of_stacks))
-        if not (step == 1 or step % args.eval_freq == 0 or step == num_steps):
+        number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
+        with naming_broken_rows(batches):
+            for each in group:
+                # Drawn for the whole batch, so that any number of processes drops the same.
+                kept = each.head.dropout_mask(args.batch_size, each.run.flags["seed"], number)
+                each.seed_noise(0, number, ranks.rank)
+                each.steps.begin(epoch, step)
+                embeddings, labels = parts[each.run.flags["order_seed"]]
+                each.steps.take(each.batch_loss, embeddings, labels, kept if kept is None else kept[share], weight)
+        if not (step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps):
             continue
 
         # Evaluation.
-        means = ranks.total(torch.stack(losses, 1).mean(1))  # (heads,)
-        check_finite(means, group, f"in epoch {epoch}, at or before step {step} of {num_steps}", batches)
-        for loss_fn in dict.fromkeys(stack.recipe.loss_fn for stack in stacks):
-            if isinstance(loss_fn, TopKCrossEntropyLoss):
-                loss_fn.check_convergence()
+        where = f"epoch {epoch} step {step + 1}/{num_steps}"
+        with naming_broken_rows(batches):
+            train_steps = len(group[0].steps.losses)
+            means = [each.steps.mean(torch.mean) for each in group]
         train_seconds = time.perf_counter() - started
-        where = f"epoch {epoch} step {step}/{num_steps}"
-        evaluated = evaluate(stacks, splits, autocast, ranks, where)
-        temperatures = [each for stack in stacks for each in stack.temperatures()]
-        for run, train_loss, result, temperature in zip(group, means.tolist(), evaluated, temperatures):
-            entry = {
-                "epoch": epoch,
-                "step": (epoch - 1) * num_steps + step,
-                "train_loss": train_loss,
-                **result,
-                **temperature,
-                "num_heads": len(group),
-                "train_steps": len(losses),
-                "train_seconds": train_seconds,
-                "peak_memory_mib": peak_memory_mib(device),
+        for each, train_loss, result in zip(group, means, evaluate(group, splits, ranks, where)):
+            measured = {
+                **{"epoch": epoch, "step": number, "train_loss": train_loss, **result},
+                **temperature_of(each.loss_fn, each.run.flags["inverse_temperature"]),
+                **{"num_heads": len(group), "train_steps": train_steps, "train_seconds": train_seconds},
             }
-            run.history.append(entry)
-        if step == num_steps or (ranks.is_first and time.monotonic() - saved_at > SAVE_SECONDS):
-            for stack in stacks:
-                stack.take_apart()
-            for run in group if ranks.is_first else ():
-                save(run, group, finished=step == num_steps and epoch == args.n_epochs)
-                say(evaluation_line(run, where, args.n_epochs))
-            saved_at = time.monotonic()
-        losses, started = [], time.perf_counter()
-
-
-def batch_of(stack: Stack, parts: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return a stack's embeddings, (share, d) if its heads share them or (heads, share, d), and labels (heads, share).
-
-    parts: by order_seed, embeddings (share, d) and labels (share,).
-    """
-    if len(parts) == 1:
-        ((embeddings, labels),) = parts.values()
-        return embeddings, labels.expand(len(stack.runs), -1)
-    embeddings, labels = zip(*(parts[run.order_seed] for run in stack.runs))
-    return torch.stack(embeddings), torch.stack(labels)
+            each.run.save(measured, evaluation_line(each.run, measured, where) if step + 1 == num_steps else "")
+        started = time.perf_counter()
 
 
 @torch.no_grad()
 def evaluate(
-    stacks: Sequence[Stack], splits: dict[str, EmbeddingBatches], autocast: partial, ranks: Ranks, where: str
+    group: Sequence[HeadRun], splits: dict[str, EmbeddingBatches], ranks: Ranks, where: str
 ) -> list[dict[str, float]]:
     """Return, for each head, mean loss and accuracies (fractions) on the whole of each split.
 
@@ -352,47 +269,70 @@ def evaluate(
     never logits. Raises RunError if a loss is not finite.
     """
     started = time.perf_counter()
-    group = [run for stack in stacks for run in stack.runs]
-    own_losses = [own for stack in stacks for own in stack.own_losses or []]
-    for own in own_losses:
-        own.eval()
     results: list[dict[str, float]] = [{} for _ in group]
+    for each in group:
+        each.head.eval()
+        each.loss_fn.eval()
     for name, split in splits.items():
         num_rows = ranks.sum(len(split.rows))
-        loss_sum = torch.zeros(len(results), dtype=torch.float64, device=split.device)
-        spread = torch.zeros_like(loss_sum)  # of the logits over the classes, summed over the rows
-        hits = torch.zeros(len(results), len(TOP_K), dtype=torch.int64, device=split.device)
+        # Sums over the rows: of losses, of the spread of the logits over the classes, of hits.
+        sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=split.device)
         for number, (embeddings, labels) in enumerate(split.in_order()):
             embeddings = embeddings.float()  # (batch, d)
-            first = 0
-            for stack in stacks:
-                own = slice(first, first + len(stack.runs))  # of the heads of all stacks
-                first = own.stop
-                with autocast():
-                    logits = stack.heads(embeddings)  # (heads, batch, n)
+            for each, of_head in zip(group, sums):
+                with each.autocast():
+                    logits = each.head(embeddings)  # (batch, n)
                 logits = logits.float()
-                targets = labels.expand(len(stack.runs), -1)  # (heads, batch)
-                stack.seed_noise(1, number, ranks.rank)
-                means = mean_losses(stack.own_losses or stack.recipe.loss_fn, logits, targets)  # (heads,)
-                loss_sum[own] += means * len(labels)
-                spread[own] += logits.std(2).sum(1)
-                hits[own] += count_hits(logits, targets)
-        loss_sum, spread, hits = ranks.total(loss_sum), ranks.total(spread), ranks.total(hits)
-        check_finite(loss_sum, group, f"on the {name} rows after {where}", split, ranks)
-        for result, loss, std, counts in zip(results, loss_sum.tolist(), spread.tolist(), hits.tolist()):
-            result |= {f"{name}_loss": loss / num_rows, f"{name}_logit_std": std / num_rows}
-            result |= hit_fractions(name, counts, num_rows)
-    for own in own_losses:
-        own.train()
+                each.seed_noise(1, number, ranks.rank)
+                of_head[0] += each.loss_fn(logits, labels).mean() * len(labels)
+                of_head[1] += logits.std(1).sum()
+                of_head[2:] += count_hits(logits, labels)
+        for each, result, (loss, spread, *hits) in zip(group, results, ranks.total(sums).tolist()):
+            with naming_broken_rows(split, ranks):
+                check_finite(each.run, loss, f"on the {name} rows after {where}")
+            result |= {f"{name}_loss": loss / num_rows, f"{name}_logit_std": spread / num_rows}
+            result |= hit_fractions(name, hits, num_rows)
+    for each in group:
+        each.head.train()
+        each.loss_fn.train()
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 
-def evaluation_line(run: HeadRun, where: str, n_epochs: int) -> str:
+@contextmanager
+def naming_broken_rows(rows: EmbeddingBatches, ranks: Ranks | None = None) -> Iterator[None]:
+    """Where a loss is not finite for want of finite rows, raise RunError that names the first, in place of Diverged.
+
+    rows: those that the loss is of, divided among `ranks` where these are given.
+    """
+    try:
+        yield
+    except Diverged:
+        broken = broken_row(rows)
+        for each in ranks.gathered(broken) if ranks else [broken]:
+            if each:
+                raise cli.RunError(each) from None
+        raise
+
+
+def broken_row(rows: EmbeddingBatches) -> str:
+    """Return a sentence on the first of the rows that holds a number which is not finite, "" where there is none."""
+    for number, (embeddings, _) in enumerate(rows.in_order()):
+        finite = embeddings.isfinite()  # (batch, d)
+        if not finite.all():
+            which, column = (~finite).nonzero()[0].tolist()
+            return (
+                f"row {int(rows.rows[number * rows.batch_size + which])} of the split {rows.split.name} of "
+                f"{rows.split.folder} holds {embeddings[which, column].item()}: nothing is recorded. Make these "
+                "embeddings again, or leave such rows out"
+            )
+    return ""
+
+
+def evaluation_line(run: Run, last: dict[str, float], where: str) -> str:
     """Return one line on a head's last evaluation, accuracies as fractions."""
-    last = run.history[-1]
     p_k = " ".join(f"{p:g}" for p in run.flags["p_k"])
     return (
-        f"{run.recipe.method} {p_k} seed {run.seed} {where} (of {n_epochs} epochs)  "
+        f"{run.flags['method']} {p_k} seed {run.flags['seed']} {where} (of {run.args.n_epochs} epochs)  "
         f"train loss {last['train_loss']:.4f}  "
         f"valid top-1 {last['valid_top1']:.4f} top-5 {last['valid_top5']:.4f}  "
         f"test top-1 {last['test_top1']:.4f} top-5 {last['test_top5']:.4f}"

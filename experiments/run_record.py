@@ -15,24 +15,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas
+
 from data import program
 from data.program import CommandLineError
 from experiments.shared.run_record import COLUMNS, read_rows
 
 SHOWN = (
-    *(
-        "dataset",
-        "model",
-        "backbone",
-        "embeddings",
-        "method",
-        "p_k",
-        "inverse_temperature",
-        "m",
-        "top1_mode",
-        "label_noise",
-    ),
-    *("n_epochs", "seed", "implementation", "test_top1", "test_top5", "train_seconds", "images_per_second"),
+    *("dataset", "model", "backbone", "embeddings", "method", "p_k", "inverse_temperature", "m", "top1_mode"),
+    *("label_noise", "n_epochs", "seed", "implementation", "test_top1", "test_top5"),
+    *("train_seconds", "images_per_second"),
 )
 
 
@@ -43,11 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     show = commands.add_parser("show", help="print a results file as a table")
     show.add_argument("results", type=program.path, help="the CSV file")
     show.add_argument(
-        "--where",
-        action="append",
-        default=[],
-        metavar="COLUMN=VALUE",
-        help="only these rows; may be repeated",
+        "--where", action="append", default=[], metavar="COLUMN=VALUE", help="these rows; may be repeated"
     )
     show.add_argument("--sort", metavar="COLUMN", help="numbers: largest first; text: alphabetically")
     show.add_argument("--columns", nargs="+", help=f"default: those of {', '.join(SHOWN)} that any row fills")
@@ -71,37 +59,25 @@ def main(argv: list[str] | None = None) -> int:
 
 def _table(path: Path, where: Sequence[str], sort: str | None, shown: Sequence[str] | None) -> str:
     """Return the chosen rows and columns of a results file as aligned text. Raises RecordError and CommandLineError."""
-    rows = read_rows(path)
-    if not rows:
+    rows = pandas.DataFrame(read_rows(path))  # every cell as text
+    if rows.empty:
         raise CommandLineError(f"{path} has no rows" if path.exists() else f"there is no file {path}")
-
-    def known(column: str) -> str:
-        if column not in rows[0]:
-            nearest = difflib.get_close_matches(column, rows[0], n=3, cutoff=0.4) or rows[0]
-            raise CommandLineError(f"{path} has no column {column!r}; did you mean {', '.join(nearest)}?")
-        return column
-
     for condition in where:
-        column, equals, value = condition.partition("=")
-        if not equals:
+        if "=" not in condition:
             raise CommandLineError(f"--where must have the form COLUMN=VALUE, got {condition!r}")
-        rows = [row for row in rows if row[known(column)] == value]
+    conditions = [condition.split("=", 1) for condition in where]
+    for name in (*(column for column, _ in conditions), *filter(None, [sort]), *(shown or ())):
+        if name not in rows:
+            nearest = difflib.get_close_matches(name, rows, n=3, cutoff=0.4) or rows
+            raise CommandLineError(f"{path} has no column {name!r}; did you mean {', '.join(nearest)}?")
+    for column, value in conditions:
+        rows = rows[rows[column] == value]
     if sort:
-        known(sort)
-        rows.sort(key=lambda row: _sort_key(row[sort]))
-    if shown is None:
-        shown = [name for name in SHOWN if any(row.get(name) for row in rows)]
-    table = [list(shown), *([_shown_cell(row[known(name)]) for name in shown] for row in rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(shown))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
-    return "\n".join([*lines, f"({len(rows)} row{'s' * (len(rows) != 1)})"])
-
-
-def _sort_key(cell: str) -> tuple[int, float, str]:
-    try:
-        return (0, -float(cell), "")
-    except ValueError:
-        return (1, 0.0, cell)
+        numbers = -pandas.to_numeric(rows[sort], errors="coerce")  # text comes behind, alphabetically
+        rows = rows.assign(_number=numbers).sort_values(["_number", sort], kind="stable")
+    shown = shown or [name for name in SHOWN if name in rows and rows[name].any()]
+    table = rows[list(shown)].map(_shown_cell).to_string(index=False)
+    return f"{table}\n({len(rows)} row{'s' * (len(rows) != 1)})"
 
 
 def _shown_cell(cell: str) -> str:

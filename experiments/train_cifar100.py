@@ -17,7 +17,7 @@ averaged alike: the model's own belong to its last weights, not to the average.
 The row is added to results/cifar100.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
 as many threads, it ends with the same bits. A configuration that the file already has is skipped (--force repeats
-it, and the new row takes the place of the old).
+it, and the new row takes the place of the old). All that is in experiments/shared/run.py.
 
 --seeds trains in one process per seed, as many at a time as the CPU has cores for, or all on the GPUs, in turn: a small
 network leaves much of either idle. Each row is what --seed alone gives with as many --threads, to the bit on a CPU.
@@ -33,22 +33,17 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
     program.begin()
 
-import argparse
-import math
-import sys
 import time
-from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tqdm import tqdm
-from typing_extensions import NotRequired
 
 from data.cifar100 import (
+    DATASETS,
+    NOISE_GROUPS,
     Dataset,
     DatasetUnavailableError,
     crop_and_flip,
@@ -59,219 +54,129 @@ from data.cifar100 import (
     sample_crops,
 )
 from experiments.shared import command_line as cli
-from experiments.shared.checkpoint import (
-    PREVIOUS,
-    RUN,
-    random_states,
-    remove_checkpoints,
-    restore_random_states,
-    save_checkpoint,
-)
-from experiments.shared.environment import (
-    describe_environment,
-    git_commit,
-    keep_freed_memory,
-    peak_memory_mib,
-    set_up_device,
-)
-from experiments.shared.loss_state import anneal, count_classes, is_stateless, seed_noise, state_of, temperature_of
-from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments.shared.command_line import flag
+from experiments.shared.environment import ROOT, check_compiler
+from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
+from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.shared.seed_processes import run_seeds
-from experiments.shared.train_cifar100_flags import configuration, parse_arguments
-from experiments.shared.training_run import compiled, diverged, finished_line, recorded, restoring, saved_state, say
+from experiments.shared.run import Run, Steps, check_finite
+from experiments.shared.seed_processes import each_seed
+from experiments.shared.training_run import compiled
 from models.resnet_cifar import resnet_cifar
 
-# What makes it another experiment. Where and how fast it is computed (device, threads, compile,
-# deterministic) and where files lie does not; nor does --force.
+NUM_CLASSES = {"cifar100": 100, "cifar10": 10, "digits": 10}  # known before the data is: refused without a download
+NLOGLR = 3.0  # published: learning rate 1e-3
+# Published for CIFAR-100, where all 100 scores are sorted; a method that is not here takes the library's default.
+INVERSE_TEMPERATURES = {
+    **dict.fromkeys(("neuralsort", "softsort"), 0.0625),
+    **dict.fromkeys(("odd_even", "bitonic", "splitter_selection"), 0.5),
+}
+# What makes it another experiment. Where and how fast it is computed (device, threads, compile, deterministic) and
+# where files lie does not; nor does --force.
 IDENTITY = (
     *("dataset", "limit_train", "limit_test", "label_noise", "noise_groups", "model", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
     *("implementation", "lr", "lr_schedule", "weight_decay", "ema", "batch_size", "n_epochs", "seed"),
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-
-# What its checkpoints hold, among others.
-CHECKPOINT = {**RUN, "random_states": dict[str, InstanceOf[Tensor]], "loss": NotRequired[dict[str, Any]]}
-
 PADDING = 4  # black pixels on each side of an image before it is cropped
 # Of the evaluation, on which the result does not depend: a CPU's caches hold little, a GPU waits for launches.
 EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations of 0.5 GB
 
 
-def train(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Train one configuration with --seed and record its row; return the exit status."""
-    # Loss and name. First what can be refused, before a folder is made or data downloaded.
+@dataclass
+class Optimization(cli.OptimizationFlags):
+    """optimization: AdamW, which without weight decay is Adam; default betas, and learning rate 10^-3"""
+
+    n_epochs: int = 200
+    batch_size: int = 128
+    lr_schedule: str = flag(
+        "constant",
+        cli.choice("lr_schedule", ("constant", "cosine")),
+        "constant, as published, or cosine: half a cosine from the learning rate down to 0, for short runs",
+    )
+    weight_decay: float = flag(
+        0.0, cli.weight_decay, "AdamW's: each step takes learning rate x W of every parameter away; none as published"
+    )
+    ema: float | None = flag(
+        None,
+        cli.number("a number above 0 and below 1", lambda value: 0 < value < 1),
+        "evaluate, choose and keep an exponential moving average of weights and batch-norm statistics, in which "
+        "each step counts for 1 - this (none, as published)",
+    )
+
+
+@dataclass
+class Data:
+    """data and model"""
+
+    dataset: str = flag("cifar100", cli.choice("dataset", DATASETS), f"{', '.join(DATASETS)}; digits needs no download")
+    data_dir: Any = cli.data_dir()
+    mirror: str | None = cli.mirror()
+    limit_train: int | None = flag(None, cli.count, "use so many training images (5% of them validate): a quick look")
+    limit_test: int | None = flag(None, cli.count, "use so many test images, for a quick look")
+    label_noise: float = flag(0.0, cli.fraction, "probability that a training label is drawn anew from its group")
+    noise_groups: str = flag(
+        "blocks", cli.choice("noise_groups", NOISE_GROUPS), "the groups: blocks of five consecutive ids, or superclass"
+    )
+    model: str = flag(
+        "resnet18", cli.choice("model", ("resnet18", "resnet34", "resnet50")), "resnet18, resnet34 or resnet50"
+    )
+
+
+@dataclass
+class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, cli.LossFlags):
+    """record"""
+
+    results: Any = ROOT / "results" / "cifar100.csv"
+
+
+def parse_arguments(argv: list[str] | None = None) -> Flags:
+    """Return the flags, each checked on its own. Raises CommandLineError."""
+    told = (
+        "Train a ResNet on CIFAR-100, CIFAR-10 or digits with a top-k loss (Tables 1 and 4). The processes of torchrun "
+    )
+    told += "divide each batch, evenly or nearly; batch norm uses the images of its own process."
+    return cli.parse(Flags, argv, prog="train_cifar100.py", description=told)
+
+
+def configuration(args: Flags, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the loss, and every flag with nothing left to a default. Raises CommandLineError."""
+    with cli.refusing():
+        settings = cli.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
+        loss_fn = cli.build_loss(args.implementation, settings, NUM_CLASSES[args.dataset], device)
+        if args.compile:
+            check_compiler()
+    flags = {
+        **{name: value for name, value in vars(args).items() if name != "seeds"},  # they have a row each
+        **settings,
+        **cli.learning_rate(args, NLOGLR),
+        # Empty where as published (so is ema): ids of rows from before there was a choice stay.
+        "lr_schedule": args.lr_schedule if args.lr_schedule != "constant" else None,
+        "weight_decay": args.weight_decay or None,
+        "data_dir": cli.portable(args.data_dir),
+        "noise_groups": args.noise_groups if args.label_noise > 0 else None,
+    }
+    return loss_fn, flags
+
+
+def begin(args: Flags, ranks: Ranks) -> tuple[Run, nn.Module, Dataset]:
+    """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too."""
     device = cli.training_device(args.device, ranks)
     loss_fn, flags = configuration(args, device)
-    name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
     if args.batch_size < ranks.count:
         raise cli.CommandLineError(
             f"--batch_size must be at least the number of processes, which divide each batch: got {args.batch_size} "
             f"and {ranks.count} processes; lower --nproc_per_node"
         )
-
-    # Folder, and whether there is anything to do.
-    folder = args.results.parent / "runs" / name
-    if ranks.from_first(lambda: recorded(args.results, name, args.force)):
-        return 0
-
-    # Seed, another one for what the other processes draw (dropout, where there is any).
-    set_up_device(device, args.threads, args.deterministic)
-    keep_freed_memory()
-    flags["threads"] = torch.get_num_threads()
-    torch.manual_seed(args.seed + (ranks.rank << 32))
-
-    # Data, whole on the device as uint8.
-    data = dataset(args).to(device)
-    count_classes(loss_fn, args.method, lambda: data.train.labels, data.num_classes)
-
-    with open_run(folder) if ranks.is_first else nullcontext():
-        # Asked again: another process may have finished this configuration before the folder was ours.
-        if ranks.from_first(lambda: recorded(args.results, name, args.force)):
-            return 0
-        environment, commit = describe_environment(device), git_commit()
-        if ranks.is_first:
-            write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})
-
-        # Model and optimizer.
-        model = resnet_cifar(args.model, data.num_classes).to(device, memory_format=torch.channels_last)
-        optimizer = torch.optim.AdamW(model.parameters(), flags["lr"], weight_decay=args.weight_decay, fused=True)
-        evaluated_model = model
-        if args.ema:
-            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
-            optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
-            evaluated_model = average.module
-        autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.precision == "bf16")
-        # Only the training step is compiled: eval mode and its partial batches would each be compiled again.
-        training_model = compiled(model, device) if args.compile else model
-        compilable = args.implementation == "ours" and is_stateless(flags)
-        training_loss = compiled(loss_fn, device) if args.compile and compilable else loss_fn
-
-        # Resume where the last finished epoch ended.
-        history, started_utc, times_resumed, commits = [], utc_now(), 0, [commit]
-        saved = ranks.from_first(lambda: saved_state(folder, args.results, name, CHECKPOINT))
-        if saved:
-            with restoring(folder):
-                model.load_state_dict(saved.get("unaveraged") or saved["model"])
-                if args.ema:
-                    average.load_state_dict(saved["average"])
-                if saved["optimizer"] is not None:
-                    optimizer.load_state_dict(saved["optimizer"])
-                if saved.get("loss"):
-                    loss_fn.load_state_dict(saved["loss"])
-                states = [saved["random_states"], *saved.get("random_states_of_others", [])]
-                if ranks.rank < len(states):
-                    restore_random_states(states[ranks.rank], device)
-            history, started_utc = saved["history"], saved["started_utc"]
-            times_resumed = saved["times_resumed"] + 1
-            commits = list(dict.fromkeys([*saved["git_commits"], commit]))
-        else:
-            ranks.copy_from_first(model.parameters())
-        if ranks.is_first:
-            if saved:
-                write_history(folder, history)
-            where = f"continuing after epoch {len(history)} of {args.n_epochs}" if saved else "beginning"
-            processes = f"{ranks.count} processes, " if ranks.count > 1 else ""
-            say(f"{name}: {where} on {environment['device_name']}, {processes}{flags['threads']} threads")
-
-        # Loop.
-        on_terminal = sys.stderr.isatty() and ranks.is_first and len(args.seeds) == 1
-        epochs = tqdm(
-            range(len(history) + 1, args.n_epochs + 1),
-            initial=len(history),
-            total=args.n_epochs,
-            unit="epoch",
-            disable=not on_terminal,
-        )
-        for epoch in epochs:
-            seed_noise(loss_fn, device, args.seed, epoch, ranks.rank)
-            trained = train_epoch(
-                epoch, training_model, training_loss, optimizer, data, autocast, args, on_terminal, ranks
-            )
-            ranks.copy_from_first(model.buffers())  # the running statistics
-            if args.ema:
-                ranks.copy_from_first(average.buffers())
-            evaluated = evaluate(epoch, evaluated_model, loss_fn, data, autocast, args, ranks)
-            history.append(
-                {
-                    **trained,
-                    **evaluated,
-                    **temperature_of(loss_fn, flags["inverse_temperature"]),
-                    "peak_memory_mib": peak_memory_mib(device),
-                }
-            )
-            states = ranks.gathered(random_states(device))
-            if not ranks.is_first:
-                continue
-            state = {
-                "model": evaluated_model.state_dict(),
-                # The same tensors, saved once, and that there are any.
-                "average": average.state_dict() if args.ema else None,
-                # Nothing continues a finished run: its file keeps the weights alone.
-                "unaveraged": model.state_dict() if args.ema and epoch < args.n_epochs else None,
-                "optimizer": optimizer.state_dict() if epoch < args.n_epochs else None,
-                "loss": state_of(loss_fn),
-                "random_states": states[0],
-                "random_states_of_others": states[1:],
-                "history": history,
-                "started_utc": started_utc,
-                "times_resumed": times_resumed,
-                "git_commits": commits,
-            }
-            save_checkpoint(folder, state)
-            write_history(folder, history)
-            say(epoch_line(history[-1], args))
-        if not ranks.is_first:
-            return 0
-
-        # Record.
-        measured = summary(history, "epoch")
-        trained_images = len(history) * (len(data.train) // args.batch_size) * args.batch_size
-        del flags["results"], flags["force"]  # the row is in the one, and of a repetition nothing else is new
-        row = {
-            "run_id": name,
-            **flags,
-            "processes": ranks.count,
-            "num_classes": data.num_classes,
-            "train_images": len(data.train),
-            "valid_images": len(data.valid),
-            "test_images": len(data.test),
-            **measured,
-            "last_train_loss": history[-1]["train_loss"],
-            "last_inverse_temperature": history[-1].get("inverse_temperature"),
-            "images_per_second": trained_images / measured["train_seconds"],
-            **environment,
-            "git_commit": "+".join(filter(None, commits)),
-            "times_resumed": times_resumed,
-            "started_utc": started_utc,
-            "finished_utc": utc_now(),
-        }
-        # First, so that a kill in between leaves nothing behind: the run is finished and saved, with its weights.
-        remove_checkpoints(folder, (PREVIOUS,))
-        write_row(args.results, row)
-    say(finished_line(row, "epoch", args.results, folder))
-    return 0
+    return Run(args, flags, IDENTITY, READABLE, device, ranks), loss_fn, dataset(args)
 
 
-def dataset(args: argparse.Namespace) -> Dataset:
+def dataset(args: Flags) -> Dataset:
     """Return the data set that the flags describe, on the CPU. Raises CommandLineError or RunError."""
-    try:
-        data = load_dataset(
-            args.dataset,
-            args.data_dir,
-            mirror=args.mirror,
-            seed=args.seed,
-            limit_train=args.limit_train,
-            limit_test=args.limit_test,
-            label_noise=args.label_noise,
-            noise_groups=args.noise_groups,
-        )
-    except DatasetUnavailableError as error:
-        raise cli.RunError(str(error)) from None
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
+    names = ("limit_train", "limit_test", "label_noise", "noise_groups", "mirror", "seed")
+    with cli.refusing(DatasetUnavailableError):
+        data = load_dataset(args.dataset, args.data_dir, **{name: getattr(args, name) for name in names})
     if len(data.train) < args.batch_size:
         raise cli.CommandLineError(
             f"--batch_size must not exceed the {len(data.train)} training images, since the last partial "
@@ -280,105 +185,106 @@ def dataset(args: argparse.Namespace) -> Dataset:
     return data
 
 
+def train(args: Flags, ranks: Ranks) -> int:
+    """Train one configuration with --seed and record its row; return the exit status."""
+    run, loss_fn, data = begin(args, ranks)
+    with run:
+        # Data, whole on the device as uint8; model and optimizer.
+        data = data.to(run.device)
+        count_classes(loss_fn, args.method, lambda: data.train.labels, data.num_classes)
+        model = resnet_cifar(args.model, data.num_classes).to(run.device, memory_format=torch.channels_last)
+        rate = run.flags["lr"]
+        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=args.weight_decay, fused=True)
+        evaluated, average = model, None
+        if args.ema:
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
+            optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+            evaluated = average.module
+        training = {"model": model, "optimizer": optimizer, "average": average, "loss": loss_fn}
+        run.track(evaluated, training, end=args.n_epochs)
+
+        # Loop. Only the training step is compiled: eval mode and its partial batches would each be compiled again.
+        steps_model = compiled(model, run.device) if args.compile else model
+        stateless = args.implementation == "ours" and is_stateless(run.flags)
+        steps_loss = compiled(loss_fn, run.device) if args.compile and stateless else loss_fn
+        for epoch in run.remaining():
+            trained = train_epoch(epoch, run, steps_model, steps_loss, optimizer, data)
+            for part in (model, average) if average else (model,):
+                ranks.copy_from_first(part.buffers())  # the running statistics
+            measured = {**trained, **evaluate(epoch, run, evaluated, loss_fn, data)}
+            measured |= temperature_of(loss_fn, run.flags["inverse_temperature"])
+            run.save(measured, epoch_line(measured, args))
+
+        columns = {"processes": ranks.count, "num_classes": data.num_classes}
+        columns |= {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
+        num_images = args.n_epochs * (len(data.train) // args.batch_size) * args.batch_size
+        run.record({**columns, **run.summary(num_images)})
+    return 0
+
+
 def train_epoch(
-    epoch: int,
-    model: nn.Module,
-    loss_fn: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Dataset,
-    autocast: partial,
-    args: argparse.Namespace,
-    on_terminal: bool,
-    ranks: Ranks,
+    epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1; return its loss, accuracies as fractions, seconds and images/s.
 
-    Order and augmentation depend on seed and epoch alone. Losses and hits stay on the device until the epoch
-    is over, so that no step waits for a GPU. Raises RunError if a loss is not finite: at once where one process
-    computes on the CPU, else in all of them at the end of the epoch, before anything is saved.
+    Order and augmentation depend on seed and epoch alone. Losses and hits stay on the device until the epoch is over,
+    so that no step waits for a GPU. Raises Diverged if a loss is not finite.
     """
-    started = time.perf_counter()
-    device = data.train.labels.device
+    started, args, device, ranks = time.perf_counter(), run.args, run.device, run.ranks
+    share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
     order = epoch_order(len(data.train), args.seed, epoch)  # (N,)
     if device.type == "cuda":
         order = order.pin_memory()  # copied without waiting
     order = order.to(device, non_blocking=True)
-    share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
     generator = epoch_generator(args.seed, epoch, device)
+    seed_noise(loss_fn, device, args.seed, epoch, ranks.rank)
+
+    def batch_loss(rows: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss () and the hits (4,) of training images, each of them by its row and its crop, (share,)."""
+        images, labels = data.train.batch(rows)
+        images = normalise(crop_and_flip(images, tops, lefts, flips, PADDING), data.mean, data.std)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(images)  # (share, num_classes)
+        logits = logits.float()
+        # Summed over the processes, the mean over the batch.
+        return loss_fn(logits, labels) * weight, count_hits(logits.detach(), labels)
+
     num_steps = len(order) // args.batch_size  # the last partial batch is dropped
-    losses = torch.zeros(num_steps, device=device)
+    steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs, lr_schedule=args.lr_schedule)
     hits = torch.zeros(len(TOP_K), dtype=torch.int64, device=device)
     model.train()
     loss_fn.train()
-    bar = tqdm(range(num_steps), desc=f"epoch {epoch}", unit="batch", leave=False, disable=not on_terminal)
-    for step in bar:
-        elapsed = (epoch - 1 + step / num_steps) / args.n_epochs  # from 0 to almost 1
-        anneal(loss_fn, args.inverse_temperature, elapsed)
-        if args.lr_schedule == "cosine":
-            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * (1 + math.cos(math.pi * elapsed)) / 2
-        if args.compile and device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        images, labels = data.train.batch(order[step * args.batch_size : (step + 1) * args.batch_size][share])
+    for step in steps.of(epoch):
+        rows = order[step * args.batch_size : (step + 1) * args.batch_size][share]
         # Drawn for the whole batch, so that an image is cropped alike by any number of processes.
-        tops, lefts, flips = (each[share] for each in sample_crops(args.batch_size, PADDING, generator))
-        # (share, 3, 32, 32) float32, channels_last
-        images = normalise(crop_and_flip(images, tops, lefts, flips, PADDING), data.mean, data.std)
-        optimizer.zero_grad(set_to_none=True)
-        with autocast():
-            logits = model(images)  # (share, num_classes)
-        logits = logits.float()
-        loss = loss_fn(logits, labels) * weight  # (); summed over the processes, the mean over the batch
-        if device.type == "cpu" and ranks.count == 1 and not math.isfinite(loss.item()):
-            raise diverged(args.method, loss.item(), f"in epoch {epoch}, step {step + 1} of {num_steps}")
-        loss.backward()
-        ranks.sum_gradients(model.parameters())
-        optimizer.step()
-        losses[step] = loss.detach()
-        hits += count_hits(logits.detach(), labels)
-    losses, hits = ranks.total(losses), ranks.total(hits)
-    losses = losses.tolist()  # the one wait for a GPU
-    if hasattr(loss_fn, "check_convergence"):
-        loss_fn.check_convergence()
-    for step, value in enumerate(losses):
-        if not math.isfinite(value):
-            raise diverged(args.method, value, f"in epoch {epoch}, step {step + 1} of {num_steps}")
+        hits += steps.take(
+            batch_loss, rows, *(each[share] for each in sample_crops(args.batch_size, PADDING, generator))
+        )
+    loss, hits, num_images = steps.mean(), ranks.total(hits).tolist(), num_steps * args.batch_size
     seconds = time.perf_counter() - started
-    num_images = num_steps * args.batch_size
     return {
-        "epoch": epoch,
-        "train_loss": math.fsum(losses) / num_steps,
-        **hit_fractions("train", hits.tolist(), num_images),
-        "train_seconds": seconds,
-        "images_per_second": num_images / seconds,
+        **{"epoch": epoch, "train_loss": loss, **hit_fractions("train", hits, num_images)},
+        **{"train_seconds": seconds, "images_per_second": num_images / seconds},
     }
 
 
 @torch.no_grad()
-def evaluate(
-    epoch: int,
-    model: nn.Module,
-    loss_fn: nn.Module,
-    data: Dataset,
-    autocast: partial,
-    args: argparse.Namespace,
-    ranks: Ranks,
-) -> dict[str, float]:
+def evaluate(epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
     """Return mean loss and accuracies (fractions) on the whole validation and test splits, unaugmented.
 
-    Raises RunError if the validation loss is not finite.
+    Raises Diverged if the validation loss is not finite.
     """
-    started = time.perf_counter()
+    started, device, ranks = time.perf_counter(), run.device, run.ranks
     model.eval()
     loss_fn.eval()
     splits = {"valid": data.valid, "test": data.test}
-    device, size = data.test.labels.device, EVAL_BATCH[data.test.labels.device.type]
     sums = torch.zeros(len(splits), 1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits
     for of_split, split in zip(sums, splits.values()):
-        share = ranks.share(len(split))
-        for begin in range(share.start, share.stop, size):
-            batch = slice(begin, min(begin + size, share.stop))
+        share, size = ranks.share(len(split)), EVAL_BATCH[device.type]
+        for first in range(share.start, share.stop, size):
+            batch = slice(first, min(first + size, share.stop))
             images, labels = split.images[batch], split.labels[batch]
-            with autocast():
+            with torch.autocast(device.type, torch.bfloat16, enabled=run.args.precision == "bf16"):
                 logits = model(normalise(images, data.mean, data.std))  # (batch, num_classes)
             logits = logits.float()
             of_split[0] += loss_fn(logits, labels) * len(labels)
@@ -386,12 +292,11 @@ def evaluate(
     result = {}
     for (name, split), (loss, *hits) in zip(splits.items(), ranks.total(sums).tolist()):
         result |= {f"{name}_loss": loss / len(split), **hit_fractions(name, hits, len(split))}
-    if not math.isfinite(result["valid_loss"]):
-        raise diverged(args.method, result["valid_loss"], f"in the validation after epoch {epoch}")
+    check_finite(run, result["valid_loss"], f"in the validation after epoch {epoch}")
     return {**result, "eval_seconds": time.perf_counter() - started}
 
 
-def epoch_line(epoch: dict[str, float], args: argparse.Namespace) -> str:
+def epoch_line(epoch: dict[str, float], args: Flags) -> str:
     """Return one line on a finished epoch, accuracies as fractions."""
     seed = f"seed {args.seed} " if len(args.seeds) > 1 else ""
     return (
@@ -403,40 +308,9 @@ def epoch_line(epoch: dict[str, float], args: argparse.Namespace) -> str:
     )
 
 
-def train_seeds(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Train one configuration with each seed in a process of its own; return the exit status."""
-    if ranks.count > 1:
-        raise cli.CommandLineError(
-            f"--seeds starts a process per seed, and torchrun has started {ranks.count}: give one --seed, or leave "
-            "torchrun out"
-        )
-    # What can be refused is refused here, once.
-    cli.training_device(args.device, ranks)
-    _, flags = configuration(args, torch.device("cpu"))
-    unfinished = []
-    for seed in args.seeds:
-        name = run_id({flag: {**flags, "seed": seed}[flag] for flag in IDENTITY}, READABLE)
-        if not recorded(args.results, name, args.force):
-            unfinished.append(argparse.Namespace(**{**vars(args), "seed": seed}))
-    if not unfinished:
-        return 0
-    dataset(args)
-    return run_seeds(train_one_seed, unfinished, len(args.seeds))
-
-
-def train_one_seed(args: argparse.Namespace) -> int:
-    """The process of one seed; return its exit status."""
-    return cli.finish(lambda ranks: train(args, ranks), stopped="", name=f"seed {args.seed}: ")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-
-    def run(ranks: Ranks) -> int:
-        args = parse_arguments(argv)
-        return train(args, ranks) if len(args.seeds) == 1 else train_seeds(args, ranks)
-
-    return cli.finish(run)
+    return cli.finish(lambda ranks: each_seed(begin, train, parse_arguments(argv), ranks))
 
 
 if __name__ == "__main__":

@@ -26,50 +26,35 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
     program.begin()
 
-import argparse
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
-from typing_extensions import NotRequired
 
 from data.cifar100 import DatasetUnavailableError, epoch_generator, epoch_order
 from data.points import Points, Samples, load_points, points_of_store
 from experiments.shared import command_line as cli
-from experiments.shared.checkpoint import (
-    PREVIOUS,
-    RUN,
-    history_of,
-    random_states,
-    remove_checkpoints,
-    restore_random_states,
-    save_checkpoint,
-)
-from experiments.shared.environment import (
-    describe_environment,
-    git_commit,
-    keep_freed_memory,
-    peak_memory_mib,
-    set_up_device,
-)
-from experiments.shared.finetune_flags import open_store_of
-from experiments.shared.loss_state import anneal, seed_noise, state_of, temperature_of
-from experiments.shared.metrics import hit_fractions, summary
+from experiments.shared.finetune_flags import identity_of, open_store_of, origin_of
+from experiments.shared.loss_state import seed_noise, temperature_of
+from experiments.shared.metrics import hit_fractions
 from experiments.shared.neighbours import majority, nearest, neighbour_loss
 from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import open_run, run_id, utc_now, write_config, write_history, write_row
-from experiments.shared.seed_processes import run_seeds
-from experiments.shared.train_knn_flags import COMPONENTS, CROSS_ENTROPY, UNTRAINED, configuration, parse_arguments
-from experiments.shared.training_run import compiled, diverged, finished_line, recorded, restoring, saved_state, say
+from experiments.shared.run import Run, Steps
+from experiments.shared.seed_processes import each_seed
+from experiments.shared.train_knn_flags import (
+    COMPONENTS,
+    CROSS_ENTROPY,
+    UNTRAINED,
+    Flags,
+    configuration,
+    parse_arguments,
+)
+from experiments.shared.training_run import compiled
 from models.embedders import embedder
 from topk_losses import TopKOperator
 
@@ -80,161 +65,80 @@ IDENTITY = (
     *("lr", "weight_decay", "batch_size", "num_candidates", "n_epochs", "seed", "self_match", "augmented_neighbours"),
 )
 READABLE = "{dataset}{embeddings}-{method}-k{k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-# What its checkpoints hold, among others.
-CHECKPOINT = {
-    **RUN,
-    "history": history_of(("epoch", "valid_top1", "test_top1", "train_seconds", "eval_seconds", "peak_memory_mib")),
-    "random_states": dict[str, InstanceOf[Tensor]],
-    "loss": NotRequired[dict[str, Any]],
-}
 EVAL_BATCH = 1000  # points that are embedded at once, and a tile of the search: the result does not depend on it
+MEASURED = ("epoch", "valid_top1", "test_top1", "train_seconds", "eval_seconds", "peak_memory_mib")  # of each epoch
 
 
-def train(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Train one configuration with --seed and record its row; return the exit status."""
-    # What can be refused is refused before a folder is made or data downloaded.
+def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
+    """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too.
+
+    A store is opened at once, to be known by its content; images are loaded where there is something to do.
+    """
+    if ranks.count > 1:
+        raise cli.CommandLineError(
+            f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
+        )
     device = cli.training_device(args.device, ranks)
     operator, flags = configuration(args)
-    load, of_data = source_of(args)
-    flags |= {**of_data, "device": str(device)}
-    name = run_id({flag: flags[flag] for flag in IDENTITY}, READABLE)
-    folder = args.results.parent / "runs" / name
-    if recorded(args.results, name, args.force):
-        return 0
+    limits = {name: limit for name, limit in (("train", args.limit_train), ("test", args.limit_test)) if limit}
+    load = partial(load_points, args.dataset, args.data_dir, mirror=args.mirror, seed=args.seed, limits=limits)
+    flags["embeddings"] = None
+    if args.data_path is not None:
+        store = open_store_of(args.data_path, args.cache_dir)
+        load = partial(points_of_store, store, seed=args.seed, limits=limits)
+        flags |= {**identity_of(store, args.data_path), **origin_of(store)}
+    run = Run(args, flags, IDENTITY, READABLE, device, ranks, measured=MEASURED)
+    with cli.refusing(DatasetUnavailableError):
+        points = load()
+    for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
+        if getattr(args, name) > len(points.train):
+            raise cli.CommandLineError(
+                f"--{name} must not exceed the {len(points.train)} training points, got {getattr(args, name)}"
+            )
+    for name in ("train", "valid", "test"):
+        inputs = getattr(points, name).inputs
+        if inputs.is_floating_point() and not all(part.isfinite().all() for part in inputs.split(EVAL_BATCH)):
+            raise cli.RunError(
+                f"the {name} points of {args.data_path} hold embeddings that are not finite: nothing is recorded. "
+                "Make these embeddings again, or leave such rows out"
+            )
+    return run, operator, points
 
-    # Seed, then data, whole on the device (images as uint8), and what embeds them.
-    set_up_device(device, args.threads, args.deterministic)
-    keep_freed_memory()
-    flags["threads"] = torch.get_num_threads()
-    torch.manual_seed(args.seed)
-    points = load().to(device)
-    model = network(points, flags).to(device)
 
-    with open_run(folder):
-        # Asked again: another process may have finished this configuration before the folder was ours.
-        if recorded(args.results, name, args.force):
-            return 0
-        environment, commit = describe_environment(device), git_commit()
-        write_config(folder, {"run_id": name, **flags, **environment, "git_commit": commit})
-
-        # Optimizer.
+def train(args: Flags, ranks: Ranks) -> int:
+    """Train one configuration with --seed and record its row; return the exit status."""
+    run, operator, points = begin(args, ranks)
+    with run:
+        # Data, whole on the device (images as uint8), what embeds them, and optimizer.
+        points = points.to(run.device)
+        model = network(points, run.flags).to(run.device)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = None
         if parameters:
-            optimizer = torch.optim.SGD(parameters, flags["lr"], momentum=0.9, weight_decay=args.weight_decay)
-        operator = operator and operator.to(device)
+            rate = run.flags["lr"]
+            optimizer = torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=args.weight_decay)
+        operator = operator and operator.to(run.device)
         # Of what is not trained, neither precision nor epochs are a choice.
-        n_epochs, bf16 = (args.n_epochs, args.precision == "bf16") if optimizer else (1, False)
-        autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=bf16)
-        embed = compiled(model["embed"], device) if args.compile and optimizer else model["embed"]
-
-        # Resume where the last finished epoch ended.
-        history, started_utc, times_resumed, commits = [], utc_now(), 0, [commit]
-        saved = saved_state(folder, args.results, name, CHECKPOINT)
-        if saved:
-            with restoring(folder):
-                model.load_state_dict(saved["model"])
-                if optimizer and saved["optimizer"] is not None:
-                    optimizer.load_state_dict(saved["optimizer"])
-                if saved.get("loss"):
-                    operator.load_state_dict(saved["loss"])
-                restore_random_states(saved["random_states"], device)
-            history, started_utc = saved["history"], saved["started_utc"]
-            times_resumed = saved["times_resumed"] + 1
-            commits = list(dict.fromkeys([*saved["git_commits"], commit]))
-            write_history(folder, history)
-        where = f"continuing after epoch {len(history)} of {n_epochs}" if saved else "beginning"
-        say(f"{name}: {where} on {environment['device_name']}, {flags['threads']} threads")
+        bf16 = bool(optimizer) and args.precision == "bf16"
+        autocast = partial(torch.autocast, run.device.type, torch.bfloat16, enabled=bf16)
+        training = {"model": model, "optimizer": optimizer, "loss": operator}
+        run.track(model, training, end=args.n_epochs if optimizer else 1)
 
         # Loop.
-        on_terminal = sys.stderr.isatty() and len(args.seeds) == 1
-        for epoch in range(len(history) + 1, n_epochs + 1):
+        embed = compiled(model["embed"], run.device) if args.compile and optimizer else model["embed"]
+        for epoch in run.remaining():
             trained: dict[str, Any] = {"epoch": epoch, "train_loss": None, "train_seconds": 0.0}
             if optimizer:
-                trained = train_epoch(epoch, model, embed, operator, optimizer, points, autocast, args, on_terminal)
-            evaluated = evaluate(epoch, model, points, autocast, args)
-            temperature = temperature_of(operator, flags["inverse_temperature"])
-            history.append({**trained, **evaluated, **temperature, "peak_memory_mib": peak_memory_mib(device)})
-            state = {
-                "model": model.state_dict(),
-                # Nothing continues a finished run: its file keeps the weights alone.
-                "optimizer": optimizer.state_dict() if epoch < n_epochs else None,
-                "loss": state_of(operator),
-                "random_states": random_states(device),
-                "history": history,
-                "started_utc": started_utc,
-                "times_resumed": times_resumed,
-                "git_commits": commits,
-            }
-            save_checkpoint(folder, state)
-            write_history(folder, history)
-            say(epoch_line(history[-1], n_epochs, args))
+                trained = train_epoch(epoch, run, model, embed, operator, optimizer, points, autocast)
+            measured = {**trained, **evaluate(epoch, model, points, autocast, args)}
+            measured |= temperature_of(operator, run.flags["inverse_temperature"])
+            run.save(measured, epoch_line(measured, run.end, args))
 
-        # Record.
-        measured = summary(history, "epoch")
-        trained_images = len(history) * (len(points.train) // args.batch_size) * args.batch_size if optimizer else None
-        del flags["results"], flags["force"]  # the row is in the one, and of a repetition nothing else is new
-        row = {
-            "run_id": name,
-            **flags,
-            "num_classes": points.num_classes,
-            "train_images": len(points.train),
-            "valid_images": len(points.valid),
-            "test_images": len(points.test),
-            **measured,
-            "last_train_loss": history[-1]["train_loss"],
-            "last_inverse_temperature": history[-1].get("inverse_temperature"),
-            "images_per_second": trained_images and trained_images / measured["train_seconds"],
-            **environment,
-            "git_commit": "+".join(filter(None, commits)),
-            "times_resumed": times_resumed,
-            "started_utc": started_utc,
-            "finished_utc": utc_now(),
-        }
-        # First, so that a kill in between leaves nothing behind: the run is finished and saved, with its weights.
-        remove_checkpoints(folder, (PREVIOUS,))
-        write_row(args.results, row)
-    say(finished_line(row, "epoch", args.results, folder))
+        columns = {"num_classes": points.num_classes}
+        columns |= {f"{name}_images": len(getattr(points, name)) for name in ("train", "valid", "test")}
+        num_images = run.end * (len(points.train) // args.batch_size) * args.batch_size if optimizer else None
+        run.record({**columns, **run.summary(num_images)})
     return 0
-
-
-def source_of(args: argparse.Namespace) -> tuple[Callable[[], Points], dict[str, Any]]:
-    """Return what loads the points onto the CPU, and the columns that say which they are.
-
-    Either raises CommandLineError or RunError. A store is opened at once, to be known by its content.
-    """
-    limits = {name: limit for name, limit in (("train", args.limit_train), ("test", args.limit_test)) if limit}
-    if args.data_path is None:
-        load = partial(load_points, args.dataset, args.data_dir, mirror=args.mirror, seed=args.seed, limits=limits)
-        columns = {"embeddings": None}
-    else:
-        store = open_store_of(args)
-        load = partial(points_of_store, store, seed=args.seed, limits=limits)
-        columns = {
-            "embeddings": f"{store.num_classes}x{store.dim}-{store.fingerprint[:8]}",
-            "embedding_dtype": store["train"].dtype_name,
-            "embeddings_checksum": store.checksum,
-            "backbone": store.backbone,
-            "resolution": store.resolution,
-            "data_path": cli.portable(Path(args.data_path)) if Path(args.data_path).exists() else args.data_path,
-        }
-
-    def refusing() -> Points:
-        try:
-            points = load()
-        except DatasetUnavailableError as error:
-            raise cli.RunError(str(error)) from None
-        except ValueError as error:
-            raise cli.CommandLineError(str(error)) from None
-        drawn = () if args.method in UNTRAINED else ("batch_size", "num_candidates")
-        for name in ("k", *drawn):
-            if getattr(args, name) > len(points.train):
-                raise cli.CommandLineError(
-                    f"--{name} must not exceed the {len(points.train)} training points, got {getattr(args, name)}"
-                )
-        return points
-
-    return refusing, columns
 
 
 def network(points: Points, flags: dict[str, Any]) -> nn.ModuleDict:
@@ -246,10 +150,8 @@ def network(points: Points, flags: dict[str, Any]) -> nn.ModuleDict:
         return nn.ModuleDict({"embed": nn.Flatten()})
     if flags["method"] == "pca":
         return nn.ModuleDict({"embed": nn.Sequential(nn.Flatten(), principal_components(points, COMPONENTS))})
-    try:
+    with cli.refusing():
         embed = embedder(flags["model"], points.input_shape, flags["dim"], flags["hidden_dims"] or ())
-    except ValueError as error:
-        raise cli.CommandLineError(f"--model: {error}") from None
     if flags["method"] != CROSS_ENTROPY:
         return nn.ModuleDict({"embed": embed})
     return nn.ModuleDict({"embed": embed, "classify": nn.Linear(flags["dim"] or embed.dim, points.num_classes)})
@@ -273,76 +175,57 @@ def principal_components(points: Points, count: int) -> nn.Linear:
 
 def train_epoch(
     epoch: int,
+    run: Run,
     model: nn.ModuleDict,
     embed: nn.Module,
     operator: TopKOperator | None,
     optimizer: torch.optim.Optimizer,
     points: Points,
     autocast: partial,
-    args: argparse.Namespace,
-    on_terminal: bool,
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1: each training point is a query once, but for the last partial batch.
 
     operator: None for cross-entropy. Orders and augmentation depend on seed and epoch alone. Losses stay on the device
-    until the epoch is over, so that no step waits for a GPU. Returns mean loss, seconds and images/s. Raises RunError
-    if a loss is not finite: at once on the CPU, else at the end of the epoch, before anything is saved.
+    until the epoch is over, so that no step waits for a GPU. Returns mean loss, seconds and images/s. Raises Diverged
+    if a loss is not finite.
     """
-    started = time.perf_counter()
-    train, device = points.train, points.train.labels.device
+    started, args, train = time.perf_counter(), run.args, points.train
     # Two independent shuffles; candidates go round where a step has more of them than queries.
-    queries, candidates = (epoch_order(len(train), args.seed, 2 * epoch + each).to(device) for each in (0, 1))  # (N,)
-    generator = epoch_generator(args.seed, 2 * epoch, device) if points.augmented else None
-    num_steps = len(train) // args.batch_size
-    losses = torch.zeros(num_steps, device=device)
-    turn = torch.arange(args.num_candidates, device=device)
-    model.train()
+    queries, candidates = (
+        epoch_order(len(train), args.seed, 2 * epoch + each).to(run.device) for each in (0, 1)
+    )  # (N,)
+    generator = epoch_generator(args.seed, 2 * epoch, run.device) if points.augmented else None
+    if operator is not None:
+        seed_noise(operator, run.device, args.seed, epoch)
 
     def embedded(rows: Tensor) -> Tensor:
         inputs = points.inputs(train.inputs[rows], generator)
         with autocast():
             return embed(inputs).float()  # (rows, d)
 
-    if operator is not None:
-        seed_noise(operator, device, args.seed, epoch)
-    for step in tqdm(range(num_steps), desc=f"epoch {epoch}", unit="batch", leave=False, disable=not on_terminal):
-        if args.compile and device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        optimizer.zero_grad(set_to_none=True)
-        of_queries = queries[step * args.batch_size : (step + 1) * args.batch_size]  # (Q,)
+    def batch_loss(of_queries: Tensor, of_candidates: Tensor) -> tuple[Tensor, None]:
+        """The loss () of training points, each by its row: (Q,) and (C,)."""
         labels = train.labels[of_queries]
         if operator is None:
-            loss = cross_entropy(model["classify"](embedded(of_queries)), labels)
-        else:
-            of_candidates = candidates[(step * args.num_candidates + turn) % len(train)]  # (C,)
-            right = labels.unsqueeze(1) == train.labels[of_candidates]  # (Q, C)
-            anneal(operator, args.inverse_temperature, (epoch - 1 + step / num_steps) / args.n_epochs)
-            same = None if args.self_match else of_queries.unsqueeze(1) == of_candidates  # (Q, C)
-            loss = neighbour_loss(operator, embedded(of_queries), embedded(of_candidates), right, same, args.loss)
-        if device.type == "cpu" and not math.isfinite(loss.item()):
-            raise diverged(args.method, loss.item(), f"in epoch {epoch}, step {step + 1} of {num_steps}")
-        loss.backward()
-        optimizer.step()
-        losses[step] = loss.detach()
-    losses = losses.tolist()  # the one wait for a GPU
-    if operator is not None:
-        operator.check_convergence()
-    for step, value in enumerate(losses):
-        if not math.isfinite(value):
-            raise diverged(args.method, value, f"in epoch {epoch}, step {step + 1} of {num_steps}")
-    seconds = time.perf_counter() - started
-    return {
-        "epoch": epoch,
-        "train_loss": math.fsum(losses) / num_steps,
-        "train_seconds": seconds,
-        "images_per_second": num_steps * args.batch_size / seconds,
-    }
+            return cross_entropy(model["classify"](embedded(of_queries)), labels), None
+        right = labels.unsqueeze(1) == train.labels[of_candidates]  # (Q, C)
+        same = None if args.self_match else of_queries.unsqueeze(1) == of_candidates  # (Q, C)
+        loss = neighbour_loss(operator, embedded(of_queries), embedded(of_candidates), right, same, args.loss)
+        return loss, None
+
+    steps = Steps(run, optimizer, operator, len(train) // args.batch_size, args.n_epochs)
+    turn = torch.arange(args.num_candidates, device=run.device)
+    model.train()
+    for step in steps.of(epoch):
+        of_candidates = candidates[(step * args.num_candidates + turn) % len(train)]  # (C,)
+        steps.take(batch_loss, queries[step * args.batch_size : (step + 1) * args.batch_size], of_candidates)
+    loss, seconds = steps.mean(), time.perf_counter() - started
+    speed = {"train_seconds": seconds, "images_per_second": steps.num_steps * args.batch_size / seconds}
+    return {"epoch": epoch, "train_loss": loss, **speed}
 
 
 @torch.no_grad()
-def evaluate(
-    epoch: int, model: nn.ModuleDict, points: Points, autocast: partial, args: argparse.Namespace
-) -> dict[str, float]:
+def evaluate(epoch: int, model: nn.ModuleDict, points: Points, autocast: partial, args: Flags) -> dict[str, float]:
     """Return the top-1 accuracies (fractions) of the whole validation and test splits, and the seconds.
 
     Raises RunError if an embedding is not finite.
@@ -375,7 +258,7 @@ def evaluate(
     return {**result, "eval_seconds": time.perf_counter() - started}
 
 
-def epoch_line(epoch: dict[str, Any], n_epochs: int, args: argparse.Namespace) -> str:
+def epoch_line(epoch: dict[str, Any], n_epochs: int, args: Flags) -> str:
     """Return one line on a finished epoch, accuracies as fractions."""
     seed = f"seed {args.seed} " if len(args.seeds) > 1 else ""
     trained = "" if epoch["train_loss"] is None else f"train loss {epoch['train_loss']:.4f}  "
@@ -386,40 +269,9 @@ def epoch_line(epoch: dict[str, Any], n_epochs: int, args: argparse.Namespace) -
     )
 
 
-def train_seeds(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Train one configuration with each seed in a process of its own; return the exit status."""
-    # What can be refused is refused here, once.
-    cli.training_device(args.device, ranks)
-    _, flags = configuration(args)
-    load, of_data = source_of(args)
-    unfinished = []
-    for seed in args.seeds:
-        name = run_id({flag: {**flags, **of_data, "seed": seed}[flag] for flag in IDENTITY}, READABLE)
-        if not recorded(args.results, name, args.force):
-            unfinished.append(argparse.Namespace(**{**vars(args), "seed": seed}))
-    if not unfinished:
-        return 0
-    load()
-    return run_seeds(train_one_seed, unfinished, len(args.seeds))
-
-
-def train_one_seed(args: argparse.Namespace) -> int:
-    """The process of one seed; return its exit status."""
-    return cli.finish(lambda ranks: train(args, ranks), stopped="", name=f"seed {args.seed}: ")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status (see experiments/shared/command_line.py)."""
-
-    def run(ranks: Ranks) -> int:
-        args = parse_arguments(argv)
-        if ranks.count > 1:
-            raise cli.CommandLineError(
-                f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
-            )
-        return train(args, ranks) if len(args.seeds) == 1 else train_seeds(args, ranks)
-
-    return cli.finish(run)
+    return cli.finish(lambda ranks: each_seed(begin, train, parse_arguments(argv), ranks))
 
 
 if __name__ == "__main__":

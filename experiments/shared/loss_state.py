@@ -49,11 +49,6 @@ def anneal(loss_fn: nn.Module, inverse_temperature: float | str | None, elapsed:
         loss_fn.inverse_temperature = ends[0] * (ends[1] / ends[0]) ** elapsed  # type: ignore[assignment]
 
 
-def state_of(loss_fn: nn.Module | None) -> dict[str, Any]:
-    """Return what a checkpoint must hold of a loss: the spread that its temperature follows, or nothing."""
-    return loss_fn.state_dict() if getattr(loss_fn, "auto", None) is not None else {}
-
-
 def temperature_of(loss_fn: nn.Module | None, inverse_temperature: float | str | None) -> dict[str, float]:
     """Return {"inverse_temperature": beta}, its value now, where that changes in training, else {}."""
     if not isinstance(inverse_temperature, str):

@@ -1,18 +1,12 @@
 """Several processes of one command, as torchrun starts them: who this one is, and what they do together.
 
-    command_line.finish(lambda ranks: train(args, ranks))  # alone, all of the below does nothing, or returns its own
-
-    device = command_line.device_of(args.device, ranks)    # cuda:LOCAL_RANK, or the CPU
-    saved = ranks.from_first(lambda: saved_state(...))     # rank 0 looks, all know
-    ranks.copy_from_first(model.parameters())              # once, unless all loaded the same
     share = ranks.share(batch_size)                        # this process's slice of every global batch
     (loss_fn(model(images[share]), labels[share]) * ranks.weight(batch_size)).backward()
     ranks.sum_gradients(model.parameters())                # now the gradient of the mean over the global batch
     losses, hits = ranks.total(losses), ranks.total(hits)  # sums and counts, once per epoch
-    ranks.copy_from_first(model.buffers())                 # before an evaluation, of which each does its share
-    if ranks.is_first: ...                                 # rank 0 alone writes and prints
 
-A batch-norm layer sees the images of its own process; the running statistics that evaluate and are saved are rank 0's.
+Alone, all of it does nothing, or returns its own. A batch-norm layer sees the images of its own process; the running
+statistics that evaluate and are saved are rank 0's.
 
 The gradients are summed in one piece and by this module, not by DistributedDataParallel. Its buckets are arranged anew
 after the first backward pass, and with three processes or more the order in which a number is added up depends on its

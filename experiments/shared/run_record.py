@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from data.atomic_file import atomic_write, is_special
-from data.file_lock import held_or_refused
+from data.file_lock import held, held_or_refused
 from data.program import ProgramError
 
 # Of beam search, experiments/shared/reading_metrics.py.
@@ -113,13 +113,16 @@ def run_id(identity: Mapping[str, Value], readable: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", f"{filled}-{digest[:10]}")
 
 
-def open_run(folder: Path) -> AbstractContextManager[None]:
+def open_run(folder: Path, wait: bool = False) -> AbstractContextManager[None]:
     """Create a run folder and hold it for this process. Raises RecordError if another process holds it.
 
-    The lock is the operating system's: a killed process does not leave it behind.
+    wait: for that process. The lock is the operating system's: a killed process does not leave it behind.
     """
+    lock = folder / "run.lock"
+    if wait:
+        return held(lock, waiting=f"waiting for another process that runs {folder}")
     busy = "this configuration is being run by another process"
-    return held_or_refused(folder / "run.lock", RecordError, busy, "the run folder")
+    return held_or_refused(lock, RecordError, busy, "the run folder")
 
 
 def write_config(folder: Path, config: Mapping[str, Value]) -> None:

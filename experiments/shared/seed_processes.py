@@ -4,7 +4,8 @@ A process, since nothing less shares a machine well: threads wait for one anothe
 parameters (torch.func.vmap) a convolution has a group per seed, is slower than one after another, and has other bits.
 """
 
-import argparse
+import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -13,11 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 
 from data import program
+from experiments.shared.command_line import AlreadyRecorded, CommandLineError, finish, training_device
 from experiments.shared.cores import usable_cores
+from experiments.shared.ranks import Ranks
 
 # Seconds after which SIGTERM is sent again: the exception that it raises is lost where it comes in a callback from C,
 # as of Numba's compiler.
@@ -35,11 +39,32 @@ def division(num_seeds: int, threads: int | None, on_gpu: bool) -> tuple[int, in
     return (num_seeds if on_gpu else min(num_seeds, max(1, cores // threads))), threads
 
 
-def run_seeds(work: Callable[[argparse.Namespace], int], each: Sequence[argparse.Namespace], num_seeds: int) -> int:
-    """Call `work` with the arguments of each seed, in a process of its own; return the exit status of all.
+def each_seed(begin: Callable[..., Any], train: Callable[[Any, Ranks], int], args: Any, ranks: Ranks) -> int:
+    """Call `train` with the arguments, or for each of several seeds in a process of its own; return the exit status.
 
-    work: returns an exit status, and says what goes wrong. each: what is left to do of `num_seeds` seeds. A seed that
-    fails does not stop the others; it is named at the end. Ctrl-C, SIGTERM and the end of this process stop all.
+    begin: refuses, with the same arguments, what can be refused, and raises AlreadyRecorded: here, once, not in each.
+    """
+    if len(args.seeds) == 1:
+        return train(args, ranks)
+    if ranks.count > 1:
+        raise CommandLineError(
+            f"--seeds starts a process per seed, and torchrun has started {ranks.count}: give one --seed, or leave "
+            "torchrun out"
+        )
+    training_device(args.device, ranks)
+    unfinished = []
+    for seed in args.seeds:
+        with contextlib.suppress(AlreadyRecorded):
+            begin(dataclasses.replace(args, seed=seed, device="cpu"), ranks)  # a GPU is left to the processes
+            unfinished.append(dataclasses.replace(args, seed=seed))
+    return run_seeds(train, unfinished, len(args.seeds)) if unfinished else 0
+
+
+def run_seeds(train: Callable[[Any, Ranks], int], each: Sequence[Any], num_seeds: int) -> int:
+    """Call `train` with the arguments of each seed, in a process of its own; return the exit status of all.
+
+    each: what is left to do of `num_seeds` seeds. A seed that fails does not stop the others; it is named at the end.
+    Ctrl-C, SIGTERM and the end of this process stop all.
     """
     on_gpu = each[0].device != "cpu" and torch.cuda.is_available()
     at_a_time, threads = division(num_seeds, each[0].threads, on_gpu)
@@ -54,7 +79,7 @@ def run_seeds(work: Callable[[argparse.Namespace], int], each: Sequence[argparse
         while waiting or running:
             while waiting and len(running) < at_a_time:
                 args = waiting.pop(0)
-                process = processes.Process(target=_watched, args=(work, args))
+                process = processes.Process(target=_watched, args=(train, args))
                 # Ctrl-C reaches every process of a terminal; this one stops the others, with SIGTERM.
                 previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
                 try:
@@ -84,8 +109,8 @@ def run_seeds(work: Callable[[argparse.Namespace], int], each: Sequence[argparse
     return 1
 
 
-def _watched(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> None:
-    """Work, and stop as for SIGTERM when the process that started this one is no more, killed even."""
+def _watched(train: Callable[[Any, Ranks], int], args: Any) -> None:
+    """Train, and stop as for SIGTERM when the process that started this one is no more, killed even."""
 
     def watch() -> None:
         multiprocessing.parent_process().join()
@@ -95,4 +120,4 @@ def _watched(work: Callable[[argparse.Namespace], int], args: argparse.Namespace
 
     program.begin()
     threading.Thread(target=watch, daemon=True).start()
-    program.end(work(args))
+    program.end(finish(lambda ranks: train(args, ranks), stopped="", name=f"seed {args.seed}: "))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data.points import Points, load_points
-from experiments.shared.checkpoint import CURRENT, load_checkpoint
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.environment import ROOT
 from experiments.shared.neighbours import nearest
 from models.embedders import embedder
@@ -34,8 +34,8 @@ def before_and_after(folder: Path) -> tuple[Points, list[Tensor]]:
     points = load_points(config["dataset"], ROOT / config["data_dir"], seed=config["seed"], limits=limits)
     torch.manual_seed(config["seed"])
     network = embedder(config["model"], points.input_shape, config["dim"], config["hidden_dims"] or ())
-    found = [neighbours_of(points, network, config["k"])]
-    weights = load_checkpoint(folder)["model"]
+    found = [neighbours_of(points, network, config["k"])]  # (Q, k) each
+    weights = read_checkpoint(folder / CURRENT)["model"]
     network.load_state_dict({key.removeprefix("embed."): each for key, each in weights.items() if "embed." in key})
     return points, [*found, neighbours_of(points, network, config["k"])]
 

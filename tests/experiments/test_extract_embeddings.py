@@ -27,7 +27,7 @@ from data.image_sources import Images, open_images
 from experiments import extract_embeddings as script
 from experiments import train_cifar100
 from experiments.shared import feature_shards
-from experiments.shared.checkpoint import _trailer, read_checkpoint
+from experiments.shared.checkpoint import read_checkpoint, write_checkpoint
 from models.backbones import backbone
 from models.resnet_cifar import resnet_cifar
 from tests.processes import SERVER, together, torchrun
@@ -35,13 +35,6 @@ from tests.processes import SERVER, together, torchrun
 NETWORK = ["--backbone", "test_resnet", "--weights", "none", "--resolution", "32"]
 MACHINE = ["--device", "cpu", "--threads", "1", "--workers", "0", "--batch_size", "3"]
 QUICK = [*NETWORK, *MACHINE]
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -187,9 +180,10 @@ def test_a_checkpoint_becomes_a_backbone(tmp_path, capsys):
     # The folder will do; what is no checkpoint gets a sentence.
     assert script.main([*flags, "--checkpoint", str(run), "--dtype", "float32"]) == 0
     capsys.readouterr()
+    write_checkpoint(tmp_path / "other.pt", {"weights": {}})
     for name, content, message in (
-        ("checkpoint.pt", b"truncated", "is truncated"),
-        ("checkpoint.pt", b"garbage" + _trailer(b"garbage"), "is not a checkpoint (UnpicklingError)"),
+        ("checkpoint.pt", b"truncated", "is damaged"),
+        ("checkpoint.pt", (tmp_path / "other.pt").read_bytes(), "is not a checkpoint of this script: model"),
         ("config.json", b"{}", "is not a checkpoint of train_cifar100.py"),
         ("config.json", b'{"model": "resnet18"}', "is not a checkpoint of train_cifar100.py"),
         ("config.json", b'{"model": "resnet34", "dataset": "digits"}', "is not a checkpoint of train_cifar100.py"),

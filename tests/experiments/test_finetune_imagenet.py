@@ -3,10 +3,12 @@
 import csv
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import boto3
@@ -18,11 +20,12 @@ from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_row
 from data.transfers.object_store import PUBLISHED, upload
 from experiments import finetune_imagenet as script
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.shared import finetune_flags, head_runs
-from experiments.shared.checkpoint import CURRENT, read_checkpoint, save_checkpoint
+from experiments.shared import finetune_flags, run
+from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
 from experiments.shared.metrics import TOP_K, chosen_by_validation
 from experiments.shared.run_record import COLUMNS, read_rows
 from models.heads import head
+from tests.processes import Program
 from topk_losses import METHODS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,21 +43,20 @@ def rows_and_labels(seed=0):
         yield name, (centres[labels] + torch.randn(rows, DIM, generator=generator)).half(), labels
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+def made_store(folder, change=lambda name, embeddings: None, splits=("train", "test")):
+    """A store of these rows; `change` may spoil them."""
+    writer = StoreWriter(folder, dim=DIM, dtype=torch.float16, backbone="synthetic", resolution=32)
+    for name, embeddings, labels in rows_and_labels():
+        if name in splits:
+            change(name, embeddings)
+            writer.write(name, 0, embeddings, labels)
+    writer.finish()
+    return folder
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stores") / "made.store"
-    writer = StoreWriter(folder, dim=DIM, dtype=torch.float16, backbone="synthetic", resolution=32)
-    for name, embeddings, labels in rows_and_labels():
-        writer.write(name, 0, embeddings, labels)
-    writer.finish()
-    return folder
+    return made_store(tmp_path_factory.mktemp("stores") / "made.store")
 
 
 @pytest.fixture
@@ -316,33 +318,17 @@ def test_the_official_loss_gives_the_same_row(store, results):
 @pytest.mark.parametrize(("flag", "alone"), [("", "--order_seed 5"), ("--order_seed own", "")])
 def test_heads_trained_together_give_the_rows_of_separate_runs(store, tmp_path, flag, alone, method):
     together, separate = tmp_path / "together" / "r.csv", tmp_path / "separate" / "r.csv"
-    # Matrix products of another shape round differently. Where comparators meet nearly equal scores, logistic_phi
-    # is so steep that a difference in the last bit grows within tens of steps; logistic keeps it as small as it is.
     name, _, rest = method.partition(" ")
     flags = f"--apply_dropout --p_k .5 0 0 0 .5 {rest}"
     assert script.main(command(store, together, f"{flags} --seeds 5 1 2 {flag}", name)) == 0
     for seed in (5, 1, 2):
         assert script.main(command(store, separate, f"{flags} --seed {seed} {alone}", name)) == 0
-    for ours, expected in zip(read_rows(together), read_rows(separate)):
-        assert (ours["num_heads"], expected["num_heads"]) == ("3", "1")
-        for column in ("run_id", "seed", "order_seed", "lr", "embeddings"):
-            assert ours[column] == expected[column]
-        for column in ("last_train_loss", "last_valid_loss", "last_test_loss"):
-            assert float(ours[column]) == pytest.approx(float(expected[column]), rel=1e-5)
-
-
-@pytest.mark.parametrize("flag", ["", "--order_seed own"])
-def test_heads_too_large_for_one_stack_share_the_pass(store, tmp_path, monkeypatch, flag):
-    one, several = tmp_path / "one" / "r.csv", tmp_path / "several" / "r.csv"
-    flags = f"--seeds 5 1 2 --apply_dropout {flag}"
-    assert script.main(command(store, one, flags)) == 0
-    monkeypatch.setattr(head_runs, "CPU_WEIGHTS", 2 * (DIM + 1) * NUM_CLASSES)  # two heads and one
-    assert script.main(command(store, several, flags)) == 0
-    for ours, expected in zip(read_rows(several), read_rows(one)):
-        assert ours["run_id"] == expected["run_id"]
-        assert ours["num_heads"] == "3"
-        for column in ("last_train_loss", "last_valid_loss", "last_test_loss"):
-            assert float(ours[column]) == pytest.approx(float(expected[column]), rel=1e-5)
+    assert [row["num_heads"] for row in read_rows(together) + read_rows(separate)] == ["3"] * 3 + ["1"] * 3
+    if name != "lml":
+        assert outcome(together, without=["num_heads"]) == outcome(separate, without=["num_heads"])
+    for row, other in zip(read_rows(together), read_rows(separate)):  # lml's kernel rounds by where rows lie in memory
+        assert row["run_id"] == other["run_id"]
+        assert float(row["last_test_loss"]) == pytest.approx(float(other["last_test_loss"]), rel=1e-5)
 
 
 def test_recorded_seeds_are_skipped_and_force_repeats_them(store, results, capsys):
@@ -415,7 +401,7 @@ def test_configurations_continue_with_the_same_bits(store, tmp_path, monkeypatch
     assert script.main([*command(store, resumed, "--seeds 0 1"), *with_also(*ALSO)]) == 0
     found, expected = (outcome(file, "run_id", ["num_heads"]) for file in (resumed, undisturbed))
     assert found == expected
-    assert {row["times_resumed"] for row in read_rows(resumed)} == {"1" if count > 4 else "0"}
+    assert {row["times_resumed"] for row in read_rows(resumed)} == {"1"}
 
 
 # Resume.
@@ -435,11 +421,7 @@ def interrupt_after(monkeypatch, count):
 
 
 @pytest.mark.parametrize("count", [2, 4, 6, 11])
-@pytest.mark.parametrize("save_seconds", [600, -1])
-def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(
-    store, tmp_path, monkeypatch, capsys, count, save_seconds
-):
-    monkeypatch.setattr(script, "SAVE_SECONDS", save_seconds)  # -1: every evaluation is saved
+def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(store, tmp_path, monkeypatch, capsys, count):
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
     flags = "--seeds 0 1 --apply_dropout --hidden_dims 8"
     assert script.main(command(store, undisturbed, flags, n_epochs=3)) == 0
@@ -450,8 +432,7 @@ def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(
     assert not resumed.exists()
     assert script.main(command(store, resumed, flags, n_epochs=3)) == 0
     assert outcome(resumed) == outcome(undisturbed)
-    continued = save_seconds < 0 or count >= 4
-    assert {row["times_resumed"] for row in read_rows(resumed)} == {"1" if continued else "0"}
+    assert {row["times_resumed"] for row in read_rows(resumed)} == {"1"}
 
 
 def test_a_head_that_lags_behind_catches_up(store, tmp_path, monkeypatch):
@@ -464,8 +445,7 @@ def test_a_head_that_lags_behind_catches_up(store, tmp_path, monkeypatch):
     assert script.main(command(store, mixed, f"{flags} --seeds 0 1", n_epochs=3)) == 0
     rows, expected = read_rows(mixed), read_rows(together)
     assert [row["times_resumed"] for row in rows] == ["0", "1"]
-    for row, other in zip(rows, expected):
-        assert float(row["last_test_loss"]) == pytest.approx(float(other["last_test_loss"]), rel=1e-4)
+    assert [row["last_test_loss"] for row in rows] == [row["last_test_loss"] for row in expected]
 
 
 def test_a_finished_run_without_its_row_is_recorded_without_training(store, results, monkeypatch):
@@ -477,26 +457,26 @@ def test_a_finished_run_without_its_row_is_recorded_without_training(store, resu
     assert [row["train_seconds"] for row in read_rows(results)] == [row["train_seconds"] for row in before]
 
 
+def often_saved(words):
+    """The script, which writes a checkpoint after each evaluation."""
+    run.SAVE_SECONDS = -1
+    return script.main(words)
+
+
 def test_killed_it_continues_from_its_checkpoint(store, tmp_path):
     undisturbed, killed = tmp_path / "undisturbed" / "r.csv", tmp_path / "killed" / "r.csv"
-    program = [sys.executable, str(ROOT / "experiments" / "finetune_imagenet.py")]
-    process = subprocess.Popen(
-        [*program, *command(store, killed, n_epochs=4000)], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    while "epoch 3 " not in process.stdout.readline():
-        assert process.poll() is None
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process = Program(partial(often_saved, command(store, killed, n_epochs=4000)), folder=tmp_path)
+    process.wait_for("epoch 3 ")
+    process.send_signal(signal.SIGKILL)
+    assert process.end().returncode == -signal.SIGKILL
     (folder,) = (killed.parent / "runs").iterdir()
     saved = read_checkpoint(folder / CURRENT)
     steps = saved["history"][-1]["step"]
     assert steps >= 36
-    assert steps % 12 == 0
-    # Some epochs more, in this process, are those of a run that nobody stopped.
-    script.main(command(store, undisturbed, n_epochs=steps // 12))
-    ((row, _, weights),) = outcome(undisturbed).values()
-    assert row["last_test_loss"] == str(saved["history"][-1]["test_loss"])
-    assert {name: weight.tolist() for name, weight in saved["model"].items()} == weights
+    # As many epochs, in this process, are those of a run that nobody stopped.
+    script.main(command(store, undisturbed, n_epochs=-(-steps // 12)))
+    ((_, history, _),) = outcome(undisturbed).values()
+    assert {each["step"]: each["test_loss"] for each in history}[steps] == saved["history"][-1]["test_loss"]
 
 
 def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, capsys):
@@ -505,29 +485,14 @@ def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, ca
         script.main(command(store, results))
     (folder,) = (results.parent / "runs").iterdir()
     saved = read_checkpoint(folder / CURRENT)
-    for other in ({"model": {"0.weight": torch.zeros(2, 2)}}, {"optimizer": {}}, {"optimizer": {"0.weight": 5}}):
-        save_checkpoint(folder, saved | other)
+    for other, named in (
+        ({"model": {"0.weight": torch.zeros(2, 2)}}, "model lacks 0.bias"),
+        ({"training": {**saved["training"], "optimizer": {}}}, "training.optimizer lacks 0, 1"),
+        ({"training": {**saved["training"], "optimizer": {0: 5}}}, "training.optimizer lacks 1"),
+    ):
+        write_checkpoint(folder / CURRENT, saved | other)
         assert script.main(command(store, results)) == 1
-        assert "another version of this code" in capsys.readouterr().err
-    save_checkpoint(folder, {})
-    save_checkpoint(folder, saved | {"together": None})
-    assert script.main(command(store, results)) == 1
-    assert f"{folder / CURRENT} is not a checkpoint of this script: together" in capsys.readouterr().err
-
-
-def test_a_damaged_checkpoint_of_one_head_takes_the_others_back(store, tmp_path, monkeypatch, capsys):
-    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
-    flags = "--seeds 0 1 --apply_dropout"
-    assert script.main(command(store, undisturbed, flags, n_epochs=3)) == 0
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 10)
-        assert script.main(command(store, resumed, flags, n_epochs=3)) == 130
-    damaged = next((resumed.parent / "runs").iterdir()) / CURRENT
-    damaged.write_bytes(damaged.read_bytes()[:-200])
-    capsys.readouterr()
-    assert script.main(command(store, resumed, flags, n_epochs=3)) == 0
-    assert capsys.readouterr().out.count("continuing after step 12 of 36") == 2
-    assert outcome(resumed) == outcome(undisturbed)
+        assert named in capsys.readouterr().err
 
 
 # Sources.
@@ -688,11 +653,7 @@ def test_a_loss_that_cannot_be_is_refused_before_anything_is_downloaded(tmp_path
 
 
 def test_a_damaged_store_is_answered_with_a_sentence(tmp_path, results, capsys):
-    folder = tmp_path / "damaged.store"
-    writer = StoreWriter(folder, dim=DIM, dtype=torch.float16)
-    for name, embeddings, labels in rows_and_labels():
-        writer.write(name, 0, embeddings, labels)
-    writer.finish()
+    folder = made_store(tmp_path / "damaged.store")
     shard = next(folder.glob("test*.labels.npy"))
     shard.write_bytes(shard.read_bytes()[:-8] + (10**6).to_bytes(8, "little"))
     assert script.main(command(folder, results)) == 1
@@ -709,22 +670,17 @@ def test_a_damaged_store_is_answered_with_a_sentence(tmp_path, results, capsys):
 
 
 def test_a_store_without_a_test_split_is_answered_with_a_sentence(tmp_path, results, capsys):
-    writer = StoreWriter(tmp_path / "half.store", dim=DIM, dtype=torch.float16)
-    _, embeddings, labels = next(rows_and_labels())
-    writer.write("train", 0, embeddings, labels)
-    writer.finish()
-    assert script.main(command(tmp_path / "half.store", results)) == 1
+    half = made_store(tmp_path / "half.store", splits=("train",))
+    assert script.main(command(half, results)) == 1
     assert "has no split 'test'" in capsys.readouterr().err
 
 
 def store_with(tmp_path, split, row, value):
-    writer = StoreWriter(tmp_path / "broken.store", dim=DIM, dtype=torch.float16)
-    for name, embeddings, labels in rows_and_labels():
+    def spoil(name, embeddings):
         if name == split:
             embeddings[row, 3] = value
-        writer.write(name, 0, embeddings, labels)
-    writer.finish()
-    return tmp_path / "broken.store"
+
+    return made_store(tmp_path / "broken.store", spoil)
 
 
 @pytest.mark.parametrize(
@@ -752,39 +708,13 @@ def test_no_method_overlooks_a_test_row_that_is_not_finite(tmp_path, results, ca
     assert "row 60 of the split test" in capsys.readouterr().err
 
 
-def test_the_mean_of_a_heads_losses_is_rounded_as_it_is_alone():
-    losses = torch.rand(500, 3, generator=torch.Generator().manual_seed(0))
-    logits, labels = losses.T[:, :, None], torch.zeros(3, 500, dtype=torch.int64)  # one class: its score is the loss
-    together = script.mean_losses(lambda logits, _: logits[:, 0], logits, labels)
-    for number in range(3):
-        alone = script.mean_losses(lambda logits, _: logits[:, 0], logits[[number]], labels[[number]])
-        assert together[number].item() == alone.item()
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(store, results, monkeypatch, capsys):
-    def broken(loss_fn, logits, labels):
-        losses = logits.mean((1, 2))
-        return torch.stack([losses[0], losses[1] * math.nan])
-
-    monkeypatch.setattr(script, "mean_losses", broken)
-    assert script.main(command(store, results, "--seeds 3 4")) == 1
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence_that_names_its_head(store, results, capsys):
+    assert script.main([*command(store, results, "--seeds 3 4"), "--also", "--method softsort --lr 1e38"]) == 1
     message = capsys.readouterr().err
-    assert "became nan in epoch 1, step 1 of 12, seed 4" in message
-    assert not results.exists()
-
-
-def test_of_several_configurations_the_one_that_is_not_finite_is_named(store, results, monkeypatch, capsys):
-    mean_losses, calls = script.mean_losses, []
-
-    def broken(*arguments):
-        calls.append(1)
-        losses = mean_losses(*arguments)
-        return losses * torch.tensor([1, math.nan]) if len(calls) == 2 else losses
-
-    monkeypatch.setattr(script, "mean_losses", broken)
-    assert script.main([*command(store, results, "--seeds 3 4"), *with_also(*ALSO)]) == 1
-    message = capsys.readouterr().err
-    assert "became nan in epoch 1, step 1 of 12, seed 4, with method softsort" in message
+    assert re.search(
+        r"became (nan|inf) on the valid rows after epoch 1 step 1/12, seed 3, with method softsort", message
+    )
+    assert len(message.splitlines()) == 1
     assert not results.exists()
 
 

@@ -7,15 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from data.embeddings import StoreWriter
 from experiments import finetune_imagenet as script
+from experiments.shared import run as run_module
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import read_rows
+from tests.experiments.test_finetune_imagenet import TIMES, made_store
 from tests.processes import together, torchrun
 
-NUM_CLASSES, DIM, TRAIN, TEST = 24, 12, 640, 103
-TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
 # Shares are 26 and 25 of a batch, 15 and 16 of the validation rows, 51 and 52 of the test rows.
 FLAGS = "--batch_size 51 --num_valid 31 --eval_freq 5 --n_epochs 12 --device cpu --threads 1 --seeds 5 1"
 HEADS = "--nloglr 2 --method neuralsort --hidden_dims 8 --apply_dropout"
@@ -24,16 +23,7 @@ ALSO = "--method softmax_cross_entropy --nloglr 3"
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Class centres and noise: something a head can learn."""
-    folder = tmp_path_factory.mktemp("stores") / "made.store"
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(NUM_CLASSES, DIM, generator=generator)
-    writer = StoreWriter(folder, dim=DIM, dtype=torch.float16, backbone="synthetic", resolution=32)
-    for name, rows in (("train", TRAIN), ("test", TEST)):
-        labels = torch.arange(rows) % NUM_CLASSES
-        writer.write(name, 0, (centres[labels] + torch.randn(rows, DIM, generator=generator)).half(), labels)
-    writer.finish()
-    return folder
+    return made_store(tmp_path_factory.mktemp("stores") / "made.store")
 
 
 def command(store, results, heads=HEADS):
@@ -94,6 +84,7 @@ def test_two_processes_give_the_rows_of_one(store, undisturbed, tmp_path):
 
 def dying(words):
     """The script, of whose processes that of rank 1 is killed at its eleventh evaluation."""
+    run_module.SAVE_SECONDS = -1
     evaluate, evaluations = script.evaluate, []
 
     def die(*arguments):
@@ -113,7 +104,7 @@ def test_when_one_process_is_killed_all_continue_with_the_same_bits(store, undis
     assert not results.exists()
     statuses, outputs = together(2, tmp_path, partial(script.main, words))
     assert statuses == [0, 0], outputs
-    assert outputs[0].count("continuing after step 22 of 132") == 4
+    assert outputs[0].count("continuing after step 27 of 132") == 4
     assert histories(results) == histories(undisturbed[0])
 
 

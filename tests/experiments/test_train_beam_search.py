@@ -37,13 +37,6 @@ def _without_kernels():
         yield
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def command(results: Path, flags: str) -> list[str]:
     return [*TOY.split(), *flags.split(), "--results", str(results)]
 
@@ -129,20 +122,19 @@ def same(rows: list[dict[str, str]], others: list[dict[str, str]]) -> bool:
 # Resume.
 
 
-@pytest.mark.parametrize("saves", [1, 2, 4])
-def test_stopped_anywhere_it_ends_with_the_same_bits(trained, tmp_path, monkeypatch, saves):
-    """After the first or second checkpoint of the pretraining, or the first of the arm."""
-    left = saves
-    save = script.save_checkpoint
+@pytest.mark.parametrize("validations", [2, 3, 5])
+def test_stopped_anywhere_it_ends_with_the_same_bits(trained, tmp_path, monkeypatch, validations):
+    """In the second or third validation of the pretraining, or the second of the arm."""
+    left, validate = validations, script.error_rates
 
-    def save_and_stop(folder, state):
+    def validate_or_stop(*arguments):
         nonlocal left
-        save(folder, state)
         left -= 1
         if not left:
             raise KeyboardInterrupt
+        return validate(*arguments)
 
-    monkeypatch.setattr(script, "save_checkpoint", save_and_stop)
+    monkeypatch.setattr(script, "error_rates", validate_or_stop)
     results = tmp_path / "results.csv"
     assert script.main(command(results, ARMS["retain"])) == 130
     assert not results.exists()
@@ -150,7 +142,7 @@ def test_stopped_anywhere_it_ends_with_the_same_bits(trained, tmp_path, monkeypa
     (row,) = read_rows(results)
     (undisturbed,) = (row for row in read_rows(trained) if row["arm"] == "retain")
     assert same([row], [undisturbed])
-    assert row["times_resumed"] == ("1" if saves == 4 else "0")
+    assert row["times_resumed"] == ("1" if validations == 5 else "0")
     states = [read_checkpoint(each.parent / "runs" / row["run_id"] / CURRENT)["model"] for each in (results, trained)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -252,6 +244,10 @@ def test_nll_weight_adds_cross_entropy(batch):
         ("--arm retain --method softsort --p_k .5 .6", "p_k must"),
         ("--arm retain --method softsort --art_lambda .5", "art_lambda"),
         ("--arm nothing --method softsort", "unknown arm"),
+        ("--arm retain --method softsort --max_letters 20", "--max_letters must be at most 7 with --dataset reversal"),
+        ("--arm retain --method softsort --threads 999999999999", "must be a whole number between 1 and 1024"),
+        ("--arm retain --method softsort --beam_size 99999999999999999999", "a whole number between 1 and 1000"),
+        (f"--arm retain --method softsort --hidden_dim {'9' * 30}", "a whole number between 1 and 16384"),
         ("--method softsort", "--arm"),
     ],
 )

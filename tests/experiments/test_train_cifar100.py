@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from experiments import train_cifar100 as script
-from experiments.shared.checkpoint import CURRENT, PREVIOUS, read_checkpoint, save_checkpoint
+from experiments.shared import run as run_module
+from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
 from experiments.shared.metrics import TOP_K, chosen_by_validation
 from experiments.shared.run_record import COLUMNS, open_run, read_rows
 from tests.processes import SERVER, Program
@@ -38,13 +39,6 @@ def tiny_network(name: str, num_classes: int) -> nn.Module:
     # Dropout draws from the global generator, whose state a resumed run must find again.
     body = (nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten())
     return nn.Sequential(*body, nn.Linear(512, num_classes))
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -76,7 +70,7 @@ def outcome(results: Path) -> tuple[dict, list[dict], dict]:
         for name in (*TIMES, "times_resumed"):
             each.pop(name, None)
     saved = read_checkpoint(folder / CURRENT)
-    return row, epochs, {**saved["model"], **saved["random_states"]}
+    return row, epochs, {**saved["model"], **saved["random_states"][0]}
 
 
 def assert_same_outcome(first: Path, second: Path) -> None:
@@ -248,10 +242,10 @@ def test_the_average_is_evaluated_and_kept(tiny, results, monkeypatch):
         update(self, model)
 
     monkeypatch.setattr(script.AveragedModel, "update_parameters", averaged_here_too)
-    monkeypatch.setattr(script, "evaluate", lambda *rest: evaluated.append(rest[1]) or evaluate(*rest))
+    monkeypatch.setattr(script, "evaluate", lambda *rest: evaluated.append(rest[2]) or evaluate(*rest))
     assert script.main(command(results, f"--ema {decay}")) == 0
     saved = read_checkpoint(only_run(results) / CURRENT)
-    assert (saved["optimizer"], saved["unaveraged"]) == (None, None)
+    assert saved["training"] is None  # nothing continues a finished run
     for weights in (saved["model"], evaluated[-1].state_dict()):
         assert weights.keys() == expected.keys()
         for name, tensor in weights.items():
@@ -357,29 +351,77 @@ def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tiny, tmp_path, m
     assert read_rows(resumed)[0]["times_resumed"] == "1"
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tiny, tmp_path, monkeypatch, capsys):
-    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
-    script.main(command(undisturbed))
+AUTO = "--method lml --inverse_temperature auto"
+SPREAD = "auto._extra_state"
+
+
+@pytest.mark.parametrize(
+    ("flags", "place", "value", "message"),
+    [
+        ("", "random_states", None, "random_states: Input should be a valid list"),
+        ("", "model", {}, "model lacks 0.bias, 0.weight"),
+        ("", "training optimizer", {}, "training.optimizer lacks 0, 1, 2"),
+        ("", "training optimizer 0 exp_avg_sq", torch.ones(3), "training.optimizer.0.exp_avg_sq is torch.float32 (3,)"),
+        ("", "training", None, "training must be there until epoch 3"),
+        ("--ema .9", "training model", {}, "training.model lacks 0.bias, 0.weight"),
+        ("--ema .9", "training average", None, "Input should be a valid dictionary"),
+        ("--ema .9", "training average", "absent", "training lacks average"),
+        (AUTO, "training loss", "absent", "training lacks loss"),
+        (AUTO, "training loss", {}, f"training.loss lacks {SPREAD}"),
+        (AUTO, f"training loss {SPREAD}", torch.tensor(torch.nan), f"training.loss.{SPREAD} is not finite"),
+        (AUTO, f"training loss {SPREAD}", torch.tensor(torch.inf), f"training.loss.{SPREAD} is not finite"),
+        (AUTO, f"training loss {SPREAD}", torch.tensor(0.0), f"training.loss.{SPREAD} must be above 0, and is 0.0"),
+        (AUTO, f"training loss {SPREAD}", torch.tensor(-1.0), f"training.loss.{SPREAD} must be above 0, and is -1.0"),
+        (AUTO, f"training loss {SPREAD}", torch.tensor(1), f"training.loss.{SPREAD} is torch.int64"),
+        (AUTO, f"training loss {SPREAD}", torch.tensor(1j), f"training.loss.{SPREAD} is torch.complex64"),
+        (AUTO, f"training loss {SPREAD}", torch.ones(2), f"training.loss.{SPREAD} is torch.float32 (2,)"),
+        ("", "history", [], "history: List should have at least 1 item"),
+        ("", "history 1 epoch", 1, "its history counts epochs [1, 1] of 3"),
+        ("", "history 1 epoch", 7, "its history counts epochs [1, 7] of 3"),
+        ("", "history 1 epoch", 2.5, "history.1.epoch: Input should be a valid integer"),
+        ("", "history 1 epoch", -3, "history.1.epoch: Input should be greater than or equal to 1"),
+        ("", "history 0 valid_top5", "absent", "history.0.valid_top5: Field required"),
+        ("", "started_utc", "\udcff", "started_utc: "),
+        ("", "times_resumed", True, "times_resumed: Input should be a valid integer"),
+        ("", "git_commits", "absent", "git_commits: Field required"),
+    ],
+)
+def test_a_changed_checkpoint_is_refused_by_the_name_of_what_is_wrong(
+    tiny, results, monkeypatch, capsys, flags, place, value, message
+):
+    """Its checksum is right: somebody, or another version of this code, wrote it."""
     with monkeypatch.context() as patch:
         stop_after(patch, 2, KeyboardInterrupt)
-        script.main(command(resumed))
-    checkpoint = only_run(resumed) / CURRENT
-    checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
+        script.main(command(results, flags))
+    checkpoint = only_run(results) / CURRENT
+    saved = part = read_checkpoint(checkpoint)
+    *path, name = place.split()
+    for each in path:
+        part = part[int(each) if each.isdecimal() else each]
+    if value == "absent":
+        del part[name]
+    else:
+        part[name] = value
+    write_checkpoint(checkpoint, saved)
+    before = checkpoint.read_bytes()
     capsys.readouterr()
-    assert script.main(command(resumed)) == 0
-    captured = capsys.readouterr()
-    assert "truncated" in captured.err
-    assert "continuing after epoch 1 of 3" in captured.out
-    assert_same_outcome(undisturbed, resumed)
+    assert script.main(command(results, flags)) == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert message in sentence
+    assert "to begin anew" in sentence
+    assert checkpoint.read_bytes() == before
+    assert not results.exists()
 
 
-def test_without_a_whole_checkpoint_the_run_begins_anew(tiny, tmp_path, monkeypatch, capsys):
-    results = tmp_path / "r.csv"
+def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny, results, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_after(patch, 2, KeyboardInterrupt)
         script.main(command(results))
-    for name in (CURRENT, PREVIOUS):
-        (only_run(results) / name).write_bytes(b"damaged")
+    checkpoint = only_run(results) / CURRENT
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
+    assert script.main(command(results)) == 1
+    assert f"{checkpoint} is damaged" in capsys.readouterr().err
+    checkpoint.unlink()
     assert script.main(command(results)) == 0
     assert "beginning" in capsys.readouterr().out
     assert read_rows(results)[0]["times_resumed"] == "0"
@@ -392,26 +434,6 @@ def test_a_checkpoint_of_another_network_is_refused(tiny, results, monkeypatch, 
     monkeypatch.setattr(script, "resnet_cifar", lambda name, n: nn.Sequential(nn.Flatten(), nn.Linear(3072, n)))
     assert script.main(command(results)) == 1
     assert "another version of this code" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_another_content_gives_way_or_is_a_sentence(tiny, tmp_path, monkeypatch, capsys):
-    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
-    script.main(command(undisturbed))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2, KeyboardInterrupt)
-        script.main(command(resumed))
-    folder = only_run(resumed)
-    saved = read_checkpoint(folder / CURRENT)
-    capsys.readouterr()
-    (folder / PREVIOUS).rename(tmp_path / "kept")
-    save_checkpoint(folder, saved | {"random_states": None})
-    (folder / PREVIOUS).unlink()
-    assert script.main(command(resumed)) == 1
-    assert "random_states Input should be a valid dictionary; delete " in capsys.readouterr().err
-    (tmp_path / "kept").rename(folder / PREVIOUS)
-    assert script.main(command(resumed)) == 0
-    assert "continuing after epoch 1 of 3" in capsys.readouterr().out
-    assert_same_outcome(undisturbed, resumed)
 
 
 def test_sigterm_leaves_with_143(tiny, results, monkeypatch, capsys):
@@ -432,7 +454,7 @@ def test_sigterm_leaves_with_143(tiny, results, monkeypatch, capsys):
 
 def run_tiny(argv: list[str]) -> None:
     """The script with the tiny network, in a process of its own, without its lines."""
-    script.resnet_cifar = tiny_network
+    script.resnet_cifar, run_module.SAVE_SECONDS = tiny_network, -1
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(script.main(argv))
 
@@ -494,13 +516,21 @@ def finished_epochs(results: Path) -> int:
         ("--method softsort --m 1", "m must be an integer of at least 2"),
         ("--method softsort --m 0", "at least 1, got '0'"),
         ("--method softsort --m 2.5", "got '2.5'"),
-        ("--method softsort --inverse_temperature 0", "must be a number above 0, auto, or from:to as in 0.25:4"),
-        ("--method softsort --inverse_temperature 0:1", "must be a number above 0, auto, or from:to as in 0.25:4"),
+        (
+            "--method softsort --inverse_temperature 0",
+            "must be a number above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4",
+        ),
+        (
+            "--method softsort --inverse_temperature 0:1",
+            "must be a number above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4",
+        ),
         ("--method softsort --inverse_temperature 1:2:3", "from:to as in 0.25:4, got '1:2:3'"),
         ("--method smooth_topk --inverse_temperature 1:2", "the temperature of smooth_topk is fixed: give one number"),
         ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "inverse temperature is fixed"),
         ("--method softmax_cross_entropy --inverse_temperature 1:2", "applies to methods with a temperature"),
         ("--method softsort --inverse_temperature nan", "got 'nan'"),
+        ("--method softsort --inverse_temperature 1e-308:1e308", "(1e-30 to 1e30), auto, or from:to"),
+        ("--method softsort --inverse_temperature 5e-324", "(1e-30 to 1e30), auto, or from:to"),
         ("--method softsort --distribution logistic", "distribution"),
         ("--method bitonic --distribution gaussian --art_lambda .5", "art_lambda"),
         ("--method bitonic --art_lambda 1.5", "art_lambda"),
@@ -510,7 +540,7 @@ def finished_epochs(results: Path) -> int:
         ("--method softsort --lr inf", "got 'inf'"),
         ("--method softsort --nloglr 1000", "between -10 and 30"),
         ("--method softsort --lr_schedule cosin", "did you mean 'cosine'"),
-        ("--method softsort --weight_decay -1", "must be a number of at least 0, got '-1'"),
+        ("--method softsort --weight_decay -1", "must be a number between 0 and 1000, got '-1'"),
         ("--method softsort --ema 1", "must be a number above 0 and below 1, got '1'"),
         ("--method softsort --n_epochs 0", "at least 1, got '0'"),
         ("--method softsort --n_epochs ten", "got 'ten'"),
@@ -568,7 +598,8 @@ def test_missing_data_is_answered_with_a_sentence(tiny, results, tmp_path, capsy
 def test_a_loss_that_is_not_finite_stops_the_run(tiny, results, capsys):
     assert script.main(command(results, "--lr 1e30", method="softmax_cross_entropy")) == 1
     assert re.search(
-        r"loss became (nan|inf) in epoch 1, step 2 of 4, with method softmax_cross_entropy", capsys.readouterr().err
+        r"loss became (nan|inf) in epoch 1, step 2 of 4, seed 0, with method softmax_cross_entropy",
+        capsys.readouterr().err,
     )
     assert not results.exists()
 
@@ -624,14 +655,14 @@ def test_the_script_end_to_end_with_ctrl_c_and_kill(tmp_path):
 
     second = Program(script.main, words, folder=tmp_path)
     second.wait_for("continuing after epoch 1 of 3")
-    second.wait_for("epoch 2/3")
+    second.wait_for("epoch 2/3")  # which a minute has not passed to save
     time.sleep(0.1)
     second.send_signal(signal.SIGKILL)
     assert second.end().returncode == -signal.SIGKILL
 
     third = subprocess.run([sys.executable, script.__file__, *words], capture_output=True, text=True, cwd=tmp_path)
     assert third.returncode == 0
-    assert "continuing after epoch 2 of 3" in third.stdout
+    assert "continuing after epoch 1 of 3" in third.stdout
     assert third.stderr == ""
 
     assert script.main(command(undisturbed, flags, "splitter_selection")) == 0

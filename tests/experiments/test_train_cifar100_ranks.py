@@ -17,9 +17,10 @@ from torch import nn
 
 from experiments import train_cifar100 as script
 from experiments.shared import ranks as ranks_module
+from experiments.shared import run as run_module
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import read_rows
-from tests.experiments.test_train_cifar100 import QUICK, assert_same_outcome, command, only_run, tiny_network
+from tests.experiments.test_train_cifar100 import QUICK, assert_same_outcome, command, only_run, outcome, tiny_network
 from tests.processes import together, torchrun
 
 
@@ -32,7 +33,7 @@ def plain_network(num_classes: int = 10) -> nn.Module:
 
 def run_tiny(argv: list[str], killed: int | None = None) -> int:
     """The script with the tiny network; the process of rank `killed` ends as the checkpoint of epoch 2 is due."""
-    script.resnet_cifar = tiny_network
+    script.resnet_cifar, run_module.SAVE_SECONDS = tiny_network, -1
     evaluate = script.evaluate
 
     def evaluate_or_die(epoch, *others):
@@ -105,45 +106,31 @@ def test_processes_that_do_not_meet_are_a_sentence(tmp_path, monkeypatch, capsys
 
 
 def two_epochs(batch_size: int, path: Path) -> int:
-    """Train and evaluate the network without batch norm; save what came out."""
-    ranks = Ranks()
-    argv = ["--method", "softmax_cross_entropy", *QUICK, "--batch_size", str(batch_size), "--results", str(path)]
-    args = script.parse_arguments(argv)
-    device = torch.device("cpu")
-    loss_fn, _ = script.configuration(args, device)
-    data = script.dataset(args)
-    model = plain_network()
+    """The script with the network without batch norm, by plain gradient descent."""
+    script.resnet_cifar = lambda name, num_classes: plain_network(num_classes)
     # Adam's first steps are of the size lr whatever the gradient's: where that is nearly 0, a rounding error shows.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=False)
-    history = []
-    for epoch in (1, 2):
-        trained = script.train_epoch(epoch, model, loss_fn, optimizer, data, autocast, args, False, ranks)
-        evaluated = script.evaluate(epoch, model, loss_fn, data, autocast, args, ranks)
-        history.append({**trained, **evaluated})
-    assert ranks.gathered(ranks.rank) == list(range(ranks.count))
-    assert ranks.from_first(lambda: ranks.rank) == 0
-    assert ranks.sum(ranks.rank) == sum(range(ranks.count))
-    torch.save((history, model.state_dict()), f"{path}.{ranks.rank}")
-    ranks.close()
-    return 0
+    torch.optim.AdamW = lambda parameters, rate, **_: torch.optim.SGD(parameters, rate, momentum=0.1)
+    flags = f"--batch_size {batch_size} --lr .01"
+    return script.main(command(path / "r.csv", flags, "softmax_cross_entropy", n_epochs=2))
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [(2, 16), (2, 15), (3, 16)])
 def test_without_batch_norm_they_compute_what_one_computes(tmp_path, count, batch_size):
-    two_epochs(batch_size, tmp_path / "one")
-    expected, expected_weights = torch.load(tmp_path / "one.0")
-    statuses, outputs = together(count, tmp_path, partial(two_epochs, batch_size, tmp_path / "each"))
-    assert statuses == [0] * count, outputs
-    for rank in range(count):
-        history, weights = torch.load(tmp_path / f"each.{rank}")
-        for entry, expected_entry in zip(history, expected, strict=True):
-            for name, value in expected_entry.items():
-                if "top" in name:
-                    assert entry[name] == value  # the counts of hits are equal
-                elif "loss" in name:
-                    assert entry[name] == pytest.approx(value, rel=1e-6)
-        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    for processes in (1, count):
+        work = partial(two_epochs, batch_size, tmp_path / str(processes))
+        statuses, outputs = together(processes, tmp_path, work)
+        assert statuses == [0] * processes, outputs
+    (row, history, weights), (_, expected, expected_weights) = (
+        outcome(tmp_path / str(processes) / "r.csv") for processes in (count, 1)
+    )
+    assert row["processes"] == str(count)
+    for entry, expected_entry in zip(history, expected, strict=True):
+        for name, value in expected_entry.items():
+            if "top" in name:
+                assert entry[name] == value  # the counts of hits are equal
+            elif "loss" in name:
+                assert float(entry[name]) == pytest.approx(float(value), rel=1e-6)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
 # The script.

@@ -74,7 +74,7 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
         assert_same_outcome(alone[int(row["seed"])], one)
 
     # And now there is nothing to do, which takes no process.
-    monkeypatch.setattr(script, "run_seeds", lambda *_: pytest.fail("started processes"))
+    monkeypatch.setattr(seed_processes, "run_seeds", lambda *_: pytest.fail("started processes"))
     assert script.main(both) == 0
     assert capfd.readouterr().out.count("skipped: ") == 2
 
@@ -123,7 +123,7 @@ def is_free(folder) -> bool:
     ],
 )
 def test_a_wrong_command_line_is_refused_once(tmp_path, capfd, monkeypatch, flags, message):
-    monkeypatch.setattr(script, "run_seeds", lambda *_: pytest.fail("started processes"))
+    monkeypatch.setattr(seed_processes, "run_seeds", lambda *_: pytest.fail("started processes"))
     argv = f"--dataset digits --limit_train 80 --results {tmp_path / 'r.csv'} {flags}".split()
     assert script.main(argv) == 2
     message_printed = capfd.readouterr().err

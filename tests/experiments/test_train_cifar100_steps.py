@@ -1,13 +1,13 @@
 """The steps of training and evaluation: none waits for a GPU, and how they are cut changes nothing."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 
 from experiments import train_cifar100 as script
 from experiments.shared.ranks import Ranks
+from experiments.shared.run import Run
 from experiments.shared.run_record import read_rows
 from tests.experiments.test_train_cifar100 import QUICK, command, tiny_network
 from topk_losses import METHODS
@@ -32,23 +32,32 @@ class EndOfTheSteps(Exception):
     """From here on the GPU may be waited for."""
 
 
+def steps_of(tmp_path, method: str, device: torch.device, network=tiny_network):
+    """What an epoch and an evaluation on the device are of."""
+    args = script.parse_arguments([*QUICK, "--method", method, "--results", str(tmp_path / "r.csv")])
+    loss_fn, flags = script.configuration(args, device)
+    run = Run(args, flags, script.IDENTITY, script.READABLE, device, Ranks())
+    data = script.dataset(args).to(device)
+    model = network("resnet18", data.num_classes).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
+    return (run, model, loss_fn, optimizer, data), (run, model, loss_fn, data)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_no_step_reads_what_a_device_has_computed(tmp_path, monkeypatch, method):
     """On the meta device, where nothing has a value, reading one raises; branches are taken as on a GPU."""
     crops = [torch.zeros(16, dtype=torch.int64, device="meta")] * 2
-    monkeypatch.setattr(script, "epoch_generator", lambda *_: None)
+    for name in ("epoch_generator", "seed_noise"):  # there is no generator of this device
+        monkeypatch.setattr(script, name, lambda *_: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     monkeypatch.setattr(script, "sample_crops", lambda *_: [*crops, crops[0] > 0])
     monkeypatch.setattr(script, "EVAL_BATCH", {"meta": 16})
     monkeypatch.setattr(Ranks, "total", lambda *_: (_ for _ in ()).throw(EndOfTheSteps))
-    args = script.parse_arguments([*QUICK, "--method", method, "--results", str(tmp_path / "r.csv")])
-    loss_fn, _ = script.configuration(args, torch.device("meta"))
-    data = script.dataset(args).to("meta")
-    model = tiny_network("resnet18", data.num_classes).to("meta")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training, evaluation = steps_of(tmp_path, method, torch.device("meta"))
     with pytest.raises(EndOfTheSteps):
-        script.train_epoch(1, model, loss_fn, optimizer, data, nullcontext, args, False, Ranks())
+        script.train_epoch(1, *training)
     with pytest.raises(EndOfTheSteps):
-        script.evaluate(1, model, loss_fn, data, nullcontext, args, Ranks())
+        script.evaluate(1, *evaluation)
 
 
 class MayWaitForTotals(Ranks):
@@ -61,22 +70,16 @@ class MayWaitForTotals(Ranks):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
-def test_no_step_waits_for_the_gpu(tmp_path, method):
-    args = script.parse_arguments([*QUICK, "--method", method, "--results", str(tmp_path / "r.csv")])
-    device = torch.device("cuda", 0)
-    loss_fn, _ = script.configuration(args, device)
-    data = script.dataset(args).to(device)
-    model = script.resnet_cifar("resnet18", data.num_classes).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    autocast = partial(torch.autocast, "cuda", torch.bfloat16)
-    ranks = MayWaitForTotals()
+def test_no_step_waits_for_the_gpu(tmp_path, monkeypatch, method):
+    training, evaluation = steps_of(tmp_path, method, torch.device("cuda", 0), script.resnet_cifar)
+    training[0].ranks, training[0].args.precision = MayWaitForTotals(), "bf16"
     # The first epoch brings constants over.
     for epoch, mode in ((1, "default"), (2, "error")):
         try:
             torch.cuda.set_sync_debug_mode(mode)
-            script.train_epoch(epoch, model, loss_fn, optimizer, data, autocast, args, False, ranks)
+            script.train_epoch(epoch, *training)
             torch.cuda.set_sync_debug_mode(mode)
-            script.evaluate(epoch, model, loss_fn, data, autocast, args, ranks)
+            script.evaluate(epoch, *evaluation)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -3,7 +3,6 @@
 A linear map of few digits stands in for the networks, which tests/models/test_embedders.py has.
 """
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -15,26 +14,17 @@ from data import points as points_module
 from data.embeddings import StoreWriter
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.shared import command_line
-from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared import command_line, seed_processes, training_run
 from experiments.shared.environment import ROOT
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import COLUMNS, read_rows
 from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
+from tests.experiments.test_train_cifar100 import TIMES, assert_same_outcome, outcome
 from topk_losses import RELAXATIONS
 
 MACHINE = ("--device", "cpu", "--threads", "1")
 FEW = ("--dataset", "digits", "--limit_train", "200", "--limit_test", "50", *MACHINE)
 SMALL = ("--model", "linear", "--dim", "8", "--k", "3", "--batch_size", "30", "--num_candidates", "40")
-# What a clock or the machine's load decides; everything else must come out the same, to the last digit.
-TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -72,25 +62,6 @@ def command(results: Path, flags: str = "", method: str = "neuralsort", n_epochs
 def only_row(results: Path) -> dict[str, str]:
     (row,) = read_rows(results)
     return row
-
-
-def outcome(results: Path) -> tuple[dict, list[dict], dict]:
-    """The row, the epochs and the final weights, without what a clock decides."""
-    row = only_row(results)
-    folder = results.parent / "runs" / row["run_id"]
-    with open(folder / "epochs.csv", newline="") as file:
-        epochs = list(csv.DictReader(file))
-    for each in (row, *epochs):
-        for name in (*TIMES, "times_resumed"):
-            each.pop(name, None)
-    return row, epochs, read_checkpoint(folder / CURRENT)["model"]
-
-
-def assert_same_outcome(first: Path, second: Path) -> None:
-    (row, epochs, weights), (other_row, other_epochs, other_weights) = outcome(first), outcome(second)
-    assert (row, epochs) == (other_row, other_epochs)
-    assert weights.keys() == other_weights.keys()
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 # The record.
@@ -317,7 +288,7 @@ def test_a_recorded_configuration_is_skipped_and_force_repeats_it(results, capsy
 
 def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
     """Here one after another; tests/experiments/test_train_cifar100_seeds.py has the processes."""
-    monkeypatch.setattr(script, "run_seeds", lambda work, each, _: max(map(work, each)))
+    monkeypatch.setattr(seed_processes, "run_seeds", lambda train, each, _: max(train(args, Ranks()) for args in each))
     together, alone = tmp_path / "together" / "r.csv", tmp_path / "alone" / "r.csv"
     assert script.main(command(together, "--seeds 3 4", n_epochs=1)) == 0
     for seed in (3, 4):
@@ -337,7 +308,7 @@ def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
         raise Asked
 
     monkeypatch.setattr(script, "load_points", lambda *_, **__: pytest.fail("data are loaded first"))
-    monkeypatch.setattr(script, "recorded", ask)
+    monkeypatch.setattr(training_run, "recorded", ask)
     with pytest.raises(Asked):
         script.main(command(results))
     assert list(results.parent.iterdir()) == []
@@ -357,6 +328,7 @@ def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
         ("--method neuralsort --distribution cauchy", "distribution applies to"),
         ("--method pca --inverse_temperature 2", "--inverse_temperature is of a relaxed top-k, not of --method pca"),
         ("--method neuralsort --inverse_temperature 1:0", "auto, or from:to as in 0.25:4, got '0'"),
+        ("--method neuralsort --weight_decay 1e308", "must be a number between 0 and 1000, got '1e308'"),
         ("--method neuralsort --k 40", "--k must be below --num_candidates, got 40 and 40"),
         (
             "--method neuralsort --num_candidates 181",
@@ -401,7 +373,9 @@ def test_embeddings_that_are_not_finite_are_refused(results, capsys, tmp_path):
     writer.finish()
     words = ["-d", str(tmp_path / "bad.store"), "--method", "inputs", *MACHINE, "--results", str(results)]
     assert script.main(words) == 1
-    assert "an embedding is not finite" in capsys.readouterr().err
+    assert "the test points of" in (error := capsys.readouterr().err)
+    assert "hold embeddings that are not finite" in error
+    assert list(tmp_path.iterdir()) == [tmp_path / "bad.store"]
     assert not results.exists()
 
 

@@ -144,7 +144,7 @@ def test_temperatures_are_heads_of_every_method_and_none_is_refused():
     for row in commands("temperature", "-d", "some.store"):
         args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
         recipes = recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))
-        seen |= {recipe.method for recipe in recipes}
+        seen |= {recipe.flags["method"] for recipe in recipes}
         assert len(recipes) == 1 + len(args.also)
     assert seen == set(METHODS)
 
@@ -305,7 +305,7 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
     wait_for("epoch 1/3", 1)
     os.kill(children(first.pid)[0], signal.SIGKILL)  # row 1, which is tried again
     wait_for("epoch 1/3", 2)
-    wait_for("continuing after epoch", 1)
+    wait_for("epoch 2/3", 1)
     first.kill()
     first.communicate()
 
@@ -317,4 +317,3 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
     for row in flags:
         assert train_cifar100.main([*row, "--results", str(undisturbed)]) == 0
     assert outcome(results) == outcome(undisturbed)
-    assert {row["method"]: row["times_resumed"] for row in read_rows(results)}["softsort"] in ("1", "2")

@@ -34,10 +34,22 @@ from topk_losses.operator import MASKED
 
 WORK_OF_A_THREAD = 100_000  # scores times ranks that pay for another thread
 MAX_ITERATIONS = 60
+GAP = 256  # numbers between two arrays: more than a step of vector code
 HIGHEST = 80.0  # of what is exponentiated in float32
 _f32 = np.float32
 _EPS = float(np.finfo(np.float32).eps)
 _MASKED, _LEAST = _f32(MASKED), _f32(np.finfo(np.float32).tiny * 2**26)
+
+
+@jit
+def _rooms(n):
+    """Two arrays (n,) to work in, the second well behind the first.
+
+    Where they lay next to each other, which is chance, a loop that reads the one and writes the other would not run as
+    vector code, and its sums would have other last digits.
+    """
+    both = np.empty((2, n + GAP), _f32)
+    return both[0, :n], both[1, :n]
 
 
 @jit
@@ -253,7 +265,7 @@ def _forward(scores, labels, beta, softmax, ks, first, last, index, roots, t, be
     sum relative to the largest score. index (batch, M): becomes the columns of the largest, M >= 2 ks or n.
     """
     n, J, M = scores.shape[1], len(ks), index.shape[1]
-    w, room, top = np.empty(n, _f32), np.empty(n, _f32), np.empty(M)
+    (w, room), top = _rooms(n), np.empty(M)
     largest_of_rows(scores, first, last, index)
     for row in range(first, last):
         x, largest, label = scores[row], index[row], labels[row]
@@ -281,7 +293,7 @@ def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, fir
     d t = d z_y - sum_i w_i d z_i, with w = f' / sum f'; of soft ranks that times sum f'.
     """
     n, J = scores.shape[1], grad.shape[1]
-    w, room, top = np.empty(n, _f32), np.empty(n, _f32), np.empty(index.shape[1])
+    (w, room), top = _rooms(n), np.empty(index.shape[1])
     for row in range(first, last):
         x, largest, of_row, label = scores[row], index[row], grad_scores[row], labels[row]
         highest, of_own, proper = x[largest[0]], 0.0, 0

@@ -1,0 +1,389 @@
+"""A run: one configuration on its way to its row. It is skipped, held, resumed, saved and recorded here, and only here.
+
+    run = Run(args, flags, IDENTITY, READABLE, device, ranks)  # recorded already: the program ends, with status 0
+    with run:
+        model, optimizer = ...
+        run.track(model, {"model": model, "optimizer": optimizer}, end=args.n_epochs)  # restored, or begun alike
+        for epoch in run.remaining():
+            steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs)
+            for step in steps.of(epoch):
+                steps.take(batch_loss, rows, crops)
+            run.save({"epoch": epoch, "train_loss": steps.mean(), "test_top1": ...})
+        run.record({"num_classes": 100, **run.summary(num_images)})
+
+Its folder, results/runs/<run id>/, is held by one process. The checkpoint there is written at the end, a minute after
+the last one, and when the run is stopped: killed, it repeats what it did since, with the same bits. The processes of
+torchrun enter and leave together; the first alone reads, writes and prints.
+"""
+
+import copy
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, InstanceOf
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
+from typing_extensions import TypedDict
+
+from experiments.shared import training_run
+from experiments.shared.checkpoint import CURRENT, WEIGHTS, check_like, read_checkpoint, write_checkpoint
+from experiments.shared.command_line import AlreadyRecorded, RunError
+from experiments.shared.environment import (
+    describe_environment,
+    git_commit,
+    keep_freed_memory,
+    peak_memory_mib,
+    set_up_device,
+)
+from experiments.shared.loss_state import anneal
+from experiments.shared.metrics import EVALUATION, summary
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import find_row, open_run, run_id, utc_now, write_config, write_history, write_row
+
+SAVE_SECONDS = 60  # from one checkpoint to the next, at least
+FORM = {
+    **WEIGHTS,
+    "training": dict[str, dict[str | int, Any]] | None,
+    "random_states": list[dict[str, InstanceOf[Tensor]]],
+    "started_utc": Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")],
+    "times_resumed": Annotated[int, Field(ge=0)],
+    "git_commits": list[Annotated[str, Field(pattern="^[0-9a-z-]*$")]],
+}
+
+commit_now = functools.cache(git_commit)  # asked by each of many runs of a command
+
+
+class Run:
+    """One configuration, one folder, one row.
+
+    flags: all of them, resolved, under the names of their columns. identity: those that make it another experiment.
+    readable: the template of its name. clock: what the history counts, "epoch", "step" or "update", in the file
+    `history_file`. measured: what each of its entries holds at least. wait: for another process that holds the folder.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        flags: Mapping[str, Any],
+        identity: Sequence[str],
+        readable: str,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        clock: str = "epoch",
+        history_file: str = "epochs.csv",
+        measured: Sequence[str] = EVALUATION,
+        wait: bool = False,
+    ) -> None:
+        self.args, self.flags, self.device, self.ranks = args, {**flags, "device": str(device)}, device, ranks
+        self.clock, self.history_file, self.measured, self.wait = clock, history_file, measured, wait
+        self.name = run_id({flag: flags[flag] for flag in identity}, readable)
+        self.folder = args.results.parent / "runs" / self.name
+        self.history: list[dict[str, Any]] = []  # one entry per save
+        self.origin = {"started_utc": utc_now(), "times_resumed": 0, "git_commits": [commit_now()]}
+        self._held = ExitStack()
+        self._snapshot: dict[str, Any] | None = None  # of the last save, where that is not on the disk
+        self._refuse_recorded()
+
+    def _refuse_recorded(self) -> None:
+        results, force = self.args.results, self.args.force
+        if self.ranks.from_first(lambda: training_run.recorded(results, self.name, force)):
+            raise AlreadyRecorded
+
+    def __enter__(self) -> "Run":
+        set_up_device(self.device, self.args.threads, getattr(self.args, "deterministic", False))
+        keep_freed_memory()
+        self.flags["threads"] = torch.get_num_threads()
+        self.environment = describe_environment(self.device)
+        if self.ranks.is_first:
+            self._held.enter_context(open_run(self.folder, self.wait))
+        try:
+            self._refuse_recorded()  # another process may have finished it before the folder was ours
+            if self.ranks.is_first:
+                commit = self.origin["git_commits"][0]
+                config = {"run_id": self.name, **self.flags, **self.environment, "git_commit": commit}
+                write_config(self.folder, config)
+        except BaseException:
+            self._held.close()
+            raise
+        # Another one for what the other processes draw.
+        torch.manual_seed(self.flags["seed"] + (self.ranks.rank << 32))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._held:
+            if self._snapshot:  # Ctrl-C or an error: what was saved last is not on the disk
+                self._write()
+
+    @property
+    def done(self) -> int:
+        """How far the clock has come."""
+        return self.history[-1][self.clock] if self.history else 0
+
+    def track(self, weights: nn.Module, training: Mapping[str, Any], end: int) -> None:
+        """Restore what was saved, or begin alike in all processes. Raises RunError where that does not fit.
+
+        weights: what every checkpoint holds. training: modules and optimizers, which one holds until the clock is at
+        `end`. A None among them is left out.
+        """
+        self.end, self._weights = end, weights
+        self._training = {name: part for name, part in training.items() if part is not None}
+        if saved := self.ranks.from_first(self._saved):
+            try:
+                self._restore(saved)
+            except Exception as error:  # whatever another network's or optimizer's state comes to
+                raise RunError(
+                    f"the checkpoint in {self.folder} is of another version of this code, or was changed: {error}; "
+                    "delete that folder to begin anew"
+                ) from None
+        else:
+            self.ranks.copy_from_first(weights.parameters())
+        if self.ranks.is_first and self.history:
+            write_history(self.folder, self.history, self.history_file)
+        self._written = time.monotonic()
+        where = f"continuing after {self.clock} {self.done} of {end}" if self.history else "beginning"
+        processes = f"{self.ranks.count} processes, " if self.ranks.count > 1 else ""
+        self.say(
+            f"{self.name}: {where} on {self.environment['device_name']}, {processes}{self.flags['threads']} threads"
+        )
+
+    def _saved(self) -> dict[str, Any] | None:
+        """Return the checkpoint; with --force not that of the very run which the row reports. Raises RunError."""
+        columns = {**dict.fromkeys(self.measured, float), self.clock: Annotated[int, Field(ge=1)]}
+        history = Annotated[list[TypedDict("Evaluation", columns)], Field(min_length=1)]
+        try:
+            saved = read_checkpoint(self.folder / CURRENT, {**FORM, "history": history})
+        except FileNotFoundError:
+            return None
+        except RunError as error:
+            raise RunError(f"{error}; delete {self.folder} to begin anew") from None
+        row = find_row(self.args.results, self.name)
+        return None if row and row["started_utc"] == saved["started_utc"] else saved
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        clocks = [each[self.clock] for each in saved["history"]]
+        if clocks != sorted(set(clocks)) or clocks[-1] > self.end:
+            raise ValueError(f"its history counts {self.clock}s {clocks} of {self.end}")
+        if (clocks[-1] == self.end) != (saved["training"] is None):
+            raise ValueError(f"training must be there until {self.clock} {self.end}, and then no more")
+        check_like(saved["model"], self._weights.state_dict(), "model")
+        self._weights.load_state_dict(saved["model"])
+        if saved["training"] is not None:
+            self._restore_training(saved["training"])
+        if self.ranks.rank < len(saved["random_states"]):
+            states = saved["random_states"][self.ranks.rank]
+            torch.set_rng_state(states["cpu"])
+            if self.device.type == "cuda" and "cuda" in states:  # it may have moved between CPU and GPU
+                torch.cuda.set_rng_state(states["cuda"], self.device)
+        self.history = saved["history"]
+        commits = list(dict.fromkeys([*saved["git_commits"], *self.origin["git_commits"]]))
+        resumed = saved["times_resumed"] + 1
+        self.origin = {"started_utc": saved["started_utc"], "times_resumed": resumed, "git_commits": commits}
+
+    def _restore_training(self, saved: Mapping[str, Any]) -> None:
+        expected = {name: expected_of(part) for name, part in self._training.items()}
+        check_like(saved, expected, "training")
+        for name, value in saved.get("loss", {}).items():
+            if name.endswith("_extra_state") and not value > 0:  # the spread of the logits
+                raise ValueError(f"training.loss.{name} must be above 0, and is {value.item()}")
+        for name, part in self._training.items():
+            if isinstance(part, nn.Module):
+                part.load_state_dict(saved[name])
+            else:  # an optimizer, whose settings are the command's
+                part.load_state_dict({**part.state_dict(), "state": saved[name]})
+
+    def remaining(self) -> Iterator[int]:
+        """The numbers of the clock that are left."""
+        numbers = range(self.done + 1, self.end + 1)
+        yield from tqdm(numbers, initial=self.done, total=self.end, unit=self.clock, disable=not self.on_terminal)
+
+    def save(self, measured: Mapping[str, Any], line: str = "") -> None:
+        """Add to the history what an evaluation gave, and make sure that the run can go on from here."""
+        self.history.append({**measured, "peak_memory_mib": peak_memory_mib(self.device)})
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        random_states = self.ranks.gathered(states)
+        if not self.ranks.is_first:
+            return
+        finished = self.done >= self.end  # nothing continues it: its file keeps the weights alone
+        training = {
+            name: part.state_dict() if isinstance(part, nn.Module) else part.state_dict()["state"]
+            for name, part in self._training.items()
+        }
+        state = {
+            "model": self._weights.state_dict(),
+            "training": None if finished else training,
+            "random_states": random_states,
+            "history": self.history,
+            **self.origin,
+        }
+        self._snapshot = copy.deepcopy(state)
+        if finished or time.monotonic() - self._written >= SAVE_SECONDS:
+            self._write()
+        write_history(self.folder, self.history, self.history_file)
+        if line:
+            self.say(line)
+
+    def _write(self) -> None:
+        write_checkpoint(self.folder / CURRENT, self._snapshot)
+        self._snapshot, self._written = None, time.monotonic()
+
+    def summary(self, num_images: int | None) -> dict[str, Any]:
+        """Return the columns on accuracies, losses, seconds and memory. num_images: of all training steps together."""
+        measured, last = summary(self.history, self.clock), self.history[-1]
+        # Over the last epoch, of which there may be several evaluations.
+        of_epoch = [each for each in self.history if each["epoch"] == last["epoch"]]
+        loss, steps = last["train_loss"], [each.get("train_steps", 1) for each in of_epoch]
+        if loss is not None:
+            loss = math.fsum(each["train_loss"] * number for each, number in zip(of_epoch, steps)) / sum(steps)
+        return {
+            **measured,
+            "last_train_loss": loss,
+            "last_inverse_temperature": last.get("inverse_temperature"),
+            "images_per_second": num_images and num_images / measured["train_seconds"],
+        }
+
+    def record(self, columns: Mapping[str, Any], told: str = "") -> None:
+        """Write the row: the flags, `columns`, and what the machine and the history of the run say."""
+        if not self.ranks.is_first:
+            return
+        # Where the file is, it says itself; and of a repetition nothing else is new.
+        flags = {name: value for name, value in self.flags.items() if name not in ("results", "force")}
+        origin = {**self.origin, "git_commit": "+".join(filter(None, self.origin["git_commits"]))}
+        names = ("git_commit", "times_resumed", "started_utc")
+        row = {"run_id": self.name, **flags, **columns, **self.environment, **{name: origin[name] for name in names}}
+        write_row(self.args.results, {**row, "finished_utc": utc_now()})
+        accuracies = [
+            f"test top-{k} {row[f'test_top{k}']:.4f} ({self.clock} {row[f'test_top{k}_{self.clock}']})"
+            for k in (1, 5)
+            if f"test_top{k}" in row
+        ]
+        speed = f", {row['images_per_second']:.0f} images/s" if row.get("images_per_second") else ""
+        self.say(
+            f"{self.name}: {told or ', '.join(accuracies)}, {row['train_seconds']:.1f} s of training{speed}\n"
+            f"row: {self.args.results}\nrun: {self.folder}"
+        )
+
+    @property
+    def on_terminal(self) -> bool:
+        """Whether bars are shown: to somebody, and by one process alone."""
+        return sys.stderr.isatty() and self.ranks.is_first and len(getattr(self.args, "seeds", [0])) == 1
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bars."""
+        if self.ranks.is_first:
+            training_run.say(line)
+
+
+def expected_of(part: Any) -> dict[Any, Any]:
+    """Return what a checkpoint in the middle of a run must hold of a module or an optimizer, in form."""
+    if isinstance(part, nn.Module):
+        return part.state_dict()
+    parameters = [each for group in part.param_groups for each in group["params"]]
+    if isinstance(part, torch.optim.SGD):
+        return {number: {"momentum_buffer": each} for number, each in enumerate(parameters)}
+    step = torch.zeros(())
+    return {number: {"step": step, "exp_avg": each, "exp_avg_sq": each} for number, each in enumerate(parameters)}
+
+
+class Diverged(RunError):
+    """A loss is not finite."""
+
+
+class Steps:
+    """The steps of one optimizer: bar, schedules, gradients, and losses that are read once, at the end of an epoch.
+
+    num_steps: of an epoch; of n_epochs. loss_fn: whose inverse temperature may follow a schedule. largest_norm: of a
+    gradient; a longer one is shortened.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: nn.Module | None,
+        num_steps: int,
+        n_epochs: int,
+        *,
+        lr_schedule: str | None = None,
+        largest_norm: float | None = None,
+    ) -> None:
+        self.run, self.optimizer, self.loss_fn, self.num_steps, self.n_epochs = (
+            run,
+            optimizer,
+            loss_fn,
+            num_steps,
+            n_epochs,
+        )
+        self.lr_schedule, self.largest_norm = lr_schedule, largest_norm
+        self.parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self.losses: list[Tensor] = []  # each (), since the last mean
+
+    def of(self, epoch: int, first: int = 0, stop: int | None = None) -> Iterator[int]:
+        """The steps of an epoch, which is counted from 1, from 0 on; each is to be taken."""
+        steps = range(first, self.num_steps if stop is None else stop)
+        for step in tqdm(steps, f"epoch {epoch}", unit="batch", leave=False, disable=not self.run.on_terminal):
+            self.begin(epoch, step)
+            yield step
+
+    def begin(self, epoch: int, step: int) -> None:
+        """Set rate and temperature to where their schedules are."""
+        self.epoch, self.step = epoch, step
+        elapsed = (epoch - 1 + step / self.num_steps) / self.n_epochs  # from 0 to almost 1
+        anneal(self.loss_fn, self.run.flags["inverse_temperature"], elapsed)
+        if self.lr_schedule == "cosine":
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.optimizer.defaults["lr"] * (1 + math.cos(math.pi * elapsed)) / 2
+        if getattr(self.run.args, "compile", False) and self.run.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def take(self, batch_loss: Callable[..., tuple[Tensor, Any]], *tensors: Any) -> Any:
+        """A step down the gradient of a loss, (), of tensors; return what else their function returns.
+
+        Of several processes the sum of the losses is that of the whole batch. Raises Diverged, on a CPU at once.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, result = batch_loss(*tensors)
+        if self.run.device.type == "cpu" and self.run.ranks.count == 1:
+            self.check(loss.item(), self.step)
+        loss.backward()
+        self.run.ranks.sum_gradients(self.parameters)
+        if self.largest_norm:
+            clip_grad_norm_(self.parameters, self.largest_norm)
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+        return result
+
+    def mean(self, mean: Callable[[Tensor], Tensor] | None = None) -> float:
+        """The mean loss of the steps since the last mean. Raises Diverged: before anything is saved.
+
+        mean: of a tensor (steps,), which rounds; without it the sum is exact.
+        """
+        losses, self.losses = torch.stack(self.losses), []  # (steps,)
+        rounded = mean and self.run.ranks.total(mean(losses)).item()
+        losses = self.run.ranks.total(losses).tolist()  # the one wait for a GPU
+        getattr(self.loss_fn, "check_convergence", lambda: None)()
+        for step, value in enumerate(losses, self.step + 1 - len(losses)):
+            self.check(value, step)
+        return math.fsum(losses) / len(losses) if rounded is None else rounded
+
+    def check(self, value: float, step: int) -> None:
+        """Raise Diverged where the loss of a step is not finite."""
+        check_finite(self.run, value, f"in {self.run.clock} {self.epoch}, step {step + 1} of {self.num_steps}")
+
+
+def check_finite(run: Run, value: float, where: str) -> None:
+    """Raise Diverged where a loss is not finite."""
+    if not math.isfinite(value):
+        raise Diverged(
+            f"the loss became {value} {where}, seed {run.flags['seed']}, with method {run.flags['method']}; no row is "
+            "written. Try a smaller --lr, --precision fp32, or another --inverse_temperature"
+        )
