@@ -127,9 +127,6 @@ def finish(
     except KeyboardInterrupt as error:
         status = 143 if isinstance(error, Terminated) else 130
         return _fail(status, f"\nstopped: {stopped}" if stopped else "", error) if speaks(status) else status
-    except BrokenPipeError:  # `| head` has seen enough; the status is that of a program which SIGPIPE ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 141  # as of a program that SIGPIPE ends

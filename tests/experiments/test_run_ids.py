@@ -9,7 +9,9 @@ from experiments import finetune_imagenet, train_beam_search, train_cifar100, tr
 from experiments.shared.run_record import read_rows, run_id
 
 FILES = sorted(
-    path for path in (Path(__file__).parents[2] / "results").glob("*.csv") if path.read_text().startswith("run_id,")
+    path
+    for path in (Path(__file__).parents[2] / "results").glob("*.csv")
+    if path.read_text().startswith("run_id,") and not path.stem.endswith("_epochs")
 )
 LISTS = ("p_k", "hidden_dims")
 WHOLE = {"hidden_dims", *(f"limit_{split}" for split in ("train", "test"))}  # numbers that are never fractions
