@@ -17,6 +17,7 @@ from pathlib import Path
 
 from data import program
 from data.atomic_file import atomic_write
+from data.file_lock import held, lock_beside
 
 COLUMNS = ("run_id", "precision", "device_name", "torch_version", "epoch")
 METRICS = ("valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
@@ -35,6 +36,25 @@ def epochs_of(runs: Path, results: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+def merge(output: Path, runs: Path, results: str) -> dict[str, list[dict[str, str]]]:
+    """Add the epochs of a folder of runs to the output file; return all by run id. The caller holds its lock."""
+    kept: dict[str, list[dict[str, str]]] = {}
+    if output.exists():
+        with output.open(newline="") as file:
+            for row in csv.DictReader(file):
+                kept.setdefault(row["run_id"], []).append(row)
+    for run_id, rows in epochs_of(runs, results).items():
+        if len(rows) > len(kept.get(run_id, [])):
+            kept[run_id] = rows
+    if not kept:
+        raise program.CommandLineError(f"{runs} holds no run that writes to {results}; name its folder by --runs")
+    with atomic_write(output) as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *METRICS), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row for run_id in sorted(kept) for row in kept[run_id])
+    return kept
+
+
 def gather(argv: list[str] | None = None) -> int:
     """Write the file; return the exit status."""
     parser = program.Parser(prog="epochs.py", description=(__doc__ or "").split("\n\n")[0])
@@ -42,23 +62,8 @@ def gather(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=program.path, metavar="FOLDER", help="of the runs (beside the table: runs)")
     args = parser.parse_args(argv)
     output = args.results.with_name(f"{args.results.stem}_epochs.csv")
-    kept: dict[str, list[dict[str, str]]] = {}
-    if output.exists():
-        with output.open(newline="") as file:
-            for row in csv.DictReader(file):
-                kept.setdefault(row["run_id"], []).append(row)
-    runs = args.runs or args.results.with_name("runs")
-    for run_id, rows in epochs_of(runs, args.results.name).items():
-        if len(rows) > len(kept.get(run_id, [])):
-            kept[run_id] = rows
-    if not kept:
-        raise program.CommandLineError(
-            f"{runs} holds no run that writes to {args.results.name}; name its folder by --runs"
-        )
-    with atomic_write(output) as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *METRICS), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row for run_id in sorted(kept) for row in kept[run_id])
+    with held(lock_beside(output), waiting=f"waiting for another process that writes {output}"):
+        kept = merge(output, args.runs or args.results.with_name("runs"), args.results.name)
     print(f"{output}: " + ", ".join(f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(kept.items())))
     return 0
 

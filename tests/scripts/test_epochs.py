@@ -42,4 +42,4 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_no_other(tmp_path
 def test_a_folder_without_runs_gets_a_sentence(tmp_path):
     with pytest.raises(epochs.program.CommandLineError, match="holds no run that writes to t"):
         epochs.gather([str(tmp_path / "t.csv")])
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "t_epochs.csv").exists()
