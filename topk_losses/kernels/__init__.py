@@ -104,7 +104,9 @@ def register(
     op.register_fake(outputs)
     if backward is None or operations is None:
         return
-    back = torch.library.custom_op(f"topk_losses::{name}_backward", backward, mutates_args=())
+    arguments = torch.library.infer_schema(forward, mutates_args=()).partition(") ->")[0][1:]
+    schema = f"(Tensor[] grads, {arguments}, Tensor[] outputs) -> Tensor"
+    back = torch.library.custom_op(f"topk_losses::{name}_backward", backward, mutates_args=(), schema=schema)
     back.register_fake(lambda grads, scores, *others: torch.empty_like(scores, memory_format=torch.contiguous_format))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

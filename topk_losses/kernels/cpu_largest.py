@@ -101,7 +101,7 @@ def largest_of_rows(scores, first, last, index):
             index[row, r] = _LOW - (largest[r] & _LOW)
 
 
-def _outputs(scores: Tensor, m: int) -> list[Tensor]:
+def _outputs(scores, m):
     return [torch.empty(len(scores), m, dtype=torch.int64, device=scores.device)]
 
 

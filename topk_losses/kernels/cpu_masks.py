@@ -349,7 +349,7 @@ def _loops(family: str) -> tuple[Any, Any]:
 logistic_slope = in_float32(threshold.logistic_slope, {})
 
 
-def _outputs(scores: Tensor, labels: Tensor, beta: Tensor, ks: list[int], family: str, softmax: bool) -> list[Tensor]:
+def _outputs(scores, labels, beta, ks, family, softmax):
     """t (batch, J), beside (batch, 1 or 0), index (batch, M), roots (batch, J + 1)."""
     batch, M = len(scores), 1 if family == "ranks" else min(2 * max([1, *ks]), scores.shape[1])
     t, beside = scores.new_empty(batch, len(ks)), scores.new_empty(batch, int(softmax))
@@ -370,10 +370,7 @@ def _masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: list[int], family: 
     return outputs
 
 
-def _masks_backward(
-    grads: list[Tensor], scores: Tensor, labels: Tensor, beta: Tensor, ks: list[int], family: str, softmax: bool,
-    outputs: list[Tensor],
-) -> Tensor:  # fmt: skip
+def _masks_backward(grads, scores, labels, beta, ks, family, softmax, outputs):
     grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
     inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), softmax)
     arrays = [each.contiguous().numpy() for each in (*outputs[2:], *grads[:2])]

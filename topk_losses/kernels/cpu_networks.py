@@ -145,10 +145,7 @@ def _backward(grad, hi, lo, first, last, saved, grad_scores):
                 grad_scores[start + i, j] = lanes[j, i]
 
 
-def _outputs(
-    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
-    distribution: str, art_lambda: float | None,
-) -> list[Tensor]:  # fmt: skip
+def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
     """The column (batch, k); saved (tiles, comparators, 3 TILE)."""
     return [scores.new_empty(len(scores), k), scores.new_empty(-(-len(scores) // TILE), comparators.shape[1], 3 * TILE)]
 
@@ -158,7 +155,7 @@ def _carry_mass(
     distribution: str, art_lambda: float | None,
 ) -> list[Tensor]:  # fmt: skip
     """P[1..k, y], (batch, k), of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
-    outputs = _outputs(scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda)
+    outputs = _outputs(scores, target, beta, comparators, layer_sizes, k)
     labels, mass = (scores.new_empty(0, dtype=torch.int64), target) if is_mass(target) else (target, scores[:0])
     exponent, (hi, lo) = art_lambda or 0.0, comparators.numpy()
     numbers = (beta.item(), exponent, ART_TIE**-exponent, distance_of_rounding(torch.float32), MASKED)
@@ -170,10 +167,7 @@ def _carry_mass(
     return outputs
 
 
-def _carry_mass_backward(
-    grads: list[Tensor], scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int],
-    k: int, distribution: str, art_lambda: float | None, outputs: list[Tensor],
-) -> Tensor:  # fmt: skip
+def _carry_mass_backward(grads, scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda, outputs):
     grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
     inputs, saved = (grads[0].contiguous().numpy(), *comparators.numpy()), outputs[1].numpy()
     work, out = scores.shape[0] * comparators.shape[1], grad_scores.numpy()

@@ -152,14 +152,14 @@ def _backward(scores, labels, beta, potentials, grad, first, last, grad_scores):
         grad_scores[row, labels[row]] += _f32(2) * beta * _dot(of_mass[:n], anchors)
 
 
-def _outputs(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
+def _outputs(x, labels, beta, k, *_):
     """The column (batch, k), its errors (batch,), the potentials (batch, n)."""
     return [x.new_empty(len(x), k), x.new_empty(len(x)), x.new_empty(x.shape)]
 
 
 def _sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
     """P[1..k, y], (batch, k), of n sorted anchors, for whitened scores x (batch, n) float32 in [0, 1]; its errors."""
-    outputs = _outputs(x, labels, beta, k, tolerance, max_iterations)
+    outputs = _outputs(x, labels, beta, k)
     inputs = (x.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), _f32(tolerance), max_iterations)
     arrays = [each.numpy() for each in outputs]
     work = x.numel() * x.shape[1]
@@ -167,10 +167,7 @@ def _sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float,
     return outputs
 
 
-def _sinkhorn_backward(
-    grads: list[Tensor], x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int,
-    outputs: list[Tensor],
-) -> Tensor:  # fmt: skip
+def _sinkhorn_backward(grads, x, labels, beta, k, tolerance, max_iterations, outputs):
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     inputs = (x.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), outputs[2].numpy())
     arrays, work = (grads[0].contiguous().numpy(), grad_x.numpy()), x.numel() * x.shape[1]

@@ -192,7 +192,7 @@ def _backward(
             slope[labels[row]] += of_softmax[row, 0]
 
 
-def _outputs(scores: Tensor, labels: Tensor, ks: list[int], temperature: Tensor, softmax: bool) -> list[Tensor]:
+def _outputs(scores, labels, ks, temperature, softmax):
     """smooth, hard, top and log_softmax; then, for the backward pass, index, origin, powers and of_leaves."""
     (batch, n), J, K = scores.shape, len(ks), ks[-1]
     leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
@@ -212,10 +212,7 @@ def _kth_largest(scores: Tensor, labels: Tensor, ks: list[int], temperature: Ten
     return outputs
 
 
-def _kth_largest_backward(
-    grads: list[Tensor], scores: Tensor, labels: Tensor, ks: list[int], temperature: Tensor, softmax: bool,
-    outputs: list[Tensor],
-) -> Tensor:  # fmt: skip
+def _kth_largest_backward(grads, scores, labels, ks, temperature, softmax, outputs):
     grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
     inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), temperature.item(), softmax, np.array(ks))
     of_results = (grads[0], grads[1], grads[3])

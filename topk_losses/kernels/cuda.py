@@ -185,10 +185,7 @@ def _program(
     return grid, (comparators.to(torch.int32), bounds), numbers, _family(distribution), shape
 
 
-def _outputs(
-    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
-    distribution: str, art_lambda: float | None,
-) -> list[Tensor]:  # fmt: skip
+def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
     """The column (batch, k); each comparator's differences in the two channels, 8 bytes per sample."""
     return [scores.new_empty(len(scores), k), scores.new_empty(2, len(scores), comparators.shape[1])]
 
@@ -198,7 +195,7 @@ def _carry_mass(
     distribution: str, art_lambda: float | None,
 ) -> list[Tensor]:  # fmt: skip
     """P[1..k, y], (batch, k), of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
-    _, saved = _outputs(scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda)
+    _, saved = _outputs(scores, target, beta, comparators, layer_sizes, k)
     x, offset = networks.centred(scores)
     lanes = torch.stack([x.T, networks.mass_of(scores, target)])  # (2, batch, n)
     grid, tables, numbers, family, shape = _program(scores, beta, comparators, layer_sizes, distribution, art_lambda)
@@ -207,10 +204,7 @@ def _carry_mass(
     return [lanes[1, :, scores.shape[1] - k :].flip(1), saved]
 
 
-def _carry_mass_backward(
-    grads: list[Tensor], scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int],
-    k: int, distribution: str, art_lambda: float | None, outputs: list[Tensor],
-) -> Tensor:  # fmt: skip
+def _carry_mass_backward(grads, scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda, outputs):
     lanes = scores.new_zeros(2, *scores.shape)
     lanes[1, :, scores.shape[1] - k :] = grads[0].flip(1)
     grid, tables, numbers, family, shape = _program(scores, beta, comparators, layer_sizes, distribution, art_lambda)
