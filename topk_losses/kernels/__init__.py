@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,16 @@ def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callabl
         return None
     index = scores.device.index
     name = _name(operation, scores.device.type, -1 if index is None else index)
-    return getattr(torch.ops.topk_losses, name) if name else None
+    if not name:
+        return None
+    return getattr(torch.ops.topk_losses, name) if torch.compiler.is_compiling() else _eager[name]
+
+
+_eager: dict[str, Callable[..., Any]] = {}  # the kernels that are loaded, as they are called without a compiler
+
+
+def _detached(values: Iterable[Any]) -> list[Any]:
+    return [each.detach() if isinstance(each, Tensor) else each for each in values]
 
 
 def register(
@@ -102,6 +111,7 @@ def register(
     """
     op = torch.library.custom_op(f"topk_losses::{name}", forward, mutates_args=())
     op.register_fake(outputs)
+    _eager[name] = forward
     if backward is None or operations is None:
         return
     arguments = torch.library.infer_schema(forward, mutates_args=()).partition(") ->")[0][1:]
@@ -115,7 +125,7 @@ def register(
         ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)), *output)
         ctx.set_materialize_grads(False)
 
-    def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, grads: Sequence[Tensor | None], back: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
         inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
         output = list(tensors)
@@ -128,7 +138,23 @@ def register(
             )[0]
         else:
             first = [torch.zeros_like(each) if grad is None else grad for grad, each in zip(grads[:results], output)]
-            grad_scores = back(first, *inputs, output)
+            grad_scores = back(first, *_detached(inputs), _detached(output))
         return grad_scores, *(None,) * (len(inputs) - 1)
 
-    op.register_autograd(gradients, setup_context=setup_context)
+    op.register_autograd(lambda ctx, grads: gradients(ctx, grads, back), setup_context=setup_context)
+
+    class Eager(torch.autograd.Function):
+        """The same without PyTorch's dispatcher, whose Python code costs tenths of a millisecond once a step."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+            output = forward(*_detached(inputs))
+            setup_context(ctx, inputs, output)
+            return tuple(output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            assert backward is not None
+            return gradients(ctx, grads, backward)
+
+    _eager[name] = Eager.apply
