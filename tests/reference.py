@@ -57,7 +57,7 @@ def network(logits: Tensor, layers, distribution: str, beta: float, art_lambda: 
     x = logits.double()
     batch, n = x.shape
     P = torch.eye(n, dtype=torch.float64).expand(batch, n, n)
-    for lo_lanes, hi_lanes in layers:
+    for lo_lanes, hi_lanes in (zip(*layer) for layer in layers):
         L = torch.eye(n, dtype=torch.float64).repeat(batch, 1, 1)
         for lo, hi in zip(lo_lanes, hi_lanes):
             d = x[:, hi] - x[:, lo]

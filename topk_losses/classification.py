@@ -46,17 +46,14 @@ class ClassificationLoss(Constants):
 
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
     constants: tuple[str, ...] = ("weight",)
+    shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
     fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
 
     def __init__(
-        self,
-        num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.auto: AutoTemperature | None = None  # where the inverse temperature is "auto"
         self.num_classes = check_num_classes(num_classes)
@@ -90,13 +87,6 @@ class ClassificationLoss(Constants):
                     f"got shape {tuple(value.shape)}" + (f" with {value.tolist()}" if value.numel() < 20 else "")
                 )
         return value
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        shown = f"num_classes={self.num_classes}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
-        if self.label_smoothing:
-            shown += f", label_smoothing={self.label_smoothing:g}"
-        return shown if self.soft_labels == "expected" else f"{shown}, soft_labels={self.soft_labels!r}"
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss: () for reduction mean and sum, the shape of int64 labels for none.

@@ -11,14 +11,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from topk_losses.checks import (
-    PK,
-    check_integer,
-    check_m,
-    check_num_classes,
-    check_p_k,
-    has_known_values,
-)
+from topk_losses.checks import PK, check_integer, check_m, check_num_classes, check_p_k, has_known_values
 from topk_losses.classification import ClassificationLoss, SoftmaxCrossEntropyLoss
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
 from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, pick_ranks
@@ -84,23 +77,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     constants = ("weight", "p_k", "shares")
     fixed = ("num_classes", "method", "m", "distribution", "art_lambda", "top1_mode")
+    shown = ("method", "p_k", "m", "inverse_temperature", *fixed[3:], *ClassificationLoss.shown)
 
     def __init__(
-        self,
-        method: str = "splitter_selection",
-        p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2),
-        num_classes: SupportsIndex | None = None,
-        m: SupportsIndex | None = None,
-        inverse_temperature: float | Tensor | str | None = None,
-        distribution: str | None = None,
-        art_lambda: float | None = None,
-        top1_mode: str | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, method: str = "splitter_selection", p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2),
+        num_classes: SupportsIndex | None = None, m: SupportsIndex | None = None,
+        inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
+        art_lambda: float | None = None, top1_mode: str | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         resolved = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode, relaxed=True)
         self.method = resolve_method(method)
@@ -165,16 +151,6 @@ class TopKCrossEntropyLoss(ClassificationLoss):
                 f"gradient; give the softmax a part, P_K(1) > 0 with top1_mode 'sm' or 'smce': got "
                 f"p_k={p_k.tolist()} with top1_mode={self.top1_mode!r}"
             )
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        p_k = [round(p, 6) for p in self.p_k.tolist()] if self.p_k.dim() == 1 else f"<{tuple(self.p_k.shape)}>"
-        beta = self.inverse_temperature
-        shown = beta if isinstance(beta, str) else f"{float(beta):g}"
-        shown = f"method={self.method}, p_k={p_k}, m={self.m}, inverse_temperature={shown}, top1_mode={self.top1_mode}"
-        if self.distribution is not None:
-            shown += f", distribution={self.distribution}"
-        return f"{shown}, {super().extra_repr()}"
 
     def check_convergence(self) -> float:
         """The operator's largest relative error since the last call; warns if it is above the tolerance.
@@ -301,16 +277,10 @@ def _single_k(method: str, p_k: PK, num_classes: SupportsIndex | None) -> int:
 
 
 def make_loss(
-    method: str,
-    p_k: PK | None = None,
-    num_classes: SupportsIndex | None = None,
-    m: SupportsIndex | None = None,
-    inverse_temperature: float | Tensor | str | None = None,
-    distribution: str | None = None,
-    art_lambda: float | None = None,
-    top1_mode: str | None = None,
-    **settings: Any,
-) -> ClassificationLoss:
+    method: str, p_k: PK | None = None, num_classes: SupportsIndex | None = None, m: SupportsIndex | None = None,
+    inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
+    art_lambda: float | None = None, top1_mode: str | None = None, **settings: Any,
+) -> ClassificationLoss:  # fmt: skip
     """Build the loss of any method in METHODS, as loss(logits, labels). None means the method's default.
 
     Relaxations give TopKCrossEntropyLoss (p_k default .2 x5). softmax_cross_entropy takes p_k None or [1, 0, ..]. The

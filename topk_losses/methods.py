@@ -39,7 +39,7 @@ class Method(NamedTuple):
     family: str
     inverse_temperature: float | None
     operator: Callable[..., TopKOperator] | None = None
-    network: Callable[[int, SupportsIndex], Network] | None = None
+    network: Callable[..., Network] | None = None
     loss: Callable[..., SingleKLoss] | None = None
     stochastic: bool = False
     spread: float | None = None

@@ -25,8 +25,7 @@ class DFTopK(PointwiseMasks):
     """DFTopK (Zhu et al. 2025): mask_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
 
     The mask of the k-th score and that of the (k+1)-th sum to 1, and nothing else does; the gradient reaches the true
-    class, s_[k] and s_[k+1] alone. For k = n the mask is 1. k: ranks, 1 <= k <= n. inverse_temperature: beta > 0,
-    larger = closer to the hard operator. Raises ValueError for a non-positive inverse temperature.
+    class, s_[k] and s_[k+1] alone. For k = n the mask is 1.
     """
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
@@ -48,8 +47,7 @@ class RecallSurrogate(PointwiseMasks):
 
     r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
     grows r tends to the rank, and the mask to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the true
-    class, no sort; the masks of all classes compare all pairs, O(n^2). k: ranks, 1 <= k <= n. inverse_temperature:
-    beta > 0 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
+    class, no sort; the masks of all classes compare all pairs, O(n^2). Published beta: 100, for cosine similarities.
     """
 
     family = "ranks"
@@ -96,8 +94,7 @@ class PerturbedTopK(MaskOperator):
     A class that no draw puts among the k highest has the mask 0 and no gradient. A loss therefore takes the official
     guard here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise. num_samples: at
-    least 2, default 100. Raises ValueError for settings that do not fit.
+    inverse_temperature: beta = 1 / sigma. num_samples: at least 2, default 100.
     """
 
     guarded = has_zeros = True
@@ -106,7 +103,7 @@ class PerturbedTopK(MaskOperator):
         super().__init__(k, inverse_temperature)
         self.num_samples = check_integer("num_samples", num_samples, 2)
 
-    def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         if labels is None:
             return pick_ranks(self._matrix(scores).cumsum(1), ks)
         z = finite(scores) * self.beta  # (rows, n)

@@ -27,24 +27,17 @@ SPREAD = 1.5  # what "auto" holds the inverse temperature times the spread of th
 class SingleKLoss(ClassificationLoss):
     """A loss of one true class and one k, 1 <= k < number of classes. The other arguments: of ClassificationLoss."""
 
+    shown = ("k", *ClassificationLoss.shown)
+
     def __init__(
-        self,
-        k: SupportsIndex,
-        num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, k: SupportsIndex, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         if self.soft_labels != "expected":
             raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={self.soft_labels!r}")
         self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"k={self.k}, {super().extra_repr()}"
 
 
 class TruncatedEntropyLoss(SingleKLoss):
@@ -87,22 +80,15 @@ class NoisedTopKLoss(SingleKLoss):
     """
 
     constants = ("weight", "class_counts")
+    shown = ("inverse_temperature", "num_samples", "max_margin", "scale", *SingleKLoss.shown)
 
     def __init__(
-        self,
-        k: SupportsIndex,
-        inverse_temperature: float | Tensor | str = BETA,
-        num_classes: SupportsIndex | None = None,
-        num_samples: SupportsIndex = 5,
-        class_counts: Sequence[int] | Tensor | None = None,
-        max_margin: float = 1.0,
-        scale: float = 1.0,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, k: SupportsIndex, inverse_temperature: float | Tensor | str = BETA,
+        num_classes: SupportsIndex | None = None, num_samples: SupportsIndex = 5,
+        class_counts: Sequence[int] | Tensor | None = None, max_margin: float = 1.0, scale: float = 1.0,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         self.inverse_temperature: Any = inverse_temperature
         self.num_samples = check_integer("num_samples", num_samples, 1)
@@ -125,10 +111,6 @@ class NoisedTopKLoss(SingleKLoss):
                 f"{self.num_classes or 'n'} classes, got shape {tuple(counts.shape)} with {counts.tolist()}"
             )
         return counts
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"inverse_temperature={self._beta():g}, {super().extra_repr()}"
 
     def _beta(self) -> float | Tensor:
         return self.inverse_temperature if self.auto is None else self.auto.value()

@@ -78,33 +78,23 @@ class SmoothTopKLoss(SingleKLoss):
         tau: temperature, above 0; the smaller, the closer to the hard hinge. The paper's tau, *not* an inverse
             temperature as elsewhere in this library.
         alpha: margin in units of the logits, above 0.
-        num_classes, weight, label_smoothing, ignore_index and reduction as in ClassificationLoss, and so are
-            shapes.
+        num_classes, weight, label_smoothing, ignore_index, reduction and shapes: as in ClassificationLoss.
 
     A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A logit of -inf is a class that
     cannot be chosen, which is the limit of ever lower scores: loss 0 if fewer than k other classes remain, +inf if the
     true class is the masked one. Raises TypeError or ValueError for settings and inputs that do not fit.
     """
 
+    shown = ("tau", "alpha", *SingleKLoss.shown)
+
     def __init__(
-        self,
-        k: SupportsIndex,
-        tau: float = 1.0,
-        alpha: float = 1.0,
-        num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, k: SupportsIndex, tau: float = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         self.tau = check_positive("tau", tau)
         self.alpha = check_positive("alpha", alpha)
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"tau={self.tau:g}, alpha={self.alpha:g}, {super().extra_repr()}"
 
     def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
         check_k(self.k, scores.shape[1] - 1)

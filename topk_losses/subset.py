@@ -27,10 +27,8 @@ from topk_losses.threshold import as_tensor
 class SubsetTopK(MaskOperator):
     """The marginals of a random k-subset; the formulas are at the top of this file.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
-    logits. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be NaN for k close
-    to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive inverse
-    temperature.
+    beta multiplies the logits. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column
+    may be NaN for k close to n, as those of the smooth losses, or with classes at -inf.
     """
 
     def within(
@@ -57,14 +55,14 @@ class SubsetTopK(MaskOperator):
         # among n classes all are within n
         return pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper))), beside
 
-    def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         if labels is None:
-            return self._log_masks_of_all(scores, ks)
+            return self._values_of_all(scores, ks)
         if min(ks, default=scores.shape[1]) >= scores.shape[1]:
             return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
         return self._of_labels(scores, labels, ks, False, kth_largest)[0]
 
-    def _log_masks_of_all(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+    def _values_of_all(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
         """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
 
         Without i: sum over j of e_j of the classes before i times e_{k-1-j} of those behind.
