@@ -180,9 +180,7 @@ class TopKOperator(Constants):
         """The soft k-hot, the sum of the rows of P: P(class j is among the k highest), of the shape of the logits."""
         return self.permutation_matrix(logits).sum(-2)
 
-    def forward(self, logits: Tensor) -> Tensor:
-        """The permutation matrix."""
-        return self.permutation_matrix(logits)
+    forward = permutation_matrix
 
     def check_convergence(self) -> float:
         """The largest error that an iterative solver left so far; 0 for an operator in closed form."""

@@ -73,12 +73,9 @@ class SmoothTopKLoss(SingleKLoss):
     It is positive, and fades out over a width of k * tau where the true class's score passes the k-th largest of the
     others by k * alpha. The authors advise to cross-validate tau over powers of ten.
 
-    Args:
-        k: the number of guesses, 1 <= k < number of classes.
-        tau: temperature, above 0; the smaller, the closer to the hard hinge. The paper's tau, *not* an inverse
-            temperature as elsewhere in this library.
-        alpha: margin in units of the logits, above 0.
-        num_classes, weight, label_smoothing, ignore_index, reduction and shapes: as in ClassificationLoss.
+    k: the number of guesses, 1 <= k < number of classes. tau: temperature, above 0; the smaller, the closer to the hard
+    hinge: the paper's tau, *not* an inverse temperature as elsewhere in this library. alpha: margin in units of the
+    logits, above 0. Other arguments and shapes as in ClassificationLoss.
 
     A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A logit of -inf is a class that
     cannot be chosen, which is the limit of ever lower scores: loss 0 if fewer than k other classes remain, +inf if the
@@ -118,13 +115,9 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     """SmoothTopKLoss, but hard for samples whose k-th and (k+1)-th largest logits lie far apart.
 
     Where s_[k] - s_[k+1] >= k tau log(1000), the true class included in the ranking, the loss is the hard hinge
-
-        relu(mean of the k largest of (others + alpha) - (sum of the k-1 largest of the others + s_y) / k)
-        = relu(alpha + (o_[k] - s_y) / k).
-
-    The official authors' `smooth_hard`, which they use to save time and for stability; here the smooth branch is
-    stable and is evaluated for every sample, so this class exists to reproduce their numbers. The loss is not
-    continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
+    relu(alpha + (o_[k] - s_y) / k): the official `smooth_hard`, which saves its authors time and is stable. Here the
+    smooth branch is stable and evaluated for every sample, so that this class exists to reproduce their numbers. The
+    loss is not continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
     """
 
     def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:

@@ -153,13 +153,11 @@ class _TransportOperator(TopKOperator):
         return 0.0 if error is None else self._warn_above(error)
 
     def _tolerance_of(self, dtype: torch.dtype) -> float:
-        if self.tolerance is not None:
-            return self.tolerance
         beta = self.inverse_temperature
         if isinstance(beta, Tensor):
             beta = float(beta.detach()) if has_known_values(beta) else 1.0
         # the logits are of the size of beta, and their rounding moves the masses
-        return max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
+        return self.tolerance or max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
 
     def _warn_above(self, error: Tensor) -> float:
         largest, tolerance = float(error), self._tolerance_of(error.dtype)
@@ -205,8 +203,7 @@ def _anchored(
     """
     n = x.shape[1]
     anchors = torch.linspace(1, 0, num_anchors, dtype=x.dtype, device=x.device)  # (A,)
-    mass = torch.full_like(anchors, 1 / n)
-    mass[-1].fill_((n - num_anchors + 1) / n)
+    mass = pad(torch.full_like(anchors[1:], 1 / n), (0, 1), value=(n - num_anchors + 1) / n)
     # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
     scaled = anchors * beta  # (A,)
     logits = x.unsqueeze(2) * (2 * scaled) - anchors * scaled  # (rows, n, A)
@@ -214,9 +211,8 @@ def _anchored(
         # The start: the hard transport's potentials. Those of two neighbouring anchors make the midpoint between
         # the last score of the one and the first score of the other indifferent.
         ordered = x.topk(num_anchors, dim=1).values  # (rows, A)
-        twice_midpoint = ordered[:, :-1] + ordered[:, 1:]  # (rows, A - 1)
         upper, lower = anchors[:-1], anchors[1:]
-        steps = (lower - upper) * (lower + upper - twice_midpoint) * beta
+        steps = (lower - upper) * (lower + upper - ordered[:, :-1] - ordered[:, 1:]) * beta  # (rows, A - 1)
         start = pad(steps.cumsum(1), (1, 0))  # (rows, A)
     P, error = _Plan.apply(logits, mass, start, tolerance, max_iterations)
     return P.mT, error
