@@ -70,7 +70,7 @@ def open_or_fetch(
     if Path(os.path.expanduser(source)).is_dir():
         return _if_same(open_store(source), sha256)
     # Imported here: a store on this disk does without.
-    from data.transfers import download, object_store
+    from data.transfers import object_store
 
     last = str(source).rpartition("/")[2]
     try:
@@ -89,7 +89,7 @@ def open_or_fetch(
         if (store / MANIFEST).exists() and not file.exists():
             return _if_same(open_store(store), sha256)
         file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, sha256=sha256, progress=progress)
-        checksum = f"sha256 {sha256.lower()}" if sha256 else download.checksum_of(file)
+        checksum = f"sha256 {sha256.lower()}" if sha256 else object_store.checksum_of(file)
     except object_store.ObjectStoreError as error:
         raise EmbeddingError(str(error)) from error
     # A published file keeps its name when it is downloaded by hand.

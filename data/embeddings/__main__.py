@@ -30,8 +30,7 @@ from data.embeddings import (
 from data.embeddings.formats import KEYS
 from data.embeddings.store import UNVERIFIED
 from data.machine_memory import gib
-from data.transfers.download import checksum_of
-from data.transfers.object_store import PUBLISHED, cached_path, fetch
+from data.transfers.object_store import PUBLISHED, cached_path, checksum_of, fetch
 
 
 def main(argv: list[str] | None = None) -> int:
