@@ -21,7 +21,7 @@ from scipy import stats
 
 from data import program
 from data.program import CommandLineError
-from scripts.reporting.results import ARMS, Row, check, float_of, markdown, mean_std, results_of, run
+from scripts.reporting.results import ARMS, Row, as_markdown, check, float_of, mean_std, results_of, run
 from topk_losses import METHODS
 
 CONTROL = "cross-entropy"
@@ -75,7 +75,7 @@ def tables(path: Path) -> str:
     values = 100 * runs[rates].astype(float)
     shown = values.groupby("arm", sort=False).agg(lambda cells: mean_std(cells.tolist()))
     shown["seeds"] = values.groupby("arm", sort=False).size().astype(str)
-    parts.append(markdown(shown.rename(columns=RATES).reset_index()))
+    parts.append(as_markdown(shown.rename(columns=RATES).reset_index()))
 
     if CONTROL in shown.index:  # of the seeds that both have
         paired = values.drop(index=CONTROL, level="arm").sub(values.loc[CONTROL], level="seed").dropna()
@@ -84,7 +84,7 @@ def tables(path: Path) -> str:
         differences = paired.groupby("arm", sort=False).agg(with_interval)
         differences["pairs"] = paired.groupby("arm", sort=False).size().astype(str)
         parts.append(f"Arm minus control, in points, paired by seed, with its {CONFIDENCE:.0%} interval (t):")
-        parts.append(markdown(differences.rename(columns=RATES).reset_index()))
+        parts.append(as_markdown(differences.rename(columns=RATES).reset_index()))
     else:
         parts.append("No difference: no arm has two seeds that the control has too.")
 
@@ -97,7 +97,7 @@ def tables(path: Path) -> str:
     )
     both = (100 * forced).map("{:.1f}".format) + " / " + (100 * free).map("{:.1f}".format)
     both = both.iloc[:, : int(first["max_letters"])].rename(columns=lambda place: str(place + 1))
-    parts.append(markdown(both.reset_index()))  # behind the longest word few words are left
+    parts.append(as_markdown(both.reset_index()))  # behind the longest word few words are left
     return "\n\n".join(parts) + "\n"
 
 

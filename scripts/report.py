@@ -28,9 +28,8 @@ from data import program
 from data.atomic_file import atomic_write
 from data.program import CommandLineError
 from experiments.shared.environment import ROOT
-from experiments.shared.run_record import read_rows
 from scripts.reporting.formats import FORMATS
-from scripts.reporting.results import Row
+from scripts.reporting.results import Row, rows_of
 from scripts.reporting.tables import Table, build_table, read_published
 
 PAPER = ROOT / "results" / "paper"
@@ -108,11 +107,7 @@ def table_of(
 
 def chosen_rows(path: Path, where: list[str]) -> list[Row]:
     """Return the rows of a results file that meet every condition. Raises CommandLineError and RecordError."""
-    if not path.is_file():
-        raise CommandLineError(f"there is no file {path}: a training script writes one with --results {path}")
-    rows: list[Row] = read_rows(path)
-    if not rows:
-        raise CommandLineError(f"{path} has no rows yet: a run that finishes adds one")
+    rows = rows_of(path, "a training script writes one with --results")
     for condition in where:
         left, equals, value = condition.partition("=")
         method, colon, column = left.rpartition(":")

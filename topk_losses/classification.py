@@ -17,7 +17,7 @@ from topk_losses.checks import (
     full_precision,
     has_known_values,
 )
-from topk_losses.operator import Constants, log_softmax, to_compute_dtype
+from topk_losses.operator import Constants, log_softmax, mass_of, to_compute_dtype
 from topk_losses.temperature import AutoTemperature
 
 CHOICES = {"reduction": ("mean", "sum", "none"), "soft_labels": ("expected", "any")}
@@ -138,7 +138,7 @@ class ClassificationLoss(Constants):
             scores, labels = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, labels, 0)
         share = counts.to(scores.dtype) if weight is None else counts * weight[labels]
         if self.label_smoothing:
-            losses = self._expected(scores, torch.zeros_like(scores).scatter(1, labels.unsqueeze(1), 1), weight, p_k)
+            losses = self._expected(scores, mass_of(scores, labels), weight, p_k)
         else:
             losses = self._losses(scores, labels, p_k) * (1 if weight is None else weight[labels])
         return torch.where(counts, losses, 0), share.sum()

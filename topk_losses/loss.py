@@ -282,8 +282,10 @@ def make_loss(
     build, n = METHODS[method].loss, check_several("num_classes", num_classes)
     rows = check_p_k((1 if build is None else 5) if p_k is None else p_k, n, n)
     if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (build is None and len(rows) > 1):
-        entry = "the first entry" if build is None else "one entry, for instance 0 0 0 0 1 for k = 5"
-        raise ValueError(f"{method} optimises a single k: p_k must have all its mass on {entry}; got {rows.tolist()}")
+        which = "the first" if build is None else "for instance 0 0 0 0 1 for k = 5"
+        raise ValueError(
+            f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
+        )
     if build is None:
         return SoftmaxCrossEntropyLoss(n, **settings)
     return build(len(rows), *(() if beta is None else (beta,)), num_classes=n, **settings)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_k
 from topk_losses.kernels import kernel
-from topk_losses.operator import TopKOperator, finite, is_mass
+from topk_losses.operator import TopKOperator, finite, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 from topk_losses.threshold import as_tensor
 
@@ -177,13 +177,6 @@ def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
     scores = finite(scores)
     largest = scores.detach().amax(1, keepdim=True)  # (rows, 1)
     return (scores - largest).T, largest.abs().squeeze(1)
-
-
-def mass_of(scores: Tensor, target: Tensor) -> Tensor:
-    """The mass on each class (rows, n) that a target stands for: labels (rows,) or itself."""
-    if is_mass(target):
-        return target.to(scores.dtype)
-    return torch.zeros_like(scores).scatter(1, target.unsqueeze(1), 1.0)
 
 
 def carry_mass(

@@ -52,6 +52,11 @@ def is_mass(target: Tensor | None) -> bool:
     return target is not None and target.is_floating_point()
 
 
+def mass_of(scores: Tensor, target: Tensor) -> Tensor:
+    """The mass on each class (rows, n) that a target stands for: labels (rows,) or itself."""
+    return target.to(scores.dtype) if is_mass(target) else torch.zeros_like(scores).scatter(1, target.unsqueeze(1), 1)
+
+
 def at_target(values: Tensor, target: Tensor) -> Tensor:
     """Of values (rows, J, n) those of the labels (rows,), or their sums by a mass (rows, n): (rows, J)."""
     if is_mass(target):

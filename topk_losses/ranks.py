@@ -10,7 +10,7 @@ All are nested in k; those of PerturbedTopK sum to k as well, up to rounding.
 """
 
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -54,33 +54,6 @@ class RecallSurrogate(PointwiseMasks):
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return soft_ranks(scores, self.beta, labels, ks)
-
-
-class _Indicators(torch.autograd.Function):
-    """The mean over draws of the one-hot rows of the k largest of z + Z, (rows, k, n), with gradient Cov[indicator, Z].
-
-    z (rows, n), noise (rows, draws, n). Also the places of these k, (rows, k, draws).
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor, noise: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        index = (z.unsqueeze(1) + noise).topk(k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
-        share = torch.full_like(index, 1, dtype=z.dtype) / noise.shape[1]
-        return torch.zeros_like(z).unsqueeze(1).repeat(1, k, 1).scatter_add(2, index, share), index
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(inputs[1], output[1])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        noise, index = ctx.saved_tensors
-        weight = grad.gather(2, index).sum(1, keepdim=True)  # (rows, 1, draws)
-        weight = weight - weight.mean(2, keepdim=True)
-        return (weight @ noise).squeeze(1) / (noise.shape[1] - 1), None, None
 
 
 class PerturbedTopK(MaskOperator):
@@ -127,6 +100,10 @@ class PerturbedTopK(MaskOperator):
 
     def _matrix(self, scores: Tensor) -> Tensor:
         z = finite(scores) * self.beta  # (rows, n)
-        noise = normal_noise(z, len(z), self.num_samples, z.shape[1], generator=self.generator)
-        P, _ = _Indicators.apply(z, noise, self.k)
+        noise = normal_noise(z, len(z), self.num_samples, z.shape[1], generator=self.generator)  # (rows, draws, n)
+        index = (z.detach().unsqueeze(1) + noise).topk(self.k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
+        # 0, with the noise as its gradient: an indicator times that, less its mean, has their covariance
+        change = (noise - noise.mean(1, keepdim=True)) @ (z - z.detach()).unsqueeze(2)  # (rows, draws, 1)
+        share = (1 / self.num_samples + change / (self.num_samples - 1)).mT.expand_as(index)
+        P = torch.zeros_like(z).unsqueeze(1).repeat(1, self.k, 1).scatter_add(2, index, share)
         return P + 0 * z.detach().amax(1)[:, None, None]  # NaN for a row with NaN or +inf

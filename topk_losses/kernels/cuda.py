@@ -21,6 +21,7 @@ from torch import Tensor
 
 from topk_losses import networks
 from topk_losses.kernels import register
+from topk_losses.operator import mass_of
 from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, FLOAT32, Sigmoid, bind, distance_of_rounding
 
 WIDEST = 1024  # comparators of a tile
@@ -197,7 +198,7 @@ def _carry_mass(
     """P[1..k, y], (batch, k), of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
     _, saved = _outputs(scores, target, beta, comparators, layer_sizes, k)
     x, offset = networks.centred(scores)
-    lanes = torch.stack([x.T, networks.mass_of(scores, target)])  # (2, batch, n)
+    lanes = torch.stack([x.T, mass_of(scores, target)])  # (2, batch, n)
     grid, tables, numbers, family, shape = _program(scores, beta, comparators, layer_sizes, distribution, art_lambda)
     with torch.cuda.device_of(scores):
         forward_kernel[grid](lanes, offset, *tables, saved, *numbers, family.mix, family.scale, **shape)
