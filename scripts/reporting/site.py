@@ -63,13 +63,15 @@ def table_of(path: Path) -> tuple[report.Table, report.Row]:
 
 
 def mathml(html: str) -> str:
-    """Return a page's HTML with its formulas as MathML."""
+    """Return a page's HTML with its formulas as MathML. Raises ValueError for a command that the converter leaves."""
     from latex2mathml.converter import convert
 
-    def converted(formula: re.Match[str]) -> str:
-        tag, opening, latex = formula.groups()
-        display = "block" if opening == "[" else "inline"
-        return f'<{tag} class="formula">{convert(unescape(latex).strip(), display=display)}</{tag}>'
+    def converted(found: re.Match[str]) -> str:
+        tag, opening, latex = found.groups()
+        formula = convert(unescape(latex).strip(), display="block" if opening == "[" else "inline")
+        if "\\" in formula:
+            raise ValueError(f"latex2mathml does not know a command of this formula: {latex.strip()}")
+        return f'<{tag} class="formula">{formula}</{tag}>'
 
     return FORMULA.sub(converted, html)
 
