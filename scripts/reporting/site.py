@@ -1,10 +1,10 @@
 """What the documentation takes from the repository when it is built (mkdocs.yml, hooks): no number is typed twice.
 
 A line `<!-- results: table1 -->` becomes the table of results/table1.csv as scripts/report.py writes it, beside the
-published values, with its figures; without the file every row of it is "not run". `<!-- epochs: table1 -->` becomes
-what results/table1_epochs.csv says, with its curves. `<!-- include: FILE -->` becomes a Markdown file of the repository
-without its title. The figures are drawn anew; formulas become MathML, which browsers show without a script or a font
-from elsewhere.
+published values, with its figures; without the file every row of it is "not run". `<!-- paired: table1 -->` becomes its
+rows minus softmax cross-entropy's by seed, `<!-- epochs: table1 -->` what results/table1_epochs.csv says, with its
+curves, and `<!-- include: FILE -->` a Markdown file of the repository without its title. The figures are drawn anew;
+formulas become MathML, which browsers show without a script or a font from elsewhere.
 """
 
 import functools
@@ -20,9 +20,10 @@ from experiments.shared.run_record import read_rows
 from scripts import report
 from scripts.reporting import epochs_figure
 from scripts.reporting.formats import markdown
+from scripts.reporting.paired import paired
 from topk_losses import METHODS
 
-MARK = re.compile(r"^<!-- (results|epochs|include): (\S+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (results|paired|epochs|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
     "top1_top5": "Test top-1 against top-5 accuracy of every row: ours filled, published values hollow",
@@ -45,6 +46,8 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
         table, _ = table_of(results / f"{name}.csv")
+        if kind == "paired":
+            return paired(table, "softmax_cross_entropy")
         if not table.lines:
             return f"`results/{name}.csv`: not run."
         images = []
