@@ -107,7 +107,7 @@ def table_of(
 
 
 def chosen_rows(path: Path, where: list[str]) -> list[Row]:
-    """Return the rows of a results file that meet every condition. Raises CommandLineError and RecordError."""
+    """Return the rows of a results file that meet every condition. Raises CommandLineError and ProgramError."""
     if not path.is_file():
         raise CommandLineError(f"there is no file {path}: a training script writes one with --results {path}")
     rows: list[Row] = read_rows(path)

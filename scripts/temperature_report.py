@@ -82,7 +82,7 @@ def best_of(heads: Heads, p_k: str, annealed: bool = False) -> float | str | Non
 
 
 def table(path: Path) -> str:
-    """Return the table as Markdown. Raises CommandLineError, RecordError."""
+    """Return the table as Markdown. Raises CommandLineError, ProgramError."""
     grid = grid_of(path)
     every = [row for methods in grid.values() for heads in methods.values() for rows in heads.values() for row in rows]
     first = every[0]

@@ -11,8 +11,8 @@ import pandas as pd
 
 from data import program
 from data.program import CommandLineError, Parser
+from experiments.shared.neighbours import METHODS as KNN_METHODS
 from experiments.shared.run_record import COLUMNS, read_rows
-from experiments.shared.train_knn_flags import METHODS as KNN_METHODS
 from topk_losses import METHODS
 
 Row = Mapping[str, str]
@@ -79,7 +79,7 @@ def results_of(
 ) -> list[Row]:
     """Return the checked rows of a file that `script` wrote, which agree in all flags but `apart`.
 
-    Raises CommandLineError or RecordError.
+    Raises CommandLineError or ProgramError.
     """
     if not path.exists():
         raise CommandLineError(f"there is no file {path}; {script} writes it")
