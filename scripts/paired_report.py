@@ -43,7 +43,7 @@ CONFIDENCE = 0.95
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Return the rows, the control's first. Raises CommandLineError, RecordError."""
+    """Return the rows, the control's first. Raises CommandLineError, ProgramError."""
     rows = results_of(path, "experiments/train_beam_search.py", NEEDED, APART, ("inverse_temperature",))
     if len({len(row[f"test_{kind}_accuracy"].split()) for row in rows for kind in ("forced", "free")}) > 1:
         raise CommandLineError(f"{path} has test_forced_accuracy or test_free_accuracy of another number of positions")
@@ -59,7 +59,7 @@ def shown_arm(row: Row) -> str:
 
 
 def tables(path: Path) -> str:
-    """Return the three tables as Markdown. Raises CommandLineError, RecordError."""
+    """Return the three tables as Markdown. Raises CommandLineError, ProgramError."""
     rows = rows_of(path)
     first, rates = rows[0], [column for column in RATES if any(row.get(column) for row in rows)]
     check(path, rows, rates)  # what one row has, all have

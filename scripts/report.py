@@ -110,7 +110,7 @@ def table_of(
 
 
 def chosen_rows(path: Path, where: list[str]) -> list[Row]:
-    """Return the rows of a results file that meet every condition. Raises CommandLineError and RecordError."""
+    """Return the rows of a results file that meet every condition. Raises CommandLineError and ProgramError."""
     rows = rows_of(path, "a training script writes one with --results")
     for condition in where:
         left, equals, value = condition.partition("=")

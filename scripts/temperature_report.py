@@ -63,7 +63,7 @@ def rows_of(path: Path) -> pd.DataFrame:
 
 
 def table(path: Path) -> str:
-    """Return the table as Markdown. Raises CommandLineError, RecordError."""
+    """Return the table as Markdown. Raises CommandLineError, ProgramError."""
     frame = rows_of(path)
     first = frame.iloc[0]
     trained = first.get("model") or f"linear heads on embeddings of {first['num_classes']} classes"

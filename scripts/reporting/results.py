@@ -11,8 +11,8 @@ import pandas as pd
 
 from data import program
 from data.program import CommandLineError, Parser
+from experiments.shared.neighbours import METHODS as KNN_METHODS
 from experiments.shared.run_record import COLUMNS, read_rows
-from experiments.shared.train_knn_flags import METHODS as KNN_METHODS
 from topk_losses import METHODS
 
 Row = Mapping[str, str]
@@ -75,7 +75,7 @@ def check(path: Path, rows: Sequence[Row], needed: Sequence[str], optional: Sequ
 
 
 def rows_of(path: Path, how: str) -> list[Row]:
-    """Return the rows of a results file, one at least; how: they come about. Raises CommandLineError, RecordError."""
+    """Return the rows of a results file, one at least; how: they come about. Raises CommandLineError, ProgramError."""
     rows: list[Row] = read_rows(path)
     if not rows:
         raise CommandLineError(f"there is no file {path} with rows: {how}")
@@ -87,7 +87,7 @@ def results_of(
 ) -> list[Row]:
     """Return the checked rows of a file that `script` wrote, which agree in all flags but `apart`.
 
-    Raises CommandLineError or RecordError.
+    Raises CommandLineError or ProgramError.
     """
     rows = rows_of(path, f"{script} writes it")
     check(path, rows, needed, optional)

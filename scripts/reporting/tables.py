@@ -22,8 +22,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.shared.command_line import CommandLineError
+from experiments.shared.neighbours import UNTRAINED
 from experiments.shared.run_record import COLUMNS
-from experiments.shared.train_knn_flags import UNTRAINED
 from scripts.reporting.results import KNOWN_METHODS, Row, check, differing, float_of
 from topk_losses import RELAXATIONS
 
