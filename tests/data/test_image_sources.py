@@ -86,7 +86,7 @@ def test_what_is_left_out_is_said(tmp_path):
         (tmp_path / "train" / name).write_text("")
     left_out, empty = open_images(str(tmp_path), "").notes
     assert left_out.startswith("3 files below")
-    assert "1 without ending, 2 .txt" in left_out
+    assert "2 .txt, 1 without ending" in left_out
     assert empty == "1 classes have no test image: b"
 
 
