@@ -1,7 +1,6 @@
 """data/embeddings/ and its commands: what is written comes back, what is damaged or unfinished
 is named, and scripts open anything."""
 
-import errno
 import hashlib
 import json
 import os
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from data import file_lock
 from data.embeddings import (
     DTYPES,
     LAYOUTS,
@@ -216,16 +214,11 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     assert (store.checksum, store.details) == (None, {})  # not made of a file
     with pytest.raises(EmbeddingError, match="is a complete store already"):
         StoreWriter(tmp_path, **settings)
-
-
-def test_shards_with_other_settings_are_not_mixed(tmp_path):
-    StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, backbone="a")
+    StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float16, backbone="a")
     with pytest.raises(EmbeddingError, match=r"other settings \(dtype 'float16', now 'float32'; backbone 'a', now 'b'"):
-        StoreWriter(tmp_path, dim=DIM, dtype=torch.float32, backbone="b")
-    with pytest.raises(EmbeddingError, match="must be float16, float32, bfloat16, got float64"):
-        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float64)
+        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float32, backbone="b")
     with pytest.raises(EmbeddingError, match="every shard is missing"):
-        StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, backbone="a").finish()
+        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float16, backbone="a").finish()
 
 
 # Stores in the earlier format.
@@ -379,19 +372,10 @@ def test_a_pickle_on_this_disk_becomes_a_store_beside_it(tmp_path, monkeypatch):
     assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
     narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16, progress=False)
     assert narrow.path == tmp_path / "file.bfloat16.store"
-
-
-def test_where_no_store_can_be_written_the_way_out_is_named(tmp_path, monkeypatch):
-    save_pickle(tmp_path / "file.p")
-
-    def read_only(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(file_lock.os, "open", read_only)
-    with pytest.raises(
-        EmbeddingError, match=r"Read-only file system\): make it elsewhere by .* convert .*file\.p FOLDER"
-    ):
-        open_or_fetch(tmp_path / "file.p")
+    shutil.rmtree(narrow.path)
+    narrow.path.write_text("in the way")  # or a folder that takes no files
+    with pytest.raises(EmbeddingError, match=r"make it elsewhere by .* convert .*file\.p FOLDER"):
+        open_or_fetch("file.p", dtype=torch.bfloat16)
 
 
 def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, server, capsys):
