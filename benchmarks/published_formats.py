@@ -130,7 +130,7 @@ def serve(sets: dict[str, tuple[int, int]], folder: Path, channel: Any) -> None:
 def downloaded(name: str, address: str, cache: Path) -> dict[str, str]:
     """Download one set, and return what that took."""
     start = time.perf_counter()
-    file = fetch(name, cache, endpoint_url=address, progress=False)
+    file = fetch(name, cache, endpoint_url=address)
     seconds = time.perf_counter() - start
     size, peak = f"{file.stat().st_size / 2**20:.1f}", f"{peak_memory_mib(CPU):.0f}"
     return {"file_mib": size, "download_seconds": f"{seconds:.3g}", "download_peak_mib": peak}
@@ -139,7 +139,7 @@ def downloaded(name: str, address: str, cache: Path) -> dict[str, str]:
 def converted(name: str, address: str, cache: Path) -> dict[str, Any]:
     """Make the store of a downloaded set, and return what that took and what is in it."""
     start = time.perf_counter()
-    store = open_or_fetch(name, cache, endpoint_url=address, progress=False)
+    store = open_or_fetch(name, cache, endpoint_url=address)
     seconds = time.perf_counter() - start
     return {
         "rows": len(store["train"]),

@@ -394,7 +394,7 @@ def upload(store: EmbeddingStore, address: str, endpoint_url: str | None) -> Non
     from data.transfers.object_store import upload as send
 
     try:
-        send(store.path, address, endpoint_url=endpoint_url, last=MANIFEST, progress=sys.stderr.isatty())
+        send(store.path, address, endpoint_url=endpoint_url, last=MANIFEST)
     except ObjectStoreError as error:
         raise cli.RunError(f"{error}. The store is complete in {store.path}; the same command sends it again") from None
     say(f"uploaded: {address}")

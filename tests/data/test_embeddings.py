@@ -365,12 +365,12 @@ def test_the_module_runs_as_a_command_and_catches_its_own_errors(tmp_path):
 
 def test_a_pickle_on_this_disk_becomes_a_store_beside_it(tmp_path, monkeypatch):
     embeddings = save_pickle(tmp_path / "file.p", "imagenet21k")
-    store = open_or_fetch(tmp_path / "file.p", progress=False)
+    store = open_or_fetch(tmp_path / "file.p")
     assert (store.path, store.source) == (tmp_path / "file.store", "file.p")
     monkeypatch.chdir(tmp_path)
     assert open_or_fetch("./file.p").path == Path("file.store")  # the same file by another name
     assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
-    narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16, progress=False)
+    narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16)
     assert narrow.path == tmp_path / "file.bfloat16.store"
     shutil.rmtree(narrow.path)
     narrow.path.write_text("in the way")  # or a folder that takes no files
@@ -403,7 +403,7 @@ def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, serve
 
     # An address, and the store that stands for its file.
     for number, (given, expected) in enumerate(((None, "unverified"), (digest, f"sha256 {digest}"))):
-        options = {"cache_dir": tmp_path / f"cache{number}", "sha256": given, "progress": False}
+        options = {"cache_dir": tmp_path / f"cache{number}", "sha256": given}
         assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
         next(options["cache_dir"].glob("*.p")).unlink()
         assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
@@ -453,7 +453,7 @@ def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, serv
     assert capsys.readouterr().out.strip() == str(file)
     sources = {f"{address}/set.p": (None, None), "efficientnet-l2-800": ("tf_efficientnet_l2_ns", 800)}
     for source, known in sources.items():
-        store = open_or_fetch(source, file.parent, progress=False)
+        store = open_or_fetch(source, file.parent)
         assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
         assert (store.source, store.backbone, store.resolution) == (source, *known)
         # The store stands for the file from now on.
@@ -467,8 +467,8 @@ def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, serv
 def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch):
     store, _ = write_store(tmp_path / "store")
     for number, prefix in enumerate(("my/store", "v1.0/", "photos.store")):
-        object_store.upload(store.path, f"s3://own/{prefix}", endpoint_url=moto, last=MANIFEST, progress=False)
-        options = {"cache_dir": tmp_path / f"cache{number}", "endpoint_url": moto, "progress": False}
+        object_store.upload(store.path, f"s3://own/{prefix}", endpoint_url=moto, last=MANIFEST)
+        options = {"cache_dir": tmp_path / f"cache{number}", "endpoint_url": moto}
         back = open_or_fetch(f"s3://own/{prefix}", **options)
         assert (back.fingerprint, back.verify()) == (store.fingerprint, [])
     # One that lost a file fetches that; a complete one needs no server, and no permission to write.

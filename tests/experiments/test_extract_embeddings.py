@@ -452,7 +452,7 @@ def test_a_store_is_uploaded_and_read_back(images, tmp_path, endpoint, capsys):
     flags = f"--on_error skip --upload s3://stores/some/noise.store --endpoint_url {endpoint}"
     assert script.main(command(images, tmp_path / "s", flags)) == 0
     assert "uploaded: s3://stores/some/noise.store/" in capsys.readouterr().out
-    store = open_or_fetch("s3://stores/some/noise.store", tmp_path / "cache", endpoint_url=endpoint, progress=False)
+    store = open_or_fetch("s3://stores/some/noise.store", tmp_path / "cache", endpoint_url=endpoint)
     assert store.verify() == []
     names = [name for name in files(tmp_path / "s") if name != "skipped.csv"]
     assert {name: (store.path / name).read_bytes() for name in names} == {
@@ -462,7 +462,7 @@ def test_a_store_is_uploaded_and_read_back(images, tmp_path, endpoint, capsys):
     other = flags.replace("some/noise.store", "again")
     assert script.main(command(images, tmp_path / "s", other)) == 0
     assert "skipped: " in capsys.readouterr().out
-    again = open_or_fetch("s3://stores/again/", tmp_path / "cache", endpoint_url=endpoint, progress=False)
+    again = open_or_fetch("s3://stores/again/", tmp_path / "cache", endpoint_url=endpoint)
     assert len(again["train"]) == 17
 
 
