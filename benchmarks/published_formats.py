@@ -101,7 +101,7 @@ def converted(name: str, cache: Path) -> dict[str, Any]:
     """Make the store of a set, and return what that took and what is in it."""
     file_mib = cached_path(name, cache).stat().st_size / 2**20
     start = time.perf_counter()
-    store = open_or_fetch(name, cache, progress=False)
+    store = open_or_fetch(name, cache)
     seconds = time.perf_counter() - start
     return {
         **{"file_mib": f"{file_mib:.1f}", "rows": len(store["train"]), "test_rows": len(store["test"])},

@@ -1,17 +1,14 @@
 """CIFAR-100, CIFAR-10 and digits as uint8 tensors, with their splits, label noise and augmentation.
 
-Protocol of the published CIFAR-100 experiments: a random 5 % of the training images validate, the last
-10,000 images test; training images are cropped at random (32x32 out of a frame padded by 4 black pixels)
-and flipped horizontally with probability one half; pixels are normalised with CIFAR-10's mean and standard
-deviation, which the published code uses for CIFAR-100 too. One point differs on purpose: the published
-script sends validation images through the training augmentation and drops the last partial batch; here
-validation images are complete and unaugmented.
+Protocol of the published CIFAR-100 experiments: a random 5 % of the training images validate, the last 10,000 images
+test; training images are cropped at random (32x32 out of a frame padded by 4 black pixels) and flipped horizontally
+with probability one half; pixels are normalised with CIFAR-10's mean and standard deviation, which the published code
+uses for CIFAR-100 too. One point differs on purpose: the published script sends validation images through the training
+augmentation and drops the last partial batch; here validation images are complete and unaugmented.
 
-A whole data set is held in memory (CIFAR: 184 MB), and a batch is augmented by a handful of tensor
-operations on whatever device holds it, without a loop over samples and without waiting for a GPU.
-
-Every random choice is a pure function of the seed, the epoch and its purpose, so that a run resumed at an
-epoch sees the same batches and the same crops as one that never stopped.
+A whole data set is held in memory (CIFAR: 184 MB), and a batch is augmented by a handful of tensor operations on
+whatever device holds it. Every random choice is a pure function of the seed, the epoch and its purpose, so that a run
+resumed at an epoch sees the same batches and the same crops as one that never stopped.
 """
 
 import os
@@ -126,9 +123,8 @@ def load_dataset(
     name: `digits` is scikit-learn's bundled set of 1,797 grey 8x8 digits, enlarged to 32x32 RGB by repeating pixels; a
         fixed stratified 360 of them test. It needs no download.
     data_dir: folder that holds `cifar-100-python/` or `cifar-10-batches-py/`, or receives them. Complete folders are
-        read where they are and nothing is written; files that are missing or whose MD5 sum is wrong are unpacked again
-        from the archive beside them, which is fetched again if its own MD5 sum is wrong. Processes that start together
-        download once.
+        read where they are and nothing is written; what is missing or has a wrong MD5 sum is unpacked again from the
+        archive beside them, which is fetched again likewise. Processes that start together download once.
     mirror: where to fetch the archive instead of its home page: a folder or the full address of the `.tar.gz`, as
         http://, https:// or file://. The MD5 sum must be the published one.
     seed: chooses the validation images, the subsets and the label noise; at least 0.
@@ -150,23 +146,23 @@ def load_dataset(
             "use noise_groups='blocks'"
         )
     train, test, class_names = load_complete(name, data_dir, mirror=mirror)
-    counts = {}
-    for flag, limit, split in (("limit_train", limit_train, train), ("limit_test", limit_test, test)):
-        counts[flag] = len(split) if limit is None else limit
-        if not 1 <= counts[flag] <= len(split):
+    limits = {"train": limit_train, "test": limit_test}
+    for (name_of, limit), split in zip(limits.items(), (train, test)):
+        if limit is not None and not 1 <= limit <= len(split):
             raise ValueError(
-                f"{flag} must be a number of images from 1 to {len(split)}, the size of the set, got {limit}; leave it "
-                "out to use all"
+                f"limit_{name_of} must be a number of images from 1 to {len(split)}, the size of the set, got {limit}; "
+                "leave it out to use all"
             )
-    valid_count = round(counts["limit_train"] * _VALID_SHARE)
+    count = limit_train or len(train)
+    valid_count = round(count * _VALID_SHARE)
     if valid_count == 0:
         raise ValueError(f"{limit_train} training images leave 0 to validate, which takes 5 %: raise limit_train")
 
     # Validation is taken from the front of the shuffled order and training from its end, so that a limit
     # shortens each and moves no image from one to the other.
     order = torch.randperm(len(train), generator=seeded(_SPLIT, seed))  # (N,)
-    train_rows = order[len(train) - (counts["limit_train"] - valid_count) :]  # (T,)
-    test_rows = torch.randperm(len(test), generator=seeded(_TEST_SUBSET, seed))[: counts["limit_test"]]
+    train_rows = order[len(train) - (count - valid_count) :]  # (T,)
+    test_rows = torch.randperm(len(test), generator=seeded(_TEST_SUBSET, seed))[:limit_test]
 
     noisy = train.labels
     if label_noise > 0:
@@ -217,19 +213,12 @@ def noisy_labels(labels: Tensor, groups: Tensor, probability: float, generator: 
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch visits its samples: a permutation (num_samples,) int64 on the CPU.
-
-    A pure function of its arguments. Raises ValueError for a negative seed or epoch.
-    """
+    """The order in which an epoch visits its samples: a permutation (num_samples,) int64 on the CPU."""
     return torch.randperm(num_samples, generator=seeded(_ORDER, seed, epoch))
 
 
 def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator on `device` for the augmentation of one epoch, seeded by seed and epoch alone.
-
-    CPU and CUDA generators draw different numbers from the same seed. Raises ValueError for a negative seed
-    or epoch.
-    """
+    """A generator on `device` for the augmentation of one epoch, as `seeded` makes it."""
     return seeded(_AUGMENTATION, seed, epoch, device)
 
 
@@ -327,7 +316,7 @@ def _superclasses(root: Path) -> Tensor:
 
 def _load_cifar(kind: type[CIFAR10], root: Path, mirror: str | None) -> tuple[CIFAR10, CIFAR10]:
     """torchvision's training and test set, fetched or unpacked by torchvision where files are missing or damaged."""
-    url, timeout = kind.url if mirror is None else mirror, socket.getdefaulttimeout()
+    url, timeout = mirror or kind.url, socket.getdefaulttimeout()
     if urlsplit(url).scheme not in ("http", "https", "file"):
         raise ValueError(
             f"mirror must begin with http://, https:// or file://, got {mirror!r}; "
@@ -336,11 +325,10 @@ def _load_cifar(kind: type[CIFAR10], root: Path, mirror: str | None) -> tuple[CI
     if not urlsplit(url).path.endswith((".tar.gz", ".tgz")):
         url = f"{url.rstrip('/')}/{kind.filename}"
     try:
-        if (found := _whole(kind, root)) is not None:
+        if found := _whole(kind, root):
             return found
         with held(lock_beside(root / kind.base_folder)):
-            # Another process may have fetched the files while this one waited for the lock.
-            if (found := _whole(kind, root)) is not None:
+            if found := _whole(kind, root):  # another process fetched the files while this one waited
                 return found
             root.mkdir(parents=True, exist_ok=True)
             archive = root / kind.filename

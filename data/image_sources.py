@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder, default_loader
 
 from data.cifar100 import DATASETS, DatasetUnavailableError, Split, load_complete
 from data.program import ProgramError
@@ -104,17 +105,16 @@ class ImageSource:
 
 
 class _Folder(ImageFolder):
-    """Images below one folder per class. ignored: endings of the other files, counted."""
+    """Images below one folder per class, hidden ones left out. ignored: endings of the other files, counted."""
 
     def __init__(self, root: Path) -> None:
         self.ignored = Counter()
+        super().__init__(str(root), loader=_opened, is_valid_file=self._is_image, allow_empty=True)
 
-        def is_image(path: str) -> bool:
-            found = path.lower().endswith(IMG_EXTENSIONS)
-            self.ignored.update([] if found else [Path(path).suffix.lower()])
-            return found
-
-        super().__init__(str(root), loader=_opened, is_valid_file=is_image, allow_empty=True)
+    def _is_image(self, path: str) -> bool:
+        found = path.lower().endswith(IMG_EXTENSIONS)
+        self.ignored.update([] if found else [Path(path).suffix.lower() or "without ending"])
+        return found
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """Class names and their labels."""
@@ -125,8 +125,7 @@ class _Folder(ImageFolder):
 def _opened(path: str) -> Image.Image:
     if not os.path.isfile(path):  # opening a pipe would wait for ever
         raise OSError("not a regular file")
-    with open(path, "rb") as file, Image.open(file) as image:
-        return image.convert("RGB")
+    return default_loader(path)
 
 
 class _Pixels(Dataset):
@@ -162,11 +161,15 @@ def open_images(
     name = dataset or ""
     path = Path(os.path.expanduser(name.removeprefix("folder:")))
     if folders:
-        source = _open_folders({split: Path(os.path.expanduser(folder)) for split, folder in folders.items()}, None)
+        folders = {split: Path(os.path.expanduser(folder)) for split, folder in folders.items()}
+        source = _open_folders(folders, "+".join(folder.resolve().name for folder in folders.values()))
     elif name in DATASETS:
-        source = _open_tensors(name, data_dir, mirror)
+        *both, class_names = load_complete(name, data_dir, mirror=mirror)
+        source = _source(name, map(_Pixels, both), class_names)
     elif name in TORCHVISION:
-        source = _open_library(name, Path(os.path.expanduser(data_dir)))
+        kind, *selections = TORCHVISION[name]
+        both = [_of_torchvision(name, kind, Path(os.path.expanduser(data_dir)), each) for each in selections]
+        source = _source(name, both, map(str, getattr(both[0], "classes", ())))
     elif path.is_dir() and name:
         source = _open_folders(_split_folders(path), path.resolve().name)
     elif "/" in name or os.sep in name or name.startswith("folder:"):
@@ -178,15 +181,21 @@ def open_images(
         raise ImageSourceError(f"unknown dataset {name!r}{hint} Give a folder or one of: {', '.join(known)}")
     splits = dict(source.splits)
     for split, limit in (limits or {}).items():
-        available = len(splits.get(split, ()))
-        if limit is not None and not 1 <= limit <= available:
+        if limit is None:
+            continue
+        if not 1 <= limit <= (available := len(splits.get(split, ()))):
             raise ImageSourceError(
                 f"--limit_{split} must be from 1 to {available}, the number of {split} images, got {limit}"
             )
-        if limit is not None:
-            splits[split] = Images(splits[split].name, splits[split].dataset, limit)
+        splits[split] = Images(splits[split].name, splits[split].dataset, limit)
     fingerprint = {**source.fingerprint, "images": {split: len(images) for split, images in splits.items()}}
     return replace(source, splits=splits, fingerprint=fingerprint)
+
+
+def _source(name: str, both: Iterable[Dataset], class_names: Iterable[str]) -> ImageSource:
+    """A training and a test set of a name."""
+    splits = {split: Images(f"{name} {split}", images) for split, images in zip(("train", "test"), both)}
+    return ImageSource(name, tuple(class_names), splits, {"dataset": name})
 
 
 class ImageBatches(Dataset):
@@ -219,34 +228,21 @@ def collate(items: Iterable[tuple[Tensor | None, int, int, str]]) -> tuple[Tenso
     return images, torch.tensor([item[1] for item in good], dtype=torch.int64), [item[2] for item in good], broken
 
 
-def _open_tensors(name: str, data_dir: str | Path, mirror: str | None) -> ImageSource:
-    *both, class_names = load_complete(name, data_dir, mirror=mirror)
-    splits = {split: Images(f"{name} {split}", _Pixels(rows)) for split, rows in zip(("train", "test"), both)}
-    return ImageSource(name, class_names, splits, {"dataset": name})
-
-
-def _open_library(name: str, data_dir: Path) -> ImageSource:
-    kind, *selections = TORCHVISION[name]
-    opened = [_load_library(getattr(torchvision.datasets, kind), name, data_dir, each) for each in selections]
-    class_names = tuple(str(each) for each in getattr(opened[0], "classes", ()))
-    splits = {split: Images(f"{name} {split}", dataset) for split, dataset in zip(("train", "test"), opened)}
-    return ImageSource(name, class_names, splits, {"dataset": name})
-
-
-def _load_library(kind: Callable[..., Dataset], name: str, data_dir: Path, selection: Mapping[str, Any]) -> Dataset:
+def _of_torchvision(name: str, kind: str, data_dir: Path, selection: Mapping[str, Any]) -> Dataset:
+    make = partial(getattr(torchvision.datasets, kind), str(data_dir), **selection)
     try:
-        return kind(str(data_dir), **selection)
+        return make()
     except ImportError as error:
         raise ImageSourceError(f"{name} needs another package: {error}") from None
     except Exception:  # of a file that is missing or damaged; each data set has its own
         pass
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        return kind(str(data_dir), **selection, download=True)
+        return make(download=True)
     except Exception as error:
         raise DatasetUnavailableError(
             f"{name} is neither in {data_dir}, whole, nor to be downloaded ({type(error).__name__}: {error}): check "
-            f"the network, delete damaged files, or place whole ones as torchvision.datasets.{kind.__name__} wants them"
+            f"the network, delete damaged files, or place whole ones as torchvision.datasets.{kind} wants them"
         ) from None
 
 
@@ -277,18 +273,16 @@ def _class_folders(path: Path) -> list[str]:
     return sorted(each.name for each in os.scandir(path) if each.is_dir() and not each.name.startswith("."))
 
 
-def _open_folders(folders: Mapping[str, Path], name: str | None) -> ImageSource:
+def _open_folders(folders: Mapping[str, Path], name: str) -> ImageSource:
+    class_names = {}
     for split, folder in folders.items():
         if not folder.is_dir() or not _class_folders(folder):
-            raise ImageSourceError(
-                f"{folder}, given for the {split} images, "
-                f"{'holds no folder per class' if folder.is_dir() else 'is not a folder'}: check the path"
-            )
-    class_names = {split: _class_folders(folder) for split, folder in folders.items()}
+            what = "holds no folder per class" if folder.is_dir() else "is not a folder"
+            raise ImageSourceError(f"{folder}, given for the {split} images, {what}: check the path")
+        class_names[split] = _class_folders(folder)
     first, *others = class_names
     for other in others:
-        differing = sorted(set(class_names[first]) ^ set(class_names[other]))
-        if differing:
+        if differing := sorted(set(class_names[first]) ^ set(class_names[other])):
             raise ImageSourceError(
                 f"{first} and {other} must have the same class folders, since these number the labels; "
                 f"{len(differing)} are in one alone: {', '.join(differing[:5])}"
@@ -296,20 +290,16 @@ def _open_folders(folders: Mapping[str, Path], name: str | None) -> ImageSource:
     splits, digests, notes = {}, {}, []
     for split, folder in folders.items():
         listed = _Folder(folder)
-        begin = len(os.path.join(folder, ""))
-        paths = [path[begin:].replace(os.sep, "/") for path, _ in listed.samples]
+        paths = [os.path.relpath(path, folder).replace(os.sep, "/") for path, _ in listed.samples]
         if not paths:
             raise ImageSourceError(f"there is no image below {folder}: files end in {' '.join(IMG_EXTENSIONS)}")
         splits[split] = Images(split, listed)
         digests[split] = hashlib.sha256("\n".join(paths).encode()).hexdigest()
         if listed.ignored:
-            endings = (f"{count} {ending or 'without ending'}" for ending, count in sorted(listed.ignored.items()))
-            notes.append(
-                f"{listed.ignored.total()} files below {folder} are no images by their names ({', '.join(endings)}) "
-                "and are left out"
-            )
+            endings = ", ".join(f"{count} {ending}" for ending, count in sorted(listed.ignored.items()))
+            left_out = f"{listed.ignored.total()} files below {folder} are no images by their names"
+            notes.append(f"{left_out} ({endings}) and are left out")
         present = set(listed.targets)
         if empty := [each for label, each in enumerate(listed.classes) if label not in present]:
             notes.append(f"{len(empty)} classes have no {split} image: {', '.join(empty[:5])}")
-    name = name or "+".join(folder.resolve().name for folder in folders.values())
     return ImageSource(f"folder:{name}", tuple(class_names[first]), splits, {"paths_sha256": digests}, tuple(notes))

@@ -53,23 +53,17 @@ def begin() -> None:
 
     Ctrl-C and SIGTERM end it at once, outside of `finish`: nothing has begun, or all is done. What cannot be printed,
     such as a path that is no UTF-8, is printed escaped; a standard stream that is closed reads and writes nothing.
-
-    OpenMP's threads wait asleep, unless OMP_WAIT_POLICY says otherwise: waiting in a loop, as by default, they keep
-    each other from the cores once another program runs. It is read when PyTorch is loaded.
     """
+    # Waiting in a loop, as by default, OpenMP's threads keep each other from the cores once another program runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop_at_once)
     sys.excepthook = _excepthook
-    for name, mode, errors in (
-        ("stdin", "r", "surrogateescape"),
-        ("stdout", "w", "backslashreplace"),
-        ("stderr", "w", "backslashreplace"),
-    ):
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-        getattr(sys, name).reconfigure(errors=errors)
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="surrogateescape" if name == "stdin" else "backslashreplace")
 
 
 def _stop_at_once(number: int, _: object) -> NoReturn:

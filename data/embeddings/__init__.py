@@ -36,7 +36,6 @@ def open_or_fetch(
     keys: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     sha256: str | None = None,
-    progress: bool = True,
 ) -> EmbeddingStore:
     """Open a store, making it first of whatever `source` names.
 
@@ -46,7 +45,6 @@ def open_or_fetch(
     cache_dir: where downloads go; without it as in data/transfers/object_store.py. A file's store lies beside the
         file, as <name>.store (<name>.<dtype>.store with a dtype). It is made once; afterwards the file can be deleted.
     endpoint_url: of the S3 server. keys, dtype: as for `convert`. sha256: of the file; of a store, its fingerprint.
-    progress: whether to draw bars.
 
     Raises EmbeddingError and ObjectStoreError; OSError passes through.
     """
@@ -55,7 +53,7 @@ def open_or_fetch(
     # Imported here: a store on this disk does without.
     from data.transfers import object_store
 
-    last, given = str(source).rpartition("/")[2], {"endpoint_url": endpoint_url, "progress": progress}
+    last, given = str(source).rpartition("/")[2], {"endpoint_url": endpoint_url}
     if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
         folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, endpoint_url=endpoint_url)
         try:
@@ -80,7 +78,6 @@ def open_or_fetch(
             resolution=known and known.resolution,
             source=str(source) if str(source) in PUBLISHED_SETS or "://" in str(source) else None,
             checksum=f"sha256 {sha256.lower()}" if sha256 else object_store.checksum_of(file) or UNVERIFIED,
-            progress=progress,
         )
     except OSError as error:
         raise EmbeddingError(

@@ -114,12 +114,12 @@ def _convert(args: argparse.Namespace) -> None:
         fetch(args.file, sha256=args.sha256)
     noted = {name: getattr(args, name) for name in ("keys", "dtype", "num_classes", "backbone", "resolution")}
     checksum = f"sha256 {args.sha256.lower()}" if args.sha256 else checksum_of(Path(args.file)) or UNVERIFIED
-    _describe(convert(args.file, args.destination, **noted, checksum=checksum, progress=True))
+    _describe(convert(args.file, args.destination, **noted, checksum=checksum))
 
 
 def _verify(args: argparse.Namespace) -> int:
     store = open_store(args.store)
-    problems = store.verify(progress=True)
+    problems = store.verify()
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if not problems:

@@ -71,7 +71,6 @@ def convert(
     source: str | None = None,
     checksum: str = UNVERIFIED,
     shard_bytes: int = SHARD_BYTES,
-    progress: bool = False,
 ) -> EmbeddingStore:
     """Make a store of a torch pickle of embeddings and labels, or of a store in the earlier format.
 
@@ -80,7 +79,7 @@ def convert(
     dtype: float16, float32 or bfloat16 for the store; that of the file without it.
     num_classes: the largest label + 1 without it. backbone, resolution (pixels), source: noted in the store;
         source is the file's name without it. checksum: what the file was verified by, noted likewise.
-    shard_bytes: embeddings per shard. progress: whether to draw a bar. Of an earlier store all is taken as it is.
+    shard_bytes: embeddings per shard. Of an earlier store all is taken as it is.
 
     Killed and called again, it continues with the shards that are missing; a complete store of this file is opened.
     Two processes wait for one another. Raises EmbeddingError for a file that cannot be converted, for too little memory
@@ -93,7 +92,7 @@ def convert(
     noted = {"num_classes": num_classes, "backbone": backbone, "resolution": resolution}
     with held(lock_beside(destination)):
         if old:
-            return _taken_over(file, destination, progress)
+            return _taken_over(file, destination)
         if (destination / MANIFEST).exists():
             return _complete(file, destination, {**noted, "keys": keys and dict(keys)}, dtype)
         tensors, mapped = _load(file)
@@ -126,7 +125,7 @@ def convert(
                 f"the store takes another {gib(needed)}, and {gib(free)} are free at {destination}: free some space or "
                 "choose another folder"
             )
-        with tqdm(total=rows, unit="row", unit_scale=True, desc=destination.name, disable=not progress) as bar:
+        with tqdm(total=rows, unit="row", unit_scale=True, desc=destination.name, disable=None) as bar:
             for split, number, part in missing:
                 if mapped:  # open the map anew: only closing it gives back the pages that were read
                     tensors = splits = None
@@ -159,7 +158,7 @@ def _complete(file: Path, destination: Path, wanted: dict[str, Any], dtype: torc
     return store
 
 
-def _taken_over(folder: Path, destination: Path, progress: bool) -> EmbeddingStore:
+def _taken_over(folder: Path, destination: Path) -> EmbeddingStore:
     """The store at `destination`, with the shards of one in the earlier format, two files each."""
     try:
         old = json.loads((folder / OLD_MANIFEST).read_text())
@@ -170,7 +169,7 @@ def _taken_over(folder: Path, destination: Path, progress: bool) -> EmbeddingSto
         writer = StoreWriter(destination, dim=old["embedding_dim"], dtype=DTYPES[dtype], shard_rows=most, **settings)
         for split, each in shards.items():
             present = writer.present(split)
-            for number, shard in enumerate(tqdm(each, desc=split, unit="shard", disable=not progress)):
+            for number, shard in enumerate(tqdm(each, desc=split, unit="shard", disable=None)):
                 if number not in present:
                     files = (folder / Path(shard[part]["name"]).name for part in PARTS)
                     embeddings, labels = (torch.from_numpy(np.load(file)) for file in files)

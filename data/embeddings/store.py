@@ -194,9 +194,9 @@ class EmbeddingStore:
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    def verify(self, *, progress: bool = False) -> list[str]:
+    def verify(self) -> list[str]:
         """Read every byte and return a sentence for each shard that is not as meta.json says; [] if all are."""
-        with tqdm(total=self.bytes, unit="B", unit_scale=True, desc=self.path.name, disable=not progress) as bar:
+        with tqdm(total=self.bytes, unit="B", unit_scale=True, desc=self.path.name, disable=None) as bar:
             both = itertools.product(self.splits.values(), PARTS)
             return [problem for split, part in both for problem in split.damage(part, bar.update)]
 

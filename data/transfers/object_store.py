@@ -161,24 +161,23 @@ def fetch(
     *,
     endpoint_url: str | None = None,
     sha256: str | None = None,
-    progress: bool = True,
 ) -> Path:
     """The path of a file on this disk, downloaded into the cache unless it is there.
 
     source: as for `resolve`. cache_dir: as for `cached_path`. sha256: 64 hexadecimal digits the file must have.
-    progress: whether to draw a bar. Processes that ask for the same file download it once. Ctrl-C keeps what has
-    arrived for the next start. Raises ObjectStoreError.
+    Processes that ask for the same file download it once. Ctrl-C keeps what has arrived for the next start. Raises
+    ObjectStoreError.
     """
     location = resolve(source, endpoint_url=endpoint_url)
     path = cached_path(source, cache_dir, endpoint_url=endpoint_url)
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise ObjectStoreError(f"sha256 is 64 hexadecimal digits, got {sha256!r}")
     if location.scheme and not path.is_file():
-        _Download(location, path, sha256, progress).run()
+        _Download(location, path, sha256).run()
     if sha256 is not None:
         if path.is_dir():
             raise ObjectStoreError(f"{path} is a folder, and sha256 speaks of a file: leave it out")
-        _check_sha256(path, sha256, progress)
+        _check_sha256(path, sha256)
     return path
 
 
@@ -189,7 +188,6 @@ def fetch_folder(
     index: str,
     damaged: Callable[[Path, Path], Iterable[str]],
     endpoint_url: str | None = None,
-    progress: bool = True,
 ) -> Path:
     """The path of a folder on this disk with the files of s3://bucket/prefix/ that its index lists.
 
@@ -205,7 +203,7 @@ def fetch_folder(
         for old in (folder / index, new):  # each may be of another version than what comes now
             old.unlink(missing_ok=True)
         try:
-            _Download(replace(location, uri=location.uri + index), new, None, progress).run()
+            _Download(replace(location, uri=location.uri + index), new, None).run()
         except ObjectStoreError as error:
             raise ObjectStoreError(
                 f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
@@ -214,7 +212,7 @@ def fetch_folder(
             ) from error
         for name in damaged(new, folder):
             (folder / name).unlink(missing_ok=True)
-            _Download(replace(location, uri=location.uri + name), folder / name, None, progress).run()
+            _Download(replace(location, uri=location.uri + name), folder / name, None).run()
         if wrong := [*damaged(new, folder)]:
             raise ObjectStoreError(
                 f"{location.uri}: {', '.join(wrong)} did not come as {index} says. Start again when the folder is no "
@@ -231,7 +229,6 @@ def upload(
     *,
     endpoint_url: str | None = None,
     last: str | None = None,
-    progress: bool = True,
 ) -> None:
     """Send a folder's files below s3://bucket/prefix, one after another in the order of their names.
 
@@ -246,7 +243,7 @@ def upload(
     if not files or last not in (None, files[-1].name):
         raise ObjectStoreError(f"there is no {last or 'file'} in {folder} to send: check the path")
     bucket, prefix = location.bucket_and_key
-    with _sentences(location), _bar(sum(file.stat().st_size for file in files), 0, folder.name, progress) as bar:
+    with _sentences(location), _bar(sum(file.stat().st_size for file in files), 0, folder.name) as bar:
         client = _client(location, unsigned=False)
         for file in files:
             client.upload_file(str(file), bucket, f"{prefix}/{file.name}".lstrip("/"), Callback=bar.update)
@@ -261,8 +258,8 @@ def checksum_of(path: Path) -> str | None:
 class _Download:
     """One file on its way to `path`."""
 
-    def __init__(self, location: Location, path: Path, sha256: str | None, progress: bool) -> None:
-        self.location, self.path, self.sha256, self.progress = location, path, sha256, progress
+    def __init__(self, location: Location, path: Path, sha256: str | None) -> None:
+        self.location, self.path, self.sha256 = location, path, sha256
         self.folder = path.parent / PARTIAL
         self.part, self.sidecar = (self.folder / f"{path.name}{ending}" for ending in (".part", ".json"))
         self.session, self.stop, self.guard = requests.Session(), threading.Event(), threading.Lock()
@@ -307,13 +304,13 @@ class _Download:
             raise OSError(errno.ENOSPC, f"{to_come / 1e9:.2f} GB are still to come, {free / 1e9:.2f} GB are free")
         with open(self.part, "ab") as file:
             file.truncate(size)
-        self.bar = _bar(self.size, size - to_come, self.path.name, self.progress)
+        self.bar = _bar(self.size, size - to_come, self.path.name)
         # The pool's threads are daemons: Ctrl-C need not wait for the timeout of a silent server.
         with self.bar, ThreadPool(CONNECTIONS) as pool:
             try:
                 for part in pool.imap_unordered(self._bring, missing):
-                    done.append(part)
-                    if self.ranged:
+                    if self.ranged and not self.stop.is_set():  # else another has failed, and this one ended early
+                        done.append(part)
                         write_json(self.sidecar, {**plan, "done": done})
             finally:
                 self.stop.set()
@@ -398,13 +395,13 @@ class _Download:
     def _verify(self, etag: str) -> str | None:
         """Raise ObjectStoreError unless the .part file is what the server and the caller say; return by which sum."""
         if self.sha256:
-            _check_sha256(self.part, self.sha256, self.progress)
+            _check_sha256(self.part, self.sha256)
             return f"sha256 {self.sha256.lower()}"
         if not (found := re.fullmatch(r'"([0-9a-f]{32})(?:-(\d+))?"', etag)):
             return None
         count = int(found[2] or 0)  # 0: the sum of the bytes; n: the sum of the sums of n parts
         for part_bytes in etag_part_sizes(self.part.stat().st_size, count):
-            sums = _digests(self.part, "md5", part_bytes, self.progress)
+            sums = _digests(self.part, "md5", part_bytes)
             if (hashlib.md5(b"".join(sums), usedforsecurity=False).digest() if count else sums[0]).hex() == found[1]:
                 return f"etag {etag[1:-1]}"
         if count < 2:
@@ -461,10 +458,10 @@ def _check_answer(answer: requests.Response) -> None:
         raise ObjectStoreError(f"the server sends the file encoded as {encoding}, which it was asked not to do")
 
 
-def _check_sha256(path: Path, sha256: str, progress: bool) -> None:
+def _check_sha256(path: Path, sha256: str) -> None:
     """Raise ObjectStoreError unless a file has this sum. One verified holds as long as the file is untouched."""
     if checksum_of(path) != f"sha256 {sha256.lower()}":
-        found = _digests(path, "sha256", path.stat().st_size, progress)[0].hex()
+        found = _digests(path, "sha256", path.stat().st_size)[0].hex()
         if found != sha256.lower():
             raise ObjectStoreError(
                 f"{path} has SHA-256 {found} instead of {sha256}: another file, or a damaged one. Check sha256; a file "
@@ -472,10 +469,10 @@ def _check_sha256(path: Path, sha256: str, progress: bool) -> None:
             )
 
 
-def _digests(path: Path, algorithm: str, part_bytes: int, progress: bool) -> list[bytes]:
+def _digests(path: Path, algorithm: str, part_bytes: int) -> list[bytes]:
     """The digest of each `part_bytes` bytes of a file; one digest of an empty file."""
     digests = []
-    with open(path, "rb") as file, _bar(path.stat().st_size, 0, "verifying", progress) as bar:
+    with open(path, "rb") as file, _bar(path.stat().st_size, 0, "verifying") as bar:
         while not digests or file.tell() < bar.total:
             digest, left = hashlib.new(algorithm, usedforsecurity=False), part_bytes
             while chunk := file.read(min(left, 2**20)):
@@ -486,8 +483,9 @@ def _digests(path: Path, algorithm: str, part_bytes: int, progress: bool) -> lis
     return digests
 
 
-def _bar(total: int | None, initial: int, name: str, progress: bool) -> tqdm:
-    return tqdm(total=total, initial=initial, desc=name[:40], unit="B", unit_scale=True, disable=not progress)
+def _bar(total: int | None, initial: int, name: str) -> tqdm:
+    """A bar that counts bytes, drawn on a terminal alone."""
+    return tqdm(total=total, initial=initial, desc=name[:40], unit="B", unit_scale=True, disable=None)
 
 
 def _recorded(path: Path) -> dict[str, Any]:

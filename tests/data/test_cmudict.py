@@ -4,7 +4,6 @@ import sys
 import types
 
 import pytest
-import torch
 
 from data.cmudict import END, CmudictUnavailableError, load_words, padded
 
@@ -74,10 +73,6 @@ def test_pairs_have_every_reading_and_an_end_behind_the_longest(package):
         expected = zip(split.letters.tolist(), split.readings)
         assert found == [(tuple(word), reading) for word, several in expected for reading in several]
         assert split.first_readings().tolist() == padded([several[0] for several in split.readings], 1).tolist()
-
-
-def test_rows_are_padded_with_ends():
-    assert torch.equal(padded([[1], [2, 3]], 1), torch.tensor([[1, END, END], [2, 3, END]]))
 
 
 def test_the_dictionary_itself():

@@ -1,7 +1,6 @@
 """data/embeddings/ and its commands: what is written comes back, what is damaged or unfinished
 is named, and scripts open anything."""
 
-import errno
 import hashlib
 import json
 import os
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from data import file_lock
 from data.embeddings import (
     DTYPES,
     LAYOUTS,
@@ -216,16 +214,11 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     assert (store.checksum, store.details) == (None, {})  # not made of a file
     with pytest.raises(EmbeddingError, match="is a complete store already"):
         StoreWriter(tmp_path, **settings)
-
-
-def test_shards_with_other_settings_are_not_mixed(tmp_path):
-    StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, backbone="a")
+    StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float16, backbone="a")
     with pytest.raises(EmbeddingError, match=r"other settings \(dtype 'float16', now 'float32'; backbone 'a', now 'b'"):
-        StoreWriter(tmp_path, dim=DIM, dtype=torch.float32, backbone="b")
-    with pytest.raises(EmbeddingError, match="must be float16, float32, bfloat16, got float64"):
-        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float64)
+        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float32, backbone="b")
     with pytest.raises(EmbeddingError, match="every shard is missing"):
-        StoreWriter(tmp_path, dim=DIM, dtype=torch.float16, backbone="a").finish()
+        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float16, backbone="a").finish()
 
 
 # Stores in the earlier format.
@@ -372,26 +365,17 @@ def test_the_module_runs_as_a_command_and_catches_its_own_errors(tmp_path):
 
 def test_a_pickle_on_this_disk_becomes_a_store_beside_it(tmp_path, monkeypatch):
     embeddings = save_pickle(tmp_path / "file.p", "imagenet21k")
-    store = open_or_fetch(tmp_path / "file.p", progress=False)
+    store = open_or_fetch(tmp_path / "file.p")
     assert (store.path, store.source) == (tmp_path / "file.store", "file.p")
     monkeypatch.chdir(tmp_path)
     assert open_or_fetch("./file.p").path == Path("file.store")  # the same file by another name
     assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
-    narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16, progress=False)
+    narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16)
     assert narrow.path == tmp_path / "file.bfloat16.store"
-
-
-def test_where_no_store_can_be_written_the_way_out_is_named(tmp_path, monkeypatch):
-    save_pickle(tmp_path / "file.p")
-
-    def read_only(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(file_lock.os, "open", read_only)
-    with pytest.raises(
-        EmbeddingError, match=r"Read-only file system\): make it elsewhere by .* convert .*file\.p FOLDER"
-    ):
-        open_or_fetch(tmp_path / "file.p")
+    shutil.rmtree(narrow.path)
+    narrow.path.write_text("in the way")  # or a folder that takes no files
+    with pytest.raises(EmbeddingError, match=r"make it elsewhere by .* convert .*file\.p FOLDER"):
+        open_or_fetch("file.p", dtype=torch.bfloat16)
 
 
 def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, server, capsys):
@@ -419,7 +403,7 @@ def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, serve
 
     # An address, and the store that stands for its file.
     for number, (given, expected) in enumerate(((None, "unverified"), (digest, f"sha256 {digest}"))):
-        options = {"cache_dir": tmp_path / f"cache{number}", "sha256": given, "progress": False}
+        options = {"cache_dir": tmp_path / f"cache{number}", "sha256": given}
         assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
         next(options["cache_dir"].glob("*.p")).unlink()
         assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
@@ -469,7 +453,7 @@ def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, serv
     assert capsys.readouterr().out.strip() == str(file)
     sources = {f"{address}/set.p": (None, None), "efficientnet-l2-800": ("tf_efficientnet_l2_ns", 800)}
     for source, known in sources.items():
-        store = open_or_fetch(source, file.parent, progress=False)
+        store = open_or_fetch(source, file.parent)
         assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
         assert (store.source, store.backbone, store.resolution) == (source, *known)
         # The store stands for the file from now on.
@@ -483,8 +467,8 @@ def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, serv
 def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch):
     store, _ = write_store(tmp_path / "store")
     for number, prefix in enumerate(("my/store", "v1.0/", "photos.store")):
-        object_store.upload(store.path, f"s3://own/{prefix}", endpoint_url=moto, last=MANIFEST, progress=False)
-        options = {"cache_dir": tmp_path / f"cache{number}", "endpoint_url": moto, "progress": False}
+        object_store.upload(store.path, f"s3://own/{prefix}", endpoint_url=moto, last=MANIFEST)
+        options = {"cache_dir": tmp_path / f"cache{number}", "endpoint_url": moto}
         back = open_or_fetch(f"s3://own/{prefix}", **options)
         assert (back.fingerprint, back.verify()) == (store.fingerprint, [])
     # One that lost a file fetches that; a complete one needs no server, and no permission to write.

@@ -28,16 +28,13 @@ def test_another_process_waits_or_is_told(tmp_path, capsys):
 
 
 def test_a_place_that_takes_no_files_is_an_error_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(OSError, match="not a regular file"), held(tmp_path / "lock"):
+        pass
     (tmp_path / "file").write_text("in the way")
     for folder in ("/proc/self", tmp_path / "file"):
         with pytest.raises((FileNotFoundError, FileExistsError, NotADirectoryError)), held(Path(folder) / "lock"):
             pass
-
-
-def test_a_pipe_in_place_of_a_lock_is_an_error_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "lock")
-    with pytest.raises(OSError, match="not a regular file"), held(tmp_path / "lock"):
-        pass
 
 
 def test_one_folder_has_one_lock(tmp_path, monkeypatch):

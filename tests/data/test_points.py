@@ -7,7 +7,6 @@ import torch
 import torchvision
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from data.cifar100 import DatasetUnavailableError
 from data.embeddings import StoreWriter
 from data.points import POINT_SETS, load_points, points_of_store
 
@@ -57,12 +56,6 @@ def test_the_mnists_are_the_published_ones(folder, name, kind, transform):
     # Every training image trains or validates, once.
     both = torch.cat([points.train.inputs, points.valid.inputs]).flatten(1)
     assert sorted(both.tolist()) == sorted(kind(folder).data.flatten(1).tolist())
-
-
-def test_where_the_files_are_not_to_be_had_a_sentence_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["file:///nowhere/"])
-    with pytest.raises(DatasetUnavailableError, match="mnist is neither in"):
-        load_points("mnist", tmp_path)
 
 
 def test_digits_have_one_channel_and_a_tenth_validates(tmp_path):

@@ -368,7 +368,7 @@ def test_a_store_is_uploaded_and_read_back(images, tmp_path, s3, capsys):
     flags = f"--on_error skip --upload s3://stores/some/noise.store --endpoint_url {s3}"
     assert script.main(command(images, tmp_path / "s", flags)) == 0
     assert "uploaded: s3://stores/some/noise.store/" in capsys.readouterr().out
-    store = open_or_fetch("s3://stores/some/noise.store", tmp_path / "cache", endpoint_url=s3, progress=False)
+    store = open_or_fetch("s3://stores/some/noise.store", tmp_path / "cache", endpoint_url=s3)
     assert store.verify() == []
     names = [name for name in files(tmp_path / "s") if name != "skipped.csv"]
     assert {name: (store.path / name).read_bytes() for name in names} == {

@@ -464,7 +464,7 @@ def test_a_file_of_another_layout_is_read_by_the_names_of_its_tensors(store, tmp
 
 def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
     boto3.client("s3", endpoint_url=s3).create_bucket(Bucket="own")
-    upload(store, "s3://own/images.store", endpoint_url=s3, progress=False)
+    upload(store, "s3://own/images.store", endpoint_url=s3)
     flags = f"--endpoint_url {s3} --cache_dir {tmp_path / 'cache'}"
     assert script.main(command("s3://own/images.store", results, flags, n_epochs=1)) == 0
     script.main(command(store, tmp_path / "local.csv", n_epochs=1))
