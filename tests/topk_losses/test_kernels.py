@@ -582,7 +582,7 @@ def doubled(x):
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """Compile `doubled` anew, as in a new process; its code is kept in tmp_path."""
-    monkeypatch.setattr(numba_support, "_cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     return lambda: numba_support.jit(doubled)
 
 

@@ -8,8 +8,6 @@ preconditioner; some ten steps do for the plan, and as many for the gradient. fl
 from functools import partial
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from topk_losses import transport
 from topk_losses.kernels import register
@@ -189,22 +187,17 @@ def _outputs(x, labels, beta, k, *_):
     return [x.new_empty(len(x), k), x.new_empty(len(x)), x.new_empty(x.shape)]
 
 
-def _sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
+def _in_threads(loop, x, others, results):
+    in_threads(loop, x.numel() * x.shape[1], WORK_OF_A_THREAD, len(x), (x, *others), results)
+
+
+def _sinkhorn(made, x, labels, beta, k, tolerance, max_iterations):
     """P[1..k, y], (batch, k), of n sorted anchors, for whitened scores x (batch, n) float32 in [0, 1]; its errors."""
-    outputs = _outputs(x, labels, beta, k)
-    inputs = (x.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), _f32(tolerance), max_iterations)
-    arrays = [each.numpy() for each in outputs]
-    work = x.numel() * x.shape[1]
-    in_threads(work, WORK_OF_A_THREAD, len(x), lambda first, last: _forward(*inputs, first, last, *arrays))
-    return outputs
+    _in_threads(_forward, x, (labels, _f32(beta), _f32(tolerance), max_iterations), made)
 
 
-def _sinkhorn_backward(grads, x, labels, beta, k, tolerance, max_iterations, outputs):
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    inputs = (x.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), outputs[2].numpy())
-    arrays, work = (grads[0].contiguous().numpy(), grad_x.numpy()), x.numel() * x.shape[1]
-    in_threads(work, WORK_OF_A_THREAD, len(x), lambda i, j: _backward(*inputs, arrays[0], i, j, arrays[1]))
-    return grad_x
+def _sinkhorn_backward(grad_x, grads, made, x, labels, beta, *_):
+    _in_threads(_backward, x, (labels, _f32(beta), made[2], grads[0]), [grad_x])
 
 
-register("sinkhorn_cpu", _sinkhorn, _outputs, _sinkhorn_backward, transport.sinkhorn)
+register("sinkhorn", "cpu", _outputs, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)
