@@ -172,11 +172,15 @@ def test_beam_search():
     )
 
 
-def table_lines(path, p_k):
-    """The lines of a table of docs/temperature.md, by scripts/temperature_report.py's cells."""
-    for name, heads in temperature_report.grid_of(path)[p_k].items():
-        cells = temperature_report._cells(heads, name, p_k)
-        method, _, m = name.partition(", m = ")
+def table_lines(file, p_k):
+    """The lines of a table of docs/temperature.md, by the cells of scripts/temperature_report.py."""
+    shown_p_k = f"[{p_k.replace(' ', ', ')}]".replace("0.", ".")
+    lines = [line for line in temperature_report.table(RESULTS / f"{file}.csv").splitlines() if line.startswith("|")]
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    for cells in (dict(zip(head, line)) for line in body):
+        if cells["P_K"] != shown_p_k:
+            continue
+        method, _, m = cells["method"].partition(", m = ")
         beta, _, remark = cells["inverse temperature"].partition(" (")
         shown = [f"`{method}`" + (f", m {m}" if m else ""), beta + "*" * ("the l" in remark)]
         shown += [cells[column] for column in ("top-1", "top-5", "default", "auto", "annealed")]
@@ -188,29 +192,48 @@ def table_lines(path, p_k):
     [*(("temperature", p_k) for p_k in (HALF, EVEN, FIFTH)), *(("temperature_training", p_k) for p_k in (EVEN, FIFTH))],
 )
 def test_a_table_of_temperatures(file, p_k):
-    lines = list(table_lines(RESULTS / f"{file}.csv", p_k))
+    lines = list(table_lines(file, p_k))
     assert lines
-    stands("docs/temperature.md", *(line.replace("\\|", "|") for line in lines))
+    stands("docs/temperature.md", *lines)
 
 
-def differences(file, p_k, mode):
-    """By method: top-1 and top-5 of "auto" or of the schedule above the best constant, and above the default."""
+@cache
+def means_of(file, p_k):
+    """By method, m (0: all scores) and temperature: mean accuracies over the seeds, and what validation chooses by."""
+    found = where(file, p_k=p_k)
+    found = found.assign(
+        m=found.m.where(found.m < found.num_classes, 0).fillna(0),
+        inverse_temperature=found.inverse_temperature.astype(str),
+    )
+    means = found.groupby(["method", "m", "inverse_temperature"])[
+        ["test_top1", "test_top5", "valid_top1", "valid_top5"]
+    ].mean()
+    first = float(p_k.split()[0])
+    return means.assign(aim=first * means.valid_top1 + (1 - first) * means.valid_top5)
+
+
+def best_of(file, p_k, method, m=0, schedule=False):
+    """The constant inverse temperature, or the schedule, that validation prefers."""
+    heads = means_of(file, p_k).loc[method, m]
+    chosen = heads[heads.index.str.contains(":") if schedule else ~heads.index.str.contains(":|auto")]
+    return both(chosen.loc[[chosen.aim.idxmax()]]) if len(chosen) else None
+
+
+def differences(p_k, schedule=False):
+    """By method: test accuracies of "auto", or of the schedule, above the best constant, and above the default."""
     found = {}
-    for name, heads in temperature_report.grid_of(RESULTS / f"{file}.csv")[p_k].items():
-        best, schedule = (temperature_report.best_of(heads, p_k, annealed) for annealed in (False, True))
-        chosen = heads.get("auto" if mode == "auto" else schedule)
-        default = heads.get(METHODS[name.partition(",")[0]].inverse_temperature)
-        if chosen:
-            mean = [
-                tuple(100 * temperature_report.mean(each, f"test_top{k}") for k in (1, 5))
-                for each in (chosen, heads[best], default)
-            ]
-            found[name] = (less(mean[0], mean[1]), less(mean[0], mean[2]))
+    for method in means_of("temperature", p_k).index.unique("method"):
+        if METHODS[method].spread:
+            heads = means_of("temperature", p_k).loc[method, 0]
+            chosen = best_of("temperature", p_k, method, schedule=True) if schedule else both(heads.loc[["auto"]])
+            if chosen:
+                default = both(heads.loc[[str(METHODS[method].inverse_temperature)]])
+                found[method] = (less(chosen, best_of("temperature", p_k, method)), less(chosen, default))
     return found
 
 
 def test_what_auto_loses():
-    auto = {p_k: differences("temperature", p_k, "auto") for p_k in (HALF, EVEN, FIFTH)}
+    auto = {p_k: differences(p_k) for p_k in (HALF, EVEN, FIFTH)}
     for p_k, bound in ((HALF, 0.25), (EVEN, 0.4)):
         others = [min(best) for name, (best, _) in auto[p_k].items() if name != "neuralsort"]
         assert len(others) == 11
@@ -243,7 +266,7 @@ def span(values, digits=2):
 
 def test_what_schedules_gain():
     masks = ("lml", "lapsum", "capped_softmax", "subset_topk")
-    half, even, fifth = (differences("temperature", p_k, "schedule") for p_k in (HALF, EVEN, FIFTH))
+    half, even, fifth = (differences(p_k, schedule=True) for p_k in (HALF, EVEN, FIFTH))
     alone, with_even = (list(zip(*(each[name][0] for name in masks))) for each in (fifth, even))
     others = span(best[0] for name, (best, _) in half.items() if name != "sparse_topk")
     stands(
@@ -291,12 +314,8 @@ def test_the_schedule_of_heads_that_suits_cross_entropy():
 
 @pytest.mark.parametrize("method", ["neuralsort", "softsort", "lml", "subset_topk", SPLITTER])
 def test_what_m_costs(method):
-    cells = []
-    for file in ("temperature_classes_100", "temperature_classes_1000"):
-        grid = temperature_report.grid_of(RESULTS / f"{file}.csv")[HALF]
-        for name in (f"{method}, m = 16", method):
-            best = grid[name][temperature_report.best_of(grid[name], HALF)]
-            cells.append(" | ".join(f"{100 * temperature_report.mean(best, f'test_top{k}'):.2f}" for k in (1, 5)))
+    files = ("temperature_classes_100", "temperature_classes_1000")
+    cells = [pair(best_of(file, HALF, method, m), 2) for file in files for m in (16, 0)]
     stands("docs/which-loss.md", f"| `{method}` | {' | '.join(cells)} |")
 
 
