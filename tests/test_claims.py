@@ -336,3 +336,57 @@ def test_rows_without_a_commit_are_counted():
     for name, file, commit in (("knn", "knn", "ca715aee"), ("beam_search", "beam_search_short", "7028b2af")):
         count = sum(rows(file).git_commit.str.startswith(commit))
         stands(f"docs/{name}.md", f"{count} of the {len(rows(file))} rows")
+
+
+def test_the_results_table_of_the_readme():
+    found = where("table1_short").groupby(["method", "p_k"])[["test_top1", "test_top5"]].agg(["mean", "std", "count"])
+    text = page("README.md").replace("\\|", "|")
+    published = rows("paper/table1")
+    for (method, p_k), row in found.iterrows():
+        assert row["test_top1", "count"] == 3
+        paper = published[(published.method == method) & (published.p_k == p_k)].iloc[0]
+        ours = " | ".join(
+            f"{row[column, 'mean']:.2f} ± {short(row[column, 'std'], 2)}" for column in ("test_top1", "test_top5")
+        )
+        assert f"| {100 * paper.test_top1:.2f} | {100 * paper.test_top5:.2f} | {ours} |" in text
+
+
+def test_the_speed_table_of_the_readme():
+    table = rows("benchmarks/losses")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Speed")[2].partition("## ")[0]
+    labels = {"NeuralSort": "neuralsort", "SoftSort": "softsort", "splitter selection": SPLITTER}
+    lines = re.findall(
+        r"^\| ([\w ]+) \| (\d+), ([\d,]+), (\w+) \| (\S+) ms \| (\S+) ms \| (\d+) \| (\S+) \|$", text, re.MULTILINE
+    )
+    assert len(lines) == 5
+    for label, batch, n, m, *shown in lines:
+        row = table[
+            (table.method == labels[label]) & (table.batch == int(batch)) & (table.n == int(n.replace(",", "")))
+        ]
+        row = row[row.m.isna() if m == "all" else row.m == float(m)].iloc[0]
+        for cell, value in zip(shown, (row.ms, row.official_ms, row.official_over_ours, row.ours_over_cross_entropy)):
+            assert float(cell) == pytest.approx(value, rel=0.02)
+    assert set(table.device) == {"AMD EPYC"}
+    steps = {
+        name: rows(f"benchmarks/{name}").set_index("method").over_softmax
+        for name in ("training_step", "training_step_h100")
+    }
+    stands(
+        "README.md",
+        f"the ratio is {table.official_over_ours.min():.1f} to {table.official_over_ours.max():,.0f} over",
+        f"{steps['training_step'][SPLITTER]:.3f} times cross-entropy's there with splitter selection, and "
+        f"{steps['training_step_h100'][SPLITTER]:.2f} times on an H100",
+    )
+
+
+def test_the_picture_of_the_readme():
+    """docs/figures/one_sample.svg shows what permutation_figure.relaxed_sort gives for splitter_selection."""
+    from scripts.reporting import permutation_figure
+
+    matrix, weights, p = permutation_figure.relaxed_sort(SPLITTER, permutation_figure.SCORES, permutation_figure.P_K)
+    true = permutation_figure.TRUE
+    first, second = (short(value, 2) for value in matrix[:2, true].tolist())
+    assert weights.tolist() == [1, 0.5, 0, 0]
+    stands("README.md", f"p = {first} · 1 + {second} · .5 = {short(p[true].item(), 2)}, and")
+    shown = re.findall(r"<!-- (\S+) -->", (ROOT / "docs/figures/one_sample.svg").read_text(encoding="utf-8"))
+    assert {short(value, 2) for value in matrix.flatten().tolist()} <= set(shown)
