@@ -37,8 +37,7 @@ from tqdm import tqdm
 
 from data.cifar100 import DatasetUnavailableError
 from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter
-from data.embeddings.store import UNFINISHED
-from data.embeddings.writer import open_finished
+from data.embeddings.store import UNFINISHED, open_finished
 from data.file_lock import held_or_refused, lock_beside
 from data.image_sources import ImageSource, open_images
 from experiments.shared import command_line as cli

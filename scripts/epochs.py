@@ -20,7 +20,7 @@ from data import program
 from data.atomic_file import atomic_write
 from data.file_lock import held, lock_beside
 
-OF_THE_RUN = ("run_id", "precision", "device_name", "torch_version")
+OF_THE_RUN = ("run_id", "method", "p_k", "seed", "precision", "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
 
 
@@ -31,7 +31,8 @@ def epochs_of(runs: Path, results: str) -> list[tuple[str, pd.DataFrame]]:
         flags, history = json.loads(config.read_text()), config.with_name("epochs.csv")
         if Path(flags["results"]).name == results and history.exists():
             rows = pd.read_csv(history, dtype=str, usecols=OF_AN_EPOCH)
-            found.append((flags["run_id"], rows.assign(**{name: flags.get(name) for name in OF_THE_RUN})))
+            flags["p_k"] = " ".join(f"{each:g}" for each in flags["p_k"])
+            found.append((flags["run_id"], rows.assign(**{name: str(flags[name]) for name in OF_THE_RUN})))
     return found
 
 

@@ -1,8 +1,9 @@
 """Embedding sets: the published files, stores on the disk, and batches out of them.
 
-Scripts open anything with `open_or_fetch`, and take the rest from here as well: `open_store` (store.py), `StoreWriter`
-(writer.py), `convert` (formats.py), `EmbeddingBatches` and `split_rows` (batches.py). Commands: __main__.py.
+Scripts open anything with `open_or_fetch`, and take the rest from here as well: `open_store` and `StoreWriter`
+(store.py), `convert` (formats.py), `EmbeddingBatches` and `split_rows` (batches.py). Commands: __main__.py.
 """
+# ruff: noqa: F401
 
 import os
 from collections.abc import Mapping
@@ -19,30 +20,12 @@ from data.embeddings.store import (
     UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
+    StoreWriter,
     file_of,
     open_store,
     read_manifest,
 )
-from data.embeddings.writer import StoreWriter
 from data.published import PUBLISHED, PUBLISHED_SETS
-
-__all__ = [
-    "DTYPES",
-    "LAYOUTS",
-    "MANIFEST",
-    "MODES",
-    "PUBLISHED_SETS",
-    "EmbeddingBatches",
-    "EmbeddingError",
-    "EmbeddingStore",
-    "StoreWriter",
-    "convert",
-    "epoch_order",
-    "open_or_fetch",
-    "open_store",
-    "split_rows",
-    "store_beside",
-]
 
 
 def open_or_fetch(
@@ -65,47 +48,38 @@ def open_or_fetch(
     endpoint_url: of the S3 server. keys, dtype: as for `convert`. sha256: of the file; of a store, its fingerprint.
     progress: whether to draw bars.
 
-    Raises EmbeddingError; OSError passes through.
+    Raises EmbeddingError and ObjectStoreError; OSError passes through.
     """
     if Path(os.path.expanduser(source)).is_dir():
         return _if_same(open_store(source), sha256)
     # Imported here: a store on this disk does without.
-    from data.transfers import download, object_store
+    from data.transfers import object_store
 
-    last = str(source).rpartition("/")[2]
-    try:
-        if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
-            folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, endpoint_url=endpoint_url)
-            try:
-                store = open_store(folder)
-            except EmbeddingError:  # not there, or not whole
-                object_store.fetch_folder(
-                    source, cache_dir, index=MANIFEST, damaged=_damaged, endpoint_url=endpoint_url, progress=progress
-                )
-                store = open_store(folder)
-            return _if_same(store, sha256)
-        file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
-        store = store_beside(file, dtype)
-        if (store / MANIFEST).exists() and not file.exists():
-            return _if_same(open_store(store), sha256)
-        file = object_store.fetch(source, cache_dir, endpoint_url=endpoint_url, sha256=sha256, progress=progress)
-        checksum = f"sha256 {sha256.lower()}" if sha256 else download.checksum_of(file)
-    except object_store.ObjectStoreError as error:
-        raise EmbeddingError(str(error)) from error
-    # A published file keeps its name when it is downloaded by hand.
-    names = {key: name for name, key in PUBLISHED.items()}
+    last, given = str(source).rpartition("/")[2], {"endpoint_url": endpoint_url, "progress": progress}
+    if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
+        folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, endpoint_url=endpoint_url)
+        try:
+            store = open_store(folder)
+        except EmbeddingError:  # not there, or not whole
+            store = open_store(object_store.fetch_folder(source, cache_dir, index=MANIFEST, damaged=_damaged, **given))
+        return _if_same(store, sha256)
+    file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
+    destination = store_beside(file, dtype)
+    if (destination / MANIFEST).exists() and not file.exists():
+        return _if_same(open_store(destination), sha256)
+    file = object_store.fetch(source, cache_dir, sha256=sha256, **given)
+    names = {key: name for name, key in PUBLISHED.items()}  # a published file keeps its name when it comes by hand
     known = PUBLISHED_SETS.get(names.get(last, str(source)))
-    remote = str(source) in PUBLISHED_SETS or "://" in str(source)
     try:
         return convert(
             file,
-            store,
+            destination,
             keys=keys,
             dtype=dtype,
             backbone=known and known.backbone,
             resolution=known and known.resolution,
-            source=str(source) if remote else None,
-            checksum=checksum or UNVERIFIED,
+            source=str(source) if str(source) in PUBLISHED_SETS or "://" in str(source) else None,
+            checksum=f"sha256 {sha256.lower()}" if sha256 else object_store.checksum_of(file) or UNVERIFIED,
             progress=progress,
         )
     except OSError as error:
@@ -124,9 +98,9 @@ def _damaged(manifest: Path, folder: Path) -> list[str]:
 def _if_same(store: EmbeddingStore, sha256: str | None) -> EmbeddingStore:
     """The store, if it has this fingerprint or was made of a file with this sum. Raises EmbeddingError."""
     if sha256 and sha256.lower() not in (store.fingerprint, str(store.checksum).removeprefix("sha256 ")):
+        made_of = f"a file with the checksum {store.checksum!r}" if store.checksum else "images"
         raise EmbeddingError(
-            f"{store.path} has the fingerprint {store.fingerprint}, and was made of "
-            f"{f'a file with the checksum {store.checksum!r}' if store.checksum else 'images'}; neither is {sha256}"
+            f"{store.path} has the fingerprint {store.fingerprint}, and was made of {made_of}; neither is {sha256}"
         )
     return store
 

@@ -21,6 +21,7 @@ from data.embeddings import (
     LAYOUTS,
     MANIFEST,
     PUBLISHED_SETS,
+    UNVERIFIED,
     EmbeddingStore,
     convert,
     open_or_fetch,
@@ -28,19 +29,16 @@ from data.embeddings import (
     store_beside,
 )
 from data.embeddings.formats import KEYS
-from data.embeddings.store import UNVERIFIED
 from data.machine_memory import gib
-from data.transfers.download import checksum_of
-from data.transfers.object_store import PUBLISHED, cached_path, fetch
+from data.transfers.object_store import PUBLISHED, cached_path, checksum_of, fetch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands above; return the exit status."""
-    commands = {"list": _list, "fetch": _fetch, "convert": _convert, "verify": _verify, "info": _info}
 
     def run() -> int:
         args = _parse(argv)
-        return commands[args.command](args)
+        return args.run(args) or 0
 
     return program.finish(run, "the same command continues with what is missing")
 
@@ -49,40 +47,41 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = program.Parser(prog="python -m data.embeddings", description="Embedding files and stores.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name: str, summary: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=summary, description=f"{summary}.")
+    def add(run: object, name: str, summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=f"{summary}.")
+        added.set_defaults(run=run)
+        return added
 
-    list_ = add("list", "List the published embedding files")
-    fetch = add("fetch", "Download an embedding file into the cache and print its path")
+    list_ = add(_list, "list", "List the published embedding files")
+    fetch = add(_fetch, "fetch", "Download an embedding file into the cache and print its path")
     fetch.add_argument("source", type=_given, help="a short name of `list`, an s3:// or https:// address, or a path")
     fetch.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
     fetch.add_argument("--convert", action="store_true", help="make a store of it, and print the store's path")
+    told = "$TOPK_CACHE without it, else data/downloads/embeddings"
     for each in (list_, fetch):
-        each.add_argument(
-            "--cache_dir", type=Path, metavar="DIR", help="$TOPK_CACHE without it, else data/downloads/embeddings"
-        )
-    converted = add("convert", "Make a store of a torch file, or of a store in the earlier format")
+        each.add_argument("--cache_dir", type=Path, metavar="DIR", help=told)
+    converted = add(_convert, "convert", "Make a store of a torch file, or of a store in the earlier format")
     converted.add_argument("file", type=_given, help="the torch file, or the folder of the earlier store")
     converted.add_argument("destination", type=_given, help="folder of the store")
     at_least_1 = program.whole_number(1)
     converted.add_argument("--num_classes", type=at_least_1, metavar="N", help="the largest label + 1 without it")
     converted.add_argument("--backbone", metavar="NAME", help="noted in the store")
     converted.add_argument("--resolution", type=at_least_1, metavar="PIXELS", help="noted in the store")
+    told = "the checksum the file must have; of a store to fetch, its fingerprint"
     for each in (fetch, converted):
-        each.add_argument(
-            "--sha256", metavar="HEX", help="the checksum the file must have; of a store to fetch, its fingerprint"
-        )
+        each.add_argument("--sha256", metavar="HEX", help=told)
         each.add_argument("--dtype", choices=DTYPES, help="of the store; that of the file without it")
-        group = each.add_argument_group(
-            "tensors", "names of the file's tensors where its layout is not a published one"
-        )
+        group = each.add_argument_group("tensors", "their names in a file whose layout is not a published one")
         for name in KEYS:
             group.add_argument(f"--{name}", metavar="KEY")
-    for name, summary in (("verify", "Check every byte of a store"), ("info", "Show what a store holds")):
-        add(name, summary).add_argument("store", type=_given, help="folder of the store")
+    add(_verify, "verify", "Check every byte of a store").add_argument("store", type=_given, help="its folder")
+    add(_info, "info", "Show what a store holds").add_argument("store", type=_given, help="its folder")
     args = parser.parse_args(argv)
-    if args.command == "fetch" and not args.convert and (args.dtype or _keys(args)):
-        fetch.error("--dtype and the tensors' names are for the store: add --convert")
+    if "sha256" in args:
+        args.keys = {name: key for name in KEYS if (key := getattr(args, name)) is not None} or None
+        args.dtype = args.dtype and DTYPES[args.dtype]
+        if args.run is _fetch and not args.convert and (args.dtype or args.keys):
+            fetch.error("--dtype and the tensors' names are for the store: add --convert")
     return args
 
 
@@ -92,11 +91,7 @@ def _given(text: str) -> str:
     return text
 
 
-def _keys(args: argparse.Namespace) -> dict[str, str] | None:
-    return {name: key for name in KEYS if (key := getattr(args, name)) is not None} or None
-
-
-def _list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> None:
     for name, key in PUBLISHED.items():
         known, file = PUBLISHED_SETS[name], cached_path(name, args.cache_dir)
         here = [str(path) for path in (file, store_beside(file, None) / MANIFEST) if path.exists()]
@@ -104,36 +99,22 @@ def _list(args: argparse.Namespace) -> int:
         print(f"    about {known.gigabytes} GB, {known.backbone} at {known.resolution} pixels")
         print(f"    tensors {', '.join(LAYOUTS[known.layout].values())}")
         print(f"    here: {', '.join(here) or 'no'}")
-    return 0
 
 
-def _fetch(args: argparse.Namespace) -> int:
+def _fetch(args: argparse.Namespace) -> None:
     options = {"endpoint_url": args.endpoint_url, "sha256": args.sha256}
     if args.convert:
-        dtype = args.dtype and DTYPES[args.dtype]
-        file = open_or_fetch(args.source, args.cache_dir, keys=_keys(args), dtype=dtype, **options).path
+        print(open_or_fetch(args.source, args.cache_dir, keys=args.keys, dtype=args.dtype, **options).path)
     else:
-        file = fetch(args.source, args.cache_dir, **options)
-    print(file)
-    return 0
+        print(fetch(args.source, args.cache_dir, **options))
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> None:
     if args.sha256:
         fetch(args.file, sha256=args.sha256)
-    store = convert(
-        args.file,
-        args.destination,
-        keys=_keys(args),
-        dtype=args.dtype and DTYPES[args.dtype],
-        num_classes=args.num_classes,
-        backbone=args.backbone,
-        resolution=args.resolution,
-        checksum=f"sha256 {args.sha256.lower()}" if args.sha256 else checksum_of(Path(args.file)) or UNVERIFIED,
-        progress=True,
-    )
-    print(_description(store))
-    return 0
+    noted = {name: getattr(args, name) for name in ("keys", "dtype", "num_classes", "backbone", "resolution")}
+    checksum = f"sha256 {args.sha256.lower()}" if args.sha256 else checksum_of(Path(args.file)) or UNVERIFIED
+    _describe(convert(args.file, args.destination, **noted, checksum=checksum, progress=True))
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -146,21 +127,20 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _info(args: argparse.Namespace) -> int:
-    print(_description(open_store(args.store)))
-    return 0
+def _info(args: argparse.Namespace) -> None:
+    _describe(open_store(args.store))
 
 
-def _description(store: EmbeddingStore) -> str:
-    lines = [f"{store.path}: {gib(store.bytes)}, {store.num_classes} classes, {store.dim} dimensions"]
-    for name, value in (("backbone", store.backbone), ("resolution", store.resolution), ("source", store.source)):
-        lines.append(f"    {name:12}{'not known' if value is None else value}")
-    lines.append(f"    fingerprint {store.fingerprint}")
+def _describe(store: EmbeddingStore) -> None:
+    print(f"{store.path}: {gib(store.bytes)}, {store.num_classes} classes, {store.dim} dimensions")
+    for name in ("backbone", "resolution", "source"):
+        value = getattr(store, name)
+        print(f"    {name:12}{'not known' if value is None else value}")
+    print(f"    fingerprint {store.fingerprint}")
     if store.checksum:
-        lines.append(f"    checksum    {store.checksum} (of the file it was made of)")
+        print(f"    checksum    {store.checksum} (of the file it was made of)")
     for name, split in store.splits.items():
-        lines.append(f"    {name:12}{len(split)} rows of {split.dtype_name} in {len(split.shards)} shards")
-    return "\n".join(lines)
+        print(f"    {name:12}{len(split)} rows of {split.dtype_name} in {len(split.shards)} shards")
 
 
 if __name__ == "__main__":

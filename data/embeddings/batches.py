@@ -35,7 +35,6 @@ _IN_ORDER_ROWS = 8192  # read at a time in the order of the store
 _READERS = 4  # threads that read one window: a disk answers several requests faster than one after another
 # Shares of the memory that is free which the rows may take: the rest is for training.
 _DEVICE_SHARE, _RAM_SHARE = 0.8, 0.7
-
 _SPLIT, _ORDER = 0, 1  # random streams
 
 Batch = tuple[Tensor, Tensor]  # embeddings (B, dim), labels (B,)
@@ -58,12 +57,8 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, *, window_rows: int = WINDOW_ROWS) -> Tensor:
-    """The order in which an epoch visits its rows: a permutation (num_rows,) int64.
-
-    A function of its arguments alone. Raises ValueError for a negative seed or epoch.
-    """
-    windows = _shuffled_windows(num_rows, seed, epoch, window_rows)
-    return torch.cat([positions[order] for positions, order in windows])
+    """The order in which an epoch visits its rows: a permutation (num_rows,) int64, a function of its arguments."""
+    return _joined_order(_shuffled_windows(num_rows, seed, epoch, window_rows))
 
 
 class EmbeddingBatches:
@@ -95,10 +90,14 @@ class EmbeddingBatches:
         self.seed, self.drop_last, self.window_rows = seed, drop_last, window_rows
         self.rows = torch.arange(len(split)) if rows is None else rows  # (R,)
         self.mode, self.description = _choose(mode, len(self.rows) * split.row_bytes, self.device)
-
         home = self.device if self.mode == "device" else torch.device("cpu")
         self._labels = split.labels()[self.rows].to(home)  # (R,)
-        self._embeddings = None if self.mode == "stream" else self._load(home)  # (R, dim)
+        self._embeddings = None
+        if self.mode != "stream":
+            self._embeddings = torch.empty(len(self.rows), split.dim, dtype=split.dtype, device=home)  # (R, dim)
+            pieces = self._streamed(_windows_in_order(len(self.rows)))
+            for place, (piece, _, order) in zip(self._embeddings.split(_IN_ORDER_ROWS), pieces, strict=True):
+                place.copy_(piece[: len(order)])
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -119,7 +118,10 @@ class EmbeddingBatches:
         return self._batches(_windows_in_order(len(self.rows)), batch_size or self.batch_size, False)
 
     def _batches(self, windows: Iterable[Window], batch_size: int, drop_last: bool) -> Iterator[Batch]:
-        pieces = self._streamed(windows) if self._embeddings is None else self._resident(windows)
+        if self._embeddings is None:
+            pieces = self._streamed(windows)
+        else:  # all rows are in memory
+            pieces = [(self._embeddings, self._labels, _joined_order(windows).to(self._labels.device))]
         kept: list[Batch] = []  # the parts of a batch so far: it may begin in one window and end in the next
         missing = batch_size
         for embeddings, labels, picks in pieces:
@@ -144,11 +146,6 @@ class EmbeddingBatches:
     def _joined(self, parts: list[Batch]) -> Batch:
         embeddings, labels = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
         return embeddings.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-
-    def _resident(self, windows: Iterable[Window]) -> Iterator[Piece]:
-        """One piece: all rows, which are in memory, and the whole order."""
-        order = torch.cat([torch.zeros(0, dtype=torch.int64), *(positions[order] for positions, order in windows)])
-        yield self._embeddings, self._labels, order.to(self._labels.device)
 
     def _streamed(self, windows: Iterable[Window]) -> Iterator[Piece]:
         """A piece for each window, read while the piece before it is used; two are in memory. Valid until the next."""
@@ -175,15 +172,6 @@ class EmbeddingBatches:
         finally:
             readers.shutdown(cancel_futures=True)
 
-    def _load(self, home: torch.device) -> Tensor:
-        """All rows in memory, (R, dim)."""
-        loaded = torch.empty(len(self.rows), self.split.dim, dtype=self.split.dtype, device=home)
-        begin = 0
-        for piece, labels, _ in self._streamed(_windows_in_order(len(self.rows))):
-            loaded[begin : begin + len(labels)] = piece[: len(labels)]
-            begin += len(labels)
-        return loaded
-
 
 def _shuffled_windows(num_rows: int, seed: int, epoch: int, window_rows: int) -> Iterator[Window]:
     generator = seeded(_ORDER, seed, epoch)
@@ -196,8 +184,7 @@ def _shuffled_windows(num_rows: int, seed: int, epoch: int, window_rows: int) ->
 
 
 def _windows_in_order(num_rows: int) -> Iterator[Window]:
-    for begin in range(0, num_rows, _IN_ORDER_ROWS):
-        positions = torch.arange(begin, min(begin + _IN_ORDER_ROWS, num_rows))
+    for positions in torch.arange(num_rows).split(_IN_ORDER_ROWS):
         yield positions, torch.arange(len(positions))
 
 
@@ -209,14 +196,20 @@ def _without_first(windows: Iterable[Window], count: int) -> Iterator[Window]:
         count = max(count - len(order), 0)
 
 
+def _joined_order(windows: Iterable[Window]) -> Tensor:
+    """The order of the rows of all windows, (R,) int64."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(positions[order] for positions, order in windows)])
+
+
 def _choose(mode: str, size: int, device: torch.device) -> tuple[str, str]:
     """The mode for `size` bytes of embeddings, and a description of it."""
     forced = mode != "auto"
+    told = " (forced)" if forced else ""
     if device.type == "cuda" and mode in ("auto", "device"):
         free = available_on(device)
         if forced or size <= _DEVICE_SHARE * free:
-            return "device", f"device: {gib(size)}, {gib(free)} free on {device}{' (forced)' * forced}"
+            return "device", f"device: {gib(size)}, {gib(free)} free on {device}{told}"
     ram = available_ram()
     if mode in ("ram", "device") or (mode == "auto" and size <= _RAM_SHARE * ram):
-        return "ram", f"ram: {gib(size)}, {gib(ram)} available{' (forced)' * forced}"
-    return "stream", f"stream: {gib(size)} from the disk, {gib(ram)} of RAM available{' (forced)' * forced}"
+        return "ram", f"ram: {gib(size)}, {gib(ram)} available{told}"
+    return "stream", f"stream: {gib(size)} from the disk, {gib(ram)} of RAM available{told}"

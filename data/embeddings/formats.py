@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +36,12 @@ from data.embeddings.store import (
     UNVERIFIED,
     EmbeddingError,
     EmbeddingStore,
+    StoreWriter,
     check_labels,
+    differences,
     dtype_name,
+    open_finished,
 )
-from data.embeddings.writer import StoreWriter, differences, open_finished
 from data.file_lock import held, lock_beside
 from data.machine_memory import available_ram, gib
 
@@ -80,100 +83,84 @@ def convert(
     shard_bytes: embeddings per shard. progress: whether to draw a bar. Of an earlier store all is taken as it is.
 
     Killed and called again, it continues with the shards that are missing; a complete store of this file is opened.
-    Two processes wait for one another. Raises EmbeddingError for a file that is refused, damaged or of an unknown
-    layout, for tensors that do not fit each other, for too little memory or disk, and for a store of another file or
-    other settings; OSError passes through.
+    Two processes wait for one another. Raises EmbeddingError for a file that cannot be converted, for too little memory
+    or disk, and for a store of another file or other settings; OSError passes through.
     """
     file, destination = Path(os.path.expanduser(source_file)), Path(os.path.expanduser(destination))
-    if not file.is_file() and not (file / OLD_MANIFEST).is_file():
+    old = (file / OLD_MANIFEST).is_file()
+    if not file.is_file() and not old:
         raise EmbeddingError(f"there is no file {file} to convert: check the path")
     noted = {"num_classes": num_classes, "backbone": backbone, "resolution": resolution}
     with held(lock_beside(destination)):
-        if file.is_dir():
+        if old:
             return _taken_over(file, destination, progress)
-        if not (destination / MANIFEST).exists():
-            noted["source"] = source or file.name
-            return _converted(file, destination, keys, dtype, noted, checksum, shard_bytes, progress)
-        store, status = open_finished(destination), file.stat()
-        made, written = store.details, (destination / MANIFEST).stat().st_mtime
-        if made.get("file_bytes") != status.st_size or written < status.st_mtime:
+        if (destination / MANIFEST).exists():
+            return _complete(file, destination, {**noted, "keys": keys and dict(keys)}, dtype)
+        tensors, mapped = _load(file)
+        keys = dict(keys) if keys else _recognised(file, tensors)
+        splits = _checked(file, keys, tensors, num_classes)
+        (dim, file_dtype), *others = dict.fromkeys((rows.shape[1], rows.dtype) for rows, _ in splits.values())
+        if any(width != dim or dtype is None for width, _ in others):
             raise EmbeddingError(
-                f"{destination} was not made of {file} as it is now: delete the store to make it again, or choose "
-                "another folder"
+                f"the splits of {file} must have embeddings of one width and dtype; it has {_listing(tensors)}"
             )
-        # Not the source: one file has many names, and its size and time stand for it. What is None may be anything.
-        wanted = {**noted, "keys": keys and dict(keys)}
-        wanted["dtype"] = made.get("file_dtype") if dtype is None else dtype_name(dtype)
-        there = {**{name: getattr(store, name) for name in noted}, "keys": made.get("keys"), "dtype": store.dtype_name}
-        if changed := differences(there, {name: value for name, value in wanted.items() if value is not None}):
-            raise EmbeddingError(f"{destination} is a complete store already ({changed}): delete it or choose another")
-        return store
+        dtype = file_dtype if dtype is None else dtype
+        shard_rows = max(1, shard_bytes // (dim * dtype.itemsize))
+        details = {"file": file.name, "file_bytes": file.stat().st_size, "checksum": checksum, "keys": keys}
+        details["file_dtype"] = str(file_dtype).removeprefix("torch.")
+        noted |= {"source": source or file.name, "details": details}
+        writer = StoreWriter(destination, dim=dim, dtype=dtype, shard_rows=shard_rows, **noted)
+        missing, counts = [], {}
+        for split, (_, labels) in splits.items():
+            begins, present = range(0, len(labels), shard_rows), writer.present(split)
+            counts[split] = len(begins)
+            missing += [
+                (split, number, slice(begin, min(begin + shard_rows, len(labels))))
+                for number, begin in enumerate(begins)
+                if number not in present
+            ]
+        rows = sum(part.stop - part.start for _, _, part in missing)
+        needed, free = rows * (dim * dtype.itemsize + 8), shutil.disk_usage(destination).free
+        if needed > free:
+            raise EmbeddingError(
+                f"the store takes another {gib(needed)}, and {gib(free)} are free at {destination}: free some space or "
+                "choose another folder"
+            )
+        with tqdm(total=rows, unit="row", unit_scale=True, desc=destination.name, disable=not progress) as bar:
+            for split, number, part in missing:
+                if mapped:  # open the map anew: only closing it gives back the pages that were read
+                    tensors = splits = None
+                    tensors, _ = _load(file)
+                writer.write(  # no name for the tensors here: it would keep their map open
+                    split,
+                    number,
+                    _cast(tensors[keys[f"{split}_embeddings"]][part], dtype, f"{split} from row {part.start} on"),
+                    tensors[keys[f"{split}_labels"]][part],
+                )
+                bar.update(part.stop - part.start)
+        return writer.finish(counts)
 
 
-def _converted(
-    file: Path,
-    destination: Path,
-    keys: Mapping[str, str] | None,
-    dtype: torch.dtype | None,
-    noted: Mapping[str, str | int | None],
-    checksum: str,
-    shard_bytes: int,
-    progress: bool,
-) -> EmbeddingStore:
-    """Check the file, then write the shards that are missing, and the end."""
-    tensors, mapped = _load(file)
-    keys = dict(keys) if keys else _recognised(file, tensors)
-    splits = _checked(file, keys, tensors, noted["num_classes"])
-    (dim, file_dtype), *others = dict.fromkeys((rows.shape[1], rows.dtype) for rows, _ in splits.values())
-    if any(width != dim or dtype is None for width, _ in others):
+def _complete(file: Path, destination: Path, wanted: dict[str, Any], dtype: torch.dtype | None) -> EmbeddingStore:
+    """The store that is there. Raises EmbeddingError for one of another file, or with other settings than wanted."""
+    store, status = open_finished(destination), file.stat()
+    made, written = store.details, (destination / MANIFEST).stat().st_mtime
+    if made.get("file_bytes") != status.st_size or written < status.st_mtime:
         raise EmbeddingError(
-            f"the splits of {file} must have embeddings of one width and dtype; it has {_listing(tensors)}"
+            f"{destination} was not made of {file} as it is now: delete the store to make it again, or choose another "
+            "folder"
         )
-    dtype = file_dtype if dtype is None else dtype
-    dtype_name(dtype)  # refused here, not after the folder was made
-    shard_rows = max(1, shard_bytes // (dim * dtype.itemsize))
-    details = {
-        "file": file.name,
-        "file_bytes": file.stat().st_size,
-        "checksum": checksum,
-        "file_dtype": str(file_dtype).removeprefix("torch."),
-        "keys": keys,
-    }
-    writer = StoreWriter(destination, dim=dim, dtype=dtype, shard_rows=shard_rows, **noted, details=details)
-    begins = {split: range(0, len(labels), shard_rows) for split, (_, labels) in splits.items()}
-    present = {split: writer.present(split) for split in splits}
-    missing = [
-        (split, number, begin, min(begin + shard_rows, len(splits[split][1])))
-        for split in splits
-        for number, begin in enumerate(begins[split])
-        if number not in present[split]
-    ]
-    rows = sum(end - begin for _, _, begin, end in missing)
-    needed, free = rows * (dim * dtype.itemsize + 8), shutil.disk_usage(destination).free
-    if needed > free:
-        raise EmbeddingError(
-            f"the store takes another {gib(needed)}, and {gib(free)} are free at {destination}: free some space or "
-            "choose another folder"
-        )
-    with tqdm(total=rows, unit="row", unit_scale=True, desc=destination.name, disable=not progress) as bar:
-        for split, number, begin, end in missing:
-            if mapped:  # open the map anew: only closing it gives back the pages that were read
-                tensors = splits = None
-                tensors, _ = _load(file)
-            writer.write(  # no name for the tensors here: it would keep their map open
-                split,
-                number,
-                _cast(tensors[keys[f"{split}_embeddings"]][begin:end], dtype, f"{split} from row {begin} on"),
-                tensors[keys[f"{split}_labels"]][begin:end],
-            )
-            bar.update(end - begin)
-    return writer.finish({split: len(each) for split, each in begins.items()})
+    # Not the source: one file has many names, and its size and time stand for it. What is None may be anything.
+    wanted["dtype"] = made.get("file_dtype") if dtype is None else dtype_name(dtype)
+    there = {**made, **{name: getattr(store, name) for name in ("num_classes", "backbone", "resolution")}}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    if changed := differences({**there, "dtype": store.dtype_name}, wanted):
+        raise EmbeddingError(f"{destination} is a complete store already ({changed}): delete it or choose another")
+    return store
 
 
 def _taken_over(folder: Path, destination: Path, progress: bool) -> EmbeddingStore:
     """The store at `destination`, with the shards of one in the earlier format, two files each."""
-    if (destination / MANIFEST).exists():
-        raise EmbeddingError(f"{destination} is a complete store already: delete it or choose another folder")
     try:
         old = json.loads((folder / OLD_MANIFEST).read_text())
         shards = {split: stored["shards"] for split, stored in old["splits"].items()}
@@ -201,48 +188,36 @@ def _load(file: Path) -> tuple[dict[str, Tensor], bool]:
     """The content of a torch pickle, on the CPU, and whether it is a map of the file. Raises EmbeddingError."""
     with open(file, "rb") as begin:
         mapped = begin.read(4) == b"PK\x03\x04"
-    size = file.stat().st_size
-    if not mapped and size > available_ram():
+    if not mapped and file.stat().st_size > available_ram():
         raise EmbeddingError(
-            f"{file} is not in torch's zip format and cannot be memory-mapped; read whole it takes {gib(size)}, and "
-            f"{gib(available_ram())} are available. On a machine with more memory, save it again with "
-            "torch.save(torch.load(file, weights_only=True), new_file)"
+            f"{file} is not in torch's zip format and cannot be memory-mapped; read whole it takes "
+            f"{gib(file.stat().st_size)}, and {gib(available_ram())} are available. On a machine with more memory, "
+            "save it again with torch.save(torch.load(file, weights_only=True), new_file)"
         )
+    options = {"map_location": "cpu", "weights_only": True, "mmap": mapped}
     try:
-        content = _torch_load(file, mapped)
-    except EmbeddingError:
-        raise
+        try:
+            content = torch.load(file, **options)
+        except RuntimeError as error:
+            if "mmap" not in str(error) or "(12)" not in str(error):  # 12: ENOMEM
+                raise
+            # torch maps copy-on-write, for which Linux wants the whole file's size in RAM and swap. A shared map needs
+            # none, but write permission; nothing is written.
+            with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+                content = torch.load(file, **options)
     except Exception as error:  # what torch meets in a damaged file has no common class
+        said = (str(error).splitlines() or ["it ends too early"])[0][:200]
+        wrong = "is not a torch pickle, or a truncated or damaged one: fetch it again, or save it with torch.save"
         if asked := re.search(r"GLOBAL ([\w.]+) (?:was not|whose)", str(error)):
-            raise EmbeddingError(
-                f"{file} is refused: it asks for {asked[1]}, and only tensors in lists and dictionaries are loaded, "
-                "since anything else could run code. If you trust it, save its tensors alone with torch.save"
-            ) from None
-        raise EmbeddingError(
-            f"{file} is not a torch pickle, or a truncated or damaged one: fetch it again, or save it with torch.save "
-            f"({type(error).__name__}: {(str(error).splitlines() or ['it ends too early'])[0][:200]})"
-        ) from None
+            wrong = f"is refused: it asks for {asked[1]}, and only tensors in lists and dictionaries are loaded, since "
+            wrong += "anything else could run code. If you trust it, save its tensors alone with torch.save"
+        elif "mmap" in said:
+            wrong = "cannot be mapped; one that is larger than the memory only if it may be written to: give yourself "
+            wrong += f"the permission (chmod u+w {file}); it will not be changed"
+        raise EmbeddingError(f"{file} {wrong} ({type(error).__name__}: {said})") from None
     if not isinstance(content, dict):
         raise EmbeddingError(f"{file} must hold a dictionary of tensors, it holds {type(content).__name__}")
     return content, mapped
-
-
-def _torch_load(file: Path, mapped: bool) -> object:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except RuntimeError as error:
-        if "mmap" not in str(error) or "(12)" not in str(error):  # 12: ENOMEM
-            raise
-    # torch maps copy-on-write, for which Linux wants the whole file's size in RAM and swap. A shared map needs none,
-    # but write permission; nothing is written.
-    try:
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:
-        raise EmbeddingError(
-            f"{file} is larger than the memory, and such a file can only be mapped if it may be written to: "
-            f"give yourself the permission (chmod u+w {file}); it will not be changed"
-        ) from None
 
 
 def _listing(tensors: Mapping[str, object]) -> str:
@@ -277,28 +252,25 @@ def _checked(
         split, _, part = name.partition("_")
         if name not in KEYS or f"{split}_{PARTS[part == 'embeddings']}" not in keys:
             raise EmbeddingError(f"keys are for {', '.join(KEYS)}, of a split both or neither, got {name!r} alone")
-        if not isinstance(tensors.get(key), Tensor):
+        tensor = tensors.get(key)
+        if not isinstance(tensor, Tensor):
             raise EmbeddingError(f"{file} has no tensor {key!r} for {name}; it has {_listing(tensors)}")
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        # One without numbers of its own for every place (expand) may be any number of times as large as its file.
+        if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise EmbeddingError(
+                f"{key} in {file} must be an ordinary tensor that holds each of its numbers, got {tensor.layout} "
+                f"{tuple(tensor.shape)} on {tensor.device}: save it again with .to_dense().clone()"
+            )
     for split in (each for each in SPLITS if f"{each}_labels" in keys):
         embeddings, labels = splits[split] = tuple(tensors[keys[f"{split}_{part}"]] for part in PARTS)
-        for tensor in (embeddings, labels):
-            plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-            # One without numbers of its own for every place (expand) may be any number of times as large as its file.
-            if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-                raise EmbeddingError(
-                    f"{split} in {file} must be ordinary tensors that hold each of their numbers, got {tensor.layout} "
-                    f"{tuple(tensor.shape)} on {tensor.device}: save it again with .to_dense().clone()"
-                )
         shape, rows = tuple(embeddings.shape), tuple(labels.shape)
         if len(shape) != 2 or not embeddings.is_floating_point() or shape[:1] != rows or 0 in shape:
             raise EmbeddingError(
                 f"the embeddings of {split} in {file} must be floating point of shape (rows, dim) with a label per row "
                 f"and at least one row, got {embeddings.dtype} {shape} and labels {rows}"
             )
-        try:
-            check_labels(labels, num_classes)
-        except EmbeddingError as error:
-            raise EmbeddingError(f"{split} in {file}: {error}") from None
+        check_labels(labels, num_classes, f"{split} in {file}")
     return splits
 
 

@@ -1,4 +1,4 @@
-"""A folder of embeddings and labels that opens in milliseconds, whatever its size. Written by writer.py.
+"""A folder of embeddings and labels that opens in milliseconds, whatever its size.
 
     <store>/
         train.embeddings.npy    (rows, dim) float16, float32, or bfloat16 as its 16 bits in uint16
@@ -10,13 +10,16 @@ Any tool maps the arrays (`numpy.load(file, mmap_mode="r")`). meta.json has the 
 backbone, resolution and source, and for each split its shards: consecutive rows with the SHA-256 of their embeddings
 and of their labels. `open_store` reads it and looks at the size and the header of each file, nothing more;
 `EmbeddingStore.verify` reads every byte and names the rows that changed.
+
+`StoreWriter` writes the shards of a split to their places in `train.embeddings.npy.part` and `train.labels.npy.part`. A
+shard counts as there once its record, `train-00000.shard.json`, is; the end gives the files their names.
 """
 
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +30,8 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-from data.checked_json import JsonError, read_json
+from data.atomic_file import atomic_write
+from data.checked_json import JsonError, read_json, write_json
 from data.program import ProgramError
 
 MANIFEST = "meta.json"
@@ -42,8 +46,6 @@ _MOST_CLASSES = 2**31 - 1
 
 # What meta.json may say. It may come from elsewhere: the names lead to no other folder, and no size overflows.
 Count = Annotated[int, Field(ge=1, lt=2**40)]
-NumClasses = Annotated[int, Field(ge=1, le=_MOST_CLASSES)]
-Dtype = Literal["float16", "float32", "bfloat16"]
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _SplitName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=100)]
 
@@ -68,8 +70,8 @@ class Manifest:
     format: Literal["embedding store"]
     version: Literal[2]
     dim: Count
-    dtype: Dtype
-    num_classes: NumClasses
+    dtype: Literal["float16", "float32", "bfloat16"]
+    num_classes: Annotated[int, Field(ge=1, le=_MOST_CLASSES)]
     backbone: str | None
     resolution: Count | None
     source: str | None
@@ -92,11 +94,6 @@ class StoreSplit:
 
     def __len__(self) -> int:
         return self._rows
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, dim) of the embeddings."""
-        return len(self), self.dim
 
     def mapped(self, part: str) -> np.memmap:
         """The array of one of PARTS, as a map of its file. Raises EmbeddingError for a file that holds another."""
@@ -132,10 +129,7 @@ class StoreSplit:
         Raises EmbeddingError, naming the row, for one that is not in [0, num_classes).
         """
         labels = torch.from_numpy(np.array(self.mapped("labels")))
-        try:
-            check_labels(labels, self._num_classes)
-        except EmbeddingError as error:
-            raise EmbeddingError(f"{self.folder}, {self.name}: {error}; copy or write the store again") from None
+        check_labels(labels, self._num_classes, f"{self.folder}, {self.name}")
         return labels
 
     def read(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -145,16 +139,17 @@ class StoreSplit:
         memory grows by `out` alone, and a file that became shorter is an EmbeddingError. OSError passes through.
         """
         out = torch.empty(len(rows), self.dim, dtype=self.dtype) if out is None else out
-        wanted, target = rows.numpy(), out.view(torch.uint8).numpy()  # (R,) and (R, row_bytes)
-        begins = np.flatnonzero(np.diff(wanted, prepend=-2) != 1)  # of neighbours, which are read together
+        target = memoryview(out.view(torch.uint8).numpy().reshape(-1))  # bytes
+        begins = np.flatnonzero(np.diff(rows.numpy(), prepend=-2) != 1)  # of neighbours, which are read together
+        places = (HEADER + rows.numpy()[begins] * self.row_bytes).tolist()
         with open(file_of(self.folder, self.name, "embeddings"), "rb", buffering=0) as file:
-            for begin, end in itertools.pairwise([*begins.tolist(), len(wanted)]):
-                file.seek(HEADER + int(wanted[begin]) * self.row_bytes)
-                view = memoryview(target[begin:end]).cast("B")
-                while view:  # a single read may return less
-                    if not (count := file.readinto(view)):
-                        raise EmbeddingError(f"{file.name} ended {len(view)} bytes too early: it changed meanwhile")
-                    view = view[count:]
+            for place, (begin, end) in zip(places, itertools.pairwise([*begins.tolist(), len(rows)])):
+                file.seek(place)
+                left = target[begin * self.row_bytes : end * self.row_bytes]
+                while left:  # a single read may return less
+                    if not (count := file.readinto(left)):
+                        raise EmbeddingError(f"{file.name} ended {len(left)} bytes too early: it changed meanwhile")
+                    left = left[count:]
         return out
 
 
@@ -200,15 +195,150 @@ class EmbeddingStore:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def verify(self, *, progress: bool = False) -> list[str]:
-        """Read every byte and return a sentence for each shard that is not as meta.json says; [] if all are.
-
-        progress: whether to draw a bar.
-        """
-        problems = []
+        """Read every byte and return a sentence for each shard that is not as meta.json says; [] if all are."""
         with tqdm(total=self.bytes, unit="B", unit_scale=True, desc=self.path.name, disable=not progress) as bar:
-            for split, part in itertools.product(self.splits.values(), PARTS):
-                problems += split.damage(part, bar.update)
-        return problems
+            both = itertools.product(self.splits.values(), PARTS)
+            return [problem for split, part in both for problem in split.damage(part, bar.update)]
+
+
+class StoreWriter:
+    """Writes a store shard by shard; a killed writer's work is kept, and the same call continues.
+
+        writer = StoreWriter(folder, dim=2048, dtype=torch.float16, shard_rows=8192, source="...")
+        if 7 not in writer.present("train"):
+            writer.write("train", 7, embeddings, labels)
+        store = writer.finish()
+
+    Several processes may write shards of different numbers into the same folder, each with its own writer and the
+    same settings; one of them calls `finish` when all are done. Shard numbers begin at 0 and order the rows.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dim: int,
+        dtype: torch.dtype,
+        shard_rows: int | None = None,
+        num_classes: int | None = None,
+        backbone: str | None = None,
+        resolution: int | None = None,
+        source: str | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin a store in `folder`, or continue one.
+
+        shard_rows: most rows of a shard; without it a split is one shard. num_classes: largest label + 1 if left out.
+        details: anything JSON can hold, kept in meta.json. Raises EmbeddingError where the folder holds a complete
+        store, or shards of one with other settings.
+        """
+        self.folder = Path(os.path.expanduser(folder))
+        refuse_old(self.folder)
+        if (self.folder / MANIFEST).exists():
+            raise EmbeddingError(f"{self.folder} is a complete store already; delete it or choose another folder")
+        self._dim, self._dtype, self._shard_rows, self._num_classes = dim, dtype_name(dtype), shard_rows, num_classes
+        described = {"backbone": backbone, "resolution": resolution, "source": source, "details": dict(details or {})}
+        self._settings = {"dim": dim, "dtype": self._dtype, "num_classes": num_classes, **described}
+        now = json.loads(json.dumps({**self._settings, "shard_rows": shard_rows}))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            found = read_json(self.folder / UNFINISHED, dict[str, Any])
+        except FileNotFoundError:
+            write_json(self.folder / UNFINISHED, now, shared=True)
+            return
+        except JsonError as error:
+            raise EmbeddingError(f"{error}; delete {self.folder} to begin the store again") from None
+        if changed := differences(found, now):
+            raise EmbeddingError(
+                f"{self.folder} holds shards that were written with other settings ({changed}): delete it, choose "
+                "another folder, or use the same settings to continue"
+            )
+
+    def present(self, split: str) -> set[int]:
+        """The numbers of the shards of `split` that are whole, written now or by an earlier process."""
+        return set(self._shards(split))
+
+    def write(self, split: str, number: int, embeddings: Tensor, labels: Tensor) -> None:
+        """Write one shard.
+
+        split: of a-z, 0-9, _. embeddings: (R, dim) of the store's dtype, on the CPU, R from 1 to shard_rows. labels:
+        (R,) of an integer dtype, from 0 and below num_classes. OSError (disk full, say) passes through.
+        """
+        rows, most = len(labels), self._shard_rows
+        assert embeddings.dtype == DTYPES[self._dtype], embeddings.dtype
+        assert embeddings.shape == (rows, self._dim), embeddings.shape
+        record = self.folder / f"{split}-{number:05}.shard.json"
+        record.unlink(missing_ok=True)
+        arrays = {
+            "embeddings": embeddings.contiguous().view(torch.uint8).numpy().view(ON_DISK[self._dtype]),  # (R, dim)
+            "labels": labels.to(torch.int64).contiguous().numpy(),  # (R,)
+        }
+        for part, array in arrays.items():
+            path = self._unfinished(split, part)
+            path.touch()
+            with open(path, "r+b") as file:
+                file.seek(HEADER + number * (most or 0) * array[:1].nbytes)
+                file.write(array)
+                file.flush()
+                os.fsync(file.fileno())
+        # Last: a shard with a record is whole.
+        write_json(record, Shard(rows, **{part: sha256_of(array) for part, array in arrays.items()}), shared=True)
+
+    def finish(self, shards: Mapping[str, int] | None = None) -> EmbeddingStore:
+        """Give the files of all writers their names, write meta.json, and open the store.
+
+        shards: how many each split must have; without it, the numbers from 0 to the highest found. Raises
+        EmbeddingError, naming the missing shards.
+        """
+        if shards is None:
+            names = {path.name.rpartition("-")[0] for path in self.folder.glob("*.shard.json")}
+            shards = {name: max(self._shards(name), default=0) + 1 for name in sorted(names, reverse=True)}
+        found = {split: self._shards(split) for split in shards}
+        wanted = [(split, number) for split, count in shards.items() for number in range(count)]
+        missing = [f"{split}-{number:05}" for split, number in wanted if number not in found[split]]
+        if missing or not shards:
+            raise EmbeddingError(f"{self.folder} cannot be finished: {', '.join(missing) or 'every shard'} is missing")
+        splits = {split: [found[split][number] for number in range(count)] for split, count in shards.items()}
+        for split, part in itertools.product(splits, PARTS):
+            if self._unfinished(split, part).exists():  # else an earlier process came as far as here
+                self._name(split, part, [shard.rows for shard in splits[split]])
+        labels = (np.memmap(file_of(self.folder, split, "labels"), "<i8", "r", HEADER) for split in splits)
+        num_classes = self._num_classes or 1 + max(int(each.max()) for each in labels)
+        manifest = Manifest("embedding store", 2, **{**self._settings, "num_classes": num_classes}, splits=splits)
+        write_json(self.folder / MANIFEST, manifest, shared=True)
+        return open_finished(self.folder)
+
+    def _name(self, split: str, part: str, rows: list[int]) -> None:
+        """Turn the file that was filled into one of the store: a header, no gaps, its name."""
+        path, final = self._unfinished(split, part), file_of(self.folder, split, part)
+        row = row_type(part, self._dtype, self._dim)
+        if all(count == self._shard_rows for count in rows[:-1]):
+            with open(path, "r+b") as file:
+                file.write(npy_header(row, sum(rows)))
+                file.truncate(HEADER + sum(rows) * row.itemsize)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path, final)
+            return
+        filled = np.memmap(path, row, "r", HEADER, ((path.stat().st_size - HEADER) // row.itemsize,))
+        with atomic_write(final, "wb") as file:
+            file.write(npy_header(row, sum(rows)))
+            for number, count in enumerate(rows):
+                file.write(filled[number * self._shard_rows :][:count])
+        path.unlink()
+
+    def _shards(self, split: str) -> dict[int, Shard]:
+        """The records of the shards, by their numbers."""
+        found = {}
+        for path in self.folder.glob(f"{split}-[0-9]*.shard.json"):
+            try:
+                found[int(path.name.split(".")[0].rpartition("-")[2])] = read_json(path, Shard)
+            except (FileNotFoundError, JsonError, ValueError):
+                continue  # another process may just have merged it; a shard without its record is written again
+        return found
+
+    def _unfinished(self, split: str, part: str) -> Path:
+        return self.folder / f"{file_of(self.folder, split, part).name}.part"
 
 
 def open_store(path: str | Path) -> EmbeddingStore:
@@ -224,17 +354,33 @@ def open_store(path: str | Path) -> EmbeddingStore:
     return store
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The settings in `now` that were others before, for a message."""
+    return "; ".join(f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name])
+
+
+def open_finished(folder: Path) -> EmbeddingStore:
+    """Open a complete store, and remove what only its writing needed, or a killed writer left.
+
+    For the process that holds it against other writers. Raises EmbeddingError as `open_store` does.
+    """
+    store = open_store(folder)
+    for pattern in ("*.shard.json", "*.npy.*", ".*.tmp", UNFINISHED):
+        for leftover in folder.glob(pattern):
+            leftover.unlink()
+    return store
+
+
 def read_manifest(path: Path) -> Manifest:
     """What a meta.json says. Raises EmbeddingError for one that is missing, damaged or of another version."""
     try:
         return read_json(path, Manifest)
     except (FileNotFoundError, NotADirectoryError):
         refuse_old(path.parent)
+        wrong = f"{path.parent} is not an embedding store: there is no {MANIFEST} in it"
         if (path.parent / UNFINISHED).exists():
-            raise EmbeddingError(
-                f"{path.parent} was not finished: give the command that was writing it again, it continues"
-            ) from None
-        raise EmbeddingError(f"{path.parent} is not an embedding store: there is no {MANIFEST} in it") from None
+            wrong = f"{path.parent} was not finished: give the command that was writing it again, it continues"
+        raise EmbeddingError(wrong) from None
     except JsonError as error:
         raise EmbeddingError(f"{error}; write the store again, or read it with the code that wrote it") from None
 
@@ -261,18 +407,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def check_labels(labels: Tensor, num_classes: int | None = None) -> None:
-    """Raise EmbeddingError unless labels (R,) are of an integer dtype and in [0, num_classes), naming the first row."""
-    if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise EmbeddingError(
-            f"labels must be whole numbers of shape (rows,), got {labels.dtype} of shape {tuple(labels.shape)}"
-        )
+def check_labels(labels: Tensor, num_classes: int | None, place: str) -> None:
+    """Raise EmbeddingError unless labels (R,) are whole numbers in [0, num_classes), naming the first row of others."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise EmbeddingError(f"{place}: labels must be whole numbers, got {labels.dtype}")
     limit, labels = num_classes or _MOST_CLASSES, labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= limit)).nonzero()
     if len(wrong):
         row = int(wrong[0])
-        since = "" if num_classes is None else f", since num_classes is {num_classes}"
-        raise EmbeddingError(f"labels must be in [0, {limit - 1}]{since}; row {row} has {int(labels[row])}")
+        raise EmbeddingError(
+            f"{place}: labels must be in [0, {limit - 1}]; row {row} has {int(labels[row])}: write it again, or copy it"
+        )
 
 
 def row_type(part: str, dtype_name: str, dim: int) -> np.dtype:

@@ -1,4 +1,4 @@
-"""Files and folders from S3, HTTPS or this disk, by way of a cache: resumable, verified, one download at a time.
+"""Files and folders from S3, HTTPS or this disk, by way of a cache: in ranged parts, resumable, verified.
 
     fetch("wsl-32x48d-320")                      a published embedding file, by its short name
     fetch("s3://bucket/key", endpoint_url=...)   any object; with the user's credentials, unsigned where there are none
@@ -6,43 +6,67 @@
     fetch_folder("s3://bucket/store/", ...)      the files below a prefix that an index among them lists
     upload("store/", "s3://bucket/store/")       the way back
 
-Everything comes by HTTP (download.py); boto3 signs the addresses of S3, and sends. Whatever is found under a file's
-name in the cache is used as it is, without a look at the network; so a file can also be put there by hand.
+Everything comes by HTTP; boto3 signs the addresses of S3, and sends. Whatever is found under a file's name in the cache
+is used as it is, without a look at the network; so a file can also be put there by hand.
 
-What is verified: always the length; SHA-256 where the caller knows it; otherwise the ETag of S3 where it is an MD5
-sum, or an MD5 sum of MD5 sums whose part size can be guessed (objects above 5 GiB have no other). Where an ETag can
-be neither, the length stands alone.
+Parts go to their places in `.partial/NAME.part`; `.partial/NAME.json` tells which are complete, so that a kill or a
+broken line costs the unfinished ones alone. Only a file that is whole and verified takes its name. Verified is always
+the length; SHA-256 where the caller knows it; otherwise the ETag of S3 where it is an MD5 sum, or an MD5 sum of MD5
+sums whose part size can be guessed (objects above 5 GiB have no other).
 """
 
 import difflib
+import errno
 import hashlib
 import os
+import random
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from data.atomic_file import sync_folder
-from data.file_lock import held
-from data.published import PUBLISHED, PUBLISHED_BUCKET, PUBLISHED_ENDPOINT
-from data.transfers.download import (
-    CACHE_VARIABLE,
-    CHECK_ADDRESS,
-    CHECK_CREDENTIALS,
-    PARTIAL,
-    STARTS,
-    Download,
-    ObjectStoreError,
-    check_sha256,
-    progress_bar,
-)
+import requests
+import urllib3
+from tqdm import tqdm
 
+from data.atomic_file import sync_folder
+from data.checked_json import JsonError, read_json, write_json
+from data.file_lock import held
+from data.program import ProgramError
+from data.published import PUBLISHED, PUBLISHED_BUCKET, PUBLISHED_ENDPOINT
+
+CACHE_VARIABLE, PARTIAL = "TOPK_CACHE", ".partial"
 DEFAULT_CACHE = Path(__file__).parents[1] / "downloads" / "embeddings"
+CONNECTIONS, PART_BYTES = 8, 16 * 2**20  # parts under way at once; requests keeps 10 connections open at most
+TIMEOUT, BACKOFF, LONGEST_WAIT = 30.0, 1.0, 30.0  # seconds: without a byte, before the first retry, before any
+# Failures in a row, without a byte between them; fewer before anything has answered: no network is told in seconds.
+RETRIES, FIRST_RETRIES = 8, 3
+UPLOAD_MIB = (8, 5, 15, 16, 32, 50, 64, 100, 128, 256, 512, 1024)  # sizes of parts in which programs upload
+ADDRESS = re.compile(r"(s3|https?)://([^\s/@]+@)?(\[[\da-fA-F:]+\]|[^\s/\[\]:@]+)(:[1-9]\d{0,4})?([/?#].*)?", re.I)
+CHECK_ADDRESS = "Check bucket, key, address, endpoint_url and AWS_DEFAULT_REGION"
+CHECK_CREDENTIALS = (
+    "Check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID), or give the https:// address of a public object; some "
+    "servers say the same of a key that does not exist"
+)
+CHANGED = "the server sent something else than was asked for: the file changed there meanwhile. Start again"
+
+T = TypeVar("T")
+
+
+class ObjectStoreError(ProgramError):
+    """A file could not be brought or sent; the message says why and how to mend it."""
+
+
+class RetryError(Exception):
+    """A failure that may pass."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +81,11 @@ class Location:
     anonymous: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.scheme and not (self.scheme in ("s3", "http", "https") and _has_host(self.uri)):
+        if self.scheme and not ADDRESS.fullmatch(self.uri):
             raise ObjectStoreError(
                 f"a source is s3://bucket/key, http(s)://host/file, a local path or a short name, got {self.uri!r}"
             )
-        asked = self.endpoint if self.scheme == "s3" else self.endpoint_url
-        if asked and not (re.match("https?://", asked) and _has_host(asked)):
+        if (asked := self.endpoint) and not (ADDRESS.fullmatch(asked) and asked.lower().startswith("http")):
             raise ObjectStoreError(
                 f"endpoint_url (without it AWS_ENDPOINT_URL) is http(s)://host of an S3 server, got {asked!r}"
             )
@@ -81,7 +104,8 @@ class Location:
     @property
     def endpoint(self) -> str | None:
         """endpoint_url, or what the environment says in its place."""
-        return self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if self.scheme == "s3" else ()
+        return self.endpoint_url or next(filter(None, map(os.environ.get, variables)), None)
 
     @property
     def address(self) -> str:
@@ -89,14 +113,6 @@ class Location:
         if self.scheme != "s3":
             return self.uri
         return f"{(self.endpoint or 'https://s3.amazonaws.com').rstrip('/')}/{quote('/'.join(self.bucket_and_key))}"
-
-
-def _has_host(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", parts.netloc)
-    except ValueError:  # a bracket or a port that is none
-        return False
 
 
 def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
@@ -108,22 +124,18 @@ def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
     source = os.fspath(source)
     if source in PUBLISHED:
         return Location(f"s3://{PUBLISHED_BUCKET}/{PUBLISHED[source]}", endpoint_url or PUBLISHED_ENDPOINT, True)
-    location = Location(source, endpoint_url)
     path = Path(os.path.expanduser(source))
-    if location.scheme:
-        return location
-    if source and path.exists():
-        return Location(str(path))
-    published = next((name for name, key in PUBLISHED.items() if key == path.name), None)
-    if published is not None:
-        raise ObjectStoreError(f"there is no file {source}: give the short name {published}, and it is downloaded")
-    if path.suffix or len(path.parts) > 1:
-        raise ObjectStoreError(f"there is no file {source}: check the path")
-    nearest = difflib.get_close_matches(source, PUBLISHED, 1, cutoff=0)[0]
-    raise ObjectStoreError(
-        f"{source!r} is neither a file nor a published set: did you mean {nearest!r}? Published are "
-        f"{', '.join(PUBLISHED)}"
-    )
+    if "://" in source or (source and path.exists()):
+        return Location(source if "://" in source else str(path), endpoint_url)
+    names = {key: name for name, key in PUBLISHED.items()}
+    if path.name in names:
+        hint = f"give the short name {names[path.name]}, and it is downloaded"
+    elif path.suffix or len(path.parts) > 1:
+        hint = "check the path"
+    else:
+        nearest = difflib.get_close_matches(source, PUBLISHED, 1, cutoff=0)[0]
+        hint = f"did you mean {nearest!r}? Published are {', '.join(PUBLISHED)}"
+    raise ObjectStoreError(f"there is no file {source!r}: {hint}")
 
 
 def cached_path(source: str | Path, cache_dir: str | Path | None = None, *, endpoint_url: str | None = None) -> Path:
@@ -162,11 +174,11 @@ def fetch(
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise ObjectStoreError(f"sha256 is 64 hexadecimal digits, got {sha256!r}")
     if location.scheme and not path.is_file():
-        _bring(location, path, sha256, progress)
-    elif sha256 is not None:
+        _Download(location, path, sha256, progress).run()
+    if sha256 is not None:
         if path.is_dir():
             raise ObjectStoreError(f"{path} is a folder, and sha256 speaks of a file: leave it out")
-        check_sha256(path, sha256, progress)
+        _check_sha256(path, sha256, progress)
     return path
 
 
@@ -190,28 +202,27 @@ def fetch_folder(
     folder = cached_path(location.uri, cache_dir, endpoint_url=endpoint_url)
     new = folder / PARTIAL / "index" / index
     with held(folder / PARTIAL / "folder.lock", waiting=f"another process is fetching {folder.name}; waiting for it"):
-        (folder / index).unlink(missing_ok=True)  # it may be of another version than what comes now
-        for _ in range(STARTS):
-            shutil.rmtree(new.parent, ignore_errors=True)
-            try:
-                _bring(replace(location, uri=location.uri + index), new, None, progress)
-            except ObjectStoreError as error:
-                raise ObjectStoreError(
-                    f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
-                    "format, to be converted where it was made and sent again, or one whose upload has not ended, as "
-                    f"that file is sent last. {error}"
-                ) from error
-            for name in damaged(new, folder):
-                (folder / name).unlink(missing_ok=True)
-                _bring(replace(location, uri=location.uri + name), folder / name, None, progress)
-            if not (wrong := [*damaged(new, folder)]):
-                os.replace(new, folder / index)
-                sync_folder(folder)
-                return folder
-        raise ObjectStoreError(
-            f"{location.uri}: {', '.join(wrong)} did not come as {index} says, {STARTS} times. Start again when the "
-            "folder is no longer being written, or send it again"
-        )
+        for old in (folder / index, new):  # each may be of another version than what comes now
+            old.unlink(missing_ok=True)
+        try:
+            _Download(replace(location, uri=location.uri + index), new, None, progress).run()
+        except ObjectStoreError as error:
+            raise ObjectStoreError(
+                f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
+                "format, to be converted where it was made and sent again, or one whose upload has not ended, as that "
+                f"file is sent last. {error}"
+            ) from error
+        for name in damaged(new, folder):
+            (folder / name).unlink(missing_ok=True)
+            _Download(replace(location, uri=location.uri + name), folder / name, None, progress).run()
+        if wrong := [*damaged(new, folder)]:
+            raise ObjectStoreError(
+                f"{location.uri}: {', '.join(wrong)} did not come as {index} says. Start again when the folder is no "
+                "longer being written, or send it again"
+            )
+        os.replace(new, folder / index)
+        sync_folder(folder)
+    return folder
 
 
 def upload(
@@ -221,41 +232,286 @@ def upload(
     endpoint_url: str | None = None,
     last: str | None = None,
     progress: bool = True,
-) -> list[str]:
+) -> None:
     """Send a folder's files below s3://bucket/prefix, one after another in the order of their names.
 
     last: the name of one that goes at the end, so that what stands there speaks of files already in place. Hidden files
-    and folders stay behind. Returns the addresses in that order. Raises ObjectStoreError; OSError of a file that cannot
-    be read passes through.
+    and folders stay behind. Raises ObjectStoreError; OSError of a file that cannot be read passes through.
     """
     folder, location = Path(folder), Location(destination.rstrip("/"), endpoint_url)
     if location.scheme != "s3":
         raise ObjectStoreError(f"a destination is s3://bucket/prefix, got {destination!r}")
-    files = sorted(file for file in folder.glob("[!.]*") if file.is_file())
-    files.sort(key=lambda file: file.name == last)
+    files = [file for file in folder.glob("[!.]*") if file.is_file()]
+    files.sort(key=lambda file: (file.name == last, file.name))
     if not files or last not in (None, files[-1].name):
         raise ObjectStoreError(f"there is no {last or 'file'} in {folder} to send: check the path")
     bucket, prefix = location.bucket_and_key
-    total = sum(file.stat().st_size for file in files)
-    with _sentences(location), progress_bar(total, 0, folder.name, progress) as bar:
+    with _sentences(location), _bar(sum(file.stat().st_size for file in files), 0, folder.name, progress) as bar:
         client = _client(location, unsigned=False)
         for file in files:
             client.upload_file(str(file), bucket, f"{prefix}/{file.name}".lstrip("/"), Callback=bar.update)
-    return [f"{location.uri}/{file.name}" for file in files]
 
 
-def _bring(location: Location, path: Path, sha256: str | None, progress: bool) -> None:
-    """Download a file to `path`: one of S3 by an address that is signed anew for each request, since signatures end."""
-    address = partial(str, location.uri)
-    if location.scheme == "s3":
-        bucket, key = location.bucket_and_key
-        if not key:
-            raise ObjectStoreError(f"an object is named s3://bucket/key, got {location.uri!r} without a key")
-        with _sentences(location):
-            client = _client(location, unsigned=location.anonymous)
-        sign = partial(client.generate_presigned_url, "get_object", {"Bucket": bucket, "Key": key})
-        address = _sentences(location)(sign)
-    Download(location.uri, location.address, address, path, sha256, progress).run()
+def checksum_of(path: Path) -> str | None:
+    """What a fetched file was verified by, "sha256 ..." or "etag ...", as long as it is untouched; else None."""
+    record = _recorded(path.parent / PARTIAL / f"{path.name}.json")
+    return record.get("checksum") if path.is_file() and {**record, **_stamp(path)} == record else None
+
+
+class _Download:
+    """One file on its way to `path`."""
+
+    def __init__(self, location: Location, path: Path, sha256: str | None, progress: bool) -> None:
+        self.location, self.path, self.sha256, self.progress = location, path, sha256, progress
+        self.folder = path.parent / PARTIAL
+        self.part, self.sidecar = (self.folder / f"{path.name}{ending}" for ending in (".part", ".json"))
+        self.session, self.stop, self.guard = requests.Session(), threading.Event(), threading.Lock()
+
+    def run(self) -> None:
+        """Return with the verified file at `path`. Raises ObjectStoreError."""
+        uri, waiting = self.location.uri, f"another process is fetching {self.path.name}; waiting for it"
+        try:
+            with held(self.folder / f"{self.path.name}.lock", waiting=waiting):
+                if not self.path.is_file():
+                    self._download()
+        except ObjectStoreError as error:
+            raise ObjectStoreError(
+                f"{uri}: {error}. To place the file by hand, get {self.location.address} in any other way and move it "
+                f"to {self.path}: it is used as it is found"
+            ) from error
+        except OSError as error:
+            raise ObjectStoreError(
+                f"{uri} could not be written to {self.path.parent}: {error}. Free space there, mend its permissions, "
+                f"or choose another folder by cache_dir or ${CACHE_VARIABLE}; finished parts are kept"
+            ) from error
+
+    def _download(self) -> None:
+        self.address = _addresses(self.location)
+        self.size, self.version, self.ranged, etag = _retrying(self._probe, FIRST_RETRIES)
+        if self.size is None and not self.sha256:
+            raise ObjectStoreError(
+                "the server tells no length, so that a file cut short would pass: give its checksum by sha256"
+            )
+        size = self.size or 0
+        plan = {"size": size, "version": self.version, "part_bytes": PART_BYTES}
+        known = _recorded(self.sidecar)
+        whole = self.ranged and self.part.is_file() and self.part.stat().st_size == size
+        if whole and {**known, "done": 0} == {**plan, "done": 0}:
+            done = known["done"]
+        else:
+            self._discard()
+            done = []
+        missing = [part for part in range(-(-size // PART_BYTES)) if part not in done] if self.ranged else [0]
+        to_come = sum(min(PART_BYTES, size - part * PART_BYTES) for part in missing) if self.ranged else size
+        if (free := shutil.disk_usage(self.folder).free) < to_come:
+            raise OSError(errno.ENOSPC, f"{to_come / 1e9:.2f} GB are still to come, {free / 1e9:.2f} GB are free")
+        with open(self.part, "ab") as file:
+            file.truncate(size)
+        self.bar = _bar(self.size, size - to_come, self.path.name, self.progress)
+        # The pool's threads are daemons: Ctrl-C need not wait for the timeout of a silent server.
+        with self.bar, ThreadPool(CONNECTIONS) as pool:
+            try:
+                for part in pool.imap_unordered(self._bring, missing):
+                    done.append(part)
+                    if self.ranged:
+                        write_json(self.sidecar, {**plan, "done": done})
+            finally:
+                self.stop.set()
+        try:
+            checksum = self._verify(etag)
+        except ObjectStoreError:
+            self._discard()
+            raise
+        os.replace(self.part, self.path)
+        sync_folder(self.path.parent)
+        write_json(self.sidecar, {**_stamp(self.path), "checksum": checksum})
+
+    def _probe(self) -> tuple[int | None, str | None, bool, str]:
+        """Ask for the first byte: unlike HEAD, this is allowed wherever the file is, and shows whether ranges work.
+
+        Returns the file's size, its version, whether it can be had in parts, and its ETag where that is an MD5 sum.
+        """
+        with self._open({"Range": "bytes=0-0"}) as answer:
+            headers, version = answer.headers, _version(answer)
+            span = re.fullmatch(r"bytes 0-0/(\d+)", headers.get("content-range", ""))
+            size = span[1] if span else headers.get("content-length", "")
+            sealed = "kms" in headers.get("x-amz-server-side-encryption", "")
+            sealed = sealed or "x-amz-server-side-encryption-customer-algorithm" in headers
+            of_s3 = "x-amz-request-id" in headers or "X-Amz-Date=" in answer.url
+            etag = headers.get("etag", "") if of_s3 and not sealed else ""
+            # Without a version, parts could be of two.
+            return int(size) if size.isdecimal() else None, version, bool(span and version), etag
+
+    def _bring(self, part: int) -> int:
+        # A descriptor of its own: a thread that Ctrl-C left behind can never write into another file.
+        with open(self.part, "r+b") as file:
+            file.seek(part * PART_BYTES)
+            end = min((part + 1) * PART_BYTES, self.size) if self.ranged else self.size
+            try:
+                _retrying(lambda: self._attempt(file, end), RETRIES, file.tell if self.ranged else int)
+            except BaseException:
+                self.stop.set()
+                raise
+            file.flush()
+            os.fsync(file.fileno())  # before the sidecar says so
+        return part
+
+    def _attempt(self, file: IO[bytes], end: int | None) -> None:
+        """Go on after a broken connection from the last byte that came; with a stream, from its start."""
+        if self.stop.is_set():
+            return
+        headers, header, expected = {}, "content-length", None if end is None else str(end)
+        if self.ranged:
+            headers["Range"] = f"bytes={file.tell()}-{end - 1}"
+            header, expected = "content-range", f"bytes {file.tell()}-{end - 1}/{self.size}"
+            if self.version.startswith('"'):  # a weak ETag or a date cannot be asked for
+                headers["If-Match"] = self.version
+        else:
+            file.seek(0)
+            file.truncate()
+        with self._open(headers) as answer:
+            if answer.headers.get(header) != expected or _version(answer) != self.version:
+                raise ObjectStoreError(CHANGED)
+            for chunk in answer.raw.stream(2**16, decode_content=False):
+                if self.stop.is_set():
+                    return
+                if end is not None and len(chunk) > end - file.tell():
+                    raise ObjectStoreError(CHANGED)
+                file.write(chunk)
+                with self.guard:
+                    self.bar.update(len(chunk))
+        if end not in (None, file.tell()):
+            raise RetryError(f"the connection ended after {file.tell()} of {end} bytes")
+
+    @contextmanager
+    def _open(self, headers: dict[str, str]) -> Iterator[requests.Response]:
+        """The answer to a request, 200 or 206. Raises RetryError for what may pass."""
+        # Offsets count the bytes of the file, not of a compressed stream.
+        headers = {"Accept-Encoding": "identity", **headers}
+        try:
+            with self.session.get(self.address(), headers=headers, stream=True, timeout=TIMEOUT) as answer:
+                _check_answer(answer)
+                yield answer
+        except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
+            raise RetryError(re.sub(r"X-Amz-[\w-]+=[^&\s)]*&?", "", str(error))) from None  # no signature on a screen
+
+    def _verify(self, etag: str) -> str | None:
+        """Raise ObjectStoreError unless the .part file is what the server and the caller say; return by which sum."""
+        if self.sha256:
+            _check_sha256(self.part, self.sha256, self.progress)
+            return f"sha256 {self.sha256.lower()}"
+        if not (found := re.fullmatch(r'"([0-9a-f]{32})(?:-(\d+))?"', etag)):
+            return None
+        count = int(found[2] or 0)  # 0: the sum of the bytes; n: the sum of the sums of n parts
+        for part_bytes in etag_part_sizes(self.part.stat().st_size, count):
+            sums = _digests(self.part, "md5", part_bytes, self.progress)
+            if (hashlib.md5(b"".join(sums), usedforsecurity=False).digest() if count else sums[0]).hex() == found[1]:
+                return f"etag {etag[1:-1]}"
+        if count < 2:
+            raise ObjectStoreError(f"what came has another MD5 sum than the server's ETag {etag}. Start again")
+        return None  # a part size is a guess, and no hit no proof of damage
+
+    def _discard(self) -> None:
+        self.sidecar.unlink(missing_ok=True)  # first: it must never speak of another .part file
+        self.part.unlink(missing_ok=True)
+
+
+def etag_part_sizes(size: int, count: int) -> list[int]:
+    """Part sizes in bytes, likely ones first, by which an upload of `size` bytes has `count` parts (ETag md5-count)."""
+    if count < 2:
+        return [size]
+    least, most = -(-size // count), (size - 1) // (count - 1)
+    likely = (*UPLOAD_MIB, -(-least // 2**20))  # the last, whole MiB, is the one that fits many parts
+    return list(dict.fromkeys(mib * 2**20 for mib in likely if least <= mib * 2**20 <= most))
+
+
+def _retrying(attempt: Callable[[], T], retries: int, position: Callable[[], int] = int) -> T:
+    """What `attempt` returns, called again after each failure that may pass. position: bytes that have come."""
+    failures, reached = 0, position()
+    while True:
+        try:
+            return attempt()
+        except RetryError as error:
+            failures, reached = 1 if position() > reached else failures + 1, position()
+            if failures > retries:
+                raise ObjectStoreError(
+                    f"{error} ({failures} failures in a row). Check the network and the address and start again: "
+                    "finished parts are kept"
+                ) from error
+            time.sleep(min(BACKOFF * 2 ** (failures - 1), LONGEST_WAIT) * random.uniform(0.5, 1))
+
+
+def _version(answer: requests.Response) -> str | None:
+    return answer.headers.get("etag") or answer.headers.get("last-modified")
+
+
+def _check_answer(answer: requests.Response) -> None:
+    status, encoding = answer.status_code, answer.headers.get("content-encoding", "").lower()
+    if status == 412:
+        raise ObjectStoreError(CHANGED)
+    if status not in (200, 206):
+        # S3's own words, which name the region of a bucket that is elsewhere.
+        told = re.findall(rb"<(?:Code|Message)>([^<]*)<", answer.raw.read(4096) or b"")
+        words = b": ".join(told).decode(errors="replace") or answer.reason or "no reason given"
+        if status in (408, 425, 429) or status >= 500:
+            raise RetryError(f"the server answered {status} ({words})")
+        advice = CHECK_CREDENTIALS if status in (401, 403) else CHECK_ADDRESS
+        raise ObjectStoreError(f"the server answered {status} ({words}). {advice}")
+    if encoding not in ("", "identity", "aws-chunked"):  # the last: what some uploads leave behind
+        raise ObjectStoreError(f"the server sends the file encoded as {encoding}, which it was asked not to do")
+
+
+def _check_sha256(path: Path, sha256: str, progress: bool) -> None:
+    """Raise ObjectStoreError unless a file has this sum. One verified holds as long as the file is untouched."""
+    if checksum_of(path) != f"sha256 {sha256.lower()}":
+        found = _digests(path, "sha256", path.stat().st_size, progress)[0].hex()
+        if found != sha256.lower():
+            raise ObjectStoreError(
+                f"{path} has SHA-256 {found} instead of {sha256}: another file, or a damaged one. Check sha256; a file "
+                "in the cache must be deleted before it is fetched again"
+            )
+
+
+def _digests(path: Path, algorithm: str, part_bytes: int, progress: bool) -> list[bytes]:
+    """The digest of each `part_bytes` bytes of a file; one digest of an empty file."""
+    digests = []
+    with open(path, "rb") as file, _bar(path.stat().st_size, 0, "verifying", progress) as bar:
+        while not digests or file.tell() < bar.total:
+            digest, left = hashlib.new(algorithm, usedforsecurity=False), part_bytes
+            while chunk := file.read(min(left, 2**20)):
+                digest.update(chunk)
+                bar.update(len(chunk))
+                left -= len(chunk)
+            digests.append(digest.digest())
+    return digests
+
+
+def _bar(total: int | None, initial: int, name: str, progress: bool) -> tqdm:
+    return tqdm(total=total, initial=initial, desc=name[:40], unit="B", unit_scale=True, disable=not progress)
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """What a sidecar says; {} where there is none."""
+    try:
+        return read_json(path, dict[str, Any])
+    except (OSError, JsonError):
+        return {}
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    return {"size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
+
+
+def _addresses(location: Location) -> Callable[[], str]:
+    """Returns the address to ask: of S3 signed anew each time, since signatures end."""
+    if location.scheme != "s3":
+        return partial(str, location.uri)
+    bucket, key = location.bucket_and_key
+    if not key:
+        raise ObjectStoreError("an object is named s3://bucket/key, got an address without a key")
+    with _sentences(location):
+        client = _client(location, unsigned=location.anonymous)
+    return _sentences(location)(partial(client.generate_presigned_url, "get_object", {"Bucket": bucket, "Key": key}))
 
 
 def _client(location: Location, unsigned: bool | None) -> Any:
@@ -272,13 +528,12 @@ def _client(location: Location, unsigned: bool | None) -> Any:
 
 @contextmanager
 def _sentences(location: Location) -> Iterator[None]:
-    """boto3's errors, and those of senseless variables in the environment, as ObjectStoreError."""
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-
+    """The errors of boto3, which have no common class, as ObjectStoreError."""
     try:
         yield
-    except (Boto3Error, BotoCoreError, ClientError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:
         raise ObjectStoreError(
             f"{location.uri}: {error}. {CHECK_ADDRESS}, the variables AWS_... and the network. {CHECK_CREDENTIALS}"
         ) from error

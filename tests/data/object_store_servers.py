@@ -1,8 +1,4 @@
-"""A server on loopback that fails in the ways of real ones, for the tests of data/transfers/object_store.py.
-
-It speaks enough HTTP for requests and enough S3 for boto3's unsigned GET of s3://bucket/file with a path-style
-endpoint, so that each failure can be tried on both.
-"""
+"""A server on loopback that fails in the ways of real ones, for the tests of data/transfers/object_store.py."""
 
 import re
 import socket
@@ -19,9 +15,9 @@ class FaultyServer:
     """Serves `content` at any path.
 
     faults: what goes wrong with the next requests that are no probe (a range of one byte), one each: "503" or another
-    status; "page" (another file, whole), "bare" (206 without a range), "truncate" and "stall" (half of
-    the body, then the end or nothing), "reset" (half of the body, then RST), "shifted" (the range after the one asked
-    for), "garbage" (the right length, other bytes), None (nothing). probe_faults: likewise of probes.
+    status; "page" (another file, whole), "truncate" and "stall" (half of the body, then the end or nothing), "reset"
+    (half of the body, then RST), "shifted" (the range after the one asked for), "garbage" (the right length, other
+    bytes), None (nothing). probe_faults: likewise of probes.
     spans: (first byte, one after the last) of each request, None without a range. sent: body bytes sent.
     gate: requests with a number (from 0, probes not counted) of `gate_from` and above wait until it is set.
     """
@@ -31,7 +27,7 @@ class FaultyServer:
         self.ranges, self.if_match, self.headers = True, True, {}
         self.error = b""  # the body of a "503" or another status
         self.length_header: int | str | None = None  # a lie about the length, where not None
-        self.frame = "length"  # how whole answers tell where they end: also "chunked", or "" for not at all
+        self.framed = True  # whether whole answers tell their length
         self.faults: deque[str | None] = deque()
         self.probe_faults: deque[str | None] = deque()
         self.spans: list[tuple[int, int] | None] = []
@@ -43,14 +39,8 @@ class FaultyServer:
         self.httpd.daemon_threads = True
         self.httpd.handle_error = lambda *_: None  # clients that are killed, or give up, are no news
         threading.Thread(target=self.httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.httpd.server_address[1]}"
-
-    @property
-    def url(self) -> str:
-        return f"{self.endpoint}/bucket/file.bin"
+        self.endpoint = f"http://127.0.0.1:{self.httpd.server_address[1]}"
+        self.url = f"{self.endpoint}/bucket/file.bin"
 
     @property
     def part_spans(self) -> list[tuple[int, int]]:
@@ -89,19 +79,13 @@ class FaultyServer:
                     return self.answer(int(fault), server.error, server.headers)
                 if fault == "page":
                     return self.answer(200, b"<html>Sign in</html>", {})
-                if fault == "bare":
-                    return self.answer(206, content, {"ETag": etag})
                 if server.if_match and self.headers.get("If-Match", etag) != etag:
                     return self.answer(412, b"", {})
                 headers = dict(server.headers)
-                if etag:
-                    headers["ETag"] = etag
-                if server.last_modified:
-                    headers["Last-Modified"] = server.last_modified
+                headers |= {"ETag": etag} if etag else {}
+                headers |= {"Last-Modified": server.last_modified} if server.last_modified else {}
                 if span is None or not server.ranges:
                     return self.answer(200, content, headers, fault)
-                if span[0] >= len(content):
-                    return self.answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
                 start, stop = span[0], min(span[1], len(content))
                 if fault == "shifted":
                     start, stop = start + 1, min(stop + 1, len(content))
@@ -111,23 +95,17 @@ class FaultyServer:
             def answer(self, status: int, body: bytes, headers: dict[str, str], fault: str | None = None) -> None:
                 if fault == "garbage":
                     body = bytes(len(body))
+                if status != 200 or server.framed:
+                    lie = server.length_header if status == 200 else None
+                    headers = {**headers, "Content-Length": str(len(body) if lie is None else lie)}
+                else:
+                    self.close_connection = True
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
-                whole = status == 200
-                chunked = whole and server.frame == "chunked"
-                if chunked:
-                    self.send_header("Transfer-Encoding", "chunked")
-                elif server.frame or not whole:
-                    lie = server.length_header if whole else None
-                    self.send_header("Content-Length", str(len(body) if lie is None else lie))
-                else:
-                    self.close_connection = True
                 self.end_headers()
                 cut = fault in ("truncate", "stall", "reset")
                 body = body[: len(body) // 2] if cut else body
-                if chunked:
-                    body = b"%x\r\n%s\r\n" % (len(body), body) + (b"" if cut else b"0\r\n\r\n")
                 try:
                     self.wfile.write(body)
                     self.wfile.flush()

@@ -17,6 +17,7 @@ import torch
 from data import atomic_file
 from data.embeddings import DTYPES, LAYOUTS, EmbeddingError, convert, open_store
 from data.embeddings import formats as embedding_formats
+from data.embeddings.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
 DIM, TRAIN, TEST = 16, 100, 30
@@ -69,13 +70,6 @@ def test_every_dtype_becomes_every_other(tmp_path, dtype, target):
     assert_holds(convert(tmp_path / "file.p", tmp_path / "store", dtype=DTYPES[target]), parts, DTYPES[target])
 
 
-def test_without_a_dtype_float64_is_refused(tmp_path):
-    save(tmp_path / "file.p", dtype=torch.float64)
-    with pytest.raises(EmbeddingError, match="must be float16, float32, bfloat16, got float64"):
-        convert(tmp_path / "file.p", tmp_path / "store")
-    assert not (tmp_path / "store").exists()
-
-
 def test_numbers_beyond_float16_are_refused_and_fit_bfloat16(tmp_path):
     parts = content(torch.float32)
     parts["train_embeddings"][60, 3] = 1e6
@@ -85,33 +79,24 @@ def test_numbers_beyond_float16_are_refused_and_fit_bfloat16(tmp_path):
     assert_holds(convert(tmp_path / "file.p", tmp_path / "other", dtype=torch.bfloat16), parts, torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.uint16])
-def test_labels_of_another_width_become_int64(tmp_path, kind):
-    parts = content()
-    torch.save({**parts, "train_labels": parts["train_labels"].to(kind)}, tmp_path / "file.p")
-    assert_holds(convert(tmp_path / "file.p", tmp_path / "store", num_classes=10), parts)
-    assert open_store(tmp_path / "store").num_classes == 10
-
-
-def test_a_view_with_gaps_is_converted_row_by_row(tmp_path):
+def test_a_mapping_takes_any_tensors(tmp_path, capsys):
+    """Of any names, views with gaps and labels of any width among them."""
     parts = content()
     wide = torch.cat((parts["train_embeddings"], parts["train_embeddings"]), dim=1)
-    torch.save({**parts, "train_embeddings": wide[:, :DIM]}, tmp_path / "file.p")
-    assert_holds(convert(tmp_path / "file.p", tmp_path / "store"), parts)
-
-
-def test_unknown_keys_are_listed_with_what_is_expected(tmp_path):
-    torch.save({"x": torch.zeros(3, 4), "train_embeddings": torch.zeros(2), "n": 3}, tmp_path / "file.p")
-    with pytest.raises(EmbeddingError) as caught:
-        convert(tmp_path / "file.p", tmp_path / "store")
-    message = str(caught.value)
-    assert "Found: x float32 (3, 4), train_embeddings float32 (2,), n (int)." in message
+    torch.save({"x": wide[:, :DIM], "y": parts["train_labels"].to(torch.uint16), "note": "mine"}, tmp_path / "file.pt")
+    command = ["convert", str(tmp_path / "file.pt"), str(tmp_path / "one")]
+    assert main(command) == 1
+    message = capsys.readouterr().err
+    assert (
+        "Found: x float16 (100, 16), y uint16 (100,), note (str). Expected: train_embeddings, train_labels" in message
+    )
     assert all(", ".join(layout.values()) in message for layout in LAYOUTS.values())
     assert "--test_labels KEY" in message
-
-
-def test_a_mapping_takes_any_tensors(tmp_path):
-    parts = content()
+    assert main([*command, "--train_embeddings", "x", "--train_labels", "y", "--num_classes", "10"]) == 0
+    store = open_store(tmp_path / "one")
+    assert torch.equal(store["train"].read(torch.arange(TRAIN)), parts["train_embeddings"])
+    assert torch.equal(store["train"].labels(), parts["train_labels"])
+    assert (list(store.splits), store.num_classes) == (["train"], 10)
     names = {"train_embeddings": "a", "train_labels": "b", "valid_embeddings": "c", "valid_labels": "d"}
     torch.save(dict(zip("abcd", parts.values())), tmp_path / "file.p")
     store = convert(tmp_path / "file.p", tmp_path / "store", keys=names)
@@ -147,11 +132,15 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path, keys, message):
         ({"train_labels": torch.arange(TRAIN) / 2}, "must be whole numbers"),
         ({"train_labels": torch.tensor(3)}, "with a label per row"),
         ({"train_embeddings": torch.zeros(TRAIN, 0)}, "with a label per row"),
-        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "ordinary tensors .* got torch.sparse_coo"),
-        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "ordinary tensors .* on meta"),
+        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "an ordinary tensor .* got torch.sparse_coo"),
+        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "an ordinary tensor .* on meta"),
         # Of some bytes in the file and of terabytes if each number were written down.
-        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that hold each of their numbers"),
-        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that hold each of their numbers"),
+        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that holds each of its numbers"),
+        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that holds each of its numbers"),
+        (
+            {split: torch.zeros(9, 9).double() for split in ("train_embeddings", "test_embeddings")},
+            "with a label per row",
+        ),
         ({"train_labels": torch.arange(TRAIN + 1)}, "with a label per row"),
         ({"test_labels": [0] * TEST}, "has no tensor 'test_labels' for test_labels"),
     ],
@@ -226,7 +215,7 @@ def test_a_file_larger_than_the_memory_is_mapped_shared(tmp_path, monkeypatch):
         raise RuntimeError("unable to mmap 53687091200 bytes from file <file.p>: Cannot allocate memory (12)")
 
     monkeypatch.setattr(torch, "load", no_map)
-    with pytest.raises(EmbeddingError, match=r"file\.p is larger than the memory.*chmod u\+w"):
+    with pytest.raises(EmbeddingError, match=r"file\.p cannot be mapped.*chmod u\+w"):
         convert(tmp_path / "file.p", tmp_path / "other")
 
 
@@ -259,13 +248,13 @@ def test_a_killed_process_leaves_no_store_and_the_next_one_keeps_its_shards(tmp_
     parts = save(tmp_path / "file.p")
     program = (
         "import os, signal, sys\n"
-        "from data.embeddings import convert, writer\n"
-        "write = writer.write_json\n"
+        "from data.embeddings import convert, store\n"
+        "write = store.write_json\n"
         "def killed(path, *rest, **options):\n"
         "    if path.name == 'train-00002.shard.json':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return write(path, *rest, **options)\n"
-        "writer.write_json = killed\n"
+        "store.write_json = killed\n"
         f"convert(sys.argv[1], sys.argv[2], shard_bytes={SHARD_BYTES})\n"
     )
     folder = tmp_path / "store"
@@ -293,13 +282,13 @@ def test_a_complete_store_is_opened_and_not_written_again(tmp_path):
     message = r"complete store already \(backbone 'net', now 'other'; dtype 'float16', now 'float32'\): delete it"
     with pytest.raises(EmbeddingError, match=message):
         convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float32, backbone="other")
-
-
-def test_a_store_of_another_dtype_than_the_file_is_not_taken_for_its_own(tmp_path):
-    save(tmp_path / "file.p")
-    convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float32)
+    convert(tmp_path / "file.p", tmp_path / "wide", dtype=torch.float32)
     with pytest.raises(EmbeddingError, match="dtype 'float32', now 'float16'"):
-        convert(tmp_path / "file.p", tmp_path / "store")
+        convert(tmp_path / "file.p", tmp_path / "wide")
+    save(tmp_path / "double.p", dtype=torch.float64)
+    with pytest.raises(EmbeddingError, match="must be float16, float32, bfloat16, got float64"):
+        convert(tmp_path / "double.p", tmp_path / "double")
+    assert not (tmp_path / "double").exists()
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "of another size"])

@@ -61,7 +61,7 @@ TWO_SEEDS = [
 def cells(markdown, start):
     """The cells of the one line of a Markdown table that starts so."""
     (line,) = [line for line in markdown.splitlines() if line.startswith(f"| {start}")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
 
 
 def test_mean_std_difference_and_bold_beside_the_published_values(made):
@@ -399,3 +399,22 @@ def test_figures_whose_data_are_absent_or_damaged_are_left_out(tmp_path, capsys,
     for figure in ("accuracy over epochs", "accuracy over P_K", "times"):
         assert f"left out: {figure}" in said
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"table1_top1_top5"}
+
+
+def test_paired_differences_have_an_interval_and_say_how_many_seeds_would_settle_them(made):
+    """Differences of 1 and 3 points: mean 2, standard deviation 1.414, and t(1) = 12.71 times 1 is the half width."""
+    rows = [cifar_run(seed, 0.60, 0.85) for seed in (0, 1, 2)]
+    network = {"inverse_temperature": "0.5", "distribution": "logistic_phi", "art_lambda": "0.5", "top1_mode": "smce"}
+    for seed, top1 in ((0, 0.61), (1, 0.63), (3, 0.99)):  # seed 3 has no partner
+        rows.append(cifar_run(seed, top1, 0.85, "splitter_selection", "0.2 0.2 0.2 0.2 0.2", **network))
+    status, text, _ = made(rows, "--paired", "softmax_cross_entropy")
+    assert status == 0
+    # 1.984 * 1.414 / sqrt(n) <= .3 from n = 88 on
+    assert cells(text, "Top-k DiffSortNets")[2:] == ["+2.00 ± 12.71", "+0.00 ± 0.00", "2", r"88 \| 2"]
+
+
+@pytest.mark.parametrize("method", ["softsort", "neuralsort"])
+def test_a_pair_that_is_not_there_is_a_sentence(made, method):
+    status, _, said = made(TWO_SEEDS[:3], "--paired", method)
+    assert status == 2
+    assert f"--paired {method}" in said

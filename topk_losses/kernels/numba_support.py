@@ -21,6 +21,7 @@ from topk_losses.sigmoids import bind
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
+GAP = 256  # numbers between two arrays: more than a step of vector code
 IN_ANY_ORDER = ("nsz", "reassoc", "ninf")  # fastmath of sums that become vector code
 _f32 = np.float32
 _MASKED = _f32(MASKED)
@@ -145,6 +146,16 @@ def subtract_softmax(share, x, highest, log_sum, w, out):
     """out - share softmax(x), in place; log_sum: what softmax_sum gave."""
     exps(x, _f32(1), max(highest, _MASKED), _f32(0), w)
     subtract(_f32(share * math.exp(-log_sum)), w, out)
+
+
+@jit
+def room(n):
+    """An array (n,) of 0 to work in, with nothing near it.
+
+    Where arrays lie next to each other, which is chance, a loop that reads the one and writes the other would not run
+    as vector code, and its sums would have other last digits.
+    """
+    return np.zeros(n + GAP, _f32)[:n]
 
 
 @lru_cache(maxsize=1)
