@@ -3,6 +3,7 @@
 Tables that the build draws from results/*.csv are not repeated here. Standard deviations are n - 1.
 """
 
+import inspect
 import math
 import re
 from functools import cache
@@ -13,7 +14,14 @@ import pytest
 
 from scripts import temperature_report
 from scripts.reporting.results import mean_std
-from topk_losses import METHODS
+from topk_losses import (
+    METHODS,
+    NoisedTopKLoss,
+    SmoothHardTopKLoss,
+    SmoothTopKLoss,
+    TopKCrossEntropyLoss,
+    TruncatedEntropyLoss,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -348,7 +356,10 @@ def test_the_results_table_of_the_readme():
         ours = " | ".join(
             f"{row[column, 'mean']:.2f} ± {short(row[column, 'std'], 2)}" for column in ("test_top1", "test_top5")
         )
-        assert f"| {100 * paper.test_top1:.2f} | {100 * paper.test_top5:.2f} | {ours} |" in text
+        line = f"| {100 * paper.test_top1:.2f} | {100 * paper.test_top5:.2f} | {ours} |"
+        assert line in text
+        if method in (SOFTMAX, SPLITTER):
+            stands("docs/index.md", line)
 
 
 def test_the_speed_table_of_the_readme():
@@ -390,3 +401,20 @@ def test_the_picture_of_the_readme():
     stands("README.md", f"p = {first} · 1 + {second} · .5 = {short(p[true].item(), 2)}, and")
     shown = re.findall(r"<!-- (\S+) -->", (ROOT / "docs/figures/one_sample.svg").read_text(encoding="utf-8"))
     assert {short(value, 2) for value in matrix.flatten().tolist()} <= set(shown)
+
+
+def test_the_api_page_has_every_argument_and_its_default():
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    listed = set()
+    for names, defaults, of in re.findall(r"^\| (`\w+`.*?) \| (.+?) \| (.+?) \|", text, re.MULTILINE):
+        for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", defaults) or ["no default"]):
+            listed.add((name, default.replace('"', "'"), of))
+    for loss in (TopKCrossEntropyLoss, SmoothTopKLoss, SmoothHardTopKLoss, TruncatedEntropyLoss, NoisedTopKLoss):
+        for name, parameter in inspect.signature(loss).parameters.items():
+            default = "no default" if parameter.default is parameter.empty else repr(parameter.default)
+            ofs = [of for one, value, of in listed if (one, value) == (name, default)]
+            assert any(loss.__name__ in of or of in ("every loss", "losses of one k") for of in ofs), (
+                loss,
+                name,
+                default,
+            )
