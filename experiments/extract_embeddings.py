@@ -219,7 +219,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             path.unlink()  # merged, or of images that were mended
         report(store)
         if args.upload:
-            upload(store.path, args.upload, endpoint_url=args.endpoint_url, last=MANIFEST, progress=sys.stderr.isatty())
+            upload(store.path, args.upload, endpoint_url=args.endpoint_url, last=MANIFEST)
             ranks.say(f"uploaded: {args.upload}")
     return 0
 

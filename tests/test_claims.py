@@ -3,6 +3,7 @@
 Tables that the build draws from results/*.csv are not repeated here. Standard deviations are n - 1.
 """
 
+import inspect
 import math
 import re
 from functools import cache
@@ -13,7 +14,14 @@ import pytest
 
 from scripts import temperature_report
 from scripts.reporting.results import mean_std
-from topk_losses import METHODS
+from topk_losses import (
+    METHODS,
+    NoisedTopKLoss,
+    SmoothHardTopKLoss,
+    SmoothTopKLoss,
+    TopKCrossEntropyLoss,
+    TruncatedEntropyLoss,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -172,11 +180,15 @@ def test_beam_search():
     )
 
 
-def table_lines(path, p_k):
-    """The lines of a table of docs/temperature.md, by scripts/temperature_report.py's cells."""
-    for name, heads in temperature_report.grid_of(path)[p_k].items():
-        cells = temperature_report._cells(heads, name, p_k)
-        method, _, m = name.partition(", m = ")
+def table_lines(file, p_k):
+    """The lines of a table of docs/temperature.md, by the cells of scripts/temperature_report.py."""
+    shown_p_k = f"[{p_k.replace(' ', ', ')}]".replace("0.", ".")
+    lines = [line for line in temperature_report.table(RESULTS / f"{file}.csv").splitlines() if line.startswith("|")]
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    for cells in (dict(zip(head, line)) for line in body):
+        if cells["P_K"] != shown_p_k:
+            continue
+        method, _, m = cells["method"].partition(", m = ")
         beta, _, remark = cells["inverse temperature"].partition(" (")
         shown = [f"`{method}`" + (f", m {m}" if m else ""), beta + "*" * ("the l" in remark)]
         shown += [cells[column] for column in ("top-1", "top-5", "default", "auto", "annealed")]
@@ -188,29 +200,48 @@ def table_lines(path, p_k):
     [*(("temperature", p_k) for p_k in (HALF, EVEN, FIFTH)), *(("temperature_training", p_k) for p_k in (EVEN, FIFTH))],
 )
 def test_a_table_of_temperatures(file, p_k):
-    lines = list(table_lines(RESULTS / f"{file}.csv", p_k))
+    lines = list(table_lines(file, p_k))
     assert lines
-    stands("docs/temperature.md", *(line.replace("\\|", "|") for line in lines))
+    stands("docs/temperature.md", *lines)
 
 
-def differences(file, p_k, mode):
-    """By method: top-1 and top-5 of "auto" or of the schedule above the best constant, and above the default."""
+@cache
+def means_of(file, p_k):
+    """By method, m (0: all scores) and temperature: mean accuracies over the seeds, and what validation chooses by."""
+    found = where(file, p_k=p_k)
+    found = found.assign(
+        m=found.m.where(found.m < found.num_classes, 0).fillna(0),
+        inverse_temperature=found.inverse_temperature.astype(str),
+    )
+    means = found.groupby(["method", "m", "inverse_temperature"])[
+        ["test_top1", "test_top5", "valid_top1", "valid_top5"]
+    ].mean()
+    first = float(p_k.split()[0])
+    return means.assign(aim=first * means.valid_top1 + (1 - first) * means.valid_top5)
+
+
+def best_of(file, p_k, method, m=0, schedule=False):
+    """The constant inverse temperature, or the schedule, that validation prefers."""
+    heads = means_of(file, p_k).loc[method, m]
+    chosen = heads[heads.index.str.contains(":") if schedule else ~heads.index.str.contains(":|auto")]
+    return both(chosen.loc[[chosen.aim.idxmax()]]) if len(chosen) else None
+
+
+def differences(p_k, schedule=False):
+    """By method: test accuracies of "auto", or of the schedule, above the best constant, and above the default."""
     found = {}
-    for name, heads in temperature_report.grid_of(RESULTS / f"{file}.csv")[p_k].items():
-        best, schedule = (temperature_report.best_of(heads, p_k, annealed) for annealed in (False, True))
-        chosen = heads.get("auto" if mode == "auto" else schedule)
-        default = heads.get(METHODS[name.partition(",")[0]].inverse_temperature)
-        if chosen:
-            mean = [
-                tuple(100 * temperature_report.mean(each, f"test_top{k}") for k in (1, 5))
-                for each in (chosen, heads[best], default)
-            ]
-            found[name] = (less(mean[0], mean[1]), less(mean[0], mean[2]))
+    for method in means_of("temperature", p_k).index.unique("method"):
+        if METHODS[method].spread:
+            heads = means_of("temperature", p_k).loc[method, 0]
+            chosen = best_of("temperature", p_k, method, schedule=True) if schedule else both(heads.loc[["auto"]])
+            if chosen:
+                default = both(heads.loc[[str(METHODS[method].inverse_temperature)]])
+                found[method] = (less(chosen, best_of("temperature", p_k, method)), less(chosen, default))
     return found
 
 
 def test_what_auto_loses():
-    auto = {p_k: differences("temperature", p_k, "auto") for p_k in (HALF, EVEN, FIFTH)}
+    auto = {p_k: differences(p_k) for p_k in (HALF, EVEN, FIFTH)}
     for p_k, bound in ((HALF, 0.25), (EVEN, 0.4)):
         others = [min(best) for name, (best, _) in auto[p_k].items() if name != "neuralsort"]
         assert len(others) == 11
@@ -243,7 +274,7 @@ def span(values, digits=2):
 
 def test_what_schedules_gain():
     masks = ("lml", "lapsum", "capped_softmax", "subset_topk")
-    half, even, fifth = (differences("temperature", p_k, "schedule") for p_k in (HALF, EVEN, FIFTH))
+    half, even, fifth = (differences(p_k, schedule=True) for p_k in (HALF, EVEN, FIFTH))
     alone, with_even = (list(zip(*(each[name][0] for name in masks))) for each in (fifth, even))
     others = span(best[0] for name, (best, _) in half.items() if name != "sparse_topk")
     stands(
@@ -291,12 +322,8 @@ def test_the_schedule_of_heads_that_suits_cross_entropy():
 
 @pytest.mark.parametrize("method", ["neuralsort", "softsort", "lml", "subset_topk", SPLITTER])
 def test_what_m_costs(method):
-    cells = []
-    for file in ("temperature_classes_100", "temperature_classes_1000"):
-        grid = temperature_report.grid_of(RESULTS / f"{file}.csv")[HALF]
-        for name in (f"{method}, m = 16", method):
-            best = grid[name][temperature_report.best_of(grid[name], HALF)]
-            cells.append(" | ".join(f"{100 * temperature_report.mean(best, f'test_top{k}'):.2f}" for k in (1, 5)))
+    files = ("temperature_classes_100", "temperature_classes_1000")
+    cells = [pair(best_of(file, HALF, method, m), 2) for file in files for m in (16, 0)]
     stands("docs/which-loss.md", f"| `{method}` | {' | '.join(cells)} |")
 
 
@@ -317,3 +344,77 @@ def test_rows_without_a_commit_are_counted():
     for name, file, commit in (("knn", "knn", "ca715aee"), ("beam_search", "beam_search_short", "7028b2af")):
         count = sum(rows(file).git_commit.str.startswith(commit))
         stands(f"docs/{name}.md", f"{count} of the {len(rows(file))} rows")
+
+
+def test_the_results_table_of_the_readme():
+    found = where("table1_short").groupby(["method", "p_k"])[["test_top1", "test_top5"]].agg(["mean", "std", "count"])
+    text = page("README.md").replace("\\|", "|")
+    published = rows("paper/table1")
+    for (method, p_k), row in found.iterrows():
+        assert row["test_top1", "count"] == 3
+        paper = published[(published.method == method) & (published.p_k == p_k)].iloc[0]
+        ours = " | ".join(
+            f"{row[column, 'mean']:.2f} ± {short(row[column, 'std'], 2)}" for column in ("test_top1", "test_top5")
+        )
+        line = f"| {100 * paper.test_top1:.2f} | {100 * paper.test_top5:.2f} | {ours} |"
+        assert line in text
+        if method in (SOFTMAX, SPLITTER):
+            stands("docs/index.md", line)
+
+
+def test_the_speed_table_of_the_readme():
+    table = rows("benchmarks/losses")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Speed")[2].partition("## ")[0]
+    labels = {"NeuralSort": "neuralsort", "SoftSort": "softsort", "splitter selection": SPLITTER}
+    lines = re.findall(
+        r"^\| ([\w ]+) \| (\d+), ([\d,]+), (\w+) \| (\S+) ms \| (\S+) ms \| (\d+) \| (\S+) \|$", text, re.MULTILINE
+    )
+    assert len(lines) == 5
+    for label, batch, n, m, *shown in lines:
+        row = table[
+            (table.method == labels[label]) & (table.batch == int(batch)) & (table.n == int(n.replace(",", "")))
+        ]
+        row = row[row.m.isna() if m == "all" else row.m == float(m)].iloc[0]
+        for cell, value in zip(shown, (row.ms, row.official_ms, row.official_over_ours, row.ours_over_cross_entropy)):
+            assert float(cell) == pytest.approx(value, rel=0.02)
+    assert set(table.device) == {"AMD EPYC"}
+    steps = {
+        name: rows(f"benchmarks/{name}").set_index("method").over_softmax
+        for name in ("training_step", "training_step_h100")
+    }
+    stands(
+        "README.md",
+        f"the ratio is {table.official_over_ours.min():.1f} to {table.official_over_ours.max():,.0f} over",
+        f"{steps['training_step'][SPLITTER]:.3f} times cross-entropy's there with splitter selection, and "
+        f"{steps['training_step_h100'][SPLITTER]:.2f} times on an H100",
+    )
+
+
+def test_the_picture_of_the_readme():
+    """docs/figures/one_sample.svg shows what permutation_figure.relaxed_sort gives for splitter_selection."""
+    from scripts.reporting import permutation_figure
+
+    matrix, weights, p = permutation_figure.relaxed_sort(SPLITTER, permutation_figure.SCORES, permutation_figure.P_K)
+    true = permutation_figure.TRUE
+    first, second = (short(value, 2) for value in matrix[:2, true].tolist())
+    assert weights.tolist() == [1, 0.5, 0, 0]
+    stands("README.md", f"p = {first} · 1 + {second} · .5 = {short(p[true].item(), 2)}, and")
+    shown = re.findall(r"<!-- (\S+) -->", (ROOT / "docs/figures/one_sample.svg").read_text(encoding="utf-8"))
+    assert {short(value, 2) for value in matrix.flatten().tolist()} <= set(shown)
+
+
+def test_the_api_page_has_every_argument_and_its_default():
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    listed = set()
+    for names, defaults, of in re.findall(r"^\| (`\w+`.*?) \| (.+?) \| (.+?) \|", text, re.MULTILINE):
+        for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", defaults) or ["no default"]):
+            listed.add((name, default.replace('"', "'"), of))
+    for loss in (TopKCrossEntropyLoss, SmoothTopKLoss, SmoothHardTopKLoss, TruncatedEntropyLoss, NoisedTopKLoss):
+        for name, parameter in inspect.signature(loss).parameters.items():
+            default = "no default" if parameter.default is parameter.empty else repr(parameter.default)
+            ofs = [of for one, value, of in listed if (one, value) == (name, default)]
+            assert any(loss.__name__ in of or of in ("every loss", "losses of one k") for of in ofs), (
+                loss,
+                name,
+                default,
+            )
