@@ -83,8 +83,7 @@ def figures(names: frozenset[str]) -> dict[str, bytes]:
         draw_cost(folder)
         for method in METHODS:
             draw_method(method, folder)
-        for name in names:
-            table, protocol = table_of(ROOT / "results" / f"{name}.csv")
+        for table, protocol in (table_of(ROOT / "results" / f"{name}.csv") for name in names):
             if table.run_lines:
                 draw_figures_of_table(table, protocol, ROOT / "results" / "runs", folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
