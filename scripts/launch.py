@@ -67,6 +67,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     argv = list(argv)
     split = argv.index("--") if "--" in argv else len(argv)
     args, extra = parser.parse_known_args(argv[:split])
+    if "--slurm" in extra:
+        parser.error("--slurm has become a script: scripts/table1.sh --dry-run | scripts/slurm.sh table1, say")
     return args, extra + argv[split + 1 :]
 
 

@@ -332,6 +332,7 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true"], "--jobs 0", "must be a whole number of at least 1, got '0'"),
         (["true"], "--jobs", "expected one argument"),
         (["true"], "--name ../x", "must be of letters"),
+        (["true"], "--slurm --partition gpu", "--slurm has become a script"),
         (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
         (["echo \udcff"], "", "row 1 must be UTF-8 text without NUL, got 'echo \\udcff'"),
     ],
