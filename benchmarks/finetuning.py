@@ -66,7 +66,9 @@ def steps_of(
     embeddings = torch.rand(NUM_ROWS, dim, device=device).half()  # (rows, dim), positive as pooled ReLUs are
     labels = torch.randint(n, (NUM_ROWS,), device=device)
     # One set of weights for all losses, so that all find the same amount of it in the caches.
-    made = heads_of(heads, dim, n, device, compiled)
+    fresh = [head(dim, n).to(device) for _ in range(heads)]
+    optimizers = [torch.optim.Adam(each.parameters(), lr=LEARNING_RATE, fused=True) for each in fresh]
+    made = list(zip(map(torch.compile, fresh) if compiled and device.type == "cuda" else fresh, optimizers))
 
     def step_of(what: Timed, loss_fn: nn.Module) -> Callable[[], None]:
         implementation, method, number = what
@@ -102,18 +104,6 @@ def steps_of(
     return steps, first
 
 
-def heads_of(
-    number: int, dim: int, n: int, device: torch.device, compiled: bool
-) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
-    """Return so many new heads on the device, each with its optimizer, as the script has them."""
-    made = []
-    for _ in range(number):
-        fresh = head(dim, n).to(device)
-        optimizer = torch.optim.Adam(fresh.parameters(), lr=LEARNING_RATE, fused=True)
-        made.append((torch.compile(fresh) if compiled and device.type == "cuda" else fresh, optimizer))
-    return made
-
-
 def add_rows(
     table: Table, size: Size, arguments: argparse.Namespace, times: dict[Timed, list[float]], first: dict[Timed, float]
 ) -> None:
@@ -133,10 +123,9 @@ def add_rows(
             row["over_separate"] = f"{ratio(of_ours, times['ours', method, 1]) / number:.3f}"
         official = ("difftopk", method, number)
         if official in times:
-            row["official_path"] = executor_of(method)
+            row |= {"official_path": executor_of(method), "official_loss": f"{first[official]:.6g}"}
             row["official_ms"] = statistics.median(times[official])
             row["official_over_ours"] = ratio(times[official], of_ours)
-            row["official_loss"] = f"{first[official]:.6g}"
         table.add(**row, compiled=str(arguments.compile).lower())
 
 

@@ -3,7 +3,6 @@ whole or not at all.
 """
 
 import argparse
-import csv
 import multiprocessing
 import os
 import platform
@@ -14,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pandas as pd
 import torch
 from torch.utils.benchmark import Timer
 
@@ -111,29 +111,22 @@ class Table:
     """Rows under `columns`, those about the machine filled in; of the others the first `shown` are printed."""
 
     def __init__(self, columns: Sequence[str], arguments: argparse.Namespace, shown: int) -> None:
-        facts = {
-            "device": device_name(arguments.device),
-            "threads": arguments.threads,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "git_commit": git_commit(),
-        }
-        self.rows: list[dict[str, Any]] = []
         self._output, self._columns, self._shown = arguments.output, columns, columns[:shown]
-        self._shared = {name: facts.get(name, "") for name in columns}
+        self._shared = {"device": device_name(arguments.device), "threads": arguments.threads}
+        self._shared |= {"torch": torch.__version__, "python": platform.python_version(), "git_commit": git_commit()}
+        self.rows: list[dict[str, Any]] = []
         print("  ".join(f"{name:>8}" for name in self._shown))
 
     def add(self, **row: Any) -> None:
         """Add a row and print it; a float is written with four digits."""
-        shown = {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()}
-        self.rows.append({**self._shared, **{name: "" if cell is None else cell for name, cell in shown.items()}})
+        row = {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()}
+        row = {name: "" if cell is None else cell for name, cell in (self._shared | row).items()}
+        self.rows.append({name: row.get(name, "") for name in self._columns})
         print("  ".join(f"{self.rows[-1][name]!s:>{max(8, len(name))}}" for name in self._shown), flush=True)
 
     def write(self) -> int:
         """Replace the file by the rows, say so, and return the exit status."""
         with atomic_write(self._output) as file:
-            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+            pd.DataFrame(self.rows, columns=self._columns).to_csv(file, index=False, lineterminator="\n")
         print(f"wrote {self._output}")
         return 0

@@ -8,12 +8,12 @@
     python scripts/launch.py --jobs 2 < commands.txt  # any commands; no shell expands them
 
 A flag that this script knows (see --help) is its own; every other argument, and all that follow a --, are added to
-every row. Each row writes results/logs/<name>/<number>-<row>.log. Rows that their results file already has are skipped
-before they start; a row that fails is tried again, then named at the end with the last lines of its log. Ctrl-C, or
-SIGTERM, is passed on to the rows, which leave a checkpoint after every epoch; a second one is passed on harder. After
-that, and after kill -9 of anything, the same call continues where it stopped.
+every row. Each row writes results/logs/<name>/<number>-<row>.log. Rows that their results file already has skip
+themselves; a row that fails is tried again, then named at the end with the last lines of its log. Ctrl-C, or SIGTERM,
+is passed on to the rows, which leave a checkpoint after every epoch; a second one is passed on harder. After that, and
+after kill -9 of anything, the same call continues where it stopped.
 
-Exit status: 0 every row is recorded; 1 a row failed; 2 the command line or a line of input is wrong, and nothing was
+Exit status: 0 every row is done; 1 a row failed; 2 the command line or a line of input is wrong, and nothing was
 started; 130, 143 and 129: stopped by Ctrl-C, SIGTERM or a closed terminal.
 """
 
@@ -39,11 +39,12 @@ from tqdm import tqdm
 from data import program
 from data.file_lock import held_or_refused
 from experiments.shared.cores import usable_cores
-from scripts.sweeping.rows import ROOT, Row, SweepError, read_rows, recorded_rows, start_row, tail
+from scripts.sweeping.rows import ROOT, Row, SweepError, read_rows, start_row, tail
 
 POLL_SECONDS = 0.1
 # Before the next attempt: time for a row whose launcher was killed to end, and to let go of its run folder.
 RETRY_SECONDS = 3
+DONE = "=== exit status 0"  # the end of a log
 LIVE_LINE = "{desc} {bar:20} {n_fmt}/{total_fmt} rows{postfix}, {elapsed} passed, {remaining} left"
 
 
@@ -66,6 +67,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     argv = list(argv)
     split = argv.index("--") if "--" in argv else len(argv)
     args, extra = parser.parse_known_args(argv[:split])
+    if "--slurm" in extra:
+        parser.error("--slurm has become a script: scripts/table1.sh --dry-run | scripts/slurm.sh table1, say")
     return args, extra + argv[split + 1 :]
 
 
@@ -92,11 +95,10 @@ def launch(argv: Sequence[str]) -> int:
         print(*(row.command for row in rows), f"# {len(rows)} rows", sep="\n")
         return 0
     if args.status:
-        recorded = recorded_rows(rows)
-        for row in rows:
-            stands = "recorded" if row in recorded else tail(row.log)[-1] if row.log.exists() else "waiting"
-            print(f"{row.log.stem}: {stands}")
-        print(f"# {len(recorded)} of {len(rows)} rows recorded")
+        ends = [tail(row.log)[-1] if row.log.exists() else "waiting" for row in rows]
+        for row, end in zip(rows, ends):
+            print(f"{row.log.stem}: {'done' if end == DONE else end}")
+        print(f"# {ends.count(DONE)} of {len(rows)} rows done")
         return 0
 
     gpus = visible_gpus()
@@ -109,12 +111,10 @@ def launch(argv: Sequence[str]) -> int:
         )
     busy = "another launcher runs this sweep (another --name is another sweep)"
     with held_or_refused(logs / "launch.lock", SweepError, busy, "the folder of logs"):
-        recorded = recorded_rows(rows)
-        to_run = [row for row in rows if row not in recorded]
-        print(f"{args.name}: {len(rows)} rows, {len(recorded)} already recorded; logs in {logs}", flush=True)
-        with stop_signals() as received, Sweep(args.name, to_run, jobs, gpus, args.retries) as sweep:
+        print(f"{args.name}: {len(rows)} rows; logs in {logs}", flush=True)
+        with stop_signals() as received, Sweep(args.name, rows, jobs, gpus, args.retries) as sweep:
             sweep.run(received)
-    counts = {"done": sweep.num_done, "already recorded": len(recorded), "failed": len(sweep.failed)}
+    counts = {"done": sweep.num_done, "failed": len(sweep.failed)}
     counts["left"] = len(rows) - sum(counts.values())
     for row, how in sweep.failed.items():
         print(f"\nFAILED row {row.number} ({how}): {row.command}\n  log: {row.log}, which ends")
@@ -210,12 +210,20 @@ class Sweep:
             with self._lock:
                 if self._stopped.is_set():
                     return
-                process = self._started(row, number)
-            if isinstance(process, OSError):  # no such program, or no room for its log
-                how = f"it cannot be started: {process}"
-                continue
+                gpu = min(self.gpus, key=list(self._running.values()).count) if self.gpus else None
+                settings = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+                if "--threads" not in row.words:
+                    settings |= {"OMP_NUM_THREADS": self._threads, "MKL_NUM_THREADS": self._threads}
+                try:
+                    process = start_row(row, f"attempt {number} of {self.attempts}", settings)
+                except OSError as error:  # no such program, or no room for its log
+                    how = f"it cannot be started: {error}"
+                    continue
+                self._running[process] = gpu
             self._say(f"started: {name}" + (f" (attempt {number})" if number > 1 else ""))
             status = process.wait()
+            with contextlib.suppress(OSError), row.log.open("a") as log:
+                print(f"=== exit status {status}", file=log)
             with self._lock:
                 del self._running[process]
                 self.num_done += status == 0
@@ -228,18 +236,6 @@ class Sweep:
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         self.failed[row] = how
         self._ended(f"FAILED ({how}): {name}")
-
-    def _started(self, row: Row, number: int) -> subprocess.Popen | OSError:
-        gpu = min(self.gpus, key=list(self._running.values()).count) if self.gpus else None
-        settings = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-        if "--threads" not in row.words:
-            settings |= {"OMP_NUM_THREADS": self._threads, "MKL_NUM_THREADS": self._threads}
-        try:
-            process = start_row(row, f"attempt {number} of {self.attempts}", settings)
-        except OSError as error:
-            return error
-        self._running[process] = gpu
-        return process
 
     def _ended(self, line: str) -> None:
         self._bar.update()

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
     program.begin()
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -66,39 +67,40 @@ def tables(path: Path) -> str:
     runs = pd.DataFrame(rows).assign(arm=[shown_arm(row) for row in rows]).set_index(["arm", "seed"])
     if runs.index.has_duplicates:
         raise CommandLineError(f"{path} has rows of one arm and seed that differ in a setting which is not shown")
+    values = (100 * runs[rates].astype(float)).rename(columns=RATES)
     parts = [
         f"{path.name}: {first['dataset']}, {first['train_words']} training and {first['test_words']} test words of up "
         f"to {first['max_letters']} letters; {first['pretrain_updates']} updates of pretraining, then "
         f"{first['n_updates']} of each arm, {first['batch_size']} words each; training beam of {first['beam_size']}, "
-        f"hidden size {first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts."
+        f"hidden size {first['hidden_dim']}. WER, PER: word and phoneme error rate in percent, any reading counts.",
+        by_arm(values, lambda cells: mean_std(cells.tolist()), "seeds"),
     ]
-    values = 100 * runs[rates].astype(float)
-    shown = values.groupby("arm", sort=False).agg(lambda cells: mean_std(cells.tolist()))
-    shown["seeds"] = values.groupby("arm", sort=False).size().astype(str)
-    parts.append(as_markdown(shown.rename(columns=RATES).reset_index()))
-
-    if CONTROL in shown.index:  # of the seeds that both have
+    paired = values[:0]
+    if CONTROL in values.index:  # of the seeds that both have
         paired = values.drop(index=CONTROL, level="arm").sub(values.loc[CONTROL], level="seed").dropna()
         paired = paired.groupby("arm", sort=False).filter(lambda pairs: len(pairs) > 1)
-    if CONTROL in shown.index and len(paired):
-        differences = paired.groupby("arm", sort=False).agg(with_interval)
-        differences["pairs"] = paired.groupby("arm", sort=False).size().astype(str)
+    if len(paired):
         parts.append(f"Arm minus control, in points, paired by seed, with its {CONFIDENCE:.0%} interval (t):")
-        parts.append(as_markdown(differences.rename(columns=RATES).reset_index()))
+        parts.append(by_arm(paired, with_interval, "pairs"))
     else:
         parts.append("No difference: no arm has two seeds that the control has too.")
-
     parts.append(
         "Right phonemes in percent by position (the end is one), after the right ones / after the model's own:"
     )
     forced, free = (
-        runs[f"test_{kind}_accuracy"].str.split(expand=True).astype(float).groupby("arm", sort=False).mean()
+        100 * runs[f"test_{kind}_accuracy"].str.split(expand=True).astype(float).groupby("arm", sort=False).mean()
         for kind in ("forced", "free")
     )
-    both = (100 * forced).map("{:.1f}".format) + " / " + (100 * free).map("{:.1f}".format)
+    both = forced.map("{:.1f}".format) + " / " + free.map("{:.1f}".format)
     both = both.iloc[:, : int(first["max_letters"])].rename(columns=lambda place: str(place + 1))
     parts.append(as_markdown(both.reset_index()))  # behind the longest word few words are left
     return "\n\n".join(parts) + "\n"
+
+
+def by_arm(values: pd.DataFrame, shown: Callable[[pd.Series], str], counted: str) -> str:
+    """Return a table with a line for each arm, and the number of its rows under `counted`."""
+    groups = values.groupby("arm", sort=False)
+    return as_markdown(groups.agg(shown).assign(**{counted: groups.size().astype(str)}).reset_index())
 
 
 def with_interval(differences: pd.Series) -> str:

@@ -43,6 +43,7 @@ BY_FILE_NAME = {
     **{"table2_3_imagenet21k": "tables2_3_imagenet21k", "imagenet21k": "tables2_3_imagenet21k"},
     **{"strong": "none", "temperature_training": "none"},  # not the paper's rows
 }
+BY_NUM_CLASSES = {"1000": "tables2_3_imagenet1k", "10450": "tables2_3_imagenet21k"}  # of embeddings
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,12 +51,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = program.Parser(prog="report.py", description="Tables and figures from a results file.")
     flag = parser.add_argument
     flag("results", type=program.path, help="a CSV file of results/")
-    flag(
-        "--table",
-        choices=(*TABLES, "tables2_3", "none"),
-        help="the published table beside it; tables2_3: the one of the two with as many classes; default: by the "
-        "file's name, else by its columns",
-    )
+    told = "the published table beside it; without it, by the file's name, else by its columns"
+    flag("--table", choices=(*TABLES, "none"), help=told)
     flag("--published", type=program.path, metavar="FILE", help="published values; results/paper/<table>.csv")
     told = "only these rows, or of METHOD's rows only these; may be repeated"
     flag("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=told)
@@ -104,7 +101,8 @@ def table_of(
 
     name: the published table; None: by the file's name or its rows. Raises CommandLineError.
     """
-    published_file = published_file or published_of(name, results, runs)
+    if published_file is None and name != "none":
+        published_file = PAPER / f"{name}.csv" if name else published_of(results, runs)
     published, protocol = read_published(published_file) if published_file else ([], {})
     return build_table(results.stem, runs, published, protocol, num_seeds), protocol
 
@@ -131,22 +129,16 @@ def chosen_rows(path: Path, where: list[str]) -> list[Row]:
     return rows
 
 
-def published_of(table: str | None, results: Path, runs: list[Row]) -> Path | None:
-    """Return the file of published values for these runs; None where there is none."""
+def published_of(results: Path, runs: list[Row]) -> Path | None:
+    """Return the file of published values beside these runs, by file name or columns; None where there is none."""
     datasets, num_classes = ({run.get(column, "") for run in runs} for column in ("dataset", "num_classes"))
-    of_classes = {"1000": "tables2_3_imagenet1k", "10450": "tables2_3_imagenet21k"}
-    of_embeddings = of_classes.get(*num_classes) if len(num_classes) == 1 and "embeddings" in runs[0] else None
-    if table == "tables2_3":
-        table = of_embeddings
-        if table is None:
-            raise CommandLineError(
-                f"--table tables2_3: {results} has no rows of embeddings of 1000 or 10450 classes alone; name the table"
-            )
-    if table is None and runs and "prediction" in runs[0]:  # the nearest-neighbour classifier's
-        of_set = f"knn_{' '.join(datasets)}"
-        table = of_set if of_set in KNN_TABLES else "none"
-    by_columns = of_embeddings or ("table1" if datasets == {"cifar100"} else "none")
-    table = table or BY_FILE_NAME.get(results.stem.removesuffix("_short"), by_columns)
+    by_columns = "table1" if datasets == {"cifar100"} else "none"
+    if runs and "embeddings" in runs[0]:
+        by_columns = BY_NUM_CLASSES.get(" ".join(num_classes), by_columns)
+    table = BY_FILE_NAME.get(results.stem.removesuffix("_short"), by_columns)
+    if runs and "prediction" in runs[0]:  # the nearest-neighbour classifier's
+        table = f"knn_{' '.join(datasets)}"
+        table = table if table in KNN_TABLES else "none"
     return None if table == "none" else PAPER / f"{table}.csv"
 
 

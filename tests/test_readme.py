@@ -98,14 +98,6 @@ def test_a_block_runs(block):
     after(block)
 
 
-def test_a_failure_names_the_page_and_the_line():
-    text = "# A title\n\n```python\nvalue = 1\nvalue.nothing\n```\nand text\n"
-    (block,) = blocks(Path("page.md"), text)
-    assert block.line == 4
-    with pytest.raises(pytest.fail.Exception, match=r"page\.md, line 5: AttributeError"):
-        run(block, {})
-
-
 def test_a_trainer_with_accumulated_micro_batches_takes_the_step_of_the_whole_batch(tmp_path):
     """The loss function of docs/integrations.md, in Hugging Face's Trainer."""
     pytest.importorskip("transformers", reason="scripts/docs.sh installs transformers and runs this")

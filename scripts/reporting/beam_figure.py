@@ -29,26 +29,21 @@ LEAST_SHOWN = 0.02  # weight of a line from one hypothesis to the next
 @torch.no_grad()
 def soft_beam_of(row: Mapping[str, str], folder: Path) -> tuple[str, list[str], list[Tensor]]:
     """The word, the names of the phonemes, and A of each step, (K, Q, V). Raises CommandLineError."""
-    words = load_words(row["dataset"], int(row["max_letters"]))
+    words, K = load_words(row["dataset"], int(row["max_letters"])), int(row["beam_size"])
     model = EncoderDecoder(words.num_letters, len(words.symbols), int(row["hidden_dim"]))
     try:
         model.load_state_dict(read_checkpoint(folder / CURRENT)["model"])
     except FileNotFoundError:
         raise CommandLineError(f"the figure needs {folder / CURRENT}, which train_beam_search.py left there") from None
     lengths = (words.test.letters != END).sum(1)
-    place = int((lengths == min(LETTERS, int(lengths.max()))).int().argmax())
-    letters = words.test.letters[place : place + 1]
-    K = int(row["beam_size"])
-    settings = {
-        "method": row["method"],
-        "inverse_temperature": float_of(row["inverse_temperature"]),
-        "distribution": row["distribution"] or None,
-        "art_lambda": float(row["art_lambda"]) if row["art_lambda"] else None,
-    }
+    length = min(LETTERS, int(lengths.max()))
+    letters = words.test.letters[lengths == length][:1]
+    numbers = {name: float_of(row[name]) for name in ("inverse_temperature", "art_lambda")}
+    settings = {"method": row["method"], "distribution": row["distribution"] or None, **numbers}
     encoded = model.encode(letters)
     steps = beam_search(model, encoded, K, max_steps=int(lengths.max()) + 3).phonemes.shape[2]
     choices, _ = soft_beam(model, encoded, K, steps, partial(rank_operator, settings, K, torch.device("cpu")))
-    word = "".join(chr(ord("a") - 1 + letter) for letter in letters[0].tolist() if letter != END)
+    word = "".join(chr(ord("a") - 1 + letter) for letter in letters[0, :length].tolist())
     return word, words.symbols, [A[0] for A in choices]
 
 

@@ -82,12 +82,10 @@ def _strip(axis: pyplot.Axes, images: Tensor, right: list[bool]) -> None:
     side = torch.cat(list(images), dim=2).permute(1, 2, 0)  # (H, (1 + k) W, C)
     shown = (side.squeeze(2) if channels == 1 else side).numpy()
     axis.imshow(shown, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+    look = {"fill": False, "edgecolor": WRONG, "linewidth": 1.2}
     for place, is_right in enumerate(right, start=1):
         if not is_right:
-            frame = pyplot.Rectangle(
-                (place * width, 0), width - 1, height - 1, fill=False, edgecolor=WRONG, linewidth=1.2
-            )
-            axis.add_patch(frame)
+            axis.add_patch(pyplot.Rectangle((place * width, 0), width - 1, height - 1, **look))
     axis.axvline(width - 0.5, color="#000000", linewidth=1)
     axis.set_axis_off()
 

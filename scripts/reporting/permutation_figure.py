@@ -86,14 +86,9 @@ def paid_for(method: str) -> list[int]:
 def loss_of(method: str, inverse_temperature: float | None = None) -> ClassificationLoss:
     """Return the loss whose gradient is shown, with equal shares for the k of paid_for()."""
     ks = paid_for(method)
-    loss = make_loss(
-        method,
-        p_k={k: 1 / len(ks) for k in ks},
-        num_classes=len(SCORES),
-        inverse_temperature=inverse_temperature,
-        top1_mode="sort" if method in RELAXATIONS and ks == [WITHIN] else None,
-        reduction="sum",
-    )
+    top1_mode = "sort" if method in RELAXATIONS and ks == [WITHIN] else None
+    settings = {"inverse_temperature": inverse_temperature, "top1_mode": top1_mode, "reduction": "sum"}
+    loss = make_loss(method, {k: 1 / len(ks) for k in ks}, len(SCORES), **settings)
     if METHODS[method].stochastic:
         _draw_often(loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
     if method == IMBALANCED:  # without counts its margins are those of the other noised loss
@@ -137,8 +132,7 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     for score in SCORES[:TRUE] + SCORES[TRUE + 1 :]:
         axis.axvline(score, color=GREY, linewidth=0.5, linestyle=(0, (1, 2)))
     axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
-    axis.set_xlabel("score of the true class (dotted: of the others)")
-    axis.set_ylabel("−∂L / ∂score")
+    axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score")
     ks = paid_for(method)
     title = f"pull on the true class, k = {' or '.join(map(str, ks))}" + " alone" * (len(ks) == 1)
     title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic

@@ -71,7 +71,9 @@ def check(path: Path, rows: Sequence[Row], needed: Sequence[str], optional: Sequ
         what, is_right = rule or ("given", bool)
         for row in rows:
             if (name in needed or (rule and row[name])) and not is_right(row[name]):
-                raise CommandLineError(f"{name} must be {what}, got {row[name]!r} in row {row['run_id']} of {path}")
+                raise CommandLineError(
+                    f"{name} must be {what}, got {row[name]!r} in row {row.get('run_id', '')} of {path}"
+                )
 
 
 def rows_of(path: Path, how: str) -> list[Row]:
@@ -91,7 +93,8 @@ def results_of(
     """
     rows = rows_of(path, f"{script} writes it")
     check(path, rows, needed, optional)
-    for name, values in differing(rows, rows[0].keys() - {*COLUMNS, *apart}).items():
+    flags = [name for name in rows[0] if name not in {*COLUMNS, *apart}]
+    for name, values in differing(rows, flags).items():
         raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
     return rows
 

@@ -63,10 +63,9 @@ USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say h
 
 @dataclass
 class Line:
-    """One line of a table: a published row (empty: ours alone) and the runs of ours beside it (none: not run).
+    """A published row (empty: ours alone), another by others (rerun) and the runs of ours beside it (none: not run).
 
-    rerun: a published row with the same key, by others. backbone: where it tells lines of ours apart.
-    reasons: why the runs are not comparable with the published values; none if they are.
+    backbone: where it tells lines of ours apart. reasons: why the runs are not comparable; none if they are.
     """
 
     method: str
@@ -127,20 +126,21 @@ def read_published(path: Path) -> tuple[list[Row], Row]:
 
     Raises CommandLineError.
     """
-    found = []
-    for file, needed in ((path, PUBLISHED_COLUMNS), (path.with_name("protocols.csv"), ("table", "n_seeds"))):
+
+    def rows_of(file: Path, columns: Sequence[str]) -> list[Row]:
         try:
-            rows = pd.read_csv(file, dtype=str, keep_default_na=False).assign(run_id=file.name).to_dict("records")
+            rows = pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records")
         except OSError as error:
             raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
         except ValueError as error:  # no table, or no text
             raise CommandLineError(f"--published: {file} cannot be read: {str(error).strip()}") from None
-        check(file, rows, (), needed)
-        found.append(rows)
-    rows, protocols = found
-    for protocol in protocols:
+        check(file, rows, (), columns)
+        return rows
+
+    rows = rows_of(path, PUBLISHED_COLUMNS)
+    for protocol in rows_of(path.with_name("protocols.csv"), ("table", "n_seeds")):
         if rows and protocol["table"] == rows[0]["table"]:
-            return rows, {name: cell for name, cell in protocol.items() if name != "run_id"}
+            return rows, protocol
     raise CommandLineError(
         f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
         f"got {path}"
@@ -170,10 +170,9 @@ def build_table(
     lines: dict[tuple, Line] = {}
     for row in published:
         key = _key(row) if row["method"] else (len(lines),)
-        if key in lines:
-            lines[key].rerun = row
-        else:
-            lines[key] = Line(row["method"], row["p_k"], _key(row)[3:], row)
+        line = lines.setdefault(key, Line(row["method"], row["p_k"], _key(row)[3:], row))
+        if line.published is not row:
+            line.rerun = row
     ours_alone = []
     has_backbones = len({run.get("backbone") for run in runs}) > 1
     groups: dict[tuple, list[Row]] = {}

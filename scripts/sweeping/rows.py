@@ -1,8 +1,7 @@
-"""The rows of a sweep: read from lines, asked for in their results files, started; and the end of a row's log."""
+"""The rows of a sweep: read from lines, started; and the end of a row's log."""
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shlex
@@ -66,37 +65,6 @@ def read_rows(lines: Iterable[str], extra: Sequence[str], logs: Path) -> list[Ro
     if not rows:
         raise SweepError("there is no row: pipe command lines into scripts/launch.py, one per line")
     return list(rows.values())
-
-
-def recorded_rows(rows: Sequence[Row]) -> set[Row]:
-    """Return the rows that their results files already have.
-
-    Only its script can resolve the settings of a row. So the training scripts are asked, all rows in one process
-    (recorded.py): one import of torch, some 3 s, instead of one per row. Not asked are rows of other programs, rows
-    with --force, and those whose --results is not there yet.
-    """
-
-    def can_be_asked(words: Sequence[str]) -> bool:
-        script = Path(*words[1:2]).resolve()
-        is_training = script.parent == ROOT / "experiments" and script.name.startswith(("train_", "finetune_"))
-        if not is_training or not Path(words[0]).name.startswith("python") or "--force" in words:
-            return False
-        results = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--results"]
-        return not results or Path(results[-1]).exists()
-
-    asked = [row for row in rows if can_be_asked(row.words)]
-    if not asked:
-        return set()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "sweeping" / "recorded.py")],
-        input=json.dumps([row.words for row in asked]),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is the launcher's, which then ends it
-    )
-    if done.returncode:
-        print("warning: it could not be asked which rows are recorded; each finds out by itself", file=sys.stderr)
-    return {asked[int(number)] for number in done.stdout.split() if not done.returncode}
 
 
 def start_row(row: Row, header: str, settings: Mapping[str, str]) -> subprocess.Popen:

@@ -278,8 +278,8 @@ def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
     assert [row["seed"] for row in read_rows(together)] == ["3", "4"]
 
 
-def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
-    """As scripts/sweeping/recorded.py does: it notes what the script asks, and the script has done nothing yet."""
+def test_whether_it_is_recorded_is_asked_before_anything_is_done(results, monkeypatch):
+    """Rows of a sweep skip themselves: that must cost little."""
 
     class Asked(BaseException):
         pass

@@ -20,7 +20,7 @@ import pytest
 from experiments import train_cifar100
 from experiments.shared.cores import usable_cores
 from scripts import launch
-from scripts.sweeping.rows import read_rows, recorded_rows, tail
+from scripts.sweeping.rows import tail
 from tests.experiments.test_train_cifar100 import tiny_network
 
 ROOT = Path(__file__).parents[2]
@@ -96,13 +96,17 @@ def test_every_row_runs_and_has_a_log(run, tmp_path):
     rows = ["# a comment", python("print('one')"), "", python("print('two')")]
     status, printed = run(rows, "--name", "small")
     assert status == 0
-    assert printed.startswith("small: 2 rows, 0 already recorded; logs in ")
+    assert printed.startswith("small: 2 rows; logs in ")
     assert printed.endswith("small: 2 done, of 2 rows\n")
     first, second = sorted((tmp_path / "logs").glob("*.log"))
     assert (first.name, second.name) == ("01-print_one.log", "02-print_two.log")
-    header, command, output = first.read_text().splitlines()
+    header, *lines = first.read_text().splitlines()
     assert "attempt 1 of 2" in header
-    assert (command, output) == (f"$ {rows[1]}", "one")
+    assert lines == [f"$ {rows[1]}", "one", "=== exit status 0"]
+    assert (
+        run([*rows, "true"], "--status")[1]
+        == "01-print_one: done\n02-print_two: done\n03-true: waiting\n# 2 of 3 rows done\n"
+    )
 
 
 def test_a_failed_row_is_tried_again_then_named_with_the_end_of_its_log(run, tmp_path):
@@ -115,7 +119,7 @@ def test_a_failed_row_is_tried_again_then_named_with_the_end_of_its_log(run, tmp
     assert "    line 20\n" not in printed
     (log,) = (tmp_path / "logs").glob("01-*.log")
     assert str(log) in printed
-    assert log.read_text().count("=== ") == 2
+    assert log.read_text().count("=== ") == 4  # beginnings and ends
     assert printed.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
     (tmp_path / "been").unlink()
     assert run([second], "--retries", "0")[0] == 1
@@ -149,7 +153,7 @@ def test_the_sessions_of_the_rows_have_the_niceness_of_the_launcher(tmp_path):
     done = subprocess.run(niced, input="cat /proc/self/autogroup", capture_output=True, text=True)
     assert done.returncode == 0
     (log,) = (tmp_path / "logs").glob("*.log")
-    assert log.read_text().splitlines()[-1].endswith(f" nice {min(os.nice(0) + 3, 19)}")
+    assert log.read_text().splitlines()[-2].endswith(f" nice {min(os.nice(0) + 3, 19)}")
 
 
 # Rows at once, GPUs and threads.
@@ -328,6 +332,7 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true"], "--jobs 0", "must be a whole number of at least 1, got '0'"),
         (["true"], "--jobs", "expected one argument"),
         (["true"], "--name ../x", "must be of letters"),
+        (["true"], "--slurm --partition gpu", "--slurm has become a script"),
         (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
         (["echo \udcff"], "", "row 1 must be UTF-8 text without NUL, got 'echo \\udcff'"),
     ],
@@ -364,23 +369,16 @@ def test_what_is_refused_or_cut_off_leaves_no_word_of_a_broken_pipe():
 # The training script.
 
 
-def test_recorded_rows_are_skipped_before_they_start(run, tmp_path, monkeypatch):
+def test_a_recorded_row_skips_itself(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train_cifar100, "resnet_cifar", tiny_network)
     quick = "--dataset digits --limit_train 80 --limit_test 40 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
     flags = f"--method softsort {quick} --results {tmp_path / 'r.csv'}"
     assert train_cifar100.main(flags.split()) == 0
-
-    # The same settings written in another way, with --force, another seed, a wrong flag, another program.
-    row = f"{sys.executable} {train_cifar100.__file__} {flags}"
-    lines = [f"{row} --p_k .2 .2 .2 .2 .2", f"{row} --force", f"{row} --seed 1", f"{row} --seed x", "ls"]
-    rows = read_rows(lines, [], tmp_path)
-    assert recorded_rows(rows) == {rows[0]}
-
-    status, printed = run([row, python("print('not recorded')")])
-    assert status == 0
-    assert printed.startswith("sweep: 2 rows, 1 already recorded")
-    assert "started: 01" not in printed
-    assert printed.endswith("sweep: 1 done, 1 already recorded, of 2 rows\n")
+    status, printed = run([f"{sys.executable} {train_cifar100.__file__} {flags} --p_k .2 .2 .2 .2 .2"])
+    assert (status, printed.endswith("sweep: 1 done, of 1 rows\n")) == (0, True)
+    (log,) = (tmp_path / "logs").glob("*.log")
+    assert "epoch 1/1" not in log.read_text()
+    assert len(log.read_text().splitlines()) == 4  # when, the command, that it is recorded, and the status
 
 
 # As a Slurm job array: a stand-in for Slurm runs the tasks here, one after another.
