@@ -144,12 +144,11 @@ class StoreSplit:
         places = (HEADER + rows.numpy()[begins] * self.row_bytes).tolist()
         with open(file_of(self.folder, self.name, "embeddings"), "rb", buffering=0) as file:
             for place, (begin, end) in zip(places, itertools.pairwise([*begins.tolist(), len(rows)])):
-                file.seek(place)
                 left = target[begin * self.row_bytes : end * self.row_bytes]
                 while left:  # a single read may return less
-                    if not (count := file.readinto(left)):
+                    if not (count := os.preadv(file.fileno(), [left], place)):
                         raise EmbeddingError(f"{file.name} ended {len(left)} bytes too early: it changed meanwhile")
-                    left = left[count:]
+                    left, place = left[count:], place + count
         return out
 
 
