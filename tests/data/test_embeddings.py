@@ -199,6 +199,8 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     first, other = StoreWriter(tmp_path, **settings), StoreWriter(tmp_path, **settings)  # as of two processes
     first.write("train", 0, embeddings, labels)
     other.write("train", 2, embeddings, labels.to(torch.int16))
+    with pytest.raises(EmbeddingError, match=r"train-00001: labels must be in \[0, 2147483646\]; row 0 has -1"):
+        first.write("train", 1, embeddings, labels - 1)
     assert first.present("train") == {0, 2}
     (tmp_path / ".train-00001.shard.json.123.tmp").write_text("left by a killed writer")
     with pytest.raises(EmbeddingError, match="was not finished: give the command that was writing it again"):
@@ -208,6 +210,9 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     for shards, missing in ((None, "train-00001 is"), ({"train": 5}, "train-00001, train-00003, train-00004 is")):
         with pytest.raises(EmbeddingError, match=f"{missing} missing"):
             second.finish(shards)
+    os.truncate(tmp_path / "train.embeddings.npy.part", 600)
+    assert second.present("train") == {0}
+    second.write("train", 2, embeddings, labels)
     second.write("train", 1, embeddings, labels)
     assert len(second.finish()["train"]) == 30
     assert len(list(tmp_path.iterdir())) == 3

@@ -340,7 +340,10 @@ def test_no_server_no_address_no_plain_file(server, get, tmp_path):
         get("file/cache")
 
 
-@pytest.mark.parametrize("damage", [{"size": 12}, {"version": 3}, "[]", '{"size": 12, "do', "\0"], ids=str)
+WRONG_SIDECARS = [{"size": 12}, {"version": 3}, {"done": "abc"}, {"done": None}, {"done": [99]}, {"done": [0.0]}]
+
+
+@pytest.mark.parametrize("damage", [*WRONG_SIDECARS, "[]", '{"size": 12, "do', "\0"], ids=str)
 def test_a_damaged_sidecar_starts_again(server, get, tmp_path, damage):
     path = cached_path(server.url, tmp_path / "cache")
     partial(path, ".part").parent.mkdir(parents=True)
