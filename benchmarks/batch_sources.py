@@ -19,13 +19,13 @@ first epoch's batches, equal where the batches are. Prints a table and writes --
 results/benchmarks/batch_sources.csv). Takes twice the size on the disk.
 """
 
+import itertools
 import os
 import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.runner import Table, existing_folder, in_a_process, parser
 from data.embeddings import EmbeddingBatches, convert, open_store
-from experiments.shared.command_line import choice
 from experiments.shared.environment import peak_memory_mib
 
-SOURCES = ("device", "ram", "stream", "stream cold", "dataloader", "dataloader cold", "whole file")
+MODES = ("device", "ram", "stream")  # of EmbeddingBatches
+SOURCES = (*MODES, "stream cold", "dataloader", "dataloader cold", "whole file")
 TEST_ROWS = 8  # the layout has a test set, and nothing is measured on it
 NUM_CLASSES = 1000
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ COLUMNS = (
 Batches = Iterator[tuple[Tensor, Tensor]]  # embeddings (B, dim) and labels (B,) on the device
 
 
-def write_pickle(task: dict[str, Any]) -> dict[str, Any]:
+def write_pickle(task: dict[str, Any]) -> None:
     """Write embeddings of `rows` random rows and their labels in the published layout."""
     torch.manual_seed(0)
     content: dict[str, Tensor] = {}
@@ -64,69 +64,60 @@ def write_pickle(task: dict[str, Any]) -> dict[str, Any]:
     with open(task["pickle"], "wb") as file:
         torch.save(content, file)
         os.fsync(file.fileno())  # a page that is not yet on the disk cannot be dropped
-    return {}
-
-
-def make_store(task: dict[str, Any]) -> dict[str, Any]:
-    """Convert the file into a store."""
-    torch.set_num_threads(task["threads"])
-    before, start = peak_memory_mib(CPU), time.perf_counter()
-    convert(task["pickle"], task["store"])
-    return {"construct_seconds": f"{time.perf_counter() - start:.4g}", **memory_since(before)}
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Open one source and draw two epochs from it."""
+    """Open one source and draw two epochs from it; or make the store."""
     torch.set_num_threads(task["threads"])
     source, cold, _ = task["source"].partition(" cold")
     device = torch.device(task["device"])
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.zeros(1, device=device)  # the driver's memory and start do not count as the source's
     files = [task["pickle"]] if source in ("dataloader", "whole file") else sorted(task["store"].glob("*.npy"))
-    open_source = {"dataloader": dataloader, "whole file": whole_file}.get(source, store_batches)
     if cold:
         drop_from_cache(files)
     before, start = peak_memory_mib(CPU), time.perf_counter()
-    epoch, opened = open_source(source, task, device)
-    row = {"open_ms": f"{1e3 * (opened - start):.4g}", "construct_seconds": f"{time.perf_counter() - start:.4g}"}
-    for number in (1, 2):
+    if source == "convert":
+        convert(task["pickle"], task["store"])
+    else:
+        opened, epoch = {"dataloader": dataloader, "whole file": whole_file}.get(source, store_batches)(task, device)
+    row = {"construct_seconds": f"{time.perf_counter() - start:.4g}"}
+    for number in (1, 2) if source != "convert" else ():
+        row["open_ms"] = f"{1e3 * (opened - start):.4g}"
         if cold:
             drop_from_cache(files)
-        read, start, rows = disk_mib(), time.perf_counter(), 0
-        for _, labels in epoch(number):
-            rows += len(labels)
-        if device.type == "cuda":
+        read, begun = disk_mib(), time.perf_counter()
+        rows = sum(len(labels) for _, labels in epoch(number))
+        if on_gpu:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        row[f"rows_per_second_{number}"] = f"{rows / seconds:.5g}"
-        row[f"gib_per_second_{number}"] = f"{rows * task['dim'] * 2 / seconds / 2**30:.4g}"
+        rate = rows / (time.perf_counter() - begun)
+        row[f"rows_per_second_{number}"] = f"{rate:.5g}"
+        row[f"gib_per_second_{number}"] = f"{rate * task['dim'] * 2 / 2**30:.4g}"
         row[f"disk_mib_{number}"] = "" if read is None else f"{disk_mib() - read:.0f}"
-    row |= memory_since(before)
-    if device.type == "cuda":
-        row["gpu_mib"] = f"{torch.cuda.max_memory_allocated() / 2**20:.1f}"
-    if open_source is store_batches:  # the others draw their own orders
+    peak = peak_memory_mib(CPU)
+    row |= {"process_mib": f"{peak:.1f}", "above_start_mib": f"{peak - before:.1f}"}
+    row |= {"gpu_mib": f"{torch.cuda.max_memory_allocated() / 2**20:.1f}"} if on_gpu else {}
+    if source in MODES:  # the others draw their own orders
         checksum = 0
-        for embeddings, labels in epoch(1):
-            for tensor in (embeddings, labels):
-                checksum = zlib.crc32(tensor.cpu().numpy(), checksum)
+        for tensor in itertools.chain.from_iterable(epoch(1)):
+            checksum = zlib.crc32(tensor.cpu().numpy(), checksum)
         row["epoch1_crc32"] = f"{checksum:08x}"
     return row
 
 
-# The sources: each returns a function from the number of an epoch to its batches, and when its file was open.
+# The sources: each returns when its file was open, and a function from the number of an epoch to its batches.
 
 
-def store_batches(source: str, task: dict[str, Any], device: torch.device) -> tuple[Callable[[int], Batches], float]:
+def store_batches(task: dict[str, Any], device: torch.device) -> tuple[float, Callable[[int], Batches]]:
     """The batches that the scripts use, in one of their modes."""
-    split = open_store(task["store"])["train"]
-    opened = time.perf_counter()
-    return EmbeddingBatches(split, task["batch"], device, mode=source).epoch, opened
+    split, opened = open_store(task["store"])["train"], time.perf_counter()
+    return opened, EmbeddingBatches(split, task["batch"], device, mode=task["source"].split()[0]).epoch
 
 
-def dataloader(source: str, task: dict[str, Any], device: torch.device) -> tuple[Callable[[int], Batches], float]:
+def dataloader(task: dict[str, Any], device: torch.device) -> tuple[float, Callable[[int], Batches]]:
     """torch's DataLoader over the file, mapped."""
-    content = torch.load(task["pickle"], mmap=True, weights_only=True)
-    opened = time.perf_counter()
+    content, opened = torch.load(task["pickle"], mmap=True, weights_only=True), time.perf_counter()
     dataset = TensorDataset(content["train_embeddings"], content["train_labels"])
     pinned = device.type == "cuda"
     loader = DataLoader(dataset, task["batch"], shuffle=True, drop_last=True, pin_memory=pinned)
@@ -135,29 +126,19 @@ def dataloader(source: str, task: dict[str, Any], device: torch.device) -> tuple
         for embeddings, labels in loader:
             yield embeddings.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
-    return epoch, opened
+    return opened, epoch
 
 
-def whole_file(source: str, task: dict[str, Any], device: torch.device) -> tuple[Callable[[int], Batches], float]:
+def whole_file(task: dict[str, Any], device: torch.device) -> tuple[float, Callable[[int], Batches]]:
     """The file whole in memory, indexed by a permutation."""
-    content = torch.load(task["pickle"], weights_only=True)
-    opened = time.perf_counter()
+    content, opened = torch.load(task["pickle"], weights_only=True), time.perf_counter()
     embeddings, labels = content["train_embeddings"], content["train_labels"]
 
     def epoch(number: int) -> Batches:
         for rows in torch.randperm(len(labels)).split(task["batch"])[: len(labels) // task["batch"]]:
             yield embeddings[rows].to(device), labels[rows].to(device)
 
-    return epoch, opened
-
-
-# Processes, and what the kernel knows of this one and its files.
-
-
-def memory_since(before: float) -> dict[str, str]:
-    """The columns on peak memory."""
-    peak = peak_memory_mib(CPU)
-    return {"process_mib": f"{peak:.1f}", "above_start_mib": f"{peak - before:.1f}"}
+    return opened, epoch
 
 
 def disk_mib() -> float | None:
@@ -178,7 +159,7 @@ def drop_from_cache(files: list[Path]) -> None:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "batch_sources.csv", device="auto", mib=2048, dim=2048, batch_size=500)
-    flags.add_argument("--sources", nargs="+", type=choice("source", SOURCES), default=None, metavar="NAME")
+    flags.add_argument("--sources", nargs="+", choices=SOURCES, default=None)
     flags.add_argument("--folder", type=existing_folder, help="on the disk to be measured; the system's without it")
     arguments = flags.parse_args()
     rows = arguments.mib * 2**20 // (2 * arguments.dim)
@@ -192,11 +173,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         task = {**size, "pickle": Path(folder, "set.p"), "store": Path(folder, "set.store")}
         task |= {"device": str(arguments.device), "threads": arguments.threads}
-        run = partial(in_a_process, cuda=on_gpu)
-        run(write_pickle, task)
+        in_a_process(write_pickle, task, cuda=on_gpu)
         table, file_mib = Table(COLUMNS, arguments, shown=15), task["pickle"].stat().st_size / 2**20
         for source in ("convert", *dict.fromkeys(sources)):
-            found = run(make_store if source == "convert" else measure, {**task, "source": source})
+            found = in_a_process(measure, {**task, "source": source}, cuda=on_gpu)
             table.add(source=source, **size, file_mib=f"{file_mib:.1f}", **found)
     return table.write()
 

@@ -139,11 +139,7 @@ def main() -> int:
             official = {"failed": "not in difftopk" if method in RELAXATIONS else ""}
             if method != SOFTMAX and method in IN_DIFFTOPK:
                 official = run(**task, options={**options, **on}, build=make_official_loss)
-            notes = [
-                f"{whose}: {each['failed']}"
-                for whose, each in (("ours", ours), ("difftopk", official))
-                if each.get("failed")
-            ]
+            failed = {"ours": ours.get("failed"), "difftopk": official.get("failed")}
             table.add(
                 **{"method": method, "batch": batch, "n": n, "m": m, "p_k": " ".join(f"{p:g}" for p in task["p_k"])},
                 **{name: ours.get(name) for name in ("ms", "peak_mib")},
@@ -152,7 +148,7 @@ def main() -> int:
                 official_over_ours=official["ms"] / ours["ms"] if "ms" in ours and "ms" in official else None,
                 cross_entropy_ms=plain["ms"] if "ms" in ours else None,
                 ours_over_cross_entropy=f"{ours['ms'] / plain['ms']:.3g}" if "ms" in ours else None,
-                note="; ".join(notes),
+                note="; ".join(f"{whose}: {why}" for whose, why in failed.items() if why),
                 wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
             )
     return table.write()

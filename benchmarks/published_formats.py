@@ -1,44 +1,36 @@
-"""The three published embedding formats through download, conversion and fine-tuning, on synthetic sets.
+"""The three published embedding formats through conversion and fine-tuning, on synthetic sets.
 
     python benchmarks/published_formats.py                       # ImageNet-1K at 2% of its rows, 21K-P at 50,000 rows
     python benchmarks/published_formats.py --formats efficientnet-l2-800 --rows_share 1 --folder /mnt/disk
 
-Writes torch pickles in the published layouts, widths and dtypes, puts them into an S3 server on loopback (moto) under
-the published bucket and keys, and brings each one home as the scripts do: downloaded (`object_store.fetch`), converted
-into a store (`open_or_fetch`), both in processes of their own; then
+Writes torch pickles in the published layouts, widths and dtypes where a download would put them, converts each into a
+store in a process of its own (`open_or_fetch`), then runs
 
-    python experiments/finetune_imagenet.py -d NAME --endpoint_url ... --cache_dir ... --method ...
+    python experiments/finetune_imagenet.py -d NAME --cache_dir ... --method ...
 
 or finetune_imagenet21k.py, for each of --methods.
 
 The embeddings are class centres with noise, through a ReLU, so that a head can learn them: `test_top1` and `test_top5`
 (fractions) show that labels and rows still belong together, and say nothing about ImageNet. The learning rate is above
-the published one, since 2% of the rows make 2% of the steps. `seconds` is the script from its start to its end. moto
-reads an object whole for each part that it sends, so that the seconds of the download are moto's more than ours. Prints
+the published one, since 2% of the rows make 2% of the steps. `seconds` is the script from its start to its end. Prints
 a table and writes --output (default results/benchmarks/published_formats.csv).
 """
 
 import argparse
-import csv
-import logging
-import multiprocessing
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import boto3
+import pandas as pd
 import torch
-from moto.server import ThreadedMotoServer
 from torch import Tensor
 
 from benchmarks.runner import Table, existing_folder, in_a_process, parser
 from data.embeddings import LAYOUTS, PUBLISHED_SETS, open_or_fetch
-from data.transfers.object_store import PUBLISHED, PUBLISHED_BUCKET, fetch
+from data.transfers.object_store import cached_path
 from experiments.shared.command_line import positive
 from experiments.shared.environment import ROOT, peak_memory_mib
 from topk_losses import METHODS, RELAXATIONS
@@ -47,18 +39,15 @@ METHODS_SHOWN = ("softmax_cross_entropy", "splitter_selection", "neuralsort", "s
 P_K = ("0.5", "0", "0", "0", "0.5")  # of Tables 2 and 3, for the relaxed sorts
 NOISE = 1.0  # standard deviations of the noise per standard deviation of the class centres
 CHUNK_ROWS = 4096  # made at a time
-CPU = torch.device("cpu")
 COLUMNS = (
     *("format", "rows", "test_rows", "dim", "num_classes", "dtype", "file_mib"),
-    *("download_seconds", "download_peak_mib", "convert_seconds", "convert_peak_mib"),
-    *("method", "p_k", "n_epochs", "lr"),
+    *("convert_seconds", "convert_peak_mib", "method", "p_k", "n_epochs", "lr"),
     *("test_top1", "test_top5", "train_seconds", "seconds", "peak_memory_mib"),
     *("device_name", "threads", "torch_version", "python_version", "git_commit"),
 )
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """What a published file holds, and the script that trains on it."""
 
     rows: int
@@ -104,59 +93,29 @@ def write_pickle(name: str, sizes: tuple[int, int], file: Path) -> None:
         labels = torch.linspace(0, published.num_classes - 1, rows, dtype=torch.float64).round().long()
         content[keys[f"{split}_embeddings"]] = embeddings_of(labels, centres, published.dtype)
         content[keys[f"{split}_labels"]] = labels
+    file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, file)
 
 
-def serve(sets: dict[str, tuple[int, int]], folder: Path, channel: Any) -> None:
-    """In a process of its own: make the sets, put them into an S3 server, and serve them until told to stop."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line on every request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    credentials = {"aws_access_key_id": "user", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-    client = boto3.client("s3", endpoint_url=address, **credentials)
-    client.create_bucket(Bucket=PUBLISHED_BUCKET)
-    for name, sizes in sets.items():
-        file = folder / "made.p"
-        write_pickle(name, sizes, file)
-        # Public as the original is: the short names are read unsigned.
-        client.upload_file(str(file), PUBLISHED_BUCKET, PUBLISHED[name], ExtraArgs={"ACL": "public-read"})
-        file.unlink()
-    channel.send(address)
-    channel.recv()
-    server.stop()
-
-
-def downloaded(name: str, address: str, cache: Path) -> dict[str, str]:
-    """Download one set, and return what that took."""
+def converted(name: str, cache: Path) -> dict[str, Any]:
+    """Make the store of a set, and return what that took and what is in it."""
+    file_mib = cached_path(name, cache).stat().st_size / 2**20
     start = time.perf_counter()
-    file = fetch(name, cache, endpoint_url=address)
-    seconds = time.perf_counter() - start
-    size, peak = f"{file.stat().st_size / 2**20:.1f}", f"{peak_memory_mib(CPU):.0f}"
-    return {"file_mib": size, "download_seconds": f"{seconds:.3g}", "download_peak_mib": peak}
-
-
-def converted(name: str, address: str, cache: Path) -> dict[str, Any]:
-    """Make the store of a downloaded set, and return what that took and what is in it."""
-    start = time.perf_counter()
-    store = open_or_fetch(name, cache, endpoint_url=address)
+    store = open_or_fetch(name, cache)
     seconds = time.perf_counter() - start
     return {
-        "rows": len(store["train"]),
-        "test_rows": len(store["test"]),
-        "dim": store.dim,
-        "num_classes": store.num_classes,
-        "dtype": store["train"].dtype_name,
+        **{"file_mib": f"{file_mib:.1f}", "rows": len(store["train"]), "test_rows": len(store["test"])},
+        **{"dim": store.dim, "num_classes": store.num_classes, "dtype": store["train"].dtype_name},
         "convert_seconds": f"{seconds:.3g}",
-        "convert_peak_mib": f"{peak_memory_mib(CPU):.0f}",
+        "convert_peak_mib": f"{peak_memory_mib(torch.device('cpu')):.0f}",
     }
 
 
-def fine_tuned(name: str, method: str, address: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def fine_tuned(name: str, method: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train a head with the script, and return what it recorded. Raises RuntimeError with what it said."""
     results = folder / f"{name}-{method}.csv"
     command = [sys.executable, ROOT / "experiments" / FORMATS[name].script, "-d", name, "--method", method]
-    command += ["--endpoint_url", address, "--cache_dir", folder, "--results", results, "--eval_freq", 10**6]
+    command += ["--cache_dir", folder, "--results", results, "--eval_freq", 10**6]
     for flag in ("device", "n_epochs", "lr", "threads"):
         command += [f"--{flag}", getattr(arguments, flag)]
     command += ["--p_k", *P_K] if method in RELAXATIONS else []
@@ -165,8 +124,7 @@ def fine_tuned(name: str, method: str, address: str, folder: Path, arguments: ar
     seconds = time.perf_counter() - start
     if done.returncode != 0:
         raise RuntimeError(f"exit status {done.returncode} from {' '.join(done.args)}:\n{done.stdout}{done.stderr}")
-    with open(results, newline="", encoding="utf-8") as file:
-        (row,) = csv.DictReader(file)
+    row = pd.read_csv(results, dtype=str, keep_default_na=False).iloc[0]
     return {
         **{name: row[name] for name in ("method", "p_k", "n_epochs", "lr", "device_name", "git_commit")},
         **{name: row[name] for name in ("torch_version", "python_version")},
@@ -189,22 +147,14 @@ def main() -> int:
     if min(rows for rows, _ in sets.values()) < 600:  # a batch of 500, and 5% that validate
         flags.error(f"--rows_share and --rows_21k must leave 600 training rows or more, got {sets}")
 
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"  # a proxy would not reach the loopback
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)
-        context = multiprocessing.get_context("fork")  # this process runs no tensor operation: nothing to inherit
-        here, there = context.Pipe()
-        server = context.Process(target=serve, args=(sets, folder, there), daemon=True)
-        server.start()
-        there.close()
-        address = here.recv()
-        table = Table(COLUMNS, arguments, shown=16)
-        for name in sets:
-            data = in_a_process(downloaded, name, address, folder) | in_a_process(converted, name, address, folder)
+        table = Table(COLUMNS, arguments, shown=14)
+        for name, rows in sets.items():
+            in_a_process(write_pickle, name, rows, cached_path(name, folder))
+            data = in_a_process(converted, name, folder)
             for method in dict.fromkeys(arguments.methods):
-                table.add(format=name, **data, **fine_tuned(name, method, address, folder, arguments))
-        here.send("stop")
-        server.join()
+                table.add(format=name, **data, **fine_tuned(name, method, folder, arguments))
     return table.write()
 
 

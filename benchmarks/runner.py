@@ -18,12 +18,21 @@ import torch
 from torch.utils.benchmark import Timer
 
 from data.atomic_file import atomic_write
-from experiments.shared.command_line import count, present_device
+from data.program import CommandLineError
+from experiments.shared.command_line import count
 from experiments.shared.cores import usable_cores
-from experiments.shared.environment import device_name, git_commit
+from experiments.shared.environment import device_name, git_commit, resolve_device
 
 RESULTS = Path(__file__).parent.parent / "results/benchmarks"
 Key = TypeVar("Key", bound=Hashable)
+
+
+def present_device(text: str) -> torch.device:
+    """Argument type: a device that is there."""
+    try:
+        return resolve_device(text)
+    except CommandLineError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--device ")) from None
 
 
 def parser(told: str | None, name: str, *, device: str = "cpu", **numbers: int) -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ passes that take turns with ours. Prints a table and writes --output (default re
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,22 +77,20 @@ def main() -> int:
             with torch.no_grad():
                 _, iterations = sinkhorn(whiten_and_squash(logits), *settings, MOST_ITERATIONS)
 
-            def ours(logits: Tensor, operator=operator, labels=labels) -> Tensor:
+            def ours(operator=operator, logits=logits, labels=labels) -> Tensor:
                 return operator.rank_probabilities(logits, labels)
 
-            def plain(logits: Tensor, n=n, labels=labels, settings=settings, iterations=iterations) -> Tensor:
+            def plain(logits=logits, n=n, labels=labels, settings=settings, iterations=iterations) -> Tensor:
                 plan, _ = sinkhorn(whiten_and_squash(logits), *settings, iterations)
                 return n * plan[torch.arange(len(labels), device=labels.device), labels, :K]  # (batch, K)
 
-            def one_pass(column: Callable[[Tensor], Tensor], logits: Tensor = logits) -> None:
+            def one_pass(column: Callable[[], Tensor], logits: Tensor = logits) -> None:
                 logits.grad = None
-                column(logits).sum().backward()
+                column().sum().backward()
 
             row = {"method": method, "batch": batch, "n": n, "k": K, "inverse_temperature": f"{temperature:g}"}
             contestants = [ours] if iterations is None else [ours, plain]
-            calls = {
-                column.__name__: lambda column=column, one_pass=one_pass: one_pass(column) for column in contestants
-            }
+            calls = {column.__name__: partial(one_pass, column) for column in contestants}
             times = take_turns(calls, arguments.repeats, 1, arguments.threads)
             row["ms"] = statistics.median(times["ours"])
             if iterations is None:
@@ -100,7 +99,7 @@ def main() -> int:
                 row["unrolled_ms"] = statistics.median(times["plain"])
                 row["unrolled_over_ours"] = ratio(times["plain"], times["ours"])
                 row["unrolled_iterations"] = iterations
-                row["largest_difference"] = f"{(ours(logits) - plain(logits)).abs().max().item():.1e}"
+                row["largest_difference"] = f"{(ours() - plain()).abs().max().item():.1e}"
             table.add(**row)
     return table.write()
 

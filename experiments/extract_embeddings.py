@@ -6,9 +6,6 @@
     python experiments/extract_embeddings.py --dataset cifar100 --backbone timm:convnext_tiny --upload s3://bucket/name/
     python experiments/extract_embeddings.py --dataset digits --checkpoint results/runs/<run id>/checkpoint.pt
 
-The first two make what the paper published for Table 5 (`python -m data.embeddings fetch` gets those); how far their
-networks and transforms are known is said in models/backbones.py.
-
 The store holds every image of every split, in the order of the files, unaugmented: the penultimate features, float16
 unless --dtype says otherwise. It is written shard by shard; a command that was stopped, killed even, continues when it
 is given again, and ends with the same bytes (on a GPU: with --deterministic). The processes of torchrun take every
@@ -22,8 +19,8 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
     program.begin()
 
 import argparse
-import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -40,18 +37,25 @@ from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, St
 from data.embeddings.store import UNFINISHED, open_finished
 from data.file_lock import held_or_refused, lock_beside
 from data.image_sources import ImageSource, open_images
+from data.program import CommandLineError, ProgramError
+from data.transfers.object_store import Location, ObjectStoreError, upload
 from experiments.shared import command_line as cli
 from experiments.shared.checkpoint_backbone import checkpoint_backbone
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT, device_name, set_up_device
-from experiments.shared.feature_shards import ImageRange, collect, feature_batches
+from experiments.shared.feature_shards import (
+    PRECISIONS,
+    ImageRange,
+    collect,
+    feature_batches,
+    read_skipped,
+    skipped_file,
+    write_skipped,
+)
 from experiments.shared.ranks import Ranks
-from experiments.shared.skipped_images import SKIPPED, merge_skipped, read_skipped, remove_parts, write_skipped
-from experiments.shared.training_run import say
 from models.backbones import PAPER, Backbone, BackboneError, WeightsError, backbone, resolve_name
 
 STOPPED = "every finished shard is saved; the same command continues with the next"
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_WORKERS = 16
 NAMED = 10  # broken images named at the end; skipped.csv names all
 
@@ -74,8 +78,8 @@ def s3_folder(text: str) -> str:
 
 
 @dataclass
-class Images:
-    """images"""
+class Images(cli.DataFlags):
+    """data and model"""
 
     dataset: str | None = flag(
         None,
@@ -85,34 +89,16 @@ class Images:
     )
     train_dir: Path | None = flag(None, cli.path, "training images, in place of --dataset")
     test_dir: Path | None = flag(None, cli.path, "test images, in place of --dataset")
-    data_dir: Path = cli.data_dir()
-    mirror: str | None = cli.mirror()
-    limit_train: int | None = flag(None, cli.count, "so many train images at equal distances, for a quick look")
-    limit_test: int | None = flag(None, cli.count, "so many test images at equal distances, for a quick look")
-    on_error: str = flag(
-        "stop",
-        cli.choice("on_error", ("stop", "skip")),
-        f"an image that cannot be read: stop, or skip it and list it in {SKIPPED}",
-    )
-
-
-@dataclass
-class Network:
-    """network"""
-
+    on_error: str = flag("stop", ("stop", "skip"), "at an image that cannot be read; skipped.csv lists what is skipped")
     backbone: str | None = flag(
         None,
         backbone_name,
         f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
-        only_one="network_of",
+        only_one="network",
     )
-    checkpoint: Path | None = flag(None, cli.path, "checkpoint.pt of train_cifar100.py", only_one="network_of")
+    checkpoint: Path | None = flag(None, cli.path, "checkpoint.pt of train_cifar100.py", only_one="network")
     weights: str | None = flag(None, str, "pretrained, none (random), or the path of a state dict (pretrained)")
-    resolution: int | None = flag(
-        None,
-        cli.count,
-        "side of the images in pixels; the paper's for its backbones (320, 800), else that of the network's transform",
-    )
+    resolution: int | None = flag(None, cli.count, "side of the images in pixels; of the backbone's transform without")
 
 
 @dataclass
@@ -122,28 +108,22 @@ class Store:
     store: Path | None = flag(
         None, cli.path, "where it is written (data/downloads/embeddings/<dataset>-<backbone>-<pixels>-<dtype>.store)"
     )
-    dtype: str = flag("float16", cli.choice("dtype", DTYPES), ", ".join(DTYPES))
+    dtype: str = flag("float16", DTYPES)
     shard_rows: int = flag(8192, cli.count, "images per shard")
     upload: str | None = flag(None, s3_folder, "s3://bucket/prefix/ that receives the store")
     endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
 
 
 @dataclass
-class Flags(Store, Network, Images):
+class Flags(cli.DeviceFlags, Store, Images):
     """machine"""
 
     batch_size: int = flag(128, cli.count, "images at a time")
     workers: int | None = flag(
-        None,
-        cli.whole_number(0),
-        f"processes that read images, per GPU; 0 for none (the CPU cores, at most {MAX_WORKERS})",
+        None, cli.whole_number(0), f"processes that read images, per GPU; the CPU cores, at most {MAX_WORKERS}, without"
     )
-    device: str = cli.as_in(cli.MachineFlags, "device")
-    precision: str = flag(
-        "fp32", cli.choice("precision", PRECISIONS), "of the network: fp32, or by autocast bf16, or fp16 on a GPU"
-    )
-    threads: int | None = flag(None, cli.core_count, "CPU threads; PyTorch's choice without it")
-    deterministic: bool = cli.as_in(cli.MachineFlags, "deterministic")
+    precision: str = flag("fp32", PRECISIONS, "of the network, by autocast; fp16 on a GPU")
+    deterministic: bool = flag(False, bool, "deterministic kernels where there are any")
 
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
@@ -151,27 +131,20 @@ def parse_arguments(argv: list[str] | None = None) -> Flags:
     args = cli.parse(
         Flags, argv, prog="extract_embeddings.py", description="Make an embedding store of labelled images."
     )
-    for wrong, sentence in (
-        (args.backbone is None and args.checkpoint is None, "one of the arguments --backbone --checkpoint is required"),
-        (
-            (args.dataset is None) == (args.train_dir is None and args.test_dir is None),
-            "the images are given by --dataset, or by --train_dir and --test_dir or one of them",
-        ),
-        (args.checkpoint and args.weights, "--checkpoint brings its own weights: leave --weights out"),
-        (args.endpoint_url and not args.upload, "--endpoint_url is of the server for --upload: give both or neither"),
-    ):
-        if wrong:
-            raise cli.CommandLineError(f"{sentence} (see --help)")
+    of_folders = args.train_dir is not None or args.test_dir is not None
+    cli.check(args.backbone or args.checkpoint, "one of the arguments --backbone --checkpoint is required (see --help)")
+    told = "the images are given by --dataset, or by --train_dir and --test_dir or one of them (see --help)"
+    cli.check((args.dataset is None) == of_folders, told)
+    cli.check(not (args.checkpoint and args.weights), "--checkpoint brings its own weights: leave --weights out")
+    told = "--endpoint_url is of the server for --upload: give both or neither (see --help)"
+    cli.check(args.upload or not args.endpoint_url, told)
     if args.upload:
-        from data.transfers.object_store import Location, ObjectStoreError  # boto3 takes half a second
-
         try:
             Location(args.upload, args.endpoint_url)
         except ObjectStoreError as error:
-            raise cli.CommandLineError(str(error)) from None
-    if args.resolution:
-        size = args.batch_size * 3 * 4 * args.resolution**2
-        cli.check_memory(size, f"--batch_size {args.batch_size} images of --resolution {args.resolution}")
+            raise CommandLineError(str(error)) from None
+    size = args.batch_size * 3 * 4 * (args.resolution or 1) ** 2
+    cli.check_memory(size, f"--batch_size {args.batch_size} images of --resolution {args.resolution}")
     return args
 
 
@@ -183,7 +156,9 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
     args = parse_arguments(argv)
 
     # Device.
-    device = choose_device(args, ranks)
+    device = ranks.device(args.device)
+    fits = args.precision != "fp16" or device.type == "cuda"
+    cli.check(fits, "--precision fp16 is for GPUs: give bf16 or fp32 on a CPU")
     set_up_device(device, args.threads, args.deterministic)
 
     # Images, by name.
@@ -202,17 +177,12 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         network, weights = checkpoint_backbone(args.checkpoint, args.resolution), "checkpoint"
     else:
         weights = args.weights or "pretrained"
+        if weights == "pretrained":
+            ranks.say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
         named = weights in ("pretrained", "none")
-        if weights == "pretrained" and ranks.rank == 0:
-            say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
-        try:
-            network = backbone(
-                args.backbone, weights if named else Path(os.path.expanduser(weights)), resolution=args.resolution
-            )
-        except BackboneError as error:
-            raise cli.CommandLineError(str(error)) from None
-        except WeightsError as error:
-            raise cli.RunError(str(error)) from None
+        with cli.refusing(WeightsError):
+            where = weights if named else Path(os.path.expanduser(weights))
+            network = backbone(args.backbone, where, resolution=args.resolution)
         weights = weights if named else "file"
 
     # Store: what is there already, and what this process has to do.
@@ -230,25 +200,27 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             "precision": args.precision,
             "shard_rows": args.shard_rows,
             "images": source.fingerprint,
-            "class_names": source.class_names,
+            "class_names": list(source.class_names),
         },
     }
-    folder = Path(os.path.expanduser(args.store or default_store(source, network, args.dtype)))
+    name = re.sub(f"[:{os.sep}]", "_", f"{source.name}-{network.name}-{network.resolution}-{args.dtype}.store")
+    folder = Path(os.path.expanduser(args.store or ROOT / "data" / "downloads" / "embeddings" / name))
     busy, lock = f"another process is writing {folder}", lock_beside(folder)
     # Rank 0 holds it for all.
-    with held_or_refused(lock, cli.RunError, busy, "the folder") if ranks.is_first else nullcontext():
+    with held_or_refused(lock, ProgramError, busy, "the folder") if ranks.is_first else nullcontext():
         if (folder / MANIFEST).exists():
             store = complete_store(folder, settings)
             ranks.let_follow()
-            if ranks.rank == 0:
-                say(f"skipped: {folder} holds these embeddings already")
+            ranks.say(f"skipped: {folder} holds these embeddings already")
         else:
             store = write_store(folder, settings, source, network, device, args, ranks)
-    if ranks.rank == 0:
-        remove_parts(folder)
+    if ranks.is_first:
+        for path in folder.glob(skipped_file(folder, "*").name):
+            path.unlink()  # merged, or of images that were mended
         report(store)
         if args.upload:
-            upload(store, args.upload, args.endpoint_url)
+            upload(store.path, args.upload, endpoint_url=args.endpoint_url, last=MANIFEST)
+            ranks.say(f"uploaded: {args.upload}")
     return 0
 
 
@@ -262,14 +234,14 @@ def write_store(
     ranks: Ranks,
 ) -> EmbeddingStore | None:
     """Write the shards that are missing, this process its share; return the store, None to all but rank 0."""
-    if any(folder.glob("[!.]*")) and not (folder / UNFINISHED).exists():
-        raise cli.CommandLineError(f"{folder} holds other files, and no store that was begun: choose another --store")
-    if ranks.rank == 0 and not any(folder.glob("*.shard.json")):
+    free = (folder / UNFINISHED).exists() or not any(folder.glob("[!.]*"))
+    cli.check(free, f"{folder} holds other files, and no store that was begun: choose another --store")
+    if ranks.is_first and not any(folder.glob("*.shard.json")):
         (folder / UNFINISHED).unlink(missing_ok=True)  # settings under which nothing was written bind no one
     try:
         writer = StoreWriter(folder, shard_rows=args.shard_rows, **settings)
     except EmbeddingError as error:
-        raise cli.CommandLineError(str(error)) from None
+        raise CommandLineError(str(error)) from None
     shards = [
         ImageRange(split, number, begin, min(begin + args.shard_rows, len(images)))
         for split, images in source.splits.items()
@@ -278,12 +250,12 @@ def write_store(
     # Shares are of the whole list, since what is present differs with the moment at which a process looks.
     present = {split: writer.present(split) for split in source.splits}
     mine = [shard for shard in shards[ranks.rank :: ranks.count] if shard.number not in present[shard.split]]
-    if ranks.rank == 0:
+    if ranks.is_first:
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr)
-        done = sum(map(len, present.values()))
-        beginning = f"continuing after {done} of" if done else "beginning,"
-        say(f"{folder}: {beginning} {len(shards)} shards, on {device_name(device)}")
+    done = sum(map(len, present.values()))
+    beginning = f"continuing after {done} of" if done else "beginning,"
+    ranks.say(f"{folder}: {beginning} {len(shards)} shards, on {device_name(device)}")
     ranks.let_follow()
 
     # Loop.
@@ -293,80 +265,44 @@ def write_store(
     started = time.perf_counter()
     network = network.to(device, memory_format=torch.channels_last)
     images = sum(shard.end - shard.begin for shard in mine)
-    with tqdm(total=images, unit="image", disable=ranks.rank > 0 or not sys.stderr.isatty()) as bar:
-        batches = feature_batches(
-            mine,
-            network,
-            source.splits,
-            device,
-            batch_size=args.batch_size,
-            workers=workers,
-            precision=PRECISIONS[args.precision],
-        )
+    with tqdm(total=images, unit="image", disable=not ranks.is_first or not sys.stderr.isatty()) as bar:
+        batches = feature_batches(mine, network, source.splits, device, args, workers)
         for shard in mine:
-            features, labels, broken = collect(
-                shard,
-                batches,
-                source.splits[shard.split],
-                batch_size=args.batch_size,
-                dtype=DTYPES[args.dtype],
-                stop=args.on_error == "stop",
-                bar=bar,
-            )
+            features, labels, broken = collect(shard, batches, source.splits[shard.split], args, bar)
             # Before the shard: one that is present has its list of broken images.
-            write_skipped(folder, str(shard), broken)
+            write_skipped(skipped_file(folder, shard), broken)
             writer.write(shard.split, shard.number, features, labels)
             left_out = f", {len(broken)} left out" if broken else ""
-            say(f"{shard}: {len(labels)} images{left_out}, {time.perf_counter() - started:.1f} s")
+            seconds = time.perf_counter() - started
+            ranks.say(f"{shard}: {len(labels)} images{left_out}, {seconds:.1f} s", by_each=True)
 
     # Finish: one process merges the manifest when all are done.
     images = ranks.sum(images)
     seconds = time.perf_counter() - started
-    if ranks.rank > 0:
+    if not ranks.is_first:
         return None
-    merge_skipped(folder, [str(shard) for shard in shards])
+    write_skipped(skipped_file(folder), [row for shard in shards for row in read_skipped(skipped_file(folder, shard))])
     store = writer.finish({split: sum(shard.split == split for shard in shards) for split in source.splits})
     by = f" by {ranks.count} processes" if ranks.count > 1 else ""
-    say(f"{images} images in {seconds:.1f} s: {images / seconds:.1f} images/s{by}")
+    ranks.say(f"{images} images in {seconds:.1f} s: {images / seconds:.1f} images/s{by}")
     return store
-
-
-def choose_device(args: Flags, ranks: Ranks) -> torch.device:
-    """The device of --device; for one of several processes the GPU of its own number. Raises CommandLineError."""
-    device = cli.device_of(args.device, ranks)
-    if args.precision == "fp16" and device.type != "cuda":
-        raise cli.CommandLineError("--precision fp16 is for GPUs: give bf16 or fp32 on a CPU")
-    return device
-
-
-def default_store(source: ImageSource, network: Backbone, dtype: str) -> Path:
-    """A place for the store, named after what it holds."""
-    name = f"{source.name}-{network.name}-{network.resolution}-{dtype}".replace(":", "_").replace(os.sep, "_")
-    return ROOT / "data" / "downloads" / "embeddings" / f"{name}.store"
 
 
 def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
     """Open a complete store. Raises CommandLineError if it has other settings, EmbeddingError if it is damaged."""
     store = open_finished(folder)
-    found = {
-        "dim": store.dim,
-        "dtype": next(iter(store.splits.values())).dtype,
-        "num_classes": settings["num_classes"] and store.num_classes,
-        "backbone": store.backbone,
-        "resolution": store.resolution,
-        "source": store.source,
-        **store.details,
-    }
-    wanted = {**settings, **json.loads(json.dumps(settings["details"]))}
+    wanted = {**settings, **settings["details"]}
+    del wanted["details"]
+    names = ("dim", "num_classes", "backbone", "resolution", "source")
+    found = {**{name: getattr(store, name) for name in names}, **store.details}
+    found["dtype"] = next(iter(store.splits.values())).dtype
+    if wanted["num_classes"] is None:  # not known before the labels are
+        del wanted["num_classes"]
     differing = [
-        f"{name} {found.get(name)!r}, now {value!r}"
-        for name, value in wanted.items()
-        if name != "details" and found.get(name) != value
+        f"{name} {found.get(name)!r}, now {each!r}" for name, each in wanted.items() if found.get(name) != each
     ]
-    if differing:
-        raise cli.CommandLineError(
-            f"{folder} is complete, with other settings ({'; '.join(differing)}): choose another --store"
-        )
+    told = f"{folder} is complete, with other settings ({'; '.join(differing)}): choose another --store"
+    cli.check(not differing, told)
     return store
 
 
@@ -374,30 +310,17 @@ def report(store: EmbeddingStore) -> None:
     """Print what the store holds, what was left out, and how to train on it."""
     rows = ", ".join(f"{len(split)} {name}" for name, split in store.splits.items())
     dtype = next(iter(store.splits.values())).dtype_name
-    say(f"store: {store.path}\n    {rows} rows of {store.dim} {dtype}, {store.num_classes} classes")
-    skipped = read_skipped(store.path)
-    if skipped:
+    print(f"store: {store.path}\n    {rows} rows of {store.dim} {dtype}, {store.num_classes} classes")
+    list_of_all = skipped_file(store.path)
+    if skipped := read_skipped(list_of_all):
         listed = "".join(f"\n    {path} ({reason})" for _, _, path, reason in skipped[:NAMED])
         more = f"\n    and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
         print(
-            f"warning: {len(skipped)} images could not be read and are not in the store; all in "
-            f"{store.path / SKIPPED}:{listed}{more}",
+            f"warning: {len(skipped)} images could not be read and are not in the store; all in {list_of_all}:"
+            f"{listed}{more}",
             file=sys.stderr,
         )
-    say(f"train on it: python experiments/finetune_imagenet.py -d {store.path}")
-
-
-def upload(store: EmbeddingStore, address: str, endpoint_url: str | None) -> None:
-    """Send a complete store to s3://bucket/prefix/, the manifest last. Raises RunError."""
-    # Imported here: boto3 takes half a second, and most extractions stay on this disk.
-    from data.transfers.object_store import ObjectStoreError
-    from data.transfers.object_store import upload as send
-
-    try:
-        send(store.path, address, endpoint_url=endpoint_url, last=MANIFEST)
-    except ObjectStoreError as error:
-        raise cli.RunError(f"{error}. The store is complete in {store.path}; the same command sends it again") from None
-    say(f"uploaded: {address}")
+    print(f"train on it: python experiments/finetune_imagenet.py -d {store.path}")
 
 
 def main(argv: list[str] | None = None) -> int:

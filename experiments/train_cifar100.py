@@ -9,23 +9,18 @@
 
 Protocol: 5% of the training images for validation, random crop and flip, batch 128, Adam with learning rate 1e-3,
 200 epochs, evaluation after each; a row reports test accuracy where validation accuracy was best, per k.
---lr_schedule cosine, which is not published, brings a short run to rest. Nor are --weight_decay, which is AdamW's and
-of all parameters (without it AdamW is Adam), and --ema: an exponential moving average of the weights over the steps, by
-which a row is evaluated, its best epoch chosen, and which its checkpoint holds. Batch norm's running statistics are
-averaged alike: the model's own belong to its last weights, not to the average.
+Not published are --lr_schedule cosine, which brings a short run to rest, --weight_decay, and --ema: a moving average of
+weights and batch-norm statistics over the steps, by which a row is evaluated and its best epoch chosen.
 
 The row is added to results/cifar100.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
-as many threads, it ends with the same bits. A configuration that the file already has is skipped (--force repeats
-it, and the new row takes the place of the old). All that is in experiments/shared/run.py.
+as many threads, it ends with the same bits. A configuration that the file already has is skipped (--force repeats it).
 
---seeds trains in one process per seed, as many at a time as the CPU has cores for, or all on the GPUs, in turn: a small
-network leaves much of either idle. Each row is what --seed alone gives with as many --threads, to the bit on a CPU.
+--seeds trains in one process per seed, as many at a time as the CPU has cores for, or all on the GPUs, in turn. Each
+row is what --seed alone gives with as many --threads, to the bit on a CPU.
 
-The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, crops
-and flips are those of one process. Gradient, loss and accuracies are those of the whole batch; batch norm alone uses
-the images of its own process, and its running statistics are those of the first (the published ones see 128 images:
-two processes see 64 each). The column processes says how many; the run id, and so resuming, does not depend on it.
+The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, crops,
+gradient and accuracies are those of one process. Batch norm alone uses the images of its own process.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -35,6 +30,7 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,13 +51,12 @@ from data.cifar100 import (
 )
 from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
-from experiments.shared.environment import ROOT, check_compiler
+from experiments.shared.environment import ROOT, check_compiler, compiled
 from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
 from experiments.shared.run import Run, Steps, check_finite
 from experiments.shared.seed_processes import each_seed
-from experiments.shared.training_run import compiled
 from models.resnet_cifar import resnet_cifar
 
 NUM_CLASSES = {"cifar100": 100, "cifar10": 10, "digits": 10}  # known before the data is: refused without a download
@@ -90,14 +85,8 @@ class Optimization(cli.OptimizationFlags):
 
     n_epochs: int = 200
     batch_size: int = 128
-    lr_schedule: str = flag(
-        "constant",
-        cli.choice("lr_schedule", ("constant", "cosine")),
-        "constant, as published, or cosine: half a cosine from the learning rate down to 0, for short runs",
-    )
-    weight_decay: float = flag(
-        0.0, cli.weight_decay, "AdamW's: each step takes learning rate x W of every parameter away; none as published"
-    )
+    lr_schedule: str = flag("constant", ("constant", "cosine"), "half a cosine from the learning rate down to 0")
+    weight_decay: float = flag(0.0, cli.between(0, 1000), "AdamW's: of every parameter, times the learning rate")
     ema: float | None = flag(
         None,
         cli.number("a number above 0 and below 1", lambda value: 0 < value < 1),
@@ -107,36 +96,25 @@ class Optimization(cli.OptimizationFlags):
 
 
 @dataclass
-class Data:
+class Data(cli.DataFlags):
     """data and model"""
 
-    dataset: str = flag("cifar100", cli.choice("dataset", DATASETS), f"{', '.join(DATASETS)}; digits needs no download")
-    data_dir: Any = cli.data_dir()
-    mirror: str | None = cli.mirror()
-    limit_train: int | None = flag(None, cli.count, "use so many training images (5% of them validate): a quick look")
-    limit_test: int | None = flag(None, cli.count, "use so many test images, for a quick look")
+    dataset: str = flag("cifar100", DATASETS, "digits needs no download")
     label_noise: float = flag(0.0, cli.fraction, "probability that a training label is drawn anew from its group")
-    noise_groups: str = flag(
-        "blocks", cli.choice("noise_groups", NOISE_GROUPS), "the groups: blocks of five consecutive ids, or superclass"
-    )
-    model: str = flag(
-        "resnet18", cli.choice("model", ("resnet18", "resnet34", "resnet50")), "resnet18, resnet34 or resnet50"
-    )
+    noise_groups: str = flag("blocks", NOISE_GROUPS, "blocks are of five consecutive ids")
+    model: str = flag("resnet18", ("resnet18", "resnet34", "resnet50"))
 
 
 @dataclass
 class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, cli.LossFlags):
     """record"""
 
-    results: Any = ROOT / "results" / "cifar100.csv"
+    results: Path = ROOT / "results" / "cifar100.csv"
 
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
-    told = (
-        "Train a ResNet on CIFAR-100, CIFAR-10 or digits with a top-k loss (Tables 1 and 4). The processes of torchrun "
-    )
-    told += "divide each batch, evenly or nearly; batch norm uses the images of its own process."
+    told = "Train a ResNet on CIFAR-100, CIFAR-10 or digits with a top-k loss (Tables 1 and 4)."
     return cli.parse(Flags, argv, prog="train_cifar100.py", description=told)
 
 
@@ -145,8 +123,8 @@ def configuration(args: Flags, device: torch.device) -> tuple[nn.Module, dict[st
     with cli.refusing():
         settings = cli.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
         loss_fn = cli.build_loss(args.implementation, settings, NUM_CLASSES[args.dataset], device)
-        if args.compile:
-            check_compiler()
+    if args.compile:
+        check_compiler()
     flags = {
         **{name: value for name, value in vars(args).items() if name != "seeds"},  # they have a row each
         **settings,
@@ -164,24 +142,18 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, nn.Module, Dataset]:
     """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too."""
     device = cli.training_device(args.device, ranks)
     loss_fn, flags = configuration(args, device)
-    if args.batch_size < ranks.count:
-        raise cli.CommandLineError(
-            f"--batch_size must be at least the number of processes, which divide each batch: got {args.batch_size} "
-            f"and {ranks.count} processes; lower --nproc_per_node"
-        )
+    told = f"--batch_size must be at least the number of processes: got {args.batch_size} and {ranks.count} processes"
+    cli.check(args.batch_size >= ranks.count, told)
     return Run(args, flags, IDENTITY, READABLE, device, ranks), loss_fn, dataset(args)
 
 
 def dataset(args: Flags) -> Dataset:
-    """Return the data set that the flags describe, on the CPU. Raises CommandLineError or RunError."""
+    """Return the data set that the flags describe, on the CPU. Raises CommandLineError or ProgramError."""
     names = ("limit_train", "limit_test", "label_noise", "noise_groups", "mirror", "seed")
     with cli.refusing(DatasetUnavailableError):
         data = load_dataset(args.dataset, args.data_dir, **{name: getattr(args, name) for name in names})
-    if len(data.train) < args.batch_size:
-        raise cli.CommandLineError(
-            f"--batch_size must not exceed the {len(data.train)} training images, since the last partial "
-            f"batch is dropped, got {args.batch_size}"
-        )
+    told = f"--batch_size must not exceed the {len(data.train)} training images, got {args.batch_size}"
+    cli.check(args.batch_size <= len(data.train), told)
     return data
 
 
@@ -191,7 +163,7 @@ def train(args: Flags, ranks: Ranks) -> int:
     with run:
         # Data, whole on the device as uint8; model and optimizer.
         data = data.to(run.device)
-        count_classes(loss_fn, args.method, lambda: data.train.labels, data.num_classes)
+        count_classes(loss_fn, args.method, data.train.labels, data.num_classes)
         model = resnet_cifar(args.model, data.num_classes).to(run.device, memory_format=torch.channels_last)
         rate = run.flags["lr"]
         optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=args.weight_decay, fused=True)
@@ -213,7 +185,7 @@ def train(args: Flags, ranks: Ranks) -> int:
                 ranks.copy_from_first(part.buffers())  # the running statistics
             measured = {**trained, **evaluate(epoch, run, evaluated, loss_fn, data)}
             measured |= temperature_of(loss_fn, run.flags["inverse_temperature"])
-            run.save(measured, epoch_line(measured, args))
+            run.save(measured, f"epoch {epoch}/{args.n_epochs}")
 
         columns = {"processes": ranks.count, "num_classes": data.num_classes}
         columns |= {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
@@ -227,8 +199,7 @@ def train_epoch(
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1; return its loss, accuracies as fractions, seconds and images/s.
 
-    Order and augmentation depend on seed and epoch alone. Losses and hits stay on the device until the epoch is over,
-    so that no step waits for a GPU. Raises Diverged if a loss is not finite.
+    Losses and hits stay on the device until it is over, so that no step waits for a GPU. Raises Diverged.
     """
     started, args, device, ranks = time.perf_counter(), run.args, run.device, run.ranks
     share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
@@ -270,10 +241,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
-    """Return mean loss and accuracies (fractions) on the whole validation and test splits, unaugmented.
-
-    Raises Diverged if the validation loss is not finite.
-    """
+    """Return mean loss and accuracies (fractions) on the whole of valid and test, unaugmented. Raises Diverged."""
     started, device, ranks = time.perf_counter(), run.device, run.ranks
     model.eval()
     loss_fn.eval()
@@ -294,18 +262,6 @@ def evaluate(epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, data: D
         result |= {f"{name}_loss": loss / len(split), **hit_fractions(name, hits, len(split))}
     check_finite(run, result["valid_loss"], f"in the validation after epoch {epoch}")
     return {**result, "eval_seconds": time.perf_counter() - started}
-
-
-def epoch_line(epoch: dict[str, float], args: Flags) -> str:
-    """Return one line on a finished epoch, accuracies as fractions."""
-    seed = f"seed {args.seed} " if len(args.seeds) > 1 else ""
-    return (
-        f"{seed}epoch {epoch['epoch']}/{args.n_epochs}  train loss {epoch['train_loss']:.4f}  "
-        f"valid top-1 {epoch['valid_top1']:.4f} top-5 {epoch['valid_top5']:.4f}  "
-        f"test top-1 {epoch['test_top1']:.4f} top-5 {epoch['test_top5']:.4f}  "
-        f"trained {epoch['train_seconds']:.1f} s ({epoch['images_per_second']:.0f} images/s), "
-        f"evaluated {epoch['eval_seconds']:.1f} s"
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

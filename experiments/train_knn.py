@@ -13,10 +13,7 @@ the majority label of their k nearest among all training points (exact, experime
 test accuracy where validation accuracy was best. Baselines: kNN on the inputs, on 50 principal components, on the
 embeddings of a network trained by cross-entropy, and that network itself (--prediction network).
 
-Two oddities of the published code are mended, and are switches: there a query may meet itself among the candidates
-(--self_match), and CIFAR's neighbours are augmented at test time (--augmented_neighbours). docs/knn.md has the
-published settings and what is known of the numbers.
-
+Two oddities of the published code are mended, and are switches: --self_match and --augmented_neighbours (docs/knn.md).
 The row is added to results/knn.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. Stopping, killing, skipping, --force and --seeds are as in train_cifar100.py.
 """
@@ -29,7 +26,9 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,26 +36,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from data.cifar100 import DatasetUnavailableError, epoch_generator, epoch_order
-from data.points import Points, Samples, load_points, points_of_store
+from data.points import POINT_SETS, Points, Samples, load_points, points_of_store
+from data.program import ProgramError
 from experiments.shared import command_line as cli
+from experiments.shared.command_line import flag
+from experiments.shared.environment import ROOT, check_compiler, compiled
 from experiments.shared.finetune_flags import identity_of, open_store_of, origin_of
-from experiments.shared.loss_state import seed_noise, temperature_of
+from experiments.shared.loss_state import resolved, seed_noise, temperature_of
 from experiments.shared.metrics import hit_fractions
-from experiments.shared.neighbours import majority, nearest, neighbour_loss
+from experiments.shared.neighbours import CROSS_ENTROPY, LOSSES, METHODS, UNTRAINED, majority, nearest, neighbour_loss
 from experiments.shared.ranks import Ranks
 from experiments.shared.run import Run, Steps
 from experiments.shared.seed_processes import each_seed
-from experiments.shared.train_knn_flags import (
-    COMPONENTS,
-    CROSS_ENTROPY,
-    UNTRAINED,
-    Flags,
-    configuration,
-    parse_arguments,
-)
-from experiments.shared.training_run import compiled
-from models.embedders import embedder
-from topk_losses import TopKOperator
+from models.embedders import EMBEDDERS, embedder
+from topk_losses import ALIASES, RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
+from topk_losses.checks import AUTO
 
 # What makes it another experiment: see train_cifar100.py.
 IDENTITY = (
@@ -67,6 +61,125 @@ IDENTITY = (
 READABLE = "{dataset}{embeddings}-{method}-k{k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 EVAL_BATCH = 1000  # points that are embedded at once, and a tile of the search: the result does not depend on it
 MEASURED = ("epoch", "valid_top1", "test_top1", "train_seconds", "eval_seconds", "peak_memory_mib")  # of each epoch
+NLOGLR = 3.0  # the published code's; its paper tries 10^-4 and 10^-5
+COMPONENTS = 50  # of pca: those of the published baseline
+INVERSE_TEMPERATURES = {"neuralsort": 1 / 16}  # the published code's tau 16; other methods: the library's default
+MODELS = {"mnist": "cnn", "digits": "cnn"}  # as published, but for digits; the other images have the ResNet
+# Flags of what trains, of the relaxed operator, and of maps: None where a row has nothing of the kind.
+OF_RELAXED = ("inverse_temperature", "distribution", "art_lambda")
+OF_OPERATOR = (*OF_RELAXED, "loss", "sorted", "num_candidates", "self_match")
+OF_TRAINING = ("model", "dim", "hidden_dims", "n_epochs", "batch_size", "lr", "nloglr", "weight_decay", "precision")
+NOT_RECORDED = ("seeds", "cache_dir")
+
+
+def method(text: str) -> str:
+    """Argument type of --method: the canonical name, with the published spellings accepted."""
+    return cli.choice("method", METHODS)(ALIASES.get(text, text))
+
+
+@dataclass
+class Neighbours(cli.OperatorFlags):
+    """loss: a setting that is left out takes the method's default"""
+
+    method: str = flag(
+        None,
+        method,
+        f"the relaxed top-k: {', '.join(RELAXATIONS)}; or a baseline: {CROSS_ENTROPY}, inputs (kNN on the "
+        f"pixels or embeddings as they are), pca (on their {COMPONENTS} leading principal components)",
+        required=True,
+    )
+    loss: str = flag("mass", LOSSES, "minus the soft top-k mass on the query's label, or minus its logarithm")
+    k: int = flag(9, cli.count, "neighbours, in training and in the vote")
+    sorted: bool = flag(False, bool, "soft_topk: an anchor for each of the k ranks")
+    prediction: str = flag(
+        "neighbours", ("neighbours", "network"), f"the majority of the k nearest, or, of {CROSS_ENTROPY}, the logits"
+    )
+
+
+@dataclass
+class Optimization(cli.OptimizationFlags):
+    """optimization: SGD with momentum .9 and a constant learning rate, 10^-3; a batch is of queries"""
+
+    n_epochs: int = 200
+    batch_size: int = 100
+    num_candidates: int = flag(100, cli.count, "candidates of a step, from an order of their own")
+    weight_decay: float = flag(5e-4, cli.between(0, 1000), "SGD's, the published code's")
+    self_match: bool = flag(False, bool, "as in the published code, a query meets itself among the candidates")
+
+
+@dataclass
+class Data(cli.DataFlags):
+    """data and model"""
+
+    dataset: str | None = flag(None, POINT_SETS, "without, mnist; digits needs no download", only_one="source")
+    data_path: str | None = flag(None, str, "embeddings, as finetune_imagenet.py's", "-d", only_one="source")
+    cache_dir: Path | None = flag(None, cli.path, "of embeddings that are downloaded")
+    augmented_neighbours: bool = flag(
+        False, bool, "as in the published code, CIFAR's images are cropped and flipped in evaluations, too"
+    )
+    model: str | None = flag(None, EMBEDDERS, "cnn for mnist and digits, linear for embeddings, else preact_resnet18")
+    dim: int | None = flag(None, cli.count, "width of the embeddings of linear and mlp (128)")
+    hidden_dims: list[int] | None = flag(None, cli.count, "of mlp: widths of its hidden layers", nargs="+")
+
+
+@dataclass
+class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, Neighbours):
+    """record"""
+
+    results: Path = ROOT / "results" / "knn.csv"
+
+
+def parse_arguments(argv: list[str] | None = None) -> Flags:
+    """Return the flags, each checked on its own. Raises CommandLineError."""
+    told = "Train a network whose k nearest neighbours classify, through a relaxed top-k of the distances."
+    args = cli.parse(Flags, argv, prog="train_knn.py", description=told)
+    args.dataset = args.dataset or ("mnist" if args.data_path is None else None)
+    return args
+
+
+def configuration(args: Flags) -> tuple[TopKOperator | None, dict[str, Any]]:
+    """Return the operator (a baseline has none), and every flag, nothing left to a default. Raises CommandLineError."""
+    method, relaxed = args.method, args.method in RELAXATIONS
+    model = args.model or (MODELS.get(args.dataset, "preact_resnet18") if args.dataset else "linear")
+    is_map = model in ("linear", "mlp")
+    augmented = [name for name, each in POINT_SETS.items() if each.augmented]
+    of_operator = [name for name in OF_RELAXED if getattr(args, name) is not None and not relaxed]
+    of_network = args.prediction == "neighbours" or method == CROSS_ENTROPY
+    cli.check(of_network, f"--prediction network is of {CROSS_ENTROPY} alone, got --method {method}")
+    cli.check(not args.sorted or method == "soft_topk", f"--sorted is of soft_topk alone, got --method {method}")
+    cli.check(not of_operator, f"--{''.join(of_operator[:1])} is of a relaxed top-k, not of --method {method}")
+    are_augmented = not args.augmented_neighbours or args.dataset in augmented
+    cli.check(are_augmented, f"--augmented_neighbours is of {', '.join(augmented)}, whose images are augmented")
+    # A query that meets itself takes no part, so that one candidate more is needed.
+    enough = not relaxed or args.k < args.num_candidates
+    cli.check(enough, f"--k must be below --num_candidates, got {args.k} and {args.num_candidates}")
+    has_width = not args.dim or is_map or method in UNTRAINED
+    cli.check(has_width, f"--dim is of linear and mlp, not of --model {model}; leave it out")
+    if args.compile:
+        check_compiler()
+    flags = {
+        **{flag: value for flag, value in vars(args).items() if flag not in NOT_RECORDED},
+        **cli.learning_rate(args, NLOGLR),
+        **{"model": model, "dim": (args.dim or 128) if is_map else None},
+        "data_dir": cli.portable(args.data_dir) if args.dataset else None,
+        # Switches that are off leave ids of rows from before there was a choice as they are.
+        **{name: getattr(args, name) or None for name in ("sorted", "self_match", "augmented_neighbours")},
+        **dict.fromkeys(() if relaxed else OF_OPERATOR),
+        **dict.fromkeys(OF_TRAINING if method in UNTRAINED else ()),
+    }
+    if not relaxed:
+        return None, flags
+    with cli.refusing():
+        beta = args.inverse_temperature or INVERSE_TEMPERATURES.get(method)
+        settings = resolved(method, beta, args.distribution, args.art_lambda, relaxed=True)
+        flags |= {name: settings[name] for name in OF_RELAXED}
+        beta = None if isinstance(beta, str) else beta
+        if args.sorted:
+            operator = SortedSoftTopK(args.k, beta or methods.METHODS[method].inverse_temperature)
+        else:
+            operator = make_operator(method, args.num_candidates, args.k, beta, args.distribution, args.art_lambda)
+        operator.auto = methods.METHODS[method].auto() if settings["inverse_temperature"] == AUTO else None
+    return operator, flags
 
 
 def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
@@ -74,10 +187,8 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
 
     A store is opened at once, to be known by its content; images are loaded where there is something to do.
     """
-    if ranks.count > 1:
-        raise cli.CommandLineError(
-            f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
-        )
+    told = f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
+    cli.check(ranks.count == 1, told)
     device = cli.training_device(args.device, ranks)
     operator, flags = configuration(args)
     limits = {name: limit for name, limit in (("train", args.limit_train), ("test", args.limit_test)) if limit}
@@ -91,14 +202,12 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
     with cli.refusing(DatasetUnavailableError):
         points = load()
     for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
-        if getattr(args, name) > len(points.train):
-            raise cli.CommandLineError(
-                f"--{name} must not exceed the {len(points.train)} training points, got {getattr(args, name)}"
-            )
+        given, most = getattr(args, name), len(points.train)
+        cli.check(given <= most, f"--{name} must not exceed the {most} training points, got {given}")
     for name in ("train", "valid", "test"):
         inputs = getattr(points, name).inputs
         if inputs.is_floating_point() and not all(part.isfinite().all() for part in inputs.split(EVAL_BATCH)):
-            raise cli.RunError(
+            raise ProgramError(
                 f"the {name} points of {args.data_path} hold embeddings that are not finite: nothing is recorded. "
                 "Make these embeddings again, or leave such rows out"
             )
@@ -132,7 +241,7 @@ def train(args: Flags, ranks: Ranks) -> int:
                 trained = train_epoch(epoch, run, model, embed, operator, optimizer, points, autocast)
             measured = {**trained, **evaluate(epoch, model, points, autocast, args)}
             measured |= temperature_of(operator, run.flags["inverse_temperature"])
-            run.save(measured, epoch_line(measured, run.end, args))
+            run.save(measured, f"epoch {epoch}/{run.end}")
 
         columns = {"num_classes": points.num_classes}
         columns |= {f"{name}_images": len(getattr(points, name)) for name in ("train", "valid", "test")}
@@ -142,10 +251,7 @@ def train(args: Flags, ranks: Ranks) -> int:
 
 
 def network(points: Points, flags: dict[str, Any]) -> nn.ModuleDict:
-    """Return what embeds, freshly initialised, and of cross-entropy alone what classifies the embeddings; on the CPU.
-
-    Raises CommandLineError for a model that does not take these inputs.
-    """
+    """Return what embeds, freshly initialised, and of cross-entropy what classifies; on the CPU. CommandLineError."""
     if flags["method"] == "inputs":
         return nn.ModuleDict({"embed": nn.Flatten()})
     if flags["method"] == "pca":
@@ -183,11 +289,9 @@ def train_epoch(
     points: Points,
     autocast: partial,
 ) -> dict[str, float]:
-    """Train for one epoch, counted from 1: each training point is a query once, but for the last partial batch.
+    """Train for one epoch, counted from 1; return mean loss, seconds and images/s. Raises Diverged.
 
-    operator: None for cross-entropy. Orders and augmentation depend on seed and epoch alone. Losses stay on the device
-    until the epoch is over, so that no step waits for a GPU. Returns mean loss, seconds and images/s. Raises Diverged
-    if a loss is not finite.
+    Each training point is a query once, but for the last partial batch. operator: None for cross-entropy.
     """
     started, args, train = time.perf_counter(), run.args, points.train
     # Two independent shuffles; candidates go round where a step has more of them than queries.
@@ -226,10 +330,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(epoch: int, model: nn.ModuleDict, points: Points, autocast: partial, args: Flags) -> dict[str, float]:
-    """Return the top-1 accuracies (fractions) of the whole validation and test splits, and the seconds.
-
-    Raises RunError if an embedding is not finite.
-    """
+    """Return the top-1 accuracies (fractions) on the whole of valid and test, and the seconds. Raises ProgramError."""
     started = time.perf_counter()
     model.eval()
     device = points.train.labels.device
@@ -244,7 +345,7 @@ def evaluate(epoch: int, model: nn.ModuleDict, points: Points, autocast: partial
 
     asked = torch.cat([*embedded(points.valid, generator), *embedded(points.test, None)])  # (Q, d)
     if not bool(asked.isfinite().all()):
-        raise cli.RunError(f"an embedding is not finite after epoch {epoch}; no row is written. Try a smaller --lr")
+        raise ProgramError(f"an embedding is not finite after epoch {epoch}; no row is written. Try a smaller --lr")
     if args.prediction == "network":
         predicted = model["classify"](asked).argmax(1)  # (Q,)
     else:
@@ -256,17 +357,6 @@ def evaluate(epoch: int, model: nn.ModuleDict, points: Points, autocast: partial
     ):
         result |= hit_fractions(name, [int((part == split.labels).sum())], len(split))  # top-1 alone
     return {**result, "eval_seconds": time.perf_counter() - started}
-
-
-def epoch_line(epoch: dict[str, Any], n_epochs: int, args: Flags) -> str:
-    """Return one line on a finished epoch, accuracies as fractions."""
-    seed = f"seed {args.seed} " if len(args.seeds) > 1 else ""
-    trained = "" if epoch["train_loss"] is None else f"train loss {epoch['train_loss']:.4f}  "
-    return (
-        f"{seed}epoch {epoch['epoch']}/{n_epochs}  {trained}"
-        f"valid top-1 {epoch['valid_top1']:.4f}  test top-1 {epoch['test_top1']:.4f}  "
-        f"trained {epoch['train_seconds']:.1f} s, evaluated {epoch['eval_seconds']:.1f} s"
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

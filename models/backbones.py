@@ -17,11 +17,11 @@ that network's release describes for 224 pixels.
 import difflib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -33,32 +33,21 @@ from torchvision.models import MaxVit, VisionTransformer
 LIBRARIES = ("timm", "torchvision")
 
 
-@dataclass(frozen=True)
-class PaperBackbone:
+class PaperBackbone(NamedTuple):
     """One of the paper's networks: its name in timm, its resolution in pixels, and what timm must be told besides."""
 
     timm_name: str
     resolution: int
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
-_WSL = "{}.fb_wsl_ig1b_ft_in1k"
-PAPER: dict[str, PaperBackbone] = {
-    # timm knows the weights of this one and has no function that builds it: its 32x32d with wider groups is the same.
-    "resnext101_32x48d_wsl": PaperBackbone(
-        _WSL.format("resnext101_32x32d"),
-        320,
-        {
-            "base_width": 48,
-            "pretrained_cfg_overlay": {
-                "url": "https://download.pytorch.org/models/ig_resnext101_32x48-3e41cc8a.pth",
-                "hf_hub_id": None,
-            },
-        },
-    ),
-    "resnext101_32x32d_wsl": PaperBackbone(_WSL.format("resnext101_32x32d"), 320),
-    "resnext101_32x16d_wsl": PaperBackbone(_WSL.format("resnext101_32x16d"), 320),
-    "resnext101_32x8d_wsl": PaperBackbone(_WSL.format("resnext101_32x8d"), 320),
+_WSL = "resnext101_32x{}d.fb_wsl_ig1b_ft_in1k"
+# timm knows the weights of the 32x48d and has no function that builds it: its 32x32d with wider groups is the same.
+_URL_OF_48 = "https://download.pytorch.org/models/ig_resnext101_32x48-3e41cc8a.pth"
+_ARGUMENTS_OF_48 = {"base_width": 48, "pretrained_cfg_overlay": {"url": _URL_OF_48, "hf_hub_id": None}}
+PAPER = {
+    "resnext101_32x48d_wsl": PaperBackbone(_WSL.format(32), 320, _ARGUMENTS_OF_48),
+    **{f"resnext101_32x{width}d_wsl": PaperBackbone(_WSL.format(width), 320) for width in (32, 16, 8)},
     "tf_efficientnet_l2_ns": PaperBackbone("tf_efficientnet_l2.ns_jft_in1k", 800),
 }
 
@@ -177,26 +166,20 @@ def _timm_backbone(name: str, weights: str | Path, resolution: int | None) -> Ba
     if resolution is not None and settings.fixed_input_size:
         arguments["img_size"] = resolution  # position embeddings are made for it, or interpolated to it
     if weights == "pretrained" and not settings.has_weights:
-        variants = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-        raise WeightsError(
-            f"timm has no pretrained weights for {name}: "
-            f"{'choose ' + ' or '.join(variants[:5]) if variants else 'give --weights none or a file'}"
-        )
+        raise WeightsError(f"timm has no pretrained weights for {name}: give --weights none or a file")
     overlay = arguments.get("pretrained_cfg_overlay", {})
     hub, url = overlay.get("hf_hub_id", settings.hf_hub_id), overlay.get("url", settings.url)
     address = f"https://huggingface.co/{hub}/resolve/main/model.safetensors" if hub else url
+    pretrained = weights == "pretrained"
     try:
-        if weights == "pretrained":
-            with _downloading(name, address):
-                network = timm.create_model(paper.timm_name, pretrained=True, **arguments)
-        else:
-            network = timm.create_model(paper.timm_name, **arguments)
+        with _downloading(name, address) if pretrained else nullcontext():
+            network = timm.create_model(paper.timm_name, pretrained=pretrained, **arguments)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         if resolution is None or isinstance(error, WeightsError):
             raise
         raise BackboneError(f"{name} cannot be built for {resolution} pixels: {error}") from None
-    heads = settings.classifier or ()
-    heads = (heads,) if isinstance(heads, str) else tuple(heads)
+    classifier = settings.classifier or ()
+    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     if isinstance(weights, Path):
         _load_weights(network, weights, name, heads)
     preprocessing = resolve_model_data_config(network)
@@ -215,11 +198,9 @@ def _timm_backbone(name: str, weights: str | Path, resolution: int | None) -> Ba
 
 def _torchvision_backbone(name: str, weights: str | Path, resolution: int | None) -> Backbone:
     published = torchvision.models.get_model_weights(name).DEFAULT
-    if weights == "pretrained":
-        with _downloading(name, published.url):
-            network = torchvision.models.get_model(name, weights=published)
-    else:
-        network = torchvision.models.get_model(name)
+    pretrained = weights == "pretrained"
+    with _downloading(name, published.url) if pretrained else nullcontext():
+        network = torchvision.models.get_model(name, weights=published if pretrained else None)
     linear = [path for path, module in network.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
         raise BackboneError(f"torchvision's {name} does not end in a linear layer, and has no penultimate features")
@@ -231,6 +212,7 @@ def _torchvision_backbone(name: str, weights: str | Path, resolution: int | None
     resolution = resolution or native
     if resolution != native and isinstance(network, MaxVit | VisionTransformer):
         raise BackboneError(f"torchvision's {name} takes {native} pixels alone, got {resolution}: timm's take others")
+    resize = round(preset.resize_size[0] * resolution / native)  # the same share is cropped away
     dim = network.get_submodule(head).in_features
     network.set_submodule(head, nn.Identity())
     return Backbone(
@@ -239,10 +221,7 @@ def _torchvision_backbone(name: str, weights: str | Path, resolution: int | None
         network,
         dim=dim,
         resolution=resolution,
-        # The same share is cropped away.
-        transform=published.transforms(
-            crop_size=resolution, resize_size=round(preset.resize_size[0] * resolution / native)
-        ),
+        transform=published.transforms(crop_size=resolution, resize_size=resize),
         heads=(head,),
     )
 
@@ -275,20 +254,15 @@ def _load_weights(network: nn.Module, path: Path, name: str, heads: Sequence[str
         raise WeightsError(
             f"{path} is not a state dict of tensors alone ({_first_line(error)}): save model.state_dict()"
         ) from None
+    for key, value in network.state_dict().items():
+        # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
+        if _belongs_to(key, heads) or key.endswith("num_batches_tracked"):
+            found.setdefault(key, value)
     try:
-        missing, unknown = network.load_state_dict(found, strict=False)
+        network.load_state_dict(found)
     except (RuntimeError, TypeError) as error:
-        words = str(error).splitlines()[-1].strip(" \t.")
+        words = " ".join(line.strip()[:200] for line in str(error).splitlines()[1:])
         raise WeightsError(f"the weights in {path} do not fit {name} ({words}): take those of this network") from None
-    # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
-    missing = [key for key in missing if not (_belongs_to(key, heads) or key.endswith("num_batches_tracked"))]
-    listed = "; ".join(
-        f"{len(keys)} {kind}: {', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''}"
-        for kind, keys in (("missing", missing), ("not in the network", unknown))
-        if keys
-    )
-    if listed:
-        raise WeightsError(f"the weights in {path} do not fit {name} ({listed}): take those of this network")
 
 
 def _first_line(error: Exception) -> str:

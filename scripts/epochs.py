@@ -11,48 +11,29 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
     program.begin()
 
-import csv
 import json
 from pathlib import Path
+
+import pandas as pd
 
 from data import program
 from data.atomic_file import atomic_write
 from data.file_lock import held, lock_beside
 
-COLUMNS = ("run_id", "precision", "device_name", "torch_version", "epoch")
-METRICS = ("valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
+OF_THE_RUN = ("run_id", "method", "p_k", "seed", "precision", "device_name", "torch_version")
+OF_AN_EPOCH = ("epoch", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
 
 
-def epochs_of(runs: Path, results: str) -> dict[str, list[dict[str, str]]]:
-    """The epochs of each run in a folder of runs that writes to a results file of that name, by run id."""
-    found = {}
+def epochs_of(runs: Path, results: str) -> list[tuple[str, pd.DataFrame]]:
+    """The id of each run in a folder of runs that writes to a results file of that name, and its epochs as text."""
+    found = []
     for config in sorted(runs.glob("*/config.json")):
         flags, history = json.loads(config.read_text()), config.with_name("epochs.csv")
-        if Path(flags["results"]).name != results or not history.exists():
-            continue
-        with history.open(newline="") as file:
-            rows = [{**{name: flags.get(name) for name in COLUMNS}, **row} for row in csv.DictReader(file)]
-        found[flags["run_id"]] = [{name: row[name] for name in (*COLUMNS, *METRICS)} for row in rows]
+        if Path(flags["results"]).name == results and history.exists():
+            rows = pd.read_csv(history, dtype=str, usecols=OF_AN_EPOCH)
+            flags["p_k"] = " ".join(f"{each:g}" for each in flags["p_k"])
+            found.append((flags["run_id"], rows.assign(**{name: str(flags[name]) for name in OF_THE_RUN})))
     return found
-
-
-def merge(output: Path, runs: Path, results: str) -> dict[str, list[dict[str, str]]]:
-    """Add the epochs of a folder of runs to the output file; return all by run id. The caller holds its lock."""
-    kept: dict[str, list[dict[str, str]]] = {}
-    if output.exists():
-        with output.open(newline="") as file:
-            for row in csv.DictReader(file):
-                kept.setdefault(row["run_id"], []).append(row)
-    for run_id, rows in epochs_of(runs, results).items():
-        if len(rows) > len(kept.get(run_id, [])):
-            kept[run_id] = rows
-    if not kept:
-        raise program.CommandLineError(f"{runs} holds no run that writes to {results}; name its folder by --runs")
-    with atomic_write(output) as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *METRICS), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row for run_id in sorted(kept) for row in kept[run_id])
-    return kept
 
 
 def gather(argv: list[str] | None = None) -> int:
@@ -61,10 +42,22 @@ def gather(argv: list[str] | None = None) -> int:
     parser.add_argument("results", type=program.path, help="the table, results/table1.csv say")
     parser.add_argument("--runs", type=program.path, metavar="FOLDER", help="of the runs (beside the table: runs)")
     args = parser.parse_args(argv)
-    output = args.results.with_name(f"{args.results.stem}_epochs.csv")
+    output, runs = (
+        args.results.with_name(f"{args.results.stem}_epochs.csv"),
+        args.runs or args.results.with_name("runs"),
+    )
     with held(lock_beside(output), waiting=f"waiting for another process that writes {output}"):
-        kept = merge(output, args.runs or args.results.with_name("runs"), args.results.name)
-    print(f"{output}: " + ", ".join(f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(kept.items())))
+        known = list(pd.read_csv(output, dtype=str).groupby("run_id")) if output.exists() else []
+        every = [*epochs_of(runs, args.results.name), *known]
+        longest = dict(sorted(every, key=lambda each: len(each[1])))  # of equals what is known
+        if not longest:
+            raise program.CommandLineError(
+                f"{runs} holds no run that writes to {args.results.name}; name its folder by --runs"
+            )
+        with atomic_write(output) as file:
+            table = pd.concat([longest[run_id] for run_id in sorted(longest)])
+            table.to_csv(file, columns=[*OF_THE_RUN, *OF_AN_EPOCH], index=False, lineterminator="\n")
+    print(f"{output}: " + ", ".join(f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(longest.items())))
     return 0
 
 

@@ -21,7 +21,7 @@ from scipy import stats
 
 from data import program
 from data.program import CommandLineError
-from scripts.reporting.results import ARMS, Row, check, float_of, markdown, mean_std, results_of, run
+from scripts.reporting.results import ARMS, Row, as_markdown, check, float_of, mean_std, results_of, run
 from topk_losses import METHODS
 
 CONTROL = "cross-entropy"
@@ -43,7 +43,7 @@ CONFIDENCE = 0.95
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Return the rows, the control's first. Raises CommandLineError, RecordError."""
+    """Return the rows, the control's first. Raises CommandLineError, ProgramError."""
     rows = results_of(path, "experiments/train_beam_search.py", NEEDED, APART, ("inverse_temperature",))
     if len({len(row[f"test_{kind}_accuracy"].split()) for row in rows for kind in ("forced", "free")}) > 1:
         raise CommandLineError(f"{path} has test_forced_accuracy or test_free_accuracy of another number of positions")
@@ -59,7 +59,7 @@ def shown_arm(row: Row) -> str:
 
 
 def tables(path: Path) -> str:
-    """Return the three tables as Markdown. Raises CommandLineError, RecordError."""
+    """Return the three tables as Markdown. Raises CommandLineError, ProgramError."""
     rows = rows_of(path)
     first, rates = rows[0], [column for column in RATES if any(row.get(column) for row in rows)]
     check(path, rows, rates)  # what one row has, all have
@@ -75,7 +75,7 @@ def tables(path: Path) -> str:
     values = 100 * runs[rates].astype(float)
     shown = values.groupby("arm", sort=False).agg(lambda cells: mean_std(cells.tolist()))
     shown["seeds"] = values.groupby("arm", sort=False).size().astype(str)
-    parts.append(markdown(shown.rename(columns=RATES).reset_index()))
+    parts.append(as_markdown(shown.rename(columns=RATES).reset_index()))
 
     if CONTROL in shown.index:  # of the seeds that both have
         paired = values.drop(index=CONTROL, level="arm").sub(values.loc[CONTROL], level="seed").dropna()
@@ -84,7 +84,7 @@ def tables(path: Path) -> str:
         differences = paired.groupby("arm", sort=False).agg(with_interval)
         differences["pairs"] = paired.groupby("arm", sort=False).size().astype(str)
         parts.append(f"Arm minus control, in points, paired by seed, with its {CONFIDENCE:.0%} interval (t):")
-        parts.append(markdown(differences.rename(columns=RATES).reset_index()))
+        parts.append(as_markdown(differences.rename(columns=RATES).reset_index()))
     else:
         parts.append("No difference: no arm has two seeds that the control has too.")
 
@@ -97,7 +97,7 @@ def tables(path: Path) -> str:
     )
     both = (100 * forced).map("{:.1f}".format) + " / " + (100 * free).map("{:.1f}".format)
     both = both.iloc[:, : int(first["max_letters"])].rename(columns=lambda place: str(place + 1))
-    parts.append(markdown(both.reset_index()))  # behind the longest word few words are left
+    parts.append(as_markdown(both.reset_index()))  # behind the longest word few words are left
     return "\n\n".join(parts) + "\n"
 
 

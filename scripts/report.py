@@ -4,6 +4,7 @@
     python scripts/report.py results/table1.csv --format latex --output table1.tex
     python scripts/report.py results/table1.csv --format html --output table1.html  # one page, with the figures in it
     python scripts/report.py results/table1.csv --figures results/figures          # PNG and SVG
+    python scripts/report.py results/table1_short.csv --paired softmax_cross_entropy
     python scripts/report.py results/cifar100.csv --where n_epochs=200 --where neuralsort:inverse_temperature=0.0625
 
 The published values are those of results/paper/; which of its tables a file belongs to is seen from its name or its
@@ -28,9 +29,9 @@ from data import program
 from data.atomic_file import atomic_write
 from data.program import CommandLineError
 from experiments.shared.environment import ROOT
-from experiments.shared.run_record import read_rows
 from scripts.reporting.formats import FORMATS
-from scripts.reporting.results import Row
+from scripts.reporting.paired import paired
+from scripts.reporting.results import Row, rows_of
 from scripts.reporting.tables import Table, build_table, read_published
 
 PAPER = ROOT / "results" / "paper"
@@ -59,6 +60,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     told = "only these rows, or of METHOD's rows only these; may be repeated"
     flag("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=told)
     flag("--n_seeds", type=program.whole_number(1), help="asked of each row; as published, 2 if that is unknown")
+    told = "instead: each row minus METHOD's by seed, in Markdown, with intervals and how many seeds would settle it"
+    flag("--paired", metavar="METHOD", help=told)
     flag("--format", choices=FORMATS, default="markdown", help="%(default)s without it")
     flag("--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it")
     flag("--figures", type=program.path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR")
@@ -78,7 +81,7 @@ def report(args: argparse.Namespace) -> int:
 
             folder = args.figures or Path(scratch)
             figures = draw_figures(table, protocol, args.results.parent / "runs", args.benchmarks, folder)
-        text = FORMATS[args.format](table, figures)
+        text = paired(table, args.paired) if args.paired else FORMATS[args.format](table, figures)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(args.output) as file:
@@ -107,12 +110,8 @@ def table_of(
 
 
 def chosen_rows(path: Path, where: list[str]) -> list[Row]:
-    """Return the rows of a results file that meet every condition. Raises CommandLineError and RecordError."""
-    if not path.is_file():
-        raise CommandLineError(f"there is no file {path}: a training script writes one with --results {path}")
-    rows: list[Row] = read_rows(path)
-    if not rows:
-        raise CommandLineError(f"{path} has no rows yet: a run that finishes adds one")
+    """Return the rows of a results file that meet every condition. Raises CommandLineError and ProgramError."""
+    rows = rows_of(path, "a training script writes one with --results")
     for condition in where:
         left, equals, value = condition.partition("=")
         method, colon, column = left.rpartition(":")

@@ -15,115 +15,100 @@ if __name__ == "__main__":
 
     program.begin()
 
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from data import program
-from scripts.reporting.results import Row, check, float_of, markdown, mean_std, results_of, run
+from scripts.reporting.results import as_markdown, check, float_of, mean_std, results_of, run
 from topk_losses import METHODS
 from topk_losses.checks import AUTO
 
+SPREAD = "last_test_logit_std"
+MEASURED = ("test_top1", "test_top5", "valid_top1", "valid_top5")
 NEEDED = (
     *("method", "p_k", "seed", "num_classes", "train_images", "valid_images", "n_epochs", "batch_size", "lr"),
-    *("test_top1", "test_top5", "valid_top1", "valid_top5", "device_name", "torch_version"),
+    *(*MEASURED, "device_name", "torch_version"),
 )
 APART = (
     *("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "m", "seed", "order_seed"),
     *("device", "threads", "compile", "deterministic", "data_dir", "data_path", "batches", "eval_freq"),
 )
 OPTIONAL = ("inverse_temperature", "last_inverse_temperature", "m")  # empty where there is none
-SPREAD = "last_test_logit_std"
 FLOOR_OF_HEADS, FLOOR = 5, 35  # points below the best that a panel of the figure still shows
 
-# By inverse temperature, rising: a row per seed. None: there is none; text: auto, or a schedule from:to.
-Heads = dict[float | str | None, list[Row]]
 
+def rows_of(path: Path) -> pd.DataFrame:
+    """Return the rows by P_K, then method in the library's order, then temperature. Raises CommandLineError.
 
-def grid_of(path: Path) -> dict[str, dict[str, Heads]]:
-    """Return the rows by P_K, then method in the library's order, then temperature. Raises CommandLineError."""
+    beta: the inverse temperature, NaN where it is none or changes; temperature: it, auto, or a schedule FROM:TO, as
+    text; name: the method, and m where that is not all scores.
+    """
     rows = results_of(path, "scripts/temperature*.sh", NEEDED, APART, OPTIONAL)
     check(path, rows, [SPREAD] * (SPREAD in rows[0]))
     changing = [row for row in rows if row["inverse_temperature"] and float_of(row["inverse_temperature"]) is None]
     check(path, changing, ["last_inverse_temperature"])
-    rows.sort(key=lambda row: (list(METHODS).index(row["method"]), ended_at(row)))
-    grid: dict[str, dict[str, Heads]] = {}
-    for row in rows:
-        name = row["method"] + (f", m = {row['m']}" if row["m"] not in ("", row["num_classes"]) else "")
-        temperature = float_of(row["inverse_temperature"])
-        if temperature is None:
-            temperature = row["inverse_temperature"] or None
-        grid.setdefault(row["p_k"], {}).setdefault(name, {}).setdefault(temperature, []).append(row)
-    return dict(sorted(grid.items(), key=lambda item: item[0].split(), reverse=True))
-
-
-def ended_at(row: Row) -> float:
-    """The inverse temperature that a head had at the end, 0 where there is none."""
-    return float(row["last_inverse_temperature"] or row["inverse_temperature"] or 0)
-
-
-def mean(rows: Sequence[Row], column: str) -> float:
-    """The mean of a column over the seeds."""
-    return statistics.fmean(float(row[column]) for row in rows)
-
-
-def best_of(heads: Heads, p_k: str, annealed: bool = False) -> float | str | None:
-    """The constant temperature, or the schedule if there is one, whose heads are best on validation."""
-    first = float(p_k.split()[0])
-    chosen = [each for each in heads if each != AUTO and isinstance(each, str) == annealed]
-
-    def aim(temperature: float | str | None) -> float:
-        rows = heads[temperature]
-        return first * mean(rows, "valid_top1") + (1 - first) * mean(rows, "valid_top5")
-
-    return max(chosen, key=aim, default=None)
+    frame = pd.DataFrame(rows)
+    given = frame["inverse_temperature"]
+    frame["beta"] = [float_of(cell) for cell in given]
+    frame["temperature"] = given.where(frame["beta"].isna(), frame["beta"].map("{:g}".format))
+    frame["ended_at"] = [float(row["last_inverse_temperature"] or row["inverse_temperature"] or 0) for row in rows]
+    of_all = frame["m"].eq("") | frame["m"].eq(frame["num_classes"])
+    frame["name"] = frame["method"].where(of_all, frame["method"] + ", m = " + frame["m"])
+    numbers = [*MEASURED, *{SPREAD} & {*frame}]
+    frame[numbers] = frame[numbers].astype(float)
+    frame["order"] = frame["method"].map(list(METHODS).index)
+    frame = frame.sort_values(["order", "ended_at"], kind="stable")
+    return frame.sort_values("p_k", key=lambda cells: cells.str.split(), ascending=False, kind="stable")
 
 
 def table(path: Path) -> str:
-    """Return the table as Markdown. Raises CommandLineError, RecordError."""
-    grid = grid_of(path)
-    every = [row for methods in grid.values() for heads in methods.values() for rows in heads.values() for row in rows]
-    first = every[0]
+    """Return the table as Markdown. Raises CommandLineError, ProgramError."""
+    frame = rows_of(path)
+    first = frame.iloc[0]
     trained = first.get("model") or f"linear heads on embeddings of {first['num_classes']} classes"
-    machines = dict.fromkeys(f"{row['device_name']}, PyTorch {row['torch_version']}" for row in every)
+    machines = (frame["device_name"] + ", PyTorch " + frame["torch_version"]).unique()
     caption = (
         f"{path.name}: {trained} ({first['train_images']} training rows, {first['valid_images']} validate), "
         f"{first['n_epochs']} epochs, batches of {first['batch_size']}, learning rate {float(first['lr']):g}, on "
         f"{' and '.join(machines)}."
     )
     lines = [
-        {"P_K": f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), "method": name, **_cells(heads, name, p_k)}
-        for p_k, methods in grid.items()
-        for name, heads in methods.items()
+        {"P_K": f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), "method": name, **_cells(heads)}
+        for (p_k, name), heads in frame.groupby(["p_k", "name"], sort=False)
     ]
-    return f"{caption}\n\n{markdown(pd.DataFrame(lines), words=2)}\n"
+    return f"{caption}\n\n{as_markdown(pd.DataFrame(lines), words=2)}\n"
 
 
-def _cells(heads: Heads, name: str, p_k: str) -> dict[str, str]:
+def _cells(heads: pd.DataFrame) -> dict[str, str]:
     """The cells of one method and P_K, by their headings."""
-    best, schedule = best_of(heads, p_k), best_of(heads, p_k, annealed=True)
-    default, auto, rows = METHODS[name.partition(",")[0]].inverse_temperature, heads.get(AUTO), heads.get(best, [])
-    shown, times_spread = "—", ""
-    if isinstance(best, float) and default is not None:
-        tried = [each for each in heads if isinstance(each, float)]
-        end = ", the least" if best == min(tried) else ", the largest" if best == max(tried) else ""
+    groups = dict(iter(heads.groupby("temperature", sort=False)))
+    means = heads.groupby("temperature", sort=False)[[*MEASURED, "beta"]].mean()
+    first = float(heads["p_k"].iloc[0].split()[0])
+    aim = first * means["valid_top1"] + (1 - first) * means["valid_top5"]
+    is_schedule = aim.index.str.contains(":")
+    constant, schedules = aim[~is_schedule & (aim.index != AUTO)], aim[is_schedule]
+    rows = groups[constant.idxmax()] if len(constant) else heads[:0]
+    default = METHODS[heads["method"].iloc[0]].inverse_temperature
+    best, auto, shown, times_spread = rows["beta"].mean(), groups.get(AUTO), "—", ""
+    if best > 0 and default is not None:
+        end = ", the least" if best == means["beta"].min() else ", the largest" if best == means["beta"].max() else ""
         shown = f"{best:g} ({best / default:g}x{end})"
-        times_spread = f"{best * mean(rows, SPREAD):.2g}" if SPREAD in rows[0] else ""
+        times_spread = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
+    schedule = schedules.idxmax() if len(schedules) else ""
     return {
         **{"inverse temperature": shown, "times spread": times_spread},
-        **{f"top-{k}": mean_std([100 * float(row[f"test_top{k}"]) for row in rows]) if rows else "" for k in (1, 5)},
-        **{"default": _both(heads.get(default)), "auto": _both(auto)},
-        "auto ended at": f"{statistics.fmean(map(ended_at, auto)):.3g}" if auto else "",
-        "annealed": f"{schedule}: {_both(heads[schedule])}" if schedule else "",
+        **{f"top-{k}": mean_std((100 * rows[f"test_top{k}"]).tolist()) if len(rows) else "" for k in (1, 5)},
+        **{"default": _both(groups.get("" if default is None else f"{default:g}")), "auto": _both(auto)},
+        "auto ended at": "" if auto is None else f"{auto['ended_at'].mean():.3g}",
+        "annealed": f"{schedule}: {_both(groups[schedule])}" if schedule else "",
         "seeds": str(len(rows)),
     }
 
 
-def _both(rows: Sequence[Row] | None) -> str:
+def _both(rows: pd.DataFrame | None) -> str:
     """ "top-1 / top-5", empty where there are no rows."""
-    return " / ".join(f"{100 * mean(rows, f'test_top{k}'):.2f}" for k in (1, 5)) if rows else ""
+    return "" if rows is None else " / ".join(f"{100 * rows[f'test_top{k}'].mean():.2f}" for k in (1, 5))
 
 
 def draw(path: Path, folder: Path) -> list[Path]:
@@ -131,32 +116,30 @@ def draw(path: Path, folder: Path) -> list[Path]:
     from scripts.reporting.figure_style import GREY, PAGE, legend, look, note, pyplot, save  # takes a second
     from scripts.reporting.tables import shown_p_k
 
-    drawn, grid = [], grid_of(path)
-    trained, times_spread, floor, of_heads = "Networks", "", FLOOR, False
-    if SPREAD in next(iter(next(iter(next(iter(grid.values())).values())).values()))[0]:
-        of_heads, trained, floor = True, "Heads", FLOOR_OF_HEADS
-        times_spread = " times the spread of a row's logits at the end"
-    baseline = grid.get("1", {}).get("softmax_cross_entropy", {}).get(None, [])
-    for p_k, methods in grid.items():
-        curves = {method: heads for method, heads in methods.items() if len(heads) > 1}
-        if not curves:
+    drawn, frame = [], rows_of(path)
+    of_heads = SPREAD in frame
+    trained, floor = ("Heads", FLOOR_OF_HEADS) if of_heads else ("Networks", FLOOR)
+    times_spread = " times the spread of a row's logits at the end" if of_heads else ""
+    baseline = frame[(frame["p_k"] == "1") & (frame["method"] == "softmax_cross_entropy")]
+    for p_k, methods in frame.groupby("p_k", sort=False):
+        several = methods.groupby("name", sort=False).filter(lambda heads: heads["temperature"].nunique() > 1)
+        if several.empty:
             continue
+        constant = several[several["beta"].notna()]
+        curves = constant.groupby(["name", "beta"], sort=False).mean(numeric_only=True).reset_index("beta")
         figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 3.6))
         for axis, k in zip(axes, (1, 5)):
-            best = 0.0
-            for method, heads in curves.items():
-                tried = {float(beta or 0): rows for beta, rows in heads.items() if not isinstance(beta, str)}
-                x = [beta * (mean(rows, SPREAD) if of_heads else 1) for beta, rows in tried.items()]
-                y = [100 * mean(rows, f"test_top{k}") for rows in tried.values()]
-                axis.plot(x, y, **look(method.partition(",")[0]), markersize=3)
-                best = max(best, *y)
-            if baseline:
-                axis.axhline(100 * mean(baseline, f"test_top{k}"), color=GREY, linewidth=0.8)
+            for name, points in curves.groupby("name", sort=False):
+                x = points["beta"] * (points[SPREAD] if of_heads else 1)
+                axis.plot(x, 100 * points[f"test_top{k}"], **look(name.partition(",")[0]), markersize=3)
+            if len(baseline):
+                axis.axhline(100 * baseline[f"test_top{k}"].mean(), color=GREY, linewidth=0.8)
+            best = 100 * curves[f"test_top{k}"].max()
             axis.set_xscale("log")
             axis.set_ylim(best - floor, best + floor / 10)
             axis.set_xlabel(f"inverse temperature{' × standard deviation of the logits' if of_heads else ''}")
             axis.set_title(f"test top-{k}, %", loc="left")
-        legend(figure, {method: method.partition(",")[2] for method in curves})
+        legend(figure, {name: name.partition(",")[2] for name in several["name"]})
         note(
             figure,
             f"{trained} trained with $P_K$ = {shown_p_k(p_k)}: accuracy, mean over the seeds, over β{times_spread}. "

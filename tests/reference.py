@@ -57,9 +57,9 @@ def network(logits: Tensor, layers, distribution: str, beta: float, art_lambda: 
     x = logits.double()
     batch, n = x.shape
     P = torch.eye(n, dtype=torch.float64).expand(batch, n, n)
-    for lo_lanes, hi_lanes in layers:
+    for layer in layers:
         L = torch.eye(n, dtype=torch.float64).repeat(batch, 1, 1)
-        for lo, hi in zip(lo_lanes, hi_lanes):
+        for lo, hi in layer:
             d = x[:, hi] - x[:, lo]
             alpha = sigmoid_family(distribution, beta * d, d, beta, art_lambda)
             for row, weight_lo in ((lo, alpha), (hi, 1 - alpha)):

@@ -5,7 +5,7 @@ import difflib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,20 @@ def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False
     return value
 
 
+def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: bool) -> Tensor:
+    """Return a tensor (n,) of finite numbers above 0, or 0, one per class; raise ValueError for anything else."""
+    numbers = torch.as_tensor(value).detach()
+    fits = numbers.dim() == 1 and len(numbers) == (num_classes or len(numbers))
+    if fits and has_known_values(numbers):
+        fits = bool(((numbers >= 0 if or_zero else numbers > 0) & numbers.isfinite()).all())
+    if not fits:
+        raise ValueError(
+            f"{name} must hold a finite number {'>= 0' if or_zero else 'above 0'} for each of the {num_classes or 'n'} "
+            f"classes, got shape {tuple(numbers.shape)}" + (f" with {numbers.tolist()}" if numbers.numel() < 20 else "")
+        )
+    return numbers
+
+
 def check_fraction(name: str, value: float) -> float:
     """Return `value` as a float; raise ValueError unless it lies in [0, 1)."""
     value = float(value)
@@ -100,14 +114,9 @@ def check_k(k: SupportsIndex, n: int | None = None) -> int:
     return check_integer("k", k, 1, n, "the number of scores n=")
 
 
-def check_num_classes(num_classes: SupportsIndex | None) -> int | None:
-    """Return `num_classes` as an int, or None; raise ValueError below 2."""
-    return None if num_classes is None else check_integer("num_classes", num_classes, 2)
-
-
-def check_m(m: SupportsIndex | None) -> int | None:
-    """Return `m`; raise ValueError unless it is None or at least 2."""
-    return None if m is None else check_integer("m", m, 2)
+def check_several(name: str, value: SupportsIndex | None) -> int | None:
+    """Return a number of classes or scores as an int, or None; raise ValueError below 2."""
+    return None if value is None else check_integer(name, value, 2)
 
 
 def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = None) -> Tensor:
@@ -117,14 +126,11 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
     one row per class, (num_classes, K). Raises ValueError if an entry is negative or not finite, a row's sum is further
     than 1e-4 from 1 (the tolerance of difftopk), the shape is another one, or a rank with mass is beyond num_scores.
     """
+    if not isinstance(p_k, (Mapping, Sequence, Tensor)):
+        p_k = {check_integer("p_k as a single k", p_k, 1): 1.0}
     if isinstance(p_k, Mapping):
-        ranks = [check_k(k) for k in p_k]
-        dense = [0.0] * max(ranks, default=0)
-        for k, share in zip(ranks, p_k.values()):
-            dense[k - 1] = float(share)
-        p_k = dense
-    elif not isinstance(p_k, (Sequence, Tensor)):
-        p_k = [0.0] * (check_integer("p_k as a single k", p_k, 1) - 1) + [1.0]
+        share_of = {check_k(k): float(share) for k, share in p_k.items()}
+        p_k = [share_of.get(k, 0.0) for k in range(1, max(share_of, default=0) + 1)]
     rows = torch.as_tensor(p_k, dtype=torch.float64, device="cpu").detach()
     if rows.dim() not in (1, 2) or rows.numel() == 0:
         raise ValueError(f"p_k must have shape (K,) or (num_classes, K) with K >= 1, got shape {tuple(rows.shape)}")
@@ -134,10 +140,11 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
             "for one row per sample pass p_k to forward instead"
         )
     sums = rows.sum(-1, keepdim=True)  # (..., 1)
-    wrong = ~(torch.isfinite(rows) & (rows >= 0)).all(-1) | ~((sums.squeeze(-1) - 1).abs() < 1e-4)  # (...)
-    if bool(wrong.any()):
-        row = rows if rows.dim() == 1 else rows[int(wrong.nonzero()[0])]
-        where = "" if rows.dim() == 1 else f" in row {int(wrong.nonzero()[0])}"
+    fits = (rows >= 0).all(-1) & ((sums.squeeze(-1) - 1).abs() < 1e-4)  # (...) false for NaN
+    if not bool(fits.all()):
+        first = int((~fits.reshape(-1)).nonzero()[0])
+        row = rows.reshape(-1, rows.shape[-1])[first]
+        where = "" if rows.dim() == 1 else f" in row {first}"
         shown = ", ".join(f"{p:g}" for p in row.tolist())
         raise ValueError(f"p_k must be non-negative and sum to 1, got [{shown}] (sum {float(row.sum()):g}){where}")
     K = int((rows.reshape(-1, rows.shape[-1]) > 0).any(0).nonzero().max()) + 1
@@ -166,20 +173,17 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
     """
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
-    hint = ""
-    if labels.shape == (*shape, 1):
+    got, hint = tuple(labels.shape), ""
+    if got == (*shape, 1):
         hint = "; take the last dimension off with labels.squeeze(-1)"
-    elif labels.dim() > len(shape) and num_classes in labels.shape:
+    elif labels.dim() > len(shape) and num_classes in got:
         hint = "; a column per class is a distribution (labels.float()) or, with soft_labels='any', a set of answers"
     if labels.dtype != torch.int64:
-        raise TypeError(
-            f"labels must be int64 class indices, got {labels.dtype} of shape {tuple(labels.shape)}"
-            f"{hint or '; convert with labels.long()'}"
-        )
-    if labels.shape != torch.Size(shape):
+        hint = hint or "; convert with labels.long()"
+        raise TypeError(f"labels must be int64 class indices, got {labels.dtype} of shape {got}{hint}")
+    if got != tuple(shape):
         raise ValueError(
-            f"labels must have shape {tuple(shape)}, that of the logits without the classes, "
-            f"got {tuple(labels.shape)}{hint}"
+            f"labels must have shape {tuple(shape)}, that of the logits without the classes, got {got}{hint}"
         )
     if has_known_values(labels) and labels.numel():
         flat = labels.flatten()
@@ -188,10 +192,8 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
             wrong &= flat != ignore_index
         if bool(wrong.any()):
             first = int(wrong.nonzero()[0])
-            ignored = "" if ignore_index is None else f" or equal ignore_index={ignore_index}"
-            raise ValueError(
-                f"labels must lie in [0, {num_classes - 1}]{ignored}, got {int(flat[first])} at position {first}"
-            )
+            allowed = f"[0, {num_classes - 1}]" + ("" if ignore_index is None else f" or equal {ignore_index=}")
+            raise ValueError(f"labels must lie in {allowed}, got {int(flat[first])} at position {first}")
 
 
 def check_label_masses(labels: Tensor, logits: Tensor, several: bool) -> None:
@@ -206,18 +208,17 @@ def check_label_masses(labels: Tensor, logits: Tensor, several: bool) -> None:
         )
     if not has_known_values(labels) or not labels.numel():
         return
-    rows = labels.movedim(1, -1).flatten(0, -2) if labels.dim() > 1 else labels.unsqueeze(0)  # (rows, n)
-    rows = rows.double()
-    totals = rows.sum(1)
+    rows = labels.movedim(min(1, labels.dim() - 1), -1).reshape(-1, logits.shape[min(1, logits.dim() - 1)]).double()
+    totals, fits = rows.sum(1), (rows >= 0).all(1)  # (rows,) each
     if several:
-        wrong = ~((rows >= 0) & (rows <= 1)).all(1) | (totals <= 0)
+        fits &= (rows <= 1).all(1) & (totals > 0)
         rule = "sets of right answers must have entries in [0, 1], at least one of them above 0"
     else:
-        wrong = ~(rows >= 0).all(1) | ~((totals - 1).abs() <= 2e-2)  # half-precision labels sum to 1 within that
+        fits &= (totals - 1).abs() <= 2e-2  # half-precision labels sum to 1 within that
         rule = (
             "labels that are distributions must be non-negative and sum to 1 (for sets of right answers, k-hot say, "
             "build the loss with soft_labels='any')"
         )
-    if bool(wrong.any()):
-        first = int(wrong.nonzero()[0])
+    if not bool(fits.all()):
+        first = int((~fits).nonzero()[0])
         raise ValueError(f"{rule}; got a sum of {float(totals[first]):g} in row {first}")

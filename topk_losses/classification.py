@@ -12,15 +12,15 @@ from topk_losses.checks import (
     check_label_masses,
     check_labels,
     check_logits,
-    check_num_classes,
+    check_per_class,
+    check_several,
     full_precision,
     has_known_values,
 )
-from topk_losses.operator import Constants, log_softmax, to_compute_dtype
+from topk_losses.operator import Constants, log_softmax, mass_of, to_compute_dtype
 from topk_losses.temperature import AutoTemperature
 
-REDUCTIONS = ("mean", "sum", "none")
-SOFT_LABELS = ("expected", "any")
+CHOICES = {"reduction": ("mean", "sum", "none"), "soft_labels": ("expected", "any")}
 MANY = 8  # classes with mass, per sample, from which on all columns of P together cost less than each alone
 
 
@@ -46,20 +46,17 @@ class ClassificationLoss(Constants):
 
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
     constants: tuple[str, ...] = ("weight",)
+    shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
     fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
 
     def __init__(
-        self,
-        num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.auto: AutoTemperature | None = None  # where the inverse temperature is "auto"
-        self.num_classes = check_num_classes(num_classes)
+        self.num_classes = check_several("num_classes", num_classes)
         self.weight = weight
         self.label_smoothing = label_smoothing
         self.soft_labels = soft_labels
@@ -73,30 +70,17 @@ class ClassificationLoss(Constants):
         super().__setattr__(name, self._checked_setting(name, value))
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "reduction":
-            return check_choice("reduction", value, REDUCTIONS)
-        if name == "soft_labels":
-            return check_choice("soft_labels", value, SOFT_LABELS)
+        if name in CHOICES:
+            return check_choice(name, value, CHOICES[name])
         if name == "label_smoothing":
-            return check_fraction("label_smoothing", value)
+            return check_fraction(name, value)
         if name == "ignore_index":
-            return check_integer("ignore_index", value, -(2**63))
-        if name == "weight" and value is not None:
-            value = torch.as_tensor(value).detach()
-            wrong = value.dim() != 1 or (self.num_classes is not None and len(value) != self.num_classes)
-            if wrong or (has_known_values(value) and not bool((value >= 0).all() & value.isfinite().all())):
-                raise ValueError(
-                    f"weight must hold a finite number >= 0 for each of the {self.num_classes or 'n'} classes, "
-                    f"got shape {tuple(value.shape)}" + (f" with {value.tolist()}" if value.numel() < 20 else "")
-                )
-        return value
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        shown = f"num_classes={self.num_classes}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
-        if self.label_smoothing:
-            shown += f", label_smoothing={self.label_smoothing:g}"
-        return shown if self.soft_labels == "expected" else f"{shown}, soft_labels={self.soft_labels!r}"
+            return check_integer(name, value, -(2**63))
+        return (
+            check_per_class(name, value, self.num_classes, or_zero=True)
+            if name == "weight" and value is not None
+            else value
+        )
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss: () for reduction mean and sum, the shape of int64 labels for none.
@@ -125,11 +109,10 @@ class ClassificationLoss(Constants):
         if self.weight is not None and len(self.weight) != n:
             raise ValueError(f"weight holds {len(self.weight)} numbers, but the logits have {n} classes")
         shape = logits.shape[:axis] + logits.shape[axis + 1 :]
-        is_mass = isinstance(labels, Tensor) and (
-            labels.is_floating_point() or (self.soft_labels == "any" and labels.shape == logits.shape)
-        )
+        several, is_tensor = self.soft_labels == "any", isinstance(labels, Tensor)
+        is_mass = is_tensor and (labels.is_floating_point() or (several and labels.shape == logits.shape))
         if is_mass:
-            check_label_masses(labels, logits, self.soft_labels == "any")
+            check_label_masses(labels, logits, several)
         else:
             check_labels(labels, shape, n, self.ignore_index)
         rows = logits.movedim(axis, -1).reshape(-1, n)
@@ -140,46 +123,39 @@ class ClassificationLoss(Constants):
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
             if is_mass:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses = self._of_mass(scores, mass, weight, p_k)  # (rows,)
-                counted: Tensor | int = len(losses)
+                losses, counted = self._of_mass(scores, mass, weight, p_k), scores.new_full((), len(scores))  # (rows,)
             else:
-                labels = labels.reshape(-1)
-                losses, counted = self._of_labels(scores, labels, weight, p_k)
+                losses, counted = self._of_labels(scores, labels.reshape(-1), weight, p_k)
             if self.reduction == "none":
                 return losses.reshape(shape)
             return losses.sum() if self.reduction == "sum" else losses.sum() / counted
 
-    def _of_labels(
-        self, scores: Tensor, labels: Tensor, weight: Tensor | None, p_k: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _of_labels(self, scores: Tensor, labels: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Any:
         """The losses (rows,), 0 where the label is ignored, and the weight of all that count ()."""
         counts = labels != self.ignore_index  # (rows,)
         if not has_known_values(counts) or not bool(counts.all()):
             # what is ignored may hold anything, and gets no gradient
             scores, labels = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, labels, 0)
-        losses = self._losses(scores, labels, p_k)
-        share = counts.to(scores.dtype)
-        if weight is not None:
-            share = share * weight[labels]
-            losses = losses * weight[labels]
+        share = counts.to(scores.dtype) if weight is None else counts * weight[labels]
         if self.label_smoothing:
-            uniform = torch.full_like(scores, 1 / scores.shape[1])
-            smooth = self._expected(scores, uniform if weight is None else uniform * weight, p_k)
-            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * smooth
+            losses = self._expected(scores, mass_of(scores, labels), weight, p_k)
+        else:
+            losses = self._losses(scores, labels, p_k) * (1 if weight is None else weight[labels])
         return torch.where(counts, losses, 0), share.sum()
 
     def _of_mass(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
-        if self.soft_labels == "any":
-            if weight is not None or self.label_smoothing:
-                raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
-            return self._losses(scores, mass, p_k)
-        if self.label_smoothing:
-            mass = (1 - self.label_smoothing) * mass + self.label_smoothing / scores.shape[1]
-        return self._expected(scores, mass if weight is None else mass * weight, p_k)
+        if self.soft_labels != "any":
+            return self._expected(scores, mass, weight, p_k)
+        if weight is not None or self.label_smoothing:
+            raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
+        return self._losses(scores, mass, p_k)
 
-    def _expected(self, scores: Tensor, mass: Tensor, p_k: Tensor | None) -> Tensor:
-        """sum_j mass_j L(s, j), (rows,); mass (rows, n) >= 0."""
+    def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
+        """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""
         number, n = scores.shape
+        if self.label_smoothing:
+            mass = (1 - self.label_smoothing) * mass + self.label_smoothing / n
+        mass = mass if weight is None else mass * weight
         known = has_known_values(mass)
         if not known or int(mass.count_nonzero()) > MANY * number:
             losses = self._losses(scores, None, p_k)  # (rows, n)
@@ -191,10 +167,8 @@ class ClassificationLoss(Constants):
         else:
             pairs = torch.arange(number * n, device=mass.device)
             row, column = pairs // n, pairs % n
-        losses = self._losses(scores[row], column, None if p_k is None else p_k[row])  # (pairs,)
-        share = mass[row, column]
-        losses = torch.where(share > 0, losses * share, 0)
-        return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
+        share, losses = mass[row, column], self._losses(scores[row], column, None if p_k is None else p_k[row])
+        return torch.zeros_like(scores[:, 0]).index_add(0, row, torch.where(share > 0, losses * share, 0))
 
 
 class SoftmaxCrossEntropyLoss(ClassificationLoss):

@@ -11,17 +11,11 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from topk_losses.checks import (
-    PK,
-    check_integer,
-    check_m,
-    check_num_classes,
-    check_p_k,
-    has_known_values,
-)
+from topk_losses.checks import PK, check_integer, check_p_k, check_several, has_known_values
 from topk_losses.classification import ClassificationLoss, SoftmaxCrossEntropyLoss
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
 from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, pick_ranks
+from topk_losses.temperature import AutoTemperature
 
 
 def log_mixture(logs: Tensor, shares: Tensor, positive: bool) -> Tensor:
@@ -41,22 +35,28 @@ def log_mixture(logs: Tensor, shares: Tensor, positive: bool) -> Tensor:
     return total.masked_fill(~paid.any(1), 1).log() + highest.squeeze(1)
 
 
-def top_m(scores: Tensor, labels: Tensor, m: int) -> Tensor:
-    """The true class's score, then the m - 1 largest others, falling (Petersen et al. 2022, section 3.4): (rows, m).
+def top_m(scores: Tensor, target: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The scores that are sorted, (rows, m), and the target among them (Petersen et al. 2022, section 3.4).
 
-    scores (rows, n), labels (rows,) int64. Among equal scores the choice is arbitrary.
+    Of labels: the true class's score, then the m - 1 largest others, falling. Of a set, no right answer is left out.
+    Among equal scores the choice is arbitrary.
     """
-    index, true = largest(scores, m), labels.unsqueeze(1)
-    behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is among those before, or here
-    return scores.gather(1, torch.cat([true, torch.where(behind, index[:, 1:], index[:, :-1])], dim=1))
+    if not is_mass(target):
+        index, true = largest(scores, m), target.unsqueeze(1)
+        behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is among those before, or here
+        index = torch.cat([true, torch.where(behind, index[:, 1:], index[:, :-1])], dim=1)
+        return scores.gather(1, index), torch.zeros_like(target)
+    if has_known_values(target) and target.numel() and int((target > 0).sum(1).max()) > m:
+        raise ValueError(f"m={m} scores cannot hold {int((target > 0).sum(1).max())} right answers; raise m")
+    index = largest(scores.detach().masked_fill(target > 0, torch.inf), m)
+    return scores.gather(1, index), target.gather(1, index)
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):
     """Differentiable top-k cross-entropy, a drop-in for torch.nn.CrossEntropyLoss: loss(logits, labels).
 
     Args:
-        method: a relaxation: neuralsort, softsort, sinkhorn_sort, soft_topk, lml, lapsum, sparse_topk, capped_softmax,
-            subset_topk, df_topk, recall_surrogate, perturbed_topk, odd_even, bitonic, splitter_selection (default).
+        method: a relaxation, one of topk_losses.RELAXATIONS.
         p_k: P_K, the distribution that k is drawn from: p_k[j] = P(k = j + 1), (K,) for all, or (num_classes, K) with
             one row per class, non-negative, each row summing to 1; or an integer, for that k alone; or a mapping,
             {1: .5, 5: .5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
@@ -65,9 +65,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         m: keep the true class and the m - 1 largest others, m >= 2; None (default) and all that is larger than n keep
             all. The softmax term sees the m scores too.
         inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
-            learned; "auto" follows the spread of the logits (AutoTemperature). It can be set at any time. Defaults:
-            networks 1, neuralsort and softsort .5 (published for ImageNet with m = 16; for all 100 scores of CIFAR-100
-            .5 and .0625 were published), sinkhorn_sort 100, soft_topk 10 (epsilon .01 and .1), others: METHODS.
+            learned; "auto" follows the spread of the logits (AutoTemperature). It can be set at any time. None: the
+            method's default (topk_losses.METHODS).
         distribution: networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
         art_lambda: logistic_phi only: in [0, 1), default .5.
         top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
@@ -84,33 +83,24 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     constants = ("weight", "p_k", "shares")
     fixed = ("num_classes", "method", "m", "distribution", "art_lambda", "top1_mode")
+    shown = ("p_k", "inverse_temperature", *fixed[1:], *ClassificationLoss.shown)
 
     def __init__(
-        self,
-        method: str = "splitter_selection",
-        p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2),
-        num_classes: SupportsIndex | None = None,
-        m: SupportsIndex | None = None,
-        inverse_temperature: float | Tensor | str | None = None,
-        distribution: str | None = None,
-        art_lambda: float | None = None,
-        top1_mode: str | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, method: str = "splitter_selection", p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2),
+        num_classes: SupportsIndex | None = None, m: SupportsIndex | None = None,
+        inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
+        art_lambda: float | None = None, top1_mode: str | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-        resolved = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode, relaxed=True)
-        self.method = resolve_method(method)
-        self.distribution, self.art_lambda = resolved["distribution"], resolved["art_lambda"]
-        self.top1_mode: str = resolved["top1_mode"]
-        self.m = check_m(m)
+        settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode, relaxed=True)
+        beta, self.distribution, self.art_lambda, self.top1_mode = settings.values()
+        self.method, self.m = resolve_method(method), check_several("m", m)
         self.operator: TopKOperator | None = None
-        self.inverse_temperature: float | Tensor | str = resolved["inverse_temperature"]
+        self.inverse_temperature: float | Tensor | str = beta
         self.p_k: Tensor = p_k  # type: ignore[assignment]
-        num_scores = min(filter(None, (self.m, self.num_classes)), default=None)
+        num_scores = self._num_scores(self.num_classes)
         if num_scores is not None:
             self._operator_for(num_scores, self.k)
 
@@ -134,17 +124,18 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
             value = resolve_settings(self.method, value)["inverse_temperature"]
-            self.auto = METHODS[self.method].auto() if isinstance(value, str) else None
+            spread, default = METHODS[self.method].spread, METHODS[self.method].inverse_temperature
+            self.auto = AutoTemperature(spread, default) if isinstance(value, str) and spread and default else None
             return value
         return self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
 
-    def _num_scores(self, n: int) -> int:
-        """How many of n scores are sorted."""
-        return n if self.m is None else min(self.m, n)
+    def _num_scores(self, n: int | None) -> int | None:
+        """How many of n scores are sorted; None if that is not known."""
+        return min(filter(None, (self.m, n)), default=None)
 
     def _checked_p_k(self, p_k: PK) -> Tensor:
         """P_K as it is kept: float64 where the device has it."""
-        rows = check_p_k(p_k, self.num_classes, min(filter(None, (self.m, self.num_classes)), default=None))
+        rows = check_p_k(p_k, self.num_classes, self._num_scores(self.num_classes))
         if rows.dim() == 2 and self.num_classes is None:
             raise ValueError(f"p_k with one row per class needs num_classes={len(rows)}; got num_classes=None")
         if self.top1_mode != "sort" and bool((rows[..., 0] == 1).all()):
@@ -165,16 +156,6 @@ class TopKCrossEntropyLoss(ClassificationLoss):
                 f"gradient; give the softmax a part, P_K(1) > 0 with top1_mode 'sm' or 'smce': got "
                 f"p_k={p_k.tolist()} with top1_mode={self.top1_mode!r}"
             )
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        p_k = [round(p, 6) for p in self.p_k.tolist()] if self.p_k.dim() == 1 else f"<{tuple(self.p_k.shape)}>"
-        beta = self.inverse_temperature
-        shown = beta if isinstance(beta, str) else f"{float(beta):g}"
-        shown = f"method={self.method}, p_k={p_k}, m={self.m}, inverse_temperature={shown}, top1_mode={self.top1_mode}"
-        if self.distribution is not None:
-            shown += f", distribution={self.distribution}"
-        return f"{shown}, {super().extra_repr()}"
 
     def check_convergence(self) -> float:
         """The operator's largest relative error since the last call; warns if it is above the tolerance.
@@ -226,9 +207,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     def _bind(self, operator: TopKOperator) -> TopKOperator:
         """Hand an operator what can be set of the loss."""
-        operator.generator = self.generator
-        beta: Any = self.inverse_temperature
-        operator.inverse_temperature = beta if self.auto is None else self.auto.beta
+        beta: Any = self.inverse_temperature if self.auto is None else self.auto.beta
+        operator.generator, operator.inverse_temperature = self.generator, beta
         return operator
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKCrossEntropyLoss":
@@ -256,7 +236,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if self.m is not None:
             if target is None:
                 return None  # each class has scores of its own
-            scores, target = self._top_m(scores, target)
+            scores, target = top_m(scores, target, min(self.m, scores.shape[1]))
         operator = self._operator_for(scores.shape[1], self.k if p_k is None else max(p_k.shape[1], self.k))
         softmax = self.top1_mode != "sort" and ranks[0] == 1
         within, log_top1 = operator.within(scores, target, ranks[softmax:], softmax)  # (rows, J[, n]), (rows[, n])
@@ -278,39 +258,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             return -mixture
         return -first * log_top1 - (1 - first) * mixture
 
-    def _top_m(self, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores that are sorted, (rows, m), and the target among them: no right answer is left out."""
-        m = self._num_scores(scores.shape[1])
-        if not is_mass(target):
-            return top_m(scores, target, m), torch.zeros_like(target)
-        if has_known_values(target) and target.numel() and int((target > 0).sum(1).max()) > m:
-            raise ValueError(f"m={m} scores cannot hold {int((target > 0).sum(1).max())} right answers; raise m")
-        index = largest(scores.detach().masked_fill(target > 0, torch.inf), m)
-        return scores.gather(1, index), target.gather(1, index)
-
-
-def _single_k(method: str, p_k: PK, num_classes: SupportsIndex | None) -> int:
-    n = check_num_classes(num_classes)
-    rows = check_p_k(p_k, n, n)
-    if rows.dim() != 1 or int((rows > 0).sum()) != 1:
-        raise ValueError(
-            f"{method} optimises a single k: p_k must have all its mass on one entry, for instance "
-            f"0 0 0 0 1 for k = 5; got {rows.tolist()}"
-        )
-    return len(rows)
-
 
 def make_loss(
-    method: str,
-    p_k: PK | None = None,
-    num_classes: SupportsIndex | None = None,
-    m: SupportsIndex | None = None,
-    inverse_temperature: float | Tensor | str | None = None,
-    distribution: str | None = None,
-    art_lambda: float | None = None,
-    top1_mode: str | None = None,
-    **settings: Any,
-) -> ClassificationLoss:
+    method: str, p_k: PK | None = None, num_classes: SupportsIndex | None = None, m: SupportsIndex | None = None,
+    inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
+    art_lambda: float | None = None, top1_mode: str | None = None, **settings: Any,
+) -> ClassificationLoss:  # fmt: skip
     """Build the loss of any method in METHODS, as loss(logits, labels). None means the method's default.
 
     Relaxations give TopKCrossEntropyLoss (p_k default .2 x5). softmax_cross_entropy takes p_k None or [1, 0, ..]. The
@@ -326,11 +279,13 @@ def make_loss(
         of_sort = (m, inverse_temperature, distribution, art_lambda, top1_mode)
         return TopKCrossEntropyLoss(method, p_k, num_classes, *of_sort, **settings)
     beta = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)["inverse_temperature"]
-    if method == "softmax_cross_entropy":
-        if p_k is not None and _single_k(method, p_k, num_classes) != 1:
-            raise ValueError(f"softmax_cross_entropy is the loss of P_K = [1, 0, ..], got p_k={p_k}")
-        return SoftmaxCrossEntropyLoss(num_classes, **settings)
-    build = METHODS[method].loss
-    assert build is not None
-    k = _single_k(method, 5 if p_k is None else p_k, num_classes)
-    return build(k, *(() if beta is None else (beta,)), num_classes=num_classes, **settings)
+    build, n = METHODS[method].loss, check_several("num_classes", num_classes)
+    rows = check_p_k((1 if build is None else 5) if p_k is None else p_k, n, n)
+    if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (build is None and len(rows) > 1):
+        which = "the first" if build is None else "for instance 0 0 0 0 1 for k = 5"
+        raise ValueError(
+            f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
+        )
+    if build is None:
+        return SoftmaxCrossEntropyLoss(n, **settings)
+    return build(len(rows), *(() if beta is None else (beta,)), num_classes=n, **settings)

@@ -20,7 +20,6 @@ from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, SingleKLoss, Trun
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
-from topk_losses.temperature import AutoTemperature
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
@@ -39,16 +38,10 @@ class Method(NamedTuple):
     family: str
     inverse_temperature: float | None
     operator: Callable[..., TopKOperator] | None = None
-    network: Callable[[int, SupportsIndex], Network] | None = None
+    network: Callable[..., Network] | None = None
     loss: Callable[..., SingleKLoss] | None = None
     stochastic: bool = False
     spread: float | None = None
-
-    def auto(self) -> AutoTemperature:
-        """An inverse temperature that follows the logits. The method must have a `spread`."""
-        assert self.spread is not None
-        assert self.inverse_temperature is not None
-        return AutoTemperature(self.spread, self.inverse_temperature)
 
 
 METHODS: dict[str, Method] = {
@@ -96,69 +89,48 @@ def resolve_method(method: str, relaxed: bool = False) -> str:
 
 
 def resolve_settings(
-    method: str,
-    inverse_temperature: float | Tensor | str | None = None,
-    distribution: str | None = None,
-    art_lambda: float | None = None,
-    top1_mode: str | None = None,
-    relaxed: bool = False,
-) -> dict[str, Any]:
+    method: str, inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
+    art_lambda: float | None = None, top1_mode: str | None = None, relaxed: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The settings `method` runs with: defaults filled in, None where a setting does not apply.
 
     Returns inverse_temperature, distribution, art_lambda, top1_mode. Raises ValueError for an unknown name, a
     value out of range, or a setting given to a method (or distribution) that has none; `relaxed` as in resolve_method.
     """
     method = resolve_method(method, relaxed)
-    spec = METHODS[method]
-
-    def not_for(name: str, value: object, only: str) -> None:
-        if value is not None:
-            raise ValueError(f"{name} applies to {only}, not to {method}; leave it out, got {value!r}")
-
-    if spec.inverse_temperature is None:
-        not_for("inverse_temperature", inverse_temperature, "methods with a temperature")
-    else:
-        if inverse_temperature is not None:
-            inverse_temperature = check_inverse_temperature(inverse_temperature, or_auto=True)
-        if inverse_temperature is None or (isinstance(inverse_temperature, str) and spec.spread is None):
-            inverse_temperature = spec.inverse_temperature
-
+    spec, beta = METHODS[method], inverse_temperature
+    for name, value, applies, where in (
+        ("inverse_temperature", beta, spec.inverse_temperature, "methods with a temperature"),
+        ("distribution", distribution, spec.network, "relaxed networks (odd_even, bitonic, splitter_selection)"),
+        ("art_lambda", art_lambda, spec.network, "relaxed networks with the distribution logistic_phi"),
+        ("top1_mode", top1_mode, method in RELAXATIONS or None, "methods with a relaxed permutation matrix"),
+    ):
+        if value is not None and applies is None:
+            raise ValueError(f"{name} applies to {where}, not to {method}; leave it out, got {value!r}")
+    if beta is not None:
+        beta = check_inverse_temperature(beta, or_auto=True)
+    if beta is None or (isinstance(beta, str) and spec.spread is None):
+        beta = spec.inverse_temperature
     if spec.network is not None:
         distribution, art_lambda = check_sigmoid(distribution, art_lambda)
-    else:
-        not_for("distribution", distribution, "relaxed networks (odd_even, bitonic, splitter_selection)")
-        not_for("art_lambda", art_lambda, "relaxed networks with the distribution logistic_phi")
-
-    if method not in RELAXATIONS:
-        not_for("top1_mode", top1_mode, "methods with a relaxed permutation matrix")
-    else:
+    if method in RELAXATIONS:
         top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
-    return {
-        "inverse_temperature": inverse_temperature,
-        "distribution": distribution,
-        "art_lambda": art_lambda,
-        "top1_mode": top1_mode,
-    }
+    names = ("inverse_temperature", "distribution", "art_lambda", "top1_mode")
+    return dict(zip(names, (beta, distribution, art_lambda, top1_mode)))
 
 
 def make_operator(
-    method: str,
-    num_scores: int,
-    k: SupportsIndex,
-    inverse_temperature: float | Tensor | None = None,
-    distribution: str | None = None,
-    art_lambda: float | None = None,
-) -> TopKOperator:
+    method: str, num_scores: int, k: SupportsIndex, inverse_temperature: float | Tensor | None = None,
+    distribution: str | None = None, art_lambda: float | None = None,
+) -> TopKOperator:  # fmt: skip
     """Build the relaxed top-k operator of a method by name, for num_scores scores and ranks 1..k <= num_scores.
 
     None means the method's default. Raises ValueError for a method without a relaxed permutation matrix and for
     settings that do not fit.
     """
-    settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, relaxed=True)
-    spec = METHODS[resolve_method(method)]
-    k, beta = check_k(k, num_scores), settings["inverse_temperature"]
+    beta, *settings, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda, relaxed=True).values()
+    spec, k = METHODS[resolve_method(method)], check_k(k, num_scores)
     if spec.network is not None:
-        network = spec.network(num_scores, k)
-        return RelaxedNetwork(network, beta, settings["distribution"], settings["art_lambda"])
+        return RelaxedNetwork(spec.network(num_scores, k), beta, *settings)
     assert spec.operator is not None
     return spec.operator(k, beta)

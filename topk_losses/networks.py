@@ -10,22 +10,21 @@ channels run through the same comparators: the scores, from which the shares are
 (its one-hot), which ends as P[1..k, y] on the top lanes.
 """
 
-import functools
-import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsIndex, cast
+from functools import lru_cache
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from topk_losses.checks import check_k
 from topk_losses.kernels import kernel
-from topk_losses.operator import TopKOperator, finite, is_mass
+from topk_losses.operator import TopKOperator, finite, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 from topk_losses.threshold import as_tensor
 
-Layer = tuple[tuple[int, ...], tuple[int, ...]]  # the lanes lo, and the lanes hi
+Layer = Sequence[tuple[int, int]]  # comparators (lo, hi)
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ class Network:
     @property
     def num_comparators(self) -> int:
         """Number of comparators in all layers."""
-        return sum(len(lo) for lo, _ in self.layers)
+        return sum(map(len, self.layers))
 
     @property
-    def output_lanes(self) -> tuple[int, ...]:
+    def output_lanes(self) -> range:
         """The lane of rank 1, 2, ..., k."""
-        return tuple(range(self.n - 1, self.n - 1 - self.k, -1))
+        return range(self.n - 1, self.n - 1 - self.k, -1)
 
     def pruned(self) -> "Network":
         """The same network without the comparators from which no path leads to an output lane.
@@ -57,45 +56,29 @@ class Network:
         The outputs, relaxed or hard, are the same; only full sorts have such comparators.
         """
         needed = set(self.output_lanes)
-        kept: list[Layer] = []
-        for lo, hi in reversed(self.layers):
-            pairs = [pair for pair in zip(lo, hi) if not needed.isdisjoint(pair)]
-            needed.update(*pairs)
-            if pairs:
-                kept.append((tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)))
-        return Network(self.n, self.k, tuple(reversed(kept)))
+        kept = []
+        for layer in reversed(self.layers):
+            kept.append([pair for pair in layer if not needed.isdisjoint(pair)])
+            needed.update(*kept[-1])
+        return _network(self.n, self.k, reversed(kept))
 
 
-def _network(n: int, k: int, layers: list[Tensor]) -> Network:
-    """From one (2, c) int64 tensor per layer, row 0 the lanes lo; empty layers are left out."""
-    lanes = [layer.tolist() for layer in layers if layer.shape[1]]
-    return Network(n, k, tuple((tuple(lo), tuple(hi)) for lo, hi in lanes))
+def _network(n: int, k: int, layers: Iterable[Layer]) -> Network:
+    return Network(n, k, tuple(tuple(layer) for layer in layers if layer))
 
 
-def _construction(build: Callable[[int, int], Network]) -> Callable[[int, SupportsIndex], Network]:
-    """Check k, compute on the CPU whatever the default device is, and keep the last networks: integers, no tensors."""
-
-    @functools.lru_cache(maxsize=8, typed=True)
-    @functools.wraps(build)
-    def checked(n: int, k: SupportsIndex) -> Network:
-        with torch.device("cpu"):
-            return build(n, check_k(k, n))
-
-    return cast(Callable[[int, SupportsIndex], Network], checked)
-
-
-@_construction
-def odd_even(n: int, k: int) -> Network:
+@lru_cache(maxsize=8, typed=True)
+def odd_even(n: int, k: SupportsIndex) -> Network:
     """Odd-even transposition sort: n layers of neighbours.
 
     Raises ValueError unless 1 <= k <= n.
     """
-    starts = [torch.arange(depth % 2, n - 1, 2) for depth in range(n)]  # (c,) each, the lanes lo
-    return _network(n, k, [torch.stack([lo, lo + 1]) for lo in starts])
+    k = check_k(k, n)
+    return _network(n, k, ([(lo, lo + 1) for lo in range(depth % 2, n - 1, 2)] for depth in range(n)))
 
 
-@_construction
-def bitonic(n: int, k: int) -> Network:
+@lru_cache(maxsize=8, typed=True)
+def bitonic(n: int, k: SupportsIndex) -> Network:
     """Bitonic sort (Batcher 1968): b (b + 1) / 2 layers with b = ceil(log2 n), for any n.
 
     The lowest 2^b - n wires of the full network do not exist. difftopk drops every comparator that touches one,
@@ -104,33 +87,32 @@ def bitonic(n: int, k: int) -> Network:
     are 1 stand in one run, and is kept there (n = 16, 50, 100, 1000, 1024 are such n). Elsewhere the missing -inf
     move as they should, which takes no comparator either. Raises ValueError unless 1 <= k <= n.
     """
-    num_blocks = math.ceil(math.log2(n))
+    k, num_blocks = check_k(k, n), (n - 1).bit_length()
     padding = 2**num_blocks - n
     missing_stay = "01" not in f"{padding:b}".lstrip("0")
-    wires = torch.arange(2**num_blocks)
-    lane_on = torch.where(wires >= padding, wires - padding, -1)  # (2^b,) -1: no lane
-    layers = []
+    lane_on = [-1] * padding + list(range(n))  # of each wire; -1: no lane
+    layers: list[list[tuple[int, int]]] = []
     for block in range(num_blocks):
         for step in range(block + 1):
             stride = 2 ** (block - step)
-            first = wires[(wires & stride) == 0]  # (2^(b - 1),)
-            descending = (first >> (block + 1)) % 2 == 1
-            lo_wire = torch.where(descending, first + stride, first)
-            hi_wire = torch.where(descending, first, first + stride)
-            lo, hi = lane_on[lo_wire], lane_on[hi_wire]
-            both = (lo >= 0) & (hi >= 0)
-            layers.append(torch.stack([lo[both], hi[both]]))
-            rises = (lo >= 0) & (hi < 0)  # a lane whose partner is missing is the larger of the two
-            if not missing_stay:
-                lane_on[hi_wire[rises]], lane_on[lo_wire[rises]] = lo[rises], -1
+            layers.append([])
+            for first in range(2**num_blocks):
+                if first & stride:
+                    continue
+                descending = (first >> (block + 1)) % 2
+                on_lo, on_hi = (first + stride, first) if descending else (first, first + stride)
+                lo, hi = lane_on[on_lo], lane_on[on_hi]
+                if lo >= 0 and hi >= 0:
+                    layers[-1].append((lo, hi))
+                elif lo >= 0 and not missing_stay:  # a lane whose partner is missing is the larger of the two
+                    lane_on[on_hi], lane_on[on_lo] = lo, -1
     # Lanes are named by the place where they end, so that lane n - r holds rank r.
-    name = torch.empty(n, dtype=torch.int64)
-    name[lane_on[padding:]] = torch.arange(n)
-    return _network(n, k, [name[layer] for layer in layers])
+    name = {lane: place for place, lane in enumerate(lane_on[padding:])}
+    return _network(n, k, ([(name[lo], name[hi]) for lo, hi in layer] for layer in layers))
 
 
-@_construction
-def splitter_selection(n: int, k: int) -> Network:
+@lru_cache(maxsize=8, typed=True)
+def splitter_selection(n: int, k: SupportsIndex) -> Network:
     """Splitter selection network (Petersen et al. 2022, section 3.3): O(log n) layers for k much below n.
 
     Each lane carries a lower bound on the number of lanes above it. A splitter cascade over the lanes of equal
@@ -138,33 +120,31 @@ def splitter_selection(n: int, k: int) -> Network:
     cascade's lanes above it, which raises its bound. Lanes whose bound reaches k are out. The cascades repeat,
     each as early as its lanes are free, until the top k are ordered. Raises ValueError unless 1 <= k <= n.
     """
-    bound = torch.zeros(n, dtype=torch.int64)  # (n,) lanes known to be above this one
-    free_from = torch.zeros(n, dtype=torch.int64)  # (n,) first layer in which the lane is free
-    # losses of each position in a cascade = ones in its binary digits
-    digits = torch.arange(n).unsqueeze(1) >> torch.arange(max(1, n.bit_length()))  # (n, bits)
-    raised_by = 2 ** (digits & 1).sum(1) - 1  # (n,)
-    layers: list[list[Tensor]] = []
+    k = check_k(k, n)
+    bound = [0] * n  # of lanes known to be above each
+    free_from = [0] * n  # first layer in which the lane is free
+    layers: list[list[tuple[int, int]]] = []
     for first_rank in range(k):
         before = len(layers), sum(map(len, layers))
-        for rank in range(k - 1, first_rank - 1, -1):
-            lanes = (bound == rank).nonzero().squeeze(1)  # (size,)
-            size = len(lanes)
-            if size < 2:
-                continue
-            start = int(free_from[lanes].max())
-            num_layers = math.ceil(math.log2(size))
+        lanes_of: dict[int, list[int]] = {}
+        for lane in range(n):
+            lanes_of.setdefault(bound[lane], []).append(lane)
+        for rank in range(k - 1, first_rank - 1, -1):  # bounds rise: lanes that move are not met again
+            lanes = lanes_of.get(rank, [])
+            num_layers = (len(lanes) - 1).bit_length() if lanes else 0
+            start = max((free_from[lane] for lane in lanes), default=0)
             layers.extend([] for _ in range(start + num_layers - len(layers)))
-            position = torch.arange(size)
             for i in range(num_layers):
                 stride = 2 ** (num_layers - 1 - i)
-                winner = position[((position & stride) == 0) & (position + stride < size)]
+                winners = [place for place in range(len(lanes) - stride) if not place & stride]
                 # the construction counts lanes from the top, the network from the bottom
-                layers[start + i].append(n - 1 - torch.stack([lanes[winner + stride], lanes[winner]]))
-            bound[lanes] += raised_by[:size]
-            free_from[lanes] = start + num_layers
+                layers[start + i] += [(n - 1 - lanes[place + stride], n - 1 - lanes[place]) for place in winners]
+            for place, lane in enumerate(lanes):
+                bound[lane] += 2 ** place.bit_count() - 1  # it lost once for each digit of its place that is 1
+                free_from[lane] = start + num_layers
         if (len(layers), sum(map(len, layers))) == before:
             break
-    return _network(n, k, [torch.cat(parts, dim=1) for parts in layers])
+    return _network(n, k, layers)
 
 
 def _compare(
@@ -199,23 +179,10 @@ def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
     return (scores - largest).T, largest.abs().squeeze(1)
 
 
-def mass_of(scores: Tensor, target: Tensor) -> Tensor:
-    """The mass on each class (rows, n) that a target stands for: labels (rows,) or itself."""
-    if is_mass(target):
-        return target.to(scores.dtype)
-    return torch.zeros_like(scores).scatter(1, target.unsqueeze(1), 1.0)
-
-
 def carry_mass(
-    scores: Tensor,
-    target: Tensor,
-    beta: float | Tensor,
-    comparators: Tensor,
-    layer_sizes: list[int],
-    k: int,
-    distribution: str,
-    art_lambda: float | None,
-) -> Tensor:
+    scores: Tensor, target: Tensor, beta: float | Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
+    distribution: str, art_lambda: float | None,
+) -> Tensor:  # fmt: skip
     """P of the target, (rows, k), by carrying its mass through the network: without a kernel, in any precision.
 
     scores (rows, n); target: labels (rows,) or a mass (rows, n); comparators (2, C): the lanes hi and the lanes lo.
@@ -231,39 +198,29 @@ def carry_mass(
 class RelaxedNetwork(TopKOperator):
     """A comparator network with comparators relaxed by one of the six sigmoid families.
 
-    network: `odd_even`, `bitonic` or `splitter_selection` for a fixed n and k. inverse_temperature: beta > 0, larger =
-    closer to the hard network; published: 1 for ImageNet, .5 for CIFAR-100. distribution: default "logistic_phi" with
-    art_lambda .5, as published (the other five have no art_lambda). Raises ValueError for an unknown distribution
-    (naming the nearest), beta <= 0, art_lambda outside [0, 1) or without logistic_phi. Source: Petersen et al. 2022,
-    section 3.3.
+    network: `odd_even`, `bitonic` or `splitter_selection` for a fixed n and k. inverse_temperature: published: 1 for
+    ImageNet, .5 for CIFAR-100. distribution: default "logistic_phi" with art_lambda .5, as published (the other five
+    have no art_lambda). Raises ValueError for an unknown distribution (naming the nearest), beta <= 0, art_lambda
+    outside [0, 1) or without logistic_phi. Source: Petersen et al. 2022, section 3.3.
     """
 
     constants = ("comparators",)
+    shown = ("n", *TopKOperator.shown, "depth", "num_comparators", "distribution", "art_lambda")
 
     def __init__(
-        self,
-        network: Network,
-        inverse_temperature: float | Tensor,
-        distribution: str | None = None,
+        self, network: Network, inverse_temperature: float | Tensor, distribution: str | None = None,
         art_lambda: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(network.k, inverse_temperature)
         self.n = network.n
         self.depth, self.num_comparators = network.depth, network.num_comparators
         self.distribution, self.art_lambda = check_sigmoid(distribution, art_lambda)
         # Comparators without a path to the output lanes cost time and change nothing.
         layers = network.pruned().layers
-        self.layer_sizes = [len(lo) for lo, _ in layers]
-        lanes = [[lane for layer in layers for lane in layer[side]] for side in (1, 0)]
+        self.layer_sizes = [len(layer) for layer in layers]
+        lanes = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]
         # One tensor for all layers moves between devices as one: (2, C), the lanes hi and the lanes lo.
         self.comparators = torch.tensor(lanes, dtype=torch.int64, device="cpu")
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return (
-            f"n={self.n}, {super().extra_repr()}, depth={self.depth}, num_comparators={self.num_comparators}, "
-            f"distribution={self.distribution}"
-        ) + ("" if self.art_lambda is None else f", art_lambda={self.art_lambda:g}")
 
     def _checked_n(self, scores: Tensor) -> Tensor:
         """The comparators where the scores are; a kernel would read what does not exist."""

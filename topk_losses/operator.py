@@ -5,7 +5,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from topk_losses.checks import (
     check_inverse_temperature,
@@ -52,6 +52,11 @@ def is_mass(target: Tensor | None) -> bool:
     return target is not None and target.is_floating_point()
 
 
+def mass_of(scores: Tensor, target: Tensor) -> Tensor:
+    """The mass on each class (rows, n) that a target stands for: labels (rows,) or itself."""
+    return target.to(scores.dtype) if is_mass(target) else torch.zeros_like(scores).scatter(1, target.unsqueeze(1), 1)
+
+
 def at_target(values: Tensor, target: Tensor) -> Tensor:
     """Of values (rows, J, n) those of the labels (rows,), or their sums by a mass (rows, n): (rows, J)."""
     if is_mass(target):
@@ -80,14 +85,29 @@ def normal_noise(like: Tensor, *shape: int, generator: torch.Generator | None) -
     return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
+def _written(value: Any) -> str:
+    """A setting as a module prints it: numbers to six digits, long tensors by their shape."""
+    if isinstance(value, Tensor):
+        value = f"<{tuple(value.shape)}>" if value.dim() > 1 else value.detach().cpu().double().tolist()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 class Constants(nn.Module):
     """A module whose tensors named in `constants` move with it, but are never cast, emptied or saved.
 
     They are made anew from what the module was built with, so that state dicts do without them; buffers would come out
-    rounded of .bfloat16(), and as garbage of .to_empty().
+    rounded of .bfloat16(), and as garbage of .to_empty(). Printed, it says the settings that `shown` names, if it has
+    them.
     """
 
     constants: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+
+    def extra_repr(self) -> str:
+        settings = ((name, getattr(self, name)) for name in self.shown)
+        return ", ".join(f"{name}={_written(value)}" for name, value in settings if value is not None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Constants":
         super()._apply(fn, recurse)
@@ -106,11 +126,14 @@ class TopKOperator(Constants):
     k: ranks, from 1 to n. inverse_temperature: above 0, larger = closer to the hard operator; a tensor of shape () that
     requires a gradient gets it, and an nn.Parameter is learned. It can be set at any time.
 
+    Raises ValueError for a non-positive inverse temperature, and of k outside 1..n at the call.
+
     Subclasses compute on rows, scores (rows, n) float32 or float64, with autocast off. They have two hooks:
     `_matrix(scores)` -> P (rows, k, n), and `_within(scores, target, ks)` -> P(rank <= k), which by default is taken
     from P, or from `_column`, a part of P that may cost less.
     """
 
+    shown: tuple[str, ...] = ("k", "inverse_temperature")
     inverse_temperature: float | Tensor
     # `_within` is a probability, whose logarithm in a loss has the official guard; False: it is log P(rank <= k), exact
     guarded = True
@@ -132,10 +155,6 @@ class TopKOperator(Constants):
         beta = self.inverse_temperature
         return beta.clone() if isinstance(beta, Tensor) else beta
 
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"k={self.k}, inverse_temperature={float(self.inverse_temperature):g}"
-
     def rank_probabilities(self, logits: Tensor, labels: Tensor) -> Tensor:
         """P[:, y], the column of the true class, by true-class evaluation: P is never built.
 
@@ -144,13 +163,12 @@ class TopKOperator(Constants):
         for half-precision logits. Raises TypeError or ValueError for shapes and labels that do not fit.
         """
         scores = self._checked(logits)
-        n = logits.shape[-1]
-        if isinstance(labels, Tensor) and labels.is_floating_point():
-            check_label_masses(labels.flatten(0, -2), logits.flatten(0, -2), several=True)
-            target = labels.reshape(-1, n)
+        several = isinstance(labels, Tensor) and labels.is_floating_point()
+        if several:
+            check_label_masses(labels.flatten(0, -2), logits.flatten(0, -2), several)
         else:
-            check_labels(labels, logits.shape[:-1], n)
-            target = labels.reshape(-1)
+            check_labels(labels, logits.shape[:-1], logits.shape[-1])
+        target = labels.reshape(scores.shape if several else -1)
         with full_precision(logits.device):
             return self._column(scores, target).reshape(*logits.shape[:-1], self.k)
 
@@ -167,9 +185,7 @@ class TopKOperator(Constants):
         """The soft k-hot, the sum of the rows of P: P(class j is among the k highest), of the shape of the logits."""
         return self.permutation_matrix(logits).sum(-2)
 
-    def forward(self, logits: Tensor) -> Tensor:
-        """The permutation matrix."""
-        return self.permutation_matrix(logits)
+    forward = permutation_matrix
 
     def check_convergence(self) -> float:
         """The largest error that an iterative solver left so far; 0 for an operator in closed form."""
@@ -206,7 +222,7 @@ class TopKOperator(Constants):
 class MaskOperator(TopKOperator):
     """An operator made of masks, P(rank <= k), each for its k alone: row r of P is mask_r - mask_{r-1}.
 
-    Subclasses define `_log_masks` or, where a mask may be 0, `_masks`: the masks for the k of interest, rising, of
+    Subclasses define `_values`: the masks, if `guarded`, or else their logarithms, for the k of interest, rising, of
     labels (rows,), (rows, J), or of all classes for None, (rows, J, n).
     """
 
@@ -218,29 +234,28 @@ class MaskOperator(TopKOperator):
         with full_precision(logits.device):
             return self._masks(scores, None, [self.k]).reshape(logits.shape)
 
-    def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        raise TypeError(f"{type(self).__name__} does not define _log_masks")
+    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not define _values")
 
     def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return self._log_masks(scores, labels, ks).exp()
+        values = self._values(scores, labels, ks)
+        return values if self.guarded else values.exp()
 
     def _within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
-        masks = self._masks if self.guarded else self._log_masks
         if target is None or not is_mass(target):
-            return masks(scores, target, ks)
+            return self._values(scores, target, ks)
+        values = self._values(scores, None, ks)  # (rows, J, n)
         if self.guarded:
-            return at_target(masks(scores, None, ks), target)
-        return (masks(scores, None, ks) + target.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
+            return at_target(values, target)
+        return (values + target.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
 
     def _matrix(self, scores: Tensor) -> Tensor:
-        return self._rows_from(self._masks(scores, None, range(1, self.k + 1)))
+        return self._rows_of(scores, None)
 
     def _column(self, scores: Tensor, target: Tensor) -> Tensor:
-        if is_mass(target):
-            return super()._column(scores, target)
-        return self._rows_from(self._masks(scores, target, range(1, self.k + 1)))
+        return super()._column(scores, target) if is_mass(target) else self._rows_of(scores, target)
 
-    def _rows_from(self, masks: Tensor) -> Tensor:
-        """Rows of P from masks nested in k, (rows, k, ...), not below 0 for a rounding."""
-        before = pad(masks[:, :-1], (0, 0) * (masks.dim() - 2) + (1, 0))
-        return (masks - before).clamp(min=0)
+    def _rows_of(self, scores: Tensor, labels: Tensor | None) -> Tensor:
+        """Rows of P, since masks are nested in k: (rows, k[, n]), not below 0 for a rounding."""
+        masks = self._masks(scores, labels, range(1, self.k + 1))
+        return torch.cat([masks[:, :1], masks.diff(dim=1).clamp(min=0)], dim=1)

@@ -10,7 +10,7 @@ All are nested in k; those of PerturbedTopK sum to k as well, up to rounding.
 """
 
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ class DFTopK(PointwiseMasks):
     """DFTopK (Zhu et al. 2025): mask_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
 
     The mask of the k-th score and that of the (k+1)-th sum to 1, and nothing else does; the gradient reaches the true
-    class, s_[k] and s_[k+1] alone. For k = n the mask is 1. k: ranks, 1 <= k <= n. inverse_temperature: beta > 0,
-    larger = closer to the hard operator. Raises ValueError for a non-positive inverse temperature.
+    class, s_[k] and s_[k+1] alone. For k = n the mask is 1.
     """
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
@@ -48,41 +47,13 @@ class RecallSurrogate(PointwiseMasks):
 
     r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
     grows r tends to the rank, and the mask to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the true
-    class, no sort; the masks of all classes compare all pairs, O(n^2). k: ranks, 1 <= k <= n. inverse_temperature:
-    beta > 0 (published: 100, for cosine similarities). Raises ValueError for a non-positive one.
+    class, no sort; the masks of all classes compare all pairs, O(n^2). Published beta: 100, for cosine similarities.
     """
 
     family = "ranks"
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return soft_ranks(scores, self.beta, labels, ks)
-
-
-class _Indicators(torch.autograd.Function):
-    """The mean over draws of the one-hot rows of the k largest of z + Z, (rows, k, n), with gradient Cov[indicator, Z].
-
-    z (rows, n), noise (rows, draws, n). Also the places of these k, (rows, k, draws).
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor, noise: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        index = (z.unsqueeze(1) + noise).topk(k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
-        share = torch.full_like(index, 1, dtype=z.dtype) / noise.shape[1]
-        return torch.zeros_like(z).unsqueeze(1).repeat(1, k, 1).scatter_add(2, index, share), index
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(inputs[1], output[1])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        noise, index = ctx.saved_tensors
-        weight = grad.gather(2, index).sum(1, keepdim=True)  # (rows, 1, draws)
-        weight = weight - weight.mean(2, keepdim=True)
-        return (weight @ noise).squeeze(1) / (noise.shape[1] - 1), None, None
 
 
 class PerturbedTopK(MaskOperator):
@@ -96,8 +67,7 @@ class PerturbedTopK(MaskOperator):
     A class that no draw puts among the k highest has the mask 0 and no gradient. A loss therefore takes the official
     guard here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: beta = 1 / sigma > 0, larger = less noise. num_samples: at
-    least 2, default 100. Raises ValueError for settings that do not fit.
+    inverse_temperature: beta = 1 / sigma. num_samples: at least 2, default 100.
     """
 
     guarded = has_zeros = True
@@ -106,7 +76,7 @@ class PerturbedTopK(MaskOperator):
         super().__init__(k, inverse_temperature)
         self.num_samples = check_integer("num_samples", num_samples, 2)
 
-    def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         if labels is None:
             return pick_ranks(self._matrix(scores).cumsum(1), ks)
         z = finite(scores) * self.beta  # (rows, n)
@@ -130,6 +100,10 @@ class PerturbedTopK(MaskOperator):
 
     def _matrix(self, scores: Tensor) -> Tensor:
         z = finite(scores) * self.beta  # (rows, n)
-        noise = normal_noise(z, len(z), self.num_samples, z.shape[1], generator=self.generator)
-        P, _ = _Indicators.apply(z, noise, self.k)
+        noise = normal_noise(z, len(z), self.num_samples, z.shape[1], generator=self.generator)  # (rows, draws, n)
+        index = (z.detach().unsqueeze(1) + noise).topk(self.k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
+        # 0, with the noise as its gradient: an indicator times that, less its mean, has their covariance
+        change = (noise - noise.mean(1, keepdim=True)) @ (z - z.detach()).unsqueeze(2)  # (rows, draws, 1)
+        share = (1 / self.num_samples + change / (self.num_samples - 1)).mT.expand_as(index)
+        P = torch.zeros_like(z).unsqueeze(1).repeat(1, self.k, 1).scatter_add(2, index, share)
         return P + 0 * z.detach().amax(1)[:, None, None]  # NaN for a row with NaN or +inf

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, erfc, exp, sqrt, where
+from torch import clamp as at_least
+from torch import pow as power
 
 from topk_losses.checks import check_choice, check_fraction
 
@@ -28,16 +30,6 @@ ROUNDINGS = 8  # values that lie no further apart than this many of their roundi
 def arccot(u: Tensor) -> Tensor:
     """The angle in (0, pi / 2] whose cotangent is u >= 0."""
     return torch.atan2(torch.ones_like(u), u)
-
-
-def at_least(u: Tensor, least: float) -> Tensor:
-    """The larger of the two."""
-    return u.clamp(min=least)
-
-
-def power(x: Tensor, exponent: float) -> Tensor:
-    """x^exponent."""
-    return x.pow(exponent)
 
 
 def logistic(u: Any) -> Any:

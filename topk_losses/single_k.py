@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, relu
 
-from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_positive, has_known_values
+from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_per_class, check_positive
 from topk_losses.classification import ClassificationLoss
 from topk_losses.operator import MASKED, finite, largest, normal_noise
 from topk_losses.temperature import AutoTemperature
@@ -27,24 +27,17 @@ SPREAD = 1.5  # what "auto" holds the inverse temperature times the spread of th
 class SingleKLoss(ClassificationLoss):
     """A loss of one true class and one k, 1 <= k < number of classes. The other arguments: of ClassificationLoss."""
 
+    shown = ("k", *ClassificationLoss.shown)
+
     def __init__(
-        self,
-        k: SupportsIndex,
-        num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, k: SupportsIndex, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         if self.soft_labels != "expected":
             raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={self.soft_labels!r}")
         self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"k={self.k}, {super().extra_repr()}"
 
 
 class TruncatedEntropyLoss(SingleKLoss):
@@ -74,35 +67,27 @@ class NoisedTopKLoss(SingleKLoss):
     ones in each call, and its gradient that of the score found at rank k + 1 in each. O(n) memory per sample.
 
     Args:
-        k: the number of guesses, 1 <= k < number of classes.
-        inverse_temperature: 1 / eps, above 0, default .1, larger = less noise; a tensor () that requires a gradient is
-            learned; "auto" follows the spread of the logits (AutoTemperature).
-        num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction: as for SingleKLoss.
+        inverse_temperature: 1 / eps, above 0, larger = less noise; a tensor () that requires a gradient is learned;
+            "auto" follows the spread of the logits (AutoTemperature).
         num_samples: draws of Z, at least 1; 5 as in the authors' package.
         class_counts: N (n,), above 0; None (default): all alike, the balanced loss. It can be set at any time.
         max_margin: the margin of the rarest class, above 0; 1 (default) as in the balanced loss.
         scale: above 0; 1 (default) for logits of an ordinary last layer, 50 was published for normalised ones.
+        Others: as for SingleKLoss.
 
     Raises TypeError or ValueError for settings and inputs that do not fit.
     """
 
     constants = ("weight", "class_counts")
+    shown = ("inverse_temperature", "num_samples", "max_margin", "scale", *SingleKLoss.shown)
 
     def __init__(
-        self,
-        k: SupportsIndex,
-        inverse_temperature: float | Tensor | str = BETA,
-        num_classes: SupportsIndex | None = None,
-        num_samples: SupportsIndex = 5,
-        class_counts: Sequence[int] | Tensor | None = None,
-        max_margin: float = 1.0,
-        scale: float = 1.0,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, k: SupportsIndex, inverse_temperature: float | Tensor | str = BETA,
+        num_classes: SupportsIndex | None = None, num_samples: SupportsIndex = 5,
+        class_counts: Sequence[int] | Tensor | None = None, max_margin: float = 1.0, scale: float = 1.0,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         self.inverse_temperature: Any = inverse_temperature
         self.num_samples = check_integer("num_samples", num_samples, 1)
@@ -115,28 +100,14 @@ class NoisedTopKLoss(SingleKLoss):
             value = check_inverse_temperature(value, or_auto=True)
             self.auto = AutoTemperature(SPREAD, BETA) if isinstance(value, str) else None
             return value
-        if name != "class_counts" or value is None:
-            return super()._checked_setting(name, value)
-        counts = torch.as_tensor(value).detach()
-        wrong = counts.dim() != 1 or len(counts) != (self.num_classes or len(counts))
-        if wrong or (has_known_values(counts) and not bool((counts > 0).all())):
-            raise ValueError(
-                f"class_counts must hold the number of training samples, above 0, of each of the "
-                f"{self.num_classes or 'n'} classes, got shape {tuple(counts.shape)} with {counts.tolist()}"
-            )
-        return counts
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"inverse_temperature={self._beta():g}, {super().extra_repr()}"
-
-    def _beta(self) -> float | Tensor:
-        return self.inverse_temperature if self.auto is None else self.auto.value()
+        if name == "class_counts" and value is not None:
+            return check_per_class(name, value, self.num_classes, or_zero=False)
+        return super()._checked_setting(name, value)
 
     def _next_largest(self, scores: Tensor) -> Tensor:
         """E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
         total = torch.zeros_like(scores[:, :1])
-        scores, beta = finite(scores), self._beta()
+        scores, beta = finite(scores), self.inverse_temperature if self.auto is None else self.auto.value()
         for _ in range(self.num_samples):
             noised = scores + normal_noise(scores, *scores.shape, generator=self.generator) / beta  # (rows, n)
             total = total + noised.gather(1, largest(noised, self.k + 1)[:, -1:])

@@ -73,38 +73,25 @@ class SmoothTopKLoss(SingleKLoss):
     It is positive, and fades out over a width of k * tau where the true class's score passes the k-th largest of the
     others by k * alpha. The authors advise to cross-validate tau over powers of ten.
 
-    Args:
-        k: the number of guesses, 1 <= k < number of classes.
-        tau: temperature, above 0; the smaller, the closer to the hard hinge. The paper's tau, *not* an inverse
-            temperature as elsewhere in this library.
-        alpha: margin in units of the logits, above 0.
-        num_classes, weight, label_smoothing, ignore_index and reduction as in ClassificationLoss, and so are
-            shapes.
+    k: the number of guesses, 1 <= k < number of classes. tau: temperature, above 0; the smaller, the closer to the hard
+    hinge: the paper's tau, *not* an inverse temperature as elsewhere in this library. alpha: margin in units of the
+    logits, above 0. Other arguments and shapes as in ClassificationLoss.
 
     A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A logit of -inf is a class that
     cannot be chosen, which is the limit of ever lower scores: loss 0 if fewer than k other classes remain, +inf if the
     true class is the masked one. Raises TypeError or ValueError for settings and inputs that do not fit.
     """
 
+    shown = ("tau", "alpha", *SingleKLoss.shown)
+
     def __init__(
-        self,
-        k: SupportsIndex,
-        tau: float = 1.0,
-        alpha: float = 1.0,
-        num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        soft_labels: str = "expected",
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
+        self, k: SupportsIndex, tau: float = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
         super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         self.tau = check_positive("tau", tau)
         self.alpha = check_positive("alpha", alpha)
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"tau={self.tau:g}, alpha={self.alpha:g}, {super().extra_repr()}"
 
     def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
         check_k(self.k, scores.shape[1] - 1)
@@ -128,13 +115,9 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     """SmoothTopKLoss, but hard for samples whose k-th and (k+1)-th largest logits lie far apart.
 
     Where s_[k] - s_[k+1] >= k tau log(1000), the true class included in the ranking, the loss is the hard hinge
-
-        relu(mean of the k largest of (others + alpha) - (sum of the k-1 largest of the others + s_y) / k)
-        = relu(alpha + (o_[k] - s_y) / k).
-
-    The official authors' `smooth_hard`, which they use to save time and for stability; here the smooth branch is
-    stable and is evaluated for every sample, so this class exists to reproduce their numbers. The loss is not
-    continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
+    relu(alpha + (o_[k] - s_y) / k): the official `smooth_hard`, which saves its authors time and is stable. Here the
+    smooth branch is stable and evaluated for every sample, so that this class exists to reproduce their numbers. The
+    loss is not continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
     """
 
     def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:

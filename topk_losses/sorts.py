@@ -15,9 +15,8 @@ class NeuralSort(TopKOperator):
     that of s_(1) is (2i - 1) D_r - 2 E_r with D_r = sum_{q<r} delta_q and E_r = sum_{q<r} q delta_q: two prefix
     sums of non-negative terms, where the definition has n differences of large numbers.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: 1 / tau > 0; published: .5 for ImageNet (m = 16), .0625 for CIFAR-100.
-    Equal scores have equal columns in P; their gradient is that of the order in which torch.sort puts them. Raises
-    ValueError for a non-positive inverse temperature.
+    inverse_temperature: 1 / tau; published: .5 for ImageNet (m = 16), .0625 for CIFAR-100. Equal scores have equal
+    columns in P; their gradient is that of the order in which torch.sort puts them.
     """
 
     def _log_rows(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,9 +49,8 @@ class SoftSort(TopKOperator):
     P[i, j] is proportional to exp(-|s_[i] - s_j| / tau), s_[i] the i-th largest score. For i <= k the sum over all j
     below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_j) there: one sum serves all k rows.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: 1 / tau > 0; published: .5 for ImageNet (m = 16), .0625 for CIFAR-100.
-    Among equal scores s_[i] is any of them, and the derivative of |s_[k] - s_j| is that from below.
-    Raises ValueError for a non-positive inverse temperature.
+    inverse_temperature: 1 / tau; published: .5 for ImageNet (m = 16), .0625 for CIFAR-100. Among equal scores s_[i] is
+    any of them, and the derivative of |s_[k] - s_j| is that from below.
     """
 
     def _column(self, scores: Tensor, target: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ publication of that was found.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.kernels import kernel
-from topk_losses.operator import MASKED, MaskOperator, finite, is_mass, pick_ranks
+from topk_losses.operator import MASKED, MaskOperator, finite, is_mass, log_softmax, pick_ranks
 from topk_losses.smooth_svm import kth_largest, log_polynomials
 from topk_losses.threshold import as_tensor
 
@@ -27,44 +27,34 @@ from topk_losses.threshold import as_tensor
 class SubsetTopK(MaskOperator):
     """The marginals of a random k-subset; the formulas are at the top of this file.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
-    logits. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column may be NaN for k close
-    to n, as those of the smooth losses, or with classes at -inf. Raises ValueError for a non-positive inverse
-    temperature.
+    beta multiplies the logits. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column
+    may be NaN for k close to n, as those of the smooth losses, or with classes at -inf.
     """
 
     def within(
         self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As for every operator; by a kernel where there is one, which takes the softmax along."""
-        fused = kernel("kth_largest", scores, self.inverse_temperature)
-        if fused is None or target is None or is_mass(target) or min(ks, default=scores.shape[1]) >= scores.shape[1]:
+        """As for every operator; the kernel takes the softmax along."""
+        if target is None or is_mass(target):
             return super().within(scores, target, ks, softmax)
-        logs, beside = self._of_labels(scores, target, ks, softmax, fused)
-        return logs, beside.squeeze(1) if softmax else None
-
-    def _of_labels(
-        self, scores: Tensor, labels: Tensor, ks: Sequence[int], softmax: bool, find: Callable[..., list[Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        """The logarithms of the masks (rows, J), and of the softmax, (rows, 1), if wanted."""
         beta, proper = self.beta, [k for k in ks if k < scores.shape[1]]
+        if not proper:  # among n classes all are within n
+            sure = (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
+            return sure, log_softmax(scores, target) if softmax else None
+        find = kernel("kth_largest", scores, self.inverse_temperature) or kth_largest
         # kth / beta - s_y
-        distance, _, top, beside, *_ = find(scores, labels, proper, 1 / as_tensor(beta, scores), softmax)
-        true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)
+        distance, _, top, beside, *_ = find(scores, target, proper, 1 / as_tensor(beta, scores), softmax)
+        true = scores.gather(1, target.unsqueeze(1)).detach()  # (rows, 1)
         spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
         masked = torch.where(pick_ranks(top, proper) > -math.inf, -MASKED, -math.inf)  # for a true class at -inf
         distance = torch.where(true > -math.inf, distance, masked)  # (rows, J)
-        # among n classes all are within n
-        return pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper))), beside
+        logs = pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper)))
+        return logs, beside.squeeze(1) if softmax else None
 
-    def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        if labels is None:
-            return self._log_masks_of_all(scores, ks)
-        if min(ks, default=scores.shape[1]) >= scores.shape[1]:
-            return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
-        return self._of_labels(scores, labels, ks, False, kth_largest)[0]
+    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return self._values_of_all(scores, ks) if labels is None else self.within(scores, labels, ks, False)[0]
 
-    def _log_masks_of_all(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+    def _values_of_all(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
         """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
 
         Without i: sum over j of e_j of the classes before i times e_{k-1-j} of those behind.

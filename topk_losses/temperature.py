@@ -26,17 +26,13 @@ class AutoTemperature(Constants):
     is saved with the state dict and never cast; where torch.distributed is initialised, it is that of all processes.
     """
 
-    constants = ("spread", "beta")
+    constants, shown = ("spread", "beta"), ("target", "default")
 
     def __init__(self, target: float, default: float) -> None:
         super().__init__()
         self.target, self.default = check_positive("target", target), check_positive("default", default)
         self.spread = torch.full((), torch.nan)
         self.beta = torch.full((), self.default)  # (), as it is now: both are written in place, for graphs to read
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"target={self.target:g}, default={self.default:g}"
 
     def get_extra_state(self) -> Tensor:
         """What the state dict holds: the spread ()."""

@@ -18,6 +18,7 @@ tail of f, relative to the largest one of the sample: far from theta f is 0 or 1
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -26,16 +27,7 @@ from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import full_precision, has_known_values
 from topk_losses.kernels import kernel
-from topk_losses.operator import (
-    MASKED,
-    MaskOperator,
-    at_target,
-    finite,
-    is_mass,
-    largest,
-    log_softmax,
-    pick_ranks,
-)
+from topk_losses.operator import MASKED, MaskOperator, at_target, finite, is_mass, largest, log_softmax, pick_ranks
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
@@ -162,70 +154,69 @@ def _capped_root(z: Tensor, k: Tensor, most: int) -> Tensor:
     return torch.where(left > 0, roots, torch.inf).amin(2)
 
 
-def _linear_root(z: Tensor, k: Tensor, most: int) -> Tensor:
-    """As theta falls past z_i the sum begins to rise, by one more for each, and ends to at z_i - 1: straight pieces."""
-    points, order = torch.cat([z, z - 1], dim=1).sort(1, descending=True)  # (rows, 2 n)
-    slope = torch.where(order < z.shape[1], 1, -1).cumsum(1)  # from each point on
-    sums = pad((slope[:, :-1] * -points.diff(dim=1)).cumsum(1), (1, 0))  # at each point
-    piece = ((sums.unsqueeze(1) < k.unsqueeze(2)).sum(2) - 1).clamp(min=0)  # (rows, J)
-    return points.gather(1, piece) - (k - sums.gather(1, piece)) / slope.gather(1, piece).clamp(min=1)
-
-
-def _cubic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
+def _power_root(z: Tensor, k: Tensor, most: int, power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Tensor:
     """By Newton's method between the score at rank k, rounded up, and 1 below."""
     kth = z.topk(min(most, z.shape[1]), dim=1).values.gather(1, k.ceil().long() - 1)  # (rows, J)
     distance = z.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
 
     def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
         t = distance - theta.unsqueeze(2)
-        excess = cubic(t.clamp(0, 1)).sum(2) - k
-        return excess, excess / _inside(t, cubic_slope).sum(2)
+        excess = power(t.clamp(0, 1)).sum(2) - k
+        return excess, excess / _power_slopes(t, slope)[0].sum(2)
 
     zero = torch.zeros_like(kth)
     return _newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(z.dtype).eps) + kth
 
 
-def _inside(t: Tensor, slope: Callable[[Any], Any]) -> Tensor:
-    return torch.where((t > 0) & (t < 1), slope(t.clamp(0, 1)), 0)
+def _power_slopes(t: Tensor, slope: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
+    return torch.where((t > 0) & (t < 1), slope(t.clamp(0, 1)), 0), torch.ones_like(t[..., 0])
 
 
-def _power_slopes(slope: Callable[[Any], Any]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    return lambda t: (_inside(t, slope), torch.ones_like(t[..., 0]))
-
-
-def _exponential_slopes(
-    of_tail: Callable[[Any, Any], Any], factor: float, both: bool
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    def slopes(t: Tensor) -> tuple[Tensor, Tensor]:
-        away = t.abs() if both else torch.where(t <= 0, -t, torch.inf)  # (rows, J, n)
-        nearest = away.detach().amin(2, keepdim=True).clamp(max=-MASKED)
-        return of_tail((nearest - away).exp(), (-away).exp()), factor * (-nearest).squeeze(2).exp()
-
-    return slopes
-
-
-class Family(NamedTuple):
-    """log f; theta (rows, J) of z (rows, n), the largest of which is 0, and k (rows, J), none of which exceeds `most`;
-    f' relative to a factor, and the factor, of t (rows, J, n).
-    """
-
-    log_f: Callable[[Tensor], Tensor]
-    root: Callable[[Tensor, Tensor, int], Tensor]
-    slopes: Callable[[Tensor], tuple[Tensor, Tensor]]
+def _exponential_slopes(t: Tensor, of_tail: Callable[[Any, Any], Any], factor: float, both: bool = True) -> Any:
+    away = t.abs() if both else torch.where(t <= 0, -t, torch.inf)  # (rows, J, n)
+    nearest = away.detach().amin(2, keepdim=True).clamp(max=-MASKED)
+    return of_tail((nearest - away).exp(), (-away).exp()), factor * (-nearest).squeeze(2).exp()
 
 
 def _log_laplace(t: Tensor) -> Tensor:
     return torch.where(t <= 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))  # slope 1 at 0
 
 
+def _log_capped(t: Tensor) -> Tensor:
+    return torch.where(t >= 0, 0, t)
+
+
+def _power_of_clipped(t: Tensor, power: Callable[[Any], Any]) -> Tensor:
+    """Where f is 0 or 1 it has no slope, whatever a gradient of clamp is there."""
+    return power(torch.where((t <= 0) | (t >= 1), (t >= 1).to(t.dtype), t))
+
+
+class Family(NamedTuple):
+    """A family of thresholds: its formulas.
+
+    value: log f of t or, of those that reach 0, f. root: theta (rows, J) of z (rows, n), the largest of which is 0, and
+    k (rows, J), none of which exceeds a third argument. slopes: f' relative to a factor, and the factor, of t
+    (rows, J, n).
+    """
+
+    value: Callable[[Tensor], Tensor]
+    root: Callable[[Tensor, Tensor, int], Tensor]
+    slopes: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _power_family(power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Family:
+    of_power = partial(_power_root, power=power, slope=slope), partial(_power_slopes, slope=slope)
+    return Family(partial(_power_of_clipped, power=power), *of_power)
+
+
+_laplace_slopes = partial(_exponential_slopes, of_tail=exponential_slope, factor=0.5)
+_capped_slopes = partial(_exponential_slopes, of_tail=exponential_slope, factor=1.0, both=False)
 FAMILIES = {
-    "logistic": Family(logsigmoid, _logistic_root, _exponential_slopes(logistic_slope, 1.0, True)),
-    "laplace": Family(_log_laplace, _laplace_root, _exponential_slopes(exponential_slope, 0.5, True)),
-    "capped": Family(
-        lambda t: torch.where(t >= 0, 0, t), _capped_root, _exponential_slopes(exponential_slope, 1.0, False)
-    ),
-    "linear": Family(torch.log, _linear_root, _power_slopes(linear_slope)),
-    "cubic": Family(torch.log, _cubic_root, _power_slopes(cubic_slope)),
+    "logistic": Family(logsigmoid, _logistic_root, partial(_exponential_slopes, of_tail=logistic_slope, factor=1.0)),
+    "laplace": Family(_log_laplace, _laplace_root, _laplace_slopes),
+    "capped": Family(_log_capped, _capped_root, _capped_slopes),
+    "linear": _power_family(linear, linear_slope),
+    "cubic": _power_family(cubic, cubic_slope),
 }
 
 
@@ -295,26 +286,23 @@ def masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: Sequence[int], famil
 
 
 class PointwiseMasks(MaskOperator):
-    """Masks f(t), t an argument for each class and k. Subclasses have `_log_f` and `_arguments`.
+    """Masks f(t), t = `_arguments`, one for each class and k; f is a sigmoid unless a subclass says another `_value`.
 
-    k: ranks, 1 <= k <= n. inverse_temperature: beta > 0, larger = closer to the hard operator; it multiplies the
-    logits. family: f as the kernel names it, if it knows it.
+    family: as the kernel names it, if it knows it.
     """
 
     family = ""
 
-    def _log_f(self, t: Tensor) -> Tensor:
+    def _value(self, t: Tensor) -> Tensor:
+        """f(t), if the operator is `guarded`, else log f(t)."""
         return logsigmoid(t)
-
-    def _f(self, t: Tensor) -> Tensor:
-        return self._log_f(t).exp()
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         """t of the labels (rows,), (rows, J), or of all classes for None, (rows, J, n)."""
         raise TypeError(f"{type(self).__name__} does not define _arguments")
 
-    def _log_masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return self._log_f(self._arguments(scores, labels, ks))
+    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+        return self._value(self._arguments(scores, labels, ks))
 
     def _scaled(self, scores: Tensor) -> tuple[Tensor, float | Tensor]:
         """x (rows, n) and beta, with z = beta x."""
@@ -331,10 +319,9 @@ class PointwiseMasks(MaskOperator):
         x, beta = self._scaled(scores)
         beside = softmax and x is scores
         t, top1, *_ = fused(x, target, as_tensor(beta, scores), list(ks), self.family, beside)
-        values = self._f(t) if self.guarded else self._log_f(t)
         if not softmax:
-            return values, None
-        return values, top1.squeeze(1) if beside else log_softmax(scores, target)
+            return self._value(t), None
+        return self._value(t), top1.squeeze(1) if beside else log_softmax(scores, target)
 
 
 def ranks_like(ks: Sequence[int], like: Tensor) -> Tensor:
@@ -349,10 +336,7 @@ def as_tensor(beta: float | Tensor, like: Tensor) -> Tensor:
 
 
 class ThresholdOperator(PointwiseMasks):
-    """What the operators with a threshold share. Subclasses name their f.
-
-    Raises ValueError for a non-positive inverse temperature.
-    """
+    """What the operators with a threshold share. Subclasses name their family; beta multiplies the logits."""
 
     def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
         """The soft k-hot of logits (..., n): in [0, 1], of the same shape, sums over n to k.
@@ -371,21 +355,20 @@ class ThresholdOperator(PointwiseMasks):
                 raise ValueError(f"k must lie in (0, n={n}], got {k if wanted.numel() == 1 else wanted.tolist()}")
             most = math.ceil(float(wanted.detach().max()))
         with full_precision(logits.device):
-            t = arguments(*self._scaled(scores), None, wanted, most, self.family)
-            return self._f(t).reshape(logits.shape)
+            values = self._value(arguments(*self._scaled(scores), None, wanted, most, self.family))
+        return (values if self.guarded else values.exp()).reshape(logits.shape)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return arguments(*self._scaled(scores), labels, ranks_like(ks, scores), max(ks, default=1), self.family)
 
-    def _log_f(self, t: Tensor) -> Tensor:
-        return FAMILIES[self.family].log_f(t)
+    def _value(self, t: Tensor) -> Tensor:
+        return FAMILIES[self.family].value(t)
 
 
 class LML(ThresholdOperator):
     """The limited multi-label projection (Amos, Koltun and Kolter 2019): f = sigmoid, the mask of largest entropy.
 
     A class far below theta has -log mask = beta (theta - s), far above it next to nothing. At k = 1 it is no softmax.
-    Arguments as for every ThresholdOperator.
     """
 
     family = "logistic"
@@ -395,8 +378,7 @@ class LapSum(ThresholdOperator):
     """LapSum (Struski et al. 2025; Su 2024): f = Laplace's distribution function, theta in closed form.
 
     f(t) = exp(t) / 2 below 0, 1 - exp(-t) / 2 above. Only the 2 k largest scores and the sum of exp of the others count
-    for theta. At k = 1 it is softmax while no class has more than half of the mass. Arguments as for every
-    ThresholdOperator.
+    for theta. At k = 1 it is softmax while no class has more than half of the mass.
     """
 
     family = "laplace"
@@ -406,7 +388,7 @@ class CappedSoftmax(ThresholdOperator):
     """Capped softmax (Su 2024): f = min(1, exp t), which at k = 1 is softmax, and its loss cross-entropy.
 
     theta in closed form, from the k largest scores and the sum of exp of the others. A class within the k highest for
-    sure has the mask 1, and a loss without a gradient. Arguments as for every ThresholdOperator.
+    sure has the mask 1, and a loss without a gradient.
     """
 
     family = "capped"
@@ -418,25 +400,14 @@ class SparseTopK(ThresholdOperator):
 
     Classes 1 / beta or more below the k-th score have the mask 0: -log of it would be infinite, and has no gradient. A
     loss therefore takes the official guard, log(p (1 - 2e-7) + 1e-7), here, and wants P_K(1) > 0 in the top1_mode "sm"
-    or "smce": the softmax term carries the gradient of such classes. p: 2 (default) or 4/3. Other arguments as for
-    every ThresholdOperator; ValueError for another p.
+    or "smce": the softmax term carries the gradient of such classes. p: 2 (default) or 4/3; ValueError for another.
     """
 
     guarded = has_zeros = True
+    shown = (*ThresholdOperator.shown, "p")
 
     def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor, p: float = 2) -> None:
         super().__init__(k, inverse_temperature)
         if p not in (2, 4 / 3):
             raise ValueError(f"p must be 2 or 4/3, got {p!r}")
         self.p, self.family = p, "linear" if p == 2 else "cubic"
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"{super().extra_repr()}, p={self.p:.3g}"
-
-    def _f(self, t: Tensor) -> Tensor:
-        # where f is 0 or 1 it has no slope, whatever a gradient of clamp is there
-        return (cubic if self.family == "cubic" else linear)(torch.where((t <= 0) | (t >= 1), (t >= 1).to(t.dtype), t))
-
-    def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return self._f(self._arguments(scores, labels, ks))

@@ -132,21 +132,16 @@ def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tenso
 class _TransportOperator(TopKOperator):
     """What the two transports share: how well they converged, and the plan with an anchor per top rank."""
 
+    shown = (*TopKOperator.shown, "tolerance", "max_iterations")
+
     def __init__(
-        self,
-        k: SupportsIndex,
-        inverse_temperature: float | Tensor,
-        tolerance: float | None,
-        max_iterations: SupportsIndex,
-    ) -> None:
+        self, k: SupportsIndex, inverse_temperature: float | Tensor, tolerance: float | None = None,
+        max_iterations: SupportsIndex = 30,
+    ) -> None:  # fmt: skip
         super().__init__(k, inverse_temperature)
         self.tolerance = None if tolerance is None else check_positive("tolerance", tolerance)
         self.max_iterations = check_integer("max_iterations", max_iterations, 1)
         self.largest_error: Tensor | None = None
-
-    def extra_repr(self) -> str:
-        """The configuration, for printing."""
-        return f"{super().extra_repr()}, tolerance={self.tolerance}, max_iterations={self.max_iterations}"
 
     def check_convergence(self) -> float:
         """The largest relative error of a mass since the last call; RuntimeWarning if it is above the tolerance.
@@ -158,13 +153,11 @@ class _TransportOperator(TopKOperator):
         return 0.0 if error is None else self._warn_above(error)
 
     def _tolerance_of(self, dtype: torch.dtype) -> float:
-        if self.tolerance is not None:
-            return self.tolerance
         beta = self.inverse_temperature
         if isinstance(beta, Tensor):
             beta = float(beta.detach()) if has_known_values(beta) else 1.0
         # the logits are of the size of beta, and their rounding moves the masses
-        return max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
+        return self.tolerance or max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
 
     def _warn_above(self, error: Tensor) -> float:
         largest, tolerance = float(error), self._tolerance_of(error.dtype)
@@ -190,11 +183,15 @@ class _TransportOperator(TopKOperator):
         else:  # in place, for a graph that was captured
             before.copy_(torch.maximum(before, largest))
 
-    def _anchored(self, scores: Tensor, num_anchors: int) -> Tensor:
-        x = whiten_and_squash(scores)
-        P, error = _anchored(x, self.beta, num_anchors, self._tolerance_of(x.dtype), self.max_iterations)
+    def _anchors(self, n: int) -> int:
+        """The number of anchors, for the ranks and, of them, the last for all the rest."""
+        raise TypeError(f"{type(self).__name__} does not define _anchors")
+
+    def _matrix(self, scores: Tensor) -> Tensor:
+        x, anchors = whiten_and_squash(scores), self._anchors(scores.shape[1])
+        P, error = _anchored(x, self.beta, anchors, self._tolerance_of(x.dtype), self.max_iterations)
         self._record(error)
-        return P
+        return P[:, : self.k]
 
 
 def _anchored(
@@ -206,8 +203,7 @@ def _anchored(
     """
     n = x.shape[1]
     anchors = torch.linspace(1, 0, num_anchors, dtype=x.dtype, device=x.device)  # (A,)
-    mass = torch.full_like(anchors, 1 / n)
-    mass[-1].fill_((n - num_anchors + 1) / n)
+    mass = pad(torch.full_like(anchors[1:], 1 / n), (0, 1), value=(n - num_anchors + 1) / n)
     # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over anchors sees
     scaled = anchors * beta  # (A,)
     logits = x.unsqueeze(2) * (2 * scaled) - anchors * scaled  # (rows, n, A)
@@ -215,9 +211,8 @@ def _anchored(
         # The start: the hard transport's potentials. Those of two neighbouring anchors make the midpoint between
         # the last score of the one and the first score of the other indifferent.
         ordered = x.topk(num_anchors, dim=1).values  # (rows, A)
-        twice_midpoint = ordered[:, :-1] + ordered[:, 1:]  # (rows, A - 1)
         upper, lower = anchors[:-1], anchors[1:]
-        steps = (lower - upper) * (lower + upper - twice_midpoint) * beta
+        steps = (lower - upper) * (lower + upper - ordered[:, :-1] - ordered[:, 1:]) * beta  # (rows, A - 1)
         start = pad(steps.cumsum(1), (1, 0))  # (rows, A)
     P, error = _Plan.apply(logits, mass, start, tolerance, max_iterations)
     return P.mT, error
@@ -232,24 +227,14 @@ def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, 
 class SinkhornSort(_TransportOperator):
     """SinkhornSort (Cuturi, Teboul and Vert 2019): n sorted anchors, evenly spaced in [0, 1].
 
-    k: ranks, 1 <= k <= n. inverse_temperature: 1 / epsilon > 0, larger = closer to the hard sort. No
-    published value is known; OTT's default is 100 (epsilon .01). tolerance: largest error of an anchor's mass, relative
-    to it; default 2e-5 in float32 and 1e-9 in float64. max_iterations: Newton steps, each with an n x n
-    solve; on CUDA all are made, so as not to wait for the device. A transport that misses the tolerance warns.
-    Raises ValueError for a non-positive inverse temperature or tolerance.
+    inverse_temperature: 1 / epsilon. No published value is known; OTT's default is 100 (epsilon .01). tolerance:
+    largest error of an anchor's mass, relative to it, above 0; default 2e-5 in float32 and 1e-9 in float64.
+    max_iterations: Newton steps, each with an n x n solve; on CUDA all are made, so as not to wait for the device. A
+    transport that misses the tolerance warns.
     """
 
-    def __init__(
-        self,
-        k: SupportsIndex,
-        inverse_temperature: float | Tensor,
-        tolerance: float | None = None,
-        max_iterations: SupportsIndex = 30,
-    ) -> None:
-        super().__init__(k, inverse_temperature, tolerance, max_iterations)
-
-    def _matrix(self, scores: Tensor) -> Tensor:
-        return self._anchored(scores, scores.shape[1])[:, : self.k]
+    def _anchors(self, n: int) -> int:
+        return n
 
     def _column(self, scores: Tensor, target: Tensor) -> Tensor:
         fused = None if is_mass(target) else kernel("sinkhorn", scores, self.inverse_temperature)
@@ -264,22 +249,12 @@ class SinkhornSort(_TransportOperator):
 class SortedSoftTopK(_TransportOperator):
     """The sorted form of SOFT top-k (Xie et al. 2020): an anchor for each of the k top ranks and one for all the rest.
 
-    They are evenly spaced in [0, 1], so that where they lie depends on k. k: ranks, 1 <= k <= n. inverse_temperature: 1
-    / epsilon > 0, larger = closer to the hard operator; the authors' default is 10 (epsilon .1). tolerance and
-    max_iterations as in SinkhornSort, with k x k solves. Raises ValueError as SinkhornSort.
+    They are evenly spaced in [0, 1], so that where they lie depends on k. inverse_temperature: 1 / epsilon; default of
+    the authors: 10 (epsilon .1). tolerance and max_iterations as in SinkhornSort, with k x k solves.
     """
 
-    def __init__(
-        self,
-        k: SupportsIndex,
-        inverse_temperature: float | Tensor,
-        tolerance: float | None = None,
-        max_iterations: SupportsIndex = 60,
-    ) -> None:
-        super().__init__(k, inverse_temperature, tolerance, max_iterations)
-
-    def _matrix(self, scores: Tensor) -> Tensor:
-        return self._anchored(scores, min(self.k + 1, scores.shape[1]))[:, : self.k]
+    def _anchors(self, n: int) -> int:
+        return min(self.k + 1, n)
 
 
 class SoftTopK(ThresholdOperator):
@@ -287,9 +262,8 @@ class SoftTopK(ThresholdOperator):
 
     For each k on its own: mask_k = sigmoid((2 x - theta_k) / epsilon) of the whitened and squashed scores x, with
     theta_k such that it sums to k: the mask of LML. Masks are nested, so that row r of P is mask_r - mask_{r-1}, and a
-    loss is a mixture of masks, sum_k P_K(k) mask_k[y]: continuous in P_K, however P_K is given. k: ranks, 1 <= k <= n.
-    inverse_temperature: 1 / epsilon > 0, larger = closer to the hard operator; the authors' default is 10 (epsilon .1).
-    Raises ValueError for a non-positive inverse temperature.
+    loss is a mixture of masks, sum_k P_K(k) mask_k[y]: continuous in P_K, however P_K is given. inverse_temperature:
+    1 / epsilon; the authors' default is 10 (epsilon .1).
     """
 
     family = "logistic"

@@ -1,6 +1,7 @@
 """The losses of train_beam_search.py, each a mean over the phonemes of a batch, the end of a reading among them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.nn.functional import nll_loss, pad
 from data.cmudict import END
 from models.beam_search import marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
+from topk_losses import SortedSoftTopK, make_operator
 from topk_losses.operator import guarded_log
 
 Objective = Callable[[EncoderDecoder, Tensor, Tensor], Tensor]  # model, letters (batch, L), phonemes (batch, T) -> ()
@@ -29,9 +31,8 @@ def cross_entropy(model: EncoderDecoder, letters: Tensor, phonemes: Tensor) -> T
 def retain(
     model: EncoderDecoder, letters: Tensor, phonemes: Tensor, K: int, loss_fn: nn.Module, nll_weight: float
 ) -> Tensor:
-    """In each step loss_fn, which sums, of the candidates' scores, the right candidate as label: it is to be the best,
-    or among the K that stay, as P_K says. The right prefix is put back where it fell off. Plus nll_weight times
-    cross_entropy."""
+    """In each step loss_fn, which sums, of the candidates' scores: the right one, put back where it fell off, is to be
+    the best, or among the K that stay, as P_K says. Plus nll_weight times cross_entropy."""
     encoded, labels = model.encode(letters), labels_of(phonemes)
     total = torch.zeros((), device=phonemes.device)
     for number, step in enumerate(search(model, encoded, K, phonemes)):
@@ -55,6 +56,14 @@ def soft_beam_loss(
     q = marginals(choices, counted.sum(1)).gather(2, phonemes.unsqueeze(2)).squeeze(2)  # (batch, T)
     loss = -guarded_log(q[counted].clamp(0, 1)).mean()
     return loss + nll_weight * _cross_entropy(model, encoded, labels, phonemes)
+
+
+def rank_operator(settings: dict[str, Any], K: int, device: torch.device, n: int) -> nn.Module:
+    """The operator of n candidates whose rows are the K hypotheses."""
+    if settings["method"] == "soft_topk":  # Xie et al. tell the ranks apart by an anchor for each
+        return SortedSoftTopK(K, settings["inverse_temperature"]).to(device)
+    shape = ("method", "inverse_temperature", "distribution", "art_lambda")
+    return make_operator(num_scores=n, k=K, **{name: settings[name] for name in shape}).to(device)
 
 
 def _cross_entropy(model: EncoderDecoder, encoded: Encoded, labels: Tensor, phonemes: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torchvision.transforms import v2
 
 from data.checked_json import read_json
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
-from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, read_checkpoint
-from experiments.shared.command_line import RunError
+from data.program import ProgramError
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from models.backbones import Backbone
 from models.resnet_cifar import resnet_cifar
 
@@ -23,10 +23,7 @@ class Config:
 
 
 def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
-    """The network of a checkpoint of train_cifar100.py, normalising as it was trained; its features at `fc`.
-
-    path: the file, beside which config.json lies, or their folder. Raises RunError.
-    """
+    """The network of a checkpoint of train_cifar100.py, or of its folder; its features at `fc`. Raises ProgramError."""
     path = Path(os.path.expanduser(path))  # where there is no such user, a path like any other
     path = path / CURRENT if path.is_dir() else path
     try:
@@ -35,15 +32,13 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
         network = resnet_cifar(config.model, len(weights["fc.weight"]))
         network.load_state_dict(weights)
     except FileNotFoundError as error:
-        raise RunError(
+        raise ProgramError(
             f"there is no {error.filename}: --checkpoint is the checkpoint.pt in a run folder of train_cifar100.py, "
             "with its config.json beside it"
         ) from None
-    except DamagedCheckpoint as error:
-        raise RunError(f"{error}; take another") from None
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise RunError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
+        raise ProgramError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
     mean, std = (DIGITS_MEAN, DIGITS_STD) if config.dataset == "digits" else (CIFAR_MEAN, CIFAR_STD)
     resolution = resolution or 32
     return Backbone(

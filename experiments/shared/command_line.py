@@ -18,7 +18,7 @@ from torch import nn
 from data import program
 from data.machine_memory import available_ram, gib
 from data.program import CommandLineError, Parser, ProgramError, path, whole_number
-from experiments.shared.environment import ROOT, resolve_device
+from experiments.shared.environment import ROOT
 from experiments.shared.loss_state import ends_of, resolved
 from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss
@@ -31,32 +31,22 @@ DEFAULT_P_K = {
     "softmax_cross_entropy": [1.0, 0.0, 0.0, 0.0, 0.0],
     **{method: [0.0, 0.0, 0.0, 0.0, 1.0] for method in SINGLE_K},
 }
-
+EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same command continues after it"
 
 Flags = TypeVar("Flags")
-
-
-class RunError(ProgramError):
-    """The run cannot go on or cannot be recorded; the message says why and what to do."""
 
 
 class AlreadyRecorded(Exception):
     """The results file has the row already, as was said: there is nothing to do."""
 
 
-EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same command continues after it"
-
-
 @contextmanager
 def refusing(*unavailable: type[Exception]) -> Iterator[None]:
-    """Raise RunError in place of what says that something cannot be had, and CommandLineError of any other ValueError.
-
-    These say what is wrong with a setting. Only around calls of which that is true.
-    """
+    """Raise CommandLineError for a ValueError, which says what is wrong with a setting; ProgramError for the others."""
     try:
         yield
     except unavailable as error:
-        raise RunError(str(error)) from None
+        raise ProgramError(str(error)) from None
     except ValueError as error:
         raise CommandLineError(str(error)) from None
 
@@ -96,6 +86,11 @@ def number(rule: str, accepts: Callable[[float], bool]) -> Callable[[str], float
     return convert
 
 
+def between(lowest: float, highest: float) -> Callable[[str], float]:
+    """Return an argument type for numbers of a closed interval."""
+    return number(f"a number between {lowest} and {highest}", lambda value: lowest <= value <= highest)
+
+
 def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
     """Return an argument type for one of `choices`; a near miss is told the nearest."""
 
@@ -108,24 +103,9 @@ def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
     return convert
 
 
-def methods_by_family() -> str:
-    """The methods as --help lists them: "sorts: neuralsort, softsort; ..."."""
-    families = dict.fromkeys(spec.family for spec in METHODS.values())
-    names = {family: [name for name, spec in METHODS.items() if spec.family == family] for family in families}
-    return "; ".join(f"{family}: {', '.join(members)}" for family, members in names.items())
-
-
 def method(text: str) -> str:
     """Argument type of --method: the canonical name, with the published spellings accepted."""
     return choice("method", METHODS)(ALIASES.get(text, text))
-
-
-def present_device(text: str) -> torch.device:
-    """Argument type: a device that is there."""
-    try:
-        return resolve_device(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--device ")) from None
 
 
 def address(*schemes: str) -> Callable[[str], str]:
@@ -156,29 +136,21 @@ def temperature(text: str) -> float | str:
 
 positive = number("a number above 0", lambda value: value > 0)
 non_negative = number("a number of at least 0", lambda value: value >= 0)
-# By the learning rate, it is the share of a weight that a step takes away.
-weight_decay = number("a number between 0 and 1000", lambda value: 0 <= value <= 1000)
-fraction = number("a number between 0 and 1", lambda value: 0 <= value <= 1)
+fraction = between(0, 1)
 count = whole_number(1)
 a_seed = whole_number(0, 2**32 - 1)
-core_count = whole_number(1, 1024)  # more than that no system starts for sure
 
 
 # Groups of flags: a dataclass each, whose first words are the title of the group, and which a script inherits.
 
 
-def flag(default: Any, kind: Any, told: str, *names: str, **more: Any) -> Any:
-    """Return a field of a class of flags. kind: its argument type, bool for a switch; told: what --help says of it.
+def flag(default: Any, kind: Any, told: str = "", *names: str, **more: Any) -> Any:
+    """Return a field of a class of flags. kind: its argument type, bool for a switch, or what there is to choose from.
 
-    names: other spellings. more: what add_argument takes; only_one: a name that flags share of which one may be given.
-    A subclass may give the field another default, and nothing else.
+    told: what --help says. names: other spellings. more: what add_argument takes; only_one: a name that flags share of
+    which one may be given. A subclass may give the field another default, and nothing else.
     """
-    return field(default=default, metadata={"type": kind, "help": told.replace("%", "%%"), "names": names, **more})
-
-
-def as_in(group: type, name: str) -> Any:
-    """Return the field of a flag as another group has it."""
-    return next(each for each in fields(group) if each.name == name)
+    return field(default=default, metadata={"type": kind, "help": told, "names": names, **more})
 
 
 def parse(flags: type[Flags], argv: Sequence[str] | None, **about: str) -> Flags:
@@ -199,59 +171,53 @@ def parser_of(flags: type, **about: str) -> Parser:
             if title not in places:
                 places[title] = parser.add_argument_group(title, told)
             options = dict(each.metadata)
-            names, only_one = options.pop("names"), options.pop("only_one", None)
+            names, only_one, kind = options.pop("names"), options.pop("only_one", None), options["type"]
             if only_one and only_one not in places:
                 places[only_one] = places[title].add_mutually_exclusive_group()
-            if options["type"] is bool:
+            if kind is bool:
                 options["action"] = "store_true"
                 del options["type"]
-            elif defaults[each.name] not in (None, ()):
+            elif not callable(kind):
+                options["type"] = choice(each.name, kind)
+                options["help"] = ": ".join(filter(None, (", ".join(kind), options["help"])))
+            if kind is not bool and defaults[each.name] not in (None, ()):
                 options["help"] += f" ({portable(defaults[each.name])})"
+            options["help"] = options["help"].replace("%", "%%")
             places[only_one or title].add_argument(f"--{each.name}", *names, **options)
     return parser
 
 
 @dataclass
-class LossFlags:
+class OperatorFlags:
     """loss: a setting that is left out takes the method's default"""
 
-    method: str = flag(None, method, f"{methods_by_family()}; also accepted: {', '.join(ALIASES)}", required=True)
-    p_k: list[float] | None = flag(
-        None,
-        fraction,
-        "distribution P_K: the shares of top-1, top-2, ... in the loss, sum 1, e.g. .5 0 0 0 .5; default "
-        "1 0 0 0 0 for softmax_cross_entropy, 0 0 0 0 1 for the other losses, .2 .2 .2 .2 .2 for what sorts",
-        "-p_k",
-        nargs="+",
-    )
     inverse_temperature: float | str | None = flag(
         None,
         temperature,
-        "larger is closer to the hard operator; auto: follows the spread of the logits in training; 0.25:4: from "
-        ".25 to 4 over the training, evenly in its logarithm; the one exception, as published: smooth_topk and "
-        "smooth_hard_topk read it as their temperature tau, where larger is smoother; default: the published "
-        "value, or the library's where none was published",
+        "larger is closer to the hard operator (of smooth_topk and smooth_hard_topk it is tau, and softer); auto: "
+        "follows the spread of the scores; 0.25:4: from .25 to 4 over the training, evenly in its logarithm",
     )
-    distribution: str | None = flag(
-        None, choice("distribution", DISTRIBUTIONS), f"sigmoid family of the networks: {', '.join(DISTRIBUTIONS)}"
-    )
+    distribution: str | None = flag(None, DISTRIBUTIONS, "sigmoid family of the networks")
     art_lambda: float | None = flag(None, non_negative, "exponent of logistic_phi, in [0, 1)")
-    m: int | None = flag(
+
+
+@dataclass
+class LossFlags(OperatorFlags):
+    """loss: a setting that is left out takes the method's default"""
+
+    method: str = flag(None, method, f"{', '.join(METHODS)}; also {', '.join(ALIASES)}", required=True)
+    p_k: list[float] | None = flag(
         None,
-        count,
-        "scores kept for sorting, the true class and the m - 1 largest others; default all, of heads as published, "
-        "or all where there are no more classes",
-        "-m",
+        fraction,
+        "distribution P_K: the shares of top-1, top-2, ... in the loss, sum 1, e.g. .5 0 0 0 .5",
+        "-p_k",
+        nargs="+",
     )
+    m: int | None = flag(None, count, "scores kept for sorting, the true class's and the m - 1 largest others", "-m")
     top1_mode: str | None = flag(
-        None,
-        choice("top1_mode", TOP1_MODES),
-        "the top-1 term: softmax within the logarithm (sm; of heads the default), cross-entropy (smce; of networks), "
-        "or the relaxed sort (sort)",
+        None, TOP1_MODES, "the top-1 term: softmax in the logarithm, cross-entropy beside it, or the relaxed sort"
     )
-    implementation: str = flag(
-        "ours", choice("implementation", ("ours", "difftopk")), "ours, or difftopk: the official loss, for checking"
-    )
+    implementation: str = flag("ours", ("ours", "difftopk"), "difftopk is the official loss, for checking")
 
 
 @dataclass
@@ -261,49 +227,48 @@ class OptimizationFlags:
     n_epochs: int | None = flag(None, count, "passes over the training split")
     batch_size: int | None = flag(None, count, "the last partial batch is dropped")
     lr: float | None = flag(None, positive, "learning rate", only_one="rate")
-    nloglr: float | None = flag(
-        None,
-        number("a number between -10 and 30", lambda value: -10 <= value <= 30),
-        "learning rate 10^-nloglr",
-        only_one="rate",
-    )
+    nloglr: float | None = flag(None, between(-10, 30), "learning rate 10^-nloglr", only_one="rate")
     seed: int | None = flag(None, a_seed, "of split, initialisation, order and crops; 0 without it", only_one="s")
-    seeds: list[int] | None = flag(
-        None, a_seed, "train with each of them at the same time; one row each", only_one="s", nargs="+"
-    )
+    seeds: list[int] | None = flag(None, a_seed, "train with each at the same time", only_one="s", nargs="+")
 
     def __post_init__(self) -> None:
         """Settle the seeds: a list of different ones, and the first of them. Raises CommandLineError."""
         self.seeds = self.seeds or [self.seed or 0]
         self.seed = self.seeds[0] if self.seed is None else self.seed
-        if len(set(self.seeds)) < len(self.seeds):
-            raise CommandLineError(f"--seeds must differ, got {' '.join(map(str, self.seeds))}")
-
-
-def data_dir() -> Any:
-    """Return the field of the flag --data_dir."""
-    return flag(ROOT / "data" / "downloads", path, "where data sets are, or are downloaded to")
-
-
-def mirror() -> Any:
-    """Return the field of the flag --mirror."""
-    return flag(
-        None, address("http", "https", "file"), "download cifar100 or cifar10 from here instead of its home page"
-    )
+        differ = len(set(self.seeds)) == len(self.seeds)
+        check(differ, f"--seeds must differ, got {' '.join(map(str, self.seeds))}")
 
 
 @dataclass
-class MachineFlags:
+class LimitFlags:
+    """data and model"""
+
+    limit_train: int | None = flag(None, count, "use so much of the training split, for a quick look")
+    limit_test: int | None = flag(None, count, "use so much of the test split, for a quick look")
+
+
+@dataclass
+class DataFlags(LimitFlags):
+    """data and model"""
+
+    data_dir: Path = flag(ROOT / "data" / "downloads", path, "where data sets are, or are downloaded to")
+    mirror: str | None = flag(None, address("http", "https", "file"), "download cifar100 or cifar10 from here instead")
+
+
+@dataclass
+class DeviceFlags:
     """machine"""
 
     device: str = flag("auto", str, "auto, cpu, cuda or cuda:<index>")
-    precision: str = flag(
-        "fp32",
-        choice("precision", ("fp32", "bf16")),
-        "of the network, fp32 or bf16 by autocast; the loss is always float32",
-    )
+    threads: int | None = flag(None, whole_number(1, 1024), "CPU threads; one per core without it")
+
+
+@dataclass
+class MachineFlags(DeviceFlags):
+    """machine"""
+
+    precision: str = flag("fp32", ("fp32", "bf16"), "of the network, bf16 by autocast; the loss is always float32")
     compile: bool = flag(False, bool, "torch.compile the network and the loss")
-    threads: int | None = flag(None, core_count, "CPU threads; one per core without it")
     deterministic: bool = flag(False, bool, "deterministic kernels where there are any")
 
 
@@ -312,26 +277,24 @@ class RecordFlags:
     """record"""
 
     results: Path | None = flag(None, path, "CSV file; the run folders lie in runs/ beside it")
-    force: bool = flag(
-        False, bool, "repeat a configuration that the file already has; the new row takes the place of the old"
-    )
+    force: bool = flag(False, bool, "repeat a configuration that the file has; the new row replaces the old")
+
+
+def check(right: object, sentence: str) -> None:
+    """Raise CommandLineError, with a sentence on what is wrong, unless that is right."""
+    if not right:
+        raise CommandLineError(sentence)
 
 
 def check_memory(size: int, what: str) -> None:
     """Raise CommandLineError where `what` would take more bytes than there is memory."""
-    if size > (available := available_ram()):
-        raise CommandLineError(f"{what} would take {gib(size)}, and {gib(available)} of memory are free")
-
-
-def device_of(name: str, ranks: Ranks) -> torch.device:
-    """Return the device of --device for this process. Raises CommandLineError."""
-    with refusing():
-        return ranks.device(name)
+    available = available_ram()
+    check(size <= available, f"{what} would take {gib(size)}, and {gib(available)} of memory are free")
 
 
 def training_device(name: str, ranks: Ranks) -> torch.device:
-    """Return device_of, where TOPK_LOSSES_BACKEND can run there. Raises CommandLineError."""
-    device = device_of(name, ranks)
+    """Return the device of --device, where TOPK_LOSSES_BACKEND can run there. Raises CommandLineError."""
+    device = ranks.device(name)
     with refusing():
         device_of_kernels(device)
     return device
@@ -339,19 +302,16 @@ def training_device(name: str, ranks: Ranks) -> torch.device:
 
 def learning_rate(args: Any, nloglr: float) -> dict[str, float | None]:
     """Return the columns lr and nloglr; without either flag, nloglr is the given default."""
-    if args.lr is not None:
-        return {"lr": args.lr, "nloglr": None}
     nloglr = args.nloglr if args.nloglr is not None else nloglr
-    return {"lr": 10**-nloglr, "nloglr": nloglr}
+    return {"lr": 10**-nloglr, "nloglr": nloglr} if args.lr is None else {"lr": args.lr, "nloglr": None}
 
 
 def loss_settings(
     args: Any, *, top1_mode: str, inverse_temperatures: Mapping[str, float], m: int | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of make_loss that the loss flags describe, nothing left to a default.
+    """Return the arguments of make_loss that the loss flags describe, nothing left to a default. Raises ValueError.
 
-    `top1_mode`, `inverse_temperatures` (by method) and `m` are the script's defaults; where it has none, the
-    library's hold. Settings that a method does not have are None. Raises ValueError.
+    `top1_mode`, `inverse_temperatures` (by method) and `m` are the script's defaults, before the library's.
     """
     method, relaxed = args.method, args.method in RELAXATIONS
     settings = resolved(
@@ -377,10 +337,7 @@ def build_loss(
     device: torch.device,
     reduction: str = "mean",
 ) -> nn.Module:
-    """Return the loss that loss_settings describes, on the device. Raises ValueError or CommandLineError.
-
-    reduction: as for make_loss; the official implementation knows the mean alone.
-    """
+    """Return the loss that loss_settings describes, on the device; reduction: as for make_loss. Raises ValueError."""
     ends = ends_of(settings["inverse_temperature"])
     if implementation == "ours":
         settings = {**settings, "inverse_temperature": ends[0]} if ends else settings

@@ -5,10 +5,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, the hardware threads of one core counted once.
-
-    A core's matrix units are busy with one thread: on a core with AMX a second one made training in bf16 no faster.
-    """
+    """Return the number of CPU cores that this process may use, the hardware threads of one core counted once."""
     threads = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return len({_siblings(thread) for thread in threads})
 

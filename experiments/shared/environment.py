@@ -3,6 +3,8 @@
 import ctypes
 import os
 import platform
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,44 +13,42 @@ from pathlib import Path
 import numpy
 import torch
 import torchvision
+from torch import nn
 
+from data.program import CommandLineError
 from experiments.shared.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that "auto", "cpu", "cuda" or "cuda:<index>" names; "auto" is CUDA where there is
-    one.
-
-    Raises ValueError for any other name and for a GPU that this machine does not have.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdecimal()) or name == "cuda:":
-        raise ValueError(f"--device must be auto, cpu, cuda or cuda:<index>, got {name!r}")
+    """Return the device of "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:<index>". CommandLineError."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d{1,9})?", name):
+        raise CommandLineError(f"--device must be auto, cpu, cuda or cuda:<index>, got {name!r}")
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= count:
         available = f"this machine has {count} (cuda:0 to cuda:{count - 1})" if count else "PyTorch sees no GPU here"
-        raise ValueError(f"--device {name} is not there: {available}; use --device cpu or auto")
-    return torch.device("cuda", int(index or 0))
+        raise CommandLineError(f"--device {name} is not there: {available}; use --device cpu or auto")
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
 
 
 def check_compiler() -> None:
-    """Raise ValueError unless there is the compiler that torch.compile needs."""
+    """Raise CommandLineError unless there is the compiler that torch.compile needs."""
     names = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "c++", "gcc", "clang", "cc", "cl"]
     if not any(shutil.which(name) for name in names if name):
-        raise ValueError("--compile needs a C++ compiler, and none is on PATH; install g++, or leave --compile out")
+        raise CommandLineError("--compile needs a C++ compiler, and none is on PATH; install g++, or leave it out")
+
+
+def compiled(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a module as --compile has it: on a GPU its kernels are also launched at once, as CUDA graphs."""
+    return torch.compile(module, mode="reduce-overhead" if device.type == "cuda" else None)
 
 
 def set_up_device(device: torch.device, threads: int | None, deterministic: bool) -> None:
-    """Apply --threads and --deterministic, process-wide, before the first tensor is placed on the device.
-
-    threads: None for PyTorch's choice, which OMP_NUM_THREADS decides, but no more than there are cores.
-    """
+    """Apply --threads (without it PyTorch's choice, at most one per core) and --deterministic, process-wide."""
     torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
     if device.type == "cuda":
         torch.cuda.init()  # the statistics are not there before
@@ -64,10 +64,9 @@ def set_up_device(device: torch.device, threads: int | None, deterministic: bool
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, where the C library is glibc; elsewhere nothing happens.
+    """Let this process keep the memory that it frees, where the C library is glibc.
 
-    For loops whose steps need the same large tensors. Given back in between, they return as new pages, which the kernel
-    zeroes one by one: a tenth of a ResNet-18's step in fp32, and of that of a head of 10,450 classes.
+    Given back between two steps, large tensors return as new pages, which the kernel zeroes: a tenth of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
@@ -79,10 +78,6 @@ def peak_memory_mib(device: torch.device) -> float:
     """Return the most memory used so far: by tensors on a GPU, or by this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    try:
-        import resource
-    except ImportError:  # Windows
-        return float("nan")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes, Linux KiB
 
@@ -91,32 +86,23 @@ def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the CPU's model name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    return models[0].strip() if models else platform.processor() or platform.machine()
 
 
 def git_commit() -> str:
-    """Return the commit of this checkout, with "-dirty" if tracked files outside results/ differ from it.
-
-    The rows that runs append to results/ must not mark the next run. Empty without git or outside a
-    repository.
-    """
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
+    """Return this checkout's commit, "-dirty" if tracked files outside results/ differ; empty where there is none."""
+    commit = ("rev-parse", "HEAD")
+    changes = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
     try:
-        commit = git("rev-parse", "HEAD")
-        dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+        commit, changed = (
+            subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (commit, changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return commit + ("-dirty" if dirty else "")
+    return commit + ("-dirty" if changed else "")
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:

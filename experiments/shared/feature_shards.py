@@ -1,18 +1,33 @@
-"""Images in, rows of a shard out: the loader, the network, and the checks on what it gives."""
+"""Images in, rows of a shard out: the loader, the network, the checks on what it gives, and lists of broken images.
 
-from collections.abc import Iterator, Mapping
+There is a list per shard while the extraction runs, and skipped.csv in the store at the end. The list of a shard is
+written before the shard is, so that a killed process loses none. Its name begins with a dot: what is only half of a
+list is no part of the store, and is not uploaded.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from data.embeddings.store import dtype_name
+from data.atomic_file import atomic_write
+from data.embeddings import DTYPES
 from data.image_sources import ImageBatches, Images, collate
-from experiments.shared.command_line import RunError
-from experiments.shared.skipped_images import Skipped
+from data.program import ProgramError
 from models.backbones import Backbone, BackboneError
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+COLUMNS = ("split", "image", "path", "reason")  # image: its number in the split's list
+
+# Of a batch: features (b, dim) on the device, labels (b,), indices, and (index, reason) of broken images.
+Features = tuple[Tensor, Tensor, list[int], list[tuple[int, str]]]
+Skipped = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True)
@@ -33,25 +48,44 @@ class ImageRange:
             yield [(self.split, index) for index in range(begin, min(begin + batch_size, self.end))]
 
 
+def skipped_file(folder: Path, shard: object = None) -> Path:
+    """Return where the broken images of a store are listed, or those of one of its shards, such as train-00003."""
+    return folder / ("skipped.csv" if shard is None else f".skipped-{shard}.csv")
+
+
+def write_skipped(path: Path, skipped: Sequence[Skipped]) -> None:
+    """Write a list of broken images, and none for an empty one."""
+    if not skipped:
+        path.unlink(missing_ok=True)  # of an earlier attempt, when the images were still broken
+        return
+    with atomic_write(path) as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *skipped])
+
+
+def read_skipped(path: Path) -> list[Skipped]:
+    """Return a list of broken images, the empty one where there is no file."""
+    if not path.exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return [(row["split"], int(row["image"]), row["path"], row["reason"]) for row in csv.DictReader(file)]
+
+
 def feature_batches(
     shards: list[ImageRange],
     network: Backbone,
     splits: Mapping[str, Images],
     device: torch.device,
-    *,
-    batch_size: int,
+    args: Any,
     workers: int,
-    precision: torch.dtype | None,
-) -> Iterator[tuple[Tensor, Tensor, list[int], list[tuple[int, str]]]]:
-    """Features (b, dim) on the device, labels (b,), indices, and (index, reason) of broken images, batch by batch.
+) -> Iterator[Features]:
+    """The features of all shards, batch by batch; no batch reaches across two shards, and the readers never pause.
 
-    workers: processes that read images, 0 for none. precision: of the autocast, None for none. The batches of all
-    shards come one after another, none across two: the readers never pause. Raises RunError if one of them is killed,
-    and for a backbone that cannot take the images.
+    workers: processes that read images. Raises ProgramError if one is killed, or if the backbone cannot take images.
     """
+    precision = PRECISIONS[args.precision]
     loader = DataLoader(
         ImageBatches(splits, network.transform),
-        batch_sampler=(batch for shard in shards for batch in shard.batches(batch_size)),
+        batch_sampler=(batch for shard in shards for batch in shard.batches(args.batch_size)),
         collate_fn=collate,
         num_workers=workers,
         pin_memory=device.type == "cuda",
@@ -65,61 +99,50 @@ def feature_batches(
                     features = network.features(images)
             yield features, labels, indices, broken
     except BackboneError as error:
-        raise RunError(str(error)) from None
+        raise ProgramError(str(error)) from None
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker (pid"):
             raise
-        raise RunError(
+        raise ProgramError(
             f"a process that reads images was killed ({str(error).splitlines()[0]}), often for want of memory: "
             "continue with fewer --workers or a smaller --batch_size"
         ) from None
 
 
 def collect(
-    shard: ImageRange,
-    batches: Iterator[tuple[Tensor, Tensor, list[int], list[tuple[int, str]]]],
-    images: Images,
-    *,
-    batch_size: int,
-    dtype: torch.dtype,
-    stop: bool,
-    bar: tqdm,
+    shard: ImageRange, batches: Iterator[Features], images: Images, args: Any, bar: tqdm
 ) -> tuple[Tensor, Tensor, list[Skipped]]:
-    """The rows of one shard: features (rows, dim) of `dtype` and labels (rows,) on the CPU, and the images left out.
+    """The rows of one shard, features (rows, dim) and labels (rows,) on the CPU, and the images left out.
 
-    Raises RunError for a broken image that is not to be skipped, a shard of nothing else, and features that `dtype`
-    does not hold. stop: whether a broken image is an error. bar: advances with each batch.
+    Raises ProgramError for a broken image, a shard of nothing else, and features that --dtype does not hold.
     """
     chunks, labels, indices, skipped = [], [], [], []
-    for keys in shard.batches(batch_size):
+    for keys in shard.batches(args.batch_size):
         chunk, chunk_labels, chunk_indices, broken = next(batches)
         skipped += [(shard.split, index, images.describe(index), reason) for index, reason in broken]
-        if skipped and stop:
-            _, _, path, reason = skipped[0]
-            raise RunError(
-                f"cannot read {path} ({reason}). Put a whole image in its place, or leave out such images by "
-                "--on_error skip; the command then continues after the last finished shard"
+        if skipped and args.on_error == "stop":
+            raise ProgramError(
+                f"cannot read {skipped[0][2]} ({skipped[0][3]}). Put a whole image in its place, or leave out such "
+                "images by --on_error skip; the command then continues after the last finished shard"
             )
         chunks.append(chunk)
         labels.append(chunk_labels)
         indices += chunk_indices
         bar.update(len(keys))
     if not indices:
-        _, _, path, reason = skipped[0]
-        raise RunError(
-            f"none of the {len(skipped)} images of {shard} can be read, the first being {path} ({reason}): check the "
-            "disk they lie on; if they are broken indeed, take a larger --shard_rows and another --store"
+        raise ProgramError(
+            f"none of the {len(skipped)} images of {shard} can be read, the first being {skipped[0][2]} "
+            f"({skipped[0][3]}): check the disk they lie on, or take a larger --shard_rows and another --store"
         )
     features = torch.cat(chunks)  # (rows, dim), as the network gives them
-    stored = features.to(dtype)
-    finite = torch.isfinite(features).all(1), torch.isfinite(stored).all(1)  # (rows,) each
-    for whole, what, remedy in zip(
-        finite,
-        ("features that are not finite", f"features that {dtype_name(dtype)} cannot hold"),
-        ("try --precision fp32, or other weights", "give --dtype bfloat16 or float32, and another --store"),
+    stored = features.to(DTYPES[args.dtype])
+    for tensor, what, remedy in (
+        (features, "features that are not finite", "try --precision fp32, or other weights"),
+        (stored, f"features that {args.dtype} cannot hold", "give another --dtype, and another --store"),
     ):
-        if not bool(whole.all()):
-            row = int((~whole).nonzero()[0])
+        finite = tensor.isfinite().all(1)  # (rows,)
+        if not finite.all():
+            row = int((~finite).nonzero()[0])
             largest = features[row].abs().max().item()
-            raise RunError(f"{images.describe(indices[row])} has {what} (up to {largest:.3g}): {remedy}")
+            raise ProgramError(f"{images.describe(indices[row])} has {what} (up to {largest:.3g}): {remedy}")
     return stored.cpu(), torch.cat(labels), skipped

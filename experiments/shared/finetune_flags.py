@@ -1,5 +1,6 @@
 """The command line of the fine-tuning scripts, and what it describes: configurations, the store and its rows."""
 
+import itertools
 import math
 import shlex
 from collections.abc import Mapping
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from data.embeddings import MODES, EmbeddingStore, open_or_fetch, split_rows
+from data.transfers.object_store import ObjectStoreError, resolve
 from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
 
 TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 # What a configuration of one command may have of its own.
-LOSS_FLAGS = ("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "m", "top1_mode", "implementation")
+LOSS_FLAGS = tuple(each.name for each in fields(cli.LossFlags))
 RATE_FLAGS = ("lr", "nloglr")
 # Defaults for any number of training rows. The published ones are for a million: from 2,000 rows they learn nothing,
 # since in a step Adam moves no weight by much more than the learning rate, and the steps are few. So a smaller set gets
@@ -70,24 +72,23 @@ class Also:
     also: Any = flag(
         (),
         str,
-        "another configuration, whose heads train in the same pass, with rows of their own: loss flags, and --lr "
-        'or --nloglr, as in --also "--method softsort --p_k .5 0 0 0 .5"; all other flags are those of the command; '
-        "may be repeated",
+        "another configuration, trained in the same pass, of loss flags and --lr or --nloglr; may be repeated",
         action="append",
         metavar='"FLAGS"',
     )
 
 
+def order_seed(text: str) -> int | str:
+    """Argument type of --order_seed."""
+    return text if text == "own" else cli.a_seed(text)
+
+
 @dataclass
-class Data:
+class Data(cli.LimitFlags):
     """data and model"""
 
     data_path: str | None = flag(
-        None,
-        str,
-        "embeddings: a short name (python -m data.embeddings list), a torch file, a store, or the s3:// or "
-        "https:// address of one; default: the published ones",
-        "-d",
+        None, str, "a short name (python -m data.embeddings list), a torch file, a store, or the address of one", "-d"
     )
     train_embeddings: str | None = flag(None, str, "name of this tensor in a torch file of no published layout")
     train_labels: str | None = flag(None, str, "likewise")
@@ -96,23 +97,11 @@ class Data:
     cache_dir: Path | None = flag(None, cli.path, "of downloads; $TOPK_CACHE or data/downloads")
     endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
     sha256: str | None = flag(None, str, "checksum that the file must have; of a store, its fingerprint")
-    batches: str = flag(
-        "auto",
-        cli.choice("batches", MODES),
-        f"where the training rows are kept: {', '.join(MODES)}; auto takes the first that holds them; the batches are "
-        "the same",
-    )
-    num_valid: int | None = flag(
-        None, cli.count, "training rows that validate; default as published, or 5% of a set of fewer than 20 times that"
-    )
-    limit_train: int | None = flag(None, cli.count, "use so many random training rows, for a quick look")
-    limit_test: int | None = flag(None, cli.count, "use so many random test rows, for a quick look")
+    batches: str = flag("auto", MODES, "where the training rows are kept; auto takes the first that holds them")
+    num_valid: int | None = flag(None, cli.count, "rows that validate; as published, or 5% of less than 20 times that")
     split_seed: int = flag(0, cli.a_seed, "of the rows that validate")
     order_seed: int | str | None = flag(
-        None,
-        lambda text: text if text == "own" else cli.a_seed(text),
-        "of the order of the training rows: a number, or own for each head's seed; default: the first seed, so that "
-        "the heads of a pass share their batches",
+        None, order_seed, "of the order of the training rows, or own for each head's seed; without, the first seed"
     )
     hidden_dims: list[int] | None = flag(None, cli.count, "widths of hidden layers; none without it", nargs="+")
     apply_relu: bool = flag(False, bool, "ReLU on the embeddings")
@@ -131,8 +120,7 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
         f"Train heads on frozen embeddings of {defaults.table} with a top-k loss: {defaults.n_epochs} epochs, "
         f"learning rate 10^-{defaults.nloglr:g}, m {defaults.m}, {defaults.num_valid} rows that validate. These "
         f"defaults are for {PUBLISHED_ROWS:,} training rows and more; of R fewer, batch size R / {MIN_BATCHES}, at "
-        f"most {BATCH_SIZE}, so many epochs that there are {MIN_STEPS} steps, and learning rate {MOVEMENT} / steps; "
-        "printed at the start."
+        f"most {BATCH_SIZE}, so many epochs that there are {MIN_STEPS} steps, and learning rate {MOVEMENT} / steps."
     )
     parser = cli.parser_of(Flags, prog=defaults.prog, description=told)
     args = Flags(**vars(parser.parse_args(argv)))
@@ -143,33 +131,26 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
 
 
 def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
-    """Return the flags of one --also: its own on the loss and the learning rate, otherwise those of the command.
-
-    Its own `also` is the text. Raises CommandLineError.
-    """
+    """Return the flags of one --also: its own on loss and learning rate, else the command's. CommandLineError."""
     own = (*LOSS_FLAGS, *RATE_FLAGS)
     try:
         given = vars(parser.parse_args(shlex.split(text)))
-        if refused := [f"--{name}" for name in given if name not in own]:
+        if refused := given.keys() - set(own):
             taken = ", ".join(f"--{name}" for name in own)
-            raise cli.CommandLineError(f"{refused[0]} belongs to the whole command; within are {taken}")
+            raise cli.CommandLineError(f"--{min(refused)} belongs to the whole command; within are {taken}")
     except (cli.CommandLineError, ValueError) as error:  # ValueError: a quotation mark without its partner
         raise cli.CommandLineError(f"--also {text!r}: {error}") from None
-    if given.keys() & set(RATE_FLAGS):
-        given = {**dict.fromkeys(RATE_FLAGS), **given}
+    rates = dict.fromkeys(RATE_FLAGS if given.keys() & set(RATE_FLAGS) else ())
     defaults = {each.name: each.default for each in fields(cli.LossFlags)}
-    return replace(args, also=text, **{**defaults, **given})
+    return replace(args, also=text, **{**defaults, **rates, **given})
 
 
 def open_store_of(source: str, cache_dir: Path | None = None, **of: Any) -> EmbeddingStore:
     """Return the store that --data_path names, downloaded and converted if need be.
 
-    of: endpoint_url, sha256, and keys, of a torch file of no published layout. Raises CommandLineError for a name that
-    does not exist, EmbeddingError for what cannot be had or used.
+    of: endpoint_url, sha256, keys. Raises CommandLineError for a name that does not exist, EmbeddingError for the rest.
     """
     if not Path(source).is_dir():
-        from data.transfers.object_store import ObjectStoreError, resolve  # boto3 takes half a second
-
         try:
             resolve(source, endpoint_url=of.get("endpoint_url"))
         except ObjectStoreError as error:
@@ -199,10 +180,7 @@ def origin_of(store: EmbeddingStore) -> dict[str, Any]:
 
 
 def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.device) -> list[Recipe]:
-    """Return the command's configurations, each with its loss for so many classes.
-
-    Raises ValueError for one that cannot be, CommandLineError for the same one twice.
-    """
+    """Return the command's configurations, each with its loss. ValueError; CommandLineError if given twice."""
     # The published m is for thousands of classes; a set of your own may have fewer.
     m = defaults.m if num_classes > defaults.m else None
     recipes: list[Recipe] = []
@@ -217,22 +195,19 @@ def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.
         # nan: not settled yet, and equal to no other.
         first = {"n_epochs": each.n_epochs, "batch_size": each.batch_size}
         flags = {**first, **vars(each), **settings, **cli.learning_rate(each, math.nan)}
-        if any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes):
-            raise cli.CommandLineError(f"{given}the command has this configuration already; leave one of them out")
+        twice = any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes)
+        cli.check(not twice, f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))
     return recipes
 
 
-def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows that train, validate (both of the split train) and test, each (R,) int64, ascending.
-
-    Raises CommandLineError where the flags ask for more than there is.
-    """
+def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str, Tensor]:
+    """Return the rows of train, valid (both of the split train) and test, each (R,) int64, rising. CommandLineError."""
     chosen = {}
     for name, limit in (("train", args.limit_train), ("test", args.limit_test)):
         num_rows = len(store[name])
-        if limit is not None and limit > num_rows:
-            raise cli.CommandLineError(f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}")
+        told = f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}"
+        cli.check((limit or 0) <= num_rows, told)
         everything = limit is None or limit == num_rows
         chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
     num_rows = len(chosen["train"])
@@ -241,22 +216,20 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> tuple[Ten
         train, valid = split_rows(num_rows, args.num_valid or published, args.split_seed)
     except ValueError as error:
         raise cli.CommandLineError(f"--num_valid: {error}") from None
-    return chosen["train"][train], chosen["train"][valid], chosen["test"]
+    widths = store.dim, *(args.hidden_dims or ()), store.num_classes
+    weights = sum(map(math.prod, itertools.pairwise(widths))) * len(args.seeds) * (1 + len(args.also))
+    what = f"heads of widths {' '.join(map(str, widths))}, with gradients, Adam's moments, and what is saved of them,"
+    cli.check_memory(28 * weights, what)
+    return {"train": chosen["train"][train], "valid": chosen["train"][valid], "test": chosen["test"]}
 
 
 def settle(args: Flags, defaults: Defaults, num_rows: int) -> str:
-    """Fill in batch size, epochs and learning rate where they are not given, by the number of rows that train.
-
-    Returns what was filled in, as flags. Raises CommandLineError for batches of more rows than there are.
-    """
+    """Fill in batch size, epochs and rate by the number of rows that train; return what was. CommandLineError."""
     filled = {}
     if args.batch_size is None:
         filled["batch_size"] = args.batch_size = max(min(num_rows // MIN_BATCHES, BATCH_SIZE), 1)
-    if args.batch_size > num_rows:
-        raise cli.CommandLineError(
-            f"--batch_size must not exceed the {num_rows} training rows, since the last partial batch is dropped, "
-            f"got {args.batch_size}"
-        )
+    told = f"--batch_size must not exceed the {num_rows} training rows, got {args.batch_size}"
+    cli.check(args.batch_size <= num_rows, told)
     batches = num_rows // args.batch_size  # in an epoch
     if args.n_epochs is None:
         enough = -(-MIN_STEPS // max(batches, MIN_BATCHES))

@@ -1,7 +1,7 @@
 """What some losses want besides their flags: noise that a resumed run draws again, how frequent the classes are, and an
 inverse temperature that changes in training."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ def seed_noise(of: nn.Module, device: torch.device, *numbers: int) -> None:
     of.generator = torch.Generator(device).manual_seed(seed)  # type: ignore[assignment]
 
 
-def count_classes(loss_fn: nn.Module, method: str, labels: Callable[[], Tensor], num_classes: int) -> None:
+def count_classes(loss_fn: nn.Module, method: str, labels: Tensor, num_classes: int) -> None:
     """Tell a loss that wants it how many training labels (N,) int64 each class has, 1 where it has none."""
     if method == "imbalanced_noised_topk":
-        loss_fn.class_counts = torch.bincount(labels(), minlength=num_classes).clamp(min=1)  # type: ignore[assignment]
+        loss_fn.class_counts = torch.bincount(labels, minlength=num_classes).clamp(min=1)  # type: ignore[assignment]
 
 
 def is_stateless(flags: Mapping[str, Any]) -> bool:

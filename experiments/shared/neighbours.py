@@ -8,9 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from topk_losses import TopKOperator
+from topk_losses import RELAXATIONS, TopKOperator
 from topk_losses.operator import guarded_log
 
+CROSS_ENTROPY = "softmax_cross_entropy"
+UNTRAINED = ("inputs", "pca")  # kNN on the inputs as they are, on their principal components
+METHODS = (*RELAXATIONS, CROSS_ENTROPY, *UNTRAINED)
 LOSSES = ("mass", "log_mass")
 QUERY_ROWS = 1000  # queries of a tile: with as many training points it takes some 10 MB
 
@@ -31,11 +34,8 @@ def neighbour_loss(
     """The mean over queries of minus the soft top-k mass on right candidates, or of minus its logarithm: ().
 
     queries (Q, d) and candidates (C, d) float32. right (Q, C) bool: candidates of the query's label. left_out (Q, C)
-    bool: candidates that take no part, the query itself say. loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], as
-    published, between -k and 0; or "log_mass", -log of that mass / k. The masses of one candidate sum to more than 1 in
-    some relaxations (NeuralSort, SoftSort), though each rank's masses sum to 1: so the whole mass is at most k, to
-    rounding. A query without a right candidate has no gradient and counts as 0. operator.auto, if there is one, is an
-    AutoTemperature that sees the scores.
+    bool: candidates that take no part, the query itself say. loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], between
+    -k and 0; or "log_mass", -log of that mass / k. A query without a right candidate counts as 0.
     """
     centre = candidates.detach().mean(0)
     scores = -squared_distances(queries - centre, candidates - centre)  # (Q, C)
@@ -54,9 +54,8 @@ def neighbour_loss(
 def nearest(queries: Tensor, tiles: Iterable[Tensor], k: int) -> Tensor:
     """The rows of the k nearest of any number of points to each query, nearest first: (Q, k) int64.
 
-    queries (Q, d) float32. tiles: the points, (T, d) each, in the order of their rows; memory grows with one tile and
-    QUERY_ROWS queries alone. Exact, to the rounding of float32; of equal distances the smaller row comes first. Raises
-    ValueError for fewer points than k.
+    queries (Q, d) float32. tiles: the points, (T, d) each, in order. Exact, to the rounding of float32; of equal
+    distances the smaller row comes first. Raises ValueError for fewer points than k.
     """
     centre = queries.mean(0)
     queries = queries - centre
@@ -84,10 +83,7 @@ def _smallest(keys: Tensor, k: int) -> Tensor:
 
 
 def majority(labels: Tensor) -> Tensor:
-    """The label that most of the neighbours have, (Q,) int64; of equally many, the one whose nearest is nearest.
-
-    labels (Q, k) int64, those of the neighbours, nearest first.
-    """
+    """The label (Q,) that most of the neighbours' labels (Q, k), nearest first, are; of equally many the nearest's."""
     k = labels.shape[1]
     votes = (labels.unsqueeze(2) == labels.unsqueeze(1)).sum(2)  # (Q, k) how many have the label of each
     first = (votes * k - torch.arange(k, device=labels.device)).argmax(1, keepdim=True)  # (Q, 1)

@@ -63,9 +63,7 @@ def make_official_loss(
 ) -> nn.Module:
     """Return the official loss as a module: logits (batch, num_classes) float32, labels (batch,) int64 -> ().
 
-    Arguments, defaults and refusals (ValueError) are those of topk_losses.make_loss; `device` is where the
-    loss will be used, since the package's constants do not move. Also raises ValueError for what the package
-    lacks: all methods that are not in IN_DIFFTOPK, and m = num_classes.
+    Arguments and refusals (ValueError) are those of make_loss, and of what the package lacks. It does not move.
     """
     make_loss(method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode)
     settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)

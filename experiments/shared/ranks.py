@@ -5,18 +5,16 @@
     ranks.sum_gradients(model.parameters())                # now the gradient of the mean over the global batch
     losses, hits = ranks.total(losses), ranks.total(hits)  # sums and counts, once per epoch
 
-Alone, all of it does nothing, or returns its own. A batch-norm layer sees the images of its own process; the running
-statistics that evaluate and are saved are rank 0's.
-
-The gradients are summed in one piece and by this module, not by DistributedDataParallel. Its buckets are arranged anew
-after the first backward pass, and with three processes or more the order in which a number is added up depends on its
-place in them: a resumed run would differ from an undisturbed one in the last bits.
+Alone, all of it does nothing, or returns its own. The gradients are summed in one piece and by this module, not by
+DistributedDataParallel: its buckets are arranged anew after the first backward pass, and with three processes or more a
+resumed run would differ from an undisturbed one in the last bits.
 
 What goes wrong is said once: `finish` asks `speaks`, and the first process that fails answers for all.
 """
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
+from tqdm import tqdm
 
 from data.program import CommandLineError, ProgramError
 from experiments.shared.environment import resolve_device
@@ -31,6 +30,7 @@ from experiments.shared.environment import resolve_device
 # Longer than any shard of any split takes; a process that dies is noticed at once by its closed connection.
 _PATIENCE = timedelta(days=7)
 _MEETING = timedelta(minutes=30)  # torchrun starts all of them at once
+_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 Value = TypeVar("Value")
 
@@ -41,17 +41,6 @@ class OthersEnded(ProgramError):
     def __init__(self, status: int, reason: object) -> None:
         super().__init__(f"another process of this run has ended without a word ({reason})")
         self.status = status
-
-
-def _number(name: str, default: int, lowest: int, highest: int) -> int:
-    """Return an environment variable that torchrun sets, or the default. Raises CommandLineError."""
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and lowest <= int(text) <= highest):
-        raise CommandLineError(
-            f"the environment variable {name} must be a whole number between {lowest} and {highest} beside WORLD_SIZE "
-            f"{os.environ.get('WORLD_SIZE', 'unset')}, got {text!r}; torchrun sets it, and without torchrun it is unset"
-        )
-    return int(text)
 
 
 class Ranks:
@@ -65,14 +54,22 @@ class Ranks:
 
         Raises CommandLineError for an environment that is not as torchrun makes it, ProgramError where none come.
         """
-        self.count = _number("WORLD_SIZE", 1, 1, 2**20)
-        self.rank = _number("RANK", 0, 0, self.count - 1)
-        self.local_count = _number("LOCAL_WORLD_SIZE", self.count, 1, self.count)
-        self.local_rank = _number("LOCAL_RANK", 0, 0, self.local_count - 1)
+        try:
+            self.count, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+            self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
+            self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+            possible = 0 <= self.rank < self.count and 0 <= self.local_rank < self.local_count <= self.count
+            if self.count > 1:
+                possible &= 0 < int(os.environ["MASTER_PORT"]) < 2**16 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+        except (KeyError, ValueError):
+            possible = False
+        if not possible:
+            found = ", ".join(f"{name}={os.environ[name]!r}" for name in _VARIABLES if name in os.environ)
+            raise CommandLineError(
+                f"these environment variables are not as torchrun sets them: {found}; start several processes by "
+                "torchrun, or unset the variables"
+            )
         if self.count > 1:
-            _number("MASTER_PORT", 0, 1, 65535)
-            if missing := [name for name in ("RANK", "MASTER_ADDR") if not os.environ.get(name)]:
-                raise CommandLineError(f"WORLD_SIZE is {self.count}, and {missing[0]} is not set: start it by torchrun")
             self._meet()
 
     def _meet(self) -> None:
@@ -99,18 +96,24 @@ class Ranks:
         """Whether this process writes and prints."""
         return self.rank == 0
 
+    def say(self, line: str, by_each: bool = False) -> None:
+        """Print a line at once, above the bars where there are any: the first process alone does."""
+        if self.is_first or by_each:
+            tqdm.write(line)
+            sys.stdout.flush()
+
     def device(self, name: str) -> torch.device:
-        """Return the device of --device; of several processes each has the GPU of its own number. Raises ValueError."""
-        if self.count > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
-            if self.local_rank >= torch.cuda.device_count() > 0:
-                raise ValueError(
-                    f"each process of torchrun has a GPU of its own: {self.local_count} processes were started on a "
-                    f"machine with {torch.cuda.device_count()}; lower --nproc_per_node, or give --device cpu"
-                )
-            return resolve_device(f"cuda:{self.local_rank}" if torch.cuda.is_available() else name)
-        if self.count > 1 and name.startswith("cuda:"):
-            raise ValueError(f"each process of torchrun has a GPU of its own: give --device cuda, got {name}")
-        return resolve_device(name)
+        """Return the device of --device; of several processes each has the GPU of its number. CommandLineError."""
+        if self.count == 1 or name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+            return resolve_device(name)
+        if name.startswith("cuda:"):
+            raise CommandLineError(f"each process of torchrun has a GPU of its own: give --device cuda, got {name}")
+        if self.local_rank >= torch.cuda.device_count() > 0:
+            raise CommandLineError(
+                f"each process of torchrun has a GPU of its own: {self.local_count} processes were started on a "
+                f"machine with {torch.cuda.device_count()}; lower --nproc_per_node, or give --device cpu"
+            )
+        return resolve_device(f"cuda:{self.local_rank}" if name in ("auto", "cuda") else name)
 
     # Shares.
 
@@ -152,18 +155,15 @@ class Ranks:
     @torch.no_grad()
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every process rank 0's values of a model's parameters or buffers."""
-        if self.count == 1:
-            return
-        for tensor in tensors:
+        for tensor in tensors if self.count > 1 else ():
             received = tensor.contiguous()
             self._together(distributed.broadcast, received, 0)
             tensor.copy_(received)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Replace each gradient by its sum over the processes, to be called between backward() and step().
+        """Replace each gradient by its sum over the processes; of losses weighted by `weight`, that of the batch.
 
-        With losses weighted by `weight`, that is the gradient of the mean over the global batch. The order of the
-        sums depends on the shapes of the parameters and on nothing else.
+        The order of the sums depends on the shapes of the parameters and on nothing else.
         """
         if self.count == 1:
             return
@@ -176,9 +176,9 @@ class Ranks:
             each.grad = flat.as_strided(each.shape, each.stride(), offset)
             offset += each.numel()
 
-    def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    def _together(self, collective: Callable[..., Any], *arguments: Any) -> None:
         try:
-            collective(*arguments, **options)
+            collective(*arguments)
         except RuntimeError as error:
             raise OthersEnded(self._status_of_others(), str(error).splitlines()[0]) from None
 
@@ -186,12 +186,12 @@ class Ranks:
 
     def follow_first(self) -> None:
         """In all but rank 0: wait until rank 0 calls `let_follow`, or leave where it failed before."""
-        if self.rank > 0:
+        if not self.is_first:
             self.sum(0)
 
     def let_follow(self) -> None:
         """In rank 0: let the others pass `follow_first`."""
-        if self.rank == 0:
+        if self.is_first:
             self.sum(0)
 
     # The end.

@@ -23,43 +23,35 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from pydantic import Field, InstanceOf
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-from typing_extensions import TypedDict
 
-from experiments.shared import training_run
-from experiments.shared.checkpoint import CURRENT, WEIGHTS, check_like, read_checkpoint, write_checkpoint
-from experiments.shared.command_line import AlreadyRecorded, RunError
-from experiments.shared.environment import (
-    describe_environment,
-    git_commit,
-    keep_freed_memory,
-    peak_memory_mib,
-    set_up_device,
-)
+from data.program import ProgramError
+from experiments.shared import environment
+from experiments.shared.checkpoint import CURRENT, check_like, read_checkpoint, write_checkpoint
+from experiments.shared.command_line import AlreadyRecorded
 from experiments.shared.loss_state import anneal
 from experiments.shared.metrics import EVALUATION, summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import find_row, open_run, run_id, utc_now, write_config, write_history, write_row
 
-SAVE_SECONDS = 60  # from one checkpoint to the next, at least
-FORM = {
-    **WEIGHTS,
-    "training": dict[str, dict[str | int, Any]] | None,
-    "random_states": list[dict[str, InstanceOf[Tensor]]],
-    "started_utc": Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")],
-    "times_resumed": Annotated[int, Field(ge=0)],
-    "git_commits": list[Annotated[str, Field(pattern="^[0-9a-z-]*$")]],
+# What is said of an evaluation, all fractions but the loss.
+SAID = {
+    "train_loss": "train loss",
+    **{f"{split}_top{k}": f"{split} top-{k}" for split in ("valid", "test") for k in (1, 5)},
+    **{"valid_wer": "valid word error", "valid_per": "phoneme error"},
 }
+SAVE_SECONDS = 60  # from one checkpoint to the next, at least
 
-commit_now = functools.cache(git_commit)  # asked by each of many runs of a command
+commit_now = functools.cache(environment.git_commit)  # asked by each of many runs of a command
 
 
+@dataclass(eq=False)
 class Run:
     """One configuration, one folder, one row.
 
@@ -68,24 +60,22 @@ class Run:
     `history_file`. measured: what each of its entries holds at least. wait: for another process that holds the folder.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        flags: Mapping[str, Any],
-        identity: Sequence[str],
-        readable: str,
-        device: torch.device,
-        ranks: Ranks,
-        *,
-        clock: str = "epoch",
-        history_file: str = "epochs.csv",
-        measured: Sequence[str] = EVALUATION,
-        wait: bool = False,
-    ) -> None:
-        self.args, self.flags, self.device, self.ranks = args, {**flags, "device": str(device)}, device, ranks
-        self.clock, self.history_file, self.measured, self.wait = clock, history_file, measured, wait
-        self.name = run_id({flag: flags[flag] for flag in identity}, readable)
-        self.folder = args.results.parent / "runs" / self.name
+    args: Any
+    flags: dict[str, Any]
+    identity: Sequence[str]
+    readable: str
+    device: torch.device
+    ranks: Ranks
+    clock: str = "epoch"
+    history_file: str = "epochs.csv"
+    measured: Sequence[str] = EVALUATION
+    wait: bool = False
+
+    def __post_init__(self) -> None:
+        """Name the run. Raises AlreadyRecorded."""
+        self.name = run_id({flag: self.flags[flag] for flag in self.identity}, self.readable)
+        self.flags = {**self.flags, "device": str(self.device)}
+        self.folder = self.args.results.parent / "runs" / self.name
         self.history: list[dict[str, Any]] = []  # one entry per save
         self.origin = {"started_utc": utc_now(), "times_resumed": 0, "git_commits": [commit_now()]}
         self._held = ExitStack()
@@ -93,26 +83,24 @@ class Run:
         self._refuse_recorded()
 
     def _refuse_recorded(self) -> None:
-        results, force = self.args.results, self.args.force
-        if self.ranks.from_first(lambda: training_run.recorded(results, self.name, force)):
+        results = self.args.results
+        if not self.args.force and self.ranks.from_first(lambda: find_row(results, self.name)):
+            self.ranks.say(f"skipped: {results} already has {self.name} (--force repeats it)")
             raise AlreadyRecorded
 
     def __enter__(self) -> "Run":
-        set_up_device(self.device, self.args.threads, getattr(self.args, "deterministic", False))
-        keep_freed_memory()
+        environment.set_up_device(self.device, self.args.threads, getattr(self.args, "deterministic", False))
+        environment.keep_freed_memory()
         self.flags["threads"] = torch.get_num_threads()
-        self.environment = describe_environment(self.device)
-        if self.ranks.is_first:
-            self._held.enter_context(open_run(self.folder, self.wait))
-        try:
+        self.environment = environment.describe_environment(self.device)
+        with ExitStack() as held:
+            if self.ranks.is_first:
+                held.enter_context(open_run(self.folder, self.wait))
             self._refuse_recorded()  # another process may have finished it before the folder was ours
             if self.ranks.is_first:
-                commit = self.origin["git_commits"][0]
-                config = {"run_id": self.name, **self.flags, **self.environment, "git_commit": commit}
-                write_config(self.folder, config)
-        except BaseException:
-            self._held.close()
-            raise
+                origin = {"git_commit": self.origin["git_commits"][0]}
+                write_config(self.folder, {"run_id": self.name, **self.flags, **self.environment, **origin})
+            self._held = held.pop_all()
         # Another one for what the other processes draw.
         torch.manual_seed(self.flags["seed"] + (self.ranks.rank << 32))
         return self
@@ -128,10 +116,9 @@ class Run:
         return self.history[-1][self.clock] if self.history else 0
 
     def track(self, weights: nn.Module, training: Mapping[str, Any], end: int) -> None:
-        """Restore what was saved, or begin alike in all processes. Raises RunError where that does not fit.
+        """Restore what was saved, or begin alike in all processes. Raises ProgramError where that does not fit.
 
-        weights: what every checkpoint holds. training: modules and optimizers, which one holds until the clock is at
-        `end`. A None among them is left out.
+        weights: what every checkpoint holds. training: modules and optimizers (or None), which one holds until `end`.
         """
         self.end, self._weights = end, weights
         self._training = {name: part for name, part in training.items() if part is not None}
@@ -139,9 +126,9 @@ class Run:
             try:
                 self._restore(saved)
             except Exception as error:  # whatever another network's or optimizer's state comes to
-                raise RunError(
-                    f"the checkpoint in {self.folder} is of another version of this code, or was changed: {error}; "
-                    "delete that folder to begin anew"
+                raise ProgramError(
+                    f"the checkpoint in {self.folder} is of another version of this code, or was changed "
+                    f"({type(error).__name__}: {error}); delete that folder to begin anew"
                 ) from None
         else:
             self.ranks.copy_from_first(weights.parameters())
@@ -150,63 +137,62 @@ class Run:
         self._written = time.monotonic()
         where = f"continuing after {self.clock} {self.done} of {end}" if self.history else "beginning"
         processes = f"{self.ranks.count} processes, " if self.ranks.count > 1 else ""
-        self.say(
-            f"{self.name}: {where} on {self.environment['device_name']}, {processes}{self.flags['threads']} threads"
-        )
+        threads = f"{processes}{self.flags['threads']} threads"
+        self.ranks.say(f"{self.name}: {where} on {self.environment['device_name']}, {threads}")
 
     def _saved(self) -> dict[str, Any] | None:
-        """Return the checkpoint; with --force not that of the very run which the row reports. Raises RunError."""
-        columns = {**dict.fromkeys(self.measured, float), self.clock: Annotated[int, Field(ge=1)]}
-        history = Annotated[list[TypedDict("Evaluation", columns)], Field(min_length=1)]
+        """Return the checkpoint; with --force not that of the very run which the row reports. Raises ProgramError."""
         try:
-            saved = read_checkpoint(self.folder / CURRENT, {**FORM, "history": history})
+            saved = read_checkpoint(self.folder / CURRENT)
         except FileNotFoundError:
             return None
-        except RunError as error:
-            raise RunError(f"{error}; delete {self.folder} to begin anew") from None
+        except ProgramError as error:
+            raise ProgramError(f"{error}; delete {self.folder} to begin anew") from None
         row = find_row(self.args.results, self.name)
-        return None if row and row["started_utc"] == saved["started_utc"] else saved
+        return None if row and row["started_utc"] == saved.get("started_utc") else saved
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
-        clocks = [each[self.clock] for each in saved["history"]]
-        if clocks != sorted(set(clocks)) or clocks[-1] > self.end:
+        history, training = saved["history"], saved["training"]
+        clocks = [each[self.clock] for each in history]
+        if not clocks or clocks != sorted({*clocks} & {*range(1, self.end + 1)}):
             raise ValueError(f"its history counts {self.clock}s {clocks} of {self.end}")
-        if (clocks[-1] == self.end) != (saved["training"] is None):
+        math.fsum(each[name] for each in history for name in self.measured)  # they are there, and numbers
+        if (clocks[-1] == self.end) != (training is None):
             raise ValueError(f"training must be there until {self.clock} {self.end}, and then no more")
+        check_like({name: saved[name] for name in self.origin}, self.origin, "origin")
+        saved["started_utc"].encode()
         check_like(saved["model"], self._weights.state_dict(), "model")
         self._weights.load_state_dict(saved["model"])
-        if saved["training"] is not None:
-            self._restore_training(saved["training"])
+        if training is not None:
+            check_like(training, {name: expected_of(part) for name, part in self._training.items()}, "training")
+            for name, value in training.get("loss", {}).items():
+                if name.endswith("_extra_state") and not value > 0:  # the spread of the logits
+                    raise ValueError(f"training.loss.{name} must be above 0, and is {value.item()}")
+            for name, part in self._training.items():
+                # Of an optimizer the settings are the command's.
+                is_module = isinstance(part, nn.Module)
+                part.load_state_dict(training[name] if is_module else {**part.state_dict(), "state": training[name]})
         if self.ranks.rank < len(saved["random_states"]):
             states = saved["random_states"][self.ranks.rank]
             torch.set_rng_state(states["cpu"])
             if self.device.type == "cuda" and "cuda" in states:  # it may have moved between CPU and GPU
                 torch.cuda.set_rng_state(states["cuda"], self.device)
-        self.history = saved["history"]
+        self.history = history
         commits = list(dict.fromkeys([*saved["git_commits"], *self.origin["git_commits"]]))
         resumed = saved["times_resumed"] + 1
         self.origin = {"started_utc": saved["started_utc"], "times_resumed": resumed, "git_commits": commits}
-
-    def _restore_training(self, saved: Mapping[str, Any]) -> None:
-        expected = {name: expected_of(part) for name, part in self._training.items()}
-        check_like(saved, expected, "training")
-        for name, value in saved.get("loss", {}).items():
-            if name.endswith("_extra_state") and not value > 0:  # the spread of the logits
-                raise ValueError(f"training.loss.{name} must be above 0, and is {value.item()}")
-        for name, part in self._training.items():
-            if isinstance(part, nn.Module):
-                part.load_state_dict(saved[name])
-            else:  # an optimizer, whose settings are the command's
-                part.load_state_dict({**part.state_dict(), "state": saved[name]})
 
     def remaining(self) -> Iterator[int]:
         """The numbers of the clock that are left."""
         numbers = range(self.done + 1, self.end + 1)
         yield from tqdm(numbers, initial=self.done, total=self.end, unit=self.clock, disable=not self.on_terminal)
 
-    def save(self, measured: Mapping[str, Any], line: str = "") -> None:
-        """Add to the history what an evaluation gave, and make sure that the run can go on from here."""
-        self.history.append({**measured, "peak_memory_mib": peak_memory_mib(self.device)})
+    def save(self, measured: Mapping[str, Any], told: str = "") -> None:
+        """Add to the history what an evaluation gave, and make sure that the run can go on from here.
+
+        told: when that was, to be said with the figures; nothing is said without it.
+        """
+        self.history.append({**measured, "peak_memory_mib": environment.peak_memory_mib(self.device)})
         states = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -229,8 +215,11 @@ class Run:
         if finished or time.monotonic() - self._written >= SAVE_SECONDS:
             self._write()
         write_history(self.folder, self.history, self.history_file)
-        if line:
-            self.say(line)
+        if told:
+            seed = f"seed {self.flags['seed']} " if len(getattr(self.args, "seeds", [0])) > 1 else ""
+            figures = [f"{SAID[name]} {measured[name]:.4f}" for name in SAID if measured.get(name) is not None]
+            seconds = "trained {train_seconds:.1f} s, evaluated {eval_seconds:.1f} s".format(**measured)
+            self.ranks.say("  ".join((seed + told, *figures, seconds)))
 
     def _write(self) -> None:
         write_checkpoint(self.folder / CURRENT, self._snapshot)
@@ -258,16 +247,16 @@ class Run:
         # Where the file is, it says itself; and of a repetition nothing else is new.
         flags = {name: value for name, value in self.flags.items() if name not in ("results", "force")}
         origin = {**self.origin, "git_commit": "+".join(filter(None, self.origin["git_commits"]))}
-        names = ("git_commit", "times_resumed", "started_utc")
-        row = {"run_id": self.name, **flags, **columns, **self.environment, **{name: origin[name] for name in names}}
-        write_row(self.args.results, {**row, "finished_utc": utc_now()})
+        del origin["git_commits"]
+        row = {"run_id": self.name, **flags, **columns, **self.environment, **origin, "finished_utc": utc_now()}
+        write_row(self.args.results, row)
         accuracies = [
             f"test top-{k} {row[f'test_top{k}']:.4f} ({self.clock} {row[f'test_top{k}_{self.clock}']})"
             for k in (1, 5)
             if f"test_top{k}" in row
         ]
         speed = f", {row['images_per_second']:.0f} images/s" if row.get("images_per_second") else ""
-        self.say(
+        self.ranks.say(
             f"{self.name}: {told or ', '.join(accuracies)}, {row['train_seconds']:.1f} s of training{speed}\n"
             f"row: {self.args.results}\nrun: {self.folder}"
         )
@@ -276,11 +265,6 @@ class Run:
     def on_terminal(self) -> bool:
         """Whether bars are shown: to somebody, and by one process alone."""
         return sys.stderr.isatty() and self.ranks.is_first and len(getattr(self.args, "seeds", [0])) == 1
-
-    def say(self, line: str) -> None:
-        """Print a line, above the bars."""
-        if self.ranks.is_first:
-            training_run.say(line)
 
 
 def expected_of(part: Any) -> dict[Any, Any]:
@@ -294,10 +278,11 @@ def expected_of(part: Any) -> dict[Any, Any]:
     return {number: {"step": step, "exp_avg": each, "exp_avg_sq": each} for number, each in enumerate(parameters)}
 
 
-class Diverged(RunError):
+class Diverged(ProgramError):
     """A loss is not finite."""
 
 
+@dataclass(eq=False)
 class Steps:
     """The steps of one optimizer: bar, schedules, gradients, and losses that are read once, at the end of an epoch.
 
@@ -305,26 +290,17 @@ class Steps:
     gradient; a longer one is shortened.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: nn.Module | None,
-        num_steps: int,
-        n_epochs: int,
-        *,
-        lr_schedule: str | None = None,
-        largest_norm: float | None = None,
-    ) -> None:
-        self.run, self.optimizer, self.loss_fn, self.num_steps, self.n_epochs = (
-            run,
-            optimizer,
-            loss_fn,
-            num_steps,
-            n_epochs,
-        )
-        self.lr_schedule, self.largest_norm = lr_schedule, largest_norm
-        self.parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    run: Run
+    optimizer: torch.optim.Optimizer
+    loss_fn: nn.Module | None
+    num_steps: int
+    n_epochs: int
+    lr_schedule: str | None = None
+    largest_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Begin without losses."""
+        self.parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         self.losses: list[Tensor] = []  # each (), since the last mean
 
     def of(self, epoch: int, first: int = 0, stop: int | None = None) -> Iterator[int]:
@@ -346,14 +322,11 @@ class Steps:
             torch.compiler.cudagraph_mark_step_begin()
 
     def take(self, batch_loss: Callable[..., tuple[Tensor, Any]], *tensors: Any) -> Any:
-        """A step down the gradient of a loss, (), of tensors; return what else their function returns.
-
-        Of several processes the sum of the losses is that of the whole batch. Raises Diverged, on a CPU at once.
-        """
+        """Step down the gradient of a loss () of tensors; return what else their function returns. Raises Diverged."""
         self.optimizer.zero_grad(set_to_none=True)
         loss, result = batch_loss(*tensors)
         if self.run.device.type == "cpu" and self.run.ranks.count == 1:
-            self.check(loss.item(), self.step)
+            self._check(loss.item(), self.step)
         loss.backward()
         self.run.ranks.sum_gradients(self.parameters)
         if self.largest_norm:
@@ -363,20 +336,16 @@ class Steps:
         return result
 
     def mean(self, mean: Callable[[Tensor], Tensor] | None = None) -> float:
-        """The mean loss of the steps since the last mean. Raises Diverged: before anything is saved.
-
-        mean: of a tensor (steps,), which rounds; without it the sum is exact.
-        """
+        """The mean loss since the last mean, exact, or as `mean` of a tensor (steps,) rounds. Raises Diverged."""
         losses, self.losses = torch.stack(self.losses), []  # (steps,)
         rounded = mean and self.run.ranks.total(mean(losses)).item()
         losses = self.run.ranks.total(losses).tolist()  # the one wait for a GPU
         getattr(self.loss_fn, "check_convergence", lambda: None)()
         for step, value in enumerate(losses, self.step + 1 - len(losses)):
-            self.check(value, step)
+            self._check(value, step)
         return math.fsum(losses) / len(losses) if rounded is None else rounded
 
-    def check(self, value: float, step: int) -> None:
-        """Raise Diverged where the loss of a step is not finite."""
+    def _check(self, value: float, step: int) -> None:
         check_finite(self.run, value, f"in {self.run.clock} {self.epoch}, step {step + 1} of {self.num_steps}")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from data import program
-from experiments.shared.command_line import AlreadyRecorded, CommandLineError, finish, training_device
+from experiments.shared.command_line import AlreadyRecorded, check, finish
 from experiments.shared.cores import usable_cores
 from experiments.shared.ranks import Ranks
 
@@ -29,10 +29,9 @@ LOST_AFTER = 5
 
 
 def division(num_seeds: int, threads: int | None, on_gpu: bool) -> tuple[int, int]:
-    """Return how many processes run at a time, and the CPU threads of each.
+    """Return how many processes run at a time, and the CPU threads of each. threads: --threads.
 
-    Both follow from the command line and the machine, not from what is left to do: with other threads a resumed seed
-    would end with other bits. threads: --threads. On a GPU all run at a time, and their kernels fill each other's gaps.
+    Not by what is left to do: with other threads a resumed seed would end with other bits. On a GPU all run at a time.
     """
     cores = usable_cores()
     threads = threads or max(1, min(torch.get_num_threads(), cores // min(num_seeds, cores)))
@@ -46,34 +45,36 @@ def each_seed(begin: Callable[..., Any], train: Callable[[Any, Ranks], int], arg
     """
     if len(args.seeds) == 1:
         return train(args, ranks)
-    if ranks.count > 1:
-        raise CommandLineError(
-            f"--seeds starts a process per seed, and torchrun has started {ranks.count}: give one --seed, or leave "
-            "torchrun out"
-        )
-    training_device(args.device, ranks)
+    told = f"--seeds starts a process per seed, and torchrun has started {ranks.count}: give one --seed"
+    check(ranks.count == 1, told)
+    on_gpu = ranks.device(args.device).type == "cuda"
     unfinished = []
     for seed in args.seeds:
         with contextlib.suppress(AlreadyRecorded):
             begin(dataclasses.replace(args, seed=seed, device="cpu"), ranks)  # a GPU is left to the processes
             unfinished.append(dataclasses.replace(args, seed=seed))
-    return run_seeds(train, unfinished, len(args.seeds)) if unfinished else 0
+    if not unfinished:
+        return 0
+    at_a_time, threads = division(len(args.seeds), args.threads, on_gpu)
+    for number, each in enumerate(unfinished):
+        each.threads = threads
+        if on_gpu and each.device in ("auto", "cuda"):
+            each.device = f"cuda:{number % torch.cuda.device_count()}"
+    failed = {seed: status for seed, status in run_seeds(train, unfinished, at_a_time).items() if status != 0}
+    if failed:
+        named = ", ".join(f"{each.seed} (status {failed[each.seed]})" for each in unfinished if each.seed in failed)
+        print(
+            f"error: {len(failed)} of {len(args.seeds)} seeds failed: {named}. The same command trains what is not "
+            "recorded",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
 
 
-def run_seeds(train: Callable[[Any, Ranks], int], each: Sequence[Any], num_seeds: int) -> int:
-    """Call `train` with the arguments of each seed, in a process of its own; return the exit status of all.
-
-    each: what is left to do of `num_seeds` seeds. A seed that fails does not stop the others; it is named at the end.
-    Ctrl-C, SIGTERM and the end of this process stop all.
-    """
-    on_gpu = each[0].device != "cpu" and torch.cuda.is_available()
-    at_a_time, threads = division(num_seeds, each[0].threads, on_gpu)
-    for number, args in enumerate(each):
-        args.threads = threads
-        if on_gpu and args.device in ("auto", "cuda"):
-            args.device = f"cuda:{number % torch.cuda.device_count()}"
+def run_seeds(train: Callable[[Any, Ranks], int], waiting: Sequence[Any], at_a_time: int) -> dict[int, int | None]:
+    """Call `train` for each seed in a process of its own; return the exit statuses. A failure stops no other."""
     processes = multiprocessing.get_context("spawn")  # forked, a process could use neither CUDA nor OpenMP
-    waiting = list(each)
+    waiting = list(waiting)
     running, statuses = {}, {}
     try:
         while waiting or running:
@@ -98,15 +99,7 @@ def run_seeds(train: Callable[[Any, Ranks], int], each: Sequence[Any], num_seeds
             for _, process in running.values():
                 process.join(LOST_AFTER)
             running = {sentinel: each for sentinel, each in running.items() if each[1].is_alive()}
-    failed = {args.seed: statuses[args.seed] for args in each if statuses[args.seed] != 0}
-    if not failed:
-        return 0
-    named = ", ".join(f"{seed} (status {status})" for seed, status in failed.items())
-    print(
-        f"error: {len(failed)} of {num_seeds} seeds failed: {named}. The same command trains what is not recorded",
-        file=sys.stderr,
-    )
-    return 1
+    return statuses
 
 
 def _watched(train: Callable[[Any, Ranks], int], args: Any) -> None:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from data.cmudict import END, load_words
-from experiments.shared.beam_search_flags import rank_operator
+from experiments.shared.beam_objectives import rank_operator
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.command_line import CommandLineError
 from models.beam_search import beam_search, soft_beam

@@ -17,13 +17,11 @@ from pathlib import Path
 import pandas as pd
 
 from data import program
-from scripts.reporting import figure_style
 from scripts.reporting.figure_style import PAGE, STYLES, key, legend, look, note, pyplot, save
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "results" / "benchmarks" / "scaling.csv"
 AXES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 QUANTITIES = {"ms": ("operations", "time of a pass (ms)"), "peak_mib": ("numbers", "peak memory (MiB)")}
-THIN = {"markersize": 3.5, "linewidth": 1}
 SMALLEST_MIB = 0.5  # what the operating system counts in pages and pools says little below
 
 
@@ -32,26 +30,24 @@ def draw_cost(folder: Path, path: Path = BENCHMARK) -> list[Path]:
     rows = pd.read_csv(path).dropna(subset="ms") if path.exists() else ()
     if not len(rows):
         raise program.CommandLineError(f"{path} has no measured rows; run benchmarks/scaling.py first")
-    # The value that stays while another number moves is the one that most rows have.
-    base = {axis: int(rows[axis].mode().iloc[0]) for axis in AXES}
+    rows["peak_mib"] = rows["peak_mib"].where(rows["peak_mib"] >= SMALLEST_MIB)
+    base = rows[[*AXES]].mode().iloc[0].astype(int)  # what stays while another number moves: most rows have it
     methods = [method for method in STYLES if method in set(rows["method"])]
     figure, axes = pyplot.subplots(2, len(AXES), figsize=(PAGE, 4.8), sharey="row", sharex="col")
     for column, (axis_name, label) in enumerate(AXES.items()):
         others = [other for other in AXES if other != axis_name]
-        here = rows[(rows[others] == [base[other] for other in others]).all(axis=1)].sort_values(axis_name)
+        here = rows[(rows[others] == base[others]).all(axis=1)].sort_values(axis_name)
         for axis, (quantity, (model, unit)) in zip(axes[:, column], QUANTITIES.items()):
             for method in methods:
-                measured = here[(here["method"] == method) & ((quantity == "ms") | (here[quantity] >= SMALLEST_MIB))]
+                measured = here[here["method"] == method].dropna(subset=quantity)
                 asymptote = measured["batch"] * measured[model]
-                axis.plot(measured[axis_name], measured[quantity], **look(method) | {"linestyle": "-"}, **THIN)
+                line = look(method) | {"linestyle": "-", "markersize": 3.5, "linewidth": 1}
+                axis.plot(measured[axis_name], measured[quantity], **line)
                 if len(measured) > 1 and not math.isclose(asymptote.iloc[0], asymptote.iloc[-1]):
                     scaled = asymptote * (measured[quantity].iloc[-1] / asymptote.iloc[-1])
                     axis.plot(measured[axis_name], scaled, color=STYLES[method].color, linestyle=":", linewidth=0.9)
-            axis.set_xscale("log")
-            axis.set_yscale("log")
+            axis.set(xscale="log", yscale="log", ylabel=unit if column == 0 else "")
             axis.minorticks_off()
-            if column == 0:
-                axis.set_ylabel(unit)
         ticks = sorted(set(rows[axis_name]))
         axes[1][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes[1][column].set_xlabel(label)
@@ -62,5 +58,14 @@ def draw_cost(folder: Path, path: Path = BENCHMARK) -> list[Path]:
     return save(figure, folder, "cost_over_size")
 
 
+def main() -> int:
+    """Draw the figure into a folder, that of results unless --figures names one; return the exit status."""
+    parser = program.Parser(description=(__doc__ or "").split("\n\n")[0])
+    figures = BENCHMARK.parents[1] / "figures"
+    parser.add_argument("--figures", type=program.path, default=figures, metavar="FOLDER", help="%(default)s")
+    print(*(f"wrote {path}" for path in draw_cost(parser.parse_args().figures)), sep="\n")
+    return 0
+
+
 if __name__ == "__main__":
-    program.end(figure_style.main(draw_cost))
+    program.end(program.finish(main))

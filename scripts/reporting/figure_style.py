@@ -7,7 +7,7 @@ in grey.
 
 import io
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from data import program
 from data.atomic_file import atomic_write
 
 COLUMN, PAGE = 3.35, 6.9  # inches: a column, and both with the gap between
@@ -110,11 +109,10 @@ def legend(
 ) -> None:
     """Put a legend of the methods, in the order of STYLES, below a figure; methods: also with what follows a name."""
     told = methods if isinstance(methods, Mapping) else dict.fromkeys(methods, "")
-    handles = [
-        key(STYLES[name].label + (f",{told[each]}" if told[each] else ""), **look(name, line=lines))
-        for each in sorted(told, key=lambda each: list(STYLES).index(each.partition(",")[0]))
-        for name in [each.partition(",")[0]]
-    ]
+    handles = []
+    for each in sorted(told, key=lambda each: list(STYLES).index(each.partition(",")[0])):
+        method = each.partition(",")[0]
+        handles.append(key(STYLES[method].label + (f",{told[each]}" if told[each] else ""), **look(method, line=lines)))
     columns = columns or (2 if figure.get_figwidth() <= COLUMN else 4)
     figure.legend(handles=[*handles, *more], loc="outside lower center", ncols=columns, handlelength=3)
 
@@ -123,16 +121,3 @@ def note(figure: Figure, text: str) -> None:
     """Say above a figure what it shows."""
     wrapped = textwrap.wrap(text, int(figure.get_figwidth() * 18))
     figure.suptitle("\n".join(wrapped), fontsize=7, x=0.01, ha="left")
-
-
-def main(draw: Callable[[Path], list[Path]]) -> int:
-    """Draw a figure into a folder, that of results unless --figures names one; return the exit status."""
-
-    def run() -> int:
-        parser = program.Parser(description="Draw a figure, as PNG and SVG.")
-        results = Path(__file__).parents[2] / "results"
-        parser.add_argument("--figures", type=Path, default=results / "figures", metavar="FOLDER", help="%(default)s")
-        print("\n".join(f"wrote {path}" for path in draw(parser.parse_args().figures)))
-        return 0
-
-    return program.finish(run)

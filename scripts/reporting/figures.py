@@ -60,30 +60,26 @@ def draw_figures_of_table(table: Table, protocol: Row, run_folders: Path, folder
 
 
 def _accuracy_over_epochs(table: Table, run_folders: Path, told: str, folder: Path) -> list[Path]:
-    curves, absent = (
-        [],
-        0,
-    )  # of each line: it, what its histories count, and these, one per run that has its folder here
+    curves, absent = [], 0  # a curve: its line, what its histories count, and these, one per run that has its folder
     for line in table.run_lines:
         for file, clock in HISTORIES.items():
             found = [_read_csv(run_folders / run["run_id"] / file, (clock, *METRICS)) for run in line.runs]
             if histories := [history for history in found if len(history)]:
-                curves.append((line, clock, histories))
-                absent -= len(histories)
                 break
-        absent += len(line.runs)
+        absent += len(line.runs) - len(histories)
+        curves += [(line, clock, histories)] * bool(histories)
     if absent:
-        _leave_out(
-            f"{absent} of {sum(len(line.runs) for line in table.run_lines)} runs have no history in {run_folders}"
-        )
+        num_runs = sum(len(line.runs) for line in table.run_lines)
+        _leave_out(f"{absent} of {num_runs} runs have no history in {run_folders}")
     if not curves:
         return _leave_out("accuracy over epochs: it needs the run folders")
     # A panel per P_K; what sorts nothing, P_K = 1, is in all of them.
     p_ks = sorted({_p_k(line) for line, _, _ in curves} - {ALONE}, key=_p_k_order) or [ALONE]
+    curves.sort(key=lambda curve: _p_k(curve[0]) != ALONE)
     figure, axes = _panels(len(p_ks), told)
     for number, (p_k, pair) in enumerate(zip(p_ks, axes)):
         for axis, (metric, name) in zip(pair, METRICS.items()):
-            for line, clock, histories in sorted(curves, key=lambda curve: _p_k(curve[0]) != ALONE):
+            for line, clock, histories in curves:
                 if _p_k(line) in (p_k, ALONE):
                     _curve(axis, line.method, clock, histories, metric)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
@@ -120,26 +116,29 @@ def _curve(axis: Axes, method: str, clock: str, histories: Sequence[pd.DataFrame
 
 def _top1_against_top5(table: Table, told: str, folder: Path) -> list[Path]:
     """Ours and published in one plane; a second panel enlarges the best corner if the first is wide."""
-    points = []  # (x, y, method, P_K, is ours), in percent
+    found = []
     for line in table.lines:
         values = [line.value(metric) for metric in METRICS]
         if line.method and None not in values:
-            points.append((*(100 * float(value) for value in values), line.method, line.p_k, False))
+            found.append((*map(float, values), line.method, line.p_k, False))
         if line.runs:
-            points.append((*(100 * line.mean(metric) for metric in METRICS), line.method, line.runs[0]["p_k"], True))
-    best = [max(point[axis] for point in points) for axis in (0, 1)]
-    close = [point for point in points if point[0] > best[0] - 12 and point[1] > best[1] - 6]
-    is_wide = len(close) > 2 and any(_span(points, axis) > 3 * _span(close, axis) for axis in (0, 1))
-    panels = [points, close] if is_wide else [points]
-    letters = {p_k: chr(ord("a") + at) for at, p_k in enumerate(sorted({p_k_of(p[3]) for p in points}, key=_p_k_order))}
+            found.append((*map(line.mean, METRICS), line.method, line.runs[0]["p_k"], True))
+    points = pd.DataFrame(found, columns=["x", "y", "method", "cell", "is_ours"])
+    points[["x", "y"]] *= 100
+    points["p_k"] = points["cell"].map(p_k_of)
+    is_close = (points["x"] > points["x"].max() - 12) & (points["y"] > points["y"].max() - 6)
+    spans, close = (np.ptp(each[["x", "y"]].to_numpy(), axis=0) for each in (points, points[is_close]))
+    is_wide = is_close.sum() > 2 and bool((spans > 3 * close).any())
+    panels = [points, points[is_close]] if is_wide else [points]
+    letters = {p_k: chr(ord("a") + place) for place, p_k in enumerate(sorted(set(points["p_k"]), key=_p_k_order))}
     width = PAGE if is_wide or len(points) > 12 else COLUMN
     figure, axes = pyplot.subplots(1, len(panels), figsize=(width, 3.6), squeeze=False)
     for axis, shown in zip(axes[0], panels):
-        for point in shown:
-            x, y, method, p_k, is_ours = point
-            axis.plot(x, y, **look(method, is_ours, line=False), markersize=5.5)
-            if shown is panels[-1] or point not in close:  # the letters of the enlarged ones would lie on each other
-                axis.annotate(letters[p_k_of(p_k)], (x, y), (4, 2), textcoords="offset points", fontsize=7)
+        for point in shown.itertuples():
+            axis.plot(point.x, point.y, **look(point.method, point.is_ours, line=False), markersize=5.5)
+            if shown is panels[-1] or not is_close[point.Index]:  # letters of the enlarged ones would lie on each other
+                place = {"xytext": (4, 2), "textcoords": "offset points"}
+                axis.annotate(letters[point.p_k], (point.x, point.y), **place, fontsize=7)
         axis.margins(0.1)
         axis.set_xlabel("test top-1 accuracy (%)")
     if is_wide:
@@ -149,46 +148,44 @@ def _top1_against_top5(table: Table, told: str, folder: Path) -> list[Path]:
         axes[0][0].set_title("all", loc="left")
         axes[0][1].set_title("the frame, enlarged", loc="left")
     axes[0][0].set_ylabel("test top-5 accuracy (%)")
-    by_p_k = {p_k_of(point[3]): shown_p_k(point[3]) for point in points}
-    more = [points_of(filled) for filled in (True, False) if any(point[4] == filled for point in points)]
+    by_p_k = dict(zip(points["p_k"], points["cell"].map(shown_p_k)))
+    more = [points_of(filled) for filled in (True, False) if (points["is_ours"] == filled).any()]
     more += [key(f"{letter}: {by_p_k[p_k]}", color="none") for p_k, letter in letters.items()]
     note(figure, told)
-    legend(figure, [point[2] for point in points], more, lines=False)
+    legend(figure, list(points["method"]), more, lines=False)
     return save(figure, folder, f"{table.name}_top1_top5")
-
-
-def _span(points: Sequence[tuple], axis: int) -> float:
-    return max(point[axis] for point in points) - min(point[axis] for point in points)
 
 
 def _accuracy_over_p_k(table: Table, told: str, folder: Path) -> list[Path]:
     """Each method's accuracy over the P_K that it was run or published with; P_K = 1, softmax, as a level."""
-    lines = [line for line in table.lines if line.method and (line.runs or any(line.value(m) for m in METRICS))]
-    relaxed = [line for line in lines if _p_k(line) not in ((), ALONE)]
-    p_ks = sorted({_p_k(line) for line in relaxed}, key=_p_k_order)
+    lines = [line for line in table.lines if line.method and (line.runs or any(map(line.value, METRICS)))]
+    relaxed = sorted((line for line in lines if _p_k(line) not in ((), ALONE)), key=lambda line: _p_k_order(_p_k(line)))
     methods_run = [line.method for line in relaxed if line.runs]
     if len(methods_run) == len(set(methods_run)):
         return _leave_out("accuracy over P_K: it needs a method with two P_K or more besides [1, 0, ..]")
     shown = {_p_k(line): shown_p_k(line.runs[0]["p_k"] if line.runs else line.p_k) for line in relaxed}
+    place = {p_k: x for x, p_k in enumerate(shown)}
     figure, axes = _panels(1, told)
     for axis, (metric, name) in zip(axes[0], METRICS.items()):
         for line in lines:
             if line.runs and _p_k(line) == ALONE:
                 style = STYLES[line.method]
                 axis.axhline(100 * line.mean(metric), color=style.color, linestyle=style.line, linewidth=0.9)
-        for method in dict.fromkeys(line.method for line in relaxed):
-            here = sorted((p_ks.index(_p_k(line)), at) for at, line in enumerate(relaxed) if line.method == method)
-            ours = [(x, relaxed[at]) for x, at in here if relaxed[at].runs]
-            means = [100 * line.mean(metric) for _, line in ours]
-            stds = [100 * (line.std(metric) or 0.0) for _, line in ours]
-            axis.errorbar([x for x, _ in ours], means, stds, **look(method), capsize=2)
-            known = [(x, 100 * float(value)) for x, at in here if (value := relaxed[at].value(metric)) is not None]
+        for method in dict.fromkeys(line.method for line in lines if line in relaxed):
+            here = [line for line in relaxed if line.method == method]
+            ours = [
+                (place[_p_k(line)], 100 * line.mean(metric), 100 * (line.std(metric) or 0))
+                for line in here
+                if line.runs
+            ]
+            axis.errorbar(*zip(*ours) if ours else ((), (), ()), **look(method), capsize=2)
+            known = [(place[_p_k(line)], 100 * float(line.value(metric))) for line in here if line.value(metric)]
             axis.plot(*zip(*known) if known else ((), ()), **look(method, filled=False, line=False))
         axis.set_ylabel(f"test {name} accuracy (%)")
-        axis.set_xlim(-0.3, len(p_ks) - 0.7)
-        axis.set_xticks(range(len(p_ks)), [shown[p_k] for p_k in p_ks], rotation=30, ha="right")
+        axis.set_xlim(-0.3, len(shown) - 0.7)
+        axis.set_xticks(range(len(shown)), shown.values(), rotation=30, ha="right")
     axes[0][1].set_xlabel("$P_K$")
-    hollow = any(line.value(metric) is not None for line in relaxed for metric in METRICS)
+    hollow = any(line.value(metric) for line in relaxed for metric in METRICS)
     legend(figure, [line.method for line in lines if line.runs], [points_of(filled=False)] * hollow)
     return save(figure, folder, f"{table.name}_accuracy_over_p_k")
 

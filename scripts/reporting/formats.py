@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.reporting import results
-from scripts.reporting.results import Row
+from scripts.reporting.results import Row, as_markdown, mean_std
 from scripts.reporting.tables import METRICS, Line, Table, shown_p_k
 
 LATEX = str.maketrans(
@@ -32,7 +31,7 @@ WORDS = ("method", "P_K", "public")  # columns that are no numbers
 def markdown(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return the caption and a table for README files."""
     cells = _cells(table, "**{}**".format, lambda text: text.replace("|", "\\|"))
-    return f"{table.caption}\n\n{results.markdown(_flat(cells), words=_words(cells))}\n"
+    return f"{table.caption}\n\n{as_markdown(_flat(cells), words=_words(cells))}\n"
 
 
 def latex(table: Table, figures: Sequence[Path] = ()) -> str:
@@ -63,8 +62,8 @@ def as_csv(table: Table, figures: Sequence[Path] = ()) -> str:
     """Return a row per line of the table, fractions in [0, 1] with all digits, and in each what its runs were."""
     rows = []
     for line in table.lines:
-        row = {"name": line.published.get("published_name", line.method), "method": line.method}
-        row["p_k"] = _p_k(line)
+        name = line.published.get("published_name", line.method)
+        row: dict[str, object] = {"name": name, "method": line.method, "p_k": _p_k(line)}
         for metric in table.decimals:
             row[f"published_{metric}"] = line.published.get(metric, "")
             row[f"rerun_{metric}"] = line.rerun.get(metric, "")
@@ -114,49 +113,36 @@ def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], st
 
     bold: applied to the best of a column. escaped: to every cell before that.
     """
-    lines = table.lines
-    columns: dict[tuple[str, str], list[str]] = {
-        ("", "method"): [line.name + "†" * (line.published.get("second_hand") == "true") for line in lines]
-    }
+    lines, columns = table.lines, {}
+
+    def add(group: str, heading: str, cells: Sequence[str], values: Sequence[float] = ()) -> None:
+        """values: the largest is bold where there are two or more; -1 is none."""
+        best = max(values) if sum(value >= 0 for value in values) > 1 else None
+        cells = list(map(escaped, cells))
+        for place, value in enumerate(values):
+            cells[place] = bold(cells[place]) if value == best else cells[place]
+        columns[group, heading] = cells
+
+    add("", "method", [line.name + "†" * (line.published.get("second_hand") == "true") for line in lines])
     if any(map(_p_k, lines)):
-        columns["", "P_K"] = [shown_p_k(_p_k(line)) for line in lines]
+        add("", "P_K", [shown_p_k(_p_k(line)) for line in lines])
     if any(line.published.get("public") for line in lines):
         public = {"true": "yes", "false": "no"}
-        columns["", "public"] = [public.get(line.published.get("public"), "") for line in lines]
-    best: dict[tuple[str, str], list[bool]] = {}
+        add("", "public", [public.get(line.published.get("public"), "") for line in lines])
     for metric, decimals in table.decimals.items():
         shown = METRICS[metric]
-        for heading, rows in (
-            ("published", [each.published for each in lines]),
-            ("rerun", [each.rerun for each in lines]),
-        ):
-            if any(rows):
-                columns[shown, heading] = [_published(row, metric) for row in rows]
-                # Second-hand values are apart.
+        for heading in ("published", "rerun"):
+            rows = [getattr(line, heading) for line in lines]
+            if any(rows):  # second-hand values are apart
                 values = [float(row.get(metric) or -1) if row.get("second_hand") == "false" else -1 for row in rows]
-                best[shown, heading] = _best(values)
-        columns[shown, table.implementation] = [_ours(line, metric, decimals) for line in lines]
+                add(shown, heading, [_published(row, metric) for row in rows], values)
         means = [round(100 * line.mean(metric), decimals) if line.runs else -1 for line in lines]
-        best[shown, table.implementation] = _best(means)
+        add(shown, table.implementation, [_ours(line, metric, decimals) for line in lines], means)
         if any(line.published for line in lines):
-            columns[shown, "difference"] = [_difference(line, metric, decimals) for line in lines]
+            add(shown, "difference", [_difference(line, metric, decimals) for line in lines])
     seeds = [(len(line.runs), table.num_seeds) for line in lines]
-    columns["", "seeds"] = [f"{n}" + f" of {asked}" * (n < asked) if n else "" for n, asked in seeds]
-    return pd.DataFrame(
-        {
-            place: [
-                bold(escaped(cell)) if is_best else escaped(cell)
-                for cell, is_best in zip(cells, best.get(place, [False] * len(cells)))
-            ]
-            for place, cells in columns.items()
-        }
-    )
-
-
-def _best(values: Sequence[float]) -> list[bool]:
-    """Which values are the largest, where there are two or more that are not -1."""
-    several = sum(value >= 0 for value in values) > 1
-    return [several and value == max(values) for value in values]
+    add("", "seeds", [f"{n}" + f" of {asked}" * (n < asked) if n else "" for n, asked in seeds])
+    return pd.DataFrame(columns)
 
 
 def _p_k(line: Line) -> str:
@@ -170,11 +156,9 @@ def _published(row: Row, metric: str) -> str:
 
 
 def _ours(line: Line, metric: str, decimals: int) -> str:
-    """Mean ± std."""
-    if not line.runs:
-        return "not run" if line.method else ""
-    std = line.std(metric)
-    return f"{100 * line.mean(metric):.{decimals}f}" + (f" ± {100 * std:.{decimals}f}" if std is not None else "")
+    if line.runs:
+        return mean_std([100 * float(run[metric]) for run in line.runs], decimals)
+    return "not run" if line.method else ""
 
 
 def _difference(line: Line, metric: str, decimals: int) -> str:

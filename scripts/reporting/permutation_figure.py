@@ -6,11 +6,6 @@ defaults. Nothing is read from results/. The relaxed sort answers for every rank
 Methods that draw noise are shown by the mean over many draws, the same ones each time.
 """
 
-if __name__ == "__main__":
-    from data import program
-
-    program.begin()
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from torch import Tensor
 
-from data import program
-from scripts.reporting import figure_style
 from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, note, pyplot, save
 from scripts.reporting.tables import shown_p_k
 from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, make_operator
@@ -71,8 +64,7 @@ def draw_permutations(folder: Path) -> list[Path]:
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel)
         axis.set_title(title, fontsize=7.5, loc="left")
-        if number % 4:
-            axis.set_yticklabels([])
+        axis.tick_params(labelleft=number % 4 == 0)
     note(
         figure,
         "Relaxed permutation matrix P of one sample, ranks by classes (below each class its score). To the right the "
@@ -179,7 +171,3 @@ def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor) -> None:
     axis.grid(False)
     for spine in axis.spines.values():
         spine.set_visible(False)
-
-
-if __name__ == "__main__":
-    program.end(figure_style.main(draw_permutations))

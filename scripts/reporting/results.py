@@ -11,8 +11,8 @@ import pandas as pd
 
 from data import program
 from data.program import CommandLineError, Parser
+from experiments.shared.neighbours import METHODS as KNN_METHODS
 from experiments.shared.run_record import COLUMNS, read_rows
-from experiments.shared.train_knn_flags import METHODS as KNN_METHODS
 from topk_losses import METHODS
 
 Row = Mapping[str, str]
@@ -74,18 +74,22 @@ def check(path: Path, rows: Sequence[Row], needed: Sequence[str], optional: Sequ
                 raise CommandLineError(f"{name} must be {what}, got {row[name]!r} in row {row['run_id']} of {path}")
 
 
+def rows_of(path: Path, how: str) -> list[Row]:
+    """Return the rows of a results file, one at least; how: they come about. Raises CommandLineError, ProgramError."""
+    rows: list[Row] = read_rows(path)
+    if not rows:
+        raise CommandLineError(f"there is no file {path} with rows: {how}")
+    return rows
+
+
 def results_of(
     path: Path, script: str, needed: Sequence[str], apart: Iterable[str], optional: Sequence[str] = ()
 ) -> list[Row]:
     """Return the checked rows of a file that `script` wrote, which agree in all flags but `apart`.
 
-    Raises CommandLineError or RecordError.
+    Raises CommandLineError or ProgramError.
     """
-    if not path.exists():
-        raise CommandLineError(f"there is no file {path}; {script} writes it")
-    rows: list[Row] = read_rows(path)
-    if not rows:
-        raise CommandLineError(f"{path} has no rows of {script}")
+    rows = rows_of(path, f"{script} writes it")
     check(path, rows, needed, optional)
     for name, values in differing(rows, rows[0].keys() - {*COLUMNS, *apart}).items():
         raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
@@ -98,7 +102,7 @@ def differing(rows: Sequence[Row], columns: Iterable[str]) -> dict[str, list[str
     return {name: cells for name, cells in values.items() if len(cells) > 1}
 
 
-def markdown(table: pd.DataFrame, words: int = 1) -> str:
+def as_markdown(table: pd.DataFrame, words: int = 1) -> str:
     """Return a table of text, its first `words` columns to the left and the others, numbers, to the right."""
     sides = ["left"] * words + ["right"] * (table.shape[1] - words)
     return table.to_markdown(index=False, tablefmt="pipe", colalign=sides, disable_numparse=True)

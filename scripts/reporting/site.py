@@ -1,9 +1,10 @@
 """What the documentation takes from the repository when it is built (mkdocs.yml, hooks): no number is typed twice.
 
 A line `<!-- results: table1 -->` becomes the table of results/table1.csv as scripts/report.py writes it, beside the
-published values, with its figures; without the file every row of it is "not run". A line `<!-- include: FILE -->`
-becomes a Markdown file of the repository without its title. The figures are drawn anew; formulas become MathML, which
-browsers show without a script or a font from elsewhere.
+published values, with its figures; without the file every row of it is "not run". `<!-- paired: table1 -->` becomes its
+rows minus softmax cross-entropy's by seed, `<!-- epochs: table1 -->` what results/table1_epochs.csv says, with its
+curves, and `<!-- include: FILE -->` a Markdown file of the repository without its title. The figures are drawn anew;
+formulas become MathML, which browsers show without a script or a font from elsewhere.
 """
 
 import functools
@@ -17,10 +18,12 @@ from typing import Any
 from experiments.shared.environment import ROOT
 from experiments.shared.run_record import read_rows
 from scripts import report
+from scripts.reporting import epochs_figure
 from scripts.reporting.formats import markdown
+from scripts.reporting.paired import paired
 from topk_losses import METHODS
 
-MARK = re.compile(r"^<!-- (results|include): (\S+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (results|paired|epochs|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
     "top1_top5": "Test top-1 against top-5 accuracy of every row: ours filled, published values hollow",
@@ -39,7 +42,12 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         if kind == "include":
             body = (ROOT / name).read_text(encoding="utf-8").partition("\n")[2]
             return IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
+        if kind == "epochs":
+            curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
+            return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
         table, _ = table_of(results / f"{name}.csv")
+        if kind == "paired":
+            return paired(table, "softmax_cross_entropy")
         if not table.lines:
             return f"`results/{name}.csv`: not run."
         images = []
@@ -58,20 +66,22 @@ def table_of(path: Path) -> tuple[report.Table, report.Row]:
 
 
 def mathml(html: str) -> str:
-    """Return a page's HTML with its formulas as MathML."""
+    """Return a page's HTML with its formulas as MathML. Raises ValueError for a command that the converter leaves."""
     from latex2mathml.converter import convert
 
-    def converted(formula: re.Match[str]) -> str:
-        tag, opening, latex = formula.groups()
-        display = "block" if opening == "[" else "inline"
-        return f'<{tag} class="formula">{convert(unescape(latex).strip(), display=display)}</{tag}>'
+    def converted(found: re.Match[str]) -> str:
+        tag, opening, latex = found.groups()
+        formula = convert(unescape(latex).strip(), display="block" if opening == "[" else "inline")
+        if "\\" in formula:
+            raise ValueError(f"latex2mathml does not know a command of this formula: {latex.strip()}")
+        return f'<{tag} class="formula">{formula}</{tag}>'
 
     return FORMULA.sub(converted, html)
 
 
 @functools.cache  # once, however often `mkdocs serve` builds
-def figures(names: frozenset[str]) -> dict[str, bytes]:
-    """Return every figure of the documentation by its file name; names: the results files that pages show."""
+def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
+    """Return every figure of the documentation by its file name; marks: what pages show, kind and name of each."""
     from scripts.reporting.cost_figure import draw_cost
     from scripts.reporting.figures import draw_figures_of_table, draw_times
     from scripts.reporting.permutation_figure import draw_method, draw_permutations
@@ -83,7 +93,11 @@ def figures(names: frozenset[str]) -> dict[str, bytes]:
         draw_cost(folder)
         for method in METHODS:
             draw_method(method, folder)
-        for name in names:
+        for kind, name in marks:
+            if kind == "epochs":
+                epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
+            if kind != "results":
+                continue
             table, protocol = table_of(ROOT / "results" / f"{name}.csv")
             if table.run_lines:
                 draw_figures_of_table(table, protocol, ROOT / "results" / "runs", folder)
@@ -95,8 +109,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pages = [Path(file.abs_src_path).read_text(encoding="utf-8") for file in files.documentation_pages()]
-    names = frozenset(name for page in pages for kind, name in MARK.findall(page) if kind == "results")
-    for name, content in figures(names).items():
+    marks = frozenset(mark for page in pages for mark in MARK.findall(page))
+    for name, content in figures(marks).items():
         files.append(File.generated(config, f"figures/{name}", content=content))
     return files
 

@@ -14,7 +14,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -22,8 +22,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.shared.command_line import CommandLineError
+from experiments.shared.neighbours import UNTRAINED
 from experiments.shared.run_record import COLUMNS
-from experiments.shared.train_knn_flags import UNTRAINED
 from scripts.reporting.results import KNOWN_METHODS, Row, check, differing, float_of
 from topk_losses import RELAXATIONS
 
@@ -97,16 +97,12 @@ class Line:
 
     def std(self, metric: str) -> float | None:
         """The sample standard deviation (n - 1) over the seeds; None for one seed."""
-        if len(self.runs) < 2:
-            return None
-        return statistics.stdev(float(run[metric]) for run in self.runs)
+        return statistics.stdev(float(run[metric]) for run in self.runs) if len(self.runs) > 1 else None
 
     def difference(self, metric: str) -> float | None:
         """Our mean minus the published value; None where there is none or they are not comparable."""
-        published = self.value(metric)
-        if not self.runs or self.reasons or published is None:
-            return None
-        return self.mean(metric) - float(published)
+        known = self.runs and not self.reasons and self.value(metric) is not None
+        return self.mean(metric) - float(self.value(metric)) if known else None
 
 
 @dataclass(frozen=True)
@@ -131,17 +127,17 @@ def read_published(path: Path) -> tuple[list[Row], Row]:
 
     Raises CommandLineError.
     """
-    try:
-        rows, protocols = (
-            pd.read_csv(each, dtype=str, keep_default_na=False).assign(run_id=each.name).to_dict("records")
-            for each in (path, path.with_name("protocols.csv"))
-        )
-    except OSError as error:
-        raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
-    except ValueError as error:  # no table, or no text
-        raise CommandLineError(f"--published: {path} cannot be read: {str(error).strip()}") from None
-    check(path, rows, (), (*PUBLISHED_COLUMNS, *METRICS))
-    check(path.with_name("protocols.csv"), protocols, (), ("table", "n_seeds"))
+    found = []
+    for file, needed in ((path, PUBLISHED_COLUMNS), (path.with_name("protocols.csv"), ("table", "n_seeds"))):
+        try:
+            rows = pd.read_csv(file, dtype=str, keep_default_na=False).assign(run_id=file.name).to_dict("records")
+        except OSError as error:
+            raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
+        except ValueError as error:  # no table, or no text
+            raise CommandLineError(f"--published: {file} cannot be read: {str(error).strip()}") from None
+        check(file, rows, (), needed)
+        found.append(rows)
+    rows, protocols = found
     for protocol in protocols:
         if rows and protocol["table"] == rows[0]["table"]:
             return rows, {name: cell for name, cell in protocol.items() if name != "run_id"}
@@ -164,7 +160,12 @@ def build_table(
         # A majority of neighbours is one label, and a mass of k neighbours that of one k.
         of_ranks = () if "prediction" in runs[0] else ("p_k", "test_top5")
         check(Path(f"{name}.csv"), runs, ("method", *of_ranks, "seed", "test_top1"))
-        _refuse_mixtures(name, runs)
+        shared = [column for column in identity_columns(runs[0]) if column not in OF_A_ROW]
+        mixed: dict[str, list[str]] = {}
+        for column in shared:  # what is not trained has no settings of training
+            mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
+        rule = "a table reports one schedule, subset, precision and implementation"
+        _refuse(name, mixed, rule, runs)
     num_seeds = num_seeds or int(protocol.get("n_seeds") or USUAL_SEEDS)
     lines: dict[tuple, Line] = {}
     for row in published:
@@ -179,18 +180,21 @@ def build_table(
     for run in runs:
         groups.setdefault(_key(run), []).append(run)
     for key, group in groups.items():
-        _refuse_mixed_cell(group)
-        method, _, *others = key
+        (method, _, *others), p_k = key, group[0].get("p_k", "")
+        what, rule = f"the row {method} {shown_p_k(p_k)}".rstrip(), "a cell holds the seeds of one experiment"
+        _refuse(what, differing(group, [each for each in OF_A_ROW if each != "p_k"]), rule, group, f"{method}:")
+        for seed, count in Counter(run["seed"] for run in group).items():
+            of_seed = [run for run in group if run["seed"] == seed]
+            rule = f"seed {seed} is there {count} times, and each seed counts once"
+            orders = {"order_seed": [run.get("order_seed", "") for run in of_seed]} if count > 1 else {}
+            _refuse(what, orders, rule, of_seed, f"{method}:")
         line = lines.get(key) or lines.get((method, (), *others))  # one whose P_K is not known takes any
         if line is None:
-            backbone = group[0]["backbone"] if has_backbones else ""
-            line = Line(method, group[0].get("p_k", ""), key[3:], backbone=backbone)
+            line = Line(method, p_k, key[3:], backbone=group[0]["backbone"] if has_backbones else "")
             ours_alone.append(line)
-        elif line.runs:
-            raise CommandLineError(
-                f"{line.name} is one published row, and these runs have P_K {line.runs[0]['p_k']} and "
-                f"{group[0]['p_k']}; choose with --where '{line.method}:p_k={group[0]['p_k']}'"
-            )
+        _refuse(
+            line.name, differing([*line.runs[:1], group[0]], ["p_k"]), "it is one published row", group, f"{method}:"
+        )
         line.runs = group
         line.reasons = not_comparable(group[0], line.published, protocol) if line.published else []
     ours_alone.sort(key=lambda line: (KNOWN_METHODS.index(line.method), p_k_of(line.p_k)))
@@ -203,6 +207,17 @@ def build_table(
         num_seeds,
         (runs[0].get("implementation") if runs else None) or "ours",
     )
+
+
+def _refuse(what: str, mixed: Mapping[str, list[str]], rule: str, runs: Sequence[Row], method: str = "") -> None:
+    """Raise CommandLineError if columns are mixed, with the advice to keep what most runs have of the first."""
+    if mixed:
+        told = ", ".join(f"{name} {_and([cell or '(empty)' for cell in cells])}" for name, cells in mixed.items())
+        column = next(iter(mixed))
+        choice = Counter(run.get(column, "") for run in runs).most_common(1)[0][0]
+        raise CommandLineError(
+            f"{what} mixes {told}: {rule}; choose with --where {shlex.quote(f'{method}{column}={choice}')}"
+        )
 
 
 def not_comparable(run: Row, published: Row, protocol: Row) -> list[str]:
@@ -224,12 +239,8 @@ def not_comparable(run: Row, published: Row, protocol: Row) -> list[str]:
 def identity_columns(run: Row) -> list[str]:
     """Return the columns that make another experiment, the seed left out: the data seen, and every flag that is not
     known to leave the experiment what it is."""
-    seen = (*DATA_SEEN, *EMBEDDINGS)
-    return [
-        name
-        for name in run
-        if name in seen or (name not in COLUMNS and name not in SAME_EXPERIMENT and name not in SEEDS)
-    ]
+    no_flags = {*COLUMNS, *SAME_EXPERIMENT, *SEEDS} - {*DATA_SEEN, *EMBEDDINGS}
+    return [name for name in run if name not in no_flags]
 
 
 def p_k_of(cell: str) -> tuple[float, ...]:
@@ -300,12 +311,13 @@ def _caption(
 def _reasons(lines: Sequence[Line]) -> str:
     """What every line shares is said once; the rest names its lines."""
     refused = [line for line in lines if line.reasons]
-    counts = Counter(reason for line in refused for reason in line.reasons)
-    shared = [reason for reason, count in counts.items() if count == len(lines)]
+    shared = (
+        [reason for reason in refused[0].reasons if all(reason in line.reasons for line in lines)] if refused else []
+    )
     parts = [", ".join(shared)]
     for line in refused:
-        own = ", ".join(reason for reason in line.reasons if reason not in shared)
-        parts.append(f"{line.name} {shown_p_k(line.runs[0].get('p_k', ''))}".rstrip() + f": {own}" if own else "")
+        if own := [reason for reason in line.reasons if reason not in shared]:
+            parts.append(f"{line.name} {shown_p_k(line.runs[0].get('p_k', ''))}".rstrip() + f": {', '.join(own)}")
     whose = "These runs are not" if len(refused) == len(lines) else "Not"
     return f"{whose} comparable with the published values, hence no difference: {'; '.join(filter(None, parts))}."
 
@@ -313,44 +325,6 @@ def _reasons(lines: Sequence[Line]) -> str:
 def _key(row: Row) -> tuple:
     """Method, P_K, backbone, and what VARIANT names."""
     return row["method"], p_k_of(row.get("p_k", "")), row.get("backbone", ""), *(row.get(name, "") for name in VARIANT)
-
-
-def _refuse_mixtures(name: str, runs: Sequence[Row]) -> None:
-    """Raise CommandLineError if the rows differ in what one caption must say of all."""
-    shared = [column for column in identity_columns(runs[0]) if column not in OF_A_ROW]
-    mixed: dict[str, list[str]] = {}
-    for column in shared:  # what is not trained has no settings of training
-        mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
-    if not mixed:
-        return
-    told = ", ".join(f"{column} {_and([value or '(empty)' for value in values])}" for column, values in mixed.items())
-    # The images follow from the flags: those are what a user has set. The whole run is the likelier choice.
-    column = next((each for each in mixed if each not in DATA_SEEN), next(iter(mixed)))
-    whole, _ = WHOLE_RUN.get(column, ((), ""))
-    largest = max(mixed[column], key=lambda cell: (float_of(cell) or 0, cell))
-    choice = next((cell for cell in mixed[column] if cell in whole), largest)
-    raise CommandLineError(
-        f"{name} mixes {told}: a table reports one schedule, subset, precision and implementation; "
-        f"choose with --where {shlex.quote(f'{column}={choice}')}"
-    )
-
-
-def _refuse_mixed_cell(group: Sequence[Row]) -> None:
-    """Raise CommandLineError if the runs of one cell differ in anything but the seed."""
-    method = group[0]["method"]
-    what = f"the row {method} {shown_p_k(group[0].get('p_k', ''))}".rstrip()
-    for column, values in differing(group, [each for each in OF_A_ROW if each != "p_k"]).items():
-        raise CommandLineError(
-            f"{what} mixes {column} {_and([value or '(empty)' for value in values])}: a cell holds the "
-            f"seeds of one experiment; choose with --where {shlex.quote(f'{method}:{column}={values[0]}')}"
-        )
-    for seed, count in Counter(run["seed"] for run in group).items():
-        if count > 1:
-            orders = [run.get("order_seed", "") for run in group if run["seed"] == seed]
-            raise CommandLineError(
-                f"{what} has seed {seed} {count} times, with order_seed {_and(orders)}: each seed counts once; "
-                f"choose with --where {method}:order_seed={orders[0]}"
-            )
 
 
 def _decimals(metric: str, published: Sequence[Row]) -> int:

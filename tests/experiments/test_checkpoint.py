@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from data.atomic_file import atomic_write
-from experiments.shared.checkpoint import CURRENT, DamagedCheckpoint, check_like, read_checkpoint, write_checkpoint
+from data.program import ProgramError
+from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
 
 STATE = {"model": {"weight": torch.full((3, 4), 2.0)}, "history": [{"a": 0.1}] * 2}
 
@@ -34,7 +35,7 @@ def test_what_was_truncated_changed_or_appended_is_noticed(path):
         damaged[-1][position] ^= generator.randrange(1, 256)
     for content in (*damaged, whole + b"\0" * 100):
         path.write_bytes(content)
-        with pytest.raises(DamagedCheckpoint, match=f"{CURRENT} is damaged"):
+        with pytest.raises(ProgramError, match=f"{CURRENT} is damaged"):
             read_checkpoint(path)
 
 
@@ -58,39 +59,16 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
             return print, ("executed",)
 
     write_checkpoint(tmp_path / CURRENT, {"model": Code()})
-    with pytest.raises(DamagedCheckpoint, match="UnpicklingError"):
+    with pytest.raises(ProgramError, match="UnpicklingError"):
         read_checkpoint(tmp_path / CURRENT)
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("state", "problem"),
-    [
-        ([1, 2], "should be a valid dictionary"),
-        ({}, "model: Field required"),
-        ({"model": None}, "model: Input should be a valid dictionary"),
-        ({"model": {"weight": [0.0]}}, r"model.weight: Input should be an instance of Tensor"),
-    ],
-)
-def test_another_content_with_the_right_checksum_is_refused_by_name(path, state, problem):
+@pytest.mark.parametrize("state", [[1, 2], {}, {"model": None}, {"model": {"weight": [0.0]}}])
+def test_another_content_with_the_right_checksum_is_refused(path, state):
     write_checkpoint(path, state)
-    with pytest.raises(DamagedCheckpoint, match=problem):
+    with pytest.raises(ProgramError, match="is not a checkpoint of these scripts"):
         read_checkpoint(path)
-
-
-def test_states_are_compared_by_names_shapes_types_and_finiteness():
-    expected = {"a": {0: torch.zeros(2), 1: torch.zeros((), dtype=torch.int64)}}
-    check_like({"a": {0: torch.ones(2), 1: torch.tensor(5)}}, expected, "state")
-    for saved, problem in (
-        (None, "state lacks a"),
-        ({"a": {0: torch.ones(2)}}, "state.a lacks 1"),
-        ({"a": expected["a"], "b": 1}, "state has besides b"),
-        ({"a": {**expected["a"], 0: torch.ones(3)}}, r"state.a.0 is torch.float32 \(3,\), and must be .* \(2,\)"),
-        ({"a": {**expected["a"], 1: 5}}, "state.a.1 is int"),
-        ({"a": {**expected["a"], 0: torch.tensor([1, torch.nan])}}, "state.a.0 is not finite"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            check_like(saved, expected, "state")
 
 
 def test_a_full_disk_says_which_file_and_leaves_the_old_one(tmp_path):

@@ -1,13 +1,8 @@
 """Fine-tuning as a user meets it: rows per seed, protocol, resume, sources, refusals with a sentence."""
 
-import csv
 import math
-import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -20,17 +15,17 @@ from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_row
 from data.transfers.object_store import PUBLISHED, upload
 from experiments import finetune_imagenet as script
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.shared import finetune_flags, run
+from experiments.shared import finetune_flags
 from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
 from experiments.shared.metrics import TOP_K, chosen_by_validation
-from experiments.shared.run_record import COLUMNS, read_rows
+from experiments.shared.run_record import read_rows
 from models.heads import head
-from tests.processes import Program
+from tests.experiments import runs
+from tests.experiments.runs import check_columns, check_refused, history_of, only_run, stop
 from topk_losses import METHODS
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_CLASSES, DIM, TRAIN, TEST = 24, 12, 640, 103
-TIMES = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
 QUICK = [*("--batch_size", "50", "--eval_freq", "5", "--nloglr", "2"), *("--device", "cpu", "--threads", "1")]
 
 
@@ -69,22 +64,8 @@ def command(store, results, flags="", method="neuralsort", n_epochs=2):
     return [*QUICK, *flags.split()]
 
 
-def evaluations(row, results):
-    with open(results.parent / "runs" / row["run_id"] / "evaluations.csv", newline="") as file:
-        return [{name: float(cell) for name, cell in each.items()} for each in csv.DictReader(file)]
-
-
-def outcome(results, by="seed", without=()):
-    """Rows, evaluations and final weights by seed, or another column, without what a clock decides."""
-    found = {}
-    for row in read_rows(results):
-        history = evaluations(row, results)
-        weights = read_checkpoint(results.parent / "runs" / row["run_id"] / CURRENT)["model"]
-        found[row[by]] = (row, history, {name: weight.tolist() for name, weight in weights.items()})
-        for each in (row, *history):
-            for name in (*TIMES, "times_resumed", *without):
-                each.pop(name, None)
-    return found
+# Heads that a kill left at other steps go on apart.
+outcome = partial(runs.outcome, file="evaluations.csv", apart=["num_heads"])
 
 
 # The record.
@@ -100,7 +81,9 @@ def test_a_run_leaves_a_row_and_a_folder(store, results, capsys):
     assert "train: ram: " in printed  # where the batches are kept
 
     # 32 validate, 12 steps of 50 make an epoch: the first, the fifth, the tenth and the last are evaluated.
-    history = evaluations(row, results)
+    history = [
+        {name: float(cell) for name, cell in each.items()} for each in history_of(results, row, "evaluations.csv")
+    ]
     assert [(each["epoch"], each["step"]) for each in history] == [
         *((1, 1), (1, 5), (1, 10), (1, 12)),
         *((2, 13), (2, 17), (2, 22), (2, 24)),
@@ -112,27 +95,13 @@ def test_a_run_leaves_a_row_and_a_folder(store, results, capsys):
     assert (row["train_images"], row["valid_images"], row["test_images"]) == ("608", "32", "103")
     assert (row["backbone"], row["resolution"], row["embedding_dtype"]) == ("synthetic", "32", "float16")
     assert float(row["test_top5"]) > 0.5  # something was learnt: chance is .21
-    folder = results.parent / "runs" / row["run_id"]
-    assert sorted(path.name for path in folder.iterdir()) == [CURRENT, "config.json", "evaluations.csv", "run.lock"]
-
-
-def test_every_column_of_a_row_is_a_flag_or_explained(store, results):
-    script.main(command(store, results, n_epochs=1))
-    (row,) = read_rows(results)
-    flags = vars(script.parse_arguments(["--method", "softsort"])).keys()
-    assert row.keys() - flags <= COLUMNS.keys()
-    assert flags - row.keys() == {
-        "results",
-        "force",
-        "seeds",
-        "also",
-        "cache_dir",
-        "endpoint_url",
-        "sha256",
-        *script.TENSORS,
-    }
-    assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
-    assert set(script.IDENTITY) <= row.keys()
+    check_columns(script, row, ("also", "cache_dir", "endpoint_url", "sha256", *script.TENSORS))
+    assert sorted(path.name for path in only_run(results).iterdir()) == [
+        CURRENT,
+        "config.json",
+        "evaluations.csv",
+        "run.lock",
+    ]
 
 
 def test_the_figures_are_those_of_a_plain_training_loop(store, results):
@@ -181,8 +150,6 @@ def test_every_method_trains_several_heads(store, results, method):
         "--nloglr 4.5 --p_k .25 .0 .0 .0 .75  --m 16  --method splitter_selection  --distribution logistic "
         "--inverse_temperature .5",
         "-m 16 --nloglr 4.5 --method softmax_cross_entropy --p_k 1.  0. 0. 0. 0.",
-        "--m 16 --nloglr 4.5 --method smooth_hard_topk --inverse_temperature 1. --p_k 0.  0. 0. 0. 1.",
-        "--m 16 --nloglr 4.5 --method neuralsort --inverse_temperature 0.5 --p_k .1  0. 0. 0. .9",
         "--m 16 --nloglr 4.5 --method softsort --inverse_temperature 0.5 --p_k .5  0. 0. 0. .5 --seed 3 --device cpu",
     ],
 )
@@ -211,12 +178,9 @@ def test_the_published_defaults(defaults, data_path, num_rows, published):
 @pytest.mark.parametrize(
     ("num_rows", "flags", "filled"),
     [
-        (475, "", "--batch_size 23 --n_epochs 100 --lr 0.001"),
         (1900, "", "--batch_size 95 --n_epochs 100 --lr 0.001"),
-        (9500, "", "--batch_size 475 --n_epochs 100 --lr 0.001"),
         (47_500, "", "--batch_size 500 --n_epochs 22 --lr 0.001"),
         (475_000, "", "--batch_size 500 --n_epochs 20 --lr 0.0001"),
-        (5_000_000, "", "--batch_size 500 --n_epochs 20 --nloglr 4.5"),
         (1, "", "--batch_size 1 --n_epochs 100 --lr 0.02"),
         # What is given counts for the rest.
         (1900, "--batch_size 500", "--n_epochs 100 --lr 0.007"),
@@ -251,9 +215,9 @@ def test_validation_has_the_published_size_where_the_set_is_large(store):
     made = open_store(store)
     args = script.parse_arguments(["--method", "softsort", "--batch_size", "50"])
     small = script.Defaults(**{**vars(script.IMAGENET_1K), "num_valid": 30})
-    train, valid, test = script.rows_of(made, args, small)
-    assert (len(train), len(valid), len(test)) == (TRAIN - 30, 30, TEST)
-    assert sorted(torch.cat([train, valid]).tolist()) == list(range(TRAIN))
+    rows = script.rows_of(made, args, small)
+    assert {name: len(each) for name, each in rows.items()} == {"train": TRAIN - 30, "valid": 30, "test": TEST}
+    assert sorted(torch.cat([rows["train"], rows["valid"]]).tolist()) == list(range(TRAIN))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +250,7 @@ def test_where_the_batches_are_kept_changes_nothing(store, tmp_path):
     files = [tmp_path / mode / "r.csv" for mode in ("ram", "stream")]
     for file in files:
         assert script.main(command(store, file, f"--batches {file.parent.name}")) == 0
-    first, second = (outcome(file)["0"] for file in files)
+    first, second = (outcome(file, "seed")["0"] for file in files)
     assert first[1:] == second[1:]
     assert (first[0]["batch_source"], second[0]["batch_source"]) == ("ram", "stream")
     assert first[0]["run_id"] == second[0]["run_id"]
@@ -325,25 +289,10 @@ def test_heads_trained_together_give_the_rows_of_separate_runs(store, tmp_path, 
         assert script.main(command(store, separate, f"{flags} --seed {seed} {alone}", name)) == 0
     assert [row["num_heads"] for row in read_rows(together) + read_rows(separate)] == ["3"] * 3 + ["1"] * 3
     if name != "lml":
-        assert outcome(together, without=["num_heads"]) == outcome(separate, without=["num_heads"])
+        assert outcome(together) == outcome(separate)
     for row, other in zip(read_rows(together), read_rows(separate)):  # lml's kernel rounds by where rows lie in memory
         assert row["run_id"] == other["run_id"]
         assert float(row["last_test_loss"]) == pytest.approx(float(other["last_test_loss"]), rel=1e-5)
-
-
-def test_recorded_seeds_are_skipped_and_force_repeats_them(store, results, capsys):
-    script.main(command(store, results, "--seed 4 --order_seed 7"))
-    before = read_rows(results)
-    capsys.readouterr()
-    assert script.main(command(store, results, "--seeds 4 6 --order_seed 7")) == 0
-    printed = capsys.readouterr().out
-    assert len([line for line in printed.splitlines() if line.startswith("skipped: ")]) == 1
-    after = read_rows(results)
-    assert after[:1] == before
-    assert [row["seed"] for row in after] == ["4", "6"]
-    assert script.main(command(store, results, "--seeds 4 6 --order_seed 7 --force")) == 0
-    assert [row["times_resumed"] for row in read_rows(results)] == ["0", "0"]
-    assert min(row["started_utc"] for row in read_rows(results)) > after[1]["finished_utc"]
 
 
 # Several configurations.
@@ -362,8 +311,7 @@ def test_configurations_in_one_pass_have_the_bits_of_separate_runs(store, tmp_pa
     assert script.main([*command(store, together, flags), *with_also(*ALSO)]) == 0
     for loss in ("--method neuralsort", *ALSO):
         assert script.main([*command(store, separate, flags), *loss.split()]) == 0
-    found, expected = (outcome(file, "run_id", ["num_heads"]) for file in (together, separate))
-    assert found == expected
+    assert outcome(together) == outcome(separate)
     rows = read_rows(together)
     assert [(row["method"], row["seed"]) for row in rows] == [
         (method, seed) for method in ("neuralsort", "softsort", "softmax_cross_entropy") for seed in ("5", "1")
@@ -394,39 +342,25 @@ def test_configurations_continue_with_the_same_bits(store, tmp_path, monkeypatch
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
     assert script.main([*command(store, undisturbed, "--seeds 0 1"), *with_also(*ALSO)]) == 0
     with monkeypatch.context() as patch:
-        interrupt_after(patch, count)
+        stop(patch, script, "evaluate", count)
         assert script.main([*command(store, resumed, "--seeds 0 1"), *with_also(*ALSO)]) == 130
     # One of them goes on alone; the others go on together.
     assert script.main([*command(store, resumed, "--seeds 0 1"), *ALSO[0].split()]) == 0
     assert script.main([*command(store, resumed, "--seeds 0 1"), *with_also(*ALSO)]) == 0
-    found, expected = (outcome(file, "run_id", ["num_heads"]) for file in (resumed, undisturbed))
-    assert found == expected
+    assert outcome(resumed) == outcome(undisturbed)
     assert {row["times_resumed"] for row in read_rows(resumed)} == {"1"}
 
 
 # Resume.
 
 
-def interrupt_after(monkeypatch, count):
-    """Let the evaluation after `count` of them raise what Ctrl-C does."""
-    evaluate, done = script.evaluate, []
-
-    def interrupted(*arguments):
-        if len(done) == count:
-            raise KeyboardInterrupt
-        done.append(1)
-        return evaluate(*arguments)
-
-    monkeypatch.setattr(script, "evaluate", interrupted)
-
-
-@pytest.mark.parametrize("count", [2, 4, 6, 11])
+@pytest.mark.parametrize("count", [2, 6, 11])
 def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(store, tmp_path, monkeypatch, capsys, count):
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
     flags = "--seeds 0 1 --apply_dropout --hidden_dims 8"
     assert script.main(command(store, undisturbed, flags, n_epochs=3)) == 0
     with monkeypatch.context() as patch:
-        interrupt_after(patch, count)
+        stop(patch, script, "evaluate", count)
         assert script.main(command(store, resumed, flags, n_epochs=3)) == 130
     assert "same command continues" in capsys.readouterr().err
     assert not resumed.exists()
@@ -440,7 +374,7 @@ def test_a_head_that_lags_behind_catches_up(store, tmp_path, monkeypatch):
     flags = "--order_seed 0"
     script.main(command(store, together, f"{flags} --seeds 0 1", n_epochs=3))
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 5)
+        stop(patch, script, "evaluate", 5)
         script.main(command(store, mixed, f"{flags} --seed 1", n_epochs=3))  # one epoch of three
     assert script.main(command(store, mixed, f"{flags} --seeds 0 1", n_epochs=3)) == 0
     rows, expected = read_rows(mixed), read_rows(together)
@@ -457,33 +391,11 @@ def test_a_finished_run_without_its_row_is_recorded_without_training(store, resu
     assert [row["train_seconds"] for row in read_rows(results)] == [row["train_seconds"] for row in before]
 
 
-def often_saved(words):
-    """The script, which writes a checkpoint after each evaluation."""
-    run.SAVE_SECONDS = -1
-    return script.main(words)
-
-
-def test_killed_it_continues_from_its_checkpoint(store, tmp_path):
-    undisturbed, killed = tmp_path / "undisturbed" / "r.csv", tmp_path / "killed" / "r.csv"
-    process = Program(partial(often_saved, command(store, killed, n_epochs=4000)), folder=tmp_path)
-    process.wait_for("epoch 3 ")
-    process.send_signal(signal.SIGKILL)
-    assert process.end().returncode == -signal.SIGKILL
-    (folder,) = (killed.parent / "runs").iterdir()
-    saved = read_checkpoint(folder / CURRENT)
-    steps = saved["history"][-1]["step"]
-    assert steps >= 36
-    # As many epochs, in this process, are those of a run that nobody stopped.
-    script.main(command(store, undisturbed, n_epochs=-(-steps // 12)))
-    ((_, history, _),) = outcome(undisturbed).values()
-    assert {each["step"]: each["test_loss"] for each in history}[steps] == saved["history"][-1]["test_loss"]
-
-
 def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 5)
+        stop(patch, script, "evaluate", 5)
         script.main(command(store, results))
-    (folder,) = (results.parent / "runs").iterdir()
+    folder = only_run(results)
     saved = read_checkpoint(folder / CURRENT)
     for other, named in (
         ({"model": {"0.weight": torch.zeros(2, 2)}}, "model lacks 0.bias"),
@@ -491,22 +403,10 @@ def test_a_checkpoint_of_another_head_is_refused(store, results, monkeypatch, ca
         ({"training": {**saved["training"], "optimizer": {0: 5}}}, "training.optimizer lacks 1"),
     ):
         write_checkpoint(folder / CURRENT, saved | other)
-        assert script.main(command(store, results)) == 1
-        assert named in capsys.readouterr().err
+        check_refused(script.main, command(store, results), named, capsys, status=1)
 
 
 # Sources.
-
-
-@pytest.fixture
-def s3(moto, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    return moto
 
 
 LAYOUTS = {
@@ -550,10 +450,10 @@ def test_a_published_file_arrives_by_itself(name, s3, store, tmp_path, results):
 def test_a_file_of_another_layout_is_read_by_the_names_of_its_tensors(store, tmp_path, results, capsys):
     tensors = [each for _, embeddings, labels in rows_and_labels() for each in (embeddings, labels)]
     torch.save(dict(zip("abcd", tensors)), tmp_path / "own.p")
-    assert script.main(command(tmp_path / "own.p", results, n_epochs=1)) == 1
-    assert "Found: a float16" in capsys.readouterr().err
+    check_refused(script.main, command(tmp_path / "own.p", results), "Found: a float16", capsys, status=1)
     flags = " ".join(f"--{name} {key}" for name, key in zip(script.TENSORS, "abcd"))
-    assert script.main(command(tmp_path / "own.p", results, f"{flags} --sha256 {'0' * 64}", n_epochs=1)) == 1
+    other = command(tmp_path / "own.p", results, f"{flags} --sha256 {'0' * 64}")
+    assert script.main(other) == 1
     assert f"instead of {'0' * 64}" in capsys.readouterr().err
     assert script.main(command(tmp_path / "own.p", results, flags, n_epochs=1)) == 0
     script.main(command(store, tmp_path / "local.csv", n_epochs=1))
@@ -577,45 +477,28 @@ def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--method"),
-        ("--method softsrt", "did you mean 'softsort'"),
         ("--method softsort --seeds 1 2 1", "--seeds must differ, got 1 2 1"),
-        ("--method softsort --seeds 1 --seed 2", "not allowed with"),
-        ("--method softsort --seeds -1", "between 0 and"),
         ("--method softsort --order_seed their", "got 'their'"),
         ("--method softsort --batches disk", "batches"),
         ("--method softsort --num_valid 640", "must leave 1 to train"),
-        ("--method softsort --num_valid 0", "at least 1, got '0'"),
         ("--method softsort --limit_train 641", "--limit_train must not exceed the 640 rows"),
         ("--method softsort --limit_test 104", "--limit_test must not exceed the 103 rows"),
-        ("--method softsort --limit_train 50", "--batch_size must not exceed the 48 training rows"),
         ("--method softsort --batch_size 609", "--batch_size must not exceed the 608 training rows"),
-        ("--method softsort --eval_freq 0", "at least 1, got '0'"),
         ("--method softsort --hidden_dims 0", "at least 1, got '0'"),
-        ("--method softsort --hidden_dims", "--hidden_dims"),
         ("--method softsort --hidden_dims 9 99999999999", "heads of widths 12 9 99999999999 24, with"),
-        ("--method softsort --endpoint_url http://[::1", "must be an address"),
-        ("--method softsort --m 1", "m must be an integer of at least 2"),
         ("--method softsort --m 4", "raise m"),
-        ("--method softsort --p_k .5 .6", "sum to 1"),
-        ("--method softmax_cross_entropy --p_k .2 .2 .2 .2 .2", "softmax_cross_entropy"),
         ("--method softsort --device cuda:99", "cuda:99 is not there"),
         ("--method softsort -d nowhere/at/all.store", "there is no file nowhere/at/all.store"),
         ("--method softsort -d wsl-32x48d-32", "did you mean 'wsl-32x48d-320'"),
         (f"--method softsort -d ./{PUBLISHED['efficientnet-l2-800']}", "give the short name efficientnet-l2-800"),
-        ("--method softsort -d ftp://host/file", "a source is s3://bucket/key"),
         ("--method softsort -d http://[::1/x.pt", "a source is s3://bucket/key"),
         ("--method softsort -d s3://bucket/x.pt --endpoint_url garbage", "must be an address"),
         ("--method softsort -d ~nosuchuser/x.pt", "there is no file ~nosuchuser/x.pt"),
-        ("--method softsort --datapath x", "unrecognized arguments"),
     ],
 )
 def test_a_wrong_command_line_is_answered_with_a_sentence(store, tmp_path, results, capsys, flags, message):
-    assert script.main([*QUICK, "-d", str(store), "--results", str(results), *flags.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert message in captured.err
-    assert len(captured.err.splitlines()) == 1
+    words = [*QUICK, "-d", str(store), "--results", str(results), *flags.split()]
+    check_refused(script.main, words, message, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -624,55 +507,36 @@ def test_a_wrong_command_line_is_answered_with_a_sentence(store, tmp_path, resul
     [
         ("--method softsrt", "--also '--method softsrt': argument --method: unknown method"),
         ("--p_k .5 0 0 0 .5", "required: --method"),
-        ("--method softsort --seeds 1", "--seeds belongs to the whole command; within are --method, --p_k"),
-        ("--method softsort --n_epochs 20", "--n_epochs belongs to the whole command"),
-        ("--method softsort --force", "--force belongs to the whole command"),
+        ("--method softsort --seeds 1", "--seeds belongs to the whole command; within are --"),
         ("--method softsort --also x", "--also belongs to the whole command"),
         ("--method softsort --lr 1 --nloglr 2", "not allowed with"),
-        ("--method softsort --lrr 1", "unrecognized arguments: --lrr 1"),
         ("--method softsort --p_k .5 .6", "--also '--method softsort --p_k .5 .6': p_k must"),
-        ("--method softsort --m 1", "--also '--method softsort --m 1': m must"),
         ("--method 'softsort", "No closing quotation"),
-        ("--method neuralsort", "--also '--method neuralsort': the command has this configuration already"),
         ("--method neuralsort --lr .01 --p_k .2 .2 .2 .2 .2", "the command has this configuration already"),
     ],
 )
 def test_a_wrong_configuration_is_answered_with_a_sentence(store, tmp_path, results, capsys, text, message):
-    assert script.main([*command(store, results), "--also", text]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert message in captured.err
-    assert len(captured.err.splitlines()) == 1
+    check_refused(script.main, [*command(store, results), "--also", text], message, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_loss_that_cannot_be_is_refused_before_anything_is_downloaded(tmp_path, results, capsys, monkeypatch):
     monkeypatch.setattr(script, "open_store_of", lambda *_: pytest.fail("asked for data"))
-    assert script.main(["--method", "softsort", "--p_k", ".5", "--results", str(results)]) == 2
-    assert "sum to 1" in capsys.readouterr().err
+    check_refused(script.main, command("nowhere", results, "--p_k .5"), "sum to 1", capsys)
 
 
 def test_a_damaged_store_is_answered_with_a_sentence(tmp_path, results, capsys):
+    half = made_store(tmp_path / "half.store", splits=("train",))
+    check_refused(script.main, command(half, results), "has no split 'test'", capsys, status=1)
     folder = made_store(tmp_path / "damaged.store")
     shard = next(folder.glob("test*.labels.npy"))
     shard.write_bytes(shard.read_bytes()[:-8] + (10**6).to_bytes(8, "little"))
-    assert script.main(command(folder, results)) == 1
-    assert (
-        f"test: labels must be in [0, 23], since num_classes is 24; row {TEST - 1} has 1000000"
-        in capsys.readouterr().err
-    )
+    named = f"test: labels must be in [0, 23], since num_classes is 24; row {TEST - 1} has 1000000"
+    check_refused(script.main, command(folder, results), named, capsys, status=1)
     shard = next(folder.glob("train*.embeddings.npy"))
     shard.write_bytes(shard.read_bytes()[:-10])
-    assert script.main(command(folder, results)) == 1
-    captured = capsys.readouterr()
-    assert shard.name in captured.err
+    check_refused(script.main, command(folder, results), shard.name, capsys, status=1)
     assert not results.exists()
-
-
-def test_a_store_without_a_test_split_is_answered_with_a_sentence(tmp_path, results, capsys):
-    half = made_store(tmp_path / "half.store", splits=("train",))
-    assert script.main(command(half, results)) == 1
-    assert "has no split 'test'" in capsys.readouterr().err
 
 
 def store_with(tmp_path, split, row, value):
@@ -694,35 +558,29 @@ def store_with(tmp_path, split, row, value):
 )
 def test_a_row_that_is_not_finite_is_named(tmp_path, results, capsys, split, row, value):
     broken = store_with(tmp_path, split, row, value)
-    assert script.main(command(broken, results, "--seeds 0 1")) == 1
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: row {row} of the split {split} of {broken} holds {value}: ")
-    assert len(message.splitlines()) == 1
+    named = f"error: row {row} of the split {split} of {broken} holds {value}: "
+    check_refused(script.main, command(broken, results, "--seeds 0 1"), named, capsys, status=1)
     assert not results.exists()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_method_overlooks_a_test_row_that_is_not_finite(tmp_path, results, capsys, method):
     broken = store_with(tmp_path, "test", 60, math.nan)
-    assert script.main(command(broken, results, "--batch_size 300", method, n_epochs=1)) == 1
-    assert "row 60 of the split test" in capsys.readouterr().err
+    words = command(broken, results, "--batch_size 300", method, n_epochs=1)
+    check_refused(script.main, words, "row 60 of the split test", capsys, status=1)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence_that_names_its_head(store, results, capsys):
-    assert script.main([*command(store, results, "--seeds 3 4"), "--also", "--method softsort --lr 1e38"]) == 1
-    message = capsys.readouterr().err
-    assert re.search(
-        r"became (nan|inf) on the valid rows after epoch 1 step 1/12, seed 3, with method softsort", message
-    )
-    assert len(message.splitlines()) == 1
+    words = [*command(store, results, "--seeds 3 4"), "--also", "--method softsort --lr 1e38"]
+    named = "on the valid rows after epoch 1 step 1/12, seed 3, with method softsort"
+    check_refused(script.main, words, named, capsys, status=1)
     assert not results.exists()
 
 
 def test_the_21k_script_runs_as_a_program(store, results):
     program = [sys.executable, str(ROOT / "experiments" / "finetune_imagenet21k.py")]
-    started = time.monotonic()
     done = subprocess.run(
         [*program, *command(store, results, n_epochs=1)], capture_output=True, text=True, cwd=results.parent.parent
     )
-    assert (done.returncode, done.stderr) == (0, ""), f"after {time.monotonic() - started} s"
+    assert (done.returncode, done.stderr) == (0, "")
     assert len(read_rows(results)) == 1

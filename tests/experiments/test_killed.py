@@ -3,7 +3,6 @@
 The same rows, histories and weights to the bit, and not one file more.
 """
 
-import csv
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,9 @@ from torch import nn
 
 from data.embeddings import StoreWriter, convert
 from experiments import extract_embeddings, finetune_imagenet, train_cifar100
-from experiments.shared.checkpoint import CURRENT, read_checkpoint
-from experiments.shared.run_record import read_rows
 from models.backbones import backbone
 from tests.crashes import content, states_of
-
-# What a clock decides, and what says that there was a kill: heads that it left at other steps go on apart.
-VARYING = ("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc")
-VARYING += ("times_resumed", "git_commit", "num_heads")
+from tests.experiments.runs import outcome
 
 
 @pytest.fixture(autouse=True)
@@ -31,22 +25,10 @@ def _quick(monkeypatch, saved_often):
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def kept(entries: list[dict]) -> list[dict]:
-    return [{name: cell for name, cell in each.items() if name not in VARYING} for each in entries]
-
-
-def outcome(results: Path, history: str) -> tuple:
-    """Rows, histories, weights, and the names of all files."""
-    rows = read_rows(results)
-    histories, weights = [], []
-    for row in rows:
-        folder = results.parent / "runs" / row["run_id"]
-        with open(folder / history, newline="") as file:
-            histories.append(kept(list(csv.DictReader(file))))
-        model = read_checkpoint(folder / CURRENT)["model"]
-        weights.append({name: tensor.tolist() for name, tensor in model.items()})
+def left(results: Path, history: str) -> tuple:
+    """Rows, histories, weights, and the names of all files; heads that a kill left at other steps go on apart."""
     files = sorted(str(path.relative_to(results.parent)) for path in results.parent.rglob("*"))
-    return sorted(kept(rows), key=lambda row: row["run_id"]), histories, weights, files
+    return outcome(results, file=history, apart=["git_commit", "num_heads"]), files
 
 
 def check_every_state(tmp_path: Path, main: Callable, command: Callable, history: str, fewest: int) -> None:
@@ -54,11 +36,11 @@ def check_every_state(tmp_path: Path, main: Callable, command: Callable, history
     with states_of(undisturbed, tmp_path / "killed") as states:
         assert main(command(undisturbed / "r.csv")) == 0
     assert len(states) >= fewest
-    expected = outcome(undisturbed / "r.csv", history)
+    expected = left(undisturbed / "r.csv", history)
     for state in states:
         results = state / "undisturbed" / "r.csv"
         assert main(command(results)) == 0
-        assert outcome(results, history) == expected, state.name
+        assert left(results, history) == expected, state.name
 
 
 def test_heads_trained_together(tmp_path):

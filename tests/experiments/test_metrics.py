@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.shared.metrics import TOP_K, chosen_by_validation, count_hits, hit_fractions, true_class_ranks
+from experiments.shared.metrics import TOP_K, chosen_by_validation, count_hits, hit_fractions
 
 # Few distinct values, so that ties are frequent; NaN and infinities among them.
 SCORES = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 2.0, math.inf, math.nan])
@@ -35,20 +35,8 @@ def test_ranks_and_hits_agree_with_a_stable_sort(batch):
     rows, labels = batch
     logits, labels_tensor = torch.tensor(rows), torch.tensor(labels)
     ranks = [slow_rank(row, label) for row, label in zip(rows, labels)]
-    assert true_class_ranks(logits, labels_tensor).tolist() == ranks
     hits = [sum(rank <= min(k, len(rows[0])) for rank in ranks) for k in TOP_K]
     assert count_hits(logits, labels_tensor).tolist() == hits
-
-
-def test_agrees_with_topk_where_there_are_no_ties():
-    logits, labels = torch.randn(200, 100), torch.randint(100, (200,))
-    expected = [(logits.topk(k).indices == labels[:, None]).any(1).sum().item() for k in TOP_K]
-    assert count_hits(logits, labels).tolist() == expected
-
-
-def test_constant_logits_score_as_chance():
-    logits, labels = torch.zeros(100, 100), torch.arange(100)
-    assert count_hits(logits, labels).tolist() == [1, 5, 10, 20]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -60,11 +48,6 @@ def test_every_dtype_is_counted_without_a_conversion(dtype):
 def test_more_ranks_than_classes_means_all_classes():
     logits, labels = torch.arange(10.0).repeat(10, 1), torch.arange(10)
     assert count_hits(logits, labels).tolist() == [1, 5, 10, 10]
-
-
-def test_fractions_carry_the_split_in_their_names():
-    fractions = hit_fractions("valid", [1, 2, 3, 4], 8)
-    assert fractions == {"valid_top1": 0.125, "valid_top5": 0.25, "valid_top10": 0.375, "valid_top20": 0.5}
 
 
 def test_validation_chooses_each_k_separately_and_the_earliest_of_equals():

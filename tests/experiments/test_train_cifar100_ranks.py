@@ -20,7 +20,8 @@ from experiments.shared import ranks as ranks_module
 from experiments.shared import run as run_module
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import read_rows
-from tests.experiments.test_train_cifar100 import QUICK, assert_same_outcome, command, only_run, outcome, tiny_network
+from tests.experiments.runs import check_refused, outcome
+from tests.experiments.test_train_cifar100 import QUICK, command, tiny_network
 from tests.processes import together, torchrun
 
 
@@ -75,34 +76,24 @@ def test_alone_nothing_is_done():
 
 
 @pytest.mark.parametrize(
-    ("environment", "named"),
+    "environment",
     [
-        ("WORLD_SIZE=0", "WORLD_SIZE must be a whole number between 1"),
-        ("WORLD_SIZE=-3", "WORLD_SIZE"),
-        ("WORLD_SIZE=abc", "got 'abc'"),
-        ("RANK=abc", "RANK"),
-        ("RANK=1", "RANK must be a whole number between 0 and 0 beside WORLD_SIZE unset"),
-        ("LOCAL_RANK=x", "LOCAL_RANK"),
-        ("WORLD_SIZE=2 RANK=5", "RANK must be a whole number between 0 and 1 beside WORLD_SIZE 2, got '5'"),
-        ("WORLD_SIZE=2 RANK=0 MASTER_PORT=x", "MASTER_PORT"),
-        ("WORLD_SIZE=2 RANK=0 MASTER_PORT=29400", "MASTER_ADDR is not set"),
-        ("WORLD_SIZE=2 MASTER_PORT=29400", "RANK is not set"),
+        *("WORLD_SIZE=0", "WORLD_SIZE=abc", "RANK=1", "LOCAL_RANK=x", "WORLD_SIZE=2 RANK=5", "WORLD_SIZE=2 RANK=0"),
+        *("WORLD_SIZE=2 RANK=0 MASTER_PORT=x", "WORLD_SIZE=2 RANK=0 MASTER_PORT=29400", "WORLD_SIZE=2 MASTER_PORT=9"),
     ],
 )
-def test_an_environment_that_torchrun_would_not_make_is_refused(environment, named, tmp_path, monkeypatch, capsys):
+def test_an_environment_that_torchrun_would_not_make_is_refused(environment, tmp_path, monkeypatch, capsys):
     for pair in environment.split():
         monkeypatch.setenv(*pair.split("="))
-    assert script.main(command(tmp_path / "r.csv")) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert named in sentence
+    named = environment.split()[-1].replace("=", "='")
+    check_refused(script.main, command(tmp_path / "r.csv"), named, capsys)
 
 
 def test_processes_that_do_not_meet_are_a_sentence(tmp_path, monkeypatch, capsys):
     for name, value in {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(ranks_module, "_MEETING", timedelta(seconds=1))
-    assert script.main(command(tmp_path / "r.csv")) == 1
-    assert "error: 2 processes did not meet at 127.0.0.1:9: " in capsys.readouterr().err
+    check_refused(script.main, command(tmp_path / "r.csv"), "2 processes did not meet at 127.0.0.1:9: ", capsys, 1)
 
 
 def two_epochs(batch_size: int, path: Path) -> int:
@@ -121,7 +112,8 @@ def test_without_batch_norm_they_compute_what_one_computes(tmp_path, count, batc
         statuses, outputs = together(processes, tmp_path, work)
         assert statuses == [0] * processes, outputs
     (row, history, weights), (_, expected, expected_weights) = (
-        outcome(tmp_path / str(processes) / "r.csv") for processes in (count, 1)
+        *outcome(tmp_path / str(count) / "r.csv").values(),
+        *outcome(tmp_path / "1" / "r.csv").values(),
     )
     assert row["processes"] == str(count)
     for entry, expected_entry in zip(history, expected, strict=True):
@@ -130,7 +122,10 @@ def test_without_batch_norm_they_compute_what_one_computes(tmp_path, count, batc
                 assert entry[name] == value  # the counts of hits are equal
             elif "loss" in name:
                 assert float(entry[name]) == pytest.approx(float(value), rel=1e-6)
-    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    for name in expected_weights:
+        if "state " not in name:
+            found, wanted = torch.tensor(weights[name]), torch.tensor(expected_weights[name])
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 # The script.
@@ -157,7 +152,7 @@ def test_killed_and_resumed_they_end_with_the_same_bits(tmp_path, count, killed,
     statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed, flags)))
     assert statuses == [0] * count, outputs
     assert "continuing after epoch 1 of 3" in outputs[0]
-    assert_same_outcome(undisturbed, resumed)
+    assert outcome(undisturbed) == outcome(resumed)
 
     statuses, outputs = together(count, tmp_path, partial(run_tiny, command(resumed, flags)))
     assert statuses == [0] * count
@@ -181,7 +176,6 @@ def test_the_run_id_is_that_of_one_process_and_one_continues_what_two_began(tmp_
         ("--method softmax_cross_entropy --lr 1e30", 1, "the loss became nan in epoch 1, step 2 of 4"),
         ("--method softmax_cross_entropy --lr 1e30 --batch_size 76", 1, "in the validation after epoch 1"),
         ("--method softsort --m 4", 2, "raise m"),
-        ("--method softsort --batch_size 1000", 2, "must not exceed the 76 training images"),
         ("--method softsort --batch_size 1", 2, "at least the number of processes"),
         ("--method softsort --device cuda:0", 2, "give --device cuda, got cuda:0"),
         ("--method softsort --seeds 0 1", 2, "give one --seed"),
@@ -222,7 +216,6 @@ def test_torchrun_end_to_end(tmp_path):
     assert script.main(command(alone, flags, n_epochs=1)) == 0
     (row,), (expected,) = read_rows(together_), read_rows(alone)
     assert row["run_id"] == expected["run_id"]
-    assert only_run(together_).name == only_run(alone).name
     assert (row["processes"], expected["processes"]) == ("2", "1")
     # Batch norm sees 16 images in place of 32.
     assert float(row["last_train_loss"]) == pytest.approx(float(expected["last_train_loss"]), rel=0.1)

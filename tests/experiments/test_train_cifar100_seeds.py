@@ -14,7 +14,8 @@ from experiments import train_cifar100 as script
 from experiments.shared import seed_processes
 from experiments.shared.run_record import open_run, read_rows
 from experiments.shared.seed_processes import division
-from tests.experiments.test_train_cifar100 import assert_same_outcome, command, stop_after
+from tests.experiments.runs import check_refused, outcome, stop
+from tests.experiments.test_train_cifar100 import command
 from tests.processes import Program, run
 
 # The network is the ResNet: what is patched here is not patched in the processes of the seeds.
@@ -41,7 +42,7 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
     # Seed 3 was begun before; another process holds seed 7.
     results = tmp_path / "together" / "r.csv"
     with monkeypatch.context() as patch:
-        stop_after(patch, 1, KeyboardInterrupt)
+        stop(patch, script, "train_epoch", 1)
         assert script.main(command(results, f"{FLAGS} --seed 3", n_epochs=2)) == 130
     capfd.readouterr()
     both = command(results, f"{FLAGS} --seeds 7 3", n_epochs=2)
@@ -65,13 +66,7 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
     rows = read_rows(results)
     assert [row["seed"] for row in rows] == ["3", "7"]
     assert "seeds" not in rows[0]
-    for row in rows:
-        one = tmp_path / f"split{row['seed']}" / "r.csv"
-        one.parent.mkdir()
-        (one.parent / "runs").symlink_to(results.parent / "runs")
-        lines = results.read_text().splitlines(keepends=True)
-        one.write_text(lines[0] + next(line for line in lines[1:] if line.startswith(row["run_id"])))
-        assert_same_outcome(alone[int(row["seed"])], one)
+    assert outcome(results) == outcome(alone[3]) | outcome(alone[7])
 
     # And now there is nothing to do, which takes no process.
     monkeypatch.setattr(seed_processes, "run_seeds", lambda *_: pytest.fail("started processes"))
@@ -115,8 +110,6 @@ def is_free(folder) -> bool:
     ("flags", "message"),
     [
         ("--method softsort --seeds 1 2 1", "--seeds must differ, got 1 2 1"),
-        ("--method softsort --seeds 1 --seed 2", "not allowed with"),
-        ("--method softsort --seeds -1", "between 0 and"),
         ("--method softsort --seeds 0 1 --m 4", "raise m"),
         ("--method softsort --seeds 0 1 --device cuda:99", "cuda:99 is not there"),
         ("--method softsort --seeds 0 1 --batch_size 1000", "--batch_size must not exceed the 76 training images"),
@@ -125,10 +118,7 @@ def is_free(folder) -> bool:
 def test_a_wrong_command_line_is_refused_once(tmp_path, capfd, monkeypatch, flags, message):
     monkeypatch.setattr(seed_processes, "run_seeds", lambda *_: pytest.fail("started processes"))
     argv = f"--dataset digits --limit_train 80 --results {tmp_path / 'r.csv'} {flags}".split()
-    assert script.main(argv) == 2
-    message_printed = capfd.readouterr().err
-    assert message in message_printed
-    assert len(message_printed.splitlines()) == 1
+    check_refused(script.main, argv, message, capfd)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,11 +126,9 @@ def test_a_wrong_command_line_is_refused_once(tmp_path, capfd, monkeypatch, flag
     ("num_seeds", "threads", "on_gpu", "cores", "expected"),
     [
         (2, None, False, 2, (2, 1)),
-        (5, None, False, 2, (2, 1)),
         (2, None, False, 16, (2, 8)),
         (3, None, False, 16, (3, 5)),
         (3, 16, False, 16, (1, 16)),
-        (3, 4, False, 16, (3, 4)),
         (5, 4, False, 16, (4, 4)),
         (2, 4, False, 2, (1, 4)),
         (5, None, True, 2, (5, 1)),

@@ -14,12 +14,12 @@ from data import points as points_module
 from data.embeddings import StoreWriter
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.shared import command_line, seed_processes, training_run
-from experiments.shared.environment import ROOT
+from experiments.shared import command_line, seed_processes
+from experiments.shared import run as run_module
+from experiments.shared.neighbours import UNTRAINED
 from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import COLUMNS, read_rows
-from experiments.shared.train_knn_flags import METHODS, NOT_RECORDED, UNTRAINED, configuration
-from tests.experiments.test_train_cifar100 import TIMES, assert_same_outcome, outcome
+from experiments.shared.run_record import read_rows
+from tests.experiments.runs import check_columns, check_refused, history_of, outcome, stop, without
 from topk_losses import RELAXATIONS
 
 MACHINE = ("--device", "cpu", "--threads", "1")
@@ -69,7 +69,9 @@ def only_row(results: Path) -> dict[str, str]:
 
 def test_a_run_leaves_a_row_and_a_folder(results, capsys):
     assert script.main(command(results, n_epochs=3)) == 0
-    row, epochs, _ = outcome(results)
+    row = only_row(results)
+    check_columns(script, row, script.NOT_RECORDED)
+    epochs = history_of(results, row)
     assert row["run_id"].startswith("digits-neuralsort-k3-3epochs-seed0-")
     assert "valid top-1" in capsys.readouterr().out
     assert [each["epoch"] for each in epochs] == ["1", "2", "3"]
@@ -78,16 +80,6 @@ def test_a_run_leaves_a_row_and_a_folder(results, capsys):
     assert (row["last_test_top1"], row["last_train_loss"]) == (epochs[-1]["test_top1"], epochs[-1]["train_loss"])
     assert (row["train_images"], row["valid_images"], row["test_images"]) == ("180", "20", "50")
     assert "test_top5" not in row  # a majority names one label
-
-
-def test_every_column_of_a_row_is_a_flag_or_explained(results, store):
-    script.main(command(results, n_epochs=1))
-    flags = vars(script.parse_arguments(["--method", "softsort"])).keys() - {"results", "force", *NOT_RECORDED}
-    assert only_row(results).keys() - flags <= COLUMNS.keys()
-    assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
-    assert set(script.IDENTITY) - {"embeddings"} <= flags
-    text = (ROOT / "results" / "README.md").read_text()
-    assert not [flag for flag in only_row(results).keys() & flags if f"`{flag}`" not in text]
 
 
 def test_the_row_holds_resolved_settings(results):
@@ -103,14 +95,14 @@ def test_the_row_holds_resolved_settings(results):
 
 def test_the_published_defaults():
     args = script.parse_arguments(["--method", "neuralsort"])
-    _, flags = configuration(args)
+    _, flags = script.configuration(args)
     expected = {
         **{"dataset": "mnist", "model": "cnn", "n_epochs": 200, "batch_size": 100, "num_candidates": 100, "k": 9},
         **{"loss": "mass", "inverse_temperature": 1 / 16, "lr": 1e-3, "weight_decay": 5e-4},
     }
     assert {name: flags[name] for name in expected} == expected
     for dataset in ("fashion_mnist", "cifar10"):
-        _, flags = configuration(script.parse_arguments(["--method", "neuralsort", "--dataset", dataset]))
+        _, flags = script.configuration(script.parse_arguments(["--method", "neuralsort", "--dataset", dataset]))
         assert flags["model"] == "preact_resnet18"
 
 
@@ -121,8 +113,7 @@ def test_the_published_defaults():
 @pytest.mark.parametrize("method", [*RELAXATIONS, "soft_topk --sorted"])
 def test_every_relaxation_learns(results, method, loss):
     assert script.main(command(results, f"--loss {loss}", method=method, n_epochs=6)) == 0
-    _, epochs, _ = outcome(results)
-    losses = [float(each["train_loss"]) for each in epochs]
+    losses = [float(each["train_loss"]) for each in history_of(results, only_row(results))]
     # Where masks are exactly 0 the logarithm is its guard, which nothing lowers; and where all are close, the soft rank
     # is the middle, whose mask has vanished.
     exempt = [("sparse_topk", "log_mass"), ("perturbed_topk", "log_mass"), ("recall_surrogate", "mass")]
@@ -230,23 +221,10 @@ def test_the_search_sees_every_point_whatever_the_tiles(tmp_path, monkeypatch):
     script.main(command(whole))
     monkeypatch.setattr(script, "EVAL_BATCH", 7)
     script.main(command(tiled))
-    assert_same_outcome(whole, tiled)
+    assert outcome(whole) == outcome(tiled)
 
 
 # Skipping, resuming, seeds.
-
-
-def stop_after(monkeypatch, epoch: int) -> None:
-    """Let the epoch after `epoch` raise, in the middle of training."""
-    train_epoch = script.train_epoch
-
-    def interrupted(number, *others):
-        result = train_epoch(number, *others)
-        if number > epoch:
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(script, "train_epoch", interrupted)
 
 
 @pytest.mark.parametrize(
@@ -261,12 +239,12 @@ def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, monkeyp
     undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
     assert script.main(command(undisturbed, method=method, n_epochs=4)) == 0
     with monkeypatch.context() as patch:
-        stop_after(patch, 2)
+        stop(patch, script, "evaluate", 2)
         assert script.main(command(resumed, method=method, n_epochs=4)) == 130
     assert not resumed.exists()
     assert script.main(command(resumed, method=method, n_epochs=4)) == 0
     assert "continuing after epoch 2 of 4" in capsys.readouterr().out
-    assert_same_outcome(undisturbed, resumed)
+    assert outcome(undisturbed) == outcome(resumed)
     row = only_row(resumed)
     assert row["times_resumed"] == "1"
     assert bool(row["last_inverse_temperature"]) == ("--inverse_temperature" in method)
@@ -288,13 +266,15 @@ def test_a_recorded_configuration_is_skipped_and_force_repeats_it(results, capsy
 
 def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
     """Here one after another; tests/experiments/test_train_cifar100_seeds.py has the processes."""
-    monkeypatch.setattr(seed_processes, "run_seeds", lambda train, each, _: max(train(args, Ranks()) for args in each))
+    monkeypatch.setattr(
+        seed_processes, "run_seeds", lambda train, each, _: {args.seed: train(args, Ranks()) for args in each}
+    )
     together, alone = tmp_path / "together" / "r.csv", tmp_path / "alone" / "r.csv"
     assert script.main(command(together, "--seeds 3 4", n_epochs=1)) == 0
     for seed in (3, 4):
         assert script.main(command(alone, f"--seed {seed}", n_epochs=1)) == 0
     for first, second in zip(read_rows(together), read_rows(alone), strict=True):
-        assert {k: v for k, v in first.items() if k not in TIMES} == {k: v for k, v in second.items() if k not in TIMES}
+        assert without(first) == without(second)
     assert [row["seed"] for row in read_rows(together)] == ["3", "4"]
 
 
@@ -308,7 +288,7 @@ def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
         raise Asked
 
     monkeypatch.setattr(script, "load_points", lambda *_, **__: pytest.fail("data are loaded first"))
-    monkeypatch.setattr(training_run, "recorded", ask)
+    monkeypatch.setattr(run_module, "find_row", ask)
     with pytest.raises(Asked):
         script.main(command(results))
     assert list(results.parent.iterdir()) == []
@@ -320,34 +300,23 @@ def test_the_launcher_asks_before_it_starts_a_row(results, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--method neuralsrt", "neuralsort"),
         ("--method smooth_topk", "method"),
         ("--method neuralsort --prediction network", "of softmax_cross_entropy alone, got --method neuralsort"),
         ("--method neuralsort --sorted", "--sorted is of soft_topk alone"),
         ("--method neuralsort --augmented_neighbours", "is of cifar10, cifar100"),
         ("--method neuralsort --distribution cauchy", "distribution applies to"),
         ("--method pca --inverse_temperature 2", "--inverse_temperature is of a relaxed top-k, not of --method pca"),
-        ("--method neuralsort --inverse_temperature 1:0", "auto, or from:to as in 0.25:4, got '0'"),
-        ("--method neuralsort --weight_decay 1e308", "must be a number between 0 and 1000, got '1e308'"),
         ("--method neuralsort --k 40", "--k must be below --num_candidates, got 40 and 40"),
-        (
-            "--method neuralsort --num_candidates 181",
-            "--num_candidates must not exceed the 180 training points",
-        ),
+        ("--method neuralsort --num_candidates 181", "--num_candidates must not exceed the 180 training points"),
         ("--method neuralsort --batch_size 181", "--batch_size must not exceed the 180"),
         ("--method inputs --k 181", "--k must not exceed the 180"),
         ("--method neuralsort --model cnn", "--dim is of linear and mlp, not of --model cnn"),
         ("--method neuralsort --hidden_dims 4", "hidden_dims are those of mlp"),
         ("--method neuralsort --limit_test 361", "--limit_test must not exceed the 360"),
-        ("--method neuralsort --seeds 1 1", "--seeds must differ"),
-        ("--method neuralsort --device cuda:99", "--device cuda:99 is not there"),
     ],
 )
 def test_a_mistake_is_answered_with_a_sentence(results, capsys, flags, words):
-    assert script.main([*FEW, *SMALL, *flags.split(), "--results", str(results)]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert "Traceback" not in error
+    check_refused(script.main, [*FEW, *SMALL, *flags.split(), "--results", str(results)], words, capsys)
     assert not results.exists()
 
 
@@ -356,28 +325,15 @@ def test_several_processes_are_refused(results, capsys, monkeypatch):
     ranks.count = 2
     monkeypatch.setattr(command_line, "Ranks", lambda: ranks)
     monkeypatch.setattr(ranks, "speaks", lambda _: True)
-    assert script.main(command(results)) == 2
-    assert "torchrun has started 2: leave torchrun out" in capsys.readouterr().err
+    check_refused(script.main, command(results), "torchrun has started 2: leave torchrun out", capsys)
 
 
-def test_a_loss_that_diverges_is_named_and_leaves_no_row(results, capsys):
-    assert script.main(command(results, "--lr 1e30")) == 1
-    assert "the loss became" in capsys.readouterr().err
-    assert not results.exists()
-
-
-def test_embeddings_that_are_not_finite_are_refused(results, capsys, tmp_path):
+def test_what_is_not_finite_is_named_and_leaves_no_row(results, capsys, tmp_path):
+    check_refused(script.main, command(results, "--lr 1e30"), "the loss became", capsys, status=1)
     writer = StoreWriter(tmp_path / "bad.store", dim=2, dtype=torch.float32)
     writer.write("train", 0, torch.randn(40, 2), torch.arange(40) % 2)
     writer.write("test", 0, torch.tensor([[0.0, torch.nan]]), torch.tensor([1]))
     writer.finish()
     words = ["-d", str(tmp_path / "bad.store"), "--method", "inputs", *MACHINE, "--results", str(results)]
-    assert script.main(words) == 1
-    assert "the test points of" in (error := capsys.readouterr().err)
-    assert "hold embeddings that are not finite" in error
-    assert list(tmp_path.iterdir()) == [tmp_path / "bad.store"]
+    check_refused(script.main, words, "bad.store hold embeddings that are not finite", capsys, status=1)
     assert not results.exists()
-
-
-def test_methods_are_the_registrys():
-    assert METHODS[: len(RELAXATIONS)] == RELAXATIONS

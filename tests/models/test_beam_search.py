@@ -99,16 +99,6 @@ def test_scores_are_log_likelihoods_and_ended_hypotheses_stay(model, K):
     assert len(ended_at) > 1  # the weights were chosen so that this test sees hypotheses that end early
 
 
-def test_one_hypothesis_is_the_greedy_one(model):
-    beam = beam_search(model, model.encode(WORDS), 1, max_steps=STEPS)
-    for row, word in enumerate(WORDS):
-        phonemes: list[int] = []
-        while len(phonemes) < beam.phonemes.shape[2]:
-            log_probs = model.forced(model.encode(word.unsqueeze(0)), torch.tensor([[*phonemes, END]]))[0, -1]
-            phonemes.append(END if END in phonemes else int(log_probs.argmax()))
-        assert beam.phonemes[row, 0].tolist() == phonemes
-
-
 def test_the_search_ends_when_all_hypotheses_have(model):
     hasty = copy.deepcopy(model)
     hasty.scores.bias[END] = 50.0

@@ -113,12 +113,6 @@ def test_gradients_by_entries_are_those_by_products(few, batch, outputs, hidden_
     assert not weight[[0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize(("entries", "rows"), [(0, [0]), (8, [24]), (9, [])])
-def test_rows_are_summed_where_they_are_few(summed, entries, rows):
-    small(num_classes=64)(torch.randn(3, 6)).backward(gradient_of_few(entries, 3, 64))
-    assert summed == rows
-
-
 @pytest.mark.parametrize("hidden_dims", [(), (5,)])
 def test_gradients_by_entries_under_autocast(summed, hidden_dims):
     arguments = small(hidden_dims=hidden_dims), torch.randn(7, 6), gradient_of_few(3, 7, 30)

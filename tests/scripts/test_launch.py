@@ -1,4 +1,4 @@
-"""The launcher with small commands: retries, GPUs, threads, logs, signals, Slurm, and what it refuses."""
+"""The launcher with small commands: retries, GPUs, threads, logs, signals, and what it refuses; slurm.sh."""
 
 import fcntl
 import io
@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -19,13 +20,12 @@ import pytest
 from experiments import train_cifar100
 from experiments.shared.cores import usable_cores
 from scripts import launch
-from scripts.sweeping import sweep
+from scripts.sweeping.rows import read_rows, recorded_rows, tail
 from tests.experiments.test_train_cifar100 import tiny_network
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch.py"
-RECORDED = ROOT / "scripts" / "sweeping" / "recorded.py"
-SBATCH_TASK = ROOT / "scripts" / "sweeping" / "row.sbatch"
+SLURM = ROOT / "scripts" / "slurm.sh"
 
 
 def python(program: str) -> str:
@@ -133,7 +133,7 @@ def test_what_cannot_run_fails_and_the_others_go_on(run, tmp_path):
     assert "FAILED row 3 (it cannot be started: [Errno " in printed
     assert printed.endswith("sweep: 1 done, 3 failed, of 4 rows\n")
     (tmp_path / "empty.log").touch()
-    assert sweep.tail(tmp_path / "empty.log") == ["(an empty log)"]
+    assert tail(tmp_path / "empty.log") == ["(an empty log)"]
 
 
 def test_without_standard_input_there_is_no_row(tmp_path):
@@ -328,11 +328,8 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true"], "--jobs 0", "must be a whole number of at least 1, got '0'"),
         (["true"], "--jobs", "expected one argument"),
         (["true"], "--name ../x", "must be of letters"),
-        (["true"], "--wait", "--wait goes with --slurm"),
-        (["true"], "--slurm --jobs 2", "--jobs goes without --slurm"),
         (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
         (["echo \udcff"], "", "row 1 must be UTF-8 text without NUL, got 'echo \\udcff'"),
-        (["true", "echo " + 3_000_000 * "x"], "", "row 2 has 3000005 characters, and a row may have 100000"),
     ],
 )
 def test_refusals_are_one_sentence(monkeypatch, capsys, tmp_path, rows, flags, sentence):
@@ -376,8 +373,8 @@ def test_recorded_rows_are_skipped_before_they_start(run, tmp_path, monkeypatch)
     # The same settings written in another way, with --force, another seed, a wrong flag, another program.
     row = f"{sys.executable} {train_cifar100.__file__} {flags}"
     lines = [f"{row} --p_k .2 .2 .2 .2 .2", f"{row} --force", f"{row} --seed 1", f"{row} --seed x", "ls"]
-    rows = sweep.read_rows(lines, [], tmp_path)
-    assert sweep.recorded_rows(rows) == {rows[0]}
+    rows = read_rows(lines, [], tmp_path)
+    assert recorded_rows(rows) == {rows[0]}
 
     status, printed = run([row, python("print('not recorded')")])
     assert status == 0
@@ -386,26 +383,16 @@ def test_recorded_rows_are_skipped_before_they_start(run, tmp_path, monkeypatch)
     assert printed.endswith("sweep: 1 done, 1 already recorded, of 2 rows\n")
 
 
-def test_what_is_no_list_of_commands_is_refused_by_a_sentence():
-    for text in ("garbage", "{}", "[1]", "[[1, 2]]", '[["python"]]'):
-        done = subprocess.run([sys.executable, RECORDED], input=text, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: standard input must be a JSON list of commands")
-
-
 # As a Slurm job array: a stand-in for Slurm runs the tasks here, one after another.
 
 SBATCH = """
 printf '%s\\n' "$*" > {folder}/sbatch.txt
-case "$*" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
 echo "Submitted batch job 7"
-for word; do case $word in --array=*) tasks=${{word#--array=1-}};; *.sbatch) script=$word;; esac; done
-tasks=${{tasks%\\%*}} status=0
-while [[ $1 != *.sbatch ]]; do shift; done
+for word; do case $word in --array=*) tasks=${{word#--array=1-}};; --output=*) output=${{word#--output=}};; esac; done
+while [[ $1 != */slurm.sh ]]; do shift; done
 for task in $(seq $tasks); do
-  SLURM_JOB_ID=7 SLURM_ARRAY_TASK_ID=$task bash "$@" || status=1
+  SLURM_JOB_ID=7 SLURM_ARRAY_TASK_ID=$task bash "$@" > ${{output/\\%a/$task}} 2>&1 || true
 done
-exit $status
 """
 
 
@@ -420,63 +407,50 @@ def slurm(tmp_path) -> dict[str, str]:
     folder = tmp_path / "slurm"
     folder.mkdir()
     program(folder / "sbatch", SBATCH.format(folder=folder))
-    program(folder / "squeue", "true")
-    program(folder / "sinfo", "echo gpu:2")
     program(folder / "scontrol", f"echo $* >> {folder}/scontrol.txt")
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def test_rows_are_submitted_as_an_array_and_summed_up(run, slurm, tmp_path):
+def test_rows_are_submitted_as_an_array(slurm, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(SLURM, tmp_path / "scripts")
     rows = [python("print('two  words', '$HOME')"), "ls no-such-file"]
-    flags = "--slurm --partition gpu --time 2:00:00 --array-limit 16 --cpus-per-task 3 --wait"
-    status, printed = run(rows, *flags.split(), **slurm)
-    assert status == 1, printed
-    assert "Submitted batch job 7" in printed
-    assert "FAILED row 2 (exit status 2)" in printed
-    assert printed.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
+    flags = "a-test --partition gpu --time 2:00:00"
+    lines = "\n".join([rows[0], "", "# a comment", rows[1], "# 2 rows\n"])
+    done = subprocess.run([script, *flags.split()], input=lines, env=slurm, text=True, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, "Submitted batch job 7\n"), done.stderr
     submitted = (tmp_path / "slurm" / "sbatch.txt").read_text().split()
-    expected = "--array=1-2%16 --time=2:00:00 --partition=gpu --cpus-per-task=3 --gpus-per-task=1 --wait"
-    assert set(expected.split()) <= set(submitted)
-    first, second = (log.read_text().splitlines() for log in sorted((tmp_path / "logs").glob("*.log")))
+    assert {"--job-name=a-test", "--array=1-2", "--requeue", "--partition", "gpu"} <= set(submitted)
+    logs = sorted((tmp_path / "results" / "logs" / "a-test").glob("*.log"))
+    first, second = (log.read_text().splitlines() for log in logs)
     assert first[1:] == [f"$ {rows[0]}", "two  words $HOME", "=== exit status 0"]
-    assert [line for line in second if "attempt" in line or "exit" in line][-1] == "=== exit status 2"
+    assert second[-1] == "=== exit status 2"
     assert sum("attempt" in line for line in second) == 2
 
 
 def test_a_row_at_its_time_limit_is_stopped_and_requeued(slurm, patient, tmp_path):
-    (tmp_path / "rows").write_text(f"{tmp_path / 'row.log'}\t{patient}\n")
-    task = {**os.environ, **slurm, "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
-    process = subprocess.Popen([SBATCH_TASK, tmp_path / "rows", "1"], env=task, cwd=tmp_path)
+    (tmp_path / "rows").write_text(f"{patient}\n")
+    task = {**slurm, "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
+    process = subprocess.Popen([SLURM, tmp_path / "rows"], env=task, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     pid = pid_in(tmp_path)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 0
+    printed = process.communicate(timeout=30)[0]
+    assert process.returncode == 0
     assert not alive(pid)
     assert (tmp_path / "slurm" / "scontrol.txt").read_text() == "requeue 7\n"
-    assert (tmp_path / "row.log").read_text().count("===") == 1
+    assert printed.count("===") == 1
 
 
-def test_ctrl_c_leaves_the_rows_to_slurm_and_what_it_did_not_run_is_named(start, run, slurm, tmp_path):
-    program(tmp_path / "slurm" / "sbatch", "echo Submitted batch job 7; [ -e asleep ] || { touch asleep; sleep 60; }")
-    process = start(["true"], "--slurm", "--wait", **slurm)
-    wait_for((tmp_path / "asleep").exists)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    printed = process.communicate(timeout=30)[0]
-    assert process.returncode == 130
-    assert "the rows go on without this launcher" in printed
-    status, printed = run(["true"], "--slurm", "--wait", **slurm)
-    assert status == 1
-    assert "FAILED row 1 (Slurm did not run it to its end)" in printed
-
-
-def test_what_slurm_refuses_is_said_in_its_words(run, slurm, tmp_path):
-    status, printed = run(["true"], "--slurm", "--partition", "nowhere", **slurm)
-    assert status == 2
-    assert "error: Slurm refuses the rows: sbatch: error: invalid partition specified: nowhere" in printed
-    program(tmp_path / "slurm" / "squeue", "echo 7_1 RUNNING")
-    status, printed = run(["true"], "--slurm", **slurm)
-    assert status == 2
-    assert "the sweep sweep is in Slurm's queue" in printed
-    status, printed = run(["true"], "--slurm", PATH=str(tmp_path))
-    assert status == 2
-    assert "--slurm needs Slurm's sbatch" in printed
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "error: name the sweep first"),
+        (["--time", "1"], "error: name the sweep first"),
+        (["a-test"], "error: sbatch is not on PATH"),
+    ],
+)
+def test_an_array_that_cannot_be_submitted_gets_a_sentence(words, sentence):
+    done = subprocess.run([SLURM, *words], input="true", text=True, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(sentence)
+    assert done.stderr.count("\n") == 1

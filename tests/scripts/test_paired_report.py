@@ -1,9 +1,9 @@
 """The tables of the arms: differences within a seed, their interval, what is refused; the figure from a checkpoint."""
 
-import csv
 import math
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from experiments import train_beam_search
@@ -19,10 +19,8 @@ RETAIN = {"arm": "retain", "method": "softsort", "inverse_temperature": "0.5"}
 
 
 def write(path: Path, *rows: dict[str, str]) -> Path:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["run_id", *rows[0]])
-        writer.writeheader()
-        writer.writerows({"run_id": str(number), **row} for number, row in enumerate(rows))
+    """Write a results file, whose run ids count the rows."""
+    pd.DataFrame([{"run_id": number, **row} for number, row in enumerate(rows)]).to_csv(path, index=False)
     return path
 
 
@@ -77,16 +75,12 @@ HOSTILE = [
 @pytest.mark.parametrize(("name", "script", "step"), HOSTILE, ids=[name for name, *_ in HOSTILE])
 def test_a_file_that_a_person_edited_gets_a_report_or_a_sentence(name, script, step, tmp_path, capsys):
     """Each column absent, and each with a senseless cell: no answer that was not foreseen."""
-    with (ROOT / "results" / name).open(newline="") as file:
-        rows = list(csv.DictReader(file))[::step]
+    rows = pd.read_csv(ROOT / "results" / name, dtype=str, keep_default_na=False)[::step].to_dict("records")
     for column in rows[0]:
         absent = [{key: cell for key, cell in row.items() if key != column} for row in rows]
         cells = [[*rows[:-1], {**rows[-1], column: cell}] for cell in ("", "x", "nan", "-1", "1 2")]
         for edited in (absent, *cells):
-            with (tmp_path / name).open("w", newline="") as file:
-                writer = csv.DictWriter(file, edited[0])
-                writer.writeheader()
-                writer.writerows(edited)
+            pd.DataFrame(edited).to_csv(tmp_path / name, index=False)
             status = script.main([str(tmp_path / name)])
             printed, said = capsys.readouterr()
             assert (status == 0) == bool(printed), said

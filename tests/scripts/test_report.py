@@ -13,6 +13,7 @@ from experiments import finetune_imagenet, train_cifar100, train_knn
 from experiments.shared.finetune_flags import TENSORS
 from scripts import report
 from scripts.reporting import tables as report_tables
+from tests.scripts.test_paired_report import write
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "results" / "paper"
@@ -37,35 +38,15 @@ IMAGENET = {
 
 def cifar_run(seed, top1, top5, method="softmax_cross_entropy", p_k="1 0 0 0 0", **settings):
     row = {**CIFAR, "method": method, "p_k": p_k, "seed": str(seed), "test_top1": str(top1), "test_top5": str(top5)}
-    row |= settings
-    # The id of a run is made of what identifies it.
-    return {
-        "run_id": "-".join([row["method"], row["p_k"].replace(" ", "_"), *map(str, settings.values()), str(seed)]),
-        **row,
-    }
+    return row | settings
 
 
 @pytest.fixture
-def write(tmp_path):
-    """Write rows to a results file and return its path."""
-
-    def call(rows, name="table1.csv"):
-        path = tmp_path / name
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        return path
-
-    return call
-
-
-@pytest.fixture
-def made(write, capsys):
+def made(tmp_path, capsys):
     """Return (exit status, what was printed, what was said on stderr) of a report on rows."""
 
     def call(rows, *flags, name="table1.csv"):
-        status = report.main([str(write(rows, name)), *map(str, flags)])
+        status = report.main([str(write(tmp_path / name, *rows)), *map(str, flags)])
         return status, *capsys.readouterr()
 
     return call
@@ -80,7 +61,7 @@ TWO_SEEDS = [
 def cells(markdown, start):
     """The cells of the one line of a Markdown table that starts so."""
     (line,) = [line for line in markdown.splitlines() if line.startswith(f"| {start}")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
 
 
 def test_mean_std_difference_and_bold_beside_the_published_values(made):
@@ -98,16 +79,8 @@ def test_mean_std_difference_and_bold_beside_the_published_values(made):
     assert cells(text, "Top-k DiffSortNets")[2:5] == ["**62.00**", "55.00", "not run"]
     assert cells(text, "Lap-Top-k†")[2:5] == ["64.53", "", ""]
     caption = text.splitlines()[0]
-    for said in (
-        "Table 1: ResNet-18",
-        "200 epochs",
-        "fp32",
-        "seeds 0 and 1",
-        "a CPU",
-        "mean of 2 seeds",
-        "†: second-hand",
-    ):
-        assert said in caption
+    told = ("Table 1: ResNet-18", "200 epochs", "fp32", "seeds 0 and 1", "a CPU", "mean of 2 seeds", "†: second-hand")
+    assert all(each in caption for each in told)
     assert "not comparable" not in caption
 
 
@@ -153,18 +126,14 @@ def test_a_reason_of_one_row_names_it(made):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("column", "value"),
     [
-        {"n_epochs": "5"},
-        {"limit_train": "50"},
-        {"precision": "bf16"},
-        {"implementation": "difftopk"},
-        {"batch_size": "64"},
+        *(("n_epochs", "5"), ("limit_train", "50"), ("precision", "bf16"), ("implementation", "difftopk")),
+        ("batch_size", "64"),
     ],
 )
-def test_other_schedules_subsets_precisions_and_implementations_are_not_mixed(made, change):
-    (column, value), *_ = change.items()
-    rows = [*TWO_SEEDS, cifar_run(0, 0.3, 0.6, **change)]
+def test_other_schedules_subsets_precisions_and_implementations_are_not_mixed(made, column, value):
+    rows = [*TWO_SEEDS, cifar_run(0, 0.3, 0.6, **{column: value})]
     status, text, said = made(rows)
     assert (status, text) == (2, "")
     assert f"mixes {column} " in said
@@ -174,10 +143,7 @@ def test_other_schedules_subsets_precisions_and_implementations_are_not_mixed(ma
 
 
 def test_a_cell_holds_the_seeds_of_one_experiment(made):
-    rows = [
-        *TWO_SEEDS,
-        cifar_run(0, 0.3, 0.6, p_k="0.2 0.2 0.2 0.2 0.2", **{**NEURALSORT, "inverse_temperature": "0.5"}),
-    ]
+    rows = [*TWO_SEEDS, {**TWO_SEEDS[2], "inverse_temperature": "0.5"}]
     status, _, said = made(rows)
     assert status == 2
     assert "neuralsort [.2, .2, .2, .2, .2] mixes inverse_temperature 0.0625 and 0.5" in said
@@ -198,15 +164,8 @@ def test_runs_without_a_published_row_come_last_and_files_without_a_table_stand_
 
 
 def imagenet_run(seed, top5, **settings):
-    row = {
-        **IMAGENET,
-        "seed": str(seed),
-        "order_seed": str(seed),
-        "test_top1": "0.86",
-        "test_top5": str(top5),
-        **settings,
-    }
-    return {"run_id": f"{row['method']}-{row['backbone']}-{seed}", **row}
+    seeds = {"seed": str(seed), "order_seed": str(seed)}
+    return {**IMAGENET, **seeds, "test_top1": "0.86", "test_top5": str(top5), **settings}
 
 
 def test_imagenet_rows_have_three_digits_and_are_recognised_by_their_columns(made):
@@ -316,7 +275,7 @@ def test_html_is_one_page_with_the_table_and_the_figures_in_it(made, monkeypatch
         ([{**TWO_SEEDS[0], "p_k": "one"}], [], "p_k must be numbers"),
         ([{**TWO_SEEDS[0], "seed": "x"}], [], "seed must be a whole number, got 'x'"),
         ([{**TWO_SEEDS[0], "n_epochs": "many"}], [], "n_epochs must be a whole number, got 'many'"),
-        ([{name: TWO_SEEDS[0][name] for name in ("run_id", "method")}], [], "no column p_k"),
+        ([{"method": "softsort"}], [], "no column p_k"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, said):
@@ -332,7 +291,7 @@ def test_an_absent_or_empty_file_gets_a_sentence(tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().err
     (tmp_path / "table1.csv").write_text("run_id,method\n")
     assert report.main([str(tmp_path / "table1.csv")]) == 2
-    assert "has no rows yet" in capsys.readouterr().err
+    assert "there is no file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", [train_cifar100, finetune_imagenet, train_knn])
@@ -367,10 +326,8 @@ def test_the_published_values_are_those_of_the_facts():
     assert imagenet["Top-k SinkhornSort"]["test_top1"] == "0.8629"
     table5 = {row["published_name"]: row for row in published("table5.csv")}
     assert table5["Noisy Student EfficientNet-L2, Top-k DiffSortNets"]["test_top5"] == "0.9868"
-    assert (table5["ViT-L/16"]["test_top5"], table5["Meta Pseudo Labels (EffNet-L2)"]["approximate"]) == (
-        "",
-        "test_top5",
-    )
+    assert table5["ViT-L/16"]["test_top5"] == ""
+    assert table5["Meta Pseudo Labels (EffNet-L2)"]["approximate"] == "test_top5"
     depths = {(row["n"], row["k"], row["network"]): row["layers"] for row in published("network_depths.csv")}
     assert depths["10450", "5", "best earlier selection network"] == "50"
 
@@ -399,21 +356,16 @@ def test_every_column_of_the_published_files_is_documented():
     assert not [name for name in sorted(columns) if f"`{name}`" not in text]
 
 
-def test_figures_are_drawn_and_are_the_same_bytes_twice(write, tmp_path, capsys):
+def test_figures_are_drawn_and_are_the_same_bytes_twice(tmp_path, capsys):
     settings = {**NEURALSORT, "p_k": "0.5 0 0 0 0.5"}
     rows = [*TWO_SEEDS, *(cifar_run(seed, 0.6 + seed / 100, 0.85, **settings) for seed in (0, 1))]
-    for row in rows[:-1]:
-        (tmp_path / "runs" / row["run_id"]).mkdir(parents=True)
+    for number, row in enumerate(rows[:-1]):
+        (tmp_path / "runs" / str(number)).mkdir(parents=True)
         lines = [f"{epoch},{float(row['test_top1']) * epoch / 3},{0.1 * epoch}" for epoch in (1, 2, 3)]
-        (tmp_path / "runs" / row["run_id"] / "epochs.csv").write_text("\n".join(["epoch,test_top1,test_top5", *lines]))
-    names = [
-        "table1_accuracy_over_epochs",
-        "table1_accuracy_over_p_k",
-        "table1_top1_top5",
-        "permutation_matrix",
-        "times",
-    ]
-    path, drawn = write(rows), []
+        (tmp_path / "runs" / str(number) / "epochs.csv").write_text("\n".join(["epoch,test_top1,test_top5", *lines]))
+    names = [f"table1_{name}" for name in ("accuracy_over_epochs", "accuracy_over_p_k", "top1_top5")]
+    names += ["permutation_matrix", "times"]
+    path, drawn = write(tmp_path / "table1.csv", *rows), []
     for folder in (tmp_path / "first", tmp_path / "second"):
         assert report.main([str(path), "--figures", str(folder)]) == 0
         drawn.append({file.name: file.read_bytes() for file in folder.iterdir()})
@@ -431,19 +383,38 @@ def test_figures_are_drawn_and_are_the_same_bytes_twice(write, tmp_path, capsys)
 @pytest.mark.parametrize(
     "content", [None, b"\xff\xfe", b'epoch,test_top1,test_top5\n1,"0.5\n', b"epoch,test_top1,test_top5\n1,x,0.5\n"]
 )
-def test_figures_whose_data_are_absent_or_damaged_are_left_out(write, tmp_path, capsys, monkeypatch, content):
+def test_figures_whose_data_are_absent_or_damaged_are_left_out(tmp_path, capsys, monkeypatch, content):
     from scripts.reporting import figures as report_figures
 
     monkeypatch.setattr(report_figures, "draw_permutations", lambda folder: [])
-    folder = tmp_path / "runs" / TWO_SEEDS[0]["run_id"]
+    folder = tmp_path / "runs" / "0"
     folder.mkdir(parents=True)
     files = [folder / "epochs.csv", tmp_path / "losses.csv", tmp_path / "training_step.csv"] if content else []
     for file in files:
         file.write_bytes(content)
     flags = ["--figures", tmp_path / "figures", "--benchmarks", tmp_path]
-    assert report.main([str(write(TWO_SEEDS[:2])), *map(str, flags)]) == 0
+    assert report.main([str(write(tmp_path / "table1.csv", *TWO_SEEDS[:2])), *map(str, flags)]) == 0
     said = capsys.readouterr().err
     assert all(f"left out: {file}, which cannot be read" in said for file in files)
     for figure in ("accuracy over epochs", "accuracy over P_K", "times"):
         assert f"left out: {figure}" in said
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"table1_top1_top5"}
+
+
+def test_paired_differences_have_an_interval_and_say_how_many_seeds_would_settle_them(made):
+    """Differences of 1 and 3 points: mean 2, standard deviation 1.414, and t(1) = 12.71 times 1 is the half width."""
+    rows = [cifar_run(seed, 0.60, 0.85) for seed in (0, 1, 2)]
+    network = {"inverse_temperature": "0.5", "distribution": "logistic_phi", "art_lambda": "0.5", "top1_mode": "smce"}
+    for seed, top1 in ((0, 0.61), (1, 0.63), (3, 0.99)):  # seed 3 has no partner
+        rows.append(cifar_run(seed, top1, 0.85, "splitter_selection", "0.2 0.2 0.2 0.2 0.2", **network))
+    status, text, _ = made(rows, "--paired", "softmax_cross_entropy")
+    assert status == 0
+    # 1.984 * 1.414 / sqrt(n) <= .3 from n = 88 on
+    assert cells(text, "Top-k DiffSortNets")[2:] == ["+2.00 ± 12.71", "+0.00 ± 0.00", "2", r"88 \| 2"]
+
+
+@pytest.mark.parametrize("method", ["softsort", "neuralsort"])
+def test_a_pair_that_is_not_there_is_a_sentence(made, method):
+    status, _, said = made(TWO_SEEDS[:3], "--paired", method)
+    assert status == 2
+    assert f"--paired {method}" in said

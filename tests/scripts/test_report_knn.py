@@ -1,7 +1,5 @@
 """Tables and the figure of the nearest-neighbour classifier."""
 
-import csv
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from models.embedders import embedder
 from scripts import report
 from scripts.reporting import figures as report_figures
 from scripts.reporting import neighbours_figure
+from tests.scripts.test_paired_report import write
 from tests.scripts.test_report import cells, published
 
 OURS = {
@@ -30,8 +29,7 @@ UNTRAINED = {
 
 
 def knn_run(seed, top1, method="neuralsort", **settings):
-    row = {"method": method, "seed": str(seed), "test_top1": str(top1), **OURS, **settings}
-    return {"run_id": "-".join(str(row[name]) for name in row), **row}
+    return {"method": method, "seed": str(seed), "test_top1": str(top1), **OURS, **settings}
 
 
 @pytest.fixture
@@ -39,12 +37,7 @@ def made(tmp_path, capsys):
     """Return (exit status, what was printed, what was said on stderr) of a report on rows."""
 
     def call(rows, *flags):
-        path = tmp_path / "knn.csv"
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        return report.main([str(path), *flags]), *capsys.readouterr()
+        return report.main([str(write(tmp_path / "knn.csv", *rows)), *flags]), *capsys.readouterr()
 
     return call
 

@@ -51,6 +51,8 @@ def test_formulas_become_mathml():
     assert html.count("<math") == 2
     assert 'display="block"' in html
     assert "arithmatex" not in html
+    with pytest.raises(ValueError, match=r"latex2mathml does not know.*\\arg \\min"):
+        site.mathml('<span class="arithmatex">\\(\\arg \\min_x f\\)</span>')
 
 
 def test_docstrings_are_shown_as_they_are_written():

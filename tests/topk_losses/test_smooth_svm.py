@@ -501,7 +501,10 @@ def test_pickles_copies_and_describes_itself(loss):
     for twin in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
         assert torch.equal(twin(logits, labels), module(logits, labels))
     assert not module.state_dict()
-    assert repr(module) == (f"{loss.__name__}(tau=0.5, alpha=2, k=3, num_classes=10, ignore_index=-1, reduction='sum')")
+    assert repr(module) == (
+        f"{loss.__name__}(tau=0.5, alpha=2, k=3, num_classes=10, label_smoothing=0, soft_labels=expected, "
+        "ignore_index=-1, reduction=sum)"
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -28,6 +28,14 @@ TABLE = {
     ("sinkhorn", "cpu"): "cpu_sinkhorn",  # SinkhornSort for the true class
     ("carry_mass", "cuda"): "cuda",
 }
+NETWORK = "Tensor comparators, SymInt[] layer_sizes, SymInt k, str distribution, float? art_lambda"
+ARGUMENTS = {
+    "carry_mass": f"Tensor scores, Tensor target, Tensor beta, {NETWORK}",
+    "largest": "Tensor scores, SymInt m",
+    "kth_largest": "Tensor scores, Tensor labels, SymInt[] ks, Tensor temperature, bool softmax",
+    "masks": "Tensor scores, Tensor labels, Tensor beta, SymInt[] ks, str family, bool softmax",
+    "sinkhorn": "Tensor scores, Tensor labels, Tensor beta, SymInt k, float tolerance, SymInt max_iterations",
+}
 PACKAGES = {"cpu": "numba", "cuda": "triton"}
 
 
@@ -96,28 +104,48 @@ def _detached(values: Iterable[Any]) -> list[Any]:
 
 
 def register(
-    name: str,
-    forward: Callable[..., list[Tensor]],
+    operation: str,
+    device: str,
     outputs: Callable[..., list[Tensor]],
-    backward: Callable[..., Tensor] | None = None,
-    operations: Callable[..., list[Tensor]] | None = None,
+    forward: Callable[..., None],
+    backward: Callable[..., None] | None = None,
+    operations: Callable[..., Any] | None = None,
     results: int = 1,
 ) -> None:
     """Make a kernel an operator of PyTorch's, which is differentiated by its first argument, the scores.
 
-    forward(*arguments): so many results, and what the backward pass has to know. outputs(*arguments): tensors of these
-    shapes. operations(*arguments): the results alone, as PyTorch's operations compute them, for second derivatives.
-    backward(grads of the results, *arguments, the rest of what forward gave): the gradient of the scores.
+    outputs(*arguments): room for so many results, and for what the backward pass has to know, which
+    forward(room, *arguments) fills. backward(gradient of the scores, those of the results, room, *arguments) fills the
+    first. operations(*arguments): the results, or the only one, by PyTorch's operations, for second derivatives.
     """
-    op = torch.library.custom_op(f"topk_losses::{name}", forward, mutates_args=())
+    name, arguments = f"{operation}_{device}", ARGUMENTS[operation]
+
+    def run(*inputs: Any) -> list[Tensor]:
+        made = outputs(*inputs)
+        forward(made, *inputs)
+        return made
+
+    op = torch.library.custom_op(f"topk_losses::{name}", run, mutates_args=(), schema=f"({arguments}) -> Tensor[]")
     op.register_fake(outputs)
-    _eager[name] = forward
+    _eager[name] = run
     if backward is None or operations is None:
         return
-    arguments = torch.library.infer_schema(forward, mutates_args=()).partition(") ->")[0][1:]
-    schema = f"(Tensor[] grads, {arguments}, Tensor[] outputs) -> Tensor"
-    back = torch.library.custom_op(f"topk_losses::{name}_backward", backward, mutates_args=(), schema=schema)
-    back.register_fake(lambda grads, scores, *others: torch.empty_like(scores, memory_format=torch.contiguous_format))
+
+    def run_back(grads: Sequence[Tensor], made: Sequence[Tensor], *inputs: Any) -> Tensor:
+        grad_scores = empty(grads, made, *inputs)
+        backward(grad_scores, grads, made, *inputs)
+        return grad_scores
+
+    def empty(grads: Sequence[Tensor], made: Sequence[Tensor], scores: Tensor, *others: Any) -> Tensor:
+        return torch.empty_like(scores, memory_format=torch.contiguous_format)
+
+    back = torch.library.custom_op(
+        f"topk_losses::{name}_backward",
+        run_back,
+        mutates_args=(),
+        schema=f"(Tensor[] grads, Tensor[] made, {arguments}) -> Tensor",
+    )
+    back.register_fake(empty)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         ctx.is_tensor = [isinstance(each, Tensor) for each in inputs]
@@ -128,17 +156,17 @@ def register(
     def gradients(ctx: Any, grads: Sequence[Tensor | None], back: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
         inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-        output = list(tensors)
-        wanted = [i for i, grad in enumerate(grads) if grad is not None]
+        made = list(tensors)
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
             copy = inputs[0].view_as(inputs[0])
             found = operations(copy, *inputs[1:])
-            grad_scores = torch.autograd.grad(
-                [found[i] for i in wanted], copy, [grads[i] for i in wanted], create_graph=True
-            )[0]
+            found = [found] if isinstance(found, Tensor) else found
+            wanted = [pair for pair in zip(found, grads) if pair[1] is not None]
+            values, of_values = zip(*wanted)
+            grad_scores = torch.autograd.grad(values, copy, of_values, create_graph=True)[0]
         else:
-            first = [torch.zeros_like(each) if grad is None else grad for grad, each in zip(grads[:results], output)]
-            grad_scores = back(first, *_detached(inputs), _detached(output))
+            first = [torch.zeros_like(each) if grad is None else grad for grad, each in zip(grads[:results], made)]
+            grad_scores = back(first, _detached(made), *_detached(inputs))
         return grad_scores, *(None,) * (len(inputs) - 1)
 
     op.register_autograd(lambda ctx, grads: gradients(ctx, grads, back), setup_context=setup_context)
@@ -148,13 +176,12 @@ def register(
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-            output = forward(*_detached(inputs))
+            output = run(*_detached(inputs))
             setup_context(ctx, inputs, output)
             return tuple(output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            assert backward is not None
-            return gradients(ctx, grads, backward)
+            return gradients(ctx, grads, run_back)
 
     _eager[name] = Eager.apply

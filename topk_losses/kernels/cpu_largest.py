@@ -2,21 +2,16 @@
 
 The m largest maxima of chunks belong to m scores, so that no score below the least of them is among the m largest, nor
 is any in a chunk with a lower maximum. torch.topk partitions every row. float32 only.
-
-Nearly all of it is written without branches: which scores are large cannot be predicted, and a wrong guess costs the
-processor as much as a dozen scores.
 """
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from topk_losses.kernels import register
 from topk_losses.kernels.numba_support import in_threads, jit
 
 CHUNK = 16
 WORK_OF_A_THREAD = 500_000  # scores that pay for another thread
-MOST_COUNTED = 64  # scores whose places are found by comparing each with all
 _f32 = np.float32
 _LOW = np.int64(0x7FFFFFFF)  # the lower half of a key
 
@@ -33,6 +28,8 @@ def _key(score, column):
 @jit
 def _insert(value, falling, held):
     """Put a value into `falling`, of which `held` places are taken; if all are, the last one falls off."""
+    if held >= len(falling) and not value > falling[-1]:
+        return
     place = min(held, len(falling) - 1)
     while place > 0 and falling[place - 1] < value:
         falling[place] = falling[place - 1]
@@ -41,80 +38,48 @@ def _insert(value, falling, held):
 
 
 @jit
-def _large_ones(x, maxima, least, chosen, columns):
-    """Fill `columns` with those of x (n,) that can be among the len(least) largest; return how many they are.
-
-    Chunk c is x[c], x[c + len(maxima)], ..., so that maxima are taken along contiguous scores. maxima (chunks,), least
-    (m,), chosen (chunks + 1,), columns (n + 1,): room to work in, m < chunks.
-    """
-    chunks, m = len(maxima), len(least)
-    maxima[:] = _f32(-np.inf)
-    for i in range(CHUNK):
-        scores = x[i * chunks : (i + 1) * chunks]
-        for c in range(chunks):
-            score = _f32(np.inf) if scores[c] != scores[c] else scores[c]
-            maxima[c] = maxima[c] if maxima[c] > score else score
-    for c in range(m):
-        _insert(maxima[c], least, c)
-    for c in range(m, chunks):
-        if maxima[c] > least[m - 1]:
-            _insert(maxima[c], least, m)
-    bar = least[m - 1]
-    num_chosen = held = 0
-    for c in range(chunks):
-        chosen[num_chosen] = c
-        num_chosen += maxima[c] >= bar
-    for c in chosen[:num_chosen]:
-        for i in range(CHUNK):
-            columns[held] = c + i * chunks
-            held += not (x[c + i * chunks] < bar)  # NaN is below no bar
-    for j in range(chunks * CHUNK, len(x)):
-        columns[held] = j
-        held += not (x[j] < bar)
-    return held
-
-
-@jit
 def largest_of_rows(scores, first, last, index):
-    """Rows first..last of scores (batch, n): the columns of the largest, falling, into index (batch, m)."""
+    """Rows first..last of scores (batch, n): the columns of the largest, falling, into index (batch, m).
+
+    Chunk c is x[c], x[c + chunks], ..., so that maxima are taken along contiguous scores.
+    """
     n, m = scores.shape[1], index.shape[1]
-    maxima, chosen = np.empty(n // CHUNK, np.float32), np.empty(n // CHUNK + 1, np.int64)
-    least, largest = np.empty(m, np.float32), np.empty(m, np.int64)
-    columns, keys = np.arange(n + 1), np.empty(n, np.int64)
+    chunks = n // CHUNK
+    maxima, least, keys = np.empty(chunks, _f32), np.empty(m, _f32), np.empty(m, np.int64)
     for row in range(first, last):
-        x = scores[row]
-        held = _large_ones(x, maxima, least, chosen, columns) if len(maxima) > m else n
-        for i in range(held):
-            keys[i] = _key(x[columns[i]], columns[i])
-        if held <= MOST_COUNTED:
-            for i in range(held):
-                place = 0
-                for j in range(held):
-                    place += keys[j] > keys[i]
-                if place < m:
-                    largest[place] = keys[i]
-        else:
-            for i in range(held):
-                if i < m or keys[i] > largest[m - 1]:
-                    _insert(keys[i], largest, i)
+        x, bar, held = scores[row], _f32(-np.inf), 0
+        maxima[:] = bar
+        if chunks > m:
+            for i in range(CHUNK):
+                part = x[i * chunks : (i + 1) * chunks]
+                for c in range(chunks):
+                    score = _f32(np.inf) if part[c] != part[c] else part[c]
+                    maxima[c] = maxima[c] if maxima[c] > score else score
+            for c in range(chunks):
+                _insert(maxima[c], least, c)
+            bar = least[-1]
+        for c in range(chunks + 1):  # the last one: what is left
+            if c < chunks and maxima[c] < bar:
+                continue
+            for j in range(c, chunks * CHUNK, chunks) if c < chunks else range(chunks * CHUNK, n, 1):
+                if not x[j] < bar:  # NaN is below no bar
+                    _insert(_key(x[j], j), keys, held)
+                    held += 1
         for r in range(m):
-            index[row, r] = _LOW - (largest[r] & _LOW)
+            index[row, r] = _LOW - (keys[r] & _LOW)
 
 
 def _outputs(scores, m):
     return [torch.empty(len(scores), m, dtype=torch.int64, device=scores.device)]
 
 
-def _largest(scores: Tensor, m: int) -> list[Tensor]:
+def _largest(made, scores, m):
     """The columns of the m largest of each row, falling: (rows, m) int64.
 
     scores (rows, n) float32 on the CPU, n < 2^31. NaN counts as the largest. Among equal scores the one further left
     comes first.
     """
-    (index,) = _outputs(scores, m)
-    array, columns = scores.contiguous().numpy(), index.numpy()
-    in_threads(scores.numel(), WORK_OF_A_THREAD, len(scores), lambda i, j: largest_of_rows(array, i, j, columns))
-    return [index]
+    in_threads(largest_of_rows, scores.numel(), WORK_OF_A_THREAD, len(scores), [scores], made)
 
 
-register("largest_cpu", _largest, _outputs)
+register("largest", "cpu", _outputs, _largest)

@@ -2,19 +2,17 @@
 
 What threshold.py and ranks.py do by some hundred operations. Thresholds, theta with sum_i f(z_i - theta) = k for
 z = beta x, are relative to the largest z. A family has two functions, `roots` and `slopes` of a row, which the same two
-loops over rows call. Where f has exponential tails, the scores that can be above theta, `top`, are looked at one by
-one, in float64; of the others, the rest, whose exponentials do not overflow, only sums over all count.
+loops over rows call; both are bound to the formulas of threshold.py. Where f has exponential tails, the scores that can
+be above theta, `top`, are looked at one by one, in float64; of the others, the rest, whose exponentials do not
+overflow, only sums over all count.
 """
 
 import functools
 import math
-import types
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from topk_losses import threshold
 from topk_losses.kernels import register
@@ -22,34 +20,27 @@ from topk_losses.kernels.cpu_largest import largest_of_rows
 from topk_losses.kernels.numba_support import (
     IN_ANY_ORDER,
     exps,
+    exps_without,
     in_float32,
     in_threads,
     jit,
+    room,
     softmax_sum,
     subtract,
     subtract_softmax,
     sum_of,
 )
 from topk_losses.operator import MASKED
+from topk_losses.sigmoids import bind
+
+# ruff: noqa: F821 (names that `_loops` binds: f_of, slope_of, FACTOR, CAPPED, sums_of, step_of, newton, ...)
 
 WORK_OF_A_THREAD = 100_000  # scores times ranks that pay for another thread
 MAX_ITERATIONS = 60
-GAP = 256  # numbers between two arrays: more than a step of vector code
 HIGHEST = 80.0  # of what is exponentiated in float32
 _f32 = np.float32
 _EPS = float(np.finfo(np.float32).eps)
 _MASKED, _LEAST = _f32(MASKED), _f32(np.finfo(np.float32).tiny * 2**26)
-
-
-@jit
-def _rooms(n):
-    """Two arrays (n,) to work in, the second well behind the first.
-
-    Where they lay next to each other, which is chance, a loop that reads the one and writes the other would not run as
-    vector code, and its sums would have other last digits.
-    """
-    both = np.empty((2, n + GAP), _f32)
-    return both[0, :n], both[1, :n]
 
 
 @jit
@@ -63,54 +54,66 @@ def _split(x, beta, largest, w, top):
     """z of the largest, falling, to top (M,), and exp of the others, relative to top[M - 1], to w (n,); its log sum."""
     for r in range(len(top)):
         top[r] = _relative(x, x[largest[r]], largest, beta)
-    exps(x, beta, max(x[largest[-1]], _MASKED), _f32(0), w)
-    for column in largest:
-        w[column] = _f32(0)
+    exps_without(largest, x, beta, x[largest[-1]], w)
     total = sum_of(w)
     return top[-1] + math.log(total) if total > 0 else -np.inf
 
 
-@partial(jit, fastmath=IN_ANY_ORDER)
-def _logistic_sums(w, a, slopes):
-    """Of p = e / (1 + e), e = a w: sum p, and the sum of w / (1 + e)^2, each of which goes to slopes."""
+def _newton(k, theta, low, high, least, rounding, w, slopes, top):
+    """The root of a falling sum(theta) = k. step_of: sum - k, and Newton's step, of which the last is at most `least`.
+
+    A step that leaves the bracket halves it, and so does one that brings little when many were made.
+    """
+    before = np.inf
+    for iteration in range(MAX_ITERATIONS):
+        excess, step = step_of(theta, k, w, slopes, top)
+        low, high = (theta, high) if excess > 0 else (low, theta)
+        last = abs(step) <= least
+        if not last and (not low < theta + step < high or (iteration > 8 and abs(excess) > before / 2)):  # not: NaN
+            step = (low + high) / 2 - theta
+        theta, before = theta + step, abs(excess)
+        if last or high - low <= rounding:
+            break
+    return theta
+
+
+def _tail_sums(w, a, slopes):
+    """The sum of f of the rest, whose exp relative to theta are a w, and that of its slopes over a, which stay."""
     inside = slope = _f32(0)
     for i in range(len(w)):
         e = a * w[i]
-        slopes[i] = logistic_slope(w[i], e)
-        inside += e / (_f32(1) + e)
+        slopes[i] = slope_of(w[i], e)
+        inside += f_of(e)
         slope += slopes[i]
     return inside, slope
 
 
-@jit
-def _logistic_tail(e):
-    return e / (1 + e), e / (1 + e) ** 2
+def _exponential_sums(w, a, slopes):
+    """The same of an exponential, which is its own slope, in `slopes` already."""
+    total = sum_of(w)
+    return f_of(a * total), total
 
 
-@jit
-def _laplace_tail(e):
-    return e / 2, e / 2
+def _tail_step(theta, k, w, slopes, top):
+    """On the logarithm of the odds of the mean."""
+    a, n, above = math.exp(min(top[-1] - theta, HIGHEST)), len(w), -k
+    excess, slope = sums_of(w, _f32(a), slopes)
+    slope = slope * a
+    for r in range(len(top)):
+        e = math.exp(-abs(top[r] - theta))
+        excess += f_of(e) if top[r] < theta else -f_of(e)  # where all f are 0 or 1, the digits of these count
+        above += top[r] >= theta
+        slope += slope_of(e, e)
+    excess += above
+    total, slope = k + excess, FACTOR * slope
+    odds = math.log1p(excess / k) - math.log1p(-excess / (n - k))
+    return excess, odds * total * (n - total) / (n * slope) if slope > 1e-20 else 0.0
 
 
-@jit
-def _logistic_rest(w, a, slopes):
-    """sum f and sum f' of the rest, whose exp relative to theta are a w."""
-    inside, slope = _logistic_sums(w, _f32(a), slopes)
-    return inside, slope * a
-
-
-@jit
-def _laplace_rest(w, a, slopes):
-    total = a * sum_of(w) / 2
-    return total, total
-
-
-def _tail_roots(x, beta, own, largest, ks, roots, t, w, room, top):
-    """By Newton's method on the logarithm of the odds of the mean, from the root for scores that lie far from it.
-
-    A step that leaves the bracket halves it, and so does one that brings little when many were made.
-    """
-    rest, n, M = _split(x, beta, largest, w, top), len(x), len(top)
+def _tail_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
+    """From the root for scores that lie far from it."""
+    rest, M = _split(x, beta, largest, w, top), len(top)
+    far = 1 + math.log(len(x))  # beyond the quantile of k / n
     for j in range(len(ks)):
         k = ks[j]
         upper, lower = 0.0, math.exp(rest - top[k])
@@ -118,66 +121,37 @@ def _tail_roots(x, beta, own, largest, ks, roots, t, w, room, top):
             upper += math.exp(top[k - 1] - top[r]) if r < k else 0.0
             lower += math.exp(top[r] - top[k]) if r >= k else 0.0
         theta = (top[k - 1] + top[k] + math.log(lower) - math.log(upper)) / 2
-        far = 1 + math.log(n)  # beyond the quantile of k / n
-        low, high, before = top[-1] - far, far, np.inf
-        for iteration in range(MAX_ITERATIONS):
-            excess, slope = rest_of(w, math.exp(min(top[-1] - theta, HIGHEST)), room)  # noqa: F821
-            above = -k
-            for r in range(M):
-                tail, steep = tail_of(math.exp(-abs(top[r] - theta)))  # noqa: F821
-                excess += tail if top[r] < theta else -tail  # where all f are 0 or 1, the digits of these count
-                above += top[r] >= theta
-                slope += steep
-            excess += above
-            low, high = (theta, high) if excess > 0 else (low, theta)
-            total = k + excess
-            odds = math.log1p(excess / k) - math.log1p(-excess / (n - k))
-            new = theta + (odds * total * (n - total) / (n * slope) if slope > 1e-20 else 0.0)
-            last = abs(new - theta) <= 1e-4  # the next step is of the size of the square
-            if not last and (not low < new < high or (iteration > 8 and abs(excess) > before / 2)):  # not: NaN
-                new = (low + high) / 2
-            theta, before = new, abs(excess)
-            if last:
-                break
-        roots[j], t[j] = theta, _relative(x, own, largest, beta) - theta
+        # the error that a step leaves is of the size of its square
+        roots[j] = newton(k, theta, top[-1] - far, far, 1e-4, 0.0, w, slopes, top)
+        t[j] = _relative(x, own, largest, beta) - roots[j]
 
 
-def _tail_slopes(x, beta, own, largest, roots, shares, out, w, room, top):
+def _tail_slopes(x, beta, own, largest, roots, shares, out, w, slopes, top):
     """f' relative to its largest, times the shares over their sum: taken off out (n,)."""
-    rest, of_rest, M = _split(x, beta, largest, w, top), 0.0, len(top)
-    near, of_top = np.empty(M), np.zeros(M)
+    rest, M = _split(x, beta, largest, w, top), len(top)
+    near, of_top, slopes[:] = np.empty(M), np.zeros(M), w
     for j in range(len(roots)):
         root, nearest = roots[j], np.inf
         for r in range(M):
             # at 1 a capped exponential has no slope; the rest lies below theta, and no nearer than the last of top
-            near[r] = abs(top[r] - root) if not capped or top[r] <= root else np.inf  # noqa: F821
+            near[r] = abs(top[r] - root) if not CAPPED or top[r] <= root else np.inf
             nearest = min(nearest, near[r])
         if rest > -np.inf:
             nearest = min(nearest, max(root - top[-1], 0.0))
         factor = math.exp(min(top[-1] - root + nearest, 0.0)) if nearest < np.inf else 0.0
-        if logistic:  # noqa: F821
-            total = _logistic_sums(w, _f32(math.exp(min(top[-1] - root, 0.0))), room)[1] * factor
-        else:
-            total = math.exp(rest - root + nearest) if rest > -np.inf else 0.0
+        total = sums_of(w, _f32(math.exp(min(top[-1] - root, 0.0))), slopes)[1] * factor
         for r in range(M):
-            e = math.exp(-near[r])
-            near[r] = math.exp(nearest - near[r]) if near[r] < np.inf else 0.0
-            near[r] = logistic_slope(near[r], e) if logistic else near[r]  # noqa: F821
+            near[r] = slope_of(math.exp(nearest - near[r]), math.exp(-near[r])) if near[r] < np.inf else 0.0
             total += near[r]
         share = shares[j] / max(total, _LEAST)
         of_top += share * near
-        if logistic:  # noqa: F821
-            subtract(_f32(share * factor), room, out)
-        else:  # an exponential: the same for all k, but for a factor
-            of_rest += share * factor
-    if of_rest != 0:
-        subtract(_f32(of_rest), w, out)
+        subtract(_f32(share * factor), slopes, out)
     for r in range(M):
         out[largest[r]] -= of_top[r]
     return shares.sum()
 
 
-def _capped_roots(x, beta, own, largest, ks, roots, t, w, room, top):
+def _capped_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
     """theta = log sum_{i>m} exp z_i - log(k - m), for m scores at 1: the least of these."""
     rest = _split(x, beta, largest, w, top)
     for j in range(len(ks)):
@@ -202,70 +176,64 @@ def _scaled(x, beta, largest, w):
 
 
 def _power_sums(z, theta, slopes):
-    """The sum of f = power(clip(z - theta, 0, 1)), and that of its slopes."""
+    """The sum of f = power(clip(z - theta, 0, 1)), and that of its slopes, which stay."""
     inside = slope = _f32(0)
     for i in range(len(z)):
         t = z[i] - theta
         p = _f32(0) if t < _f32(0) else (_f32(1) if t > _f32(1) else t)
-        inside += power_of(p)  # noqa: F821
-        slopes[i] = slope_of(p) if _f32(0) < t < _f32(1) else _f32(0)  # noqa: F821
+        inside += f_of(p)
+        slopes[i] = slope_of(p) if _f32(0) < t < _f32(1) else _f32(0)
         slope += slopes[i]
     return inside, slope
 
 
-def _power_roots(x, beta, own, largest, ks, roots, t, w, room, top):
-    """By Newton's method between the k-th score and 1 below, where at least k scores have the mask 1."""
+def _power_step(theta, k, w, slopes, top):
+    inside, slope = sums_of(w, _f32(theta), slopes)
+    return inside - k, (inside - k) / slope if inside != k else 0.0
+
+
+def _power_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
+    """Between the k-th score and 1 below, where at least k scores have the mask 1."""
     _scaled(x, beta, largest, w)
     for j in range(len(ks)):
-        high = w[largest[ks[j] - 1]]
-        low, theta, before = high - _f32(1), high - _f32(0.5), np.inf
-        for iteration in range(MAX_ITERATIONS):
-            inside, slope = sums_of(w, theta, room)  # noqa: F821
-            excess = inside - ks[j]
-            if excess == 0:
-                break
-            low, high = (theta, high) if excess > 0 else (low, theta)
-            new = theta + _f32(excess / slope)
-            last = abs(new - theta) <= _EPS * max(1.0, abs(theta))
-            if not last and (not low < new < high or (iteration > 8 and abs(excess) > before / 2)):  # not: NaN
-                new = (low + high) / _f32(2)
-            theta, before = new, abs(excess)
-            if last or not low < high:
-                break
+        high = np.float64(w[largest[ks[j] - 1]])
+        least = _EPS * max(1.0, abs(high))
+        theta = _f32(newton(ks[j], high - 0.5, high - 1, high, least, least, w, slopes, top))
+        # as _power_sums has it: a mask of 1 has no slope
         roots[j], t[j] = theta, beta * (max(own, _MASKED) - max(x[largest[0]], _MASKED)) - theta
 
 
-def _power_slopes(x, beta, own, largest, roots, shares, out, w, room, top):
+def _power_slopes(x, beta, own, largest, roots, shares, out, w, slopes, top):
     _scaled(x, beta, largest, w)
     for j in range(len(roots)):
-        _, total = sums_of(w, _f32(roots[j]), room)  # noqa: F821
-        subtract(_f32(shares[j] / max(total, _LEAST)), room, out)
+        _, total = sums_of(w, _f32(roots[j]), slopes)
+        subtract(_f32(shares[j] / max(total, _LEAST)), slopes, out)
     return shares.sum()
 
 
-def _rank_roots(x, beta, own, largest, ks, roots, t, w, room, top):
+def _rank_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
     """k less the soft rank, without the half that the class itself adds."""
     exps(x, beta, max(own, _MASKED), _f32(HIGHEST), w)
-    inside, _ = _logistic_sums(w, _f32(1), room)
+    inside, _ = sums_of(w, _f32(1), slopes)
     for j in range(len(ks)):
         roots[j], t[j] = 0, ks[j] - 0.5 - inside
 
 
-def _rank_slopes(x, beta, own, largest, roots, shares, out, w, room, top):
+def _rank_slopes(x, beta, own, largest, roots, shares, out, w, slopes, top):
     exps(x, beta, max(own, _MASKED), _f32(HIGHEST), w)
-    _, total = _logistic_sums(w, _f32(1), room)
-    subtract(_f32(shares.sum()), room, out)
+    _, total = sums_of(w, _f32(1), slopes)
+    subtract(_f32(shares.sum()), slopes, out)
     return shares.sum() * total
 
 
-def _forward(scores, labels, beta, softmax, ks, first, last, index, roots, t, beside):
+def _forward(scores, labels, beta, softmax, ks, first, last, t, beside, index, roots):
     """Rows first..last of scores (batch, n) to t (batch, J) and, if softmax, its logarithm to beside (batch, 1).
 
     ks (J,) rise. roots (batch, J + 1): become theta, NaN for no k that is reached, and the logarithm of the softmax's
     sum relative to the largest score. index (batch, M): becomes the columns of the largest, M >= 2 ks or n.
     """
     n, J, M = scores.shape[1], len(ks), index.shape[1]
-    (w, room), top = _rooms(n), np.empty(M)
+    w, slopes, top = room(n), room(n), np.empty(M)
     largest_of_rows(scores, first, last, index)
     for row in range(first, last):
         x, largest, label = scores[row], index[row], labels[row]
@@ -280,11 +248,11 @@ def _forward(scores, labels, beta, softmax, ks, first, last, index, roots, t, be
         while taking_part > 0 and x[largest[taking_part - 1]] == -np.inf:
             taking_part -= 1
         proper = J
-        while thresholds and proper > 0 and ks[proper - 1] >= taking_part:  # noqa: F821
+        while THRESHOLDS and proper > 0 and ks[proper - 1] >= taking_part:
             proper -= 1
             certain = x[label] > -np.inf or ks[proper] >= n
             roots[row, proper], t[row, proper] = np.nan, _f32(np.inf) if certain else beta * _MASKED
-        roots_of(x, beta, x[label], largest, ks[:proper], roots[row], t[row], w, room, top)  # noqa: F821
+        roots_of(x, beta, x[label], largest, ks[:proper], roots[row], t[row], w, slopes, top)
 
 
 def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, first, last, grad_scores):
@@ -293,7 +261,7 @@ def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, fir
     d t = d z_y - sum_i w_i d z_i, with w = f' / sum f'; of soft ranks that times sum f'.
     """
     n, J = scores.shape[1], grad.shape[1]
-    (w, room), top = _rooms(n), np.empty(index.shape[1])
+    w, slopes, top = room(n), room(n), np.empty(index.shape[1])
     for row in range(first, last):
         x, largest, of_row, label = scores[row], index[row], grad_scores[row], labels[row]
         highest, of_own, proper = x[largest[0]], 0.0, 0
@@ -304,9 +272,7 @@ def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, fir
             proper += 1
         if proper > 0:
             shares = np.float64(beta) * grad[row, :proper]
-            of_own = slopes_of(  # noqa: F821
-                x, beta, x[label], largest, roots[row, :proper], shares, of_row, w, room, top
-            )
+            of_own = slopes_of(x, beta, x[label], largest, roots[row, :proper], shares, of_row, w, slopes, top)
         if softmax:
             subtract_softmax(of_softmax[row, 0], x, highest, roots[row, J], w, of_row)
             of_own += of_softmax[row, 0]
@@ -316,37 +282,39 @@ def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, fir
                 of_row[r] = _f32(0)
 
 
-def _bound(function: Any, kind: str, **names: Any) -> Any:
-    """A function of this file compiled with some of its names bound."""
-    return jit(types.FunctionType(function.__code__, {**globals(), **names}, function.__name__), kind)
+def _logistic(e):
+    return e / (1.0 + e)
+
+
+def _half(e):
+    return 0.5 * e
+
+
+# f and its slope over FACTOR, of exp(-|t|) or of a power's t; their sums, Newton's step, roots and slopes of a row
+_LOGISTIC: tuple[Any, ...] = _logistic, threshold.logistic_slope, _tail_sums, _tail_step
+_EXPONENTIAL: tuple[Any, ...] = _half, threshold.exponential_slope, _exponential_sums, _tail_step
+_POWER = _power_sums, _power_step, _power_roots, _power_slopes
+_FAMILIES = {
+    "logistic": (*_LOGISTIC, _tail_roots, _tail_slopes),
+    "laplace": (*_EXPONENTIAL, _tail_roots, _tail_slopes),
+    "capped": (*_EXPONENTIAL, _capped_roots, _tail_slopes),
+    "linear": (threshold.linear, threshold.linear_slope, *_POWER),
+    "cubic": (threshold.cubic, threshold.cubic_slope, *_POWER),
+    "ranks": (*_LOGISTIC, _rank_roots, _rank_slopes),
+}
 
 
 @functools.cache
-def _loops(family: str) -> tuple[Any, Any]:
+def _loops(family: str) -> list[Any]:
     """_forward and _backward for a family of threshold.py, or "ranks"."""
-    names: dict[str, Any] = {"capped": family == "capped", "logistic": family == "logistic"}
-    roots: Any
-    slopes: Any
-    if family == "ranks":
-        roots, slopes = _rank_roots, _rank_slopes
-    elif family in ("linear", "cubic"):
-        power, slope = (in_float32(getattr(threshold, f"{family}{role}"), {}) for role in ("", "_slope"))
-        sums = types.FunctionType(
-            _power_sums.__code__, {**globals(), "power_of": power, "slope_of": slope}, "_power_sums"
-        )
-        names["sums_of"] = jit(sums, family, fastmath=IN_ANY_ORDER)
-        roots, slopes = _power_roots, _power_slopes
-    else:
-        roots, slopes = _capped_roots if family == "capped" else _tail_roots, _tail_slopes
-        logistic = family == "logistic"
-        names["tail_of"] = _logistic_tail if logistic else _laplace_tail
-        names["rest_of"] = _logistic_rest if logistic else _laplace_rest
-    bound = {"roots_of": _bound(roots, family, **names), "slopes_of": _bound(slopes, family, **names)}
-    loops = [_bound(each, family, **bound, thresholds=family != "ranks") for each in (_forward, _backward)]
-    return loops[0], loops[1]
-
-
-logistic_slope = in_float32(threshold.logistic_slope, {})
+    f, slope, sums, step, roots, slopes = _FAMILIES[family]
+    names: dict[str, Any] = {"f_of": in_float32(f, {}), "slope_of": in_float32(slope, {})}
+    names |= {"FACTOR": 0.5 if family == "laplace" else 1.0, "CAPPED": family == "capped"}
+    names["sums_of"] = jit(bind(sums, names), family, fastmath=IN_ANY_ORDER)
+    for name, function in (("step_of", step), ("newton", _newton), ("roots_of", roots), ("slopes_of", slopes)):
+        names[name] = jit(bind(function, names), family)
+    names["THRESHOLDS"] = family != "ranks"
+    return [jit(bind(each, names), family) for each in (_forward, _backward)]
 
 
 def _outputs(scores, labels, beta, ks, family, softmax):
@@ -356,27 +324,19 @@ def _outputs(scores, labels, beta, ks, family, softmax):
     return [t, beside, labels.new_empty(batch, M), scores.new_empty(batch, len(ks) + 1, dtype=torch.float64)]
 
 
-def _masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: list[int], family: str, softmax: bool) -> list[Tensor]:
+def _masks(made, scores, labels, beta, ks, family, softmax):
     """t of the true classes, (batch, J): beta x_y - theta with sum_i f(beta x_i - theta) = k, or k - rank; inf where k
     or fewer take part. And log softmax(x)_y, (batch, 1), if wanted; then what the backward pass reads.
 
     scores (batch, n) float32, labels (batch,) int64, ks rising. family: f, of threshold.FAMILIES, or "ranks".
     """
-    t, beside, index, roots = outputs = _outputs(scores, labels, beta, ks, family, softmax)
-    inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), softmax, np.array(ks, np.int64))
-    arrays = [each.numpy() for each in (index, roots, t, beside)]
-    work = scores.numel() * (len(ks) + softmax)
-    in_threads(work, WORK_OF_A_THREAD, len(scores), lambda i, j: _loops(family)[0](*inputs, i, j, *arrays))
-    return outputs
+    inputs, work = (scores, labels, _f32(beta), softmax, np.array(ks, np.int64)), scores.numel() * (len(ks) + softmax)
+    in_threads(_loops(family)[0], work, WORK_OF_A_THREAD, len(scores), inputs, made)
 
 
-def _masks_backward(grads, scores, labels, beta, ks, family, softmax, outputs):
-    grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), softmax)
-    arrays = [each.contiguous().numpy() for each in (*outputs[2:], *grads[:2])]
-    work, out = scores.numel() * (len(ks) + softmax), grad_scores.numpy()
-    in_threads(work, WORK_OF_A_THREAD, len(scores), lambda i, j: _loops(family)[1](*inputs, *arrays, i, j, out))
-    return grad_scores
+def _masks_backward(grad_scores, grads, made, scores, labels, beta, ks, family, softmax):
+    inputs, work = (scores, labels, _f32(beta), softmax, *made[2:], *grads), scores.numel() * (len(ks) + softmax)
+    in_threads(_loops(family)[1], work, WORK_OF_A_THREAD, len(scores), inputs, [grad_scores])
 
 
-register("masks_cpu", _masks, _outputs, _masks_backward, threshold.masks, 2)
+register("masks", "cpu", _outputs, _masks, _masks_backward, threshold.masks, 2)

@@ -6,18 +6,17 @@ costs .7 to 2 nanoseconds per sample forward, .6 backward, since the slopes are 
 """
 
 import functools
-import types
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from topk_losses import networks
 from topk_losses.kernels import register
 from topk_losses.kernels.numba_support import exp, in_float32, in_threads, jit
 from topk_losses.operator import MASKED, is_mass
-from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, FLOAT32, distance_of_rounding
+from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, FLOAT32, bind, distance_of_rounding
 
 TILE = 64  # samples: enough for vector code, few enough for the cache
 WORK_OF_A_THREAD = 100_000  # comparators times samples that pay for another thread: an eighth of a millisecond
@@ -36,11 +35,6 @@ def _at_least(u, least):
 
 
 @jit
-def _sqrt(u):
-    return np.sqrt(u)
-
-
-@jit
 def _power(x, exponent):
     return _f32(x**exponent)
 
@@ -52,14 +46,13 @@ def _inverse_root(x, exponent):
 
 @functools.cache
 def _forward_of(distribution: str, art_lambda: float) -> Callable[..., None]:
-    """_forward bound to one family of sigmoids."""
-    names = {"exp": exp, "sqrt": _sqrt, "where": _where, "at_least": _at_least}
+    """_forward bound to a family of sigmoids."""
+    names: dict[str, Any] = {"exp": exp, "sqrt": np.sqrt, "where": _where, "at_least": _at_least}
     names["power"] = _inverse_root if art_lambda == 0.5 else _power
     names |= {name: in_float32(formula, names) for name, formula in FLOAT32.items()}
     formulas = DISTRIBUTIONS[distribution]._asdict()
     bound = {f"{role}_of": in_float32(formula, names) for role, formula in formulas.items()}
-    function = types.FunctionType(_forward.__code__, {**globals(), **bound}, _forward.__name__)
-    return jit(function, f"{distribution}-{names['power'].__name__}")
+    return jit(bind(_forward, bound), f"{distribution}-{names['power'].__name__}")
 
 
 def _forward(scores, labels, mass, hi, lo, k, beta, art_lambda, tie_scale, rounding, masked, first, last, saved, out):
@@ -108,19 +101,15 @@ def _forward(scores, labels, mass, hi, lo, k, beta, art_lambda, tie_scale, round
                 swapped, mix = kept[i] < _f32(0), np.abs(kept[i])
                 above, below, q_above, q_below = (x_lo, x_hi, q_lo, q_hi) if swapped else (x_hi, x_lo, q_hi, q_lo)
                 moved, q_moved = mix * (above - below), mix * (q_above - q_below)
-                up[i], down[i], up[TILE + i], down[TILE + i] = (
-                    above - moved,
-                    below + moved,
-                    q_above - q_moved,
-                    q_below + q_moved,
-                )
+                up[i], down[i] = above - moved, below + moved
+                up[TILE + i], down[TILE + i] = q_above - q_moved, q_below + q_moved
         for i in range(min(TILE, batch - start)):
             for r in range(k):
                 out[start + i, r] = lanes[n - 1 - r, TILE + i]
 
 
 @jit
-def _backward(grad, hi, lo, first, last, saved, grad_scores):
+def _backward(grad, hi, lo, saved, first, last, grad_scores):
     """Tiles first..last of grad (batch, k) to grad_scores (batch, n)."""
     batch, n = grad_scores.shape
     lanes = np.empty((n, 2 * TILE), np.float32)
@@ -150,29 +139,20 @@ def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
     return [scores.new_empty(len(scores), k), scores.new_empty(-(-len(scores) // TILE), comparators.shape[1], 3 * TILE)]
 
 
-def _carry_mass(
-    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
-    distribution: str, art_lambda: float | None,
-) -> list[Tensor]:  # fmt: skip
+def _carry_mass(made, scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda):
     """P[1..k, y], (batch, k), of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
-    outputs = _outputs(scores, target, beta, comparators, layer_sizes, k)
     labels, mass = (scores.new_empty(0, dtype=torch.int64), target) if is_mass(target) else (target, scores[:0])
-    exponent, (hi, lo) = art_lambda or 0.0, comparators.numpy()
+    exponent = art_lambda or 0.0
     numbers = (beta.item(), exponent, ART_TIE**-exponent, distance_of_rounding(torch.float32), MASKED)
-    inputs = [each.contiguous().numpy() for each in (scores, labels, mass.to(scores.dtype))]
-    settings, arrays = (hi, lo, k, *map(_f32, numbers)), [each.numpy() for each in reversed(outputs)]
-    forward = _forward_of(distribution, exponent)
-    work, tiles = scores.shape[0] * comparators.shape[1], len(outputs[1])
-    in_threads(work, WORK_OF_A_THREAD, tiles, lambda i, j: forward(*inputs, *settings, i, j, *arrays))
-    return outputs
+    inputs = (scores, labels, mass.to(scores.dtype), *comparators, k, *map(_f32, numbers))
+    work, tiles = len(scores) * comparators.shape[1], len(made[1])
+    in_threads(_forward_of(distribution, exponent), work, WORK_OF_A_THREAD, tiles, inputs, made[::-1])
 
 
-def _carry_mass_backward(grads, scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda, outputs):
-    grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    inputs, saved = (grads[0].contiguous().numpy(), *comparators.numpy()), outputs[1].numpy()
-    work, out = scores.shape[0] * comparators.shape[1], grad_scores.numpy()
-    in_threads(work, WORK_OF_A_THREAD, len(saved), lambda i, j: _backward(*inputs, i, j, saved, out))
-    return grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
+def _carry_mass_backward(grad_scores, grads, made, scores, target, beta, comparators, *_):
+    inputs, work = (grads[0], *comparators, made[1]), len(scores) * comparators.shape[1]
+    in_threads(_backward, work, WORK_OF_A_THREAD, len(made[1]), inputs, [grad_scores])
+    grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
 
 
-register("carry_mass_cpu", _carry_mass, _outputs, _carry_mass_backward, lambda *inputs: [networks.carry_mass(*inputs)])
+register("carry_mass", "cpu", _outputs, _carry_mass, _carry_mass_backward, networks.carry_mass)

@@ -1,49 +1,54 @@
 """SinkhornSort for the true class on the CPU, compiled by Numba: the plan of one sample after the other, in the cache.
 
-Newton's method as in transport.py, each step by conjugate gradients on the Laplacian diag(c) - P^T P, which meets P
-alone: no matrix is factorised. diag(c) - diag(P^T P) is the preconditioner, 15 to 24 steps do, and 8 to 10 for the
-gradient. float32 only.
+Newton's method as in transport.py, but for one iteration of Sinkhorn's before it. Its steps are found by conjugate
+gradients on the Laplacian diag(c) - P^T P, which meets P alone: no matrix is factorised. diag(c) - diag(P^T P) is the
+preconditioner; some ten steps do for the plan, and as many for the gradient. float32 only.
 """
 
 from functools import partial
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from topk_losses import transport
 from topk_losses.kernels import register
-from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
+from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit, room
 
 WORK_OF_A_THREAD = 100_000  # entries of plans that pay for another thread
 MOST_STEPS = 100
-LANES = 16  # the anchors are filled up to a multiple of these: with a mass of 0 they change nothing
+LANES = 8  # the anchors are filled up to a multiple of these with some that no score reaches
+ROWS = 4  # of the plan that are looked at together
+# Exponents below the highest of a row that count. The products of what is lower still are no normal numbers, with which
+# a processor is a hundred times as slow; the plan's column itself is wanted to the end of float32.
+OF_SUMS, OF_COLUMN = np.float32(-36), np.float32(-87)
 _f32 = np.float32
-_LEAST = _f32(1e-30)
+_LEAST, _UNREACHED = _f32(1e-30), _f32(-1e30)
+_SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
 _any_order = partial(jit, fastmath=(*IN_ANY_ORDER, "contract"))
 
 
 @_any_order
-def _plan(x, anchors, h, beta, P, c):
-    """P (n, A) = softmax over anchors of h - C / epsilon, its sums c (A,); the largest error of a mass of 1."""
-    n = len(x)
+def _plan(x, anchors, h, beta, lowest, P, c):
+    """P (len(x), A) = softmax over anchors of h - C / epsilon, its sums c (A,); the largest error of a mass of 1."""
     c[:] = _f32(0)
-    for i in range(n):
-        row = P[i]
-        highest = total = _f32(0)
-        for j in range(n):
-            row[j] = beta * (_f32(2) * x[i] - anchors[j]) * anchors[j] + h[j]
-        highest = row[0]
-        for j in range(n):
-            highest = max(highest, row[j])
-        for j in range(n):
-            row[j] = exp(row[j] - highest)
+    for i in range(len(x)):
+        row, most = P[i], np.int32(-_REST)
+        for j in range(len(c)):
+            v = _f32(beta * (_f32(2) * x[i] - anchors[j]) * anchors[j] + h[j])
+            row[j], bits = v, v.view(np.int32)
+            bits ^= (bits >> _SIGN) & _REST  # the order of the numbers, in integers: their maximum becomes vector code
+            most = bits if bits > most else most
+        highest = np.int32(most ^ ((most >> _SIGN) & _REST)).view(np.float32)
+        total = _f32(0)
+        for j in range(len(c)):
+            v = row[j] - highest
+            e = exp(v)
+            row[j] = _f32(0) if v < lowest else e
             total += row[j]
-        for j in range(n):
+        for j in range(len(c)):
             row[j] *= _f32(1) / total
             c[j] += row[j]
     error = _f32(0)
-    for j in range(n):
+    for j in range(len(x)):
         wrong = abs(_f32(1) - c[j]) / min(c[j], _f32(1))
         error = wrong if not wrong <= error else error  # NaN stays
     return error
@@ -53,12 +58,16 @@ def _plan(x, anchors, h, beta, P, c):
 def _laplacian(P, v, out):
     """(diag(c) - P^T P) v, differences first: nothing cancels."""
     out[:] = _f32(0)
-    for i in range(len(P)):
-        row, mean = P[i], _f32(0)
-        for j in range(len(row)):
-            mean += row[j] * v[j]
-        for j in range(len(row)):
-            out[j] += row[j] * (v[j] - mean)
+    for i in range(0, len(P), ROWS):
+        p, q, r, s = P[i], P[i + 1], P[i + 2], P[i + 3]
+        of_p = of_q = of_r = of_s = _f32(0)
+        for j in range(len(v)):
+            of_p += p[j] * v[j]
+            of_q += q[j] * v[j]
+            of_r += r[j] * v[j]
+            of_s += s[j] * v[j]
+        for j in range(len(v)):
+            out[j] += p[j] * (v[j] - of_p) + q[j] * (v[j] - of_q) + r[j] * (v[j] - of_r) + s[j] * (v[j] - of_s)
 
 
 @_any_order
@@ -69,43 +78,55 @@ def _dot(a, b):
     return total
 
 
-@jit
-def _solve(P, c, right, damping, tolerance, v, diagonal):
-    """v with (diag(c) - P^T P + damping diag(c)) v = right, by conjugate gradients."""
-    diagonal[:] = c * (_f32(1) + damping) + _LEAST
+@_any_order
+def _solve(P, c, r, damping, tolerance, v):
+    """v with (diag(c) - P^T P + damping diag(c)) v = r, by conjugate gradients; r becomes what is left."""
+    A = len(c)
+    scale, z, p, Ap = room(A), room(A), room(A), room(A)
+    scale[:] = c * (_f32(1) + damping) + _LEAST
     for i in range(len(P)):
-        diagonal -= P[i] * P[i]
-    diagonal[:] = np.maximum(diagonal, _LEAST)
-    v[:] = _f32(0)
-    r = right.copy()
-    z = r / diagonal
-    p, Ap = z.copy(), np.empty_like(r)
-    rz = _dot(r, z)
+        for j in range(A):
+            scale[j] -= P[i, j] * P[i, j]
+    scale[:] = _f32(1) / np.maximum(scale, _LEAST)
+    v[:], z[:] = _f32(0), r * scale
+    p[:], rz = z, _dot(r, z)
     enough = tolerance * tolerance * rz
     for _ in range(MOST_STEPS):
         if not rz > enough:
             break
         _laplacian(P, p, Ap)
-        Ap += damping * c * p
+        for j in range(A):
+            Ap[j] += damping * c[j] * p[j]
         length = rz / max(_dot(p, Ap), _LEAST)
-        v += length * p
-        r -= length * Ap
-        z[:] = r / diagonal
+        for j in range(A):
+            v[j] += length * p[j]
+            r[j] -= length * Ap[j]
+            z[j] = r[j] * scale[j]
         before, rz = rz, _dot(r, z)
-        p *= rz / before
-        p += z
+        for j in range(A):
+            p[j] = z[j] + rz / before * p[j]
+
+
+@jit
+def _sizes(n):
+    """The anchors (A,), falling from 1 to 0, and the number of rows of a plan."""
+    A, N = -(-n // LANES) * LANES, -(-n // ROWS) * ROWS
+    anchors = room(A)
+    anchors[:n] = _f32(1) - np.arange(n) / _f32(max(n - 1, 1))
+    return anchors, N
 
 
 @jit
 def _forward(scores, labels, beta, tolerance, max_iterations, first, last, column, errors, potentials):
     """Rows first..last of x (batch, n) to the column (batch, k), its errors (batch,) and potentials (batch, n)."""
     n = scores.shape[1]
-    A = -(-n // LANES) * LANES
-    P, trial = np.zeros((n, A), _f32), np.zeros((n, A), _f32)
-    c, new_c, v, diagonal, right = np.zeros((5, A), _f32)
-    anchors = (_f32(1) - np.arange(n) / _f32(max(n - 1, 1))).astype(_f32)
+    anchors, N = _sizes(n)
+    A = len(anchors)
+    one, two = np.zeros((N, A), _f32), np.zeros((N, A), _f32)
+    h, new, c, new_c, v, right = room(A), room(A), room(A), room(A), room(A), room(A)
+    h[n:] = _UNREACHED
     for row in range(first, last):
-        x, h = scores[row], potentials[row]
+        x, own, P, trial = scores[row], labels[row], one, two
         # the hard transport's potentials: neighbours are indifferent in the middle between their scores
         ordered, total = np.sort(x)[::-1], 0.0
         for j in range(n):
@@ -113,43 +134,52 @@ def _forward(scores, labels, beta, tolerance, max_iterations, first, last, colum
             if j < n - 1:
                 upper, lower = np.float64(anchors[j]), np.float64(anchors[j + 1])
                 total += (lower - upper) * (lower + upper - ordered[j] - ordered[j + 1]) * beta
-        error, damping = _plan(x, anchors, h, beta, P, c), _f32(0)
-        for _ in range(max_iterations):
+        error, damping = _plan(x, anchors, h, beta, OF_SUMS, P, c), _f32(0)
+        for iteration in range(max_iterations):
             if not error > tolerance:
                 break
-            right[:n] = _f32(1) - c[:n]
-            _solve(P, c, right, damping, _f32(1e-2), v, diagonal)
-            new = h + v[:n]
-            new_error = _plan(x, anchors, new, beta, trial, new_c)
+            if iteration == 0:  # Sinkhorn's, which is cheap and takes off most of the error
+                v[:n] = -np.log(c[:n])
+            else:
+                right[:n] = _f32(1) - c[:n]
+                _solve(P, c, right, damping, min(max(error, _f32(0.01)), _f32(0.1)), v)
+            new[:] = h + v
+            new_error = _plan(x, anchors, new, beta, OF_SUMS, trial, new_c)
             if new_error < error:
                 h[:], c[:], error, damping = new, new_c, new_error, damping / _f32(8)
                 P, trial = trial, P
-            else:  # shortened towards 1 / c - 1, the first order of a Sinkhorn iteration
+            elif iteration > 0:  # shortened towards 1 / c - 1, the first order of a Sinkhorn iteration
                 damping = min(max(damping * _f32(4), _f32(1e-3)), _f32(1e8))
-        errors[row] = error
-        column[row] = P[labels[row], : column.shape[1]]
+        errors[row], potentials[row] = error, h[:n]
+        _plan(x[own : own + 1], anchors, h, beta, OF_COLUMN, trial, c)
+        column[row] = c[: column.shape[1]]
 
 
-@jit
+@_any_order
 def _backward(scores, labels, beta, potentials, grad, first, last, grad_scores):
     """Rows first..last of the gradient of the column (batch, k) to that of x (batch, n), by the KKT conditions."""
     n, k = scores.shape[1], grad.shape[1]
-    A = -(-n // LANES) * LANES
-    P, c, v, diagonal = np.zeros((n, A), _f32), np.empty(A, _f32), np.empty(A, _f32), np.empty(A, _f32)
-    anchors = (_f32(1) - np.arange(n) / _f32(max(n - 1, 1))).astype(_f32)
+    anchors, N = _sizes(n)
+    A = len(anchors)
+    P, h, c, mine, of_mass, right, v = np.zeros((N, A), _f32), room(A), room(A), room(A), room(A), room(A), room(A)
+    h[n:] = _UNREACHED
     for row in range(first, last):
-        _plan(scores[row], anchors, potentials[row], beta, P, c)
-        mine, of_mass = P[labels[row]], np.zeros(A, _f32)
+        x, own, h[:n] = scores[row], labels[row], potentials[row]
+        _plan(x[own : own + 1], anchors, h, beta, OF_COLUMN, P, mine)
+        _plan(x, anchors, h, beta, OF_SUMS, P, c)
+        of_mass[:] = _f32(0)
         of_mass[:k] = grad[row] * mine[:k]
         of_mass -= mine * of_mass.sum()
-        _solve(P, c, of_mass, _f32(1e-6), _f32(1e-5), v, diagonal)
+        size = max(np.abs(of_mass).max(), _LEAST)  # squares of a small gradient would not be numbers
+        for j in range(A):
+            right[j] = of_mass[j] / size if abs(of_mass[j]) > _f32(1e-18) * size else _f32(0)
+        _solve(P, c, right, _f32(1e-6), _f32(1e-5), v)
         for i in range(n):
-            mean = _dot(P[i], v)
-            total = _f32(0)
-            for j in range(n):
-                total -= P[i, j] * (v[j] - mean) * anchors[j]
-            grad_scores[row, i] = _f32(2) * beta * total
-        grad_scores[row, labels[row]] += _f32(2) * beta * _dot(of_mass[:n], anchors)
+            p, mean, total = P[i], _dot(P[i], v), _f32(0)
+            for j in range(A):
+                total += p[j] * (v[j] - mean) * anchors[j]
+            grad_scores[row, i] = _f32(-2) * beta * size * total
+        grad_scores[row, own] += _f32(2) * beta * _dot(of_mass, anchors)
 
 
 def _outputs(x, labels, beta, k, *_):
@@ -157,22 +187,17 @@ def _outputs(x, labels, beta, k, *_):
     return [x.new_empty(len(x), k), x.new_empty(len(x)), x.new_empty(x.shape)]
 
 
-def _sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
+def _in_threads(loop, x, others, results):
+    in_threads(loop, x.numel() * x.shape[1], WORK_OF_A_THREAD, len(x), (x, *others), results)
+
+
+def _sinkhorn(made, x, labels, beta, k, tolerance, max_iterations):
     """P[1..k, y], (batch, k), of n sorted anchors, for whitened scores x (batch, n) float32 in [0, 1]; its errors."""
-    outputs = _outputs(x, labels, beta, k)
-    inputs = (x.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), _f32(tolerance), max_iterations)
-    arrays = [each.numpy() for each in outputs]
-    work = x.numel() * x.shape[1]
-    in_threads(work, WORK_OF_A_THREAD, len(x), lambda first, last: _forward(*inputs, first, last, *arrays))
-    return outputs
+    _in_threads(_forward, x, (labels, _f32(beta), _f32(tolerance), max_iterations), made)
 
 
-def _sinkhorn_backward(grads, x, labels, beta, k, tolerance, max_iterations, outputs):
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    inputs = (x.contiguous().numpy(), labels.contiguous().numpy(), _f32(beta), outputs[2].numpy())
-    arrays, work = (grads[0].contiguous().numpy(), grad_x.numpy()), x.numel() * x.shape[1]
-    in_threads(work, WORK_OF_A_THREAD, len(x), lambda i, j: _backward(*inputs, arrays[0], i, j, arrays[1]))
-    return grad_x
+def _sinkhorn_backward(grad_x, grads, made, x, labels, beta, *_):
+    _in_threads(_backward, x, (labels, _f32(beta), made[2], grads[0]), [grad_x])
 
 
-register("sinkhorn_cpu", _sinkhorn, _outputs, _sinkhorn_backward, transport.sinkhorn)
+register("sinkhorn", "cpu", _outputs, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)

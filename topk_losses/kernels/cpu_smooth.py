@@ -17,19 +17,16 @@ O(n k).
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from topk_losses import smooth_svm
 from topk_losses.kernels import register
 from topk_losses.kernels.cpu_largest import largest_of_rows
-from topk_losses.kernels.numba_support import exps, in_threads, jit, softmax_sum, subtract_softmax, sum_of
+from topk_losses.kernels.numba_support import exps_without, in_threads, jit, softmax_sum, subtract_softmax, sum_of
 
 MAX_K_WITH_REST = 64  # e^k is a float32 number
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 LANES = 16
-PIECE = 1024
 _f32 = np.float32
 
 
@@ -55,18 +52,6 @@ def _product(factors):
                 for i in range(pairs):
                     of_j[i] += a[i] * b[i]
         width, degree = half, 2 * degree
-
-
-@jit
-def _polynomial(c, x, out):
-    """out = c_0 x + c_1 x^2 + ..., by Horner's rule, in pieces that stay in the fastest cache."""
-    for start in range(0, len(x), PIECE):
-        of_x, of_out = x[start : start + PIECE], out[start : start + PIECE]
-        of_out[:] = _f32(0)
-        for m in range(len(c) - 1, -1, -1):
-            coefficient = c[m]
-            for j in range(len(of_x)):
-                of_out[j] = (coefficient + of_out[j]) * of_x[j]
 
 
 @jit
@@ -105,9 +90,7 @@ def _forward(
         # e_0, ..., e_K of the rest
         scale, counts[0, 0] = 1.0, 1
         if num_leaves < n - 1:
-            exps(o, _f32(1 / temperature), least, _f32(0), x)
-            for column in leaves:
-                x[column] = _f32(0)
+            exps_without(leaves, o, _f32(1 / temperature), least, x)
             scale = 1 / max(1.0, sum_of(x) / K)
             factors[1, n:] = _f32(0)
             for j in range(n):
@@ -175,10 +158,10 @@ def _backward(
                 of_true -= share
                 any_grad = True
         if any_grad and num_leaves < n - 1:
-            exps(scores[row], _f32(1 / temperature), _f32(origin[row, 0]), _f32(0), x)
-            for column in index[row]:
-                x[column] = _f32(0)
-            _polynomial(c, x, slope)
+            exps_without(index[row], scores[row], _f32(1 / temperature), origin[row, 0], x)
+            for m in range(K - 1, -1, -1):  # c_0 x + c_1 x^2 + ..., by Horner's rule
+                for j in range(n):
+                    slope[j] = (c[m] + slope[j]) * x[j]
         for r in range(num_leaves):
             slope[index[row, r]] = of_leaf[r]
         slope[labels[row]] = of_true
@@ -202,24 +185,15 @@ def _outputs(scores, labels, ks, temperature, softmax):
     return outputs
 
 
-def _kth_largest(scores: Tensor, labels: Tensor, ks: list[int], temperature: Tensor, softmax: bool) -> list[Tensor]:
+def _kth_largest(made, scores, labels, ks, temperature, softmax):
     """As smooth_svm.kth_largest, for scores (rows, n) float32."""
-    outputs = _outputs(scores, labels, ks, temperature, softmax)
-    inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), temperature.item(), softmax, np.array(ks))
-    arrays = [each.numpy() for each in outputs]
-    work = scores.numel()
-    in_threads(work, WORK_OF_A_THREAD, len(scores), lambda first, last: _forward(*inputs, first, last, *arrays))
-    return outputs
+    inputs = (scores, labels, temperature.item(), softmax, np.array(ks))
+    in_threads(_forward, scores.numel(), WORK_OF_A_THREAD, len(scores), inputs, made)
 
 
-def _kth_largest_backward(grads, scores, labels, ks, temperature, softmax, outputs):
-    grad_scores = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    inputs = (scores.contiguous().numpy(), labels.contiguous().numpy(), temperature.item(), softmax, np.array(ks))
-    of_results = (grads[0], grads[1], grads[3])
-    arrays = [each.contiguous().numpy() for each in (outputs[2], *outputs[4:], *of_results)]
-    work, out = scores.numel(), grad_scores.numpy()
-    in_threads(work, WORK_OF_A_THREAD, len(scores), lambda first, last: _backward(*inputs, *arrays, first, last, out))
-    return grad_scores
+def _kth_largest_backward(grad_scores, grads, made, scores, labels, ks, temperature, softmax):
+    inputs = (scores, labels, temperature.item(), softmax, np.array(ks), *made[2:3], *made[4:], *grads[:2], grads[3])
+    in_threads(_backward, scores.numel(), WORK_OF_A_THREAD, len(scores), inputs, [grad_scores])
 
 
-register("kth_largest_cpu", _kth_largest, _outputs, _kth_largest_backward, smooth_svm.kth_largest, 4)
+register("kth_largest", "cpu", _outputs, _kth_largest, _kth_largest_backward, smooth_svm.kth_largest, 4)

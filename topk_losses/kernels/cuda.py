@@ -21,6 +21,7 @@ from torch import Tensor
 
 from topk_losses import networks
 from topk_losses.kernels import register
+from topk_losses.operator import mass_of
 from topk_losses.sigmoids import ART_TIE, DISTRIBUTIONS, FLOAT32, Sigmoid, bind, distance_of_rounding
 
 WIDEST = 1024  # comparators of a tile
@@ -190,27 +191,25 @@ def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
     return [scores.new_empty(len(scores), k), scores.new_empty(2, len(scores), comparators.shape[1])]
 
 
-def _carry_mass(
-    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
-    distribution: str, art_lambda: float | None,
-) -> list[Tensor]:  # fmt: skip
+def _carry_mass(made, scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda):
     """P[1..k, y], (batch, k), of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
-    _, saved = _outputs(scores, target, beta, comparators, layer_sizes, k)
     x, offset = networks.centred(scores)
-    lanes = torch.stack([x.T, networks.mass_of(scores, target)])  # (2, batch, n)
+    lanes = torch.stack([x.T, mass_of(scores, target)])  # (2, batch, n)
     grid, tables, numbers, family, shape = _program(scores, beta, comparators, layer_sizes, distribution, art_lambda)
     with torch.cuda.device_of(scores):
-        forward_kernel[grid](lanes, offset, *tables, saved, *numbers, family.mix, family.scale, **shape)
-    return [lanes[1, :, scores.shape[1] - k :].flip(1), saved]
+        forward_kernel[grid](lanes, offset, *tables, made[1], *numbers, family.mix, family.scale, **shape)
+    made[0].copy_(lanes[1, :, scores.shape[1] - k :].flip(1))
 
 
-def _carry_mass_backward(grads, scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda, outputs):
+def _carry_mass_backward(
+    grad_scores, grads, made, scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda
+):
     lanes = scores.new_zeros(2, *scores.shape)
     lanes[1, :, scores.shape[1] - k :] = grads[0].flip(1)
     grid, tables, numbers, family, shape = _program(scores, beta, comparators, layer_sizes, distribution, art_lambda)
     with torch.cuda.device_of(scores):
-        backward_kernel[grid](lanes, *tables, outputs[1], *numbers, *family, **shape)
-    return lanes[0].masked_fill(scores == -torch.inf, 0)  # MASKED stood in for them
+        backward_kernel[grid](lanes, *tables, made[1], *numbers, *family, **shape)
+    grad_scores.copy_(lanes[0]).masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
 
 
-register("carry_mass_cuda", _carry_mass, _outputs, _carry_mass_backward, lambda *inputs: [networks.carry_mass(*inputs)])
+register("carry_mass", "cuda", _outputs, _carry_mass, _carry_mass_backward, networks.carry_mass)

@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,40 +14,33 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from torch import Tensor
 
 from topk_losses.operator import MASKED
 from topk_losses.sigmoids import bind
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
+GAP = 256  # numbers between two arrays: more than a step of vector code
 IN_ANY_ORDER = ("nsz", "reassoc", "ninf")  # fastmath of sums that become vector code
 _f32 = np.float32
 _MASKED = _f32(MASKED)
 
 
 @lru_cache(maxsize=1)
-def _cache_folder() -> str:
-    """A folder for compiled kernels that belongs to these sources alone; "" where nothing can be written.
-
-    Numba renews what it keeps when the file of a function changes, not when a formula does that it takes from another
-    file. So each state of the package has a folder of its own.
-    """
-    sources = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
-    name = f"kernels-{hashlib.sha256(sources).hexdigest()[:16]}"
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    for parent in [Path(chosen)] if chosen else [PACKAGE / "__pycache__", Path.home() / ".cache" / "topk_losses"]:
-        try:
-            (parent / name).mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(parent / name, os.W_OK):
-            return str(parent / name)
-    return ""
+def _state() -> str:
+    """Of the package: Numba renews what it keeps when a function's file changes, not when a formula of another does."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()[:16]
 
 
 class _Cache(FunctionCache):
-    """Code on the disk that may be lost: what is damaged, as by a power cut, is thrown away and compiled again."""
+    """Numba's, by state of the package and kind; code that is damaged, as by a power cut, is compiled again."""
+
+    def __init__(self, function: Callable[..., Any], kind: str) -> None:
+        super().__init__(function)
+        name = f"{self._impl.filename_base}-{kind}-{_state()}"
+        self._cache_file = IndexDataCacheFile(self._cache_path, name, _state())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code, or None."""
@@ -67,19 +60,14 @@ class _Cache(FunctionCache):
 
 
 def jit(function: Callable[..., Any], kind: str = "", fastmath: Collection[str] = ("nsz",)) -> Callable[..., Any]:
-    """Compile at the first call, and keep the code on the disk where there is a place for it.
+    """Compile at the first call, and keep the code where Numba finds a place for it (NUMBA_CACHE_DIR).
 
     kind: tells apart functions of the same lines that are bound to other names. fastmath: without "contract" there are
     no fused multiply-adds, so that values are those of PyTorch's operations.
     """
     compiled: Any = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
-    if _cache_folder():
-        config: Any = numba.config
-        before, config.CACHE_DIR = config.CACHE_DIR, str(Path(_cache_folder(), kind))
-        try:
-            compiled._cache = _Cache(function)  # what enable_caching() does, but for the class
-        finally:
-            config.CACHE_DIR = before
+    with contextlib.suppress(RuntimeError):  # there is no place
+        compiled._cache = _Cache(function, kind)  # what enable_caching() does, but for the class
     return compiled
 
 
@@ -117,6 +105,14 @@ def exps(x, scale, origin, highest, w):
         w[i] = _f32(0) if v < _f32(-87) else exp(highest if v > highest else v)
 
 
+@jit
+def exps_without(columns, x, scale, origin, w):
+    """The same, but 0 at some columns; none of the others lies above the origin."""
+    exps(x, scale, max(origin, _MASKED), _f32(0), w)
+    for column in columns:
+        w[column] = _f32(0)
+
+
 @partial(jit, fastmath=IN_ANY_ORDER)
 def sum_of(values):
     """The sum of finite values (n,) float32."""
@@ -147,6 +143,16 @@ def subtract_softmax(share, x, highest, log_sum, w, out):
     subtract(_f32(share * math.exp(-log_sum)), w, out)
 
 
+@jit
+def room(n):
+    """An array (n,) of 0 to work in, with nothing near it.
+
+    Where arrays lie next to each other, which is chance, a loop that reads the one and writes the other would not run
+    as vector code, and its sums would have other last digits.
+    """
+    return np.zeros(n + GAP, _f32)[:n]
+
+
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="topk_losses")
@@ -155,8 +161,11 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
-def in_threads(work: int, of_a_thread: int, tiles: int, call: Callable[[int, int], None]) -> None:
-    """call(first, last) on shares of the tiles, in this thread and, as the work pays for them, others; waits for all.
+def in_threads(
+    loop: Callable[..., Any], work: int, of_a_thread: int, tiles: int, inputs: Sequence[Any], results: Sequence[Tensor]
+) -> None:
+    """loop(*inputs, first, last, *results) on shares of the tiles, tensors as arrays, in this thread and, as the work
+    pays for them, others; waits for all.
 
     Each takes the next share when it is through with one: PyTorch's own threads wait busily for some milliseconds after
     each operation, so that a core may be half taken.
@@ -164,16 +173,15 @@ def in_threads(work: int, of_a_thread: int, tiles: int, call: Callable[[int, int
     Python's threads, since the kernels run without its lock: Numba's own can be entered by one caller only, and those
     of OpenMP do not survive a fork.
     """
+    given = [each.contiguous().numpy() if isinstance(each, Tensor) else each for each in inputs]
+    made = [each.numpy() for each in results]
     threads = max(1, min(torch.get_num_threads(), tiles, 1 + work // of_a_thread))
-    if threads == 1:
-        call(0, tiles)
-        return
-    size = -(-tiles // (SHARES * threads))
+    size = max(1, -(-tiles // (SHARES * threads if threads > 1 else 1)))
     starts = iter(range(0, tiles, size))  # next() holds Python's lock
 
     def share() -> None:
         for first in starts:
-            call(first, min(first + size, tiles))
+            loop(*given, first, min(first + size, tiles), *made)
 
     others = [_pool().submit(share) for _ in range(threads - 1)]
     share()

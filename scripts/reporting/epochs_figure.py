@@ -1,0 +1,83 @@
+"""Rows of the published schedule as far as they have come: what was reached when, and what crossed what.
+
+The learning rate is constant, so that the first 50 epochs of a row are the result of 50. A single epoch swings by a
+point or two: all that is said here is of the mean over WINDOW epochs, of one seed per row.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.shared.environment import ROOT
+from scripts.reporting.figure_style import PAGE, STYLES, legend, look, points_of, pyplot, save
+from scripts.reporting.tables import METRICS, shown_p_k
+
+MILESTONES = (25, 50, 100, 200)
+WINDOW = 5
+BASELINE = "softmax_cross_entropy"
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The epochs of a file that scripts/epochs.py wrote, in percent, with means over WINDOW epochs."""
+    table = pd.read_csv(path, dtype={"p_k": str, "seed": str})
+    for metric in METRICS:
+        table[metric] *= 100
+        table[f"mean_{metric}"] = table.groupby("run_id")[metric].transform(lambda each: each.rolling(WINDOW).mean())
+    return table
+
+
+def _published(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The published row of each run, by its method and P_K."""
+    path = ROOT / "results" / "paper" / f"{name}.csv"
+    paper = pd.read_csv(path if path.is_file() else path.with_name("table1.csv"), dtype={"p_k": str})
+    paper = paper.drop_duplicates(["method", "p_k"]).set_index(["method", "p_k"])[list(METRICS)] * 100
+    runs = table.groupby("run_id", sort=False)[["method", "p_k"]].first()
+    return paper.reindex(pd.MultiIndex.from_frame(runs)).set_axis(runs.index)
+
+
+def text_of(path: Path) -> str:
+    """Markdown: a line per run, then what crosses the baseline of the same seed."""
+    table, name = read(path), path.stem.removesuffix("_epochs")
+    means, published = [f"mean_{metric}" for metric in METRICS], _published(table, name)
+    lines, crossings = [], []
+    for run_id, run in table.groupby("run_id", sort=False):
+        first, by_epoch = run.iloc[0], run.set_index("epoch")[means]
+        label = f"{STYLES[first.method].label}, {shown_p_k(first.p_k)}, seed {first.seed}"
+        reached = [f"{by_epoch.index[-1]} epochs, {first.precision}, {first.device_name}"]
+        values = [*(by_epoch.reindex(MILESTONES).itertuples(index=False)), by_epoch.iloc[-1], published.loc[run_id]]
+        lines.append(
+            [label, *reached, *("" if pd.isna(top1) else f"{top1:.1f} \\| {top5:.1f}" for top1, top5 in values)]
+        )
+        base = table[(table.method == BASELINE) & (table.seed == first.seed)].set_index("epoch")[means]
+        lead = (by_epoch - base).dropna()
+        if first.method == BASELINE or lead.empty:
+            continue
+        for mean, metric in zip(means, METRICS.values()):
+            ahead, last = lead[mean] > 0, lead.index[-1]
+            since = ahead.index[ahead != ahead.iloc[-1]].max() + 1 if ahead.nunique() > 1 else ahead.index[0]
+            crossings.append(
+                f"{label}: {metric} {'above' if ahead.iloc[-1] else 'below'} softmax from epoch {since} to {last}, "
+                f"at the end by {abs(lead[mean].iloc[-1]):.1f}."
+            )
+    columns = ["row", "so far", *(f"after {each}" for each in MILESTONES), "last", "published, 200"]
+    shown = pd.DataFrame(lines, columns=columns)
+    shown = shown.loc[:, (shown != "").any()].to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+    return "\n".join([shown, "", *(f"- {each}" for each in crossings)])
+
+
+def draw(path: Path, folder: Path) -> list[Path]:
+    """Draw the accuracies over the epochs, with the published end points, to NAME_epochs."""
+    table, name = read(path), path.stem.removesuffix("_epochs")
+    published = _published(table, name)
+    figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 2.6))
+    for axis, (metric, label) in zip(axes, METRICS.items()):
+        for run_id, run in table.groupby("run_id", sort=False):
+            method = run.method.iloc[0]
+            axis.plot(run.epoch, run[metric], color=STYLES[method].color, linewidth=0.5, alpha=0.5)
+            axis.plot(run.epoch, run[f"mean_{metric}"], **look(method), markevery=(5, 10))
+            axis.plot([MILESTONES[-1]], [published[metric][run_id]], **look(method, filled=False, line=False))
+        axis.set(xlabel="epoch", ylabel=f"test {label} accuracy (%)", xlim=(0, 1.03 * MILESTONES[-1]))
+    axes[0].set_ylim(bottom=45)
+    axes[1].set_ylim(bottom=75)
+    legend(figure, list(dict.fromkeys(table.method)), [points_of(filled=False)])
+    return save(figure, folder, f"{name}_epochs")

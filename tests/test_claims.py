@@ -1,0 +1,420 @@
+"""Every number that README and docs type themselves is that of its rows: recomputed here, and sought on the page.
+
+Tables that the build draws from results/*.csv are not repeated here. Standard deviations are n - 1.
+"""
+
+import inspect
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from scripts import temperature_report
+from scripts.reporting.results import mean_std
+from topk_losses import (
+    METHODS,
+    NoisedTopKLoss,
+    SmoothHardTopKLoss,
+    SmoothTopKLoss,
+    TopKCrossEntropyLoss,
+    TruncatedEntropyLoss,
+)
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+SOFTMAX, SPLITTER = "softmax_cross_entropy", "splitter_selection"
+HALF, EVEN, FIFTH = "0.5 0 0 0 0.5", "0.2 0.2 0.2 0.2 0.2", "0 0 0 0 1"  # of P_K
+
+
+@cache
+def page(name):
+    """The text of a page, each run of white space a single space."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+@cache
+def rows(name):
+    return pd.read_csv(RESULTS / f"{name}.csv")
+
+
+def where(name, **values):
+    """The rows of a file with these values; accuracies in percent."""
+    found = rows(name)
+    for column, value in values.items():
+        found = found[found[column].isna() if value is None else found[column] == value]
+    assert len(found), (name, values)
+    accuracies = [column for column in found if re.search(r"_(top\d+|wer)", column)]
+    return found.assign(**{column: 100 * found[column] for column in accuracies if found[column].dtype == float})
+
+
+def both(found, last=""):
+    """Mean test top-1 and top-5 in percent."""
+    return tuple(found[f"{last}test_top{k}"].mean() for k in (1, 5))
+
+
+def short(value, digits=1):
+    """A number as the text writes it: .5, 4.5, -.1."""
+    return re.sub(r"^(-?)0\.", r"\1.", f"{value + 1e-9:.{digits}f}")
+
+
+def pair(values, digits=1):
+    return " | ".join(short(value, digits) for value in values)
+
+
+def less(these, those):
+    return tuple(this - that for this, that in zip(these, those))
+
+
+def stands(name, *texts):
+    missing = [text for text in texts if text not in page(name).replace("\\|", "|")]
+    assert not missing, f"{name} does not have: {missing}"
+
+
+def test_the_stronger_recipe():
+    softmax, splitter, soft = (both(where("strong", method=name)) for name in (SOFTMAX, SPLITTER, "softsort"))
+    published = {
+        row.published_name: (100 * row.test_top1, 100 * row.test_top5) for row in rows("paper/table1").itertuples()
+    }
+    best = published["Lap-Top-k"]
+    before = less(both(where("table1_short", method=SOFTMAX)), both(where("table1_short", method=SPLITTER, p_k=EVEN)))
+    stands(
+        "docs/evidence/strong.md",
+        f"Softmax cross-entropy is {pair(less(softmax, best))} above",
+        f"the splitter network {pair(less(splitter, best))}.",
+        f"{pair(less(softmax, published['Softmax CE']))} more than its published row",
+        f"{pair(less(softmax, splitter))} behind, where it was {pair(before)}.",
+    )
+    assert soft[0] < 62.00
+    assert soft[1] < 86.94
+    deviations = where("table1_short").groupby(["method", "p_k"])[["test_top1", "test_top5"]].std()
+    three = deviations.loc[[(SOFTMAX, "1 0 0 0 0"), (SPLITTER, EVEN), ("softsort", EVEN)]]
+    ranges = [f"{short(three[column].min())} to {short(three[column].max())}" for column in three]
+    stands("docs/evidence/strong.md", f"of {ranges[0]} in top-1 and {ranges[1]} in top-5")
+
+
+def test_table_1_in_16_epochs():
+    gains = []
+    for method in ("neuralsort", "softsort", "sinkhorn_sort", SPLITTER):
+        even, fifth = (both(where("table1_short", method=method, p_k=p_k)) for p_k in (EVEN, FIFTH))
+        gains.append(less(even, fifth))
+    ranges = [f"{min(each):.0f} to {max(each):.0f} " for each in zip(*gains)]
+    softmax, splitter = (
+        both(where("table1_short", method=SOFTMAX)),
+        both(where("table1_short", method=SPLITTER, p_k=EVEN)),
+    )
+    neural = where("table1_short", method="neuralsort", p_k=FIFTH).test_top1
+    sinkhorn = where("table1_short", method="sinkhorn_sort", p_k=FIFTH)
+    trained = where("temperature_training", seed=0)
+
+    def at(method, p_k, beta):
+        return both(trained[(trained.method == method) & (trained.p_k == p_k) & (trained.inverse_temperature == beta)])[
+            0
+        ]
+
+    stands(
+        "docs/evidence/table1.md",
+        f"gains {ranges[0]}points of top-1",
+        f"{ranges[1]}of top-5",
+        f"from {neural.min():.0f} to {neural.max():.0f}.",
+        f"NeuralSort's top-1 with k = 5: {neural.std():.1f}",
+        f"has {sinkhorn.test_top5.mean():.2f} here",
+        f"Softmax's lead of {pair(less(softmax, splitter))} over",
+        f"is {at(SPLITTER, EVEN, '0.1') - at(SPLITTER, EVEN, '0.5'):.1f} of top-1 better at β = .1",
+        f"it is {at(SPLITTER, FIFTH, '2.0') - at(SPLITTER, FIFTH, '0.5'):.1f} better at 2",
+        f"lie {pair(sinkhorn[f'test_top{k}'].max() - sinkhorn[f'test_top{k}'].min() for k in (1, 5))} and",
+    )
+    for p_k in (EVEN, FIFTH):
+        assert at("softsort", p_k, "1.0") > max(at("softsort", p_k, "0.05"), at("softsort", p_k, "0.125"))
+
+
+def test_the_copies_in_table_4():
+    copies = set(rows("table4_short").run_id) & set(rows("table1_short").run_id)
+    assert (len(copies), len(rows("table4_short"))) == (10, 23)
+    stands("docs/evidence/table4.md", "Ten of the 23 rows are copies")
+
+
+def test_heads_on_real_embeddings():
+    softmax = where("cifar100_heads", method=SOFTMAX).sort_values("seed")
+    gains, p_values = [], []
+    for method in (SPLITTER, "softsort", "bitonic"):
+        head = where("cifar100_heads", method=method).sort_values("seed")
+        difference = head.test_top1.to_numpy() - softmax.test_top1.to_numpy()
+        t = difference.mean() / (difference.std(ddof=1) / math.sqrt(3))
+        gains.append(short(difference.mean(), 2))
+        p_values.append(short(1 - t / math.sqrt(t * t + 2), 2))  # two-sided, two degrees of freedom
+        assert abs(head.test_top5.mean() - softmax.test_top5.mean()) < 0.12
+    margin = less(both(softmax), both(where("cifar100_heads", method="smooth_topk")))
+    stands(
+        "docs/evidence/heads.md",
+        f"are {gains[0]}, {gains[1]} and {gains[2]} points of top-1 above",
+        f"p = {p_values[0]}, {p_values[1]} and {p_values[2]}",
+        f"had {pair(both(where('cifar100_5epochs')), 2)}",
+        f"lose {short(margin[0])} of top-1 and {short(margin[1])} of top-5",
+    )
+
+
+def test_nearest_neighbours():
+    means = where("knn", dataset=None).fillna({"sorted": False})
+    means = means.groupby(["method", "sorted", "prediction", "loss"], dropna=False)[["test_top1", "valid_top1"]].mean()
+    loss = means.test_top1.unstack("loss")
+    gains = (loss["log_mass"] - loss["mass"]).dropna()
+    gaps = means.valid_top1 - means.test_top1
+    assert (sum(gains > 0), len(gains)) == (9, 16)
+    stands(
+        "docs/knn.md",
+        f"up to {short(gains.max())} points above `mass` for nine of sixteen",
+        f"is {gaps.min():.0f} to {gaps.max():.0f} points above test",
+    )
+
+
+def test_beam_search():
+    errors = where("beam_search").groupby(["arm", "method"]).last_valid_wer.mean()
+    stands(
+        "docs/beam_search.md",
+        f"{errors['cross_entropy', SOFTMAX]:.1f} % by cross-entropy, {errors['retain', 'softsort']:.1f} % by `retain`, "
+        f"{errors['soft_beam', 'softsort']:.1f} % by `soft_beam` with `softsort` and "
+        f"{errors['soft_beam', 'soft_topk']:.1f} % with `soft_topk`",
+    )
+
+
+def table_lines(file, p_k):
+    """The lines of a table of docs/temperature.md, by the cells of scripts/temperature_report.py."""
+    shown_p_k = f"[{p_k.replace(' ', ', ')}]".replace("0.", ".")
+    lines = [line for line in temperature_report.table(RESULTS / f"{file}.csv").splitlines() if line.startswith("|")]
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    for cells in (dict(zip(head, line)) for line in body):
+        if cells["P_K"] != shown_p_k:
+            continue
+        method, _, m = cells["method"].partition(", m = ")
+        beta, _, remark = cells["inverse temperature"].partition(" (")
+        shown = [f"`{method}`" + (f", m {m}" if m else ""), beta + "*" * ("the l" in remark)]
+        shown += [cells[column] for column in ("top-1", "top-5", "default", "auto", "annealed")]
+        yield " ".join(f"| {' | '.join(shown)} |".split())
+
+
+@pytest.mark.parametrize(
+    ("file", "p_k"),
+    [*(("temperature", p_k) for p_k in (HALF, EVEN, FIFTH)), *(("temperature_training", p_k) for p_k in (EVEN, FIFTH))],
+)
+def test_a_table_of_temperatures(file, p_k):
+    lines = list(table_lines(file, p_k))
+    assert lines
+    stands("docs/temperature.md", *lines)
+
+
+@cache
+def means_of(file, p_k):
+    """By method, m (0: all scores) and temperature: mean accuracies over the seeds, and what validation chooses by."""
+    found = where(file, p_k=p_k)
+    found = found.assign(
+        m=found.m.where(found.m < found.num_classes, 0).fillna(0),
+        inverse_temperature=found.inverse_temperature.astype(str),
+    )
+    means = found.groupby(["method", "m", "inverse_temperature"])[
+        ["test_top1", "test_top5", "valid_top1", "valid_top5"]
+    ].mean()
+    first = float(p_k.split()[0])
+    return means.assign(aim=first * means.valid_top1 + (1 - first) * means.valid_top5)
+
+
+def best_of(file, p_k, method, m=0, schedule=False):
+    """The constant inverse temperature, or the schedule, that validation prefers."""
+    heads = means_of(file, p_k).loc[method, m]
+    chosen = heads[heads.index.str.contains(":") if schedule else ~heads.index.str.contains(":|auto")]
+    return both(chosen.loc[[chosen.aim.idxmax()]]) if len(chosen) else None
+
+
+def differences(p_k, schedule=False):
+    """By method: test accuracies of "auto", or of the schedule, above the best constant, and above the default."""
+    found = {}
+    for method in means_of("temperature", p_k).index.unique("method"):
+        if METHODS[method].spread:
+            heads = means_of("temperature", p_k).loc[method, 0]
+            chosen = best_of("temperature", p_k, method, schedule=True) if schedule else both(heads.loc[["auto"]])
+            if chosen:
+                default = both(heads.loc[[str(METHODS[method].inverse_temperature)]])
+                found[method] = (less(chosen, best_of("temperature", p_k, method)), less(chosen, default))
+    return found
+
+
+def test_what_auto_loses():
+    auto = {p_k: differences(p_k) for p_k in (HALF, EVEN, FIFTH)}
+    for p_k, bound in ((HALF, 0.25), (EVEN, 0.4)):
+        others = [min(best) for name, (best, _) in auto[p_k].items() if name != "neuralsort"]
+        assert len(others) == 11
+        assert -bound < min(others) < -bound + 0.05
+    alone = {name: best[0] for name, (best, _) in auto[FIFTH].items()}
+    fine = {name for name in alone if min(auto[FIFTH][name][0]) > -0.35}
+    assert set(alone) - fine == {"imbalanced_noised_topk", "neuralsort", "softsort", "bitonic", SPLITTER}
+    against = [
+        each
+        for p_k in (HALF, EVEN)
+        for name, (_, default) in auto[p_k].items()
+        if name != "neuralsort"
+        for each in default
+    ]
+    stands(
+        "docs/temperature.md",
+        f"NeuralSort loses {short(-auto[HALF]['neuralsort'][0][0], 2)} of top-1",
+        f"`imbalanced_noised_topk` loses {short(-alone['imbalanced_noised_topk'], 2)} of top-1",
+        f"the splitter network {short(-alone[SPLITTER])}, the bitonic network {short(-alone['bitonic'])}",
+        f"SoftSort loses {-alone['softsort']:.0f} points",
+        f"gains up to {short(max(against), 2)} and loses at most {short(-min(against), 2)}.",
+    )
+
+
+def span(values, digits=2):
+    """ ".30 to .35" """
+    values = list(values)
+    return f"{short(min(values), digits)} to {short(max(values), digits)}"
+
+
+def test_what_schedules_gain():
+    masks = ("lml", "lapsum", "capped_softmax", "subset_topk")
+    half, even, fifth = (differences(p_k, schedule=True) for p_k in (HALF, EVEN, FIFTH))
+    alone, with_even = (list(zip(*(each[name][0] for name in masks))) for each in (fifth, even))
+    others = span(best[0] for name, (best, _) in half.items() if name != "sparse_topk")
+    stands(
+        "docs/temperature.md",
+        f"gain {span(alone[0])} of top-1 and up to {short(max(alone[1]), 2)} of",
+        f"{span(with_even[0])} and {span(with_even[1])}.",
+        f"gain {pair(fifth['noised_topk'][0], 2)} and {pair(fifth['imbalanced_noised_topk'][0], 2)}.",
+        f"moves top-1 by {others}, and `sparse_topk`'s by {short(half['sparse_topk'][0][0], 2)}",
+        f"the schedule is {-even['bitonic'][0][0]:.2f} worse",
+    )
+
+
+def test_what_learning_costs():
+    table = rows("benchmarks/learned_temperature").set_index(["method", "p_k", "inverse_temperature"])[["top1", "top5"]]
+    cost = table.xs("auto", level=2) - table.xs("learned", level=2)
+    masks, soft, network = (
+        span(cost.loc[names].to_numpy().ravel())
+        for names in (["lml", "subset_topk"], [("softsort", HALF), ("softsort", EVEN)], [SPLITTER])
+    )
+
+    def alone(method, mode):
+        return pair(table.loc[method, FIFTH, mode], 2)
+
+    stands(
+        "docs/temperature.md",
+        f"costs `lml` and `subset_topk` {masks} points against `auto`,",
+        f"SoftSort {soft} and the splitter network {network} where",
+        *(f"{alone(name, 'learned')} instead of {alone(name, 'auto')}" for name in ("softsort", "neuralsort")),
+    )
+
+
+def test_the_schedule_of_heads_that_suits_cross_entropy():
+    few, every = where("own_images", limit_train=2000, batch_size=95), where("own_images", limit_train=None)
+    published = where("own_images", limit_train=2000, n_epochs=20)
+    stands(
+        "docs/own-images.md",
+        *(mean_std(list(each.test_top1)) for each in (few, published, every)),
+        f"the first row has {few.last_test_top1.mean():.2f}, the accuracy where validation was best is "
+        f"{(few.test_top1 - few.last_test_top1).mean():.1f} higher",
+    )
+    heads = both(where("temperature", method=SOFTMAX))
+    stands("docs/temperature.md", pair(heads, 2), pair(both(every), 2))
+    stands("docs/which-loss.md", pair(heads, 2), pair(both(every), 2))
+
+
+@pytest.mark.parametrize("method", ["neuralsort", "softsort", "lml", "subset_topk", SPLITTER])
+def test_what_m_costs(method):
+    files = ("temperature_classes_100", "temperature_classes_1000")
+    cells = [pair(best_of(file, HALF, method, m), 2) for file in files for m in (16, 0)]
+    stands("docs/which-loss.md", f"| `{method}` | {' | '.join(cells)} |")
+
+
+def test_the_times_of_the_benchmarks():
+    losses = where("benchmarks/losses", batch=128, n=100).set_index("method")
+    readme = page("benchmarks/README.md")
+    for method in ("splitter_selection", "bitonic", "odd_even"):
+        assert re.search(rf"\| {method} \| [\d,]+ \| [\d.]+ ms \| [\d.]+ ms \| {losses.ms[method]:.3g} ms \|", readme)
+    step = rows("benchmarks/training_step").set_index("method")
+    stands("benchmarks/README.md", f"The augmentation takes {step.ms_per_step['augmentation']:g} ms")
+    slow = step.over_softmax[step.over_softmax > 1.05]
+    assert list(slow.index) == ["sinkhorn_sort"]
+    ratios = rows("benchmarks/losses").official_over_ours
+    stands("benchmarks/README.md", f"its SoftSort {ratios.max():,.0f} times")
+
+
+def test_rows_without_a_commit_are_counted():
+    for name, file, commit in (("knn", "knn", "ca715aee"), ("beam_search", "beam_search_short", "7028b2af")):
+        count = sum(rows(file).git_commit.str.startswith(commit))
+        stands(f"docs/{name}.md", f"{count} of the {len(rows(file))} rows")
+
+
+def test_the_results_table_of_the_readme():
+    found = where("table1_short").groupby(["method", "p_k"])[["test_top1", "test_top5"]].agg(["mean", "std", "count"])
+    text = page("README.md").replace("\\|", "|")
+    published = rows("paper/table1")
+    for (method, p_k), row in found.iterrows():
+        assert row["test_top1", "count"] == 3
+        paper = published[(published.method == method) & (published.p_k == p_k)].iloc[0]
+        ours = " | ".join(
+            f"{row[column, 'mean']:.2f} ± {short(row[column, 'std'], 2)}" for column in ("test_top1", "test_top5")
+        )
+        line = f"| {100 * paper.test_top1:.2f} | {100 * paper.test_top5:.2f} | {ours} |"
+        assert line in text
+        if method in (SOFTMAX, SPLITTER):
+            stands("docs/index.md", line)
+
+
+def test_the_speed_table_of_the_readme():
+    table = rows("benchmarks/losses")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Speed")[2].partition("## ")[0]
+    labels = {"NeuralSort": "neuralsort", "SoftSort": "softsort", "splitter selection": SPLITTER}
+    lines = re.findall(
+        r"^\| ([\w ]+) \| (\d+), ([\d,]+), (\w+) \| (\S+) ms \| (\S+) ms \| (\d+) \| (\S+) \|$", text, re.MULTILINE
+    )
+    assert len(lines) == 5
+    for label, batch, n, m, *shown in lines:
+        row = table[
+            (table.method == labels[label]) & (table.batch == int(batch)) & (table.n == int(n.replace(",", "")))
+        ]
+        row = row[row.m.isna() if m == "all" else row.m == float(m)].iloc[0]
+        for cell, value in zip(shown, (row.ms, row.official_ms, row.official_over_ours, row.ours_over_cross_entropy)):
+            assert float(cell) == pytest.approx(value, rel=0.02)
+    assert set(table.device) == {"AMD EPYC"}
+    steps = {
+        name: rows(f"benchmarks/{name}").set_index("method").over_softmax
+        for name in ("training_step", "training_step_h100")
+    }
+    stands(
+        "README.md",
+        f"the ratio is {table.official_over_ours.min():.1f} to {table.official_over_ours.max():,.0f} over",
+        f"{steps['training_step'][SPLITTER]:.3f} times cross-entropy's there with splitter selection, and "
+        f"{steps['training_step_h100'][SPLITTER]:.2f} times on an H100",
+    )
+
+
+def test_the_picture_of_the_readme():
+    """docs/figures/one_sample.svg shows what permutation_figure.relaxed_sort gives for splitter_selection."""
+    from scripts.reporting import permutation_figure
+
+    matrix, weights, p = permutation_figure.relaxed_sort(SPLITTER, permutation_figure.SCORES, permutation_figure.P_K)
+    true = permutation_figure.TRUE
+    first, second = (short(value, 2) for value in matrix[:2, true].tolist())
+    assert weights.tolist() == [1, 0.5, 0, 0]
+    stands("README.md", f"p = {first} · 1 + {second} · .5 = {short(p[true].item(), 2)}, and")
+    shown = re.findall(r"<!-- (\S+) -->", (ROOT / "docs/figures/one_sample.svg").read_text(encoding="utf-8"))
+    assert {short(value, 2) for value in matrix.flatten().tolist()} <= set(shown)
+
+
+def test_the_api_page_has_every_argument_and_its_default():
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    listed = set()
+    for names, defaults, of in re.findall(r"^\| (`\w+`.*?) \| (.+?) \| (.+?) \|", text, re.MULTILINE):
+        for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", defaults) or ["no default"]):
+            listed.add((name, default.replace('"', "'"), of))
+    for loss in (TopKCrossEntropyLoss, SmoothTopKLoss, SmoothHardTopKLoss, TruncatedEntropyLoss, NoisedTopKLoss):
+        for name, parameter in inspect.signature(loss).parameters.items():
+            default = "no default" if parameter.default is parameter.empty else repr(parameter.default)
+            ofs = [of for one, value, of in listed if (one, value) == (name, default)]
+            assert any(loss.__name__ in of or of in ("every loss", "losses of one k") for of in ofs), (
+                loss,
+                name,
+                default,
+            )
