@@ -423,9 +423,10 @@ def check_labels(labels: Tensor, num_classes: int | None, place: str) -> None:
     limit, labels = num_classes or _MOST_CLASSES, labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= limit)).nonzero()
     if len(wrong):
-        row = int(wrong[0])
+        row, since = int(wrong[0]), f", since num_classes is {num_classes}" if num_classes else ""
         raise EmbeddingError(
-            f"{place}: labels must be in [0, {limit - 1}]; row {row} has {int(labels[row])}: write it again, or copy it"
+            f"{place}: labels must be in [0, {limit - 1}]{since}; row {row} has {int(labels[row])}; copy or write it "
+            "again"
         )
 
 

@@ -135,7 +135,7 @@ def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
     else:
         nearest = difflib.get_close_matches(source, PUBLISHED, 1, cutoff=0)[0]
         hint = f"did you mean {nearest!r}? Published are {', '.join(PUBLISHED)}"
-    raise ObjectStoreError(f"there is no file {source!r}: {hint}")
+    raise ObjectStoreError(f"there is no file {source}: {hint}")
 
 
 def cached_path(source: str | Path, cache_dir: str | Path | None = None, *, endpoint_url: str | None = None) -> Path:
