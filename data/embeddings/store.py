@@ -144,12 +144,11 @@ class StoreSplit:
         places = (HEADER + rows.numpy()[begins] * self.row_bytes).tolist()
         with open(file_of(self.folder, self.name, "embeddings"), "rb", buffering=0) as file:
             for place, (begin, end) in zip(places, itertools.pairwise([*begins.tolist(), len(rows)])):
-                file.seek(place)
                 left = target[begin * self.row_bytes : end * self.row_bytes]
                 while left:  # a single read may return less
-                    if not (count := file.readinto(left)):
+                    if not (count := os.preadv(file.fileno(), [left], place)):
                         raise EmbeddingError(f"{file.name} ended {len(left)} bytes too early: it changed meanwhile")
-                    left = left[count:]
+                    left, place = left[count:], place + count
         return out
 
 
@@ -262,11 +261,13 @@ class StoreWriter:
         """Write one shard.
 
         split: of a-z, 0-9, _. embeddings: (R, dim) of the store's dtype, on the CPU, R from 1 to shard_rows. labels:
-        (R,) of an integer dtype, from 0 and below num_classes. OSError (disk full, say) passes through.
+        (R,) of an integer dtype, from 0 and below num_classes. Raises EmbeddingError for other labels; OSError (disk
+        full, say) passes through.
         """
         rows, most = len(labels), self._shard_rows
         assert embeddings.dtype == DTYPES[self._dtype], embeddings.dtype
         assert embeddings.shape == (rows, self._dim), embeddings.shape
+        check_labels(labels, self._num_classes, f"{split}-{number:05}")
         record = self.folder / f"{split}-{number:05}.shard.json"
         record.unlink(missing_ok=True)
         arrays = {
@@ -328,14 +329,22 @@ class StoreWriter:
         path.unlink()
 
     def _shards(self, split: str) -> dict[int, Shard]:
-        """The records of the shards, by their numbers."""
+        """The records of the shards, by their numbers; those whose rows somebody took away do not count."""
         found = {}
         for path in self.folder.glob(f"{split}-[0-9]*.shard.json"):
             try:
-                found[int(path.name.split(".")[0].rpartition("-")[2])] = read_json(path, Shard)
+                number, shard = int(path.name.split(".")[0].rpartition("-")[2]), read_json(path, Shard)
             except (FileNotFoundError, JsonError, ValueError):
                 continue  # another process may just have merged it; a shard without its record is written again
+            if all(self._reaches(split, part, number * (self._shard_rows or 0) + shard.rows) for part in PARTS):
+                found[number] = shard
         return found
+
+    def _reaches(self, split: str, part: str, row: int) -> bool:
+        path = self._unfinished(split, part)
+        if path.exists():
+            return path.stat().st_size >= HEADER + row * row_type(part, self._dtype, self._dim).itemsize
+        return file_of(self.folder, split, part).exists()  # it has its name already, and lost its gaps
 
     def _unfinished(self, split: str, part: str) -> Path:
         return self.folder / f"{file_of(self.folder, split, part).name}.part"
@@ -414,9 +423,10 @@ def check_labels(labels: Tensor, num_classes: int | None, place: str) -> None:
     limit, labels = num_classes or _MOST_CLASSES, labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= limit)).nonzero()
     if len(wrong):
-        row = int(wrong[0])
+        row, since = int(wrong[0]), f", since num_classes is {num_classes}" if num_classes else ""
         raise EmbeddingError(
-            f"{place}: labels must be in [0, {limit - 1}]; row {row} has {int(labels[row])}: write it again, or copy it"
+            f"{place}: labels must be in [0, {limit - 1}]{since}; row {row} has {int(labels[row])}; copy or write it "
+            "again"
         )
 
 

@@ -135,7 +135,7 @@ def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
     else:
         nearest = difflib.get_close_matches(source, PUBLISHED, 1, cutoff=0)[0]
         hint = f"did you mean {nearest!r}? Published are {', '.join(PUBLISHED)}"
-    raise ObjectStoreError(f"there is no file {source!r}: {hint}")
+    raise ObjectStoreError(f"there is no file {source}: {hint}")
 
 
 def cached_path(source: str | Path, cache_dir: str | Path | None = None, *, endpoint_url: str | None = None) -> Path:
@@ -293,9 +293,8 @@ class _Download:
         plan = {"size": size, "version": self.version, "part_bytes": PART_BYTES}
         known = _recorded(self.sidecar)
         whole = self.ranged and self.part.is_file() and self.part.stat().st_size == size
-        if whole and {**known, "done": 0} == {**plan, "done": 0}:
-            done = known["done"]
-        else:
+        done = known.pop("done", None)
+        if not (whole and known == plan and isinstance(done, list)):
             self._discard()
             done = []
         missing = [part for part in range(-(-size // PART_BYTES)) if part not in done] if self.ranged else [0]
@@ -491,7 +490,7 @@ def _bar(total: int | None, initial: int, name: str) -> tqdm:
 def _recorded(path: Path) -> dict[str, Any]:
     """What a sidecar says; {} where there is none."""
     try:
-        return read_json(path, dict[str, Any])
+        return read_json(path, dict[str, list[int] | int | str | None])
     except (OSError, JsonError):
         return {}
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from data import embeddings as embedding_sets
 from data.embeddings import (
     DTYPES,
     LAYOUTS,
@@ -30,6 +31,7 @@ from data.embeddings import (
 )
 from data.embeddings.__main__ import main
 from data.transfers import object_store
+from data.transfers.object_store import ObjectStoreError
 
 REPOSITORY = Path(__file__).parents[2]
 DIM, CLASSES = 12, 5
@@ -176,7 +178,7 @@ def test_a_label_out_of_range_is_named_by_its_row(tmp_path, label):
     content[-8:] = label.to_bytes(8, "little", signed=True)
     path.write_bytes(content)
     store = open_store(tmp_path / "store")
-    with pytest.raises(EmbeddingError, match=rf"train: labels must be in \[0, 4\]; row 11 has {label}: "):
+    with pytest.raises(EmbeddingError, match=rf"train: labels must be in \[0, 4\], .*; row 11 has {label}; copy or"):
         store["train"].labels()
     assert len(store["test"].labels()) == 4
 
@@ -197,6 +199,8 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     first, other = StoreWriter(tmp_path, **settings), StoreWriter(tmp_path, **settings)  # as of two processes
     first.write("train", 0, embeddings, labels)
     other.write("train", 2, embeddings, labels.to(torch.int16))
+    with pytest.raises(EmbeddingError, match=r"train-00001: labels must be in \[0, 2147483646\]; row 0 has -1"):
+        first.write("train", 1, embeddings, labels - 1)
     assert first.present("train") == {0, 2}
     (tmp_path / ".train-00001.shard.json.123.tmp").write_text("left by a killed writer")
     with pytest.raises(EmbeddingError, match="was not finished: give the command that was writing it again"):
@@ -206,6 +210,9 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     for shards, missing in ((None, "train-00001 is"), ({"train": 5}, "train-00001, train-00003, train-00004 is")):
         with pytest.raises(EmbeddingError, match=f"{missing} missing"):
             second.finish(shards)
+    os.truncate(tmp_path / "train.embeddings.npy.part", 600)
+    assert second.present("train") == {0}
+    second.write("train", 2, embeddings, labels)
     second.write("train", 1, embeddings, labels)
     assert len(second.finish()["train"]) == 30
     assert len(list(tmp_path.iterdir())) == 3
@@ -472,9 +479,37 @@ def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch
         back = open_or_fetch(f"s3://own/{prefix}", **options)
         assert (back.fingerprint, back.verify()) == (store.fingerprint, [])
     # One that lost a file fetches that; a complete one needs no server, and no permission to write.
+    kept = (back.path / "test.labels.npy").stat().st_mtime_ns
     next(back.path.glob("train*.npy")).unlink()
     assert open_or_fetch(f"s3://own/{prefix}", **options).verify() == []
+    assert (back.path / "test.labels.npy").stat().st_mtime_ns == kept
     bucket.delete_object(Bucket="own", Key=f"{prefix}/{MANIFEST}")
     shutil.rmtree(back.path / ".partial")
     assert open_or_fetch(f"s3://own/{prefix}", **options).path == back.path
     assert not (back.path / ".partial").exists()
+    with pytest.raises(ObjectStoreError, match=r"has no meta\.json .*one whose upload has not ended.*NoSuchKey"):
+        open_or_fetch(f"s3://own/{prefix}", tmp_path / "new", endpoint_url=moto)
+    with pytest.raises(ObjectStoreError, match="NoSuchBucket"):
+        open_or_fetch("s3://nothing/nothing", **options)
+
+
+def test_a_store_that_is_replaced_while_it_is_fetched_comes_in_one_version(tmp_path, bucket, moto, monkeypatch):
+    store, _ = write_store(tmp_path / "store")
+    other, _ = write_store(tmp_path / "other", dtype=torch.bfloat16)  # files of the same sizes
+    up, options = {"endpoint_url": moto, "last": MANIFEST}, {"cache_dir": tmp_path / "cache", "endpoint_url": moto}
+    object_store.upload(store.path, "s3://own/set", **up)
+    look, changes = embedding_sets._damaged, ["train", "test"]
+
+    def replacing(*arguments):
+        found = look(*arguments)
+        while changes:
+            name = f"{changes.pop()}.embeddings.npy"
+            bucket.put_object(Bucket="own", Key=f"set/{name}", Body=(other.path / name).read_bytes())
+        return found
+
+    monkeypatch.setattr(embedding_sets, "_damaged", replacing)
+    with pytest.raises(ObjectStoreError, match=r"train\.embed.*, test\.embed.* did not come as meta\.json says"):
+        open_or_fetch("s3://own/set", **options)
+    assert not list(tmp_path.glob("cache/*/meta.json"))
+    object_store.upload(other.path, "s3://own/set", **up)
+    assert open_or_fetch("s3://own/set", **options).fingerprint == other.fingerprint
