@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-from scipy import stats
 
 from data import program
 from data.program import CommandLineError
+from scripts.reporting.paired import CONFIDENCE, with_interval
 from scripts.reporting.results import ARMS, Row, as_markdown, check, float_of, mean_std, results_of, run
 from topk_losses import METHODS
 
@@ -40,7 +40,6 @@ RATES = {
     **{f"test_per_beam{K}": f"PER, beam {K}" for K in (1, 4, 8)},
     **{f"test_gold_beam{K}": f"gold in beam {K}" for K in (4, 8)},
 }
-CONFIDENCE = 0.95
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -101,12 +100,6 @@ def by_arm(values: pd.DataFrame, shown: Callable[[pd.Series], str], counted: str
     """Return a table with a line for each arm, and the number of its rows under `counted`."""
     groups = values.groupby("arm", sort=False)
     return as_markdown(groups.agg(shown).assign(**{counted: groups.size().astype(str)}).reset_index())
-
-
-def with_interval(differences: pd.Series) -> str:
-    """The mean with its sign, and half the width of its interval."""
-    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
-    return f"{differences.mean():+.2f} ± {quantile * differences.sem():.2f}".replace("-", "−")
 
 
 def draw(path: Path, folder: Path) -> list[Path]:
