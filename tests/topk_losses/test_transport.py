@@ -143,6 +143,14 @@ def test_each_sample_is_solved_as_if_it_were_alone(operator, dtype):
         torch.testing.assert_close(operator(logits[row : row + 1])[0], together[row], rtol=tolerance, atol=1e-7)
 
 
+def test_of_many_samples_none_misses_the_tolerance():
+    """Steps from next to the solution once met rounding alone, and spoilt the samples behind."""
+    logits, labels = random_logits(3000, 100, dtype=torch.float32), torch.zeros(3000, dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SinkhornSort(5, 100.0).rank_probabilities(logits, labels)
+
+
 def test_constants_made_under_inference_mode_serve_training_too():
     operator, logits = SortedSoftTopK(3, 10.0), random_logits(4, 30)
     with torch.inference_mode():

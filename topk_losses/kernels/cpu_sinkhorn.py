@@ -141,7 +141,8 @@ def _forward(scores, labels, beta, tolerance, max_iterations, first, last, colum
             if iteration == 0:  # Sinkhorn's, which is cheap and takes off most of the error
                 v[:n] = -np.log(c[:n])
             else:
-                right[:n] = _f32(1) - c[:n]
+                right[:n], right[n:] = _f32(1) - c[:n], _f32(0)
+                right[:n] -= right[:n].mean()  # which is rounding, and which no step can mend
                 _solve(P, c, right, damping, min(max(error, _f32(0.01)), _f32(0.1)), v)
             new[:] = h + v
             new_error = _plan(x, anchors, new, beta, OF_SUMS, trial, new_c)
