@@ -4,6 +4,7 @@
 # out. Works from any directory; what it needs beside requirements.txt goes into .venv-docs.
 #   scripts/docs.sh
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 

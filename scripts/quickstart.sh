@@ -4,6 +4,7 @@
 # Works from any directory; a second call finds its rows in results/quickstart.csv and only prints them.
 #   scripts/quickstart.sh [--force]                  # flags as in table1.sh
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 

@@ -5,6 +5,7 @@
 # and its task is requeued, as after a node's end. A failed row is tried once more. Recorded rows skip themselves, so that
 # the same call again runs what is left. The repository must be on a file system that the nodes share.
 if [ -z "$SLURM_ARRAY_TASK_ID" ]; then
+  . "$(dirname "${BASH_SOURCE[0]}")/help.sh"
   [[ $1 =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || { echo "error: name the sweep first, as in slurm.sh table1; got '$1'" >&2; exit 2; }
   command -v sbatch > /dev/null || { echo "error: sbatch is not on PATH: call this where jobs are submitted" >&2; exit 2; }
   cd "$(dirname "${BASH_SOURCE[0]}")/.." && logs=$PWD/results/logs/$1 && mkdir -p "$logs" && rows=$(mktemp "$logs/rows.XXXXXX")

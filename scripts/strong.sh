@@ -4,6 +4,7 @@
 # Cosine, bf16, weights averaged over some 1,000 steps; learning rate x weight decay is that of the usual recipe for SGD,
 # .1 / (1 - momentum .9) x 5e-4. None of it was tuned. Arguments as in table1.sh.
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 

@@ -4,10 +4,11 @@
 # are relative to the repository. The embeddings (11 GB) are best there before:
 #   .venv/bin/python -m data.embeddings fetch wsl-32x48d-320 --convert
 #   scripts/table2_3_imagenet1k.sh --dry-run         # print the command lines and their number
-#   scripts/table2_3_imagenet1k.sh --jobs 2          # flags of scripts/launch.py (--help lists them) are the launcher's,
+#   scripts/table2_3_imagenet1k.sh --jobs 2          # flags of scripts/launch.py (--help) are the launcher's,
 #   scripts/table2_3_imagenet1k.sh --n_epochs 5      # every other argument goes to every row
 # What was stopped or killed continues when the same call is given again.
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 

@@ -7,10 +7,11 @@
 #   scripts/table4.sh --short                        # 16 epochs, cosine and bf16 in place of 200 epochs, constant and
 #                                                    # fp32; to results/table4_short.csv
 #   scripts/table4.sh --dry-run                      # print the command lines and their number
-#   scripts/table4.sh --jobs 2                       # flags of scripts/launch.py (--help lists them) are the launcher's,
+#   scripts/table4.sh --jobs 2                       # flags of scripts/launch.py (--help) are the launcher's,
 #   scripts/table4.sh --n_epochs 5 --limit_train 5000     # every other argument goes to every row
 # What was stopped or killed continues when the same call is given again.
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 

@@ -6,10 +6,11 @@
 #   .venv/bin/python -m data.embeddings fetch wsl-32x48d-320 --convert
 #   .venv/bin/python -m data.embeddings fetch efficientnet-l2-800 --convert
 #   scripts/table5.sh --dry-run                      # print the command lines and their number
-#   scripts/table5.sh --jobs 2                       # flags of scripts/launch.py (--help lists them) are the launcher's,
+#   scripts/table5.sh --jobs 2                       # flags of scripts/launch.py (--help) are the launcher's,
 #   scripts/table5.sh --n_epochs 5                   # every other argument goes to every row
 # What was stopped or killed continues when the same call is given again.
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 

@@ -9,6 +9,7 @@
 #   .venv/bin/python experiments/extract_embeddings.py --help
 #   scripts/temperature.sh -d cifar100.store         # flags as in table1.sh
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 

@@ -6,6 +6,7 @@
 # the store; others as in table1.sh:
 #   scripts/temperature_classes.sh cifar100.store --jobs 2
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then

@@ -4,6 +4,7 @@
 # epochs, two seeds: 122 rows of experiments/train_cifar100.py, added to results/temperature_training.csv. Arguments as in
 # table1.sh.
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/python ] || . scripts/environment.sh
 

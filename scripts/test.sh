@@ -3,6 +3,7 @@
 # from any directory.
 #   scripts/test.sh [pytest arguments]     # -n 0: in one process, as --pdb and -s want it
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 
