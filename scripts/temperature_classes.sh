@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from data.atomic_file import atomic_write
-from data.embeddings import EmbeddingError, EmbeddingStore, open_or_fetch
+from data.embeddings import EmbeddingStore, open_or_fetch
+from data.program import ProgramError
 from topk_losses import METHODS
 
 FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)
@@ -50,7 +51,7 @@ def relabelled(store: EmbeddingStore, num_classes: int, path: Path) -> Path:
 
 try:
     store = open_or_fetch(sys.argv[1])
-except EmbeddingError as error:
+except ProgramError as error:
     sys.exit(f"error: {error}")
 if store.num_classes != 100:
     sys.exit(f"error: the sets are made of 100 classes, and {sys.argv[1]} has {store.num_classes}; give another store")

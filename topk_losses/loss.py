@@ -15,7 +15,6 @@ from topk_losses.checks import PK, check_integer, check_p_k, check_several, has_
 from topk_losses.classification import ClassificationLoss, SoftmaxCrossEntropyLoss
 from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
 from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, pick_ranks
-from topk_losses.temperature import AutoTemperature
 
 
 def log_mixture(logs: Tensor, shares: Tensor, positive: bool) -> Tensor:
@@ -124,8 +123,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
             value = resolve_settings(self.method, value)["inverse_temperature"]
-            spread, default = METHODS[self.method].spread, METHODS[self.method].inverse_temperature
-            self.auto = AutoTemperature(spread, default) if isinstance(value, str) and spread and default else None
+            self.auto = METHODS[self.method].auto() if isinstance(value, str) else None
             return value
         return self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
 
@@ -282,7 +280,7 @@ def make_loss(
     build, n = METHODS[method].loss, check_several("num_classes", num_classes)
     rows = check_p_k((1 if build is None else 5) if p_k is None else p_k, n, n)
     if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (build is None and len(rows) > 1):
-        which = "the first" if build is None else "for instance 0 0 0 0 1 for k = 5"
+        which = "the first: P_K = [1, 0, ..]" if build is None else "for instance 0 0 0 0 1 for k = 5"
         raise ValueError(
             f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
         )

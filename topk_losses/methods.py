@@ -20,6 +20,7 @@ from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, SingleKLoss, Trun
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
+from topk_losses.temperature import AutoTemperature
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
@@ -42,6 +43,12 @@ class Method(NamedTuple):
     loss: Callable[..., SingleKLoss] | None = None
     stochastic: bool = False
     spread: float | None = None
+
+    def auto(self) -> AutoTemperature:
+        """An inverse temperature that follows the logits. The method must have a `spread`."""
+        assert self.spread is not None
+        assert self.inverse_temperature is not None
+        return AutoTemperature(self.spread, self.inverse_temperature)
 
 
 METHODS: dict[str, Method] = {

@@ -1,9 +1,5 @@
 """The best temperatures: chosen by validation alone, shown beside the default; what is refused; the figures."""
 
-from pathlib import Path
-
-import pytest
-
 from scripts import temperature_report
 from tests.scripts.test_paired_report import lines_of, write
 
@@ -79,10 +75,3 @@ def test_whole_networks_have_no_spread(tmp_path):
     assert {path.name for path in temperature_report.draw(results, tmp_path)} == {
         f"networks_0_0_0_0_1.{kind}" for kind in ("png", "svg")
     }
-
-
-@pytest.mark.parametrize("name", ["temperature.csv", "temperature_training.csv"])
-def test_the_tables_in_the_documentation_are_those_of_the_rows(name):
-    root = Path(__file__).parents[2]
-    table = temperature_report.table(root / "results" / name)
-    assert table in (root / "docs" / "temperature.md").read_text(encoding="utf-8")
