@@ -8,7 +8,7 @@ if [ -z "$SLURM_ARRAY_TASK_ID" ]; then
   . "$(dirname "${BASH_SOURCE[0]}")/help.sh"
   [[ $1 =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || { echo "error: name the sweep first, as in slurm.sh table1; got '$1'" >&2; exit 2; }
   command -v sbatch > /dev/null || { echo "error: sbatch is not on PATH: call this where jobs are submitted" >&2; exit 2; }
-  cd "$(dirname "${BASH_SOURCE[0]}")/.." && logs=$PWD/results/logs/$1 && mkdir -p "$logs" && rows=$(mktemp "$logs/rows.XXXXXX")
+  cd "$(dirname "${BASH_SOURCE[0]}")/.." && logs=$PWD/results/logs/$1 && mkdir -p "$logs" && rows=$(mktemp -p "$logs")
   grep -v '^ *\(#\|$\)' > "$rows" || { echo "error: there is no row on standard input" >&2; exit 2; }
   exec sbatch --job-name="$1" --array="1-$(wc -l < "$rows")" --output="$logs/slurm-%a.log" --open-mode=append --requeue \
     --signal=B:USR1@60 "${@:2}" "$PWD/scripts/slurm.sh" "$rows"

@@ -28,8 +28,7 @@ def read(path: Path) -> pd.DataFrame:
 
 def _published(table: pd.DataFrame, name: str) -> pd.DataFrame:
     """The published row of each run, by its method and P_K."""
-    path = ROOT / "results" / "paper" / f"{name}.csv"
-    paper = pd.read_csv(path if path.is_file() else path.with_name("table1.csv"), dtype={"p_k": str})
+    paper = pd.read_csv(ROOT / "results" / "paper" / f"{name}.csv", dtype={"p_k": str})
     paper = paper.drop_duplicates(["method", "p_k"]).set_index(["method", "p_k"])[list(METRICS)] * 100
     runs = table.groupby("run_id", sort=False)[["method", "p_k"]].first()
     return paper.reindex(pd.MultiIndex.from_frame(runs)).set_axis(runs.index)

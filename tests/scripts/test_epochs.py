@@ -15,7 +15,11 @@ def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softm
     run = folder / run_id
     run.mkdir(parents=True, exist_ok=True)
     flags = dict.fromkeys(epochs.OF_THE_RUN, "x") | {"run_id": run_id, "results": results, "precision": "bf16"}
-    flags |= {"method": method, "p_k": [1.0] if method == "softmax_cross_entropy" else [0.5, 0.5], "seed": 0}
+    flags |= {
+        "method": method,
+        "p_k": [1.0, 0, 0, 0, 0] if method == "softmax_cross_entropy" else [0.5, 0.5],
+        "seed": 0,
+    }
     (run / "config.json").write_text(json.dumps(flags))
     with (run / "epochs.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["epoch", *METRICS, "train_loss"])
@@ -54,16 +58,18 @@ def test_a_folder_without_runs_gets_a_sentence(tmp_path):
 
 def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(tmp_path):
     """Softmax stays at 50 %; the network rises by half a point an epoch and passes it in top-1, not in top-5."""
-    write_run(tmp_path / "runs", "a", 60)
+    write_run(tmp_path / "runs", "a", 60, "results/table1.csv")
     rising = {**METRICS, "test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": "0.4"}
-    write_run(tmp_path / "runs", "b", 55, method="splitter_selection", metrics=rising)
-    assert epochs.gather([str(tmp_path / "t.csv")]) == 0
-    text = epochs_figure.text_of(tmp_path / "t_epochs.csv")
+    write_run(tmp_path / "runs", "b", 55, "results/table1.csv", method="splitter_selection", metrics=rising)
+    assert epochs.gather([str(tmp_path / "table1.csv")]) == 0
+    text = epochs_figure.text_of(tmp_path / "table1_epochs.csv")
     # means of five epochs: 25 is that of 21 to 25, .3 + .005 * 23
     assert "| 50.0 \\| 50.0" in text.splitlines()[2]
     assert "| 41.5 \\| 40.0" in text.splitlines()[3]
     assert "| 54.0 \\| 40.0" in text.splitlines()[3]
+    assert "| 61.3 \\| 85.3" in text.splitlines()[2]  # published; this P_K of the network's is not
+    assert text.splitlines()[3].split("|")[-2].strip() == ""
     assert "top-1 above softmax from epoch 43 to 55, at the end by 6.5" in text  # .3 + .005 * 41 > .5
     assert "top-5 below softmax from epoch 5 to 55, at the end by 10.0" in text
-    drawn = epochs_figure.draw(tmp_path / "t_epochs.csv", tmp_path / "figures")
+    drawn = epochs_figure.draw(tmp_path / "table1_epochs.csv", tmp_path / "figures")
     assert all(path.stat().st_size > 10_000 for path in drawn)
