@@ -2,8 +2,8 @@
 
 import argparse
 import platform
+import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,15 @@ import torch
 from data.program import CommandLineError
 from experiments.shared import cores, environment
 from experiments.shared.command_line import address, portable
-from experiments.shared.environment import ROOT, describe_environment, git_commit, peak_memory_mib, resolve_device
+from experiments.shared.environment import (
+    ROOT,
+    describe_environment,
+    git_commit,
+    keep_freed_memory,
+    peak_memory_mib,
+    resolve_device,
+)
+from tests.processes import run
 
 
 @pytest.fixture
@@ -40,31 +48,28 @@ def test_hardware_threads_of_one_core_count_once(monkeypatch):
 
 
 def test_threads_are_given_or_one_per_core(monkeypatch):
-    before = torch.get_num_threads()
     monkeypatch.setattr(environment, "usable_cores", lambda: 2)
-    try:
-        for given, started_with, expected in ((None, 4, 2), (None, 1, 1), (3, 1, 3)):
-            torch.set_num_threads(started_with)
-            environment.set_up_device(torch.device("cpu"), given, deterministic=False)
-            assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
+    for given, started_with, expected in ((None, 4, 2), (None, 1, 1), (3, 1, 3)):
+        torch.set_num_threads(started_with)
+        environment.set_up_device(torch.device("cpu"), given, deterministic=False)
+        assert torch.get_num_threads() == expected
+
+
+def pages_fetched() -> int:
+    """The fewest that a tensor of 64 MiB took, more than malloc would keep."""
+    keep_freed_memory()
+    faults = []
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(64, 2**18)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(min(faults))  # a system short of memory may take pages away in between
+    return 0
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_memory_that_is_kept_is_not_fetched_again():
-    program = """if True:
-        import resource, torch
-        from experiments.shared.environment import keep_freed_memory
-        keep_freed_memory()
-        faults = []
-        for _ in range(6):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.ones(64, 2**18)  # 64 MiB, more than malloc would keep
-            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        assert min(faults) < 1000, faults  # a system short of memory may take pages away in between
-    """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    assert int(run(pages_fetched).stdout) < 1000
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "mps", "cpu:0", "CPU"])
