@@ -68,7 +68,8 @@ IDENTITY = (
     *("embeddings", "limit_train", "limit_test", "num_valid", "split_seed", "order_seed"),
     *("hidden_dims", "apply_relu", "apply_dropout", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *("implementation", "lr", "batch_size", "n_epochs", "eval_freq", "seed"),
+    *cli.CLASSIFIER_FLAGS,
+    *("implementation", "lr", "weight_decay", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS)  # another place changes nothing
@@ -85,7 +86,9 @@ class HeadRun:
         self.own_loss = run.flags["implementation"] != "ours" or not is_stateless(run.flags)
         self.run, self.head = run, made
         self.loss_fn = deepcopy(recipe.loss_fn) if self.own_loss else recipe.loss_fn
-        optimizer = torch.optim.Adam(made.parameters(), lr=run.flags["lr"], fused=True)
+        optimizer = torch.optim.AdamW(
+            made.parameters(), run.flags["lr"], weight_decay=run.flags["weight_decay"] or 0, fused=True
+        )
         training = {"model": made, "optimizer": optimizer, "loss": self.loss_fn}
         run.track(made, training, end=args.n_epochs * num_steps)
         self.steps = Steps(run, optimizer, self.loss_fn, num_steps, args.n_epochs)

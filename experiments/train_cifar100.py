@@ -71,6 +71,7 @@ INVERSE_TEMPERATURES = {
 IDENTITY = (
     *("dataset", "limit_train", "limit_test", "label_noise", "noise_groups", "model", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
+    *cli.CLASSIFIER_FLAGS,
     *("implementation", "lr", "lr_schedule", "weight_decay", "ema", "batch_size", "n_epochs", "seed"),
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
@@ -86,7 +87,6 @@ class Optimization(cli.OptimizationFlags):
     n_epochs: int = 200
     batch_size: int = 128
     lr_schedule: str = flag("constant", ("constant", "cosine"), "half a cosine from the learning rate down to 0")
-    weight_decay: float = flag(0.0, cli.between(0, 1000), "AdamW's: of every parameter, times the learning rate")
     ema: float | None = flag(
         None,
         cli.number("a number above 0 and below 1", lambda value: 0 < value < 1),
@@ -106,7 +106,7 @@ class Data(cli.DataFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, cli.LossFlags):
+class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, cli.ClassifierFlags):
     """record"""
 
     results: Path = ROOT / "results" / "cifar100.csv"

@@ -102,8 +102,8 @@ class Optimization(cli.OptimizationFlags):
 
     n_epochs: int = 200
     batch_size: int = 100
+    weight_decay: float = 5e-4
     num_candidates: int = flag(100, cli.count, "candidates of a step, from an order of their own")
-    weight_decay: float = flag(5e-4, cli.between(0, 1000), "SGD's, the published code's")
     self_match: bool = flag(False, bool, "as in the published code, a query meets itself among the candidates")
 
 

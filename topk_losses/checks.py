@@ -43,11 +43,11 @@ def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
     raise ValueError(f"unknown {kind} {name!r}{hint} Choose one of: {', '.join(choices)}")
 
 
-def check_positive(name: str, value: float) -> float:
-    """Return `value` as a float; raise ValueError unless it is finite and above zero."""
+def check_positive(name: str, value: float, or_zero: bool = False) -> float:
+    """Return `value` as a float; raise ValueError unless it is finite and above zero, or zero."""
     value = float(value)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a finite number above 0, got {value:g}")
+    if not (math.isfinite(value) and (value > 0 or (or_zero and value == 0))):
+        raise ValueError(f"{name} must be a finite number {'>= 0' if or_zero else 'above 0'}, got {value:g}")
     return value
 
 

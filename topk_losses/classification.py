@@ -1,5 +1,6 @@
 """What every loss here shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights, reductions."""
 
+import math
 from typing import Any, SupportsIndex
 
 import torch
@@ -9,10 +10,12 @@ from topk_losses.checks import (
     check_choice,
     check_fraction,
     check_integer,
+    check_inverse_temperature,
     check_label_masses,
     check_labels,
     check_logits,
     check_per_class,
+    check_positive,
     check_several,
     full_precision,
     has_known_values,
@@ -48,6 +51,7 @@ class ClassificationLoss(Constants):
     constants: tuple[str, ...] = ("weight",)
     shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
     fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
+    knows_sets = True  # of right answers: soft_labels "any"
 
     def __init__(
         self, num_classes: SupportsIndex | None = None,
@@ -70,6 +74,8 @@ class ClassificationLoss(Constants):
         super().__setattr__(name, self._checked_setting(name, value))
 
     def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "soft_labels" and value == "any" and not self.knows_sets:
+            raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={value!r}")
         if name in CHOICES:
             return check_choice(name, value, CHOICES[name])
         if name == "label_smoothing":
@@ -176,3 +182,42 @@ class SoftmaxCrossEntropyLoss(ClassificationLoss):
 
     def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
         return -log_softmax(scores, target)
+
+
+class LDRKLLoss(ClassificationLoss):
+    """Cross-entropy with a temperature and a margin: label-distributionally robust, KL (Zhu, Ying and Yang 2023).
+
+    L(s, y) = log(1/n sum_j exp(beta (s_j - s_y + margin [j != y]))) / beta, consistent for top-k for every k. At beta 1
+    without a margin it is cross-entropy less log n. Below 0 where the true class is far above the others.
+
+    Args:
+        inverse_temperature: beta, 1 / lambda of the paper, above 0; a tensor () that requires a gradient is learned.
+        margin: of the true class over each other one, in units of the logits, at least 0.
+        Others: as for ClassificationLoss.
+
+    Raises TypeError or ValueError for settings and inputs that do not fit.
+    """
+
+    shown = ("inverse_temperature", "margin", *ClassificationLoss.shown)
+    knows_sets = False
+
+    def __init__(
+        self, inverse_temperature: float | Tensor = 1.0, margin: float = 0.0, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
+        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+        self.inverse_temperature = inverse_temperature
+        self.margin = margin
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "inverse_temperature":
+            return check_inverse_temperature(value)
+        return check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
+
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+        if target is None:
+            return None  # the margins of each class are others
+        beta, margin = self.inverse_temperature, scores.new_full((len(scores), 1), self.margin)
+        lowered = scores.scatter_add(1, target.unsqueeze(1), -margin)  # the true class's, as if the others were raised
+        return (-log_softmax(beta * lowered, target) - math.log(scores.shape[1])) / beta

@@ -28,6 +28,7 @@ class SingleKLoss(ClassificationLoss):
     """A loss of one true class and one k, 1 <= k < number of classes. The other arguments: of ClassificationLoss."""
 
     shown = ("k", *ClassificationLoss.shown)
+    knows_sets = False
 
     def __init__(
         self, k: SupportsIndex, num_classes: SupportsIndex | None = None,
@@ -35,8 +36,6 @@ class SingleKLoss(ClassificationLoss):
         ignore_index: int = -100, reduction: str = "mean",
     ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-        if self.soft_labels != "expected":
-            raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={self.soft_labels!r}")
         self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
 
 

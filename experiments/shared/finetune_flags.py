@@ -19,7 +19,7 @@ from experiments.shared.environment import ROOT
 
 TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 # What a configuration of one command may have of its own.
-LOSS_FLAGS = tuple(each.name for each in fields(cli.LossFlags))
+LOSS_FLAGS = tuple(each.name for each in fields(cli.ClassifierFlags))
 RATE_FLAGS = ("lr", "nloglr")
 # Defaults for any number of training rows. The published ones are for a million: from 2,000 rows they learn nothing,
 # since in a step Adam moves no weight by much more than the learning rate, and the steps are few. So a smaller set gets
@@ -72,7 +72,7 @@ class Also:
     also: Any = flag(
         (),
         str,
-        "another configuration, trained in the same pass, of loss flags and --lr or --nloglr; may be repeated",
+        "another configuration, trained in the same pass: loss flags, --lr or --nloglr, --weight_decay; repeatable",
         action="append",
         metavar='"FLAGS"',
     )
@@ -110,7 +110,7 @@ class Data(cli.LimitFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, cli.OptimizationFlags, Also, cli.LossFlags):
+class Flags(cli.RecordFlags, cli.MachineFlags, Data, cli.OptimizationFlags, Also, cli.ClassifierFlags):
     """record"""
 
 
@@ -132,7 +132,7 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
 
 def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     """Return the flags of one --also: its own on loss and learning rate, else the command's. CommandLineError."""
-    own = (*LOSS_FLAGS, *RATE_FLAGS)
+    own = (*LOSS_FLAGS, *RATE_FLAGS, "weight_decay")
     try:
         given = vars(parser.parse_args(shlex.split(text)))
         if refused := given.keys() - set(own):
@@ -141,7 +141,7 @@ def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     except (cli.CommandLineError, ValueError) as error:  # ValueError: a quotation mark without its partner
         raise cli.CommandLineError(f"--also {text!r}: {error}") from None
     rates = dict.fromkeys(RATE_FLAGS if given.keys() & set(RATE_FLAGS) else ())
-    defaults = {each.name: each.default for each in fields(cli.LossFlags)}
+    defaults = {each.name: each.default for each in fields(cli.ClassifierFlags)}
     return replace(args, also=text, **{**defaults, **rates, **given})
 
 
@@ -195,7 +195,9 @@ def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.
         # nan: not settled yet, and equal to no other.
         first = {"n_epochs": each.n_epochs, "batch_size": each.batch_size}
         flags = {**first, **vars(each), **settings, **cli.learning_rate(each, math.nan)}
-        twice = any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes)
+        flags["weight_decay"] = each.weight_decay or None
+        of_head = (*LOSS_FLAGS, "lr", "weight_decay")
+        twice = any(all(flags[name] == other.flags[name] for name in of_head) for other in recipes)
         cli.check(not twice, f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))
     return recipes
