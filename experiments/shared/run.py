@@ -261,6 +261,10 @@ class Run:
             f"row: {self.args.results}\nrun: {self.folder}"
         )
 
+    def autocast(self) -> torch.autocast:
+        """The context in which a network computes with the precision of the run."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags["precision"] == "bf16")
+
     @property
     def on_terminal(self) -> bool:
         """Whether bars are shown: to somebody, and by one process alone."""

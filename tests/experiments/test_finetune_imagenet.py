@@ -17,7 +17,7 @@ from experiments import finetune_imagenet as script
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import finetune_flags
 from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
-from experiments.shared.metrics import TOP_K, chosen_by_validation
+from experiments.shared.metrics import TOP_K, summary
 from experiments.shared.run_record import read_rows
 from models.heads import head
 from tests.experiments import runs
@@ -89,7 +89,7 @@ def test_a_run_leaves_a_row_and_a_folder(store, results, capsys):
         *((2, 13), (2, 17), (2, 22), (2, 24)),
     ]
     assert [each["train_steps"] for each in history] == [1, 4, 5, 2] * 2
-    for name, value in chosen_by_validation(history, "step").items():
+    for name, value in summary(history, "step").items():
         assert float(row[name]) == value
     assert float(row["last_test_top5"]) == history[-1]["test_top5"]
     assert (row["train_images"], row["valid_images"], row["test_images"]) == ("608", "32", "103")

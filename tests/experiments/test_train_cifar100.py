@@ -19,7 +19,7 @@ from torch import nn
 
 from experiments import train_cifar100 as script
 from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
-from experiments.shared.metrics import TOP_K, chosen_by_validation
+from experiments.shared.metrics import TOP_K, summary
 from experiments.shared.run_record import open_run, read_rows
 from tests.experiments.runs import check_columns, check_refused, check_resumes, history_of, only_run, outcome, stop
 from tests.processes import Program
@@ -69,7 +69,7 @@ def test_a_run_leaves_a_row_and_a_folder(tiny, results, capsys, monkeypatch):
             fractions = [each[f"{split}_top{k}"] for k in TOP_K]
             assert fractions == sorted(fractions)
             assert fractions[2:] == [1.0, 1.0]  # ten classes
-    for name, value in chosen_by_validation(epochs, "epoch").items():
+    for name, value in summary(epochs, "epoch").items():
         assert float(row[name]) == value
     assert float(row["last_test_top1"]) == epochs[-1]["test_top1"]
     assert (row["train_images"], row["valid_images"], row["test_images"]) == ("76", "4", "40")
