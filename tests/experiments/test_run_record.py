@@ -203,10 +203,10 @@ def test_show_filters_sorts_and_shortens(results, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--where", "methd=neuralsort"], "no column 'methd'; did you mean method"),
+        (["--where", "methd=neuralsort"], "unknown column 'methd'; did you mean 'method'"),
         (["--where", "neuralsort"], "COLUMN=VALUE"),
         (["--sort", "top1"], "test_top1"),
-        (["--columns", "nothing"], "no column 'nothing'"),
+        (["--columns", "nothing"], "unknown column 'nothing'"),
     ],
 )
 def test_show_answers_mistakes_with_a_sentence(results, capsys, arguments, message):

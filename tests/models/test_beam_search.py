@@ -51,7 +51,7 @@ def test_steps_one_by_one_are_the_forced_ones(model):
     encoded = model.encode(WORDS)
     states, last, found = encoded.state.unsqueeze(1), torch.full((3, 1), END), []
     for step in range(4):
-        states = model.advance(model.embedded(last), states)
+        states = model.advance(model.phonemes(last), states)
         found.append(model.log_probs(states, encoded))
         last = phonemes[:, step : step + 1]
     torch.testing.assert_close(torch.cat(found, dim=1), model.forced(encoded, phonemes))
