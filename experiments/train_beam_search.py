@@ -57,7 +57,7 @@ IDENTITY = (
 )
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"  # the run id, before its hash
 MEASURED = ("train_loss", "valid_per", "valid_wer", "valid_gold", "train_seconds", "eval_seconds", "peak_memory_mib")
-RUN = {"clock": "update", "history_file": "updates.csv", "measured": MEASURED}
+RUN = {"clock": "update", "measured": MEASURED}
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
