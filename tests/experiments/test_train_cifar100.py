@@ -343,7 +343,10 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny
         ("--method softsort --seed 0 --seeds 1", "not allowed with"),
         ("--method softsort --data_dir x\udcff", "must be UTF-8 text"),
         ("--method softsort --data_dir ~nosuchuser/x", "a user that is not known"),
-        ("--method softsort --mirror http://[::1", "must be an address"),
+        *(
+            (f"--method softsort --mirror {text}", f"must be an address http://, https://, file://..., got '{text}'")
+            for text in ("http://[::1", "http://a:port", "http://", "garbage", "ftp://a")
+        ),
         ("--method softsort --results /dev/null --force", "and /dev/null is a device"),
         ("--method sinkhorn_sort --implementation difftopk", "difftopk has no sinkhorn_sort"),
         ("--method softsort --n_epoch 3", "unrecognized arguments: --n_epoch"),

@@ -219,7 +219,7 @@ def test_the_search_sees_every_point_whatever_the_tiles(tmp_path, monkeypatch):
     assert outcome(whole) == outcome(tiled)
 
 
-# Skipping, resuming, seeds.
+# Resuming, seeds.
 
 
 @pytest.mark.parametrize(
@@ -234,20 +234,6 @@ def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, capsys,
     row = check_resumes(script, partial(command, method=method, n_epochs=4), ("evaluate", 2), tmp_path, capsys)
     assert row["times_resumed"] == "1"
     assert bool(row["last_inverse_temperature"]) == ("--inverse_temperature" in method)
-
-
-@pytest.mark.parametrize("method", ["softsort", "pca"])
-def test_a_recorded_configuration_is_skipped_and_force_repeats_it(results, capsys, monkeypatch, method):
-    script.main(command(results, method=method))
-    before = only_row(results)
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "evaluate", lambda *_: pytest.fail("ran again"))
-        assert script.main(command(results, method=method)) == 0
-    assert "skipped" in capsys.readouterr().out
-    assert script.main(command(results, "--force", method=method)) == 0
-    after = only_row(results)
-    assert after["started_utc"] > before["started_utc"]
-    assert after["last_test_top1"] == before["last_test_top1"]
 
 
 def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
