@@ -53,7 +53,7 @@ from experiments.shared.feature_shards import (
     write_skipped,
 )
 from experiments.shared.ranks import Ranks
-from models.backbones import PAPER, Backbone, BackboneError, WeightsError, backbone, resolve_name
+from models.backbones import NAMED_WEIGHTS, PAPER, Backbone, BackboneError, WeightsError, backbone, resolve_name
 
 STOPPED = "every finished shard is saved; the same command continues with the next"
 MAX_WORKERS = 16
@@ -97,7 +97,9 @@ class Images(cli.DataFlags):
         only_one="network",
     )
     checkpoint: Path | None = flag(None, cli.path, "checkpoint.pt of train_cifar100.py", only_one="network")
-    weights: str | None = flag(None, str, "pretrained, none (random), or the path of a state dict (pretrained)")
+    weights: str | None = flag(
+        None, str, f"{', '.join(NAMED_WEIGHTS)} or the path of a state dict (pretrained); none is random"
+    )
     resolution: int | None = flag(None, cli.count, "side of the images in pixels; of the backbone's transform without")
 
 
@@ -179,7 +181,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         weights = args.weights or "pretrained"
         if weights == "pretrained":
             ranks.say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
-        named = weights in ("pretrained", "none")
+        named = weights in NAMED_WEIGHTS
         with cli.refusing(WeightsError):
             where = weights if named else Path(os.path.expanduser(weights))
             network = backbone(args.backbone, where, resolution=args.resolution)

@@ -98,7 +98,11 @@ class Data(cli.LimitFlags):
     endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
     sha256: str | None = flag(None, str, "checksum that the file must have; of a store, its fingerprint")
     batches: str = flag("auto", MODES, "where the training rows are kept; auto takes the first that holds them")
-    num_valid: int | None = flag(None, cli.count, "rows that validate; as published, or 5% of less than 20 times that")
+    num_valid: int | None = flag(
+        None,
+        cli.count,
+        "rows that validate; as published, or of less than 20 times that 5%, or of few a fifth up to 1,000",
+    )
     split_seed: int = flag(0, cli.a_seed, "of the rows that validate")
     order_seed: int | str | None = flag(
         None, order_seed, "of the order of the training rows, or own for each head's seed; without, the first seed"
@@ -213,9 +217,9 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
         everything = limit is None or limit == num_rows
         chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
     num_rows = len(chosen["train"])
-    published = defaults.num_valid if num_rows >= 20 * defaults.num_valid else max(num_rows // 20, 1)
     try:
-        train, valid = split_rows(num_rows, args.num_valid or published, args.split_seed)
+        number = args.num_valid or share_that_validates(num_rows, defaults.num_valid)
+        train, valid = split_rows(num_rows, number, args.split_seed)
     except ValueError as error:
         raise cli.CommandLineError(f"--num_valid: {error}") from None
     widths = store.dim, *(args.hidden_dims or ()), store.num_classes
@@ -223,6 +227,13 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
     what = f"heads of widths {' '.join(map(str, widths))}, with gradients, Adam's moments, and what is saved of them,"
     cli.check_memory(28 * weights, what)
     return {"train": chosen["train"][train], "valid": chosen["train"][valid], "test": chosen["test"]}
+
+
+def share_that_validates(num_rows: int, published: int) -> int:
+    """How many of so many rows validate: as published where that is at most 5 %, of fewer rows 5 %, or, since few
+    cannot choose an epoch, a fifth of them up to 1,000.
+    """
+    return published if num_rows >= 20 * published else max(num_rows // 20, min(num_rows // 5, 1000), 1)
 
 
 def settle(args: Flags, defaults: Defaults, num_rows: int) -> str:

@@ -27,7 +27,8 @@ from topk_losses import METHODS
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_CLASSES, DIM, TRAIN, TEST = 24, 12, 640, 103
-QUICK = [*("--batch_size", "50", "--eval_freq", "5", "--nloglr", "2"), *("--device", "cpu", "--threads", "1")]
+QUICK = ["--batch_size", "50", "--eval_freq", "5", "--nloglr", "2", "--num_valid", "32"]
+QUICK += ["--device", "cpu", "--threads", "1"]
 
 
 def rows_and_labels(seed=0):
@@ -193,14 +194,33 @@ def test_defaults_of_a_smaller_set_learn_and_are_printed(store, results, capsys,
     words = f"-d {store} --method softsort --device cpu --threads 1 --results {results} --also".split()
     assert script.main([*words, f"--method softsort --nloglr {defaults.nloglr}"], defaults) == 0
     row, also = read_rows(results)
-    assert (row["m"], row["top1_mode"], row["valid_images"]) == (m, "sm", "32")
+    assert (row["m"], row["top1_mode"], row["valid_images"]) == (m, "sm", "128")
     n_epochs, lr = {20: ("20", "0.02"), 40: ("40", "0.01")}[defaults.n_epochs]
-    assert (row["batch_size"], row["n_epochs"], row["lr"], row["nloglr"]) == ("121", n_epochs, lr, "")
-    assert (also["batch_size"], also["n_epochs"], also["nloglr"]) == ("121", n_epochs, str(defaults.nloglr))
+    assert (row["batch_size"], row["n_epochs"], row["lr"], row["nloglr"]) == ("102", n_epochs, lr, "")
+    assert (also["batch_size"], also["n_epochs"], also["nloglr"]) == ("102", n_epochs, str(defaults.nloglr))
     assert (
-        f"defaults for 608 training rows: --batch_size 121 --n_epochs {n_epochs} --lr {lr}" in capsys.readouterr().out
+        f"defaults for 512 training rows: --batch_size 102 --n_epochs {n_epochs} --lr {lr}" in capsys.readouterr().out
     )
     assert float(row["test_top5"]) > 0.5  # chance is .21
+
+
+def test_heads_have_label_smoothing_weight_decay_and_a_margin_of_their_own(store, results):
+    own = (
+        "softmax_cross_entropy",
+        "softmax_cross_entropy --label_smoothing .2",
+        "softmax_cross_entropy --weight_decay 3",
+    )
+    also = [f"--also=--method {each}" for each in (*own, "ldr_kl --margin .5", "ldr_kl --margin 0")]
+    assert script.main([*command(store, results, method="ldr_kl --inverse_temperature 2"), *also]) == 0
+    rows = read_rows(results)
+    columns = ("label_smoothing", "weight_decay", "margin")
+    assert [tuple(row[column] for column in columns) for row in rows] == [
+        *(("", "", ""), ("", "", ""), ("0.2", "", ""), ("", "3.0", ""), ("", "", "0.5"), ("", "", "")),
+    ]
+    losses = [float(row["last_train_loss"]) for row in rows]
+    assert losses[5] == pytest.approx(losses[1] - math.log(NUM_CLASSES), rel=1e-5)  # as cross-entropy, but for log n
+    assert len({*losses[1:4]}) == 3
+    assert len({row["run_id"] for row in rows}) == 6
 
 
 def test_validation_has_the_published_size_where_the_set_is_large(store):
@@ -210,6 +230,8 @@ def test_validation_has_the_published_size_where_the_set_is_large(store):
     rows = script.rows_of(made, args, small)
     assert {name: len(each) for name, each in rows.items()} == {"train": TRAIN - 30, "valid": 30, "test": TEST}
     assert sorted(torch.cat([rows["train"], rows["valid"]]).tolist()) == list(range(TRAIN))
+    for limit, valid in ((7, 1), (500, 100), (6000, 1000), (40000, 2000)):  # of few rows a fifth, of many 5 %
+        assert finetune_flags.share_that_validates(limit, 50_000) == valid
 
 
 @pytest.mark.parametrize(
@@ -229,7 +251,7 @@ def test_variants_train(store, results, flags):
         weights = read_checkpoint(results.parent / "runs" / rows[0]["run_id"] / CURRENT)["model"]
         head(DIM, NUM_CLASSES, (9, 7), apply_relu=True, apply_dropout=True).load_state_dict(weights)
     if "limit" in flags:
-        assert (rows[0]["train_images"], rows[0]["valid_images"], rows[0]["test_images"]) == ("285", "15", "50")
+        assert (rows[0]["train_images"], rows[0]["valid_images"], rows[0]["test_images"]) == ("268", "32", "50")
 
 
 def test_where_the_batches_are_kept_changes_nothing(store, tmp_path):
@@ -403,6 +425,9 @@ def test_a_store_is_read_from_a_bucket(s3, store, tmp_path, results):
         ("--method softsort --order_seed their", "got 'their'"),
         ("--method softsort --batches disk", "batches"),
         ("--method softsort --num_valid 640", "must leave 1 to train"),
+        ("--method softsort --margin 1", "--margin is of ldr_kl: leave it out, with softsort"),
+        ("--method softsort --label_smoothing 1", "label_smoothing must lie in [0, 1), got 1"),
+        ("--method softsort --label_smoothing .1 --implementation difftopk", "difftopk has no label_smoothing"),
         ("--method softsort --limit_train 641", "--limit_train must not exceed the 640 rows"),
         ("--method softsort --limit_test 104", "--limit_test must not exceed the 103 rows"),
         ("--method softsort --batch_size 609", "--batch_size must not exceed the 608 training rows"),

