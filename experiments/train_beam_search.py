@@ -57,7 +57,7 @@ IDENTITY = (
 )
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"  # the run id, before its hash
 MEASURED = ("train_loss", "valid_per", "valid_wer", "valid_gold", "train_seconds", "eval_seconds", "peak_memory_mib")
-RUN = {"clock": "update", "history_file": "updates.csv", "measured": MEASURED}
+RUN = {"clock": "update", "measured": MEASURED}
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
@@ -69,8 +69,8 @@ MOST_REVERSED = 7  # letters: 97,655 words of five different ones
 
 
 @dataclass
-class Arm:
-    """arm"""
+class Optimization:
+    """optimization: of an arm, by Adam; the learning rate falls by half a cosine to 0"""
 
     arm: str = flag(
         None,
@@ -79,12 +79,6 @@ class Arm:
         "keeps the right one; the operator of --method as the beam's top-k",
         required=True,
     )
-
-
-@dataclass
-class Optimization:
-    """optimization: Adam; the learning rate falls by half a cosine to 0"""
-
     pretrain_updates: int = flag(2600, cli.count, "updates by cross-entropy that come first, shared by a seed's arms")
     n_updates: int = flag(650, cli.count, "updates of the arm")
     batch_size: int = flag(128, cli.count, "words of an update")
@@ -106,7 +100,7 @@ class Data(cli.LimitFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags, Arm):
+class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags):
     """record"""
 
     results: Path = ROOT / "results" / "beam_search.csv"

@@ -214,7 +214,7 @@ def train_epoch(
         """The loss () and the hits (4,) of training images, each of them by its row and its crop, (share,)."""
         images, labels = data.train.batch(rows)
         images = normalise(crop_and_flip(images, tops, lefts, flips, PADDING), data.mean, data.std)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        with run.autocast():
             logits = model(images)  # (share, num_classes)
         logits = logits.float()
         # Summed over the processes, the mean over the batch.
@@ -252,7 +252,7 @@ def evaluate(epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, data: D
         for first in range(share.start, share.stop, size):
             batch = slice(first, min(first + size, share.stop))
             images, labels = split.images[batch], split.labels[batch]
-            with torch.autocast(device.type, torch.bfloat16, enabled=run.args.precision == "bf16"):
+            with run.autocast():
                 logits = model(normalise(images, data.mean, data.std))  # (batch, num_classes)
             logits = logits.float()
             of_split[0] += loss_fn(logits, labels) * len(labels)

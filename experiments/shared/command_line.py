@@ -331,8 +331,9 @@ def loss_settings(
         args.art_lambda,
         args.top1_mode or (top1_mode if relaxed else None),
     )
-    given = {name: getattr(args, name, None) or None for name in CLASSIFIER_FLAGS}  # at 0 it is the loss without
-    check(not given["margin"] or method == "ldr_kl", f"--margin is of ldr_kl: leave it out, with {method}")
+    # At 0 it is the loss without. A script that has none of these flags has no such columns.
+    given = {name: getattr(args, name) or None for name in CLASSIFIER_FLAGS if hasattr(args, name)}
+    check(not given.get("margin") or method == "ldr_kl", f"--margin is of ldr_kl: leave it out, with {method}")
     # The other methods take --m, since published commands pass it to every row of a table, and ignore it.
     return {
         "method": method,
