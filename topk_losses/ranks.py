@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer
 from topk_losses.operator import MASKED, MaskOperator, finite, largest, normal_noise, pick_ranks
-from topk_losses.threshold import PointwiseMasks, ranks_like, soft_ranks
+from topk_losses.threshold import PointwiseMasks, ranks_like
 
 
 class DFTopK(PointwiseMasks):
@@ -51,9 +51,6 @@ class RecallSurrogate(PointwiseMasks):
     """
 
     family = "ranks"
-
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return soft_ranks(scores, self.beta, labels, ks)
 
 
 class PerturbedTopK(MaskOperator):

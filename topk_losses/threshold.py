@@ -276,30 +276,37 @@ def soft_ranks(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: 
     return k - rank if labels is not None else k.unsqueeze(2) - rank.unsqueeze(1)
 
 
+def arguments_of_ranks(
+    scores: Tensor, labels: Tensor | None, beta: float | Tensor, ks: Sequence[int], family: str
+) -> Tensor:
+    """`arguments` for the k of interest, rising, of a family of thresholds, or `soft_ranks` for the family "ranks"."""
+    if family == "ranks":
+        return soft_ranks(scores, beta, labels, ks)
+    return arguments(scores, beta, labels, ranks_like(ks, scores), max(ks, default=1), family)
+
+
 def masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: Sequence[int], family: str, softmax: bool) -> list[Tensor]:
     """What the kernel of masks computes: t (rows, J) and, if wanted, log softmax (rows, 1)."""
-    if family == "ranks":
-        t = soft_ranks(scores, beta, labels, ks)
-    else:
-        t = arguments(scores, beta, labels, ranks_like(ks, scores), max(ks, default=1), family)
+    t = arguments_of_ranks(scores, labels, beta, ks, family)
     return [t, log_softmax(scores, labels).unsqueeze(1)] if softmax else [t]
 
 
 class PointwiseMasks(MaskOperator):
-    """Masks f(t), t = `_arguments`, one for each class and k; f is a sigmoid unless a subclass says another `_value`.
+    """Masks f(t), one for each class and k. f is a sigmoid unless the family has another.
 
-    family: as the kernel names it, if it knows it.
+    family: of thresholds, "ranks" for soft ranks, or "" for `_arguments` of a subclass, which have no kernel.
     """
 
     family = ""
 
     def _value(self, t: Tensor) -> Tensor:
         """f(t), if the operator is `guarded`, else log f(t)."""
-        return logsigmoid(t)
+        return FAMILIES[self.family].value(t) if self.family in FAMILIES else logsigmoid(t)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         """t of the labels (rows,), (rows, J), or of all classes for None, (rows, J, n)."""
-        raise TypeError(f"{type(self).__name__} does not define _arguments")
+        x, beta = self._scaled(scores)
+        return arguments_of_ranks(x, labels, beta, ks, self.family)
 
     def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return self._value(self._arguments(scores, labels, ks))
@@ -357,12 +364,6 @@ class ThresholdOperator(PointwiseMasks):
         with full_precision(logits.device):
             values = self._value(arguments(*self._scaled(scores), None, wanted, most, self.family))
         return (values if self.guarded else values.exp()).reshape(logits.shape)
-
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return arguments(*self._scaled(scores), labels, ranks_like(ks, scores), max(ks, default=1), self.family)
-
-    def _value(self, t: Tensor) -> Tensor:
-        return FAMILIES[self.family].value(t)
 
 
 class LML(ThresholdOperator):

@@ -184,8 +184,8 @@ class _TransportOperator(TopKOperator):
             before.copy_(torch.maximum(before, largest))
 
     def _anchors(self, n: int) -> int:
-        """The number of anchors, for the ranks and, of them, the last for all the rest."""
-        raise TypeError(f"{type(self).__name__} does not define _anchors")
+        """The number of anchors, one per rank, but the last for all the ranks that are left."""
+        return n
 
     def _matrix(self, scores: Tensor) -> Tensor:
         x, anchors = whiten_and_squash(scores), self._anchors(scores.shape[1])
@@ -232,9 +232,6 @@ class SinkhornSort(_TransportOperator):
     max_iterations: Newton steps, each with an n x n solve; on CUDA all are made, so as not to wait for the device. A
     transport that misses the tolerance warns.
     """
-
-    def _anchors(self, n: int) -> int:
-        return n
 
     def _column(self, scores: Tensor, target: Tensor) -> Tensor:
         fused = None if is_mass(target) else kernel("sinkhorn", scores, self.inverse_temperature)
