@@ -165,7 +165,7 @@ class TopKOperator(Constants):
         scores = self._checked(logits)
         several = isinstance(labels, Tensor) and labels.is_floating_point()
         if several:
-            check_label_masses(labels.flatten(0, -2), logits.flatten(0, -2), several)
+            check_label_masses(labels, logits, -1, several)
         else:
             check_labels(labels, logits.shape[:-1], logits.shape[-1])
         target = labels.reshape(scores.shape if several else -1)

@@ -1,11 +1,4 @@
-"""Top-k by a threshold: mask_k(s)_i = f(beta s_i - theta_k), theta_k such that the mask sums to k. One f, one paper.
-
-| class         | f(t)                            | source                                            |
-|---------------|---------------------------------|---------------------------------------------------|
-| LML           | sigmoid(t)                      | Amos, Koltun and Kolter 2019; SOFT top-k's, too   |
-| LapSum        | Laplace's distribution function | Struski et al. 2025; Su 2024                      |
-| SparseTopK    | clip(t, 0, 1)^q, q = 1 or 3     | Sander et al. 2023, with p = 2 and 4/3            |
-| CappedSoftmax | min(1, exp t)                   | Su 2024; softmax at k = 1                         |
+"""Top-k by a threshold: mask_k(s)_i = f(beta s_i - theta_k), theta_k such that the mask sums to k. One f, one class.
 
 theta falls as k grows, so that the masks are nested: row r of P is mask_r - mask_{r-1}, rows sum to 1, and a loss is a
 mixture of masks, of the k that P_K has mass on and no others. f sees the logits as they are: far from theta its

@@ -219,9 +219,9 @@ def _anchored(
 
 
 def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
-    """What the kernel of SinkhornSort computes: P[1..k, y], (rows, k), of the whitened scores x (rows, n)."""
-    P, _ = _anchored(x, beta, x.shape[1], tolerance, max_iterations)
-    return [at_target(P[:, :k], labels)]
+    """What the kernel computes: P[1..k, y], (rows, k), of the whitened scores x (rows, n), and its errors (rows,)."""
+    P, error = _anchored(x, beta, x.shape[1], tolerance, max_iterations)
+    return [at_target(P[:, :k], labels), error]
 
 
 class SinkhornSort(_TransportOperator):
@@ -234,11 +234,11 @@ class SinkhornSort(_TransportOperator):
     """
 
     def _column(self, scores: Tensor, target: Tensor) -> Tensor:
-        fused = None if is_mass(target) else kernel("sinkhorn", scores, self.inverse_temperature)
-        if fused is None:
+        if is_mass(target):
             return super()._column(scores, target)
+        solve = kernel("sinkhorn", scores, self.inverse_temperature) or sinkhorn
         settings = (self.k, self._tolerance_of(scores.dtype), self.max_iterations)
-        column, error, _ = fused(whiten_and_squash(scores), target, as_tensor(self.beta, scores), *settings)
+        column, error, *_ = solve(whiten_and_squash(scores), target, as_tensor(self.beta, scores), *settings)
         self._record(error)
         return column
 
