@@ -117,6 +117,8 @@ class ClassificationLoss(Constants):
         is_mass = is_tensor and (labels.is_floating_point() or (several and labels.shape == logits.shape))
         if is_mass:
             check_label_masses(labels, logits, axis, several)
+            if several and (self.weight is not None or self.label_smoothing):
+                raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
         else:
             check_labels(labels, shape, n, self.ignore_index)
         with full_precision(logits.device):
@@ -126,7 +128,8 @@ class ClassificationLoss(Constants):
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
             if is_mass:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses, counted = self._of_mass(scores, mass, weight, p_k), scores.new_full((), len(scores))  # (rows,)
+                losses = self._losses(scores, mass, p_k) if several else self._expected(scores, mass, weight, p_k)
+                counted = scores.new_full((), len(scores))
             else:
                 losses, counted = self._of_labels(scores, labels.reshape(-1), weight, p_k)
             if self.reduction == "none":
@@ -143,15 +146,8 @@ class ClassificationLoss(Constants):
         if self.label_smoothing:
             losses = self._expected(scores, mass_of(scores, labels), weight, p_k)
         else:
-            losses = self._losses(scores, labels, p_k) * (1 if weight is None else weight[labels])
+            losses = self._losses(scores, labels, p_k) * share
         return torch.where(counts, losses, 0), share.sum()
-
-    def _of_mass(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
-        if self.soft_labels != "any":
-            return self._expected(scores, mass, weight, p_k)
-        if weight is not None or self.label_smoothing:
-            raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
-        return self._losses(scores, mass, p_k)
 
     def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
         """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""

@@ -27,8 +27,12 @@ MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
 MOST_RANKS = 32  # for which the kernel of masks looks at few scores one by one
 
 
-# Slopes, for PyTorch and, bound to other names, for the kernels (sigmoids.py has `bind`). near: exp(least |t| - |t|);
-# e: exp(-|t|).
+# For PyTorch and, bound to other names, for the kernels (sigmoids.py has `bind`): of each power its formula and slope;
+# then slopes of exponential tails, near: exp(least |t| - |t|), e: exp(-|t|).
+POWERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "linear": (lambda p: p, lambda p: 0.0 * p + 1.0),
+    "cubic": (lambda p: p * p * p, lambda p: 3.0 * (p * p)),
+}
 
 
 def logistic_slope(near: Any, e: Any) -> Any:
@@ -39,22 +43,6 @@ def logistic_slope(near: Any, e: Any) -> Any:
 def exponential_slope(near: Any, e: Any) -> Any:
     """Of an exponential tail, relative to that of the least |t|."""
     return near
-
-
-def linear(p: Any) -> Any:
-    return p
-
-
-def linear_slope(p: Any) -> Any:
-    return 0.0 * p + 1.0
-
-
-def cubic(p: Any) -> Any:
-    return p * p * p
-
-
-def cubic_slope(p: Any) -> Any:
-    return 3.0 * (p * p)
 
 
 def _top_and_rest(z: Tensor, M: int) -> Tensor:
@@ -208,8 +196,7 @@ FAMILIES = {
     "logistic": Family(logsigmoid, _logistic_root, partial(_exponential_slopes, of_tail=logistic_slope, factor=1.0)),
     "laplace": Family(_log_laplace, _laplace_root, _laplace_slopes),
     "capped": Family(_log_capped, _capped_root, _capped_slopes),
-    "linear": _power_family(linear, linear_slope),
-    "cubic": _power_family(cubic, cubic_slope),
+    **{name: _power_family(*formulas) for name, formulas in POWERS.items()},
 }
 
 

@@ -1,9 +1,7 @@
 """Top-k operators by entropic optimal transport: SinkhornSort and SOFT top-k.
 
-The n scores, whitened and squashed into [0, 1], are the sources, with mass 1/n each. The targets are anchors in [0, 1]:
-one per rank (SinkhornSort, Cuturi, Teboul and Vert 2019), one per top rank and one for all the rest (SOFT top-k, Xie et
-al. 2020, its sorted form), or two, for being among the k highest or not (its plain form). The cost is the squared
-difference, the entropy epsilon = 1 / inverse_temperature.
+The n scores, whitened and squashed into [0, 1], are the sources, with mass 1/n each; the targets are anchors in [0, 1].
+The cost is the squared difference, the entropy epsilon = 1 / inverse_temperature.
 
 With two anchors the plan is a logistic function of x - theta, and theta the root of one equation. With more, Sinkhorn's
 fixed point is found by Newton's method on the semi-dual: P, n times the plan, is the softmax over anchors of

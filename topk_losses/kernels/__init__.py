@@ -71,9 +71,9 @@ def device_of_kernels(device: torch.device) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _name(operation: str, device: str, index: int) -> str:
+def _name(operation: str, device: torch.device) -> str:
     """The name of the kernel for an operation on a device, which is loaded; "" where there is none."""
-    kind = device_of_kernels(torch.device(device, index) if index >= 0 else torch.device(device))
+    kind = device_of_kernels(device)
     if (operation, kind) not in TABLE:
         return ""
     importlib.import_module(f"topk_losses.kernels.{TABLE[operation, kind]}")
@@ -89,8 +89,7 @@ def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callabl
         return None
     if any(isinstance(each, Tensor) and each.requires_grad for each in settings):
         return None
-    index = scores.device.index
-    name = _name(operation, scores.device.type, -1 if index is None else index)
+    name = _name(operation, scores.device)
     if not name:
         return None
     return getattr(torch.ops.topk_losses, name) if torch.compiler.is_compiling() else _eager[name]

@@ -1,10 +1,12 @@
 """Masks f(t) of the true class on the CPU, compiled by Numba: t, row by row, and the softmax's logarithm beside it.
 
 What threshold.py and ranks.py do by some hundred operations. Thresholds, theta with sum_i f(z_i - theta) = k for
-z = beta x, are relative to the largest z. A family has two functions, `roots` and `slopes` of a row, which the same two
-loops over rows call; both are bound to the formulas of threshold.py. Where f has exponential tails, the scores that can
-be above theta, `top`, are looked at one by one, in float64; of the others, the rest, whose exponentials do not
-overflow, only sums over all count.
+z = beta x, are relative to the largest z. Where f has exponential tails, the scores that can be above theta, `top`, are
+looked at one by one, in float64; of the others, the rest, whose exponentials do not overflow, only sums over all count.
+
+The same two loops over rows call three functions of a family, bound to the formulas of threshold.py. row_of: z of the
+true class, and a number for the next two; it fills w and top. root_of: theta. slopes_of: a share times f' / sum f' is
+taken off out (n,), that of the largest given to of_top (M,); it returns what z of the true class gets.
 """
 
 import functools
@@ -47,11 +49,6 @@ _MASKED, _LEAST = _f32(MASKED), _f32(np.finfo(np.float32).tiny * 2**26)
 def _relative(score, highest, beta):
     """z of a score, less the largest."""
     return np.float64(beta) * (np.float64(max(score, _MASKED)) - max(highest, _MASKED))
-
-
-# A family's functions, as the loops call them. row_of: z of the true class, and a number for the next two; fills w and
-# top. root_of: theta. slopes_of: a share times f' / sum f' is taken off out (n,), that of the largest given to of_top
-# (M,); returns what z of the true class gets.
 
 
 def _tail_row(x, label, beta, largest, w, slopes, top):
@@ -274,25 +271,16 @@ def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, fir
                 out[r] = _f32(0)
 
 
-def _logistic(e):
-    return e / (1.0 + e)
-
-
-def _half(e):
-    return 0.5 * e
-
-
 # f and its slope over FACTOR, of exp(-|t|) or of a power's t; their sums, Newton's step, and what the loops call
-_LOGISTIC: tuple[Any, ...] = _logistic, threshold.logistic_slope, _tail_sums, _tail_step
-_EXPONENTIAL: tuple[Any, ...] = _half, threshold.exponential_slope, _exponential_sums, _tail_step
+_LOGISTIC: tuple[Any, ...] = (lambda e: e / (1.0 + e)), threshold.logistic_slope, _tail_sums, _tail_step
+_EXPONENTIAL: tuple[Any, ...] = (lambda e: 0.5 * e), threshold.exponential_slope, _exponential_sums, _tail_step
 _POWER = _power_sums, _power_step, _power_row, _power_root, _power_slopes
 _FAMILIES = {
     "logistic": (*_LOGISTIC, _tail_row, _tail_root, _tail_slopes),
     "laplace": (*_EXPONENTIAL, _tail_row, _tail_root, _tail_slopes),
     "capped": (*_EXPONENTIAL, _tail_row, _capped_root, _tail_slopes),
-    "linear": (threshold.linear, threshold.linear_slope, *_POWER),
-    "cubic": (threshold.cubic, threshold.cubic_slope, *_POWER),
     "ranks": (*_LOGISTIC, _rank_row, _rank_root, _rank_slopes),
+    **{name: (*formulas, *_POWER) for name, formulas in threshold.POWERS.items()},
 }
 
 
