@@ -92,16 +92,22 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     return number(f"a number between {lowest} and {highest}", lambda value: lowest <= value <= highest)
 
 
-def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """Return an argument type for one of `choices`; a near miss is told the nearest."""
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return an argument type for text that `check` takes; it raises ValueError, with a sentence, for any other."""
 
     def convert(text: str) -> str:
         try:
-            return check_choice(kind, text, choices)
+            check(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        return text
 
     return convert
+
+
+def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
+    """Return an argument type for one of `choices`; a near miss is told the nearest."""
+    return checked(lambda text: check_choice(kind, text, choices))
 
 
 def method(text: str) -> str:
