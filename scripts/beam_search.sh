@@ -3,10 +3,7 @@
 # results/beam_search.csv. The arms of a seed go on from one pretraining, which the first of them makes. Arguments as in
 # table1.sh; --short: a network of half the width, half of the pretraining and of the updates, to
 # results/beam_search_short.csv. The tables: python scripts/paired_report.py results/beam_search.csv
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 name=beam_search schedule="" others=()
 for word; do

@@ -3,9 +3,7 @@
 # fails. Then runs the Python of README and docs with the packages of the integrations, which scripts/test.sh leaves
 # out. Works from any directory; what it needs beside requirements.txt goes into .venv-docs.
 #   scripts/docs.sh
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 . scripts/environment.sh
 
 stamp=.venv-docs/requirements.stamp

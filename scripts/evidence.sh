@@ -7,10 +7,7 @@
 #   scripts/evidence.sh --jobs 1 --threads 1 --data_dir FOLDER      # arguments as in table1.sh; a row per core without
 #   scripts/evidence.sh --status                                    # where each row stands
 # Ctrl-C, SIGTERM and kill -9 stop it at any moment, and the same call continues; SIGSTOP and SIGCONT hold it.
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 rows() {
   local published short1 softmax splitter

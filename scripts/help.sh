@@ -1,10 +1,10 @@
-# Sourced by each script before it does anything: --help prints the comment that the script begins with, then, where rows
-# go through the launcher and it is installed, the launcher's flags.
+# Sourced: --help prints the comment that the script begins with, then, where rows go through the launcher and it is
+# installed, the launcher's flags.
 case " $* " in
   *" --help "* | *" -h "*)
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[1]}"
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[-1]}"
     python=$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python
-    if grep -q launch.py "${BASH_SOURCE[1]}" && [ -x "$python" ]; then
+    if grep -q launch.py "${BASH_SOURCE[-1]}" && [ -x "$python" ]; then
       echo && "$python" "$(dirname "${BASH_SOURCE[0]}")/launch.py" --help
     fi
     exit 0

@@ -5,10 +5,7 @@
 #   scripts/knn.sh                                   # mnist, fashion_mnist and cifar10, 200 epochs
 #   scripts/knn.sh digits --n_epochs 10              # data sets first: names, or stores of embeddings
 #   scripts/knn.sh FOLDER.store --dry-run            # flags as in table1.sh
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 sets=()
 while [ $# -gt 0 ] && [[ $1 != -* ]]; do sets+=("$1") && shift; done

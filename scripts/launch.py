@@ -112,7 +112,8 @@ def launch(argv: Sequence[str]) -> int:
     busy = "another launcher runs this sweep (another --name is another sweep)"
     with held_or_refused(logs / "launch.lock", SweepError, busy, "the folder of logs"):
         print(f"{args.name}: {len(rows)} rows; logs in {logs}", flush=True)
-        with stop_signals() as received, Sweep(args.name, rows, jobs, gpus, args.retries) as sweep:
+        sweep = Sweep(args.name, rows, jobs, gpus, args.retries)
+        with stop_signals() as received:
             sweep.run(received)
     counts = {"done": sweep.num_done, "failed": len(sweep.failed)}
     counts["left"] = len(rows) - sum(counts.values())
@@ -172,23 +173,17 @@ class Sweep:
         self._threads = str(max(1, usable_cores() // jobs))
         self._bar = tqdm(desc=name, total=len(rows), disable=not sys.stderr.isatty(), bar_format=LIVE_LINE)
 
-    def __enter__(self) -> "Sweep":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
     def run(self, received: Sequence[int]) -> None:
         """Run until all have ended, or until those have that ran when a signal was `received`."""
         passed_on = 0
-        with ThreadPoolExecutor(self.jobs) as pool:
+        with self._bar, ThreadPoolExecutor(self.jobs) as pool:
             futures = [pool.submit(self._run, row) for row in self.rows]
             while wait(futures, POLL_SECONDS).not_done:
                 while passed_on < len(received):  # Ctrl-C as such, the next one harder
                     self._pass_on((signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[min(passed_on, 2)])
                     passed_on += 1
                 self._refresh()
-        self._refresh()
+            self._refresh()
         for future in futures:
             future.result()  # raises what a thread raised
 

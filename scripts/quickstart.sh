@@ -3,9 +3,7 @@
 # download), two at a time on two cores, and prints their table. Under 2 minutes on 2 CPU cores after the installation.
 # Works from any directory; a second call finds its rows in results/quickstart.csv and only prints them.
 #   scripts/quickstart.sh [--force]                  # flags as in table1.sh
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 . scripts/environment.sh
 
 row() {

@@ -3,10 +3,7 @@
 # does not know the loss, two seeds: 6 rows of at most 90 minutes on 2 cores at 400 images/s, added to results/strong.csv.
 # Cosine, bf16, weights averaged over some 1,000 steps; learning rate x weight decay is that of the usual recipe for SGD,
 # .1 / (1 - momentum .9) x 5e-4. None of it was tuned. Arguments as in table1.sh.
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 train=".venv/bin/python experiments/train_cifar100.py"
 recipe="--n_epochs 36 --lr_schedule cosine --precision bf16 --weight_decay .5 --ema .999"

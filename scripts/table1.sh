@@ -7,10 +7,7 @@
 #   scripts/table1.sh --jobs 2                       # flags of scripts/launch.py (--help) are the launcher's,
 #   scripts/table1.sh --n_epochs 5 --limit_train 5000     # every other argument goes to every row
 # What was stopped or killed continues when the same call is given again.
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 name=table1 seeds="0 1" schedule="" others=()
 for word; do

@@ -1,16 +1,9 @@
 #!/usr/bin/env bash
 # Tables 2 and 3, ImageNet-21K-P: a new linear head on embeddings of ResNeXt-101 32x48d WSL, each loss at its published
-# settings, two seeds: 20 rows, added to results/table2_3_imagenet21k.csv. Works from any directory; paths in arguments
-# are relative to the repository. The embeddings (50 GB) are best there before:
+# settings, two seeds: 20 rows, added to results/table2_3_imagenet21k.csv. Arguments as in table1.sh. The embeddings (50
+# GB) are best there before:
 #   .venv/bin/python -m data.embeddings fetch wsl-32x48d-224-21k --convert
-#   scripts/table2_3_imagenet21k.sh --dry-run        # print the command lines and their number
-#   scripts/table2_3_imagenet21k.sh --jobs 2         # flags of scripts/launch.py (--help) are the launcher's,
-#   scripts/table2_3_imagenet21k.sh --n_epochs 5     # every other argument goes to every row
-# What was stopped or killed continues when the same call is given again.
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 finetune=".venv/bin/python experiments/finetune_imagenet21k.py -d wsl-32x48d-224-21k --m 50 --nloglr 4 --n_epochs 40"
 rows() {

@@ -1,19 +1,10 @@
 #!/usr/bin/env bash
 # Table 4: ResNet-18 from scratch on CIFAR-100, each method over the six P_K, two seeds: 46 rows, added to
 # results/table4.csv. With P_K = 1 0 0 0 0 nothing is sorted, so that this row, softmax cross-entropy, is there once and
-# not once per relaxed method; the smooth top-k loss has one k, hence its two rows. Works from any directory; paths in
-# arguments are relative to the repository. Rows that scripts/table1.sh has finished are recorded without training again;
-# the two must not run at the same time.
-#   scripts/table4.sh --short                        # 16 epochs, cosine and bf16 in place of 200 epochs, constant and
-#                                                    # fp32; to results/table4_short.csv
-#   scripts/table4.sh --dry-run                      # print the command lines and their number
-#   scripts/table4.sh --jobs 2                       # flags of scripts/launch.py (--help) are the launcher's,
-#   scripts/table4.sh --n_epochs 5 --limit_train 5000     # every other argument goes to every row
-# What was stopped or killed continues when the same call is given again.
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+# not once per relaxed method; the smooth top-k loss has one k, hence its two rows. Rows that scripts/table1.sh has
+# finished are recorded without training again; the two must not run at the same time. Arguments as in table1.sh; of
+# --short, too, two seeds, to results/table4_short.csv.
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 name=table4 schedule="" others=()
 for word; do

@@ -1,18 +1,11 @@
 #!/usr/bin/env bash
 # Table 5, our rows: new linear heads on embeddings of ResNeXt-101 32x48d WSL and of Noisy Student EfficientNet-L2, each
-# with its published settings, two seeds: 12 rows, added to results/table5.csv. The P_K published for SinkhornSort is not
-# known: it has that of the networks here. Works from any directory; paths in arguments are relative to the repository.
-# The embeddings (11 and 14 GB) are best there before:
+# with its published settings, two seeds: 12 rows, added to results/table5.csv. The P_K published for SinkhornSort is
+# not known: it has that of the networks here. Arguments as in table1.sh. The embeddings (11 and 14 GB) are best there
+# before:
 #   .venv/bin/python -m data.embeddings fetch wsl-32x48d-320 --convert
 #   .venv/bin/python -m data.embeddings fetch efficientnet-l2-800 --convert
-#   scripts/table5.sh --dry-run                      # print the command lines and their number
-#   scripts/table5.sh --jobs 2                       # flags of scripts/launch.py (--help) are the launcher's,
-#   scripts/table5.sh --n_epochs 5                   # every other argument goes to every row
-# What was stopped or killed continues when the same call is given again.
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 finetune=".venv/bin/python experiments/finetune_imagenet.py --m 16 --nloglr 4.5"
 rows() {

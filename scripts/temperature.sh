@@ -3,15 +3,11 @@
 # which there are seven over two decades, "auto", and two schedules around the default, three seeds: rows of
 # experiments/finetune_imagenet.py, added to results/temperature.csv. A method's temperatures and seeds are heads of one
 # command, which read each batch once. A head sorts the scores of all 100 classes; those of sinkhorn_sort the 50
-# largest, as all would take hours. Works from any
-# directory; paths in arguments are relative to the repository. Embeddings of CIFAR-100 by a finished row:
+# largest, as all would take hours. Embeddings of CIFAR-100 by a finished row:
 #   .venv/bin/python experiments/train_cifar100.py --method softmax_cross_entropy --n_epochs 16 --lr_schedule cosine
 #   .venv/bin/python experiments/extract_embeddings.py --help
 #   scripts/temperature.sh -d cifar100.store         # flags as in table1.sh
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 rows() {
   .venv/bin/python - <<'PYTHON'

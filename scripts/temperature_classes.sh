@@ -5,10 +5,7 @@
 # of its class. Rows are added to results/temperature_classes_10.csv, _100.csv and _1000.csv. The first argument names
 # the store; others as in table1.sh:
 #   scripts/temperature_classes.sh cifar100.store --jobs 2
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then
   echo "error: the first argument must be a store of embeddings, as scripts/temperature.sh takes with -d" >&2
   exit 2

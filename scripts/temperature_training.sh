@@ -3,10 +3,7 @@
 # scripts/temperature.sh, "auto" and two schedules, and softmax cross-entropy, ResNet-18 from scratch on CIFAR-100 for 6
 # epochs, two seeds: 122 rows of experiments/train_cifar100.py, added to results/temperature_training.csv. Arguments as in
 # table1.sh.
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 rows() {
   local row=".venv/bin/python experiments/train_cifar100.py"

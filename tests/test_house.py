@@ -46,7 +46,7 @@ def test_rooms_import_only_what_they_may(room):
 
 @pytest.mark.parametrize("room", ["experiments", "scripts"])
 def test_a_room_of_scripts_shows_at_its_top_what_one_runs(room):
-    """What they share lies in sub-packages; environment.sh alone is sourced by all of them."""
+    """What they share lies in sub-packages; what scripts source ends in .sh, too."""
     for path in (ROOT / room).iterdir():
         runnable = path.suffix == ".py" and ("__main__" in path.read_text() or path.stem == "__init__")
         assert path.is_dir() or runnable or path.suffix == ".sh", path

@@ -69,11 +69,13 @@ class RetryError(Exception):
     """A failure that may pass."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Location:
     """Where a file is. uri: s3://bucket/key, http(s)://..., or a local path. endpoint_url: of the S3 server, None for
-    Amazon's or the one in AWS_ENDPOINT_URL. anonymous: None for unsigned requests where no credentials are found.
-    Raises ObjectStoreError for other addresses.
+    the one in AWS_ENDPOINT_URL or Amazon's. anonymous: None for unsigned requests where no credentials are found.
+
+    scheme: s3, http, https, or "" for a local path. address: by HTTPS, the same for an object named by s3:// and by its
+    path-style address. Raises ObjectStoreError for other addresses.
     """
 
     uri: str
@@ -81,38 +83,21 @@ class Location:
     anonymous: bool | None = None
 
     def __post_init__(self) -> None:
+        self.scheme = self.uri.partition("://")[0].lower() if "://" in self.uri else ""
         if self.scheme and not ADDRESS.fullmatch(self.uri):
             raise ObjectStoreError(
                 f"a source is s3://bucket/key, http(s)://host/file, a local path or a short name, got {self.uri!r}"
             )
-        if (asked := self.endpoint) and not (ADDRESS.fullmatch(asked) and asked.lower().startswith("http")):
+        variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if self.scheme == "s3" else ()
+        self.endpoint_url = asked = self.endpoint_url or next(filter(None, map(os.environ.get, variables)), None)
+        if asked and not (ADDRESS.fullmatch(asked) and asked.lower().startswith("http")):
             raise ObjectStoreError(
                 f"endpoint_url (without it AWS_ENDPOINT_URL) is http(s)://host of an S3 server, got {asked!r}"
             )
-
-    @property
-    def scheme(self) -> str:
-        """s3, http, https, or "" for a local path."""
-        return self.uri.partition("://")[0].lower() if "://" in self.uri else ""
-
-    @property
-    def bucket_and_key(self) -> tuple[str, str]:
-        """Of an s3:// address."""
-        bucket, _, key = self.uri.partition("://")[2].partition("/")
-        return bucket, key
-
-    @property
-    def endpoint(self) -> str | None:
-        """endpoint_url, or what the environment says in its place."""
-        variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if self.scheme == "s3" else ()
-        return self.endpoint_url or next(filter(None, map(os.environ.get, variables)), None)
-
-    @property
-    def address(self) -> str:
-        """The HTTPS address, the same for an object named by s3:// and by its path-style address."""
-        if self.scheme != "s3":
-            return self.uri
-        return f"{(self.endpoint or 'https://s3.amazonaws.com').rstrip('/')}/{quote('/'.join(self.bucket_and_key))}"
+        self.bucket, _, self.key = self.uri.partition("://")[2].partition("/")
+        self.address = self.uri
+        if self.scheme == "s3":
+            self.address = f"{(asked or 'https://s3.amazonaws.com').rstrip('/')}/{quote(f'{self.bucket}/{self.key}')}"
 
 
 def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
@@ -242,11 +227,12 @@ def upload(
     files.sort(key=lambda file: (file.name == last, file.name))
     if not files or last not in (None, files[-1].name):
         raise ObjectStoreError(f"there is no {last or 'file'} in {folder} to send: check the path")
-    bucket, prefix = location.bucket_and_key
     with _sentences(location), _bar(sum(file.stat().st_size for file in files), 0, folder.name) as bar:
         client = _client(location, unsigned=False)
         for file in files:
-            client.upload_file(str(file), bucket, f"{prefix}/{file.name}".lstrip("/"), Callback=bar.update)
+            client.upload_file(
+                str(file), location.bucket, f"{location.key}/{file.name}".lstrip("/"), Callback=bar.update
+            )
 
 
 def checksum_of(path: Path) -> str | None:
@@ -381,12 +367,24 @@ class _Download:
 
     @contextmanager
     def _open(self, headers: dict[str, str]) -> Iterator[requests.Response]:
-        """The answer to a request, 200 or 206. Raises RetryError for what may pass."""
+        """The answer to a request, 200 or 206. Raises RetryError for what may pass, ObjectStoreError."""
         # Offsets count the bytes of the file, not of a compressed stream.
         headers = {"Accept-Encoding": "identity", **headers}
         try:
             with self.session.get(self.address(), headers=headers, stream=True, timeout=TIMEOUT) as answer:
-                _check_answer(answer)
+                status, encoding = answer.status_code, answer.headers.get("content-encoding", "").lower()
+                if status == 412:
+                    raise ObjectStoreError(CHANGED)
+                if status not in (200, 206):
+                    # S3's own words, which name the region of a bucket that is elsewhere.
+                    told = re.findall(rb"<(?:Code|Message)>([^<]*)<", answer.raw.read(4096) or b"")
+                    words = b": ".join(told).decode(errors="replace") or answer.reason or "no reason given"
+                    if status in (408, 425, 429) or status >= 500:
+                        raise RetryError(f"the server answered {status} ({words})")
+                    advice = CHECK_CREDENTIALS if status in (401, 403) else CHECK_ADDRESS
+                    raise ObjectStoreError(f"the server answered {status} ({words}). {advice}")
+                if encoding not in ("", "identity", "aws-chunked"):  # the last: what some uploads leave behind
+                    raise ObjectStoreError(f"the server sends the file encoded as {encoding}, though asked not to")
                 yield answer
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             raise RetryError(re.sub(r"X-Amz-[\w-]+=[^&\s)]*&?", "", str(error))) from None  # no signature on a screen
@@ -441,22 +439,6 @@ def _version(answer: requests.Response) -> str | None:
     return answer.headers.get("etag") or answer.headers.get("last-modified")
 
 
-def _check_answer(answer: requests.Response) -> None:
-    status, encoding = answer.status_code, answer.headers.get("content-encoding", "").lower()
-    if status == 412:
-        raise ObjectStoreError(CHANGED)
-    if status not in (200, 206):
-        # S3's own words, which name the region of a bucket that is elsewhere.
-        told = re.findall(rb"<(?:Code|Message)>([^<]*)<", answer.raw.read(4096) or b"")
-        words = b": ".join(told).decode(errors="replace") or answer.reason or "no reason given"
-        if status in (408, 425, 429) or status >= 500:
-            raise RetryError(f"the server answered {status} ({words})")
-        advice = CHECK_CREDENTIALS if status in (401, 403) else CHECK_ADDRESS
-        raise ObjectStoreError(f"the server answered {status} ({words}). {advice}")
-    if encoding not in ("", "identity", "aws-chunked"):  # the last: what some uploads leave behind
-        raise ObjectStoreError(f"the server sends the file encoded as {encoding}, which it was asked not to do")
-
-
 def _check_sha256(path: Path, sha256: str) -> None:
     """Raise ObjectStoreError unless a file has this sum. One verified holds as long as the file is untouched."""
     if checksum_of(path) != f"sha256 {sha256.lower()}":
@@ -503,12 +485,12 @@ def _addresses(location: Location) -> Callable[[], str]:
     """Returns the address to ask: of S3 signed anew each time, since signatures end."""
     if location.scheme != "s3":
         return partial(str, location.uri)
-    bucket, key = location.bucket_and_key
-    if not key:
+    if not location.key:
         raise ObjectStoreError("an object is named s3://bucket/key, got an address without a key")
     with _sentences(location):
         client = _client(location, unsigned=location.anonymous)
-    return _sentences(location)(partial(client.generate_presigned_url, "get_object", {"Bucket": bucket, "Key": key}))
+    place = {"Bucket": location.bucket, "Key": location.key}
+    return _sentences(location)(partial(client.generate_presigned_url, "get_object", place))
 
 
 def _client(location: Location, unsigned: bool | None) -> Any:

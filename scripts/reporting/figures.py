@@ -84,7 +84,7 @@ def _accuracy_over_epochs(table: Table, run_folders: Path, told: str, folder: Pa
                     _curve(axis, line.method, clock, histories, metric)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
             axis.set_ylabel(f"test {name} accuracy (%)" if number % PER_ROW == 0 else "")
-        shown = next(line.runs[0]["p_k"] for line, _, _ in curves if _p_k(line) == p_k)
+        shown = next(line.own_p_k for line, _, _ in curves if _p_k(line) == p_k)
         pair[0].set_title(f"$P_K$ = {shown_p_k(shown)}", loc="left")
         pair[1].set_xlabel("optimizer step" if curves[0][1] == "step" else "epoch")
     legend(figure, [line.method for line, _, _ in curves])
@@ -116,18 +116,9 @@ def _curve(axis: Axes, method: str, clock: str, histories: Sequence[pd.DataFrame
 
 def _top1_against_top5(table: Table, told: str, folder: Path) -> list[Path]:
     """Ours and published in one plane; a second panel enlarges the best corner if the first is wide."""
-    found = []
-    for line in table.lines:
-        values = [line.value(metric) for metric in METRICS]
-        if line.method and None not in values:
-            found.append((*map(float, values), line.method, line.p_k, False))
-        if line.runs:
-            found.append((*map(line.mean, METRICS), line.method, line.runs[0]["p_k"], True))
-    points = pd.DataFrame(found, columns=["x", "y", "method", "cell", "is_ours"])
-    points[["x", "y"]] *= 100
-    points["p_k"] = points["cell"].map(p_k_of)
-    is_close = (points["x"] > points["x"].max() - 12) & (points["y"] > points["y"].max() - 6)
-    spans, close = (np.ptp(each[["x", "y"]].to_numpy(), axis=0) for each in (points, points[is_close]))
+    points = _points(table).dropna(subset=list(METRICS))
+    is_close = (points[list(METRICS)] > points[list(METRICS)].max() - (12, 6)).all(axis=1)
+    spans, close = (np.ptp(each[list(METRICS)].to_numpy(), axis=0) for each in (points, points[is_close]))
     is_wide = is_close.sum() > 2 and bool((spans > 3 * close).any())
     panels = [points, points[is_close]] if is_wide else [points]
     letters = {p_k: chr(ord("a") + place) for place, p_k in enumerate(sorted(set(points["p_k"]), key=_p_k_order))}
@@ -135,10 +126,10 @@ def _top1_against_top5(table: Table, told: str, folder: Path) -> list[Path]:
     figure, axes = pyplot.subplots(1, len(panels), figsize=(width, 3.6), squeeze=False)
     for axis, shown in zip(axes[0], panels):
         for point in shown.itertuples():
-            axis.plot(point.x, point.y, **look(point.method, point.is_ours, line=False), markersize=5.5)
+            place = (point.test_top1, point.test_top5)
+            axis.plot(*place, **look(point.method, point.is_ours, line=False), markersize=5.5)
             if shown is panels[-1] or not is_close[point.Index]:  # letters of the enlarged ones would lie on each other
-                place = {"xytext": (4, 2), "textcoords": "offset points"}
-                axis.annotate(letters[point.p_k], (point.x, point.y), **place, fontsize=7)
+                axis.annotate(letters[point.p_k], place, (4, 2), textcoords="offset points", fontsize=7)
         axis.margins(0.1)
         axis.set_xlabel("test top-1 accuracy (%)")
     if is_wide:
@@ -158,36 +149,42 @@ def _top1_against_top5(table: Table, told: str, folder: Path) -> list[Path]:
 
 def _accuracy_over_p_k(table: Table, told: str, folder: Path) -> list[Path]:
     """Each method's accuracy over the P_K that it was run or published with; P_K = 1, softmax, as a level."""
-    lines = [line for line in table.lines if line.method and (line.runs or any(map(line.value, METRICS)))]
-    relaxed = sorted((line for line in lines if _p_k(line) not in ((), ALONE)), key=lambda line: _p_k_order(_p_k(line)))
-    methods_run = [line.method for line in relaxed if line.runs]
-    if len(methods_run) == len(set(methods_run)):
+    points = _points(table)
+    ours = points[points["is_ours"]]
+    relaxed = points[~points["p_k"].isin([(), ALONE])]
+    if not relaxed[relaxed["is_ours"]]["method"].duplicated().any():
         return _leave_out("accuracy over P_K: it needs a method with two P_K or more besides [1, 0, ..]")
-    shown = {_p_k(line): shown_p_k(line.runs[0]["p_k"] if line.runs else line.p_k) for line in relaxed}
-    place = {p_k: x for x, p_k in enumerate(shown)}
+    relaxed = relaxed.sort_values("p_k", key=lambda p_ks: p_ks.map(_p_k_order), kind="stable")
+    shown = dict(zip(relaxed["p_k"], relaxed["cell"].map(shown_p_k)))
     figure, axes = _panels(1, told)
     for axis, (metric, name) in zip(axes[0], METRICS.items()):
-        for line in lines:
-            if line.runs and _p_k(line) == ALONE:
-                style = STYLES[line.method]
-                axis.axhline(100 * line.mean(metric), color=style.color, linestyle=style.line, linewidth=0.9)
-        for method in dict.fromkeys(line.method for line in lines if line in relaxed):
-            here = [line for line in relaxed if line.method == method]
-            ours = [
-                (place[_p_k(line)], 100 * line.mean(metric), 100 * (line.std(metric) or 0))
-                for line in here
-                if line.runs
-            ]
-            axis.errorbar(*zip(*ours) if ours else ((), (), ()), **look(method), capsize=2)
-            known = [(place[_p_k(line)], 100 * float(line.value(metric))) for line in here if line.value(metric)]
-            axis.plot(*zip(*known) if known else ((), ()), **look(method, filled=False, line=False))
+        for level in ours[ours["p_k"] == ALONE].itertuples():
+            axis.axhline(getattr(level, metric), **look(level.method) | {"marker": "", "linewidth": 0.9})
+        for (method, is_ours), here in relaxed.groupby(["method", "is_ours"], sort=False):
+            x = here["p_k"].map(list(shown).index)
+            style = look(method) if is_ours else look(method, filled=False, line=False)
+            axis.errorbar(x, here[metric], here[f"{metric}_std"] if is_ours else None, **style, capsize=2)
         axis.set_ylabel(f"test {name} accuracy (%)")
         axis.set_xlim(-0.3, len(shown) - 0.7)
         axis.set_xticks(range(len(shown)), shown.values(), rotation=30, ha="right")
     axes[0][1].set_xlabel("$P_K$")
-    hollow = any(line.value(metric) for line in relaxed for metric in METRICS)
-    legend(figure, [line.method for line in lines if line.runs], [points_of(filled=False)] * hollow)
+    legend(figure, list(ours["method"]), [points_of(filled=False)] * (not relaxed["is_ours"].all()))
     return save(figure, folder, f"{table.name}_accuracy_over_p_k")
+
+
+def _points(table: Table) -> pd.DataFrame:
+    """A row for what is published of a line, and one for what ours is: METRICS and standard deviations in percent."""
+    found = []
+    for line in table.lines:
+        if line.method:
+            found.append((line.method, line.p_k, False, *map(line.value, METRICS), *[0] * len(METRICS)))
+        if line.runs:
+            stds = (line.std(metric) or 0 for metric in METRICS)
+            found.append((line.method, line.own_p_k, True, *map(line.mean, METRICS), *stds))
+    numbers = [*METRICS, *(f"{metric}_std" for metric in METRICS)]
+    points = pd.DataFrame(found, columns=["method", "cell", "is_ours", *numbers])
+    points[numbers] = 100 * points[numbers].astype(float)
+    return points.assign(p_k=points["cell"].map(p_k_of)).dropna(subset=list(METRICS), how="all")
 
 
 def draw_times(benchmarks: Path, folder: Path) -> list[Path]:
@@ -257,7 +254,7 @@ def _panels(number: int, told: str) -> tuple[Figure, list[tuple[Axes, Axes]]]:
 
 
 def _p_k(line: Line) -> tuple[float, ...]:
-    return p_k_of(line.runs[0]["p_k"] if line.runs else line.p_k)
+    return p_k_of(line.own_p_k)
 
 
 def _p_k_order(p_k: tuple[float, ...]) -> tuple[int, tuple[float, ...]]:

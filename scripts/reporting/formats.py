@@ -63,7 +63,7 @@ def as_csv(table: Table, figures: Sequence[Path] = ()) -> str:
     rows = []
     for line in table.lines:
         name = line.published.get("published_name", line.method)
-        row: dict[str, object] = {"name": name, "method": line.method, "p_k": _p_k(line)}
+        row: dict[str, object] = {"name": name, "method": line.method, "p_k": line.own_p_k}
         for metric in table.decimals:
             row[f"published_{metric}"] = line.published.get(metric, "")
             row[f"rerun_{metric}"] = line.rerun.get(metric, "")
@@ -124,8 +124,8 @@ def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], st
         columns[group, heading] = cells
 
     add("", "method", [line.name + "†" * (line.published.get("second_hand") == "true") for line in lines])
-    if any(map(_p_k, lines)):
-        add("", "P_K", [shown_p_k(_p_k(line)) for line in lines])
+    if any(line.own_p_k for line in lines):
+        add("", "P_K", [shown_p_k(line.own_p_k) for line in lines])
     if any(line.published.get("public") for line in lines):
         public = {"true": "yes", "false": "no"}
         add("", "public", [public.get(line.published.get("public"), "") for line in lines])
@@ -143,10 +143,6 @@ def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], st
     seeds = [(len(line.runs), table.num_seeds) for line in lines]
     add("", "seeds", [f"{n}" + f" of {asked}" * (n < asked) if n else "" for n, asked in seeds])
     return pd.DataFrame(columns)
-
-
-def _p_k(line: Line) -> str:
-    return line.runs[0].get("p_k", "") if line.runs else line.p_k
 
 
 def _published(row: Row, metric: str) -> str:

@@ -86,6 +86,11 @@ class Line:
         shown = ["sorted" if cell == "true" else cell for cell in told]
         return ", ".join([self.method, *shown, *filter(None, [self.backbone])])
 
+    @property
+    def own_p_k(self) -> str:
+        """That of its runs, or the published one where there are none."""
+        return self.runs[0].get("p_k", "") if self.runs else self.p_k
+
     def value(self, metric: str) -> Decimal | None:
         """The published accuracy, a fraction with the digits of its source; None where it is not known."""
         return Decimal(self.published[metric]) if self.published.get(metric) else None
@@ -316,7 +321,7 @@ def _reasons(lines: Sequence[Line]) -> str:
     parts = [", ".join(shared)]
     for line in refused:
         if own := [reason for reason in line.reasons if reason not in shared]:
-            parts.append(f"{line.name} {shown_p_k(line.runs[0].get('p_k', ''))}".rstrip() + f": {', '.join(own)}")
+            parts.append(f"{line.name} {shown_p_k(line.own_p_k)}".rstrip() + f": {', '.join(own)}")
     whose = "These runs are not" if len(refused) == len(lines) else "Not"
     return f"{whose} comparable with the published values, hence no difference: {'; '.join(filter(None, parts))}."
 

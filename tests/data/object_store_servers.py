@@ -1,4 +1,4 @@
-"""A server on loopback that fails in the ways of real ones, for the tests of data/transfers/object_store.py."""
+"""A server on loopback that fails in the ways of real ones, for the tests of data/."""
 
 import re
 import socket
@@ -18,7 +18,7 @@ class FaultyServer:
     status; "page" (another file, whole), "truncate" and "stall" (half of the body, then the end or nothing), "reset"
     (half of the body, then RST), "shifted" (the range after the one asked for), "garbage" (the right length, other
     bytes), None (nothing). probe_faults: likewise of probes.
-    spans: (first byte, one after the last) of each request, None without a range. sent: body bytes sent.
+    spans: (first byte, one after the last) of each request, None without a range. paths: asked for. sent: body bytes.
     gate: requests with a number (from 0, probes not counted) of `gate_from` and above wait until it is set.
     """
 
@@ -31,6 +31,7 @@ class FaultyServer:
         self.faults: deque[str | None] = deque()
         self.probe_faults: deque[str | None] = deque()
         self.spans: list[tuple[int, int] | None] = []
+        self.paths: list[str] = []
         self.sent = 0
         self.gate, self.gate_from = threading.Event(), 10**9
         self.on_request: Callable[[int], None] = lambda number: None
@@ -70,6 +71,7 @@ class FaultyServer:
                     if span != PROBE:
                         server.on_request(number)
                     server.spans.append(span)
+                    server.paths.append(self.path)
                     queue = server.probe_faults if span == PROBE else server.faults
                     fault = queue.popleft() if queue else None
                     content, etag = server.content, server.etag

@@ -7,13 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from functools import partial, reduce
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from functools import reduce
 from operator import getitem
 from pathlib import Path
 
-import boto3
 import numpy as np
 import pytest
 import torch
@@ -386,9 +383,10 @@ def test_a_pickle_on_this_disk_becomes_a_store_beside_it(tmp_path, monkeypatch):
 
 
 def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, server, capsys):
-    save_pickle(tmp_path / "served" / "set.p")
-    digest, other = hashlib.sha256((tmp_path / "served" / "set.p").read_bytes()).hexdigest(), "0" * 64
-    file = shutil.copy(tmp_path / "served" / "set.p", tmp_path)
+    file = tmp_path / "set.p"
+    save_pickle(file)
+    server.content, other = file.read_bytes(), "0" * 64
+    digest = hashlib.sha256(server.content).hexdigest()
 
     # A file on this disk.
     assert main(["convert", str(file), str(tmp_path / "a.store"), "--sha256", other]) == 1
@@ -411,84 +409,51 @@ def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, serve
     # An address, and the store that stands for its file.
     for number, (given, expected) in enumerate(((None, "unverified"), (digest, f"sha256 {digest}"))):
         options = {"cache_dir": tmp_path / f"cache{number}", "sha256": given}
-        assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
+        assert open_or_fetch(f"{server.endpoint}/set.p", **options).checksum == expected
         next(options["cache_dir"].glob("*.p")).unlink()
-        assert open_or_fetch(f"{server[0]}/set.p", **options).checksum == expected
+        assert open_or_fetch(f"{server.endpoint}/set.p", **options).checksum == expected
         with pytest.raises(EmbeddingError, match=f"neither is {other}"):
-            open_or_fetch(f"{server[0]}/set.p", **{**options, "sha256": other})
-
-
-@pytest.fixture
-def server(tmp_path):
-    """The address of a server of tmp_path/served, with the paths it was asked for."""
-    (tmp_path / "served").mkdir()
-    asked = []
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            asked.append(self.path)
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path / "served"))
-    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{http.server_port}", asked
-    http.shutdown()
-    http.server_close()
-    thread.join()
-
-
-@pytest.fixture
-def bucket(moto, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    client = boto3.client("s3", endpoint_url=moto)
-    client.create_bucket(Bucket="own")
-    return client
+            open_or_fetch(f"{server.endpoint}/set.p", **{**options, "sha256": other})
 
 
 def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, server, capsys):
-    address, asked = server
-    embeddings = save_pickle(tmp_path / "served" / "set.p", "efficientnet-l2")
     file = object_store.cached_path("efficientnet-l2-800", tmp_path / "cache")
     file.parent.mkdir()
-    shutil.copy(tmp_path / "served" / "set.p", file)  # placed by hand
+    embeddings = save_pickle(file, "efficientnet-l2")  # placed by hand
+    server.content = file.read_bytes()
     assert main(["fetch", "efficientnet-l2-800", "--cache_dir", str(file.parent)]) == 0
     assert capsys.readouterr().out.strip() == str(file)
-    sources = {f"{address}/set.p": (None, None), "efficientnet-l2-800": ("tf_efficientnet_l2_ns", 800)}
+    sources = {f"{server.endpoint}/set.p": (None, None), "efficientnet-l2-800": ("tf_efficientnet_l2_ns", 800)}
     for source, known in sources.items():
         store = open_or_fetch(source, file.parent)
         assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
         assert (store.source, store.backbone, store.resolution) == (source, *known)
         # The store stands for the file from now on.
         object_store.cached_path(source, file.parent).unlink()
-        asked.clear()
+        server.paths.clear()
         assert main(["fetch", source, "--convert", "--cache_dir", str(file.parent)]) == 0
         assert capsys.readouterr().out.strip() == str(store.path)
-        assert asked == []
+        assert server.paths == []
 
 
 def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch):
     store, _ = write_store(tmp_path / "store")
     for number, prefix in enumerate(("my/store", "v1.0/", "photos.store")):
-        object_store.upload(store.path, f"s3://own/{prefix}", endpoint_url=moto, last=MANIFEST)
+        object_store.upload(store.path, f"s3://store/{prefix}", endpoint_url=moto, last=MANIFEST)
         options = {"cache_dir": tmp_path / f"cache{number}", "endpoint_url": moto}
-        back = open_or_fetch(f"s3://own/{prefix}", **options)
+        back = open_or_fetch(f"s3://store/{prefix}", **options)
         assert (back.fingerprint, back.verify()) == (store.fingerprint, [])
     # One that lost a file fetches that; a complete one needs no server, and no permission to write.
     kept = (back.path / "test.labels.npy").stat().st_mtime_ns
     next(back.path.glob("train*.npy")).unlink()
-    assert open_or_fetch(f"s3://own/{prefix}", **options).verify() == []
+    assert open_or_fetch(f"s3://store/{prefix}", **options).verify() == []
     assert (back.path / "test.labels.npy").stat().st_mtime_ns == kept
-    bucket.delete_object(Bucket="own", Key=f"{prefix}/{MANIFEST}")
+    bucket.delete_object(Bucket="store", Key=f"{prefix}/{MANIFEST}")
     shutil.rmtree(back.path / ".partial")
-    assert open_or_fetch(f"s3://own/{prefix}", **options).path == back.path
+    assert open_or_fetch(f"s3://store/{prefix}", **options).path == back.path
     assert not (back.path / ".partial").exists()
     with pytest.raises(ObjectStoreError, match=r"has no meta\.json .*one whose upload has not ended.*NoSuchKey"):
-        open_or_fetch(f"s3://own/{prefix}", tmp_path / "new", endpoint_url=moto)
+        open_or_fetch(f"s3://store/{prefix}", tmp_path / "new", endpoint_url=moto)
     with pytest.raises(ObjectStoreError, match="NoSuchBucket"):
         open_or_fetch("s3://nothing/nothing", **options)
 
@@ -497,19 +462,19 @@ def test_a_store_that_is_replaced_while_it_is_fetched_comes_in_one_version(tmp_p
     store, _ = write_store(tmp_path / "store")
     other, _ = write_store(tmp_path / "other", dtype=torch.bfloat16)  # files of the same sizes
     up, options = {"endpoint_url": moto, "last": MANIFEST}, {"cache_dir": tmp_path / "cache", "endpoint_url": moto}
-    object_store.upload(store.path, "s3://own/set", **up)
+    object_store.upload(store.path, "s3://store/set", **up)
     look, changes = embedding_sets._damaged, ["train", "test"]
 
     def replacing(*arguments):
         found = look(*arguments)
         while changes:
             name = f"{changes.pop()}.embeddings.npy"
-            bucket.put_object(Bucket="own", Key=f"set/{name}", Body=(other.path / name).read_bytes())
+            bucket.put_object(Bucket="store", Key=f"set/{name}", Body=(other.path / name).read_bytes())
         return found
 
     monkeypatch.setattr(embedding_sets, "_damaged", replacing)
     with pytest.raises(ObjectStoreError, match=r"train\.embed.*, test\.embed.* did not come as meta\.json says"):
-        open_or_fetch("s3://own/set", **options)
+        open_or_fetch("s3://store/set", **options)
     assert not list(tmp_path.glob("cache/*/meta.json"))
-    object_store.upload(other.path, "s3://own/set", **up)
-    assert open_or_fetch("s3://own/set", **options).fingerprint == other.fingerprint
+    object_store.upload(other.path, "s3://store/set", **up)
+    assert open_or_fetch("s3://store/set", **options).fingerprint == other.fingerprint

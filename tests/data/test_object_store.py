@@ -20,7 +20,6 @@ from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
-import boto3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +35,7 @@ from data.transfers.object_store import (
     resolve,
     upload,
 )
-from tests.data.object_store_servers import PROBE, FaultyServer
+from tests.data.object_store_servers import PROBE
 
 ROOT = Path(__file__).parent.parent.parent
 PART = 64 * 1024
@@ -49,30 +48,22 @@ MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """No credentials, proxies or cache of whoever runs the tests; small parts and short waits."""
-    for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.delenv("TOPK_CACHE", raising=False)
+def quick(own_network, monkeypatch):
+    """Small parts and short waits."""
     for name, value in QUICK.items():
         monkeypatch.setattr(object_store, name, value)
 
 
 @pytest.fixture
-def server():
-    running = FaultyServer(CONTENT)
-    yield running
-    running.close()
+def server(server):
+    server.content = CONTENT
+    return server
 
 
 @pytest.fixture
 def get(server, tmp_path):
     """Fetch the failing server's file into a folder of this test's, with options."""
-    return lambda folder="cache", **options: fetch(server.url, tmp_path / folder, **{**options})
+    return lambda folder="cache", **options: fetch(server.url, tmp_path / folder, **options)
 
 
 def partial(path, ending):
@@ -512,16 +503,6 @@ def test_memory_does_not_grow_with_the_file(server, tmp_path):
 
 
 # A real S3 server
-
-
-@pytest.fixture
-def bucket(moto, monkeypatch):
-    """A client, and an empty private bucket `store`."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    client = boto3.Session().client("s3", endpoint_url=moto)
-    client.create_bucket(Bucket="store")
-    return client
 
 
 @pytest.fixture

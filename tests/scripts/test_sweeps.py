@@ -313,16 +313,20 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
     assert outcome(results) == outcome(undisturbed)
 
 
+SOURCED = ("begin.sh", "environment.sh", "help.sh")
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda path: path.name)
 def test_help_says_what_a_script_does_and_does_nothing(script, tmp_path):
-    if script.name in ("environment.sh", "help.sh"):
+    if script.name in SOURCED:
         pytest.skip("other scripts source it")
     (tmp_path / "scripts").mkdir()  # without a virtual environment: nothing is installed, and nothing begins
-    for name in (script.name, "help.sh"):
+    names = (script.name, "begin.sh", "help.sh")
+    for name in names:
         (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
     done = subprocess.run(["bash", f"scripts/{script.name}", "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     lines = script.read_text().splitlines()
     assert done.stdout.splitlines()[0] == lines[1].removeprefix("# ")
     assert len(done.stdout.splitlines()) == next(i for i, line in enumerate(lines) if not line.startswith("#")) - 1
-    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["scripts", script.name, "help.sh"])
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["scripts", *names])
