@@ -110,9 +110,9 @@ def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
     return checked(lambda text: check_choice(kind, text, choices))
 
 
-def method(text: str) -> str:
-    """Argument type of --method: the canonical name, with the published spellings accepted."""
-    return choice("method", METHODS)(ALIASES.get(text, text))
+def method_of(methods: Iterable[str]) -> Callable[[str], str]:
+    """Return an argument type for one of these methods, with the published spellings accepted: its canonical name."""
+    return lambda text: choice("method", methods)(ALIASES.get(text, text))
 
 
 def address(*schemes: str) -> Callable[[str], str]:
@@ -212,7 +212,7 @@ class OperatorFlags:
 class LossFlags(OperatorFlags):
     """loss: a setting that is left out takes the method's default"""
 
-    method: str = flag(None, method, f"{', '.join(METHODS)}; also {', '.join(ALIASES)}", required=True)
+    method: str = flag(None, method_of(METHODS), f"{', '.join(METHODS)}; also {', '.join(ALIASES)}", required=True)
     p_k: list[float] | None = flag(
         None,
         fraction,
