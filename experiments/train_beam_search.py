@@ -222,15 +222,13 @@ def fit(
         right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
         return objective(model, letters[chosen], right), None
 
-    order_of = None
+    order_of = cache(lambda epoch: epoch_order(len(letters), run.args.seed, epoch).to(run.device))
     while run.done < num_updates:
         started = time.perf_counter()
         for update in steps.of(1, run.done, min(run.done + frequency, num_updates)):
             epoch, place = divmod(before + update, per_epoch)
-            if order_of != epoch:
-                order_of, order = epoch, epoch_order(len(letters), run.args.seed, epoch).to(run.device)
             torch.manual_seed(run.args.seed + (before + update << 32))  # for the methods that draw noise
-            steps.take(batch_loss, order[place * batch_size : (place + 1) * batch_size])
+            steps.take(batch_loss, order_of(epoch)[place * batch_size : (place + 1) * batch_size])
         loss, done = steps.mean(), steps.step + 1
         trained, started = time.perf_counter() - started, time.perf_counter()
         rates = error_rates(model, words.valid, run.args.beam_size, run.device)

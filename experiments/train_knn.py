@@ -49,7 +49,7 @@ from experiments.shared.ranks import Ranks
 from experiments.shared.run import Run, Steps
 from experiments.shared.seed_processes import each_seed
 from models.embedders import EMBEDDERS, embedder
-from topk_losses import ALIASES, RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
+from topk_losses import RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
 from topk_losses.checks import AUTO
 
 # What makes it another experiment: see train_cifar100.py.
@@ -72,18 +72,13 @@ OF_TRAINING = ("model", "dim", "hidden_dims", "n_epochs", "batch_size", "lr", "n
 NOT_RECORDED = ("seeds", "cache_dir")
 
 
-def method(text: str) -> str:
-    """Argument type of --method: the canonical name, with the published spellings accepted."""
-    return cli.choice("method", METHODS)(ALIASES.get(text, text))
-
-
 @dataclass
 class Neighbours(cli.OperatorFlags):
     """loss: a setting that is left out takes the method's default"""
 
     method: str = flag(
         None,
-        method,
+        cli.method_of(METHODS),
         f"the relaxed top-k: {', '.join(RELAXATIONS)}; or a baseline: {CROSS_ENTROPY}, inputs (kNN on the "
         f"pixels or embeddings as they are), pca (on their {COMPONENTS} leading principal components)",
         required=True,

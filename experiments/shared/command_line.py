@@ -92,21 +92,27 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     return number(f"a number between {lowest} and {highest}", lambda value: lowest <= value <= highest)
 
 
-def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """Return an argument type for one of `choices`; a near miss is told the nearest."""
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return an argument type for text that `check` takes; it raises ValueError, with a sentence, for any other."""
 
     def convert(text: str) -> str:
         try:
-            return check_choice(kind, text, choices)
+            check(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        return text
 
     return convert
 
 
-def method(text: str) -> str:
-    """Argument type of --method: the canonical name, with the published spellings accepted."""
-    return choice("method", METHODS)(ALIASES.get(text, text))
+def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
+    """Return an argument type for one of `choices`; a near miss is told the nearest."""
+    return checked(lambda text: check_choice(kind, text, choices))
+
+
+def method_of(methods: Iterable[str]) -> Callable[[str], str]:
+    """Return an argument type for one of these methods, with the published spellings accepted: its canonical name."""
+    return lambda text: choice("method", methods)(ALIASES.get(text, text))
 
 
 def address(*schemes: str) -> Callable[[str], str]:
@@ -206,7 +212,7 @@ class OperatorFlags:
 class LossFlags(OperatorFlags):
     """loss: a setting that is left out takes the method's default"""
 
-    method: str = flag(None, method, f"{', '.join(METHODS)}; also {', '.join(ALIASES)}", required=True)
+    method: str = flag(None, method_of(METHODS), f"{', '.join(METHODS)}; also {', '.join(ALIASES)}", required=True)
     p_k: list[float] | None = flag(
         None,
         fraction,
