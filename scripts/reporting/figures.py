@@ -117,7 +117,7 @@ def _curve(axis: Axes, method: str, clock: str, histories: Sequence[pd.DataFrame
 def _top1_against_top5(table: Table, told: str, folder: Path) -> list[Path]:
     """Ours and published in one plane; a second panel enlarges the best corner if the first is wide."""
     points = _points(table).dropna(subset=list(METRICS))
-    is_close = (points[list(METRICS)] > points[list(METRICS)].max() - (12, 6)).all(axis=1)
+    is_close = (points[list(METRICS)] > points[list(METRICS)].max() - [12, 6]).all(axis=1)
     spans, close = (np.ptp(each[list(METRICS)].to_numpy(), axis=0) for each in (points, points[is_close]))
     is_wide = is_close.sum() > 2 and bool((spans > 3 * close).any())
     panels = [points, points[is_close]] if is_wide else [points]
