@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import command_line
 from experiments.shared.finetune_flags import BATCH_SIZE, IMAGENET_1K, recipes_of
 from experiments.shared.run_record import read_rows
+from tests.processes import wait_for
 from topk_losses import METHODS, RELAXATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -239,10 +239,7 @@ def test_evidence_runs_at_low_priority_says_where_it_stands_and_continues(tmp_pa
     def start(until_recorded: int) -> str:
         process = subprocess.Popen([EVIDENCE, *flags], stdout=subprocess.PIPE, text=True)
         try:
-            until = time.monotonic() + 300
-            while len(read_rows(results)) < until_recorded:
-                assert time.monotonic() < until
-                time.sleep(0.05)
+            wait_for(lambda: len(read_rows(results)) >= until_recorded, seconds=300)
             assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
         finally:
             process.terminate()
@@ -289,17 +286,14 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
             command = [sys.executable, ROOT / "scripts" / "launch.py", "--logs", tmp_path / "logs", "--jobs", "2"]
             return subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
 
-    def wait_for(text: str, number: int) -> None:
-        until = time.monotonic() + 300
-        while not any(text in log.read_text() for log in (tmp_path / "logs").glob(f"{number:02}-*.log")):
-            assert time.monotonic() < until, f"row {number} does not say {text!r}"
-            time.sleep(0.05)
+    def says(text: str, number: int) -> bool:
+        logs = (tmp_path / "logs").glob(f"{number:02}-*.log")
+        return any(text in log.read_text() for log in logs)
 
     first = start()
-    wait_for("epoch 1/3", 1)
+    wait_for(lambda: says("epoch 1/3", 1), seconds=300)
     os.kill(children(first.pid)[0], signal.SIGKILL)  # row 1, which is tried again
-    wait_for("epoch 1/3", 2)
-    wait_for("epoch 2/3", 1)
+    wait_for(lambda: says("epoch 1/3", 2) and says("epoch 2/3", 1), seconds=300)
     first.kill()
     first.communicate()
 
