@@ -25,4 +25,4 @@ for stage in trials longer finals; do
   rows=$(.venv/bin/python -m scripts.sweeping.heads $stage --results $results $methods)
   .venv/bin/python scripts/launch.py --name heads_$stage --row-per-core "$@" -d "$store" <<< "$rows"
 done
-.venv/bin/python scripts/report.py $results --paired softmax_cross_entropy
+.venv/bin/python -m scripts.reporting.heads_table $results
