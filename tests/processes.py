@@ -41,6 +41,23 @@ def _begin(work: Callable[[], int], words: Sequence[str], streams: Sequence[Path
     sys.exit(work())
 
 
+def wait_for(
+    condition: Callable[[], object],
+    alive: Callable[[], object] = lambda: True,
+    told: Callable[[], str] = lambda: "nothing happened",
+    seconds: float = 120,
+) -> None:
+    """Until `condition()` holds, as long as what brings it about is alive; told: what is said where it does not."""
+    deadline = time.monotonic() + seconds
+    while True:
+        was_alive = alive()  # asked first: it may end as soon as the condition holds
+        if condition():
+            return
+        assert was_alive, told()
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.005)
+
+
 class Ended(NamedTuple):
     """How a program ended: its status, or minus the number of the signal that ended it, and what it printed."""
 
@@ -66,16 +83,9 @@ class Program:
         self.process = SERVER.Process(target=_begin, args=arguments)
         self.process.start()
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str) -> None:
         """Until it has printed `text`."""
-        deadline = time.monotonic() + seconds
-        while True:
-            alive = self.process.is_alive()  # asked first: it may end as soon as it has printed
-            if text in self.stdout.read_text():
-                return
-            assert alive, self.stderr.read_text()
-            assert time.monotonic() < deadline, f"{text!r} does not come"
-            time.sleep(0.005)
+        wait_for(lambda: text in self.stdout.read_text(), self.process.is_alive, self.stderr.read_text)
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)

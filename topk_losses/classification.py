@@ -82,11 +82,9 @@ class ClassificationLoss(Constants):
             return check_fraction(name, value)
         if name == "ignore_index":
             return check_integer(name, value, -(2**63))
-        return (
-            check_per_class(name, value, self.num_classes, or_zero=True)
-            if name == "weight" and value is not None
-            else value
-        )
+        if name == "weight" and value is not None:
+            return check_per_class(name, value, self.num_classes, or_zero=True)
+        return value
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss: () for reduction mean and sum, the shape of int64 labels for none.
@@ -107,29 +105,31 @@ class ClassificationLoss(Constants):
     def _reduced(self, logits: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_logits(logits)
         axis = 0 if logits.dim() == 1 else 1
-        n = logits.shape[axis]
+        rows = logits.movedim(axis, -1)
+        shape, n = rows.shape[:-1], rows.shape[-1]
         if n != (self.num_classes or n):
             raise ValueError(
                 f"logits must have num_classes={self.num_classes} columns, got shape {tuple(logits.shape)}"
             )
         if self.weight is not None and len(self.weight) != n:
             raise ValueError(f"weight holds {len(self.weight)} numbers, but the logits have {n} classes")
-        shape = logits.shape[:axis] + logits.shape[axis + 1 :]
         several, is_tensor = self.soft_labels == "any", isinstance(labels, Tensor)
         is_mass = is_tensor and (labels.is_floating_point() or (several and labels.shape == logits.shape))
         if is_mass:
-            check_label_masses(labels, logits, several)
+            check_label_masses(labels, logits, axis, several)
+            if several and (self.weight is not None or self.label_smoothing):
+                raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
         else:
             check_labels(labels, shape, n, self.ignore_index)
-        rows = logits.movedim(axis, -1).reshape(-1, n)
         with full_precision(logits.device):
-            scores = to_compute_dtype(rows)  # (rows, n)
+            scores = to_compute_dtype(rows.reshape(-1, n))  # (rows, n)
             if self.auto is not None:
                 self.auto.observe(scores)
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
             if is_mass:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses, counted = self._of_mass(scores, mass, weight, p_k), scores.new_full((), len(scores))  # (rows,)
+                losses = self._losses(scores, mass, p_k) if several else self._expected(scores, mass, weight, p_k)
+                counted = scores.new_full((), len(scores))
             else:
                 losses, counted = self._of_labels(scores, labels.reshape(-1), weight, p_k)
             if self.reduction == "none":
@@ -146,15 +146,8 @@ class ClassificationLoss(Constants):
         if self.label_smoothing:
             losses = self._expected(scores, mass_of(scores, labels), weight, p_k)
         else:
-            losses = self._losses(scores, labels, p_k) * (1 if weight is None else weight[labels])
+            losses = self._losses(scores, labels, p_k) * share
         return torch.where(counts, losses, 0), share.sum()
-
-    def _of_mass(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
-        if self.soft_labels != "any":
-            return self._expected(scores, mass, weight, p_k)
-        if weight is not None or self.label_smoothing:
-            raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
-        return self._losses(scores, mass, p_k)
 
     def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
         """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""

@@ -1,8 +1,4 @@
-"""The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name.
-
-L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y]
-(Petersen, Kuehne, Borgelt, Deussen, "Differentiable Top-k Classification Learning", ICML 2022).
-"""
+"""The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name."""
 
 import warnings
 from collections.abc import Callable
@@ -53,6 +49,8 @@ def top_m(scores: Tensor, target: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 class TopKCrossEntropyLoss(ClassificationLoss):
     """Differentiable top-k cross-entropy, a drop-in for torch.nn.CrossEntropyLoss: loss(logits, labels).
+
+    L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y], P the relaxed permutation matrix (Petersen et al. 2022).
 
     Args:
         method: a relaxation, one of topk_losses.RELAXATIONS.

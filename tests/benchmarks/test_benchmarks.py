@@ -1,14 +1,30 @@
-"""The benchmarks run, measure both implementations and write what they print."""
+"""The benchmarks run, measure both implementations, write what they print, and compare what should be equal."""
 
 import csv
+import multiprocessing
 import pathlib
 import subprocess
 import sys
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import learned_temperature, losses, machine, recipe, scaling, training_step, transport
+from benchmarks import (
+    batch_sources,
+    finetuning,
+    learned_temperature,
+    losses,
+    machine,
+    published_formats,
+    recipe,
+    scaling,
+    training_step,
+    transport,
+)
+from experiments import finetune_imagenet
+from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts.reporting.cost_figure import draw_cost
 from tests.processes import run
 from topk_losses.networks import bitonic
@@ -16,14 +32,24 @@ from topk_losses.networks import bitonic
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-def test_losses_measures_ours_beside_difftopk(tmp_path):
-    output = tmp_path / "losses.csv"
-    sizes = ["4x12", "4x20m8"]
-    done = run(
-        losses.main, "--methods", "softsort", "sinkhorn_sort", "--sizes", *sizes, "--repeats", 1, "--output", output
-    )
-    assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader(output.open()))
+@pytest.fixture
+def measured(tmp_path):
+    """Run a benchmark, and return the rows that it writes to table.csv."""
+
+    def call(main, *flags):
+        done = run(main, *flags, "--threads", 1, "--output", tmp_path / "table.csv")
+        assert done.returncode == 0, done.stderr
+        rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+        assert all(row.get("git_commit", "-") or not (ROOT / ".git").exists() for row in rows)
+        assert all(next(iter(row.values())) in done.stdout for row in rows)  # which are printed, too
+        return rows
+
+    return call
+
+
+def test_losses_measures_ours_beside_difftopk(measured):
+    methods, sizes = ["softsort", "sinkhorn_sort"], ["4x12", "4x20m8"]
+    rows = measured(losses.main, "--methods", *methods, "--sizes", *sizes, "--repeats", 1)
     assert [(row["method"], row["n"], row["m"]) for row in rows] == [
         ("softsort", "12", ""),
         ("sinkhorn_sort", "12", ""),
@@ -38,7 +64,6 @@ def test_losses_measures_ours_beside_difftopk(tmp_path):
         else:
             assert row["official_ms"] == ""
             assert "not in difftopk" in row["note"]
-        assert row["method"] in done.stdout
 
 
 def test_a_size_that_cannot_be_read_is_refused(tmp_path):
@@ -53,18 +78,14 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(t
     (tmp_path / "file").touch()
     for output in (tmp_path / "file" / "losses.csv", tmp_path):
         done = run(losses.main, "--methods", "lml", "--sizes", "4x12", "--output", output)
-        assert done.returncode == 2
+        assert (done.returncode, done.stdout) == (2, "")
         assert "folder" in done.stderr
         assert "Traceback" not in done.stderr
-        assert not done.stdout
 
 
-def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
-    output = tmp_path / "scaling.csv"
-    flags = ["--max_n", 100, "--repeats", 1, "--limit_s", 0, "--threads", 1, "--output", output]
-    done = run(scaling.main, "--methods", "softsort", "bitonic", *flags)
-    assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader(output.open()))
+def test_scaling_moves_one_number_at_a_time_and_is_drawn(measured, tmp_path):
+    flags = ["--max_n", 100, "--repeats", 1, "--limit_s", 0]
+    rows = measured(scaling.main, "--methods", "softsort", "bitonic", *flags)
     assert [(row["method"], row["n"], row["k"], row["batch"]) for row in rows] == [
         (method, n, "5", "128") for method in ("softsort", "bitonic") for n in ("16", "100")
     ]
@@ -74,7 +95,10 @@ def test_scaling_moves_one_number_at_a_time_and_is_drawn(tmp_path):
         *(16 + 25, 100 + 25),
         *(float(bitonic(n, 5).pruned().num_comparators) for n in (16, 100)),
     ]
-    assert [path.name for path in draw_cost(tmp_path, output)] == ["cost_over_size.png", "cost_over_size.svg"]
+    assert [path.name for path in draw_cost(tmp_path, tmp_path / "table.csv")] == [
+        "cost_over_size.png",
+        "cost_over_size.svg",
+    ]
     assert "asymptote" in (tmp_path / "cost_over_size.svg").read_text()
 
 
@@ -84,44 +108,133 @@ def small_recipe():
     return recipe.main()
 
 
-def test_recipe_measures_ours_beside_the_official_loop(tmp_path):
-    output = tmp_path / "recipe.csv"
-    flags = ["--turns", 1, "--steps", 1, "--threads", 1, "--output", output]
-    done = run(small_recipe, "--methods", "softmax_cross_entropy", *flags)
-    assert done.returncode == 0, done.stderr
-    (row,) = csv.DictReader(output.open())
+def test_recipe_measures_ours_beside_the_official_loop(measured):
+    (row,) = measured(small_recipe, "--methods", "softmax_cross_entropy", "--turns", 1, "--steps", 1)
     ratio = float(row["images_per_second"]) / float(row["official_images_per_second"])
     assert float(row["ours_over_official"]) == pytest.approx(ratio, rel=0.01)
 
 
-def test_transport_agrees_with_unrolled_sinkhorn(tmp_path):
-    output = tmp_path / "transport.csv"
-    done = run(transport.main, "--sizes", "4x12", "--repeats", 1, "--threads", 1, "--output", output)
-    assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader(output.open()))
+def test_transport_agrees_with_unrolled_sinkhorn(measured):
+    rows = measured(transport.main, "--sizes", "4x12", "--repeats", 1)
     assert [row["method"] for row in rows] == ["sinkhorn_sort", "soft_topk"]
     assert all(float(row["largest_difference"]) < 2e-3 and float(row["unrolled_ms"]) > 0 for row in rows)
 
 
-def test_a_learned_temperature_moves_and_a_constant_one_does_not(tmp_path):
+def test_a_learned_temperature_moves_and_a_constant_one_does_not(measured, tmp_path):
     labels = torch.arange(12000) % 6
     tensors = {"embeddings": torch.nn.functional.one_hot(labels, 6).float(), "labels": labels}
-    data, output = tmp_path / "six.pt", tmp_path / "learned.csv"
+    data = tmp_path / "six.pt"
     torch.save({f"{split}_{name}": each for split in ("train", "test") for name, each in tensors.items()}, data)
-    flags = ["--methods", "lml", "--p_k", 0.5, 0, 0.5, "--seeds", 0, 1, "--threads", 1, "--output", output]
-    done = run(learned_temperature.main, "-d", data, *flags)
-    assert done.returncode == 0, done.stderr
-    rows = {row["inverse_temperature"]: row for row in csv.DictReader(output.open())}
+    flags = ["--methods", "lml", "--p_k", 0.5, 0, 0.5, "--seeds", 0, 1]
+    rows = {row["inverse_temperature"]: row for row in measured(learned_temperature.main, "-d", data, *flags)}
     assert [*rows] == ["default", "auto", "learned"]
     assert all(50 < float(row["top1"]) <= float(row["top5"]) <= 100 for row in rows.values())
     assert rows["default"]["ended_at"] == "0.25"
     assert rows["learned"]["ended_at"] != "0.25"
 
 
-def test_machine_measures_what_floors_are_made_of(tmp_path):
-    output = tmp_path / "machine.csv"
-    done = run(machine.main, "--repeats", 1, "--threads", 1, "--output", output)
-    assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader(output.open()))
+def test_machine_measures_what_floors_are_made_of(measured):
+    rows = measured(machine.main, "--repeats", 1)
     assert {row["unit"] for row in rows} == {"GB/s", "GFLOP/s", "billion/s", "microseconds"}
     assert all(float(row["value"]) > 0 for row in rows)
+
+
+def test_a_step_beside_softmax_and_difftopk(measured):
+    methods = ["softsort", "splitter_selection", "sinkhorn_sort", "smooth_topk"]
+    sizes = ["--sizes", "8x16x40m8", "8x16x12", "--heads", 2, "--turns", 2, "--steps", 1, "--device", "cpu"]
+    rows = measured(finetuning.main, "--methods", *methods, *sizes)
+    # Softmax is what the others are measured by.
+    every = ["softmax_cross_entropy", *methods]
+    assert [(row["n"], row["heads"], row["method"]) for row in rows] == [
+        (n, heads, method) for n in ("40", "12") for heads in ("1", "2") for method in every
+    ]
+    for row in rows:
+        alone, relaxed = row["heads"] == "1", row["method"] in methods[:3]
+        assert float(row["ms"]) > 0
+        assert row["m"] == ("8" if row["n"] == "40" and relaxed else "")
+        assert bool(row["over_separate"]) != alone
+        assert bool(row["loss"]) == alone
+        if row["method"] == "softmax_cross_entropy":
+            assert float(row["over_softmax"]) == 1
+        if alone and row["method"] in ("softsort", "splitter_selection", "smooth_topk"):
+            assert float(row["official_loss"]) == pytest.approx(float(row["loss"]), rel=1e-4)
+            assert float(row["official_over_ours"]) > 0
+        else:
+            assert row["official_ms"] == row["official_loss"] == ""
+
+
+def test_the_sources_give_the_same_batches(measured, tmp_path):
+    sources = ["ram", "stream", "stream cold", "dataloader", "whole file"]
+    flags = ["--batch_size", 100, "--device", "cpu", "--folder", tmp_path]
+    rows = measured(batch_sources.main, "--mib", 1, "--dim", 512, "--sources", *sources, *flags)
+    assert [row["source"] for row in rows] == ["convert", *sources]
+    assert {(row["rows"], row["dim"], row["batch"]) for row in rows} == {("1024", "512", "100")}
+    for row in rows:
+        assert float(row["process_mib"]) > float(row["above_start_mib"]) >= 0
+        if row["source"] != "convert":
+            assert float(row["rows_per_second_1"]) > 0
+            assert float(row["gib_per_second_2"]) > 0
+    checksums = {row["source"]: row["epoch1_crc32"] for row in rows}
+    assert checksums["ram"] == checksums["stream"] == checksums["stream cold"] != ""
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]  # the set is gone
+
+
+def fine_tune(words, **_):
+    """In the place of subprocess.run: the script in a fork, which need not import what is here already."""
+    script, *flags = words[1:]
+    defaults = IMAGENET_21K if "21k" in script else finetune_imagenet.IMAGENET_1K
+    process = multiprocessing.get_context("fork").Process(target=end_with, args=(flags, defaults))
+    process.start()
+    process.join()
+    return CompletedProcess(words, process.exitcode, "", "")
+
+
+def end_with(flags, defaults):
+    sys.exit(finetune_imagenet.main(flags, defaults))
+
+
+def formats_without_imports():
+    published_formats.subprocess = SimpleNamespace(run=fine_tune)
+    return published_formats.main()
+
+
+def test_the_published_formats_pass_from_the_server_to_a_head(measured, tmp_path):
+    flags = ["--n_epochs", 1, "--device", "cpu", "--folder", tmp_path, "--rows_share", 0.001, "--rows_21k", 1000]
+    rows = measured(formats_without_imports, "--methods", "softmax_cross_entropy", *flags)
+    assert [
+        tuple(row[name] for name in ("format", "rows", "test_rows", "dim", "num_classes", "dtype")) for row in rows
+    ] == [
+        ("wsl-32x48d-320", "1281", "50", "2048", "1000", "float32"),
+        ("efficientnet-l2-800", "1281", "50", "5504", "1000", "float16"),
+        ("wsl-32x48d-224-21k", "1000", "40", "2048", "10450", "float16"),
+    ]
+    for row in rows:
+        embeddings = 4 if row["dtype"] == "float32" else 2
+        content = (int(row["rows"]) + int(row["test_rows"])) * (int(row["dim"]) * embeddings + 8) / 2**20
+        assert float(row["file_mib"]) == pytest.approx(content, abs=0.1)
+        assert 0 <= float(row["test_top1"]) <= float(row["test_top5"]) <= 1
+        assert (row["method"], row["n_epochs"]) == ("softmax_cross_entropy", "1")
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "flags", "sentence"),
+    [
+        (finetuning, ["--sizes", "500x1000"], "BATCHxDIMxN"),
+        (finetuning, ["--sizes", "8x16x20m1"], "m must be an integer of at least 2"),
+        (finetuning, ["--turns", "0"], "at least 1"),
+        (batch_sources, ["--mib", "1"], "--mib must hold a batch of 500 rows"),
+        (batch_sources, ["--device", "cpu", "--sources", "device"], "needs a GPU"),
+        (batch_sources, ["--folder", "nowhere"], "--folder: must exist"),
+        (published_formats, ["--rows_share", "0.0001"], "600 training rows"),
+        (published_formats, ["--device", "tpu"], "argument --device: must be auto"),
+        (published_formats, ["--folder", "nowhere"], "--folder: must exist"),
+    ],
+)
+def test_mistakes_are_answered_before_anything_is_made(benchmark, flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", *flags, "--output", str(tmp_path / "table.csv")])
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main()
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +35,7 @@ from data.transfers.object_store import (
     upload,
 )
 from tests.data.object_store_servers import PROBE
+from tests.processes import wait_for
 
 ROOT = Path(__file__).parent.parent.parent
 PART = 64 * 1024
@@ -448,15 +448,6 @@ def start(server, cache, **settings):
     )
 
 
-def wait_until(condition, process):
-    for _ in range(12000):
-        if condition():
-            return
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    raise AssertionError("waited for two minutes")
-
-
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGINT"])
 def test_a_killed_download_goes_on_from_its_parts(server, get, tmp_path, sent):
@@ -465,7 +456,11 @@ def test_a_killed_download_goes_on_from_its_parts(server, get, tmp_path, sent):
     path = cached_path(server.url, tmp_path / "cache")
     sidecar = partial(path, ".json")
     process = start(server, tmp_path / "cache")
-    wait_until(lambda: sidecar.is_file() and len(json.loads(sidecar.read_text())["done"]) == 7, process)
+    wait_for(
+        lambda: sidecar.is_file() and len(json.loads(sidecar.read_text())["done"]) == 7,
+        lambda: process.poll() is None,
+        process.stderr.read,
+    )
     process.send_signal(getattr(signal, sent))
     _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == ((130, "\nstopped: kept\n") if sent == "SIGINT" else (-9, ""))
@@ -482,7 +477,7 @@ def test_a_killed_download_goes_on_from_its_parts(server, get, tmp_path, sent):
 def test_two_processes_download_once(server, tmp_path):
     server.gate_from = 0
     first = start(server, tmp_path)
-    wait_until(lambda: server.part_spans, first)
+    wait_for(lambda: server.part_spans, lambda: first.poll() is None, first.stderr.read)
     second = start(server, tmp_path)
     assert "another process is fetching" in second.stderr.readline()
     server.gate.set()

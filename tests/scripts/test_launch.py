@@ -22,6 +22,7 @@ from experiments.shared.cores import usable_cores
 from scripts import launch
 from scripts.sweeping.rows import tail
 from tests.experiments.test_train_cifar100 import tiny_network
+from tests.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch.py"
@@ -70,15 +71,6 @@ def run(start):
         return process.returncode, printed
 
     return call
-
-
-def wait_for(condition, seconds: float = 30):
-    """Return the first true value of `condition()`."""
-    until = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.05)
-    return value
 
 
 def alive(pid: int) -> bool:
