@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
+from experiments.shared.command_line import DEFAULT_P_K
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
-from topk_losses import METHODS, RELAXATIONS, make_loss
+from topk_losses import METHODS, make_loss
 
 P_K = {"softmax_cross_entropy": [1.0], "smooth_topk": [0.0, 0.0, 1.0], "smooth_hard_topk": [0.0, 0.0, 1.0]}
 
@@ -37,7 +38,7 @@ def test_nothing_is_printed():
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in IN_DIFFTOPK])
 def test_what_the_package_lacks_is_refused(method):
     with pytest.raises(ValueError, match=f"difftopk has no {method}"):
-        make_official_loss(method, [0.5, 0.5] if method in RELAXATIONS else [0.0, 1.0], 12)
+        make_official_loss(method, DEFAULT_P_K.get(method, [0.5, 0.5]), 12)
 
 
 def test_refusals_of_the_library_come_first():

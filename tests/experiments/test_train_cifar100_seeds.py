@@ -15,15 +15,15 @@ from experiments.shared import seed_processes
 from experiments.shared.run_record import open_run, read_rows
 from experiments.shared.seed_processes import division
 from tests.experiments.runs import check_refused, outcome, stop
-from tests.experiments.test_train_cifar100 import command
+from tests.experiments.test_train_cifar100 import command, tiny_network
 from tests.processes import Program, run
 
-# The network is the ResNet: what is patched here is not patched in the processes of the seeds.
 FLAGS = "--limit_train 24 --limit_test 8 --batch_size 8 --label_noise .2"
 
 
-def main_that_forks(words: list[str]) -> int:
-    """The script, whose seeds are forks in the place of spawned processes: what they import is here already."""
+def main_that_forks(words: list[str], network=script.resnet_cifar) -> int:
+    """The script, whose seeds are forks, not spawned, and so have what is imported and patched."""
+    script.resnet_cifar = network
     fork = multiprocessing.get_context("fork")
     seed_processes.multiprocessing = SimpleNamespace(
         get_context=lambda _: fork, parent_process=multiprocessing.parent_process
@@ -36,6 +36,7 @@ def run_folders(results) -> list:
 
 
 def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(script, "resnet_cifar", tiny_network)
     alone = {seed: tmp_path / f"alone{seed}" / "r.csv" for seed in (3, 7)}
     for seed, results in alone.items():
         assert script.main(command(results, f"{FLAGS} --seed {seed}", n_epochs=2)) == 0
@@ -44,22 +45,19 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         stop(patch, script, "train_epoch", 1)
         assert script.main(command(results, f"{FLAGS} --seed 3", n_epochs=2)) == 130
-    capfd.readouterr()
     both = command(results, f"{FLAGS} --seeds 7 3", n_epochs=2)
     with open_run(results.parent / "runs" / run_folders(alone[7])[0].name):
-        assert script.main(both) == 1
-    captured = capfd.readouterr()
-    assert captured.err.startswith("error: seed 7: this configuration is being run by another process")
-    assert captured.err.endswith(
-        "error: 1 of 2 seeds failed: 7 (status 1). The same command trains what is not recorded\n"
-    )
-    assert "continuing after epoch 1 of 2" in captured.out
-    assert "\nseed 3 epoch 2/2 " in captured.out
+        status, printed, said = run(partial(main_that_forks, both, tiny_network))
+    assert status == 1
+    assert said.startswith("error: seed 7: this configuration is being run by another process")
+    assert said.endswith("error: 1 of 2 seeds failed: 7 (status 1). The same command trains what is not recorded\n")
+    assert "continuing after epoch 1 of 2" in printed
+    assert "\nseed 3 epoch 2/2 " in printed
     (row,) = read_rows(results)
     assert (row["seed"], row["times_resumed"]) == ("3", "1")
 
     # The same command goes on with the other.
-    status, printed, said = run(partial(main_that_forks, both))
+    status, printed, said = run(partial(main_that_forks, both, tiny_network))
     assert status == 0
     assert printed.startswith("skipped: ")
     assert said == ""
@@ -70,6 +68,7 @@ def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):
 
     # And now there is nothing to do, which takes no process.
     monkeypatch.setattr(seed_processes, "run_seeds", lambda *_: pytest.fail("started processes"))
+    capfd.readouterr()
     assert script.main(both) == 0
     assert capfd.readouterr().out.count("skipped: ") == 2
 
