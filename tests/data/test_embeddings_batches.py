@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import machine_memory
-from data.embeddings import (
-    EmbeddingBatches,
-    EmbeddingError,
-    StoreWriter,
-    epoch_order,
-    split_rows,
-)
+from data.embeddings import EmbeddingBatches, EmbeddingError, StoreWriter, epoch_order, split_rows
 from data.embeddings import batches as embedding_batches
 
 DIM, ROWS, SHARDS = 8, 1000, (400, 350, 250)
@@ -192,8 +186,7 @@ def test_rows_that_do_not_fit_into_memory_are_streamed(split, monkeypatch, avail
 
 
 @pytest.mark.parametrize(
-    ("on_device", "in_ram", "mode"),
-    [(10**9, 10**9, "device"), (10_000, 10**9, "ram"), (10_000, 10_000, "stream")],
+    ("on_device", "in_ram", "mode"), [(10**9, 10**9, "device"), (10_000, 10**9, "ram"), (10_000, 10_000, "stream")]
 )
 def test_a_gpu_is_filled_first(monkeypatch, on_device, in_ram, mode):
     monkeypatch.setattr(embedding_batches, "available_ram", lambda: in_ram)
