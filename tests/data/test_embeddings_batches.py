@@ -137,8 +137,7 @@ def test_an_epoch_continues_at_any_batch(split, mode, start):
 def test_in_order_gives_every_row_once_and_the_rest(split, monkeypatch, mode, batch_size):
     monkeypatch.setattr(embedding_batches, "_IN_ORDER_ROWS", 150)
     rows, _ = split_rows(ROWS, 100, 0)
-    batches = EmbeddingBatches(split, 64, rows=rows, mode=mode)
-    numbers = row_numbers(batches.in_order(batch_size))
+    numbers = row_numbers(EmbeddingBatches(split, batch_size, rows=rows, mode=mode).in_order())
     assert [row for batch in numbers for row in batch] == rows.tolist()
     assert [len(batch) for batch in numbers] == [len(part) for part in rows.split(batch_size)]
 
