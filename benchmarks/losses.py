@@ -6,8 +6,8 @@
 Prints a table and writes --output (default results/benchmarks/losses.csv), a row per method and size: medians in
 milliseconds, peak MiB above what was there before the pass, and the ratios. Every measurement has a process of its
 own, one after another in one run. difftopk runs its networks through torch-sparse if that is installed, else through
-its dense executor; the column official_path says which. The column wait_policy is OMP_WAIT_POLICY: unset, PyTorch's
-threads wait in a loop and so take a core from the threads of our kernels; passive, as in the scripts, asleep.
+its dense executor; the column official_path says which. The column spin_count is GOMP_SPINCOUNT: unset, PyTorch's
+threads wait in a loop and so take a core from the threads of our kernels; at 1000, as in the scripts, they soon sleep.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from experiments.shared.command_line import count
 from experiments.shared.environment import keep_freed_memory
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
 from topk_losses import METHODS, RELAXATIONS, make_loss
-from topk_losses.methods import SINGLE_K
+from topk_losses.methods import SINGLE_K, TOP1
 from topk_losses.operator import largest
 
 SIZES = ("128x100", "500x1000m16", "500x10450m50", "128x1000", "128x10450")
 SOFTMAX = "softmax_cross_entropy"
-P_K = {SOFTMAX: [1.0], **{method: [0, 0, 0, 0, 1.0] for method in SINGLE_K}}
+P_K = {**{method: [1.0] for method in TOP1}, **{method: [0, 0, 0, 0, 1.0] for method in SINGLE_K}}
 COLUMNS = (
     *("method", "batch", "n", "m", "p_k", "ms", "peak_mib"),
     *("official_path", "official_ms", "official_peak_mib", "official_over_ours"),
-    *("cross_entropy_ms", "ours_over_cross_entropy", "note", "device", "threads", "wait_policy"),
+    *("cross_entropy_ms", "ours_over_cross_entropy", "note", "device", "threads", "spin_count"),
     *("torch", "python"),
 )
 
@@ -149,7 +149,7 @@ def main() -> int:
                 cross_entropy_ms=plain["ms"] if "ms" in ours else None,
                 ours_over_cross_entropy=f"{ours['ms'] / plain['ms']:.3g}" if "ms" in ours else None,
                 note="; ".join(f"{whose}: {why}" for whose, why in failed.items() if why),
-                wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+                spin_count=os.environ.get("GOMP_SPINCOUNT", ""),
             )
     return table.write()
 

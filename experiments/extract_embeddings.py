@@ -33,8 +33,8 @@ import torch
 from tqdm import tqdm
 
 from data.cifar100 import DatasetUnavailableError
-from data.embeddings import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter
-from data.embeddings.store import UNFINISHED, open_finished
+from data.embeddings import DTYPES, MANIFEST, EmbeddingStore, StoreWriter
+from data.embeddings.store import UNFINISHED, differences, open_finished
 from data.file_lock import held_or_refused, lock_beside
 from data.image_sources import ImageSource, open_images
 from data.program import CommandLineError, ProgramError
@@ -53,20 +53,11 @@ from experiments.shared.feature_shards import (
     write_skipped,
 )
 from experiments.shared.ranks import Ranks
-from models.backbones import PAPER, Backbone, BackboneError, WeightsError, backbone, resolve_name
+from models.backbones import NAMED_WEIGHTS, PAPER, Backbone, WeightsError, backbone, resolve_name
 
 STOPPED = "every finished shard is saved; the same command continues with the next"
 MAX_WORKERS = 16
 NAMED = 10  # broken images named at the end; skipped.csv names all
-
-
-def backbone_name(text: str) -> str:
-    """Argument type of --backbone. A wrong name is told the nearest before anything is built."""
-    try:
-        resolve_name(text)
-    except BackboneError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def s3_folder(text: str) -> str:
@@ -92,12 +83,14 @@ class Images(cli.DataFlags):
     on_error: str = flag("stop", ("stop", "skip"), "at an image that cannot be read; skipped.csv lists what is skipped")
     backbone: str | None = flag(
         None,
-        backbone_name,
+        cli.checked(resolve_name),  # before anything is built
         f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
         only_one="network",
     )
     checkpoint: Path | None = flag(None, cli.path, "checkpoint.pt of train_cifar100.py", only_one="network")
-    weights: str | None = flag(None, str, "pretrained, none (random), or the path of a state dict (pretrained)")
+    weights: str | None = flag(
+        None, str, f"{', '.join(NAMED_WEIGHTS)} or the path of a state dict (pretrained); none is random"
+    )
     resolution: int | None = flag(None, cli.count, "side of the images in pixels; of the backbone's transform without")
 
 
@@ -179,7 +172,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         weights = args.weights or "pretrained"
         if weights == "pretrained":
             ranks.say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
-        named = weights in ("pretrained", "none")
+        named = weights in NAMED_WEIGHTS
         with cli.refusing(WeightsError):
             where = weights if named else Path(os.path.expanduser(weights))
             network = backbone(args.backbone, where, resolution=args.resolution)
@@ -204,7 +197,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         },
     }
     name = re.sub(f"[:{os.sep}]", "_", f"{source.name}-{network.name}-{network.resolution}-{args.dtype}.store")
-    folder = Path(os.path.expanduser(args.store or ROOT / "data" / "downloads" / "embeddings" / name))
+    folder = args.store or ROOT / "data" / "downloads" / "embeddings" / name
     busy, lock = f"another process is writing {folder}", lock_beside(folder)
     # Rank 0 holds it for all.
     with held_or_refused(lock, ProgramError, busy, "the folder") if ranks.is_first else nullcontext():
@@ -238,10 +231,8 @@ def write_store(
     cli.check(free, f"{folder} holds other files, and no store that was begun: choose another --store")
     if ranks.is_first and not any(folder.glob("*.shard.json")):
         (folder / UNFINISHED).unlink(missing_ok=True)  # settings under which nothing was written bind no one
-    try:
+    with cli.refusing():
         writer = StoreWriter(folder, shard_rows=args.shard_rows, **settings)
-    except EmbeddingError as error:
-        raise CommandLineError(str(error)) from None
     shards = [
         ImageRange(split, number, begin, min(begin + args.shard_rows, len(images)))
         for split, images in source.splits.items()
@@ -291,26 +282,19 @@ def write_store(
 def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
     """Open a complete store. Raises CommandLineError if it has other settings, EmbeddingError if it is damaged."""
     store = open_finished(folder)
-    wanted = {**settings, **settings["details"]}
-    del wanted["details"]
-    names = ("dim", "num_classes", "backbone", "resolution", "source")
-    found = {**{name: getattr(store, name) for name in names}, **store.details}
-    found["dtype"] = next(iter(store.splits.values())).dtype
+    found = {**vars(store), "dtype": DTYPES[store.dtype_name], **store.details}
+    wanted = {**settings, **settings["details"], "details": store.details}
     if wanted["num_classes"] is None:  # not known before the labels are
         del wanted["num_classes"]
-    differing = [
-        f"{name} {found.get(name)!r}, now {each!r}" for name, each in wanted.items() if found.get(name) != each
-    ]
-    told = f"{folder} is complete, with other settings ({'; '.join(differing)}): choose another --store"
-    cli.check(not differing, told)
+    changed = differences(found, wanted)
+    cli.check(not changed, f"{folder} is complete, with other settings ({changed}): choose another --store")
     return store
 
 
 def report(store: EmbeddingStore) -> None:
     """Print what the store holds, what was left out, and how to train on it."""
     rows = ", ".join(f"{len(split)} {name}" for name, split in store.splits.items())
-    dtype = next(iter(store.splits.values())).dtype_name
-    print(f"store: {store.path}\n    {rows} rows of {store.dim} {dtype}, {store.num_classes} classes")
+    print(f"store: {store.path}\n    {rows} rows of {store.dim} {store.dtype_name}, {store.num_classes} classes")
     list_of_all = skipped_file(store.path)
     if skipped := read_skipped(list_of_all):
         listed = "".join(f"\n    {path} ({reason})" for _, _, path, reason in skipped[:NAMED])

@@ -33,7 +33,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,7 +67,8 @@ IDENTITY = (
     *("embeddings", "limit_train", "limit_test", "num_valid", "split_seed", "order_seed"),
     *("hidden_dims", "apply_relu", "apply_dropout", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *("implementation", "lr", "batch_size", "n_epochs", "eval_freq", "seed"),
+    *cli.CLASSIFIER_FLAGS,
+    *("implementation", "lr", "weight_decay", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS)  # another place changes nothing
@@ -85,18 +85,19 @@ class HeadRun:
         self.own_loss = run.flags["implementation"] != "ours" or not is_stateless(run.flags)
         self.run, self.head = run, made
         self.loss_fn = deepcopy(recipe.loss_fn) if self.own_loss else recipe.loss_fn
-        optimizer = torch.optim.Adam(made.parameters(), lr=run.flags["lr"], fused=True)
+        optimizer = torch.optim.AdamW(
+            made.parameters(), run.flags["lr"], weight_decay=run.flags["weight_decay"] or 0, fused=True
+        )
         training = {"model": made, "optimizer": optimizer, "loss": self.loss_fn}
         run.track(made, training, end=args.n_epochs * num_steps)
         self.steps = Steps(run, optimizer, self.loss_fn, num_steps, args.n_epochs)
         # On a CPU, the last layer would not look at its gradient if it were compiled, which gains more.
         self.training_head = torch.compile(made) if compiles else made
         self.training_loss = torch.compile(self.loss_fn) if args.compile and not self.own_loss else self.loss_fn
-        self.autocast = partial(torch.autocast, run.device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
     def batch_loss(self, embeddings: Tensor, labels: Tensor, kept: Tensor | None, weight: float) -> tuple[Tensor, None]:
         """The loss () of embeddings (share, d) float32, of which dropout keeps some; its share of the batch's mean."""
-        with self.autocast():
+        with self.run.autocast():
             logits = self.training_head(embeddings, kept)  # (share, n)
         return self.training_loss(logits.float(), labels).mean() * weight, None
 
@@ -143,8 +144,8 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         flags |= {**identity_of(store, args.data_path), "num_valid": len(rows["valid"])}
         flags |= {"seed": seed, "order_seed": order}
         with suppress(cli.AlreadyRecorded):
-            named = {"clock": "step", "history_file": "evaluations.csv", "measured": MEASURED}
-            runs.append((Run(args, flags, IDENTITY, READABLE, device, ranks, **named), recipe))
+            run = Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step", measured=MEASURED)
+            runs.append((run, recipe))
     if not runs:
         return 0
 
@@ -182,7 +183,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         last_step = args.n_epochs * len(batches)
         try:
             while (step := min((each.run.done for each in heads), default=last_step)) < last_step:
-                train_epoch([each for each in heads if each.run.done == step], batches, splits, args, ranks)
+                train_epoch([each for each in heads if each.run.done == step], batches, splits)
         except Diverged:
             for each in (batches, *splits.values()):
                 refuse_broken_rows(each, ranks)
@@ -201,17 +202,12 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     return 0
 
 
-def train_epoch(
-    group: Sequence[HeadRun],
-    batches: EmbeddingBatches,
-    splits: dict[str, EmbeddingBatches],
-    args: Flags,
-    ranks: Ranks,
-) -> None:
+def train_epoch(group: Sequence[HeadRun], batches: EmbeddingBatches, splits: dict[str, EmbeddingBatches]) -> None:
     """Train heads that stand at the same step to the end of its epoch, evaluating and saving on the way.
 
     Losses stay on the device until an evaluation, so that no step waits for a GPU. Raises Diverged.
     """
+    args, ranks = group[0].run.args, group[0].run.ranks
     share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
     num_steps, done = len(batches), group[0].run.done
     epoch, first = done // num_steps + 1, done % num_steps
@@ -239,7 +235,7 @@ def train_epoch(
         train_steps = len(group[0].steps.losses)
         means = [each.steps.mean(torch.mean) for each in group]
         train_seconds = time.perf_counter() - started
-        for each, train_loss, result in zip(group, means, evaluate(group, splits, ranks, where)):
+        for each, train_loss, result in zip(group, means, evaluate(group, splits, where)):
             measured = {
                 **{"epoch": epoch, "step": number, "train_loss": train_loss, **result},
                 **temperature_of(each.loss_fn, each.run.flags["inverse_temperature"]),
@@ -252,14 +248,12 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(
-    group: Sequence[HeadRun], splits: dict[str, EmbeddingBatches], ranks: Ranks, where: str
-) -> list[dict[str, float]]:
+def evaluate(group: Sequence[HeadRun], splits: dict[str, EmbeddingBatches], where: str) -> list[dict[str, float]]:
     """Return, for each head, mean loss and accuracies (fractions) on the whole of each split. Raises Diverged.
 
     splits: this process's share of each. where: in training, to be said.
     """
-    started = time.perf_counter()
+    started, ranks = time.perf_counter(), group[0].run.ranks
     results: list[dict[str, float]] = [{} for _ in group]
     for each in group:
         each.head.eval()
@@ -271,7 +265,7 @@ def evaluate(
         for number, (embeddings, labels) in enumerate(split.in_order()):
             embeddings = embeddings.float()  # (batch, d)
             for each, of_head in zip(group, sums):
-                with each.autocast():
+                with each.run.autocast():
                     logits = each.head(embeddings)  # (batch, n)
                 logits = logits.float()
                 each.seed_noise(1, number, ranks.rank)

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
     program.begin()
 
 import argparse
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,9 @@ import pandas
 
 from data import program
 from data.program import CommandLineError
+from experiments.shared.command_line import refusing
 from experiments.shared.run_record import COLUMNS, read_rows
+from topk_losses.checks import check_choice
 
 SHOWN = (
     *("dataset", "model", "backbone", "embeddings", "method", "p_k", "inverse_temperature", "m", "top1_mode"),
@@ -66,10 +67,9 @@ def _table(path: Path, where: Sequence[str], sort: str | None, shown: Sequence[s
         if "=" not in condition:
             raise CommandLineError(f"--where must have the form COLUMN=VALUE, got {condition!r}")
     conditions = [condition.split("=", 1) for condition in where]
-    for name in (*(column for column, _ in conditions), *filter(None, [sort]), *(shown or ())):
-        if name not in rows:
-            nearest = difflib.get_close_matches(name, rows, n=3, cutoff=0.4) or rows
-            raise CommandLineError(f"{path} has no column {name!r}; did you mean {', '.join(nearest)}?")
+    with refusing():
+        for name in (*(column for column, _ in conditions), *filter(None, [sort]), *(shown or ())):
+            check_choice("column", name, rows)
     for column, value in conditions:
         rows = rows[rows[column] == value]
     if sort:

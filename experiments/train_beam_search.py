@@ -57,7 +57,7 @@ IDENTITY = (
 )
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"  # the run id, before its hash
 MEASURED = ("train_loss", "valid_per", "valid_wer", "valid_gold", "train_seconds", "eval_seconds", "peak_memory_mib")
-RUN = {"clock": "update", "history_file": "updates.csv", "measured": MEASURED}
+RUN = {"clock": "update", "measured": MEASURED}
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
@@ -69,8 +69,8 @@ MOST_REVERSED = 7  # letters: 97,655 words of five different ones
 
 
 @dataclass
-class Arm:
-    """arm"""
+class Optimization:
+    """optimization: of an arm, by Adam; the learning rate falls by half a cosine to 0"""
 
     arm: str = flag(
         None,
@@ -79,12 +79,6 @@ class Arm:
         "keeps the right one; the operator of --method as the beam's top-k",
         required=True,
     )
-
-
-@dataclass
-class Optimization:
-    """optimization: Adam; the learning rate falls by half a cosine to 0"""
-
     pretrain_updates: int = flag(2600, cli.count, "updates by cross-entropy that come first, shared by a seed's arms")
     n_updates: int = flag(650, cli.count, "updates of the arm")
     batch_size: int = flag(128, cli.count, "words of an update")
@@ -106,7 +100,7 @@ class Data(cli.LimitFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags, Arm):
+class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags):
     """record"""
 
     results: Path = ROOT / "results" / "beam_search.csv"
@@ -228,15 +222,13 @@ def fit(
         right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
         return objective(model, letters[chosen], right), None
 
-    order_of = None
+    order_of = cache(lambda epoch: epoch_order(len(letters), run.args.seed, epoch).to(run.device))
     while run.done < num_updates:
         started = time.perf_counter()
         for update in steps.of(1, run.done, min(run.done + frequency, num_updates)):
             epoch, place = divmod(before + update, per_epoch)
-            if order_of != epoch:
-                order_of, order = epoch, epoch_order(len(letters), run.args.seed, epoch).to(run.device)
             torch.manual_seed(run.args.seed + (before + update << 32))  # for the methods that draw noise
-            steps.take(batch_loss, order[place * batch_size : (place + 1) * batch_size])
+            steps.take(batch_loss, order_of(epoch)[place * batch_size : (place + 1) * batch_size])
         loss, done = steps.mean(), steps.step + 1
         trained, started = time.perf_counter() - started, time.perf_counter()
         rates = error_rates(model, words.valid, run.args.beam_size, run.device)

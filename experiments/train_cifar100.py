@@ -71,6 +71,7 @@ INVERSE_TEMPERATURES = {
 IDENTITY = (
     *("dataset", "limit_train", "limit_test", "label_noise", "noise_groups", "model", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
+    *cli.CLASSIFIER_FLAGS,
     *("implementation", "lr", "lr_schedule", "weight_decay", "ema", "batch_size", "n_epochs", "seed"),
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
@@ -86,7 +87,6 @@ class Optimization(cli.OptimizationFlags):
     n_epochs: int = 200
     batch_size: int = 128
     lr_schedule: str = flag("constant", ("constant", "cosine"), "half a cosine from the learning rate down to 0")
-    weight_decay: float = flag(0.0, cli.between(0, 1000), "AdamW's: of every parameter, times the learning rate")
     ema: float | None = flag(
         None,
         cli.number("a number above 0 and below 1", lambda value: 0 < value < 1),
@@ -106,7 +106,7 @@ class Data(cli.DataFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, cli.LossFlags):
+class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, cli.ClassifierFlags):
     """record"""
 
     results: Path = ROOT / "results" / "cifar100.csv"
@@ -214,7 +214,7 @@ def train_epoch(
         """The loss () and the hits (4,) of training images, each of them by its row and its crop, (share,)."""
         images, labels = data.train.batch(rows)
         images = normalise(crop_and_flip(images, tops, lefts, flips, PADDING), data.mean, data.std)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        with run.autocast():
             logits = model(images)  # (share, num_classes)
         logits = logits.float()
         # Summed over the processes, the mean over the batch.
@@ -252,7 +252,7 @@ def evaluate(epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, data: D
         for first in range(share.start, share.stop, size):
             batch = slice(first, min(first + size, share.stop))
             images, labels = split.images[batch], split.labels[batch]
-            with torch.autocast(device.type, torch.bfloat16, enabled=run.args.precision == "bf16"):
+            with run.autocast():
                 logits = model(normalise(images, data.mean, data.std))  # (batch, num_classes)
             logits = logits.float()
             of_split[0] += loss_fn(logits, labels) * len(labels)

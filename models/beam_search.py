@@ -56,7 +56,7 @@ def search(model: EncoderDecoder, encoded: Encoded, K: int, phonemes: Tensor | N
     gold_parent = torch.zeros_like(last[:, 0])  # (batch,)
     only_end = torch.where(torch.arange(V, device=states.device) == END, 0.0, -torch.inf).to(states)  # (V,)
     for step in range(phonemes.shape[1]) if phonemes is not None else itertools.count():
-        states = model.advance(model.embedded(last), states)
+        states = model.advance(model.phonemes(last), states)
         log_probs = model.log_probs(states, encoded)  # (batch, Q, V)
         log_probs = torch.where(ended.unsqueeze(2), only_end, log_probs)
         candidates = (scores.unsqueeze(2) + log_probs).flatten(1)  # (batch, Q V)
@@ -98,7 +98,7 @@ def soft_beam(
     """
     V = model.num_phonemes
     states = encoded.state.unsqueeze(1)  # (batch, Q, hidden)
-    inputs = model.embedded(torch.full(states.shape[:2], END, device=states.device))  # (batch, Q, hidden)
+    inputs = model.phonemes(torch.full(states.shape[:2], END, device=states.device))  # (batch, Q, hidden)
     scores = torch.zeros_like(states[:, :, 0])  # (batch, Q)
     ended = torch.zeros_like(scores)  # (batch, Q), in [0, 1]
     end = one_hot(torch.tensor(END, device=states.device), V).to(states)  # (V,)

@@ -1,7 +1,7 @@
 """A small sequence-to-sequence network: bidirectional GRU over the letters, attention, GRU over the phonemes.
 
     encoded = model.encode(letters)                            # once for each word
-    states = model.advance(model.embedded(last), states)       # one step of Q hypotheses of each word
+    states = model.advance(model.phonemes(last), states)       # one step of Q hypotheses of each word
     log_probs = model.log_probs(states, encoded)               # (batch, Q, V)
     log_probs = model.forced(encoded, phonemes)                # all steps at once, the true phonemes as inputs
 
@@ -55,10 +55,6 @@ class EncoderDecoder(nn.Module):
         start = torch.tanh(self.start(torch.cat([last[0], last[1]], dim=1)))
         return Encoded(self.memory(read), absent, start)
 
-    def embedded(self, phonemes: Tensor) -> Tensor:
-        """(...) int64 -> (..., hidden)."""
-        return self.phonemes(phonemes)
-
     def advance(self, inputs: Tensor, states: Tensor) -> Tensor:
         """The states (batch, Q, hidden) after one more input each, (batch, Q, hidden)."""
         _, after = self.decoder(inputs.flatten(0, 1).unsqueeze(1), states.flatten(0, 1).unsqueeze(0))
@@ -75,5 +71,5 @@ class EncoderDecoder(nn.Module):
     def forced(self, encoded: Encoded, phonemes: Tensor) -> Tensor:
         """log_probs (batch, T, V) of each place of phonemes (batch, T), those before it given."""
         before = nn.functional.pad(phonemes[:, :-1], (1, 0), value=END)  # (batch, T)
-        states, _ = self.decoder(self.embedded(before), encoded.state.unsqueeze(0))  # (batch, T, hidden)
+        states, _ = self.decoder(self.phonemes(before), encoded.state.unsqueeze(0))  # (batch, T, hidden)
         return self.log_probs(states, encoded)

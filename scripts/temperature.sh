@@ -12,6 +12,7 @@
 rows() {
   .venv/bin/python - <<'PYTHON'
 from topk_losses import METHODS, RELAXATIONS
+from topk_losses.methods import TOP1
 
 FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)
 MIDDLE = {"neuralsort": 0.5, "softsort": 0.5, "sinkhorn_sort": 100, "soft_topk": 10}  # of the others 1
@@ -28,7 +29,7 @@ for method in sorted(METHODS, key=lambda method: method in slow):
     has_zeros = getattr(METHODS[method].operator, "has_zeros", False)
     p_ks = [".2 .2 .2 .2 .2", ".5 0 0 0 .5", *(() if has_zeros else ("0 0 0 0 1",))]
     if method not in RELAXATIONS:
-        p_ks = ["1" if method == "softmax_cross_entropy" else "0 0 0 0 1"]
+        p_ks = ["1" if method in TOP1 else "0 0 0 0 1"]
     for p_k in p_ks:
         heads = [f"--method {method} --p_k {p_k}{temperature}" for temperature in temperatures]
         m = 50 if method == "sinkhorn_sort" else 100

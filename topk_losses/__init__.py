@@ -6,7 +6,7 @@ loss(logits, labels).backward()
 
 from importlib.metadata import PackageNotFoundError, version
 
-from topk_losses.classification import SoftmaxCrossEntropyLoss
+from topk_losses.classification import LDRKLLoss, SoftmaxCrossEntropyLoss
 from topk_losses.functional import soft_topk_values, topk_cross_entropy, topk_mask
 from topk_losses.loss import TopKCrossEntropyLoss, make_loss
 from topk_losses.methods import (
@@ -36,11 +36,11 @@ except PackageNotFoundError:  # a copy of the folder
 
 # fmt: off
 __all__ = [
-    "ALIASES", "DISTRIBUTIONS", "LML", "METHODS", "RELAXATIONS", "TOP1_MODES", "CappedSoftmax", "DFTopK", "LapSum",
-    "NeuralSort", "NoisedTopKLoss", "PerturbedTopK", "RecallSurrogate", "RelaxedNetwork", "SinkhornSort",
-    "SmoothHardTopKLoss", "SmoothTopKLoss", "SoftSort", "SoftTopK", "SoftmaxCrossEntropyLoss", "SortedSoftTopK",
-    "SparseTopK", "SubsetTopK", "TopKCrossEntropyLoss", "TopKOperator", "TruncatedEntropyLoss", "bitonic",
-    "make_loss", "make_operator", "odd_even", "resolve_method", "resolve_settings", "soft_topk_values",
+    "ALIASES", "DISTRIBUTIONS", "LML", "METHODS", "RELAXATIONS", "TOP1_MODES", "CappedSoftmax", "DFTopK",
+    "LDRKLLoss", "LapSum", "NeuralSort", "NoisedTopKLoss", "PerturbedTopK", "RecallSurrogate", "RelaxedNetwork",
+    "SinkhornSort", "SmoothHardTopKLoss", "SmoothTopKLoss", "SoftSort", "SoftTopK", "SoftmaxCrossEntropyLoss",
+    "SortedSoftTopK", "SparseTopK", "SubsetTopK", "TopKCrossEntropyLoss", "TopKOperator", "TruncatedEntropyLoss",
+    "bitonic", "make_loss", "make_operator", "odd_even", "resolve_method", "resolve_settings", "soft_topk_values",
     "splitter_selection", "topk_cross_entropy", "topk_mask",
 ]
 # fmt: on

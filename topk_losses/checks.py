@@ -43,11 +43,11 @@ def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
     raise ValueError(f"unknown {kind} {name!r}{hint} Choose one of: {', '.join(choices)}")
 
 
-def check_positive(name: str, value: float) -> float:
-    """Return `value` as a float; raise ValueError unless it is finite and above zero."""
+def check_positive(name: str, value: float, or_zero: bool = False) -> float:
+    """Return `value` as a float; raise ValueError unless it is finite and above zero, or zero."""
     value = float(value)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a finite number above 0, got {value:g}")
+    if not (math.isfinite(value) and (value > 0 or (or_zero and value == 0))):
+        raise ValueError(f"{name} must be a finite number {'>= 0' if or_zero else 'above 0'}, got {value:g}")
     return value
 
 
@@ -139,21 +139,21 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
             f"p_k with one row per class must have num_classes={num_classes} rows, got {rows.shape[0]}; "
             "for one row per sample pass p_k to forward instead"
         )
-    sums = rows.sum(-1, keepdim=True)  # (..., 1)
-    fits = (rows >= 0).all(-1) & ((sums.squeeze(-1) - 1).abs() < 1e-4)  # (...) false for NaN
-    if not bool(fits.all()):
-        first = int((~fits.reshape(-1)).nonzero()[0])
-        row = rows.reshape(-1, rows.shape[-1])[first]
+    flat = rows.reshape(-1, rows.shape[-1])  # (1 or num_classes, K)
+    sums = flat.sum(1)
+    wrong = ~((flat >= 0).all(1) & ((sums - 1).abs() < 1e-4))  # true for NaN
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
         where = "" if rows.dim() == 1 else f" in row {first}"
-        shown = ", ".join(f"{p:g}" for p in row.tolist())
-        raise ValueError(f"p_k must be non-negative and sum to 1, got [{shown}] (sum {float(row.sum()):g}){where}")
-    K = int((rows.reshape(-1, rows.shape[-1]) > 0).any(0).nonzero().max()) + 1
+        shown = ", ".join(f"{p:g}" for p in flat[first].tolist())
+        raise ValueError(f"p_k must be non-negative and sum to 1, got [{shown}] (sum {sums[first]:g}){where}")
+    K = int((flat > 0).any(0).nonzero().max()) + 1
     if num_scores is not None and num_scores < K:
         raise ValueError(
             f"p_k has mass on rank {K}, but only {num_scores} scores are sorted (m, or the number of classes without "
             "m); take ranks away from p_k, or raise m"
         )
-    return rows[..., :K] / sums
+    return (flat[:, :K] / sums.unsqueeze(1)).reshape(*rows.shape[:-1], K)
 
 
 def check_logits(logits: Tensor) -> None:
@@ -196,10 +196,11 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
             raise ValueError(f"labels must lie in {allowed}, got {int(flat[first])} at position {first}")
 
 
-def check_label_masses(labels: Tensor, logits: Tensor, several: bool) -> None:
+def check_label_masses(labels: Tensor, logits: Tensor, axis: int, several: bool) -> None:
     """Raise ValueError unless `labels` (like logits) are distributions over the classes or, if `several`, sets of them.
 
-    several: entries in [0, 1], at least one of them above 0 per sample. Values are looked at as in check_labels.
+    axis: that of the classes. several: entries in [0, 1], at least one of them above 0 per sample. Values are looked at
+    as in check_labels.
     """
     if labels.shape != logits.shape:
         raise ValueError(
@@ -208,7 +209,7 @@ def check_label_masses(labels: Tensor, logits: Tensor, several: bool) -> None:
         )
     if not has_known_values(labels) or not labels.numel():
         return
-    rows = labels.movedim(min(1, labels.dim() - 1), -1).reshape(-1, logits.shape[min(1, logits.dim() - 1)]).double()
+    rows = labels.movedim(axis, -1).reshape(-1, labels.shape[axis]).double()
     totals, fits = rows.sum(1), (rows >= 0).all(1)  # (rows,) each
     if several:
         fits &= (rows <= 1).all(1) & (totals > 0)

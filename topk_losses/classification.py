@@ -1,5 +1,6 @@
 """What every loss here shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights, reductions."""
 
+import math
 from typing import Any, SupportsIndex
 
 import torch
@@ -9,10 +10,12 @@ from topk_losses.checks import (
     check_choice,
     check_fraction,
     check_integer,
+    check_inverse_temperature,
     check_label_masses,
     check_labels,
     check_logits,
     check_per_class,
+    check_positive,
     check_several,
     full_precision,
     has_known_values,
@@ -48,6 +51,7 @@ class ClassificationLoss(Constants):
     constants: tuple[str, ...] = ("weight",)
     shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
     fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
+    knows_sets = True  # of right answers: soft_labels "any"
 
     def __init__(
         self, num_classes: SupportsIndex | None = None,
@@ -70,17 +74,17 @@ class ClassificationLoss(Constants):
         super().__setattr__(name, self._checked_setting(name, value))
 
     def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "soft_labels" and value == "any" and not self.knows_sets:
+            raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={value!r}")
         if name in CHOICES:
             return check_choice(name, value, CHOICES[name])
         if name == "label_smoothing":
             return check_fraction(name, value)
         if name == "ignore_index":
             return check_integer(name, value, -(2**63))
-        return (
-            check_per_class(name, value, self.num_classes, or_zero=True)
-            if name == "weight" and value is not None
-            else value
-        )
+        if name == "weight" and value is not None:
+            return check_per_class(name, value, self.num_classes, or_zero=True)
+        return value
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss: () for reduction mean and sum, the shape of int64 labels for none.
@@ -101,29 +105,31 @@ class ClassificationLoss(Constants):
     def _reduced(self, logits: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_logits(logits)
         axis = 0 if logits.dim() == 1 else 1
-        n = logits.shape[axis]
+        rows = logits.movedim(axis, -1)
+        shape, n = rows.shape[:-1], rows.shape[-1]
         if n != (self.num_classes or n):
             raise ValueError(
                 f"logits must have num_classes={self.num_classes} columns, got shape {tuple(logits.shape)}"
             )
         if self.weight is not None and len(self.weight) != n:
             raise ValueError(f"weight holds {len(self.weight)} numbers, but the logits have {n} classes")
-        shape = logits.shape[:axis] + logits.shape[axis + 1 :]
         several, is_tensor = self.soft_labels == "any", isinstance(labels, Tensor)
         is_mass = is_tensor and (labels.is_floating_point() or (several and labels.shape == logits.shape))
         if is_mass:
-            check_label_masses(labels, logits, several)
+            check_label_masses(labels, logits, axis, several)
+            if several and (self.weight is not None or self.label_smoothing):
+                raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
         else:
             check_labels(labels, shape, n, self.ignore_index)
-        rows = logits.movedim(axis, -1).reshape(-1, n)
         with full_precision(logits.device):
-            scores = to_compute_dtype(rows)  # (rows, n)
+            scores = to_compute_dtype(rows.reshape(-1, n))  # (rows, n)
             if self.auto is not None:
                 self.auto.observe(scores)
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
             if is_mass:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses, counted = self._of_mass(scores, mass, weight, p_k), scores.new_full((), len(scores))  # (rows,)
+                losses = self._losses(scores, mass, p_k) if several else self._expected(scores, mass, weight, p_k)
+                counted = scores.new_full((), len(scores))
             else:
                 losses, counted = self._of_labels(scores, labels.reshape(-1), weight, p_k)
             if self.reduction == "none":
@@ -140,15 +146,8 @@ class ClassificationLoss(Constants):
         if self.label_smoothing:
             losses = self._expected(scores, mass_of(scores, labels), weight, p_k)
         else:
-            losses = self._losses(scores, labels, p_k) * (1 if weight is None else weight[labels])
+            losses = self._losses(scores, labels, p_k) * share
         return torch.where(counts, losses, 0), share.sum()
-
-    def _of_mass(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
-        if self.soft_labels != "any":
-            return self._expected(scores, mass, weight, p_k)
-        if weight is not None or self.label_smoothing:
-            raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
-        return self._losses(scores, mass, p_k)
 
     def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
         """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""
@@ -176,3 +175,42 @@ class SoftmaxCrossEntropyLoss(ClassificationLoss):
 
     def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
         return -log_softmax(scores, target)
+
+
+class LDRKLLoss(ClassificationLoss):
+    """Cross-entropy with a temperature and a margin: label-distributionally robust, KL (Zhu, Ying and Yang 2023).
+
+    L(s, y) = log(1/n sum_j exp(beta (s_j - s_y + margin [j != y]))) / beta, consistent for top-k for every k. At beta 1
+    without a margin it is cross-entropy less log n. Below 0 where the true class is far above the others.
+
+    Args:
+        inverse_temperature: beta, 1 / lambda of the paper, above 0; a tensor () that requires a gradient is learned.
+        margin: of the true class over each other one, in units of the logits, at least 0.
+        Others: as for ClassificationLoss.
+
+    Raises TypeError or ValueError for settings and inputs that do not fit.
+    """
+
+    shown = ("inverse_temperature", "margin", *ClassificationLoss.shown)
+    knows_sets = False
+
+    def __init__(
+        self, inverse_temperature: float | Tensor = 1.0, margin: float = 0.0, num_classes: SupportsIndex | None = None,
+        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
+        ignore_index: int = -100, reduction: str = "mean",
+    ) -> None:  # fmt: skip
+        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+        self.inverse_temperature = inverse_temperature
+        self.margin = margin
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name == "inverse_temperature":
+            return check_inverse_temperature(value)
+        return check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
+
+    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+        if target is None:
+            return None  # the margins of each class are others
+        beta, margin = self.inverse_temperature, scores.new_full((len(scores), 1), self.margin)
+        lowered = scores.scatter_add(1, target.unsqueeze(1), -margin)  # the true class's, as if the others were raised
+        return (-log_softmax(beta * lowered, target) - math.log(scores.shape[1])) / beta

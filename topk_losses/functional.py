@@ -43,14 +43,12 @@ def topk_mask(
     if isinstance(k, Tensor) and not k.is_floating_point() and k.dim() == 0:
         k = int(k)
     if not isinstance(k, (float, Tensor)):
-        mask = make_operator(method, n, k, inverse_temperature, **settings).mask(rows)
-    else:
-        operator = make_operator(method, n, 1, inverse_temperature, **settings)
-        if not isinstance(operator, ThresholdOperator):
-            able = "lml, lapsum, sparse_topk, capped_softmax or soft_topk"
-            raise ValueError(f"a k that is no integer needs {able}, not {method}")
-        mask = operator.mask(rows, k)
-    return mask.movedim(-1, dim)
+        return make_operator(method, n, k, inverse_temperature, **settings).mask(rows).movedim(-1, dim)
+    operator = make_operator(method, n, 1, inverse_temperature, **settings)
+    if not isinstance(operator, ThresholdOperator):
+        able = "lml, lapsum, sparse_topk, capped_softmax or soft_topk"
+        raise ValueError(f"a k that is no integer needs {able}, not {method}")
+    return operator.mask(rows, k).movedim(-1, dim)
 
 
 def soft_topk_values(

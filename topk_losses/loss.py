@@ -1,8 +1,4 @@
-"""The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name.
-
-L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y]
-(Petersen, Kuehne, Borgelt, Deussen, "Differentiable Top-k Classification Learning", ICML 2022).
-"""
+"""The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name."""
 
 import warnings
 from collections.abc import Callable
@@ -12,8 +8,8 @@ import torch
 from torch import Tensor
 
 from topk_losses.checks import PK, check_integer, check_p_k, check_several, has_known_values
-from topk_losses.classification import ClassificationLoss, SoftmaxCrossEntropyLoss
-from topk_losses.methods import METHODS, RELAXATIONS, make_operator, resolve_method, resolve_settings
+from topk_losses.classification import ClassificationLoss
+from topk_losses.methods import METHODS, RELAXATIONS, TOP1, make_operator, resolve_method, resolve_settings
 from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, pick_ranks
 
 
@@ -53,6 +49,8 @@ def top_m(scores: Tensor, target: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 class TopKCrossEntropyLoss(ClassificationLoss):
     """Differentiable top-k cross-entropy, a drop-in for torch.nn.CrossEntropyLoss: loss(logits, labels).
+
+    L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y], P the relaxed permutation matrix (Petersen et al. 2022).
 
     Args:
         method: a relaxation, one of topk_losses.RELAXATIONS.
@@ -264,8 +262,8 @@ def make_loss(
 ) -> ClassificationLoss:  # fmt: skip
     """Build the loss of any method in METHODS, as loss(logits, labels). None means the method's default.
 
-    Relaxations give TopKCrossEntropyLoss (p_k default .2 x5). softmax_cross_entropy takes p_k None or [1, 0, ..]. The
-    other losses take a p_k with all mass on one k (default k = 5); the inverse_temperature of smooth_topk and
+    Relaxations give TopKCrossEntropyLoss (p_k default .2 x5). softmax_cross_entropy and ldr_kl take p_k None or
+    [1, 0, ..], the other losses one with all mass on one k (default k = 5); the inverse_temperature of smooth_topk and
     smooth_hard_topk is tau itself, the one exception the paper made. m is accepted for all methods, since published
     commands pass it to every row of a table, and has an effect on relaxations alone: the others see all scores.
     settings: what else the class takes, such as weight or reduction. Raises ValueError with a sentence for an unknown
@@ -277,13 +275,13 @@ def make_loss(
         of_sort = (m, inverse_temperature, distribution, art_lambda, top1_mode)
         return TopKCrossEntropyLoss(method, p_k, num_classes, *of_sort, **settings)
     beta = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)["inverse_temperature"]
-    build, n = METHODS[method].loss, check_several("num_classes", num_classes)
-    rows = check_p_k((1 if build is None else 5) if p_k is None else p_k, n, n)
-    if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (build is None and len(rows) > 1):
-        which = "the first: P_K = [1, 0, ..]" if build is None else "for instance 0 0 0 0 1 for k = 5"
+    build, n, has_k = METHODS[method].loss, check_several("num_classes", num_classes), method not in TOP1
+    assert build is not None
+    rows = check_p_k((5 if has_k else 1) if p_k is None else p_k, n, n)
+    if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (not has_k and len(rows) > 1):
+        which = "for instance 0 0 0 0 1 for k = 5" if has_k else "the first: P_K = [1, 0, ..]"
         raise ValueError(
             f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
         )
-    if build is None:
-        return SoftmaxCrossEntropyLoss(n, **settings)
-    return build(len(rows), *(() if beta is None else (beta,)), num_classes=n, **settings)
+    given = (*((len(rows),) if has_k else ()), *(() if beta is None else (beta,)))
+    return build(*given, num_classes=n, **settings)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, SupportsIndex
 from torch import Tensor
 
 from topk_losses.checks import check_choice, check_inverse_temperature, check_k
+from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCrossEntropyLoss
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.operator import TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import check_sigmoid
-from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, SingleKLoss, TruncatedEntropyLoss
+from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
@@ -30,17 +31,18 @@ TOP1_MODES = ("sm", "smce", "sort")
 class Method(NamedTuple):
     """A method: its family, its default inverse temperature (None: it has none), and what it is built from.
 
-    operator: for k ranks of any number of scores; network: for n scores and k ranks; loss: of a single k, without a
-    relaxed permutation matrix. stochastic: it draws noise, from the `generator` of its loss or operator. spread: what
-    "auto" holds the inverse temperature times the spread of the logits at; None: "auto" is the default, since the
-    method whitens the scores or hardly depends on their spread (odd_even: no better one was found).
+    operator: for k ranks of any number of scores; network: for n scores and k ranks; loss: without a relaxed
+    permutation matrix, of a single k or, in TOP1, of none. stochastic: it draws noise, from the `generator` of its loss
+    or operator. spread: what "auto" holds the inverse temperature times the spread of the logits at; None: "auto" is
+    the default, since the method whitens the scores or hardly depends on their spread (odd_even and ldr_kl: no better
+    one was found, or sought).
     """
 
     family: str
     inverse_temperature: float | None
     operator: Callable[..., TopKOperator] | None = None
     network: Callable[..., Network] | None = None
-    loss: Callable[..., SingleKLoss] | None = None
+    loss: Callable[..., ClassificationLoss] | None = None
     stochastic: bool = False
     spread: float | None = None
 
@@ -52,7 +54,8 @@ class Method(NamedTuple):
 
 
 METHODS: dict[str, Method] = {
-    "softmax_cross_entropy": Method("losses", None),
+    "softmax_cross_entropy": Method("losses", None, loss=SoftmaxCrossEntropyLoss),
+    "ldr_kl": Method("losses", 1.0, loss=LDRKLLoss),
     "smooth_topk": Method("losses", 1.0, loss=SmoothTopKLoss),
     "smooth_hard_topk": Method("losses", 1.0, loss=SmoothHardTopKLoss),
     "truncated_entropy": Method("losses", None, loss=TruncatedEntropyLoss),
@@ -75,7 +78,8 @@ METHODS: dict[str, Method] = {
     "bitonic": Method("networks", 1.0, network=bitonic, spread=13.0),
     "splitter_selection": Method("networks", 1.0, network=splitter_selection, spread=6.0),
 }
-SINGLE_K = tuple(name for name, method in METHODS.items() if method.loss)
+TOP1 = ("softmax_cross_entropy", "ldr_kl")  # without a k, as P_K = [1, 0, ..]
+SINGLE_K = tuple(name for name, method in METHODS.items() if method.loss and name not in TOP1)
 RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
 # Published commands name the official code's dense path; here one evaluation serves both.
 ALIASES = {"bitonic__non_sparse": "bitonic"}

@@ -180,10 +180,10 @@ def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def carry_mass(
-    scores: Tensor, target: Tensor, beta: float | Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
+    scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
     distribution: str, art_lambda: float | None,
-) -> Tensor:  # fmt: skip
-    """P of the target, (rows, k), by carrying its mass through the network: without a kernel, in any precision.
+) -> list[Tensor]:  # fmt: skip
+    """What the kernel computes, in any precision: P of the target, (rows, k), by carrying its mass through the network.
 
     scores (rows, n); target: labels (rows,) or a mass (rows, n); comparators (2, C): the lanes hi and the lanes lo.
     """
@@ -192,7 +192,7 @@ def carry_mass(
     for layer in comparators.split(layer_sizes, dim=1):
         lanes = layer.flatten()
         x = _exchange(x, lanes, *_compare(x[:, 0], lanes, offset, distribution, beta, art_lambda))
-    return x[x.shape[0] - k :, 1].flip(0).T
+    return [x[x.shape[0] - k :, 1].flip(0).T]
 
 
 class RelaxedNetwork(TopKOperator):
@@ -230,11 +230,9 @@ class RelaxedNetwork(TopKOperator):
 
     def _column(self, scores: Tensor, target: Tensor) -> Tensor:
         comparators = self._checked_n(scores)
+        carry = kernel("carry_mass", scores, self.inverse_temperature, target) if self.layer_sizes else None
         settings = (comparators, self.layer_sizes, self.k, self.distribution, self.art_lambda)
-        fused = kernel("carry_mass", scores, self.inverse_temperature, target) if self.layer_sizes else None
-        if fused is None:
-            return carry_mass(scores, target, self.beta, *settings)
-        return fused(scores, target, as_tensor(self.beta, scores), *settings)[0]
+        return (carry or carry_mass)(scores, target, as_tensor(self.beta, scores), *settings)[0]
 
     def _matrix(self, scores: Tensor) -> Tensor:
         """Bidirectional evaluation (Petersen et al. 2022, section 3.2): scores forward, rows of P backward.

@@ -165,7 +165,7 @@ class TopKOperator(Constants):
         scores = self._checked(logits)
         several = isinstance(labels, Tensor) and labels.is_floating_point()
         if several:
-            check_label_masses(labels.flatten(0, -2), logits.flatten(0, -2), several)
+            check_label_masses(labels, logits, -1, several)
         else:
             check_labels(labels, logits.shape[:-1], logits.shape[-1])
         target = labels.reshape(scores.shape if several else -1)
@@ -182,8 +182,11 @@ class TopKOperator(Constants):
             return self._matrix(scores).reshape(*logits.shape[:-1], self.k, logits.shape[-1])
 
     def mask(self, logits: Tensor) -> Tensor:
-        """The soft k-hot, the sum of the rows of P: P(class j is among the k highest), of the shape of the logits."""
-        return self.permutation_matrix(logits).sum(-2)
+        """The soft k-hot: P(class j is among the k highest), of the shape of the logits; the rows of P sum to it."""
+        scores = self._checked(logits)
+        with full_precision(logits.device):
+            within = self._within(scores, None, [self.k])  # (rows, 1, n)
+        return (within if self.guarded else within.exp()).reshape(logits.shape)
 
     forward = permutation_matrix
 
@@ -228,18 +231,8 @@ class MaskOperator(TopKOperator):
 
     guarded = False
 
-    def mask(self, logits: Tensor) -> Tensor:
-        """The soft k-hot: P(class j is among the k highest), of the shape of the logits."""
-        scores = self._checked(logits)
-        with full_precision(logits.device):
-            return self._masks(scores, None, [self.k]).reshape(logits.shape)
-
     def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define _values")
-
-    def _masks(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        values = self._values(scores, labels, ks)
-        return values if self.guarded else values.exp()
 
     def _within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
         if target is None or not is_mass(target):
@@ -257,5 +250,6 @@ class MaskOperator(TopKOperator):
 
     def _rows_of(self, scores: Tensor, labels: Tensor | None) -> Tensor:
         """Rows of P, since masks are nested in k: (rows, k[, n]), not below 0 for a rounding."""
-        masks = self._masks(scores, labels, range(1, self.k + 1))
+        values = self._values(scores, labels, range(1, self.k + 1))
+        masks = values if self.guarded else values.exp()
         return torch.cat([masks[:, :1], masks.diff(dim=1).clamp(min=0)], dim=1)

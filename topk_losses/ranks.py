@@ -1,11 +1,5 @@
 """Top-k by ranks: mask_k(s)_i estimates P(rank of i <= k), without a threshold that would make masks sum to k.
 
-| class           | mask_k(s)_i                                             | source                              |
-|-----------------|---------------------------------------------------------|-------------------------------------|
-| DFTopK          | sigmoid(beta (s_i - (s_[k] + s_[k+1]) / 2))             | Zhu et al. 2025                     |
-| RecallSurrogate | sigmoid(k - 1 - sum_{j != i} sigmoid(beta (s_j - s_i))) | Patel, Tolias and Matas 2022 (RS@k) |
-| PerturbedTopK   | P(rank of i in beta s + Z <= k)                         | Berthet 2020, Cordonnier 2021       |
-
 All are nested in k; those of PerturbedTopK sum to k as well, up to rounding.
 """
 
@@ -18,7 +12,7 @@ from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer
 from topk_losses.operator import MASKED, MaskOperator, finite, largest, normal_noise, pick_ranks
-from topk_losses.threshold import PointwiseMasks, ranks_like, soft_ranks
+from topk_losses.threshold import PointwiseMasks, ranks_like
 
 
 class DFTopK(PointwiseMasks):
@@ -51,9 +45,6 @@ class RecallSurrogate(PointwiseMasks):
     """
 
     family = "ranks"
-
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return soft_ranks(scores, self.beta, labels, ks)
 
 
 class PerturbedTopK(MaskOperator):

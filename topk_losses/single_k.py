@@ -1,12 +1,4 @@
-"""Losses of a single k that have no relaxed permutation matrix: truncated entropy, noised top-k. (And smooth_svm.py.)
-
-| class                | L(s, y)                                              | source              |
-|----------------------|------------------------------------------------------|---------------------|
-| TruncatedEntropyLoss | log(1 + sum_{j in J} exp(s_j - s_y))                 | Lapin et al. 2016   |
-| NoisedTopKLoss       | scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y)    | Garcin et al. 2022  |
-
-J: the classes below rank k, without y. Z: standard normal numbers; s_[r]: the r-th largest score of all.
-"""
+"""Losses of a single k that have no relaxed permutation matrix: truncated entropy and noised top-k."""
 
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -28,6 +20,7 @@ class SingleKLoss(ClassificationLoss):
     """A loss of one true class and one k, 1 <= k < number of classes. The other arguments: of ClassificationLoss."""
 
     shown = ("k", *ClassificationLoss.shown)
+    knows_sets = False
 
     def __init__(
         self, k: SupportsIndex, num_classes: SupportsIndex | None = None,
@@ -35,17 +28,16 @@ class SingleKLoss(ClassificationLoss):
         ignore_index: int = -100, reduction: str = "mean",
     ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-        if self.soft_labels != "expected":
-            raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={self.soft_labels!r}")
         self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
 
 
 class TruncatedEntropyLoss(SingleKLoss):
     """The truncated top-k entropy (Lapin, Hein and Schiele 2016): cross-entropy beside the classes below rank k alone.
 
-    The k highest scores of all pay nothing: the true class need not be above them. At k = 1 it is cross-entropy where
-    the true class is highest. Positive; it tends to 0 once the true class is above all that are not among the k
-    highest. Among equal scores at rank k the choice is arbitrary. Arguments as for SingleKLoss.
+    L = log(1 + sum_{j in J} exp(s_j - s_y)), J the classes below rank k of all, without y: the true class need not be
+    above the k highest. At k = 1 it is cross-entropy where the true class is highest. Positive; it tends to 0 once the
+    true class is above all that are not among the k highest. Among equal scores at rank k the choice is arbitrary.
+    Arguments as for SingleKLoss.
     """
 
     def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
@@ -62,9 +54,10 @@ class TruncatedEntropyLoss(SingleKLoss):
 class NoisedTopKLoss(SingleKLoss):
     """The noised top-k hinge (Garcin, Servajean, Joly and Salmon 2022), balanced and imbalanced.
 
-    L = scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y), margin_y = max_margin (N_min / N_y)^(1/4), N the number of
-    training samples of each class: the rarer, the wider. The expectation is the mean over `num_samples` draws of Z, new
-    ones in each call, and its gradient that of the score found at rank k + 1 in each. O(n) memory per sample.
+    L = scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y), [k+1]: the (k+1)-th largest, Z: standard normal numbers,
+    margin_y = max_margin (N_min / N_y)^(1/4), N: the number of training samples of each class. The expectation is the
+    mean over `num_samples` draws of Z, new ones in each call, and its gradient that of the score found at rank k + 1 in
+    each. O(n) memory per sample.
 
     Args:
         inverse_temperature: 1 / eps, above 0, larger = less noise; a tensor () that requires a gradient is learned;

@@ -1,13 +1,7 @@
 """The smooth k-th largest score, and with it the smooth top-k SVM losses of Berrada, Zisserman and Kumar (2018).
 
-Source: "Smooth Loss Functions for Deep Top-k Classification", ICLR 2018. With o the scores of the n - 1 other
-classes, e_j the elementary symmetric polynomials of exp(o / (k tau)) and s_y the true class's score,
-
-    L = tau log(exp(alpha / tau) e_k + e_{k-1} exp(s_y / (k tau))) - tau log(e_{k-1} exp(s_y / (k tau)))
-      = tau softplus((alpha + (kth - s_y) / k) / tau),    kth = k tau (log e_k - log e_{k-1}).
-
-`kth` is a smooth k-th largest score of the other classes: as tau -> 0 it tends to the k-th largest, and L to the
-hard top-k hinge relu(alpha + (o_[k] - s_y) / k). So one number per sample is all that the loss needs.
+With o the scores of the n - 1 other classes and e_j the elementary symmetric polynomials of exp(o / (k tau)),
+kth = k tau (log e_k - log e_{k-1}) tends to the k-th largest of them as tau -> 0. It is all that a loss needs of them.
 """
 
 import math
@@ -68,10 +62,11 @@ def kth_largest(
 
 
 class SmoothTopKLoss(SingleKLoss):
-    """The smooth top-k SVM loss, a drop-in for torch.nn.CrossEntropyLoss; the formula is at the top of this file.
+    """The smooth top-k SVM loss (Berrada et al. 2018, "Smooth Loss Functions for Deep Top-k Classification").
 
-    It is positive, and fades out over a width of k * tau where the true class's score passes the k-th largest of the
-    others by k * alpha. The authors advise to cross-validate tau over powers of ten.
+    L = tau softplus((alpha + (kth - s_y) / k) / tau), kth = k tau (log e_k - log e_{k-1}), e_j the elementary symmetric
+    polynomials of exp(o / (k tau)), o the scores of the other classes. Positive; as tau -> 0 it tends to the hard hinge
+    relu(alpha + (o_[k] - s_y) / k). The authors advise to cross-validate tau over powers of ten.
 
     k: the number of guesses, 1 <= k < number of classes. tau: temperature, above 0; the smaller, the closer to the hard
     hinge: the paper's tau, *not* an inverse temperature as elsewhere in this library. alpha: margin in units of the

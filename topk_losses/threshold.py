@@ -1,11 +1,4 @@
-"""Top-k by a threshold: mask_k(s)_i = f(beta s_i - theta_k), theta_k such that the mask sums to k. One f, one paper.
-
-| class         | f(t)                            | source                                            |
-|---------------|---------------------------------|---------------------------------------------------|
-| LML           | sigmoid(t)                      | Amos, Koltun and Kolter 2019; SOFT top-k's, too   |
-| LapSum        | Laplace's distribution function | Struski et al. 2025; Su 2024                      |
-| SparseTopK    | clip(t, 0, 1)^q, q = 1 or 3     | Sander et al. 2023, with p = 2 and 4/3            |
-| CappedSoftmax | min(1, exp t)                   | Su 2024; softmax at k = 1                         |
+"""Top-k by a threshold: mask_k(s)_i = f(beta s_i - theta_k), theta_k such that the mask sums to k. One f, one class.
 
 theta falls as k grows, so that the masks are nested: row r of P is mask_r - mask_{r-1}, rows sum to 1, and a loss is a
 mixture of masks, of the k that P_K has mass on and no others. f sees the logits as they are: far from theta its
@@ -34,8 +27,12 @@ MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
 MOST_RANKS = 32  # for which the kernel of masks looks at few scores one by one
 
 
-# Slopes, for PyTorch and, bound to other names, for the kernels (sigmoids.py has `bind`). near: exp(least |t| - |t|);
-# e: exp(-|t|).
+# For PyTorch and, bound to other names, for the kernels (sigmoids.py has `bind`): of each power its formula and slope;
+# then slopes of exponential tails, near: exp(least |t| - |t|), e: exp(-|t|).
+POWERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "linear": (lambda p: p, lambda p: 0.0 * p + 1.0),
+    "cubic": (lambda p: p * p * p, lambda p: 3.0 * (p * p)),
+}
 
 
 def logistic_slope(near: Any, e: Any) -> Any:
@@ -46,22 +43,6 @@ def logistic_slope(near: Any, e: Any) -> Any:
 def exponential_slope(near: Any, e: Any) -> Any:
     """Of an exponential tail, relative to that of the least |t|."""
     return near
-
-
-def linear(p: Any) -> Any:
-    return p
-
-
-def linear_slope(p: Any) -> Any:
-    return 0.0 * p + 1.0
-
-
-def cubic(p: Any) -> Any:
-    return p * p * p
-
-
-def cubic_slope(p: Any) -> Any:
-    return 3.0 * (p * p)
 
 
 def _top_and_rest(z: Tensor, M: int) -> Tensor:
@@ -215,8 +196,7 @@ FAMILIES = {
     "logistic": Family(logsigmoid, _logistic_root, partial(_exponential_slopes, of_tail=logistic_slope, factor=1.0)),
     "laplace": Family(_log_laplace, _laplace_root, _laplace_slopes),
     "capped": Family(_log_capped, _capped_root, _capped_slopes),
-    "linear": _power_family(linear, linear_slope),
-    "cubic": _power_family(cubic, cubic_slope),
+    **{name: _power_family(*formulas) for name, formulas in POWERS.items()},
 }
 
 
@@ -276,30 +256,37 @@ def soft_ranks(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: 
     return k - rank if labels is not None else k.unsqueeze(2) - rank.unsqueeze(1)
 
 
+def arguments_of_ranks(
+    scores: Tensor, labels: Tensor | None, beta: float | Tensor, ks: Sequence[int], family: str
+) -> Tensor:
+    """`arguments` for the k of interest, rising, of a family of thresholds, or `soft_ranks` for the family "ranks"."""
+    if family == "ranks":
+        return soft_ranks(scores, beta, labels, ks)
+    return arguments(scores, beta, labels, ranks_like(ks, scores), max(ks, default=1), family)
+
+
 def masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: Sequence[int], family: str, softmax: bool) -> list[Tensor]:
     """What the kernel of masks computes: t (rows, J) and, if wanted, log softmax (rows, 1)."""
-    if family == "ranks":
-        t = soft_ranks(scores, beta, labels, ks)
-    else:
-        t = arguments(scores, beta, labels, ranks_like(ks, scores), max(ks, default=1), family)
+    t = arguments_of_ranks(scores, labels, beta, ks, family)
     return [t, log_softmax(scores, labels).unsqueeze(1)] if softmax else [t]
 
 
 class PointwiseMasks(MaskOperator):
-    """Masks f(t), t = `_arguments`, one for each class and k; f is a sigmoid unless a subclass says another `_value`.
+    """Masks f(t), one for each class and k. f is a sigmoid unless the family has another.
 
-    family: as the kernel names it, if it knows it.
+    family: of thresholds, "ranks" for soft ranks, or "" for `_arguments` of a subclass, which have no kernel.
     """
 
     family = ""
 
     def _value(self, t: Tensor) -> Tensor:
         """f(t), if the operator is `guarded`, else log f(t)."""
-        return logsigmoid(t)
+        return FAMILIES[self.family].value(t) if self.family in FAMILIES else logsigmoid(t)
 
     def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         """t of the labels (rows,), (rows, J), or of all classes for None, (rows, J, n)."""
-        raise TypeError(f"{type(self).__name__} does not define _arguments")
+        x, beta = self._scaled(scores)
+        return arguments_of_ranks(x, labels, beta, ks, self.family)
 
     def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
         return self._value(self._arguments(scores, labels, ks))
@@ -357,12 +344,6 @@ class ThresholdOperator(PointwiseMasks):
         with full_precision(logits.device):
             values = self._value(arguments(*self._scaled(scores), None, wanted, most, self.family))
         return (values if self.guarded else values.exp()).reshape(logits.shape)
-
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return arguments(*self._scaled(scores), labels, ranks_like(ks, scores), max(ks, default=1), self.family)
-
-    def _value(self, t: Tensor) -> Tensor:
-        return FAMILIES[self.family].value(t)
 
 
 class LML(ThresholdOperator):

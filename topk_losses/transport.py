@@ -1,9 +1,7 @@
 """Top-k operators by entropic optimal transport: SinkhornSort and SOFT top-k.
 
-The n scores, whitened and squashed into [0, 1], are the sources, with mass 1/n each. The targets are anchors in [0, 1]:
-one per rank (SinkhornSort, Cuturi, Teboul and Vert 2019), one per top rank and one for all the rest (SOFT top-k, Xie et
-al. 2020, its sorted form), or two, for being among the k highest or not (its plain form). The cost is the squared
-difference, the entropy epsilon = 1 / inverse_temperature.
+The n scores, whitened and squashed into [0, 1], are the sources, with mass 1/n each; the targets are anchors in [0, 1].
+The cost is the squared difference, the entropy epsilon = 1 / inverse_temperature.
 
 With two anchors the plan is a logistic function of x - theta, and theta the root of one equation. With more, Sinkhorn's
 fixed point is found by Newton's method on the semi-dual: P, n times the plan, is the softmax over anchors of
@@ -184,8 +182,8 @@ class _TransportOperator(TopKOperator):
             before.copy_(torch.maximum(before, largest))
 
     def _anchors(self, n: int) -> int:
-        """The number of anchors, for the ranks and, of them, the last for all the rest."""
-        raise TypeError(f"{type(self).__name__} does not define _anchors")
+        """The number of anchors, one per rank, but the last for all the ranks that are left."""
+        return n
 
     def _matrix(self, scores: Tensor) -> Tensor:
         x, anchors = whiten_and_squash(scores), self._anchors(scores.shape[1])
@@ -219,9 +217,9 @@ def _anchored(
 
 
 def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
-    """What the kernel of SinkhornSort computes: P[1..k, y], (rows, k), of the whitened scores x (rows, n)."""
-    P, _ = _anchored(x, beta, x.shape[1], tolerance, max_iterations)
-    return [at_target(P[:, :k], labels)]
+    """What the kernel computes: P[1..k, y], (rows, k), of the whitened scores x (rows, n), and its errors (rows,)."""
+    P, error = _anchored(x, beta, x.shape[1], tolerance, max_iterations)
+    return [at_target(P[:, :k], labels), error]
 
 
 class SinkhornSort(_TransportOperator):
@@ -233,15 +231,12 @@ class SinkhornSort(_TransportOperator):
     transport that misses the tolerance warns.
     """
 
-    def _anchors(self, n: int) -> int:
-        return n
-
     def _column(self, scores: Tensor, target: Tensor) -> Tensor:
-        fused = None if is_mass(target) else kernel("sinkhorn", scores, self.inverse_temperature)
-        if fused is None:
+        if is_mass(target):
             return super()._column(scores, target)
+        solve = kernel("sinkhorn", scores, self.inverse_temperature) or sinkhorn
         settings = (self.k, self._tolerance_of(scores.dtype), self.max_iterations)
-        column, error, _ = fused(whiten_and_squash(scores), target, as_tensor(self.beta, scores), *settings)
+        column, error, *_ = solve(whiten_and_squash(scores), target, as_tensor(self.beta, scores), *settings)
         self._record(error)
         return column
 

@@ -1,6 +1,5 @@
 """A network of train_cifar100.py as a backbone."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,6 @@ class Config:
 
 def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
     """The network of a checkpoint of train_cifar100.py, or of its folder; its features at `fc`. Raises ProgramError."""
-    path = Path(os.path.expanduser(path))  # where there is no such user, a path like any other
     path = path / CURRENT if path.is_dir() else path
     try:
         config = read_json(path.parent / "config.json", Config)

@@ -24,13 +24,14 @@ from experiments.shared.ranks import Ranks
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES, make_loss
 from topk_losses.checks import AUTO, check_choice
 from topk_losses.kernels import device_of_kernels
-from topk_losses.methods import SINGLE_K
+from topk_losses.methods import SINGLE_K, TOP1
 
 # P_K without --p_k, as in Table 1; [.2 .2 .2 .2 .2] for the other methods.
 DEFAULT_P_K = {
-    "softmax_cross_entropy": [1.0, 0.0, 0.0, 0.0, 0.0],
+    **{method: [1.0, 0.0, 0.0, 0.0, 0.0] for method in TOP1},
     **{method: [0.0, 0.0, 0.0, 0.0, 1.0] for method in SINGLE_K},
 }
+CLASSIFIER_FLAGS = ("label_smoothing", "margin")  # of the losses of classifiers
 EPOCHS_SAVED = "every finished epoch is saved in its run folder; the same command continues after it"
 
 Flags = TypeVar("Flags")
@@ -91,21 +92,27 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     return number(f"a number between {lowest} and {highest}", lambda value: lowest <= value <= highest)
 
 
-def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """Return an argument type for one of `choices`; a near miss is told the nearest."""
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return an argument type for text that `check` takes; it raises ValueError, with a sentence, for any other."""
 
     def convert(text: str) -> str:
         try:
-            return check_choice(kind, text, choices)
+            check(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        return text
 
     return convert
 
 
-def method(text: str) -> str:
-    """Argument type of --method: the canonical name, with the published spellings accepted."""
-    return choice("method", METHODS)(ALIASES.get(text, text))
+def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
+    """Return an argument type for one of `choices`; a near miss is told the nearest."""
+    return checked(lambda text: check_choice(kind, text, choices))
+
+
+def method_of(methods: Iterable[str]) -> Callable[[str], str]:
+    """Return an argument type for one of these methods, with the published spellings accepted: its canonical name."""
+    return lambda text: choice("method", methods)(ALIASES.get(text, text))
 
 
 def address(*schemes: str) -> Callable[[str], str]:
@@ -205,7 +212,7 @@ class OperatorFlags:
 class LossFlags(OperatorFlags):
     """loss: a setting that is left out takes the method's default"""
 
-    method: str = flag(None, method, f"{', '.join(METHODS)}; also {', '.join(ALIASES)}", required=True)
+    method: str = flag(None, method_of(METHODS), f"{', '.join(METHODS)}; also {', '.join(ALIASES)}", required=True)
     p_k: list[float] | None = flag(
         None,
         fraction,
@@ -221,13 +228,22 @@ class LossFlags(OperatorFlags):
 
 
 @dataclass
+class ClassifierFlags(LossFlags):
+    """loss: a setting that is left out takes the method's default"""
+
+    label_smoothing: float | None = flag(None, fraction, "share of the label that is spread over all classes, below 1")
+    margin: float | None = flag(None, non_negative, "of ldr_kl, in units of the logits (0)")
+
+
+@dataclass
 class OptimizationFlags:
-    """optimization: Adam, or SGD of nearest neighbours; default betas; the rates are the published ones"""
+    """optimization: AdamW, which without weight decay is Adam, or SGD of nearest neighbours; default betas"""
 
     n_epochs: int | None = flag(None, count, "passes over the training split")
     batch_size: int | None = flag(None, count, "the last partial batch is dropped")
     lr: float | None = flag(None, positive, "learning rate", only_one="rate")
     nloglr: float | None = flag(None, between(-10, 30), "learning rate 10^-nloglr", only_one="rate")
+    weight_decay: float = flag(0.0, between(0, 1000), "of every parameter; AdamW's is times the learning rate")
     seed: int | None = flag(None, a_seed, "of split, initialisation, order and crops; 0 without it", only_one="s")
     seeds: list[int] | None = flag(None, a_seed, "train with each at the same time", only_one="s", nargs="+")
 
@@ -321,12 +337,16 @@ def loss_settings(
         args.art_lambda,
         args.top1_mode or (top1_mode if relaxed else None),
     )
+    # At 0 it is the loss without. A script that has none of these flags has no such columns.
+    given = {name: getattr(args, name) or None for name in CLASSIFIER_FLAGS if hasattr(args, name)}
+    check(not given.get("margin") or method == "ldr_kl", f"--margin is of ldr_kl: leave it out, with {method}")
     # The other methods take --m, since published commands pass it to every row of a table, and ignore it.
     return {
         "method": method,
         "p_k": args.p_k or DEFAULT_P_K.get(method, [0.2] * 5),
         "m": (args.m or m) if relaxed else None,
         **settings,
+        **given,
     }
 
 
@@ -339,12 +359,16 @@ def build_loss(
 ) -> nn.Module:
     """Return the loss that loss_settings describes, on the device; reduction: as for make_loss. Raises ValueError."""
     ends = ends_of(settings["inverse_temperature"])
+    unset = [name for name in CLASSIFIER_FLAGS if settings.get(name) is None]
+    settings = {name: value for name, value in settings.items() if name not in unset}
     if implementation == "ours":
         settings = {**settings, "inverse_temperature": ends[0]} if ends else settings
         loss_fn = make_loss(**settings, num_classes=num_classes, reduction=reduction).to(device)
         if ends and not hasattr(loss_fn, "inverse_temperature"):
             raise ValueError(f"the temperature of {settings['method']} is fixed: give one number")
         return loss_fn
+    if others := [name for name in CLASSIFIER_FLAGS if name in settings]:
+        raise ValueError(f"difftopk has no {' and '.join(others)}: leave it out, or take --implementation ours")
     if ends:
         raise ValueError("difftopk's inverse temperature is fixed: give one number, or take --implementation ours")
     try:

@@ -19,7 +19,7 @@ from experiments.shared.environment import ROOT
 
 TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 # What a configuration of one command may have of its own.
-LOSS_FLAGS = tuple(each.name for each in fields(cli.LossFlags))
+LOSS_FLAGS = tuple(each.name for each in fields(cli.ClassifierFlags))
 RATE_FLAGS = ("lr", "nloglr")
 # Defaults for any number of training rows. The published ones are for a million: from 2,000 rows they learn nothing,
 # since in a step Adam moves no weight by much more than the learning rate, and the steps are few. So a smaller set gets
@@ -72,7 +72,7 @@ class Also:
     also: Any = flag(
         (),
         str,
-        "another configuration, trained in the same pass, of loss flags and --lr or --nloglr; may be repeated",
+        "another configuration, trained in the same pass: loss flags, --lr or --nloglr, --weight_decay; repeatable",
         action="append",
         metavar='"FLAGS"',
     )
@@ -98,7 +98,11 @@ class Data(cli.LimitFlags):
     endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
     sha256: str | None = flag(None, str, "checksum that the file must have; of a store, its fingerprint")
     batches: str = flag("auto", MODES, "where the training rows are kept; auto takes the first that holds them")
-    num_valid: int | None = flag(None, cli.count, "rows that validate; as published, or 5% of less than 20 times that")
+    num_valid: int | None = flag(
+        None,
+        cli.count,
+        "rows that validate; as published, or of less than 20 times that 5%, or of few a fifth up to 1,000",
+    )
     split_seed: int = flag(0, cli.a_seed, "of the rows that validate")
     order_seed: int | str | None = flag(
         None, order_seed, "of the order of the training rows, or own for each head's seed; without, the first seed"
@@ -110,7 +114,7 @@ class Data(cli.LimitFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, cli.OptimizationFlags, Also, cli.LossFlags):
+class Flags(cli.RecordFlags, cli.MachineFlags, Data, cli.OptimizationFlags, Also, cli.ClassifierFlags):
     """record"""
 
 
@@ -132,7 +136,7 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
 
 def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     """Return the flags of one --also: its own on loss and learning rate, else the command's. CommandLineError."""
-    own = (*LOSS_FLAGS, *RATE_FLAGS)
+    own = (*LOSS_FLAGS, *RATE_FLAGS, "weight_decay")
     try:
         given = vars(parser.parse_args(shlex.split(text)))
         if refused := given.keys() - set(own):
@@ -141,7 +145,7 @@ def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     except (cli.CommandLineError, ValueError) as error:  # ValueError: a quotation mark without its partner
         raise cli.CommandLineError(f"--also {text!r}: {error}") from None
     rates = dict.fromkeys(RATE_FLAGS if given.keys() & set(RATE_FLAGS) else ())
-    defaults = {each.name: each.default for each in fields(cli.LossFlags)}
+    defaults = {each.name: each.default for each in fields(cli.ClassifierFlags)}
     return replace(args, also=text, **{**defaults, **rates, **given})
 
 
@@ -195,7 +199,9 @@ def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.
         # nan: not settled yet, and equal to no other.
         first = {"n_epochs": each.n_epochs, "batch_size": each.batch_size}
         flags = {**first, **vars(each), **settings, **cli.learning_rate(each, math.nan)}
-        twice = any(all(flags[name] == other.flags[name] for name in (*LOSS_FLAGS, "lr")) for other in recipes)
+        flags["weight_decay"] = each.weight_decay or None
+        of_head = (*LOSS_FLAGS, "lr", "weight_decay")
+        twice = any(all(flags[name] == other.flags[name] for name in of_head) for other in recipes)
         cli.check(not twice, f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))
     return recipes
@@ -211,9 +217,9 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
         everything = limit is None or limit == num_rows
         chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
     num_rows = len(chosen["train"])
-    published = defaults.num_valid if num_rows >= 20 * defaults.num_valid else max(num_rows // 20, 1)
     try:
-        train, valid = split_rows(num_rows, args.num_valid or published, args.split_seed)
+        number = args.num_valid or share_that_validates(num_rows, defaults.num_valid)
+        train, valid = split_rows(num_rows, number, args.split_seed)
     except ValueError as error:
         raise cli.CommandLineError(f"--num_valid: {error}") from None
     widths = store.dim, *(args.hidden_dims or ()), store.num_classes
@@ -221,6 +227,13 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
     what = f"heads of widths {' '.join(map(str, widths))}, with gradients, Adam's moments, and what is saved of them,"
     cli.check_memory(28 * weights, what)
     return {"train": chosen["train"][train], "valid": chosen["train"][valid], "test": chosen["test"]}
+
+
+def share_that_validates(num_rows: int, published: int) -> int:
+    """How many of so many rows validate: as published where that is at most 5 %, of fewer rows 5 %, or, since few
+    cannot choose an epoch, a fifth of them up to 1,000.
+    """
+    return published if num_rows >= 20 * published else max(num_rows // 20, min(num_rows // 5, 1000), 1)
 
 
 def settle(args: Flags, defaults: Defaults, num_rows: int) -> str:

@@ -39,25 +39,20 @@ def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str
     return {f"{split}_top{k}": int(count) / num_samples for k, count in zip(TOP_K, hits)}
 
 
-def chosen_by_validation(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, float]:
-    """Return test_top<k>, valid_top<k> and test_top<k>_<clock> of the evaluation that validation chose for each k.
+def summary(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, float]:
+    """Return what a row says of a run's evaluations: the chosen ones, the last one, the seconds and the memory.
 
-    `history` has one entry per evaluation, in order. Each k is chosen separately, as published; the earliest of equals.
+    `history` has one entry per evaluation, in order. Of each k validation chooses separately, as published, the
+    earliest of equals: its test_top<k>, valid_top<k> and test_top<k>_<clock>.
     """
-    chosen = {}
+    chosen, last = {}, history[-1]
     for k in (k for k in TOP_K if f"valid_top{k}" in history[0]):
         best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
         chosen[f"test_top{k}"] = best[f"test_top{k}"]
         chosen[f"test_top{k}_{clock}"] = best[clock]
         chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
-    return chosen
-
-
-def summary(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, float]:
-    """Return what a row says of a run's evaluations: the chosen ones, the last one, the seconds and the memory."""
-    last = history[-1]
     return {
-        **chosen_by_validation(history, clock),
+        **chosen,
         **{f"last_{name}": last[name] for name in last if name.startswith(("test_", "valid_"))},
         "train_seconds": math.fsum(entry["train_seconds"] for entry in history),
         "eval_seconds": math.fsum(entry["eval_seconds"] for entry in history),

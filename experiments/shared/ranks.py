@@ -131,21 +131,18 @@ class Ranks:
     def from_first(self, ask: Callable[[], Value]) -> Value:
         """Return what `ask` returns in rank 0, where alone it is called; anything that can be pickled, on the CPU."""
         answer: list[Any] = [ask() if self.is_first else None]
-        if self.count > 1:
-            self._together(distributed.broadcast_object_list, answer, 0)
+        self._together(distributed.broadcast_object_list, answer, 0)
         return answer[0]
 
     def gathered(self, value: Value) -> list[Value]:
         """Return what each process gave, by rank; anything that can be pickled, on the CPU."""
         values: list[Any] = [value] * self.count
-        if self.count > 1:
-            self._together(distributed.all_gather_object, values, value)
+        self._together(distributed.all_gather_object, values, value)
         return values
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes, equal in all; the given one is overwritten."""
-        if self.count > 1:
-            self._together(distributed.all_reduce, tensor)
+        self._together(distributed.all_reduce, tensor)
         return tensor
 
     def sum(self, value: int) -> int:
@@ -178,7 +175,8 @@ class Ranks:
 
     def _together(self, collective: Callable[..., Any], *arguments: Any) -> None:
         try:
-            collective(*arguments)
+            if self.count > 1:
+                collective(*arguments)
         except RuntimeError as error:
             raise OthersEnded(self._status_of_others(), str(error).splitlines()[0]) from None
 

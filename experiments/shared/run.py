@@ -46,6 +46,7 @@ SAID = {
     **{f"{split}_top{k}": f"{split} top-{k}" for split in ("valid", "test") for k in (1, 5)},
     **{"valid_wer": "valid word error", "valid_per": "phoneme error"},
 }
+HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by what they count
 SAVE_SECONDS = 60  # from one checkpoint to the next, at least
 
 commit_now = functools.cache(environment.git_commit)  # asked by each of many runs of a command
@@ -56,8 +57,8 @@ class Run:
     """One configuration, one folder, one row.
 
     flags: all of them, resolved, under the names of their columns. identity: those that make it another experiment.
-    readable: the template of its name. clock: what the history counts, "epoch", "step" or "update", in the file
-    `history_file`. measured: what each of its entries holds at least. wait: for another process that holds the folder.
+    readable: the template of its name. clock: what the history counts, a key of HISTORY_FILES. measured: what each of
+    its entries holds at least. wait: for another process that holds the folder.
     """
 
     args: Any
@@ -67,7 +68,6 @@ class Run:
     device: torch.device
     ranks: Ranks
     clock: str = "epoch"
-    history_file: str = "epochs.csv"
     measured: Sequence[str] = EVALUATION
     wait: bool = False
 
@@ -133,7 +133,7 @@ class Run:
         else:
             self.ranks.copy_from_first(weights.parameters())
         if self.ranks.is_first and self.history:
-            write_history(self.folder, self.history, self.history_file)
+            write_history(self.folder / HISTORY_FILES[self.clock], self.history)
         self._written = time.monotonic()
         where = f"continuing after {self.clock} {self.done} of {end}" if self.history else "beginning"
         processes = f"{self.ranks.count} processes, " if self.ranks.count > 1 else ""
@@ -214,7 +214,7 @@ class Run:
         self._snapshot = copy.deepcopy(state)
         if finished or time.monotonic() - self._written >= SAVE_SECONDS:
             self._write()
-        write_history(self.folder, self.history, self.history_file)
+        write_history(self.folder / HISTORY_FILES[self.clock], self.history)
         if told:
             seed = f"seed {self.flags['seed']} " if len(getattr(self.args, "seeds", [0])) > 1 else ""
             figures = [f"{SAID[name]} {measured[name]:.4f}" for name in SAID if measured.get(name) is not None]
@@ -260,6 +260,10 @@ class Run:
             f"{self.name}: {told or ', '.join(accuracies)}, {row['train_seconds']:.1f} s of training{speed}\n"
             f"row: {self.args.results}\nrun: {self.folder}"
         )
+
+    def autocast(self) -> torch.autocast:
+        """The context in which a network computes with the precision of the run."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags["precision"] == "bf16")
 
     @property
     def on_terminal(self) -> bool:

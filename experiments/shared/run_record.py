@@ -62,9 +62,9 @@ def write_config(folder: Path, config: Mapping[str, Value]) -> None:
         file.write("\n")
 
 
-def write_history(folder: Path, history: Sequence[Mapping[str, Value]], name: str = "epochs.csv") -> None:
-    """Write epochs.csv, or another file, into a run folder, whole."""
-    with atomic_write(folder / name) as file:
+def write_history(path: Path, history: Sequence[Mapping[str, Value]]) -> None:
+    """Write epochs.csv, or another file of a run folder, whole."""
+    with atomic_write(path) as file:
         _write_table(file, list(history[0]) if history else [], history)
 
 

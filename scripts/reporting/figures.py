@@ -1,9 +1,8 @@
 """The figures of scripts/report.py --figures: what a table cannot show, from the same rows.
 
 NAME_accuracy_over_epochs: test accuracy against epoch (steps for heads), from runs/<run id>/ beside the file; mean and,
-with two seeds or more, a band of one sample standard deviation.
-NAME_top1_top5: top-1 against top-5 per method and P_K, ours filled, published hollow.
-NAME_accuracy_over_p_k: accuracy of each method over P_K (Table 4).
+with two seeds or more, the band of its 95 % interval.
+NAME_accuracy: a line for each row, ours with the 95 % interval of its mean, published values hollow.
 NAME_neighbours: of the nearest-neighbour classifier, in place of these; see neighbours_figure.py.
 times: time per epoch and per loss, from results/benchmarks/. permutation_matrix: see permutation_figure.py.
 A figure that has no data is left out with a sentence. What the runs were stands above each figure of them.
@@ -21,14 +20,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, key, legend, look, note, points_of, pyplot, save
+from scripts.reporting.figure_style import COLUMN, PAGE, STYLES, key, legend, look, note, points_of, pyplot, save
 from scripts.reporting.neighbours_figure import draw_neighbours, has_images
+from scripts.reporting.paired import half_width
 from scripts.reporting.permutation_figure import draw_permutations
 from scripts.reporting.results import Row
 from scripts.reporting.tables import METRICS, Line, Table, p_k_of, run_summary, shown_p_k
 
 HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step"}  # of a run folder, and what they count
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
+WIDEST = 30  # points below the best that a panel of accuracies shows; what is further down is written
 PER_ROW = 3  # pairs of panels on a page's width
 # Of the published P_K, in the order of the paper.
 P_KS = ("1 0 0 0 0", "0 0 0 0 1", "0.5 0 0 0 0.5", "0.25 0 0 0 0.75", "0.1 0 0 0 0.9", "0.2 0.2 0.2 0.2 0.2")
@@ -54,8 +55,7 @@ def draw_figures_of_table(table: Table, protocol: Row, run_folders: Path, folder
         return _neighbours(table, run_folders, folder)
     return [
         *_accuracy_over_epochs(table, run_folders, told, folder),
-        *_top1_against_top5(table, told, folder),
-        *_accuracy_over_p_k(table, told, folder),
+        *_accuracy(table, told, folder),
     ]
 
 
@@ -109,82 +109,44 @@ def _curve(axis: Axes, method: str, clock: str, histories: Sequence[pd.DataFrame
     first = list(STYLES).index(method) * every // len(STYLES)  # so that the methods' markers do not hide one another
     axis.plot(x, values.mean(0), **look(method), markevery=(first, every))
     if len(histories) > 1:
-        std = values.std(0, ddof=1)
-        low, high = values.mean(0) - std, values.mean(0) + std
-        axis.fill_between(x, low, high, color=STYLES[method].color, alpha=0.2, linewidth=0)
+        mean, half = values.mean(0), half_width(values.std(0, ddof=1), len(values))
+        axis.fill_between(x, mean - half, mean + half, color=STYLES[method].color, alpha=0.2, linewidth=0)
 
 
-def _top1_against_top5(table: Table, told: str, folder: Path) -> list[Path]:
-    """Ours and published in one plane; a second panel enlarges the best corner if the first is wide."""
-    points = _points(table).dropna(subset=list(METRICS))
-    is_close = (points[list(METRICS)] > points[list(METRICS)].max() - [12, 6]).all(axis=1)
-    spans, close = (np.ptp(each[list(METRICS)].to_numpy(), axis=0) for each in (points, points[is_close]))
-    is_wide = is_close.sum() > 2 and bool((spans > 3 * close).any())
-    panels = [points, points[is_close]] if is_wide else [points]
-    letters = {p_k: chr(ord("a") + place) for place, p_k in enumerate(sorted(set(points["p_k"]), key=_p_k_order))}
-    width = PAGE if is_wide or len(points) > 12 else COLUMN
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(width, 3.6), squeeze=False)
-    for axis, shown in zip(axes[0], panels):
-        for point in shown.itertuples():
-            place = (point.test_top1, point.test_top5)
-            axis.plot(*place, **look(point.method, point.is_ours, line=False), markersize=5.5)
-            if shown is panels[-1] or not is_close[point.Index]:  # letters of the enlarged ones would lie on each other
-                axis.annotate(letters[point.p_k], place, (4, 2), textcoords="offset points", fontsize=7)
-        axis.margins(0.1)
-        axis.set_xlabel("test top-1 accuracy (%)")
-    if is_wide:
-        (left, right), (low, high) = axes[0][1].get_xlim(), axes[0][1].get_ylim()
-        frame = pyplot.Rectangle((left, low), right - left, high - low, facecolor="none", edgecolor=GREY, linewidth=0.7)
-        axes[0][0].add_patch(frame)
-        axes[0][0].set_title("all", loc="left")
-        axes[0][1].set_title("the frame, enlarged", loc="left")
-    axes[0][0].set_ylabel("test top-5 accuracy (%)")
-    by_p_k = dict(zip(points["p_k"], points["cell"].map(shown_p_k)))
-    more = [points_of(filled) for filled in (True, False) if (points["is_ours"] == filled).any()]
-    more += [key(f"{letter}: {by_p_k[p_k]}", color="none") for p_k, letter in letters.items()]
-    note(figure, told)
-    legend(figure, list(points["method"]), more, lines=False)
-    return save(figure, folder, f"{table.name}_top1_top5")
-
-
-def _accuracy_over_p_k(table: Table, told: str, folder: Path) -> list[Path]:
-    """Each method's accuracy over the P_K that it was run or published with; P_K = 1, softmax, as a level."""
-    points = _points(table)
-    ours = points[points["is_ours"]]
-    relaxed = points[~points["p_k"].isin([(), ALONE])]
-    if not relaxed[relaxed["is_ours"]]["method"].duplicated().any():
-        return _leave_out("accuracy over P_K: it needs a method with two P_K or more besides [1, 0, ..]")
-    relaxed = relaxed.sort_values("p_k", key=lambda p_ks: p_ks.map(_p_k_order), kind="stable")
-    shown = dict(zip(relaxed["p_k"], relaxed["cell"].map(shown_p_k)))
-    figure, axes = _panels(1, told)
-    for axis, (metric, name) in zip(axes[0], METRICS.items()):
-        for level in ours[ours["p_k"] == ALONE].itertuples():
-            axis.axhline(getattr(level, metric), **look(level.method) | {"marker": "", "linewidth": 0.9})
-        for (method, is_ours), here in relaxed.groupby(["method", "is_ours"], sort=False):
-            x = here["p_k"].map(list(shown).index)
-            style = look(method) if is_ours else look(method, filled=False, line=False)
-            axis.errorbar(x, here[metric], here[f"{metric}_std"] if is_ours else None, **style, capsize=2)
-        axis.set_ylabel(f"test {name} accuracy (%)")
-        axis.set_xlim(-0.3, len(shown) - 0.7)
-        axis.set_xticks(range(len(shown)), shown.values(), rotation=30, ha="right")
-    axes[0][1].set_xlabel("$P_K$")
-    legend(figure, list(ours["method"]), [points_of(filled=False)] * (not relaxed["is_ours"].all()))
-    return save(figure, folder, f"{table.name}_accuracy_over_p_k")
-
-
-def _points(table: Table) -> pd.DataFrame:
-    """A row for what is published of a line, and one for what ours is: METRICS and standard deviations in percent."""
-    found = []
-    for line in table.lines:
-        if line.method:
-            found.append((line.method, line.p_k, False, *map(line.value, METRICS), *[0] * len(METRICS)))
-        if line.runs:
-            stds = (line.std(metric) or 0 for metric in METRICS)
-            found.append((line.method, line.own_p_k, True, *map(line.mean, METRICS), *stds))
-    numbers = [*METRICS, *(f"{metric}_std" for metric in METRICS)]
-    points = pd.DataFrame(found, columns=["method", "cell", "is_ours", *numbers])
-    points[numbers] = 100 * points[numbers].astype(float)
-    return points.assign(p_k=points["cell"].map(p_k_of)).dropna(subset=list(METRICS), how="all")
+def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
+    """Every row where it stands: ours with the interval of its mean, beside it, hollow, what was published."""
+    lines = [line for line in table.lines if line.method and (line.runs or any(map(line.value, METRICS)))]
+    lines.sort(key=lambda line: (list(STYLES).index(line.method), _p_k_order(_p_k(line))))
+    figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 1.2 + 0.19 * len(lines)), sharey=True)
+    for axis, (metric, name) in zip(axes, METRICS.items()):
+        ours = [(y, 100 * line.mean(metric), True) for y, line in enumerate(lines) if line.runs]
+        known = [(y, 100 * float(line.value(metric)), False) for y, line in enumerate(lines) if line.value(metric)]
+        lowest = max(mean for _, mean, _ in ours + known) - WIDEST
+        for y, mean, is_ours in ours + known:
+            line = lines[y]
+            std = line.std(metric) if is_ours else None
+            half = 100 * half_width(std, len(line.runs)) if std is not None else None
+            if mean > lowest:
+                axis.errorbar(mean, y, xerr=half, **look(line.method, is_ours, line=False), markersize=4.5, capsize=2)
+            else:  # written at the edge, what was published at its end
+                place = {
+                    "xy": (0.03, y - 0.5 * (not is_ours)),
+                    "xycoords": ("axes fraction", "data"),
+                    "color": STYLES[line.method].color,
+                    "va": "center",
+                }
+                axis.annotate(f"◂ {mean:.0f}" + " (published)" * (not is_ours), **place, fontsize=6)
+        axis.set_xlabel(f"test {name} accuracy (%)")
+        axis.set_ylim(len(lines) - 0.5, -0.5)
+        axis.grid(axis="x", linewidth=0.3)
+    shown = (shown_p_k(line.own_p_k if line.runs else line.p_k) for line in lines)
+    axes[0].set_yticks(range(len(lines)), [f"{STYLES[line.method].label}  {p_k}" for line, p_k in zip(lines, shown)])
+    for tick, line in zip(axes[0].get_yticklabels(), lines):
+        tick.set_color(STYLES[line.method].color)
+    note(figure, f"{told} Bars: 95 % intervals of the mean over seeds (t); without, one seed.")
+    published = any(line.value(metric) for line in lines for metric in METRICS)
+    legend(figure, (), [points_of(filled=True), *[points_of(filled=False)] * published], columns=2)
+    return save(figure, folder, f"{table.name}_accuracy")
 
 
 def draw_times(benchmarks: Path, folder: Path) -> list[Path]:

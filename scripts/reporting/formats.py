@@ -23,7 +23,7 @@ LATEX = str.maketrans(
         **{"±": r"$\pm$", "−": "$-$", "—": "---", "≈": r"$\approx$", "†": r"$^\dagger$"},
     }
 )
-SCHEDULE = ("n_epochs ", "lr_schedule ")  # how a reason begins that is about the schedule
+OF_EPOCHS = re.compile("n_epochs ").match  # whether a reason is about them
 PAGE = Path(__file__).with_name("page.html")
 WORDS = ("method", "P_K", "public")  # columns that are no numbers
 
@@ -129,6 +129,10 @@ def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], st
     if any(line.published.get("public") for line in lines):
         public = {"true": "yes", "false": "no"}
         add("", "public", [public.get(line.published.get("public"), "") for line in lines])
+    have_run = [line for line in lines if line.runs]
+    others = have_run and all(any(map(OF_EPOCHS, line.reasons)) for line in have_run)
+    epochs = {run["n_epochs"] for line in have_run for run in line.runs} if others else set()
+    ours = table.implementation + (f", {epochs.pop()} epochs" if len(epochs) == 1 else "")
     for metric, decimals in table.decimals.items():
         shown = METRICS[metric]
         for heading in ("published", "rerun"):
@@ -137,8 +141,8 @@ def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], st
                 values = [float(row.get(metric) or -1) if row.get("second_hand") == "false" else -1 for row in rows]
                 add(shown, heading, [_published(row, metric) for row in rows], values)
         means = [round(100 * line.mean(metric), decimals) if line.runs else -1 for line in lines]
-        add(shown, table.implementation, [_ours(line, metric, decimals) for line in lines], means)
-        if any(line.published for line in lines):
+        add(shown, ours, [_ours(line, metric, decimals) for line in lines], means)
+        if any(line.published for line in lines) and not (have_run and all(line.reasons for line in have_run)):
             add(shown, "difference", [_difference(line, metric, decimals) for line in lines])
     seeds = [(len(line.runs), table.num_seeds) for line in lines]
     add("", "seeds", [f"{n}" + f" of {asked}" * (n < asked) if n else "" for n, asked in seeds])
@@ -158,10 +162,8 @@ def _ours(line: Line, metric: str, decimals: int) -> str:
 
 
 def _difference(line: Line, metric: str, decimals: int) -> str:
-    """Percentage points with their sign, empty for a line that was not run, or why there is no difference to show."""
+    """Percentage points with their sign; empty for a line that was not run, a dash where there is none to show."""
     difference = line.difference(metric)
     if difference is not None:
         return f"{100 * difference:+.{decimals}f}".replace("-", "−")
-    if line.runs and any(reason.startswith(SCHEDULE) for reason in line.reasons):
-        return "another schedule"
     return "—" if line.runs else ""

@@ -1,5 +1,7 @@
 """Differences between rows of a table by seed: how large, how sure, and how many seeds would settle them."""
 
+from typing import Any
+
 import pandas as pd
 from scipy import stats
 
@@ -12,7 +14,7 @@ SETTLED = 0.3  # points: the half width of an interval that is asked for
 MOST_SEEDS = 1000
 
 
-def half_width(std: float, number: int) -> float:
+def half_width(std: Any, number: int) -> Any:
     """Half of the interval of a mean of so many differences with that sample standard deviation (Student's t)."""
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, number - 1)) * std / number**0.5
 

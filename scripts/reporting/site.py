@@ -26,9 +26,8 @@ from topk_losses import METHODS
 MARK = re.compile(r"^<!-- (results|paired|epochs|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
-    "top1_top5": "Test top-1 against top-5 accuracy of every row: ours filled, published values hollow",
-    "accuracy_over_p_k": "Test accuracy of each method over P_K",
-    "accuracy_over_epochs": "Test accuracy over the training, with a band of one standard deviation over seeds",
+    "accuracy": "Test accuracy of every row with 95 % intervals over seeds; published values hollow",
+    "accuracy_over_epochs": "Test accuracy over the training, with the band of a 95 % interval over seeds",
 }
 P_K = re.compile(r"\[[^]|]*\]")  # which no narrow column shall break
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)

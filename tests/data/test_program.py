@@ -181,9 +181,11 @@ def test_a_fifo_is_written_to_and_stays_one(tmp_path):
     assert (fifo.is_fifo(), received, list(tmp_path.iterdir())) == (True, ["content"], [fifo])
 
 
-def test_threads_wait_asleep_unless_the_user_says_otherwise():
-    code = "import os\nfrom data import program\nprogram.begin()\nprint(os.environ['OMP_WAIT_POLICY'])"
-    for given, found in (({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")):
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+def test_threads_wait_for_microseconds_unless_the_user_says_otherwise():
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    code = f"import os\nfrom data import program\nprogram.begin()\nprint(*(os.environ.get(name) for name in {names}))"
+    cases = ({}, "None 1000"), ({"OMP_WAIT_POLICY": "active"}, "active None"), ({"GOMP_SPINCOUNT": "7"}, "None 7")
+    for given, found in cases:
+        environment = {name: value for name, value in os.environ.items() if name not in names} | given
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == found

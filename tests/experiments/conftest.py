@@ -9,10 +9,16 @@ from experiments.shared import run
 
 
 @pytest.fixture(autouse=True)
-def _threads():
+def _settings_of_the_process():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results.csv"
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from experiments.shared import command_line
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import COLUMNS, read_rows
 
 # What a clock or the machine's load decides; everything else must come out the same, to the last digit.
@@ -56,6 +57,32 @@ def stop(monkeypatch: pytest.MonkeyPatch, script: Any, name: str, count: int) ->
     monkeypatch.setattr(script, name, interrupted)
 
 
+def believe_in(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be the first of `count`, the others of which are not there."""
+    ranks = Ranks()
+    for name, value in {"count": count, "total": lambda tensor: tensor, "speaks": lambda _: True}.items():
+        monkeypatch.setattr(ranks, name, value)
+    monkeypatch.setattr(command_line, "Ranks", lambda: ranks)
+
+
+def check_resumes(
+    script: Any, command: Callable, place: tuple[str, int], tmp_path: Path, capsys: Any, **compared: Any
+) -> dict[str, str]:
+    """Stopped by Ctrl-C at a place as of `stop`, the same command ends with the same bits; return the last row."""
+    undisturbed, resumed = (tmp_path / name / "r.csv" for name in ("undisturbed", "resumed"))
+    assert script.main(command(undisturbed)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, script, *place)
+        assert script.main(command(resumed)) == 130
+    said = capsys.readouterr().err
+    assert "same command continues" in said
+    assert "Traceback" not in said
+    assert not resumed.exists()
+    assert script.main(command(resumed)) == 0
+    assert outcome(resumed, **compared) == outcome(undisturbed, **compared)
+    return read_rows(resumed)[-1]
+
+
 def check_refused(main: Callable, words: Sequence[str], message: str, capsys: Any, status: int = 2) -> None:
     """The command ends with one sentence, which holds `message`."""
     capsys.readouterr()
@@ -73,7 +100,3 @@ def check_columns(script: Any, row: dict[str, str], unrecorded: Sequence[str] = 
     assert flags <= row.keys()
     assert tuple(dict.fromkeys(script.IDENTITY)) == script.IDENTITY
     assert set(script.IDENTITY) <= row.keys()
-
-
-def same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

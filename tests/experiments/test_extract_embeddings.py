@@ -113,12 +113,6 @@ def test_other_dtypes_and_autocast(images, tmp_path, flags, tolerance):
         assert store.details["precision"] == "bf16"
 
 
-def test_reading_in_other_processes_gives_the_same_bytes(images, tmp_path):
-    assert script.main(command(images, tmp_path / "a")) == 0
-    assert script.main(command(images, tmp_path / "b", "--workers 2")) == 0
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-
-
 def test_digits_with_limits_into_a_place_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "ROOT", tmp_path)
     assert script.main([*QUICK, "--dataset", "digits", "--limit_train", "20", "--limit_test", "6"]) == 0
@@ -429,21 +423,3 @@ def test_what_cannot_be_done_is_answered_with_a_sentence(tmp_path, capsys, flags
     common = ["--device", "cpu", "--workers", "0", "--store", str(tmp_path / "s"), "--data_dir", str(tmp_path)]
     mirror = ["--dataset", "digits", "--limit_train", "200", "--mirror", f"file://{tmp_path}/absent.tar.gz"]
     check_refused(script.main, [*common, *mirror, *flags.split()], message, capsys, status=1)
-
-
-def test_images_that_match_the_class_folders_of_one_split_alone(images, tmp_path, capsys):
-    (images / "val" / "class 1").rename(images / "val" / "other")
-    check_refused(script.main, command(images, tmp_path / "s"), "2 are in one alone: class 1, other", capsys)
-
-
-def test_shards_that_are_not_there_at_the_end_are_a_sentence(images, tmp_path, monkeypatch, capsys):
-    # As when the machines of several processes do not see one folder.
-    finish = script.StoreWriter.finish
-
-    def without_a_shard(writer, counts):
-        (tmp_path / "s" / "train-00001.shard.json").unlink()
-        return finish(writer, counts)
-
-    monkeypatch.setattr(script.StoreWriter, "finish", without_a_shard)
-    check_refused(script.main, command(images, tmp_path / "s"), "train-00001 is missing", capsys, status=1)
-    assert not (tmp_path / "s" / "meta.json").exists()

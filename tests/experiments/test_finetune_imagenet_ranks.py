@@ -9,9 +9,8 @@ import torch
 
 from experiments import finetune_imagenet as script
 from experiments.shared import run as run_module
-from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import read_rows
-from tests.experiments.runs import check_refused, outcome
+from tests.experiments.runs import believe_in, check_refused, outcome
 from tests.experiments.test_finetune_imagenet import made_store
 from tests.processes import together, torchrun
 
@@ -114,29 +113,9 @@ def test_what_goes_wrong_is_said_once(store, tmp_path, heads, status, sentence):
     assert results.parent.exists() == (status == 1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--batch_size 32", "there are 32; lower --nproc_per_node"),
-        ("--num_valid 39", "there are 39; lower --nproc_per_node"),
-        ("--limit_test 38", "there are 38; lower --nproc_per_node"),
-    ],
-)
-def test_more_processes_than_there_is_to_divide_are_refused(store, tmp_path, monkeypatch, capsys, flags, sentence):
-    class Forty(Ranks):
-        """One process that believes in thirty-nine others."""
-
-        def __init__(self):
-            super().__init__()
-            self.count = 40
-
-        def total(self, tensor):
-            return tensor
-
-        def speaks(self, status):
-            return True
-
-    monkeypatch.setattr(script.cli, "Ranks", Forty)
-    few = [*command(store, tmp_path / "r.csv"), "--num_valid", "60", *flags.split()]
-    check_refused(script.main, few, sentence, capsys)
+@pytest.mark.parametrize(("flag", "fewest"), [("--batch_size", 32), ("--num_valid", 39), ("--limit_test", 38)])
+def test_more_processes_than_there_is_to_divide_are_refused(store, tmp_path, monkeypatch, capsys, flag, fewest):
+    believe_in(40, monkeypatch)
+    few = [*command(store, tmp_path / "r.csv"), "--num_valid", "60", flag, str(fewest)]
+    check_refused(script.main, few, f"there are {fewest}; lower --nproc_per_node", capsys)
     assert list(tmp_path.iterdir()) == []

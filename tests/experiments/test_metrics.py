@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.shared.metrics import TOP_K, chosen_by_validation, count_hits, hit_fractions
+from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
 
 # Few distinct values, so that ties are frequent; NaN and infinities among them.
 SCORES = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 2.0, math.inf, math.nan])
@@ -45,21 +45,19 @@ def test_every_dtype_is_counted_without_a_conversion(dtype):
     assert count_hits(logits, labels).tolist() == [30, 30, 30, 30]
 
 
-def test_more_ranks_than_classes_means_all_classes():
-    logits, labels = torch.arange(10.0).repeat(10, 1), torch.arange(10)
-    assert count_hits(logits, labels).tolist() == [1, 5, 10, 10]
-
-
 def test_validation_chooses_each_k_separately_and_the_earliest_of_equals():
     def entry(epoch, valid, test):
-        return {"epoch": epoch, **hit_fractions("valid", valid, 100), **hit_fractions("test", test, 100)}
+        seconds = {"train_seconds": 0.5, "eval_seconds": 0.25, "peak_memory_mib": 100.0 / epoch}
+        return {"epoch": epoch, **hit_fractions("valid", valid, 100), **hit_fractions("test", test, 100), **seconds}
 
     history = [
         entry(1, [10, 50, 60, 70], [11, 51, 61, 71]),
         entry(2, [20, 40, 60, 80], [21, 41, 99, 81]),
         entry(3, [20, 30, 50, 75], [99, 31, 51, 76]),
     ]
-    chosen = chosen_by_validation(history, "epoch")
+    chosen = summary(history, "epoch")
     assert [chosen[f"test_top{k}"] for k in TOP_K] == [0.21, 0.51, 0.61, 0.81]
     assert [chosen[f"test_top{k}_epoch"] for k in TOP_K] == [2, 1, 1, 2]
     assert [chosen[f"valid_top{k}"] for k in TOP_K] == [0.2, 0.5, 0.6, 0.8]
+    assert [chosen[f"last_valid_top{k}"] for k in TOP_K] == [0.2, 0.3, 0.5, 0.75]
+    assert (chosen["train_seconds"], chosen["eval_seconds"], chosen["peak_memory_mib"]) == (1.5, 0.75, 100.0)

@@ -1,6 +1,5 @@
 """A results file has one whole row per configuration, whoever writes or dies at the same time."""
 
-import multiprocessing
 import os
 import random
 import threading
@@ -14,14 +13,12 @@ from experiments.run_record import main
 from experiments.shared.run_record import (
     COLUMNS,
     find_row,
-    open_run,
     read_rows,
     run_id,
     write_row,
 )
 from tests.experiments.runs import check_refused
-
-PROCESSES = multiprocessing.get_context("spawn")
+from tests.processes import SERVER
 
 
 def row(name: str, **others) -> dict:
@@ -130,7 +127,7 @@ def test_a_results_file_that_is_none_is_refused(tmp_path, capsys):
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):
     path = tmp_path / "results.csv"
-    writers = [PROCESSES.Process(target=add_rows, args=(path, writer, 12)) for writer in range(4)]
+    writers = [SERVER.Process(target=add_rows, args=(path, writer, 12)) for writer in range(4)]
     for writer in writers:
         writer.start()
     stop = threading.Event()
@@ -154,7 +151,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path):
 def test_a_killed_writer_leaves_whole_rows(tmp_path):
     path = tmp_path / "results.csv"
     for writer in range(3):
-        process = PROCESSES.Process(target=add_rows, args=(path, writer, 100_000))
+        process = SERVER.Process(target=add_rows, args=(path, writer, 100_000))
         process.start()
         while not (path.exists() and any(each["run_id"].startswith(f"{writer}-") for each in read_rows(path))):
             time.sleep(0.01)
@@ -182,23 +179,6 @@ def test_a_run_id_reads_well_and_tells_settings_apart():
     assert run_id({"data": "../a b/ü"}, "{data}").startswith(".._a_b__-")
 
 
-def test_a_run_folder_belongs_to_one_process(tmp_path):
-    with (
-        open_run(tmp_path / "run"),
-        pytest.raises(ProgramError, match="another process"),
-        open_run(tmp_path / "run"),
-    ):
-        pass
-    with open_run(tmp_path / "run"):
-        pass
-
-
-def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ProgramError, match="run folder"), open_run(tmp_path / "file" / "run"):
-        pass
-
-
 @pytest.fixture
 def results(tmp_path):
     path = tmp_path / "results.csv"
@@ -223,10 +203,10 @@ def test_show_filters_sorts_and_shortens(results, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--where", "methd=neuralsort"], "no column 'methd'; did you mean method"),
+        (["--where", "methd=neuralsort"], "unknown column 'methd'; did you mean 'method'"),
         (["--where", "neuralsort"], "COLUMN=VALUE"),
         (["--sort", "top1"], "test_top1"),
-        (["--columns", "nothing"], "no column 'nothing'"),
+        (["--columns", "nothing"], "unknown column 'nothing'"),
     ],
 )
 def test_show_answers_mistakes_with_a_sentence(results, capsys, arguments, message):

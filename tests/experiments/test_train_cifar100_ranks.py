@@ -65,16 +65,6 @@ def test_shares_divide_a_batch(length, count):
     assert weights == [each / length for each in lengths]
 
 
-def test_alone_nothing_is_done():
-    ranks, parameter = Ranks(), nn.Parameter(torch.ones(3))
-    parameter.grad = torch.full((3,), 2.0)
-    ranks.sum_gradients([parameter])
-    assert parameter.grad.tolist() == [2.0] * 3
-    assert (ranks.share(7), ranks.weight(7), ranks.sum(5), ranks.gathered("a")) == (slice(0, 7), 1.0, 5, ["a"])
-    assert ranks.from_first(lambda: "b") == "b"
-    assert ranks.speaks(1)
-
-
 @pytest.mark.parametrize(
     "environment",
     [

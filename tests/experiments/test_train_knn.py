@@ -3,6 +3,7 @@
 A linear map of few digits stands in for the networks, which tests/models/test_embedders.py has.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,11 @@ from data import points as points_module
 from data.embeddings import StoreWriter
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.shared import command_line, seed_processes
-from experiments.shared import run as run_module
+from experiments.shared import seed_processes
 from experiments.shared.neighbours import UNTRAINED
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import read_rows
-from tests.experiments.runs import check_columns, check_refused, history_of, outcome, stop, without
+from tests.experiments.runs import believe_in, check_columns, check_refused, check_resumes, history_of, outcome, without
 from topk_losses import RELAXATIONS
 
 MACHINE = ("--device", "cpu", "--threads", "1")
@@ -48,11 +48,6 @@ def store(tmp_path_factory):
         writer.write(split, 0, (torch.randn(count, 6, generator=generator) + 2 * labels.unsqueeze(1)).half(), labels)
     writer.finish()
     return path
-
-
-@pytest.fixture
-def results(tmp_path):
-    return tmp_path / "results.csv"
 
 
 def command(results: Path, flags: str = "", method: str = "neuralsort", n_epochs: int = 2) -> list[str]:
@@ -224,7 +219,7 @@ def test_the_search_sees_every_point_whatever_the_tiles(tmp_path, monkeypatch):
     assert outcome(whole) == outcome(tiled)
 
 
-# Skipping, resuming, seeds.
+# Resuming, seeds.
 
 
 @pytest.mark.parametrize(
@@ -235,33 +230,10 @@ def test_the_search_sees_every_point_whatever_the_tiles(tmp_path, monkeypatch):
         "soft_topk --sorted --inverse_temperature 1:20",
     ],
 )
-def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, monkeypatch, capsys, method):
-    undisturbed, resumed = tmp_path / "undisturbed" / "r.csv", tmp_path / "resumed" / "r.csv"
-    assert script.main(command(undisturbed, method=method, n_epochs=4)) == 0
-    with monkeypatch.context() as patch:
-        stop(patch, script, "evaluate", 2)
-        assert script.main(command(resumed, method=method, n_epochs=4)) == 130
-    assert not resumed.exists()
-    assert script.main(command(resumed, method=method, n_epochs=4)) == 0
-    assert "continuing after epoch 2 of 4" in capsys.readouterr().out
-    assert outcome(undisturbed) == outcome(resumed)
-    row = only_row(resumed)
+def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(tmp_path, capsys, method):
+    row = check_resumes(script, partial(command, method=method, n_epochs=4), ("evaluate", 2), tmp_path, capsys)
     assert row["times_resumed"] == "1"
     assert bool(row["last_inverse_temperature"]) == ("--inverse_temperature" in method)
-
-
-@pytest.mark.parametrize("method", ["softsort", "pca"])
-def test_a_recorded_configuration_is_skipped_and_force_repeats_it(results, capsys, monkeypatch, method):
-    script.main(command(results, method=method))
-    before = only_row(results)
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "evaluate", lambda *_: pytest.fail("ran again"))
-        assert script.main(command(results, method=method)) == 0
-    assert "skipped" in capsys.readouterr().out
-    assert script.main(command(results, "--force", method=method)) == 0
-    after = only_row(results)
-    assert after["started_utc"] > before["started_utc"]
-    assert after["last_test_top1"] == before["last_test_top1"]
 
 
 def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
@@ -276,22 +248,6 @@ def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
     for first, second in zip(read_rows(together), read_rows(alone), strict=True):
         assert without(first) == without(second)
     assert [row["seed"] for row in read_rows(together)] == ["3", "4"]
-
-
-def test_whether_it_is_recorded_is_asked_before_anything_is_done(results, monkeypatch):
-    """Rows of a sweep skip themselves: that must cost little."""
-
-    class Asked(BaseException):
-        pass
-
-    def ask(*_):
-        raise Asked
-
-    monkeypatch.setattr(script, "load_points", lambda *_, **__: pytest.fail("data are loaded first"))
-    monkeypatch.setattr(run_module, "find_row", ask)
-    with pytest.raises(Asked):
-        script.main(command(results))
-    assert list(results.parent.iterdir()) == []
 
 
 # Refusals.
@@ -321,10 +277,7 @@ def test_a_mistake_is_answered_with_a_sentence(results, capsys, flags, words):
 
 
 def test_several_processes_are_refused(results, capsys, monkeypatch):
-    ranks = Ranks()
-    ranks.count = 2
-    monkeypatch.setattr(command_line, "Ranks", lambda: ranks)
-    monkeypatch.setattr(ranks, "speaks", lambda _: True)
+    believe_in(2, monkeypatch)
     check_refused(script.main, command(results), "torchrun has started 2: leave torchrun out", capsys)
 
 

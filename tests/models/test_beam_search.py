@@ -51,7 +51,7 @@ def test_steps_one_by_one_are_the_forced_ones(model):
     encoded = model.encode(WORDS)
     states, last, found = encoded.state.unsqueeze(1), torch.full((3, 1), END), []
     for step in range(4):
-        states = model.advance(model.embedded(last), states)
+        states = model.advance(model.phonemes(last), states)
         found.append(model.log_probs(states, encoded))
         last = phonemes[:, step : step + 1]
     torch.testing.assert_close(torch.cat(found, dim=1), model.forced(encoded, phonemes))
@@ -179,49 +179,42 @@ def test_marginals_are_distributions_up_to_the_length(model, method):
     torch.testing.assert_close(found[1, :1], marginals(shorter, torch.tensor([1, 1, 1]))[1])
 
 
-@pytest.mark.parametrize("method", ["softsort", "soft_topk", "splitter_selection"])
-def test_gradients_reach_all_steps(method):
-    """Against finite differences, of an input that only the first step has, and of weights that every step has."""
+PHONEMES = torch.tensor([[1, 2, END], [3, END, END], [2, 1, END]])
+
+
+@pytest.fixture
+def differentiated():
+    """A smaller network, and its words."""
     torch.manual_seed(1)
     model = EncoderDecoder(NUM_LETTERS, 4, hidden_dim=3).double()
-    encoded = model.encode(WORDS)
-    phonemes, lengths = torch.tensor([[1, 2, END], [3, END, END], [2, 1, END]]), torch.tensor([3, 2, 3])
+    return model, model.encode(WORDS)
+
+
+@pytest.mark.parametrize("method", ["softsort", "soft_topk", "splitter_selection"])
+def test_gradients_reach_all_steps(differentiated, method):
+    """Against finite differences, of an input that only the first step has, and of weights that every step has."""
+    model, encoded = differentiated
+    lengths = torch.tensor([3, 2, 3])
+
+    def of_right_phonemes(start: torch.Tensor) -> torch.Tensor:
+        """-log of their marginals: the last step's depends on every step before, the first's on all after."""
+        choices, _ = soft_beam(model, encoded._replace(state=start), 2, 3, operator(method, 2, 3.0))
+        right = marginals(choices, lengths).gather(2, PHONEMES.unsqueeze(2)).squeeze(2)
+        return -right[torch.arange(3) < lengths.unsqueeze(1)].log().sum()
 
     def loss(start: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        changed = encoded._replace(state=start)
-        parameters = {"scores.weight": weight}
-        return torch.func.functional_call(_SoftBeam(model, method), _prefixed(parameters), (changed, phonemes, lengths))
+        return torch.func.functional_call(model, {"scores.weight": weight}, (start,))
 
-    start = encoded.state.detach().requires_grad_()
-    weight = model.scores.weight.detach().clone().requires_grad_()
+    model.forward = of_right_phonemes
+    start, weight = (each.detach().clone().requires_grad_() for each in (encoded.state, model.scores.weight))
     assert torch.autograd.gradcheck(loss, (start, weight), atol=1e-6)
 
 
-class _SoftBeam(nn.Module):
-    """-log of the right phonemes' marginals: the last step's depends on every step before, the first's on all after."""
-
-    def __init__(self, model: EncoderDecoder, method: str) -> None:
-        super().__init__()
-        self.model, self.operator = model, operator(method, 2, 3.0)
-
-    def forward(self, encoded, phonemes, lengths):
-        choices, _ = soft_beam(self.model, encoded, 2, 3, self.operator)
-        right = marginals(choices, lengths).gather(2, phonemes.unsqueeze(2)).squeeze(2)
-        return -right[torch.arange(3) < lengths.unsqueeze(1)].log().sum()
-
-
-def _prefixed(parameters):
-    return {f"model.{name}": value for name, value in parameters.items()}
-
-
-def test_gradients_reach_all_steps_of_the_search_that_keeps_the_right_prefix():
-    torch.manual_seed(1)
-    model = EncoderDecoder(NUM_LETTERS, 4, hidden_dim=3).double()
-    encoded = model.encode(WORDS)
-    phonemes = torch.tensor([[1, 2, END], [3, END, END], [2, 1, END]])
+def test_gradients_reach_all_steps_of_the_search_that_keeps_the_right_prefix(differentiated):
+    model, encoded = differentiated
 
     def last_scores(start: torch.Tensor) -> torch.Tensor:
-        *_, last = search(model, encoded._replace(state=start), 2, phonemes)
+        *_, last = search(model, encoded._replace(state=start), 2, PHONEMES)
         return last.candidates.gather(1, last.gold.unsqueeze(1))
 
     assert torch.autograd.gradcheck(last_scores, (encoded.state.detach().requires_grad_(),))

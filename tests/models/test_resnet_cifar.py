@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from models.resnet_cifar import ARCHITECTURES, resnet_cifar
+from models.resnet_cifar import resnet_cifar
 from models.small_maps import SmallMapConv2d
 
 
@@ -40,33 +40,22 @@ def test_training_steps_are_torchvisions_apart_from_the_first_convolution():
         torch.testing.assert_close(*(model.eval()(batch) for model in (ours, theirs)))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_state_dict_has_torchvisions_names_and_shapes(name):
-    ours = {key: value.shape for key, value in resnet_cifar(name, 10).state_dict().items()}
+@pytest.mark.parametrize(
+    ("name", "width", "small_maps"), [("resnet18", 512, 8), ("resnet34", 512, 18), ("resnet50", 2048, 9)]
+)
+def test_the_networks_are_torchvisions_with_names_features_and_convolutions_for_small_maps(name, width, small_maps):
+    model = resnet_cifar(name, 10).eval()
     with torch.device("meta"):
         theirs = torchvision.models.get_model(name, num_classes=10).state_dict()
-    expected = {key: value.shape for key, value in theirs.items()}
-    expected["conv1.weight"] = torch.Size([64, 3, 3, 3])
-    assert ours == expected
-    assert list(ours) == list(expected)
-
-
-@pytest.mark.parametrize(("name", "width"), [("resnet18", 512), ("resnet34", 512), ("resnet50", 2048)])
-def test_features_are_the_input_of_fc(name, width):
-    model = resnet_cifar(name, 7).eval()
+    expected = {key: value.shape for key, value in theirs.items()} | {"conv1.weight": torch.Size([64, 3, 3, 3])}
+    assert [(key, value.shape) for key, value in model.state_dict().items()] == list(expected.items())
+    layers = [path for path, layer in model.named_modules() if isinstance(layer, SmallMapConv2d)]
+    assert len(layers) == small_maps
+    assert {path.split(".")[0] for path in layers} == {"layer3", "layer4"}  # the last two stages
     with torch.no_grad():
         features, logits = model.features(images(2)), model(images(2))
     assert features.shape == (2, width)
-    assert width == model.fc.in_features
-    assert logits.shape == (2, 7)
-    torch.testing.assert_close(features @ model.fc.weight.T + model.fc.bias, logits)
-
-
-@pytest.mark.parametrize(("name", "number"), [("resnet18", 8), ("resnet34", 18), ("resnet50", 9)])
-def test_the_last_two_stages_have_convolutions_for_small_maps(name, number):
-    layers = [path for path, layer in resnet_cifar(name).named_modules() if isinstance(layer, SmallMapConv2d)]
-    assert len(layers) == number
-    assert {path.split(".")[0] for path in layers} == {"layer3", "layer4"}
+    torch.testing.assert_close(model.fc(features), logits)
 
 
 def test_each_weight_is_drawn_once_in_the_documented_order():

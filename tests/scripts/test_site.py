@@ -22,9 +22,9 @@ def test_results_that_have_not_run_stand_beside_the_published_ones(tmp_path):
     assert "62.00" in before
     lines = (ROOT / "results" / "table1_short.csv").read_text().splitlines(keepends=True)
     (tmp_path / "table1_short.csv").write_text("".join(lines[:2]))
-    after = site.expand(mark, lambda name: name == "table1_short_top1_top5.svg", "../", tmp_path)
+    after = site.expand(mark, lambda name: name == "table1_short_accuracy.svg", "../", tmp_path)
     assert after.count(" not run |") == 2 * 9
-    assert re.findall(r"!\[.*\]\((.*)\)", after) == ["../figures/table1_short_top1_top5.svg"]
+    assert re.findall(r"!\[.*\]\((.*)\)", after) == ["../figures/table1_short_accuracy.svg"]
 
 
 def test_an_absent_file_without_a_published_table_is_a_sentence(tmp_path):

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import command_line
 from experiments.shared.finetune_flags import BATCH_SIZE, IMAGENET_1K, recipes_of
 from experiments.shared.run_record import read_rows
+from scripts.sweeping import heads
 from tests.processes import wait_for
 from topk_losses import METHODS, RELAXATIONS
 
@@ -27,9 +29,10 @@ NUM_ROWS = {
     **{"table1": 20, "table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "table4": 46, "table5": 12},
     **{"strong": 6, "temperature_training": 122},
 }
+HEADS = "experiments/finetune_imagenet.py"
 PARSE = {
     "experiments/train_cifar100.py": train_cifar100.parse_arguments,
-    "experiments/finetune_imagenet.py": finetune_imagenet.parse_arguments,
+    HEADS: finetune_imagenet.parse_arguments,
     "experiments/finetune_imagenet21k.py": lambda words: finetune_imagenet.parse_arguments(words, IMAGENET_21K),
 }
 P_KS = ["1. 0. 0. 0. 0.", "0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", ".2 .2 .2 .2 .2"]
@@ -147,6 +150,38 @@ def test_temperatures_are_heads_of_every_method_and_none_is_refused():
         seen |= {recipe.flags["method"] for recipe in recipes}
         assert len(recipes) == 1 + len(args.also)
     assert seen == set(METHODS)
+
+
+def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
+    finals, path = tmp_path / "heads.csv", tmp_path / "heads_trials.csv"
+    methods = [name for name in METHODS if name != "imbalanced_noised_topk"]
+
+    def asked(stage: str) -> dict[str, tuple]:
+        rows = [shlex.split(row)[2:] for row in heads.rows_of(stage, methods, finals)]
+        found = [(args, recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))) for args in map(PARSE[HEADS], rows)]
+        return {args.method: (args, [recipe.flags for recipe in recipes]) for args, recipes in found}
+
+    def trial(flags: dict, n_epochs: int, top5: float) -> dict:
+        cells = {name: flags[name] for name in ("method", *heads.SETTINGS, "lr")}
+        return {**cells, "p_k": " ".join(map(str, flags["p_k"])), "n_epochs": n_epochs, "last_valid_top5": top5}
+
+    trials, chosen = [], {}
+    for method, (args, flags) in asked("trials").items():
+        assert (args.n_epochs, args.seeds, {each["lr"] for each in flags}) == (5, [0], set(heads.RATES))
+        chosen[method] = trial(flags[-2], 5, 0.9)
+        trials += [chosen[method], *(trial(each, 5, 0.5) for each in flags if each is not flags[-2])]
+    pd.DataFrame(trials, dtype=object).assign(last_valid_top1=0.6).to_csv(path, index=False)
+    assert list(chosen) == methods
+    for method, (args, flags) in asked("longer").items():
+        again = [{**chosen[method], "lr": lr} for lr in heads.RATES]
+        assert [trial(each, 5, 0.9) for each in flags] == again
+        assert args.n_epochs == 22
+        trials.append({**again[0], "n_epochs": 22, "last_valid_top5": 0.95 if method == "lapsum" else 0.85})
+    pd.DataFrame(trials, dtype=object).assign(last_valid_top1=0.6).to_csv(path, index=False)
+    for method, (args, (flags,)) in asked("finals").items():
+        n_epochs, lr = (22, 0.0005) if method == "lapsum" else (5, 0.002)
+        assert (args.n_epochs, args.seeds, args.order_seed) == (n_epochs, list(range(1, 11)), "own")
+        assert trial(flags, 5, 0.9) == {**chosen[method], "lr": lr}
 
 
 def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from topk_losses import METHODS, make_loss
 from topk_losses.kernels import VARIABLE
+from topk_losses.methods import TOP1
 
 CASES = [(method, None) for method in METHODS]
 CASES += [(method, "auto") for method, spec in METHODS.items() if spec.spread is not None]
@@ -46,7 +47,7 @@ def tensors_of(module, path=""):
 @pytest.mark.parametrize(("method", "beta"), CASES)
 def test_a_second_step_reads_no_number_copies_nothing_and_binds_nothing_anew(method, beta, monkeypatch):
     monkeypatch.setenv(VARIABLE, "torch")
-    p_k = 1 if method == "softmax_cross_entropy" else 5 if METHODS[method].loss else {1: 0.5, 5: 0.5}
+    p_k = 1 if method in TOP1 else 5 if METHODS[method].loss else {1: 0.5, 5: 0.5}
     loss = make_loss(method, p_k, 20, **({"inverse_temperature": beta} if beta else {}))
     if method == "imbalanced_noised_topk":
         loss.class_counts = torch.ones(20, dtype=torch.int64)

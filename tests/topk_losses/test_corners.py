@@ -14,6 +14,7 @@ from tests.methods import RELAXED
 from tests.topk_losses.test_loss import random_batch
 from topk_losses import METHODS, RelaxedNetwork, TopKCrossEntropyLoss, bitonic, make_loss, topk_mask
 from topk_losses.kernels import VARIABLE, is_installed, kernel
+from topk_losses.methods import TOP1
 
 INF = math.inf
 BACKENDS = [("torch", torch.float64), ("torch", torch.float32)]
@@ -144,7 +145,7 @@ def test_two_scores_that_are_whitened_get_a_warning():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_compiled_step_is_the_eager_one_at_every_batch_size(method):
     """One graph, which calls the kernels: aot_eager traces forward and backward, and runs what it traced."""
-    p_k = 1 if method == "softmax_cross_entropy" else 5 if METHODS[method].loss else {1: 0.5, 5: 0.5}
+    p_k = 1 if method in TOP1 else 5 if METHODS[method].loss else {1: 0.5, 5: 0.5}
     loss = make_loss(method, p_k, 12)
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")

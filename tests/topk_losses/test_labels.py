@@ -8,7 +8,7 @@ from tests import reference
 from tests.methods import DETERMINISTIC, GUARDED, RELAXED
 from tests.topk_losses.test_loss import MODES, random_batch
 from topk_losses import RELAXATIONS, SoftmaxCrossEntropyLoss, TopKCrossEntropyLoss, make_loss, make_operator
-from topk_losses.methods import METHODS, SINGLE_K
+from topk_losses.methods import METHODS, SINGLE_K, TOP1
 
 WEIGHT = torch.linspace(0.2, 2, 12, dtype=torch.float64)
 
@@ -21,7 +21,10 @@ def each_class(loss, logits):
 
 def make_copy(loss, **options):
     settings = {"m": loss.m, "top1_mode": loss.top1_mode, "p_k": loss.p_k} if hasattr(loss, "method") else {}
-    names = {SoftmaxCrossEntropyLoss: "softmax_cross_entropy", **{METHODS[name].loss: name for name in SINGLE_K}}
+    names = {
+        SoftmaxCrossEntropyLoss: "softmax_cross_entropy",
+        **{METHODS[name].loss: name for name in (*SINGLE_K, *TOP1)},
+    }
     name = loss.method if hasattr(loss, "method") else names[type(loss)]
     return make_loss(name, num_classes=12, **{**settings, **options})
 

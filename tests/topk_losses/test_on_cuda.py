@@ -5,7 +5,7 @@ import torch
 
 from tests.methods import DETERMINISTIC, RELAXED
 from topk_losses import make_loss
-from topk_losses.methods import SINGLE_K
+from topk_losses.methods import SINGLE_K, TOP1
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -16,7 +16,7 @@ CASES = [(method, None) for method in DETERMINISTIC] + [(method, 16) for method 
 @pytest.mark.parametrize(("method", "m"), CASES)
 def test_value_and_gradient_are_those_of_the_cpu(method, m):
     p_k = [0, 0, 0, 0, 1] if method in SINGLE_K else [0.5, 0, 0, 0, 0.5]
-    p_k = [1] if method == "softmax_cross_entropy" else p_k
+    p_k = [1] if method in TOP1 else p_k
     loss = make_loss(method, p_k, 100, **({"m": m} if m else {}))
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(128, 100, generator=generator)

@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,9 +71,9 @@ def device_of_kernels(device: torch.device) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _name(operation: str, device: str, index: int) -> str:
+def _name(operation: str, device: torch.device) -> str:
     """The name of the kernel for an operation on a device, which is loaded; "" where there is none."""
-    kind = device_of_kernels(torch.device(device, index) if index >= 0 else torch.device(device))
+    kind = device_of_kernels(device)
     if (operation, kind) not in TABLE:
         return ""
     importlib.import_module(f"topk_losses.kernels.{TABLE[operation, kind]}")
@@ -89,8 +89,7 @@ def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callabl
         return None
     if any(isinstance(each, Tensor) and each.requires_grad for each in settings):
         return None
-    index = scores.device.index
-    name = _name(operation, scores.device.type, -1 if index is None else index)
+    name = _name(operation, scores.device)
     if not name:
         return None
     return getattr(torch.ops.topk_losses, name) if torch.compiler.is_compiling() else _eager[name]
@@ -99,24 +98,16 @@ def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callabl
 _eager: dict[str, Callable[..., Any]] = {}  # the kernels that are loaded, as they are called without a compiler
 
 
-def _detached(values: Iterable[Any]) -> list[Any]:
-    return [each.detach() if isinstance(each, Tensor) else each for each in values]
-
-
 def register(
-    operation: str,
-    device: str,
-    outputs: Callable[..., list[Tensor]],
-    forward: Callable[..., None],
-    backward: Callable[..., None] | None = None,
-    operations: Callable[..., Any] | None = None,
+    operation: str, device: str, outputs: Callable[..., list[Tensor]], forward: Callable[..., None],
+    backward: Callable[..., None] | None = None, operations: Callable[..., list[Tensor]] | None = None,
     results: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     """Make a kernel an operator of PyTorch's, which is differentiated by its first argument, the scores.
 
     outputs(*arguments): room for so many results, and for what the backward pass has to know, which
     forward(room, *arguments) fills. backward(gradient of the scores, those of the results, room, *arguments) fills the
-    first. operations(*arguments): the results, or the only one, by PyTorch's operations, for second derivatives.
+    first. operations(*arguments): the results by PyTorch's operations, for second derivatives.
     """
     name, arguments = f"{operation}_{device}", ARGUMENTS[operation]
 
@@ -139,34 +130,27 @@ def register(
     def empty(grads: Sequence[Tensor], made: Sequence[Tensor], scores: Tensor, *others: Any) -> Tensor:
         return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
-    back = torch.library.custom_op(
-        f"topk_losses::{name}_backward",
-        run_back,
-        mutates_args=(),
-        schema=f"(Tensor[] grads, Tensor[] made, {arguments}) -> Tensor",
-    )
+    schema = f"(Tensor[] grads, Tensor[] made, {arguments}) -> Tensor"
+    back = torch.library.custom_op(f"topk_losses::{name}_backward", run_back, mutates_args=(), schema=schema)
     back.register_fake(empty)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        ctx.is_tensor = [isinstance(each, Tensor) for each in inputs]
-        ctx.others = [each for each in inputs if not isinstance(each, Tensor)]
-        ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)), *output)
+        ctx.others = [None if isinstance(each, Tensor) else each for each in inputs]
+        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in inputs), *output)
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grads: Sequence[Tensor | None], back: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-        made = list(tensors)
+        saved = ctx.saved_tensors
+        inputs = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others)]
+        made = saved[len(inputs) :]
         if torch.is_grad_enabled():  # create_graph: PyTorch's operations know their second derivatives
             copy = inputs[0].view_as(inputs[0])
-            found = operations(copy, *inputs[1:])
-            found = [found] if isinstance(found, Tensor) else found
-            wanted = [pair for pair in zip(found, grads) if pair[1] is not None]
-            values, of_values = zip(*wanted)
+            found = zip(operations(copy, *inputs[1:]), grads)
+            values, of_values = zip(*(pair for pair in found if pair[1] is not None))
             grad_scores = torch.autograd.grad(values, copy, of_values, create_graph=True)[0]
         else:
             first = [torch.zeros_like(each) if grad is None else grad for grad, each in zip(grads[:results], made)]
-            grad_scores = back(first, _detached(made), *_detached(inputs))
+            grad_scores = back(first, made, *inputs)
         return grad_scores, *(None,) * (len(inputs) - 1)
 
     op.register_autograd(lambda ctx, grads: gradients(ctx, grads, back), setup_context=setup_context)
@@ -176,7 +160,7 @@ def register(
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-            output = run(*_detached(inputs))
+            output = run(*inputs)
             setup_context(ctx, inputs, output)
             return tuple(output)
 

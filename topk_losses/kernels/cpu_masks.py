@@ -1,10 +1,12 @@
 """Masks f(t) of the true class on the CPU, compiled by Numba: t, row by row, and the softmax's logarithm beside it.
 
 What threshold.py and ranks.py do by some hundred operations. Thresholds, theta with sum_i f(z_i - theta) = k for
-z = beta x, are relative to the largest z. A family has two functions, `roots` and `slopes` of a row, which the same two
-loops over rows call; both are bound to the formulas of threshold.py. Where f has exponential tails, the scores that can
-be above theta, `top`, are looked at one by one, in float64; of the others, the rest, whose exponentials do not
-overflow, only sums over all count.
+z = beta x, are relative to the largest z. Where f has exponential tails, the scores that can be above theta, `top`, are
+looked at one by one, in float64; of the others, the rest, whose exponentials do not overflow, only sums over all count.
+
+The same two loops over rows call three functions of a family, bound to the formulas of threshold.py. row_of: z of the
+true class, and a number for the next two; it fills w and top. root_of: theta. slopes_of: a share times f' / sum f' is
+taken off out (n,), that of the largest given to of_top (M,); it returns what z of the true class gets.
 """
 
 import functools
@@ -44,19 +46,18 @@ _MASKED, _LEAST = _f32(MASKED), _f32(np.finfo(np.float32).tiny * 2**26)
 
 
 @jit
-def _relative(x, score, largest, beta):
+def _relative(score, highest, beta):
     """z of a score, less the largest."""
-    return np.float64(beta) * (np.float64(max(score, _MASKED)) - max(x[largest[0]], _MASKED))
+    return np.float64(beta) * (np.float64(max(score, _MASKED)) - max(highest, _MASKED))
 
 
-@jit
-def _split(x, beta, largest, w, top):
+def _tail_row(x, label, beta, largest, w, slopes, top):
     """z of the largest, falling, to top (M,), and exp of the others, relative to top[M - 1], to w (n,); its log sum."""
     for r in range(len(top)):
-        top[r] = _relative(x, x[largest[r]], largest, beta)
+        top[r] = _relative(x[largest[r]], x[largest[0]], beta)
     exps_without(largest, x, beta, x[largest[-1]], w)
     total = sum_of(w)
-    return top[-1] + math.log(total) if total > 0 else -np.inf
+    return _relative(x[label], x[largest[0]], beta), top[-1] + math.log(total) if total > 0 else -np.inf
 
 
 def _newton(k, theta, low, high, least, rounding, w, slopes, top):
@@ -78,26 +79,26 @@ def _newton(k, theta, low, high, least, rounding, w, slopes, top):
 
 
 def _tail_sums(w, a, slopes):
-    """The sum of f of the rest, whose exp relative to theta are a w, and that of its slopes over a, which stay."""
+    """The sum of f of the rest, whose exp relative to theta are a w, that of its slopes over a, and these."""
     inside = slope = _f32(0)
     for i in range(len(w)):
         e = a * w[i]
         slopes[i] = slope_of(w[i], e)
         inside += f_of(e)
         slope += slopes[i]
-    return inside, slope
+    return inside, slope, slopes
 
 
 def _exponential_sums(w, a, slopes):
-    """The same of an exponential, which is its own slope, in `slopes` already."""
+    """The same of an exponential, which is its own slope."""
     total = sum_of(w)
-    return f_of(a * total), total
+    return f_of(a * total), total, w
 
 
 def _tail_step(theta, k, w, slopes, top):
     """On the logarithm of the odds of the mean."""
     a, n, above = math.exp(min(top[-1] - theta, HIGHEST)), len(w), -k
-    excess, slope = sums_of(w, _f32(a), slopes)
+    excess, slope, _ = sums_of(w, _f32(a), slopes)
     slope = slope * a
     for r in range(len(top)):
         e = math.exp(-abs(top[r] - theta))
@@ -110,73 +111,61 @@ def _tail_step(theta, k, w, slopes, top):
     return excess, odds * total * (n - total) / (n * slope) if slope > 1e-20 else 0.0
 
 
-def _tail_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
+def _tail_root(k, rest, largest, w, slopes, top):
     """From the root for scores that lie far from it."""
-    rest, M = _split(x, beta, largest, w, top), len(top)
-    far = 1 + math.log(len(x))  # beyond the quantile of k / n
-    for j in range(len(ks)):
-        k = ks[j]
-        upper, lower = 0.0, math.exp(rest - top[k])
-        for r in range(M):
-            upper += math.exp(top[k - 1] - top[r]) if r < k else 0.0
-            lower += math.exp(top[r] - top[k]) if r >= k else 0.0
-        theta = (top[k - 1] + top[k] + math.log(lower) - math.log(upper)) / 2
-        # the error that a step leaves is of the size of its square
-        roots[j] = newton(k, theta, top[-1] - far, far, 1e-4, 0.0, w, slopes, top)
-        t[j] = _relative(x, own, largest, beta) - roots[j]
+    far = 1 + math.log(len(w))  # beyond the quantile of k / n
+    upper, lower = 0.0, math.exp(rest - top[k])
+    for r in range(len(top)):
+        upper += math.exp(top[k - 1] - top[r]) if r < k else 0.0
+        lower += math.exp(top[r] - top[k]) if r >= k else 0.0
+    theta = (top[k - 1] + top[k] + math.log(lower) - math.log(upper)) / 2
+    # the error that a step leaves is of the size of its square
+    return newton(k, theta, top[-1] - far, far, 1e-4, 0.0, w, slopes, top)
 
 
-def _tail_slopes(x, beta, own, largest, roots, shares, out, w, slopes, top):
-    """f' relative to its largest, times the shares over their sum: taken off out (n,)."""
-    rest, M = _split(x, beta, largest, w, top), len(top)
-    near, of_top, slopes[:] = np.empty(M), np.zeros(M), w
-    for j in range(len(roots)):
-        root, nearest = roots[j], np.inf
-        for r in range(M):
-            # at 1 a capped exponential has no slope; the rest lies below theta, and no nearer than the last of top
-            near[r] = abs(top[r] - root) if not CAPPED or top[r] <= root else np.inf
-            nearest = min(nearest, near[r])
-        if rest > -np.inf:
-            nearest = min(nearest, max(root - top[-1], 0.0))
-        factor = math.exp(min(top[-1] - root + nearest, 0.0)) if nearest < np.inf else 0.0
-        total = sums_of(w, _f32(math.exp(min(top[-1] - root, 0.0))), slopes)[1] * factor
-        for r in range(M):
-            near[r] = slope_of(math.exp(nearest - near[r]), math.exp(-near[r])) if near[r] < np.inf else 0.0
-            total += near[r]
-        share = shares[j] / max(total, _LEAST)
-        of_top += share * near
-        subtract(_f32(share * factor), slopes, out)
-    for r in range(M):
-        out[largest[r]] -= of_top[r]
-    return shares.sum()
+def _tail_slopes(root, share, rest, w, slopes, top, of_top, out):
+    """f' relative to its largest."""
+    near, nearest = np.empty(len(top)), np.inf
+    for r in range(len(top)):
+        # at 1 a capped exponential has no slope; the rest lies below theta, and no nearer than the last of top
+        near[r] = abs(top[r] - root) if not CAPPED or top[r] <= root else np.inf
+        nearest = min(nearest, near[r])
+    if rest > -np.inf:
+        nearest = min(nearest, max(root - top[-1], 0.0))
+    factor = math.exp(min(top[-1] - root + nearest, 0.0)) if nearest < np.inf else 0.0
+    _, total, of_rest = sums_of(w, _f32(math.exp(min(top[-1] - root, 0.0))), slopes)
+    total = total * factor
+    for r in range(len(top)):
+        near[r] = slope_of(math.exp(nearest - near[r]), math.exp(-near[r])) if near[r] < np.inf else 0.0
+        total += near[r]
+    per_slope = share / max(total, _LEAST)
+    subtract(_f32(per_slope * factor), of_rest, out)
+    of_top += per_slope * near
+    return share
 
 
-def _capped_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
+def _capped_root(k, rest, largest, w, slopes, top):
     """theta = log sum_{i>m} exp z_i - log(k - m), for m scores at 1: the least of these."""
-    rest = _split(x, beta, largest, w, top)
-    for j in range(len(ks)):
-        k, total, origin = ks[j], 0.0, top[0]
-        roots[j] = np.inf
-        # sums of exp relative to the highest of them, from below
-        for m in range(len(top), -1, -1):
-            if m == len(top):
-                total, origin = 1.0, rest
-            else:
-                total, origin = 1 + (total * math.exp(origin - top[m]) if origin > -np.inf else 0.0), top[m]
-            if m < k and origin > -np.inf:
-                roots[j] = min(roots[j], origin + math.log(total / (k - m)))
-        t[j] = _relative(x, own, largest, beta) - roots[j]
+    # sums of exp relative to the highest of them, from below
+    total, origin, root = 1.0, rest, np.inf
+    for m in range(len(top), -1, -1):
+        if m < len(top):
+            total, origin = 1 + (total * math.exp(origin - top[m]) if origin > -np.inf else 0.0), top[m]
+        if m < k and origin > -np.inf:
+            root = min(root, origin + math.log(total / (k - m)))
+    return root
 
 
-@jit
-def _scaled(x, beta, largest, w):
+def _power_row(x, label, beta, largest, w, slopes, top):
+    """z to w; no other number is needed."""
     highest = max(x[largest[0]], _MASKED)
     for i in range(len(x)):
         w[i] = beta * (max(x[i], _MASKED) - highest)
+    return w[label], 0.0
 
 
 def _power_sums(z, theta, slopes):
-    """The sum of f = power(clip(z - theta, 0, 1)), and that of its slopes, which stay."""
+    """The sum of f = power(clip(z - theta, 0, 1)), that of its slopes, and these."""
     inside = slope = _f32(0)
     for i in range(len(z)):
         t = z[i] - theta
@@ -184,46 +173,41 @@ def _power_sums(z, theta, slopes):
         inside += f_of(p)
         slopes[i] = slope_of(p) if _f32(0) < t < _f32(1) else _f32(0)
         slope += slopes[i]
-    return inside, slope
+    return inside, slope, slopes
 
 
 def _power_step(theta, k, w, slopes, top):
-    inside, slope = sums_of(w, _f32(theta), slopes)
+    inside, slope, _ = sums_of(w, _f32(theta), slopes)
     return inside - k, (inside - k) / slope if inside != k else 0.0
 
 
-def _power_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
-    """Between the k-th score and 1 below, where at least k scores have the mask 1."""
-    _scaled(x, beta, largest, w)
-    for j in range(len(ks)):
-        high = np.float64(w[largest[ks[j] - 1]])
-        least = _EPS * max(1.0, abs(high))
-        theta = _f32(newton(ks[j], high - 0.5, high - 1, high, least, least, w, slopes, top))
-        # as _power_sums has it: a mask of 1 has no slope
-        roots[j], t[j] = theta, beta * (max(own, _MASKED) - max(x[largest[0]], _MASKED)) - theta
+def _power_root(k, rest, largest, w, slopes, top):
+    """Between the k-th score and 1 below, where at least k scores have the mask 1; as _power_sums has it."""
+    high = np.float64(w[largest[k - 1]])
+    least = _EPS * max(1.0, abs(high))
+    return _f32(newton(k, high - 0.5, high - 1, high, least, least, w, slopes, top))
 
 
-def _power_slopes(x, beta, own, largest, roots, shares, out, w, slopes, top):
-    _scaled(x, beta, largest, w)
-    for j in range(len(roots)):
-        _, total = sums_of(w, _f32(roots[j]), slopes)
-        subtract(_f32(shares[j] / max(total, _LEAST)), slopes, out)
-    return shares.sum()
+def _power_slopes(root, share, rest, w, slopes, top, of_top, out):
+    _, total, slopes = sums_of(w, _f32(root), slopes)
+    subtract(_f32(share / max(total, _LEAST)), slopes, out)
+    return share
 
 
-def _rank_roots(x, beta, own, largest, ks, roots, t, w, slopes, top):
-    """k less the soft rank, without the half that the class itself adds."""
-    exps(x, beta, max(own, _MASKED), _f32(HIGHEST), w)
-    inside, _ = sums_of(w, _f32(1), slopes)
-    for j in range(len(ks)):
-        roots[j], t[j] = 0, ks[j] - 0.5 - inside
+def _rank_row(x, label, beta, largest, w, slopes, top):
+    """Minus the soft rank, without the half that the class itself adds, and the sum of the slopes."""
+    exps(x, beta, max(x[label], _MASKED), _f32(HIGHEST), w)
+    inside, total, _ = sums_of(w, _f32(1), slopes)
+    return -0.5 - inside, total
 
 
-def _rank_slopes(x, beta, own, largest, roots, shares, out, w, slopes, top):
-    exps(x, beta, max(own, _MASKED), _f32(HIGHEST), w)
-    _, total = sums_of(w, _f32(1), slopes)
-    subtract(_f32(shares.sum()), slopes, out)
-    return shares.sum() * total
+def _rank_root(k, total, largest, w, slopes, top):
+    return -k
+
+
+def _rank_slopes(root, share, total, w, slopes, top, of_top, out):
+    subtract(_f32(share), slopes, out)
+    return share * total
 
 
 def _forward(scores, labels, beta, softmax, ks, first, last, t, beside, index, roots):
@@ -247,12 +231,14 @@ def _forward(scores, labels, beta, softmax, ks, first, last, t, beside, index, r
         taking_part = M
         while taking_part > 0 and x[largest[taking_part - 1]] == -np.inf:
             taking_part -= 1
-        proper = J
-        while THRESHOLDS and proper > 0 and ks[proper - 1] >= taking_part:
-            proper -= 1
-            certain = x[label] > -np.inf or ks[proper] >= n
-            roots[row, proper], t[row, proper] = np.nan, _f32(np.inf) if certain else beta * _MASKED
-        roots_of(x, beta, x[label], largest, ks[:proper], roots[row], t[row], w, slopes, top)
+        own, of_row = row_of(x, label, beta, largest, w, slopes, top)
+        for j in range(J):
+            if THRESHOLDS and ks[j] >= taking_part:
+                certain = x[label] > -np.inf or ks[j] >= n
+                roots[row, j], t[row, j] = np.nan, _f32(np.inf) if certain else beta * _MASKED
+            else:
+                theta = root_of(ks[j], of_row, largest, w, slopes, top)
+                roots[row, j], t[row, j] = theta, own - theta
 
 
 def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, first, last, grad_scores):
@@ -261,59 +247,53 @@ def _backward(scores, labels, beta, softmax, index, roots, grad, of_softmax, fir
     d t = d z_y - sum_i w_i d z_i, with w = f' / sum f'; of soft ranks that times sum f'.
     """
     n, J = scores.shape[1], grad.shape[1]
-    w, slopes, top = room(n), room(n), np.empty(index.shape[1])
+    w, slopes, top, of_top = room(n), room(n), np.empty(index.shape[1]), np.empty(index.shape[1])
     for row in range(first, last):
-        x, largest, of_row, label = scores[row], index[row], grad_scores[row], labels[row]
-        highest, of_own, proper = x[largest[0]], 0.0, 0
-        of_row[:] = _f32(0) if highest < np.inf and not (softmax and highest == -np.inf) else _f32(np.nan)
+        x, largest, out, label = scores[row], index[row], grad_scores[row], labels[row]
+        highest = x[largest[0]]
+        out[:] = _f32(0) if highest < np.inf and not (softmax and highest == -np.inf) else _f32(np.nan)
         if not -np.inf < highest < np.inf:
             continue
-        while proper < J and roots[row, proper] == roots[row, proper]:
-            proper += 1
-        if proper > 0:
-            shares = np.float64(beta) * grad[row, :proper]
-            of_own = slopes_of(x, beta, x[label], largest, roots[row, :proper], shares, of_row, w, slopes, top)
+        of_own, of_top[:] = 0.0, 0.0
+        _, of_row = row_of(x, label, beta, largest, w, slopes, top)
+        for j in range(J):
+            if roots[row, j] == roots[row, j]:
+                share = np.float64(beta) * grad[row, j]
+                of_own += slopes_of(roots[row, j], share, of_row, w, slopes, top, of_top, out)
+        for r in range(len(top)):
+            out[largest[r]] -= of_top[r]
         if softmax:
-            subtract_softmax(of_softmax[row, 0], x, highest, roots[row, J], w, of_row)
+            subtract_softmax(of_softmax[row, 0], x, highest, roots[row, J], w, out)
             of_own += of_softmax[row, 0]
-        of_row[label] += of_own
+        out[label] += of_own
         for r in range(n):
             if x[r] == -np.inf:
-                of_row[r] = _f32(0)
+                out[r] = _f32(0)
 
 
-def _logistic(e):
-    return e / (1.0 + e)
-
-
-def _half(e):
-    return 0.5 * e
-
-
-# f and its slope over FACTOR, of exp(-|t|) or of a power's t; their sums, Newton's step, roots and slopes of a row
-_LOGISTIC: tuple[Any, ...] = _logistic, threshold.logistic_slope, _tail_sums, _tail_step
-_EXPONENTIAL: tuple[Any, ...] = _half, threshold.exponential_slope, _exponential_sums, _tail_step
-_POWER = _power_sums, _power_step, _power_roots, _power_slopes
+# f and its slope over FACTOR, of exp(-|t|) or of a power's t; their sums, Newton's step, and what the loops call
+_LOGISTIC: tuple[Any, ...] = (lambda e: e / (1.0 + e)), threshold.logistic_slope, _tail_sums, _tail_step
+_EXPONENTIAL: tuple[Any, ...] = (lambda e: 0.5 * e), threshold.exponential_slope, _exponential_sums, _tail_step
+_POWER = _power_sums, _power_step, _power_row, _power_root, _power_slopes
 _FAMILIES = {
-    "logistic": (*_LOGISTIC, _tail_roots, _tail_slopes),
-    "laplace": (*_EXPONENTIAL, _tail_roots, _tail_slopes),
-    "capped": (*_EXPONENTIAL, _capped_roots, _tail_slopes),
-    "linear": (threshold.linear, threshold.linear_slope, *_POWER),
-    "cubic": (threshold.cubic, threshold.cubic_slope, *_POWER),
-    "ranks": (*_LOGISTIC, _rank_roots, _rank_slopes),
+    "logistic": (*_LOGISTIC, _tail_row, _tail_root, _tail_slopes),
+    "laplace": (*_EXPONENTIAL, _tail_row, _tail_root, _tail_slopes),
+    "capped": (*_EXPONENTIAL, _tail_row, _capped_root, _tail_slopes),
+    "ranks": (*_LOGISTIC, _rank_row, _rank_root, _rank_slopes),
+    **{name: (*formulas, *_POWER) for name, formulas in threshold.POWERS.items()},
 }
 
 
 @functools.cache
 def _loops(family: str) -> list[Any]:
     """_forward and _backward for a family of threshold.py, or "ranks"."""
-    f, slope, sums, step, roots, slopes = _FAMILIES[family]
+    f, slope, sums, *others = _FAMILIES[family]
     names: dict[str, Any] = {"f_of": in_float32(f, {}), "slope_of": in_float32(slope, {})}
     names |= {"FACTOR": 0.5 if family == "laplace" else 1.0, "CAPPED": family == "capped"}
-    names["sums_of"] = jit(bind(sums, names), family, fastmath=IN_ANY_ORDER)
-    for name, function in (("step_of", step), ("newton", _newton), ("roots_of", roots), ("slopes_of", slopes)):
+    names |= {"THRESHOLDS": family != "ranks", "sums_of": jit(bind(sums, names), family, fastmath=IN_ANY_ORDER)}
+    order = ("step_of", others[0]), ("newton", _newton), *zip(("row_of", "root_of", "slopes_of"), others[1:])
+    for name, function in order:
         names[name] = jit(bind(function, names), family)
-    names["THRESHOLDS"] = family != "ranks"
     return [jit(bind(each, names), family) for each in (_forward, _backward)]
 
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
@@ -25,16 +26,6 @@ _TINY = _f32(np.finfo(np.float32).tiny)
 
 
 @jit
-def _where(condition, a, b):
-    return a if condition else b
-
-
-@jit
-def _at_least(u, least):
-    return least if u < least else u
-
-
-@jit
 def _power(x, exponent):
     return _f32(x**exponent)
 
@@ -47,8 +38,9 @@ def _inverse_root(x, exponent):
 @functools.cache
 def _forward_of(distribution: str, art_lambda: float) -> Callable[..., None]:
     """_forward bound to a family of sigmoids."""
-    names: dict[str, Any] = {"exp": exp, "sqrt": np.sqrt, "where": _where, "at_least": _at_least}
-    names["power"] = _inverse_root if art_lambda == 0.5 else _power
+    names: dict[str, Any] = {"exp": exp, "sqrt": np.sqrt, "power": _inverse_root if art_lambda == 0.5 else _power}
+    names["where"] = numba.njit(lambda condition, a, b: a if condition else b)
+    names["at_least"] = numba.njit(lambda u, least: least if u < least else u)
     names |= {name: in_float32(formula, names) for name, formula in FLOAT32.items()}
     formulas = DISTRIBUTIONS[distribution]._asdict()
     bound = {f"{role}_of": in_float32(formula, names) for role, formula in formulas.items()}

@@ -188,17 +188,15 @@ def _outputs(x, labels, beta, k, *_):
     return [x.new_empty(len(x), k), x.new_empty(len(x)), x.new_empty(x.shape)]
 
 
-def _in_threads(loop, x, others, results):
-    in_threads(loop, x.numel() * x.shape[1], WORK_OF_A_THREAD, len(x), (x, *others), results)
-
-
 def _sinkhorn(made, x, labels, beta, k, tolerance, max_iterations):
     """P[1..k, y], (batch, k), of n sorted anchors, for whitened scores x (batch, n) float32 in [0, 1]; its errors."""
-    _in_threads(_forward, x, (labels, _f32(beta), _f32(tolerance), max_iterations), made)
+    inputs, work = (x, labels, _f32(beta), _f32(tolerance), max_iterations), x.numel() * x.shape[1]
+    in_threads(_forward, work, WORK_OF_A_THREAD, len(x), inputs, made)
 
 
 def _sinkhorn_backward(grad_x, grads, made, x, labels, beta, *_):
-    _in_threads(_backward, x, (labels, _f32(beta), made[2], grads[0]), [grad_x])
+    inputs, work = (x, labels, _f32(beta), made[2], grads[0]), x.numel() * x.shape[1]
+    in_threads(_backward, work, WORK_OF_A_THREAD, len(x), inputs, [grad_x])
 
 
 register("sinkhorn", "cpu", _outputs, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)

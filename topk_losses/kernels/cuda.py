@@ -54,15 +54,8 @@ def _sqrt(x):
 
 
 # Triton allows no other names than its own in a function, nor in an annotation.
-_NAMES = {
-    "exp": _exp,
-    "sqrt": _sqrt,
-    "where": _where,
-    "at_least": _at_least,
-    "power": _power,
-    "tl": tl,
-    "Any": tl.tensor,
-}
+_NAMES = {"exp": _exp, "sqrt": _sqrt, "where": _where, "at_least": _at_least, "power": _power}
+_NAMES |= {"tl": tl, "Any": tl.tensor}
 _NAMES |= {name: triton.jit(bind(formula, _NAMES)) for name, formula in FLOAT32.items()}
 
 

@@ -173,7 +173,7 @@ def in_threads(
     Python's threads, since the kernels run without its lock: Numba's own can be entered by one caller only, and those
     of OpenMP do not survive a fork.
     """
-    given = [each.contiguous().numpy() if isinstance(each, Tensor) else each for each in inputs]
+    given = [each.detach().contiguous().numpy() if isinstance(each, Tensor) else each for each in inputs]
     made = [each.numpy() for each in results]
     threads = max(1, min(torch.get_num_threads(), tiles, 1 + work // of_a_thread))
     size = max(1, -(-tiles // (SHARES * threads if threads > 1 else 1)))

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Do top-k losses help on pretrained features? Linear heads for CIFAR-100 on an ImageNet network whose weights a package
+# brings along: extraction (5 minutes of a core), the same trials for each method, cross-entropy included (rates and
+# epochs: scripts/sweeping/heads.py), then ten seeds of each method's best, and their differences to cross-entropy's. Rows
+# are added to results/heads_trials.csv and results/heads.csv. Other flags are the launcher's; another store, as the first
+# argument, has results files of its own name:
+#   scripts/heads.sh                                 # four methods, ten minutes on two cores
+#   scripts/heads.sh --all                           # every method, four hours
+#   scripts/heads.sh own.store --all --jobs 1        # results/heads_own.csv
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ -x .venv/bin/python ] || . scripts/environment.sh
+
+store=data/downloads/embeddings/heads.store results=results/heads.csv
+methods="--methods softmax_cross_entropy ldr_kl lapsum splitter_selection"
+if [ $# -gt 0 ] && [[ $1 != -* ]]; then
+  store=$1 results=results/heads_$(basename "$1" .store).csv && shift
+else
+  .venv/bin/python experiments/extract_embeddings.py --dataset cifar100 --backbone tf_efficientnet_lite0 \
+    --weights efficientnet-lite0 --resolution 128 --precision bf16 --store $store
+fi
+if [ "${1:-}" = --all ]; then methods="" && shift; fi
+for stage in trials longer finals; do
+  rows=$(.venv/bin/python -m scripts.sweeping.heads $stage --results $results $methods)
+  .venv/bin/python scripts/launch.py --name heads_$stage --row-per-core "$@" -d "$store" <<< "$rows"
+done
+.venv/bin/python scripts/report.py $results --paired softmax_cross_entropy

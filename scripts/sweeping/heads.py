@@ -1,0 +1,90 @@
+"""The rows of heads.sh, on standard output: trials of each setting of a method, more of its best, then the finals.
+
+    python -m scripts.sweeping.heads trials --methods softmax_cross_entropy lapsum
+    python -m scripts.sweeping.heads longer     # after the trials, and
+    python -m scripts.sweeping.heads finals     # after both, by the rows of results/heads_trials.csv
+
+Each method has the same trials, cross-entropy included: every setting with four learning rates for 5 epochs, the best
+one of them also for 22. Best is the highest sum of validation's top-1 and top-5 at the end of training. The finals are
+the best trial of each method with ten other seeds, which draw initialisation and order.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+
+from topk_losses import METHODS
+from topk_losses.methods import SINGLE_K
+
+RATES = (0.0005, 0.001, 0.002, 0.004)
+SHORT, LONG = 5, 22  # epochs
+SEEDS = range(1, 11)  # a trial's is 0
+P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
+SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
+# Without a relaxed matrix: cross-entropy also with label smoothing, and with weight decay, in place of P_K and m.
+OF_SOFTMAX: tuple[Mapping[str, object], ...] = (
+    *({}, {"label_smoothing": 0.1}),
+    *({"weight_decay": 0.1}, {"weight_decay": 1.0}),
+)
+OF_LDR_KL = [{"inverse_temperature": beta, "margin": c} for beta, c in product((0.5, 1, 2), (0, 1)) if beta != 1 or c]
+
+
+def settings_of(method: str) -> list[dict[str, object]]:
+    """The settings of a method that are tried, as flags."""
+    if method == "softmax_cross_entropy":
+        return [{"p_k": "1", **each} for each in OF_SOFTMAX]
+    if method == "ldr_kl":
+        return [{"p_k": "1", **each} for each in OF_LDR_KL]
+    spec = METHODS[method]
+    temperatures = [{"inverse_temperature": spec.inverse_temperature}] if spec.inverse_temperature else [{}]
+    temperatures += [{"inverse_temperature": "auto"}] if spec.spread else []
+    if method in SINGLE_K:
+        return [{"p_k": P_KS[2], **each} for each in temperatures]
+    # Masks with zeros want the softmax's part. sinkhorn_sort's cost grows with the cube of m.
+    p_ks = P_KS[:2] if getattr(spec.operator, "has_zeros", False) else P_KS
+    scores = (16, 50 if method == "sinkhorn_sort" else 100)
+    return [{"p_k": p_k, "m": m, **each} for p_k, m, each in product(p_ks, scores, temperatures)]
+
+
+def rows_of(stage: str, methods: list[str], finals: Path) -> Iterator[str]:
+    """One command per method, whose heads read each batch once. finals: the file; trials lie beside it."""
+    trials = finals.with_stem(f"{finals.stem}_trials")
+    for method in methods:
+        seeds, results, order = [0], trials, ""
+        if stage == "trials":
+            tried = [({**each, "lr": lr}, SHORT) for each in settings_of(method) for lr in RATES]
+        elif stage == "longer":
+            tried = [({**best(trials, method, n_epochs=SHORT)[0], "lr": lr}, LONG) for lr in RATES]
+        else:
+            tried, seeds, results, order = [best(trials, method)], SEEDS, finals, " --order_seed own"
+        heads = [" ".join(f"--{name} {value}" for name, value in flags.items()) for flags, _ in tried]
+        also = "".join(f' --also "--method {method} {each}"' for each in heads[1:])
+        yield (
+            f".venv/bin/python experiments/finetune_imagenet.py --method {method} {heads[0]}{also} --n_epochs "
+            f"{tried[0][1]} --batch_size 500 --num_valid 5000 --eval_freq 100000 --seeds {' '.join(map(str, seeds))}"
+            f"{order} --results {results}"
+        )
+
+
+def best(path: Path, method: str, **of: object) -> tuple[dict[str, object], int]:
+    """The flags, with lr, and the epochs of a method's best trial, of those with these values in these columns."""
+    trials = pd.read_csv(path, dtype={name: str for name in SETTINGS})
+    trials = trials[(trials["method"] == method) & (trials[list(of)] == pd.Series(of, dtype=object)).all(axis=1)]
+    if trials.empty:
+        sys.exit(f"error: {path} has no trial of {method}: run heads.sh with it")
+    row = trials.loc[(trials["last_valid_top1"] + trials["last_valid_top5"]).idxmax()]
+    return {name: row[name] for name in (*SETTINGS, "lr") if pd.notna(row.get(name))}, int(row["n_epochs"])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("trials", "longer", "finals"))
+    known = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
+    parser.add_argument("--methods", nargs="+", choices=known, default=known)
+    parser.add_argument("--results", type=Path, default=Path("results/heads.csv"))
+    arguments = parser.parse_args()
+    print("\n".join(rows_of(arguments.stage, arguments.methods, arguments.results)))
