@@ -81,7 +81,7 @@ def test_debug_shows_the_traceback_and_a_package_that_is_missing_is_named(tmp_pa
             "error: seed 3: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 4 bytes. "
             "Try a smaller --batch_size or --precision bf16\n",
         ),
-        (KeyError("a"), 1, "error: seed 3: KeyError: 'a' (test_program.py, line 94). This was not foreseen; --debug "),
+        (KeyError("a"), 1, "error: seed 3: KeyError: 'a' (test_program.py, line 90). This was not foreseen; --debug "),
     ],
     ids=lambda value: type(value).__name__,
 )
