@@ -15,15 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.cifar100 import (
-    CIFAR_MEAN,
-    CIFAR_STD,
-    DIGITS_MEAN,
-    DIGITS_STD,
-    crop_and_flip,
-    load_complete,
-    sample_crops,
-)
+from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, crop_and_flip, load_complete, sample_crops
 from data.embeddings import EmbeddingStore, split_rows
 from data.image_sources import open_images
 

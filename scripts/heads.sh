@@ -7,10 +7,7 @@
 #   scripts/heads.sh                                 # four methods, ten minutes on two cores
 #   scripts/heads.sh --all                           # every method, four hours
 #   scripts/heads.sh own.store --all --jobs 1        # results/heads_own.csv
-set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/help.sh"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 store=data/downloads/embeddings/heads.store results=results/heads.csv
 methods="--methods softmax_cross_entropy ldr_kl lapsum splitter_selection"

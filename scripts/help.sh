@@ -2,9 +2,9 @@
 # installed, the launcher's flags.
 case " $* " in
   *" --help "* | *" -h "*)
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[-1]}"
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
     python=$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python
-    if grep -q launch.py "${BASH_SOURCE[-1]}" && [ -x "$python" ]; then
+    if grep -q launch.py "$0" && [ -x "$python" ]; then
       echo && "$python" "$(dirname "${BASH_SOURCE[0]}")/launch.py" --help
     fi
     exit 0

@@ -111,19 +111,19 @@ class EmbeddingBatches:
         """
         seed = self.seed if seed is None else seed
         windows = _shuffled_windows(len(self.rows), seed, epoch, self.window_rows)
-        return self._batches(_without_first(windows, start * self.batch_size), self.batch_size, self.drop_last)
+        return self._batches(_without_first(windows, start * self.batch_size), self.drop_last)
 
-    def in_order(self, batch_size: int | None = None) -> Iterator[Batch]:
+    def in_order(self) -> Iterator[Batch]:
         """Batches in the order of the store, for evaluation: every row once, the last batch as small as it is."""
-        return self._batches(_windows_in_order(len(self.rows)), batch_size or self.batch_size, False)
+        return self._batches(_windows_in_order(len(self.rows)), drop_last=False)
 
-    def _batches(self, windows: Iterable[Window], batch_size: int, drop_last: bool) -> Iterator[Batch]:
+    def _batches(self, windows: Iterable[Window], drop_last: bool) -> Iterator[Batch]:
         if self._embeddings is None:
             pieces = self._streamed(windows)
         else:  # all rows are in memory
             pieces = [(self._embeddings, self._labels, _joined_order(windows).to(self._labels.device))]
         kept: list[Batch] = []  # the parts of a batch so far: it may begin in one window and end in the next
-        missing = batch_size
+        missing = self.batch_size
         for embeddings, labels, picks in pieces:
             begin = 0
             while begin < len(picks):
@@ -132,7 +132,7 @@ class EmbeddingBatches:
                 begin, missing = begin + len(pick), missing - len(pick)
                 if missing == 0:
                     yield self._joined(kept)
-                    kept, missing = [], batch_size
+                    kept, missing = [], self.batch_size
         if kept and not drop_last:
             yield self._joined(kept)
 

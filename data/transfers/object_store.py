@@ -208,13 +208,7 @@ def fetch_folder(
     return folder
 
 
-def upload(
-    folder: str | Path,
-    destination: str,
-    *,
-    endpoint_url: str | None = None,
-    last: str | None = None,
-) -> None:
+def upload(folder: str | Path, destination: str, *, endpoint_url: str | None = None, last: str | None = None) -> None:
     """Send a folder's files below s3://bucket/prefix, one after another in the order of their names.
 
     last: the name of one that goes at the end, so that what stands there speaks of files already in place. Hidden files

@@ -45,7 +45,7 @@ class Style(NamedTuple):
 
 STYLES = {
     "softmax_cross_entropy": Style("softmax CE", "#000000", "s", "-"),
-    "ldr_kl": Style("LDR-KL", "#4D4D4D", "s", (0, (3, 2))),
+    "ldr_kl": Style("LDR-KL", "#4D4D4D", (8, 1, 0), (0, (3, 2))),
     "smooth_topk": Style("smooth top-k", "#999999", "h", (0, (1, 1))),
     "smooth_hard_topk": Style("smooth top-k (hard)", "#666666", "p", (0, (1, 2))),
     "truncated_entropy": Style("truncated entropy", "#661100", (4, 1, 0), (0, (4, 2))),

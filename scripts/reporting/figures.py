@@ -139,7 +139,7 @@ def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
         axis.set_xlabel(f"test {name} accuracy (%)")
         axis.set_ylim(len(lines) - 0.5, -0.5)
         axis.grid(axis="x", linewidth=0.3)
-    shown = (shown_p_k(line.own_p_k if line.runs else line.p_k) for line in lines)
+    shown = (shown_p_k(line.own_p_k) for line in lines)
     axes[0].set_yticks(range(len(lines)), [f"{STYLES[line.method].label}  {p_k}" for line, p_k in zip(lines, shown)])
     for tick, line in zip(axes[0].get_yticklabels(), lines):
         tick.set_color(STYLES[line.method].color)

@@ -131,7 +131,7 @@ def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], st
         add("", "public", [public.get(line.published.get("public"), "") for line in lines])
     have_run = [line for line in lines if line.runs]
     others = have_run and all(any(map(OF_EPOCHS, line.reasons)) for line in have_run)
-    epochs = {run["n_epochs"] for line in have_run for run in line.runs} if others else set()
+    epochs = {run.get("n_epochs") for line in have_run for run in line.runs} - {None} if others else set()
     ours = table.implementation + (f", {epochs.pop()} epochs" if len(epochs) == 1 else "")
     for metric, decimals in table.decimals.items():
         shown = METRICS[metric]

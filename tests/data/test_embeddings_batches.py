@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import machine_memory
-from data.embeddings import (
-    EmbeddingBatches,
-    EmbeddingError,
-    StoreWriter,
-    epoch_order,
-    split_rows,
-)
+from data.embeddings import EmbeddingBatches, EmbeddingError, StoreWriter, epoch_order, split_rows
 from data.embeddings import batches as embedding_batches
 
 DIM, ROWS, SHARDS = 8, 1000, (400, 350, 250)
@@ -143,8 +137,7 @@ def test_an_epoch_continues_at_any_batch(split, mode, start):
 def test_in_order_gives_every_row_once_and_the_rest(split, monkeypatch, mode, batch_size):
     monkeypatch.setattr(embedding_batches, "_IN_ORDER_ROWS", 150)
     rows, _ = split_rows(ROWS, 100, 0)
-    batches = EmbeddingBatches(split, 64, rows=rows, mode=mode)
-    numbers = row_numbers(batches.in_order(batch_size))
+    numbers = row_numbers(EmbeddingBatches(split, batch_size, rows=rows, mode=mode).in_order())
     assert [row for batch in numbers for row in batch] == rows.tolist()
     assert [len(batch) for batch in numbers] == [len(part) for part in rows.split(batch_size)]
 
@@ -192,8 +185,7 @@ def test_rows_that_do_not_fit_into_memory_are_streamed(split, monkeypatch, avail
 
 
 @pytest.mark.parametrize(
-    ("on_device", "in_ram", "mode"),
-    [(10**9, 10**9, "device"), (10_000, 10**9, "ram"), (10_000, 10_000, "stream")],
+    ("on_device", "in_ram", "mode"), [(10**9, 10**9, "device"), (10_000, 10**9, "ram"), (10_000, 10_000, "stream")]
 )
 def test_a_gpu_is_filled_first(monkeypatch, on_device, in_ram, mode):
     monkeypatch.setattr(embedding_batches, "available_ram", lambda: in_ram)

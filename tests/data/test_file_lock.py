@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.file_lock import HeldError, held, lock_beside
+from data.file_lock import held, held_or_refused, lock_beside
 
 HOLDER = "import sys; from pathlib import Path; from data.file_lock import held\nwith held(Path(sys.argv[1])): "
 
@@ -18,11 +18,12 @@ def test_another_process_waits_or_is_told(tmp_path, capsys):
     root = Path(__file__).parents[2]
     holder = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     holder.stdout.readline()
-    with pytest.raises(HeldError), held(lock, wait=False):
+    asked = (lock, RuntimeError, "a run", "the folder")
+    with pytest.raises(RuntimeError, match=f"a run, which holds {lock}; wait for it"), held_or_refused(*asked):
         pass
     holder.kill()
     holder.communicate()
-    with held(lock, wait=False):
+    with held_or_refused(*asked):
         pass
     assert capsys.readouterr().err == ""
 

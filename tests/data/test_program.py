@@ -74,18 +74,14 @@ def test_debug_shows_the_traceback_and_a_package_that_is_missing_is_named(tmp_pa
             1,
             "error: seed 3: [Errno 28] No space left on device: 'some.csv'; mend that and give the same command",
         ),
-        (
-            MemoryError(),
-            1,
-            "error: seed 3: out of memory Try a smaller --batch_size or --precision bf16\n",
-        ),
+        (MemoryError(), 1, "error: seed 3: out of memory Try a smaller --batch_size or --precision bf16\n"),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 4 bytes.\nmore"),
             1,
             "error: seed 3: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 4 bytes. "
             "Try a smaller --batch_size or --precision bf16\n",
         ),
-        (KeyError("a"), 1, "error: seed 3: KeyError: 'a' (test_program.py, line 94). This was not foreseen; --debug "),
+        (KeyError("a"), 1, "error: seed 3: KeyError: 'a' (test_program.py, line 90). This was not foreseen; --debug "),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -40,13 +40,7 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_no_other(tmp_path
         assert epochs.gather([str(table)]) == 0
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["run_id"], row["epoch"]) for row in rows] == [
-        ("a", "1"),
-        ("a", "2"),
-        ("b", "1"),
-        ("b", "2"),
-        ("b", "3"),
-    ]
+    assert [row["run_id"] + row["epoch"] for row in rows] == ["a1", "a2", "b1", "b2", "b3"]
     assert all(row["precision"] == "bf16" and row["test_top1"] == "0.5" for row in rows)
 
 

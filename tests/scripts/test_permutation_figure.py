@@ -7,6 +7,7 @@ from PIL import Image
 from scripts.reporting import permutation_figure
 from scripts.reporting.figure_style import STYLES
 from topk_losses import METHODS, RELAXATIONS, make_loss
+from topk_losses.methods import TOP1
 
 
 def test_every_method_has_a_look_of_its_own():
@@ -42,7 +43,7 @@ def of_score(loss, score):
 def test_the_pull_of_the_method_figures_is_the_slope_of_the_loss(method):
     own, step = torch.linspace(-2.7, 12.6, 7, dtype=torch.float64), 1e-5
     settings = {"top1_mode": "sort"} if method in RELAXATIONS else {}
-    p_k = None if method == "softmax_cross_entropy" else 2
+    p_k = None if method in TOP1 else 2
     if method in WANT_A_SOFTMAX:
         settings, p_k = {}, {1: 0.5, 2: 0.5}
     if method == "imbalanced_noised_topk":
