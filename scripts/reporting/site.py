@@ -18,12 +18,12 @@ from typing import Any
 from experiments.shared.environment import ROOT
 from experiments.shared.run_record import read_rows
 from scripts import report
-from scripts.reporting import epochs_figure
+from scripts.reporting import epochs_figure, heads_table
 from scripts.reporting.formats import markdown
 from scripts.reporting.paired import paired
 from topk_losses import METHODS
 
-MARK = re.compile(r"^<!-- (results|paired|epochs|include): (\S+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (results|paired|epochs|heads|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
     "accuracy": "Test accuracy of every row with 95 % intervals over seeds; published values hollow",
@@ -44,6 +44,8 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         if kind == "epochs":
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
+        if kind == "heads":
+            return heads_table.text_of(results / f"{name}.csv")
         table, _ = table_of(results / f"{name}.csv")
         if kind == "paired":
             return paired(table, "softmax_cross_entropy")
