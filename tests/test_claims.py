@@ -335,7 +335,6 @@ def test_the_schedule_of_heads_that_suits_cross_entropy():
     )
     heads = both(where("temperature", method=SOFTMAX))
     stands("docs/temperature.md", pair(heads, 2), pair(both(every), 2))
-    stands("docs/which-loss.md", pair(heads, 2), pair(both(every), 2))
 
 
 @pytest.mark.parametrize("method", ["neuralsort", "softsort", "lml", "subset_topk", SPLITTER])
