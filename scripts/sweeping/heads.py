@@ -5,8 +5,9 @@
     python -m scripts.sweeping.heads finals     # after both, by the rows of results/heads_trials.csv
 
 Each method has the same trials, cross-entropy included: every setting with four learning rates for 5 epochs, the best
-one of them also for 22. Best is the highest sum of validation's top-1 and top-5 at the end of training. The finals are
-the best trial of each method with ten other seeds, which draw initialisation and order.
+one of them also for 22. Best is the highest sum of validation's top-1 and top-5, each at its best epoch: where test
+accuracy is read, too. The finals are the best trial of each method with ten other seeds, which draw initialisation and
+order.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def best(path: Path, method: str, **of: object) -> tuple[dict[str, object], int]
     trials = trials[(trials["method"] == method) & (trials[list(of)] == pd.Series(of, dtype=object)).all(axis=1)]
     if trials.empty:
         sys.exit(f"error: {path} has no trial of {method}: run heads.sh with it")
-    row = trials.loc[(trials["last_valid_top1"] + trials["last_valid_top5"]).idxmax()]
+    row = trials.loc[(trials["valid_top1"] + trials["valid_top5"]).idxmax()]
     return {name: row[name] for name in (*SETTINGS, "lr") if pd.notna(row.get(name))}, int(row["n_epochs"])
 
 

@@ -1,12 +1,9 @@
 """The benchmarks run, measure both implementations, write what they print, and compare what should be equal."""
 
 import csv
-import multiprocessing
 import pathlib
 import subprocess
 import sys
-from subprocess import CompletedProcess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +14,11 @@ from benchmarks import (
     learned_temperature,
     losses,
     machine,
-    published_formats,
     recipe,
     scaling,
     training_step,
     transport,
 )
-from experiments import finetune_imagenet
-from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts.reporting.cost_figure import draw_cost
 from tests.processes import run
 from topk_losses.networks import bitonic
@@ -179,44 +173,6 @@ def test_the_sources_give_the_same_batches(measured, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]  # the set is gone
 
 
-def fine_tune(words, **_):
-    """In the place of subprocess.run: the script in a fork, which need not import what is here already."""
-    script, *flags = words[1:]
-    defaults = IMAGENET_21K if "21k" in script else finetune_imagenet.IMAGENET_1K
-    process = multiprocessing.get_context("fork").Process(target=end_with, args=(flags, defaults))
-    process.start()
-    process.join()
-    return CompletedProcess(words, process.exitcode, "", "")
-
-
-def end_with(flags, defaults):
-    sys.exit(finetune_imagenet.main(flags, defaults))
-
-
-def formats_without_imports():
-    published_formats.subprocess = SimpleNamespace(run=fine_tune)
-    return published_formats.main()
-
-
-def test_the_published_formats_pass_from_the_server_to_a_head(measured, tmp_path):
-    flags = ["--n_epochs", 1, "--device", "cpu", "--folder", tmp_path, "--rows_share", 0.001, "--rows_21k", 1000]
-    rows = measured(formats_without_imports, "--methods", "softmax_cross_entropy", *flags)
-    assert [
-        tuple(row[name] for name in ("format", "rows", "test_rows", "dim", "num_classes", "dtype")) for row in rows
-    ] == [
-        ("wsl-32x48d-320", "1281", "50", "2048", "1000", "float32"),
-        ("efficientnet-l2-800", "1281", "50", "5504", "1000", "float16"),
-        ("wsl-32x48d-224-21k", "1000", "40", "2048", "10450", "float16"),
-    ]
-    for row in rows:
-        embeddings = 4 if row["dtype"] == "float32" else 2
-        content = (int(row["rows"]) + int(row["test_rows"])) * (int(row["dim"]) * embeddings + 8) / 2**20
-        assert float(row["file_mib"]) == pytest.approx(content, abs=0.1)
-        assert 0 <= float(row["test_top1"]) <= float(row["test_top5"]) <= 1
-        assert (row["method"], row["n_epochs"]) == ("softmax_cross_entropy", "1")
-    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
-
-
 @pytest.mark.parametrize(
     ("benchmark", "flags", "sentence"),
     [
@@ -226,9 +182,6 @@ def test_the_published_formats_pass_from_the_server_to_a_head(measured, tmp_path
         (batch_sources, ["--mib", "1"], "--mib must hold a batch of 500 rows"),
         (batch_sources, ["--device", "cpu", "--sources", "device"], "needs a GPU"),
         (batch_sources, ["--folder", "nowhere"], "--folder: must exist"),
-        (published_formats, ["--rows_share", "0.0001"], "600 training rows"),
-        (published_formats, ["--device", "tpu"], "argument --device: must be auto"),
-        (published_formats, ["--folder", "nowhere"], "--folder: must exist"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_made(benchmark, flags, sentence, tmp_path, monkeypatch, capsys):

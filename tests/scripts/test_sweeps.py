@@ -163,21 +163,21 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
 
     def trial(flags: dict, n_epochs: int, top5: float) -> dict:
         cells = {name: flags[name] for name in ("method", *heads.SETTINGS, "lr")}
-        return {**cells, "p_k": " ".join(map(str, flags["p_k"])), "n_epochs": n_epochs, "last_valid_top5": top5}
+        return {**cells, "p_k": " ".join(map(str, flags["p_k"])), "n_epochs": n_epochs, "valid_top5": top5}
 
     trials, chosen = [], {}
     for method, (args, flags) in asked("trials").items():
         assert (args.n_epochs, args.seeds, {each["lr"] for each in flags}) == (5, [0], set(heads.RATES))
         chosen[method] = trial(flags[-2], 5, 0.9)
         trials += [chosen[method], *(trial(each, 5, 0.5) for each in flags if each is not flags[-2])]
-    pd.DataFrame(trials, dtype=object).assign(last_valid_top1=0.6).to_csv(path, index=False)
+    pd.DataFrame(trials, dtype=object).assign(valid_top1=0.6).to_csv(path, index=False)
     assert list(chosen) == methods
     for method, (args, flags) in asked("longer").items():
         again = [{**chosen[method], "lr": lr} for lr in heads.RATES]
         assert [trial(each, 5, 0.9) for each in flags] == again
         assert args.n_epochs == 22
-        trials.append({**again[0], "n_epochs": 22, "last_valid_top5": 0.95 if method == "lapsum" else 0.85})
-    pd.DataFrame(trials, dtype=object).assign(last_valid_top1=0.6).to_csv(path, index=False)
+        trials.append({**again[0], "n_epochs": 22, "valid_top5": 0.95 if method == "lapsum" else 0.85})
+    pd.DataFrame(trials, dtype=object).assign(valid_top1=0.6).to_csv(path, index=False)
     for method, (args, (flags,)) in asked("finals").items():
         n_epochs, lr = (22, 0.0005) if method == "lapsum" else (5, 0.002)
         assert (args.n_epochs, args.seeds, args.order_seed) == (n_epochs, list(range(1, 11)), "own")
