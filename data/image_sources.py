@@ -33,7 +33,8 @@ from data.program import ProgramError
 # Names that the folder of a split may have.
 SPLIT_FOLDERS: dict[str, tuple[str, ...]] = {
     "train": ("train", "training"),
-    "test": ("test", "val", "valid", "validation"),
+    "valid": ("val", "valid", "validation"),
+    "test": ("test",),
 }
 
 # Name -> class in torchvision.datasets, and the arguments that select its training and its test images.
@@ -255,7 +256,7 @@ def _split_folders(path: Path) -> dict[str, Path]:
         if len(candidates) > 1:
             raise ImageSourceError(
                 f"{path} has {' and '.join(f'{each.name}/' for each in candidates)}, and one can be the {split} split: "
-                "name the folders by --train_dir and --test_dir"
+                "rename the other"
             )
         if candidates:
             found[split] = candidates[0]

@@ -1,10 +1,12 @@
 """Embeddings of any labelled images by any backbone, as a store that experiments/finetune_imagenet.py trains on.
 
-    python experiments/extract_embeddings.py --dataset /data/imagenet --backbone resnext101_32x48d_wsl --precision bf16
-    torchrun --nproc_per_node 8 experiments/extract_embeddings.py --dataset /data/imagenet \\
-        --backbone tf_efficientnet_l2_ns --precision bf16
+    torchrun --nproc_per_node 8 experiments/extract_embeddings.py --train_dir /data/imagenet/train \\
+        --test_dir /data/imagenet/val --backbone resnext101_32x48d_wsl --precision bf16
     python experiments/extract_embeddings.py --dataset cifar100 --backbone timm:convnext_tiny --upload s3://bucket/name/
     python experiments/extract_embeddings.py --dataset digits --checkpoint results/runs/<run id>/checkpoint.pt
+
+Of a folder val/ validates and test/ is the test set; the paper, which has ImageNet's val/ as its test set, draws the
+rows that validate from train/, as heads do here where a store has none.
 
 The store holds every image of every split, in the order of the files, unaugmented: the penultimate features, float16
 unless --dtype says otherwise. It is written shard by shard; a command that was stopped, killed even, continues when it
@@ -75,8 +77,8 @@ class Images(cli.DataFlags):
     dataset: str | None = flag(
         None,
         str,
-        "cifar100, cifar10, digits, another of torchvision's (a wrong name lists them), or a folder with train/ "
-        "and val/ (or test/), or with one of them, each holding a folder per class",
+        "cifar100, cifar10, digits, another of torchvision's (a wrong name lists them), or a folder with train/, val/ "
+        "and test/, or some of them, each holding a folder per class",
     )
     train_dir: Path | None = flag(None, cli.path, "training images, in place of --dataset")
     test_dir: Path | None = flag(None, cli.path, "test images, in place of --dataset")

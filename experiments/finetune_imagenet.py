@@ -126,7 +126,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     ranks.let_follow()
     rows = rows_of(store, args, defaults)
     filled_in = settle(args, defaults, len(rows["train"]))
-    fewest = min(args.batch_size, len(rows["valid"]), len(rows["test"]))
+    fewest = min(args.batch_size, *(len(each) for name, each in rows.items() if name != "train"))
     told = "processes divide each batch, the rows that validate and those of test"
     cli.check(ranks.count <= fewest, f"{ranks.count} {told}: there are {fewest}; lower --nproc_per_node")
     try:
@@ -144,7 +144,8 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         flags |= {**identity_of(store, args.data_path), "num_valid": len(rows["valid"])}
         flags |= {"seed": seed, "order_seed": order}
         with suppress(cli.AlreadyRecorded):
-            run = Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step", measured=MEASURED)
+            measured = [name for name in MEASURED if "test" in rows or not name.startswith("test_")]
+            run = Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step", measured=measured)
             runs.append((run, recipe))
     if not runs:
         return 0
@@ -156,14 +157,15 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
             batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=rows["train"], mode=args.batches)
             splits = {  # of each, this process's share
                 name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(len(rows[name]))])
-                for name, split in (("valid", store["train"]), ("test", store["test"]))
+                for name, split in ((name, store.splits.get(name, store["train"])) for name in rows if name != "train")
             }
         ranks.sum(0)
     labels = store["train"].labels()[rows["train"]].to(device)
     for recipe in recipes:
         count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
     counts = {name: len(each) for name, each in rows.items()}
-    ranks.say("{}: {train} training rows, {valid} validate, {test} test".format(store.path, **counts))
+    told = f"{counts['test']} test" if "test" in counts else "no test split: the row has validation accuracy alone"
+    ranks.say(f"{store.path}: {counts['train']} training rows, {counts['valid']} validate, {told}")
     ranks.say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
     if filled_in:
         ranks.say(f"defaults for {counts['train']} training rows: {filled_in}")

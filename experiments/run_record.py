@@ -75,7 +75,10 @@ def _table(path: Path, where: Sequence[str], sort: str | None, shown: Sequence[s
     if sort:
         numbers = -pandas.to_numeric(rows[sort], errors="coerce")  # text comes behind, alphabetically
         rows = rows.assign(_number=numbers).sort_values(["_number", sort], kind="stable")
-    shown = shown or [name for name in SHOWN if name in rows and rows[name].any()]
+    filled = {name for name in rows if rows[name].any()}
+    # Where nothing was tested, what validated.
+    names = (name if name in filled else name.replace("test_", "valid_") for name in SHOWN)
+    shown = shown or [name for name in names if name in filled]
     table = rows[list(shown)].map(_shown_cell).to_string(index=False)
     return f"{table}\n({len(rows)} row{'s' * (len(rows) != 1)})"
 

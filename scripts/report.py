@@ -8,8 +8,9 @@
     python scripts/report.py results/cifar100.csv --where n_epochs=200 --where neuralsort:inverse_temperature=0.0625
 
 The published values are those of results/paper/; which of its tables a file belongs to is seen from its name or its
-columns, or said with --table. Runs that differ in more than their seed never share a cell, and a run with another
-schedule, subset or precision than the published one has no difference to it: reporting/tables.py states the rule.
+columns, or said with --table. Runs that differ in more than their seed never share a cell, those of another
+schedule, subset or precision never a table (in Markdown each has its own), and one that differs so from the published
+row has no difference to it: reporting/tables.py states the rule.
 Figures (reporting/figures.py, reporting/permutation_figure.py) also read runs/ beside the file, and
 results/benchmarks/.
 """
@@ -32,7 +33,7 @@ from experiments.shared.environment import ROOT
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
 from scripts.reporting.results import Row, rows_of
-from scripts.reporting.tables import Table, build_table, read_published
+from scripts.reporting.tables import Table, build_table, mixed_in, read_published
 
 PAPER = ROOT / "results" / "paper"
 KNN_TABLES = ("knn_mnist", "knn_fashion_mnist", "knn_cifar10")
@@ -70,7 +71,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def report(args: argparse.Namespace) -> int:
     """Write the table, and draw the figures that it asks for; return the exit status."""
     runs = chosen_rows(args.results, args.where)
-    table, protocol = table_of(args.results, runs, args.table, args.published, args.n_seeds)
+    parts: dict[tuple[str, ...], list[Row]] = {}
+    one = args.format != "markdown" or args.figures or args.paired
+    mixed = () if one else mixed_in(args.results.stem, runs)  # in Markdown each experiment has a table of its own
+    for run in runs:
+        parts.setdefault(tuple(run[column] for column in mixed), []).append(run)
+    tables = [table_of(args.results, part, args.table, args.published, args.n_seeds) for part in parts.values()]
+    table, protocol = tables[0]
     with tempfile.TemporaryDirectory() as scratch:
         figures: list[Path] = []
         if args.figures or args.format == "html":
@@ -78,7 +85,10 @@ def report(args: argparse.Namespace) -> int:
 
             folder = args.figures or Path(scratch)
             figures = draw_figures(table, protocol, args.results.parent / "runs", args.benchmarks, folder)
-        text = paired(table, args.paired) if args.paired else FORMATS[args.format](table, figures)
+        texts = (
+            [paired(table, args.paired)] if args.paired else [FORMATS[args.format](each, figures) for each, _ in tables]
+        )
+        text = "\n".join(texts)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(args.output) as file:

@@ -160,7 +160,7 @@ def open_store_of(source: str, cache_dir: Path | None = None, **of: Any) -> Embe
         except ObjectStoreError as error:
             raise cli.CommandLineError(f"--data_path: {error}") from None
     store = open_or_fetch(source, cache_dir, **of)
-    for name in ("train", "test"):  # named if it is missing, or has a label out of range
+    for name in dict.fromkeys(("train", *store.splits)):  # named if it is missing, or has a label out of range
         store[name].labels()
     return store
 
@@ -208,25 +208,35 @@ def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.
 
 
 def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str, Tensor]:
-    """Return the rows of train, valid (both of the split train) and test, each (R,) int64, rising. CommandLineError."""
+    """Return the rows that train, validate and, where the store has a split for it, test, each (R,) int64, rising.
+
+    Those that validate are the store's split, else some of its training rows. Raises CommandLineError.
+    """
+    cli.check("test" in store.splits or not args.limit_test, f"--limit_test: {store.path} has no test split")
     chosen = {}
-    for name, limit in (("train", args.limit_train), ("test", args.limit_test)):
+    for name, limit in (("train", args.limit_train), ("valid", None), ("test", args.limit_test)):
+        if name != "train" and name not in store.splits:
+            continue
         num_rows = len(store[name])
         told = f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}"
         cli.check((limit or 0) <= num_rows, told)
         everything = limit is None or limit == num_rows
         chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
-    num_rows = len(chosen["train"])
-    try:
-        number = args.num_valid or share_that_validates(num_rows, defaults.num_valid)
-        train, valid = split_rows(num_rows, number, args.split_seed)
-    except ValueError as error:
-        raise cli.CommandLineError(f"--num_valid: {error}") from None
+    if "valid" in chosen:
+        cli.check(args.num_valid is None, f"--num_valid: {store.path} has {len(chosen['valid'])} rows that validate")
+    else:
+        num_rows = len(chosen["train"])
+        try:
+            number = args.num_valid or share_that_validates(num_rows, defaults.num_valid)
+            train, valid = split_rows(num_rows, number, args.split_seed)
+        except ValueError as error:
+            raise cli.CommandLineError(f"--num_valid: {error}") from None
+        chosen |= {"train": chosen["train"][train], "valid": chosen["train"][valid]}
     widths = store.dim, *(args.hidden_dims or ()), store.num_classes
     weights = sum(map(math.prod, itertools.pairwise(widths))) * len(args.seeds) * (1 + len(args.also))
     what = f"heads of widths {' '.join(map(str, widths))}, with gradients, Adam's moments, and what is saved of them,"
     cli.check_memory(28 * weights, what)
-    return {"train": chosen["train"][train], "valid": chosen["train"][valid], "test": chosen["test"]}
+    return {name: chosen[name] for name in ("train", "valid", "test") if name in chosen}
 
 
 def share_that_validates(num_rows: int, published: int) -> int:

@@ -43,13 +43,14 @@ def summary(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, flo
     """Return what a row says of a run's evaluations: the chosen ones, the last one, the seconds and the memory.
 
     `history` has one entry per evaluation, in order. Of each k validation chooses separately, as published, the
-    earliest of equals: its test_top<k>, valid_top<k> and test_top<k>_<clock>.
+    earliest of equals: its valid_top<k> and, where there is a test set, its test_top<k> and test_top<k>_<clock>.
     """
     chosen, last = {}, history[-1]
     for k in (k for k in TOP_K if f"valid_top{k}" in history[0]):
         best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
-        chosen[f"test_top{k}"] = best[f"test_top{k}"]
-        chosen[f"test_top{k}_{clock}"] = best[clock]
+        if f"test_top{k}" in best:
+            chosen[f"test_top{k}"] = best[f"test_top{k}"]
+            chosen[f"test_top{k}_{clock}"] = best[clock]
         chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
     return {
         **chosen,

@@ -250,10 +250,11 @@ class Run:
         del origin["git_commits"]
         row = {"run_id": self.name, **flags, **columns, **self.environment, **origin, "finished_utc": utc_now()}
         write_row(self.args.results, row)
+        where = {k: f" ({self.clock} {row[column]})" for k in (1, 5) if (column := f"test_top{k}_{self.clock}") in row}
         accuracies = [
-            f"test top-{k} {row[f'test_top{k}']:.4f} ({self.clock} {row[f'test_top{k}_{self.clock}']})"
+            f"{SAID[name]} {row[name]:.4f}{where.get(k, '')}"
             for k in (1, 5)
-            if f"test_top{k}" in row
+            if (name := f"{'test' if where else 'valid'}_top{k}") in row
         ]
         speed = f", {row['images_per_second']:.0f} images/s" if row.get("images_per_second") else ""
         self.ranks.say(

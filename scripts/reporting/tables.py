@@ -162,15 +162,7 @@ def build_table(
     belong in one table.
     """
     if runs:
-        # A majority of neighbours is one label, and a mass of k neighbours that of one k.
-        of_ranks = () if "prediction" in runs[0] else ("p_k", "test_top5")
-        check(Path(f"{name}.csv"), runs, ("method", *of_ranks, "seed", "test_top1"))
-        shared = [column for column in identity_columns(runs[0]) if column not in OF_A_ROW]
-        mixed: dict[str, list[str]] = {}
-        for column in shared:  # what is not trained has no settings of training
-            mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
-        rule = "a table reports one schedule, subset, precision and implementation"
-        _refuse(name, mixed, rule, runs)
+        _refuse(name, mixed_in(name, runs), "a table reports one schedule, subset, precision and implementation", runs)
     num_seeds = num_seeds or int(protocol.get("n_seeds") or USUAL_SEEDS)
     lines: dict[tuple, Line] = {}
     for row in published:
@@ -211,6 +203,18 @@ def build_table(
         num_seeds,
         (runs[0].get("implementation") if runs else None) or "ours",
     )
+
+
+def mixed_in(name: str, runs: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the cells of each column that differs between runs and must not in one table. Raises CommandLineError."""
+    # A majority of neighbours is one label, and a mass of k neighbours that of one k.
+    of_ranks = () if "prediction" in runs[0] else ("p_k", "test_top5")
+    check(Path(f"{name}.csv"), runs, ("method", *of_ranks, "seed", "test_top1"))
+    mixed: dict[str, list[str]] = {}
+    for column in identity_columns(runs[0]):  # what is not trained has no settings of training
+        if column not in OF_A_ROW:
+            mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
+    return mixed
 
 
 def _refuse(what: str, mixed: Mapping[str, list[str]], rule: str, runs: Sequence[Row], method: str = "") -> None:

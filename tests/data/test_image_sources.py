@@ -42,11 +42,13 @@ def test_a_folder_per_class_and_per_split(tmp_path):
         str(tmp_path / "train" / name) for name in names
     ]
     assert contents(source.splits["train"]) == [(2, 0), (3, 0), (1, 1), (0, 1)]
-    assert contents(source.splits["test"]) == [(0, 0), (1, 1)]
-    assert source.splits["test"].describe(1) == str(tmp_path / "val" / "b" / "1.png")
+    assert contents(source.splits["valid"]) == [(0, 0), (1, 1)]
+    assert source.splits["valid"].describe(1) == str(tmp_path / "val" / "b" / "1.png")
     reference = torchvision.datasets.ImageFolder(tmp_path / "train")
     assert [path for path, _ in reference.samples] == [source.splits["train"].describe(row) for row in range(4)]
-    assert source.fingerprint["images"] == {"train": 4, "test": 2}
+    assert source.fingerprint["images"] == {"train": 4, "valid": 2}
+    make_folder(tmp_path / "test", ["a/3.png", "b/4.png"])
+    assert list(open_images(str(tmp_path), "unused").splits) == ["train", "valid", "test"]
 
 
 def test_folders_by_name_and_a_folder_of_one_split(tmp_path):
@@ -79,7 +81,8 @@ def test_unlabelled_test_images_and_hidden_folders_are_no_split(tmp_path):
     make_folder(tmp_path / "test", ["0.png"])
     source = open_images(str(tmp_path), "")
     assert source.class_names == ("a", "b")
-    assert source.splits["test"].describe(0) == str(tmp_path / "val" / "a" / "0.png")
+    assert source.splits["valid"].describe(0) == str(tmp_path / "val" / "a" / "0.png")
+    assert "test" not in source.splits
 
 
 def test_what_is_left_out_is_said(tmp_path):
@@ -91,14 +94,14 @@ def test_what_is_left_out_is_said(tmp_path):
     left_out, empty = open_images(str(tmp_path), "").notes
     assert left_out.startswith("3 files below")
     assert "2 .txt, 1 without ending" in left_out
-    assert empty == "1 classes have no test image: b"
+    assert empty == "1 classes have no valid image: b"
 
 
 @pytest.mark.parametrize(
     ("names", "arguments", "message"),
     [
         (["train/a/0.png", "train/b/0.png", "val/a/0.png", "val/c/0.png"], {}, "2 are in one alone: b, c"),
-        (["train/a/0.png", "val/a/0.png", "test/a/0.png"], {}, "has test/ and val/, and one can be the test split"),
+        (["train/a/0.png", "val/a/0.png", "valid/a/0.png"], {}, "has val/ and valid/, and one can be the valid split"),
         (["0.png"], {}, "holds no folder per class"),
         (["train/a/0.txt"], {}, "there is no image below"),
         (["a/0.png"], {"limits": {"train": 2}}, "--limit_train must be from 1 to 1"),

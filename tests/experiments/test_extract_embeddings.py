@@ -38,9 +38,9 @@ def images(tmp_path):
 
 
 def make_images(folder: Path, train: int = 20, test: int = 7) -> Path:
-    """Pictures of random blocks in two classes, as train/ and val/."""
+    """Pictures of random blocks in two classes, as train/ and test/."""
     generator = np.random.default_rng(0)
-    for split, count in (("train", train), ("val", test)):
+    for split, count in (("train", train), ("test", test)):
         for row in range(count):
             path = folder / split / f"class {row * 2 // count}" / f"{row:03}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def test_digits_with_limits_into_a_place_of_its_own(tmp_path, monkeypatch, capsy
 
 
 def test_one_split_alone(images, tmp_path):
-    flags = [*QUICK, "--test_dir", str(images / "val"), "--store", str(tmp_path / "s")]
+    flags = [*QUICK, "--test_dir", str(images / "test"), "--store", str(tmp_path / "s")]
     assert script.main(flags) == 0
     assert list(open_store(tmp_path / "s").splits) == ["test"]
 
@@ -287,9 +287,9 @@ def test_a_mended_image_is_taken_up_when_its_shard_is_written_again(images, tmp_
 
 
 def test_a_shard_of_broken_images_alone_is_a_sentence(images, tmp_path, capsys):
-    for path in (images / "val" / "class 1").iterdir():
+    for path in (images / "test" / "class 1").iterdir():
         path.write_text("broken")
-    named = f"none of the 2 images of test-00002 can be read, the first being {images / 'val' / 'class 1' / '004.jpg'}"
+    named = f"none of the 2 images of test-00002 can be read, the first being {images / 'test' / 'class 1' / '004.jpg'}"
     check_refused(
         script.main, command(images, tmp_path / "s", "--on_error skip --shard_rows 2"), named, capsys, status=1
     )

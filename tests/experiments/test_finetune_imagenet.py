@@ -41,9 +41,10 @@ def rows_and_labels(seed=0):
 
 
 def made_store(folder, change=lambda name, embeddings: None, splits=("train", "test")):
-    """A store of these rows; `change` may spoil them."""
+    """A store of these splits, valid of the rows of test; `change` may spoil them."""
     writer = StoreWriter(folder, dim=DIM, dtype=torch.float16, backbone="synthetic", resolution=32)
-    for name, embeddings, labels in rows_and_labels():
+    made = {name: rows for name, *rows in rows_and_labels()}
+    for name, (embeddings, labels) in {**made, "valid": made["test"]}.items():
         if name in splits:
             change(name, embeddings)
             writer.write(name, 0, embeddings, labels)
@@ -338,6 +339,25 @@ def test_after_ctrl_c_the_same_command_ends_with_the_same_bits(store, tmp_path, 
     assert row["times_resumed"] == "1"
 
 
+@pytest.mark.parametrize("splits", [("train", "valid", "test"), ("train", "valid"), ("train",)])
+def test_rows_of_the_store_s_own_validate_and_a_test_can_be_missing(tmp_path, capsys, splits):
+    made = made_store(tmp_path / "own.store", splits=splits)
+
+    def words(results: Path) -> list[str]:
+        return [word for word in command(made, results, n_epochs=3) if word not in ("--num_valid", "32")]
+
+    row = check_resumes(script, words, ("evaluate", 3), tmp_path, capsys, **COMPARED)
+    counts = [row.get(f"{name}_images") or 0 for name in ("train", "valid", "test")]
+    assert list(map(int, counts)) == [
+        640 if "valid" in splits else 512,
+        TEST if "valid" in splits else 128,
+        TEST * ("test" in splits),
+    ]
+    assert row.get("test_top1", row["valid_top1"]) == row["valid_top1"]  # the same rows
+    assert ("test_top1" in row, "last_test_loss" in row) == ("test" in splits,) * 2
+    assert f"{'test' if 'test' in splits else 'valid'} top-1 {float(row['valid_top1']):.4f}" in capsys.readouterr().out
+
+
 def test_a_head_that_lags_behind_catches_up(store, tmp_path, monkeypatch):
     together, mixed = tmp_path / "together" / "r.csv", tmp_path / "mixed" / "r.csv"
     flags = "--order_seed 0"
@@ -471,8 +491,8 @@ def test_a_loss_that_cannot_be_is_refused_before_anything_is_downloaded(tmp_path
 
 
 def test_a_damaged_store_is_answered_with_a_sentence(tmp_path, results, capsys):
-    half = made_store(tmp_path / "half.store", splits=("train",))
-    check_refused(script.main, command(half, results), "has no split 'test'", capsys, status=1)
+    half = made_store(tmp_path / "half.store", splits=("test",))
+    check_refused(script.main, command(half, results), "has no split 'train'", capsys, status=1)
     folder = made_store(tmp_path / "damaged.store")
     shard = next(folder.glob("test*.labels.npy"))
     shard.write_bytes(shard.read_bytes()[:-8] + (10**6).to_bytes(8, "little"))

@@ -134,7 +134,8 @@ def test_a_reason_of_one_row_names_it(made):
 )
 def test_other_schedules_subsets_precisions_and_implementations_are_not_mixed(made, column, value):
     rows = [*TWO_SEEDS, cifar_run(0, 0.3, 0.6, **{column: value})]
-    status, text, said = made(rows)
+    assert (made(rows)[0], made(rows)[1].count("| Softmax CE")) == (0, 2)  # in Markdown, a table of each
+    status, text, said = made(rows, "--format", "csv")
     assert (status, text) == (2, "")
     assert f"mixes {column} " in said
     (advice,) = re.findall(r"choose with (--where \S+)", said)

@@ -77,7 +77,7 @@ def test_without_the_oddities_nothing_is_called_comparable(made):
 
 @pytest.mark.parametrize("change", [{"k": "5"}, {"n_epochs": "10"}, {"dataset": "cifar10"}, {"limit_train": "100"}])
 def test_other_neighbours_schedules_and_data_are_not_mixed(made, change):
-    status, _, error = made([ROWS[0], knn_run(1, 0.9, "softsort", **change)])
+    status, _, error = made([ROWS[0], knn_run(1, 0.9, "softsort", **change)], "--format", "csv")
     assert status == 2
     assert f"mixes {next(iter(change))}" in error
 
