@@ -211,7 +211,7 @@ def train_epoch(
     seed_noise(loss_fn, device, args.seed, epoch, ranks.rank)
 
     def batch_loss(rows: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss () and the hits (4,) of training images, each of them by its row and its crop, (share,)."""
+        """The loss () and the hits (5,) of training images, each of them by its row and its crop, (share,)."""
         images, labels = data.train.batch(rows)
         images = normalise(crop_and_flip(images, tops, lefts, flips, PADDING), data.mean, data.std)
         with run.autocast():

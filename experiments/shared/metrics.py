@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-TOP_K = (1, 5, 10, 20)
+TOP_K = (1, 3, 5, 10, 20)
 # What a history says of each evaluation, in both scripts.
 EVALUATION = (
     *(f"{split}_top{k}" for split in ("valid", "test") for k in TOP_K),
@@ -19,7 +19,7 @@ EVALUATION = (
 
 
 def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the number of top-1, 5, 10 and 20 hits (TOP_K) in a batch, (4,) int64 on the logits' device.
+    """Return the number of top-1, 3, 5, 10 and 20 hits (TOP_K) in a batch, (5,) int64 on the logits' device.
 
     logits (batch, n) of any floating dtype, labels (batch,) int64 in [0, n). Equal scores, frequent in half precision,
     rank by class index. A NaN ranks above every number, and a true class that is NaN is never a hit. With n < k classes

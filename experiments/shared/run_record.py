@@ -23,7 +23,8 @@ from experiments.shared.environment import ROOT
 
 # Every column of a row that is not a flag of the script, with its meaning; flags have theirs in --help.
 _TABLE = (ROOT / "results" / "README.md").read_text(encoding="utf-8").partition("| column |")[2].partition("\n\n")[0]
-COLUMNS = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", _TABLE, re.MULTILINE))
+_LINES = re.findall(r"^\| (`.*?`) \| (.*) \|$", _TABLE, re.MULTILINE)  # of one column, or of several that are alike
+COLUMNS = {name: meaning for names, meaning in _LINES for name in re.findall(r"`(\w+)`", names)}
 
 csv.field_size_limit(2**31 - 1)  # what can be recorded can be read
 
