@@ -1,20 +1,25 @@
-"""The Triton kernels of the relaxed networks against PyTorch's operations in float64.
+"""The Triton kernels against PyTorch's operations in float64.
 
 On a CUDA device where there is one; elsewhere in Triton's interpreter, on the CPU.
 """
 
 import copy
+import importlib
 import importlib.metadata
 import pickle
 import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.topk_losses.test_kernels import MASKS, arguments_and_gradient, check_masks
 from topk_losses import DISTRIBUTIONS, RelaxedNetwork, TopKCrossEntropyLoss, bitonic, odd_even, splitter_selection
-from topk_losses.kernels import VARIABLE, device_of_kernels
+from topk_losses.kernels import UNSEEN, VARIABLE, device_of_kernels, kernel
+from topk_losses.transport import SinkhornSort, sinkhorn
 
-pytest.importorskip("triton", reason="Triton is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
 def version(package):
@@ -31,14 +36,24 @@ NETWORKS = {"odd_even": odd_even, "bitonic": bitonic, "splitter": splitter_selec
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """The module of the kernels, interpreted without a CUDA device, for this file's tests only."""
+    """The modules of the kernels, interpreted without a CUDA device, for this file's tests only."""
+    names = [f"topk_losses.kernels.{name}" for name in ("cuda", "cuda_masks", "cuda_sinkhorn")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "triton")
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
-        patch.delitem(sys.modules, "topk_losses.kernels.cuda", raising=False)
-        yield importlib.import_module("topk_losses.kernels.cuda")
-        sys.modules.pop("topk_losses.kernels.cuda", None)  # it may stand there anew
+            language, standard = (importlib.import_module(f"triton.language{name}") for name in ("", ".standard"))
+            for name, function in list(vars(standard).items()):  # tl.sum and others, which are Triton code themselves
+                if isinstance(function, triton.JITFunction):
+                    interpreted = triton.jit(function.fn)
+                    patch.setattr(standard, name, interpreted)
+                    patch.setattr(language, name, interpreted, raising=False)
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        networks, *_ = [importlib.import_module(name) for name in names]
+        yield networks
+        for name in names:
+            sys.modules.pop(name, None)  # it may stand there anew
 
 
 def column_and_gradients(column, scores, labels):
@@ -208,3 +223,90 @@ def test_a_backend_that_cannot_run_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: False)
     with pytest.raises(ValueError, match="needs the package triton"):
         device_of_kernels(cpu)
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("name", MASKS)
+@given(st.integers(2, 40), st.data())
+@settings(max_examples=12, deadline=None)
+def test_masks_are_those_of_operations_in_float64(name, n, data):
+    assert kernel("masks", torch.zeros(1, n)) is not None
+    check_masks(name, n, data, [1, 3])
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_ties_of_few_classes_of_gaps_and_of_spoilt_rows_are_those_of_the_cpu_s_kernel(
+    name, softmax, monkeypatch
+):
+    """And with equal scores, and where the true class is one of those that take part, or is not."""
+    nan, inf = float("nan"), float("inf")
+    scores = torch.tensor(
+        [
+            [1, 2.2, 2.2, 2.2, 2.2, -1],
+            [0.3] * 6,
+            [300, 299.3, 0, -1, -2, -3],
+            [1, 0.2, -inf, -inf, -inf, -inf],
+            [-inf, 0, -inf, -inf, -inf, -inf],
+            [-inf] * 6,
+            [nan, 1, 2, 3, 4, 5],
+            [inf, 1, 2, 3, 4, 5],
+        ]
+    )
+    labels, results = torch.tensor([0, 3, 1, 0, 0, 2, 1, 1]), []
+    for backend in ("triton", "numba"):
+        monkeypatch.setenv(VARIABLE, backend)
+        results.append(arguments_and_gradient(MASKS[name](3, 1.0), scores, labels, [1, 2, 3, 6], softmax))
+    for ours, of_cpu in zip(*results):
+        torch.testing.assert_close(ours, of_cpu, rtol=1e-5, atol=2e-6, equal_nan=True)
+
+
+def test_masks_have_second_derivatives_and_more_classes_than_the_kernel_takes():
+    scores, labels = torch.randn(2, 9, generator=torch.Generator().manual_seed(9)), torch.tensor([0, 4])
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = scores.to(dtype).requires_grad_()
+        (first,) = torch.autograd.grad(TopKCrossEntropyLoss("lml", 3)(leaf, labels), leaf, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), leaf)[0].double())
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-6)
+    assert kernel("masks", torch.zeros(1, UNSEEN["masks", "cuda"] + 1)) is None
+
+
+# SinkhornSort.
+
+
+@pytest.mark.parametrize(("n", "beta"), [(1, 100.0), (2, 5.0), (11, 100.0), (33, 30.0)])
+def test_the_plan_is_that_of_operations_in_float64(n, beta):
+    x = torch.rand(5, n, generator=torch.Generator().manual_seed(n))
+    x[1], x[2] = x[1].round(decimals=1), 0.5
+    labels, k, results = torch.arange(5) % n, min(n, 5), []
+    for solve, dtype in ((kernel("sinkhorn", x), torch.float32), (sinkhorn, torch.float64)):
+        leaf = x.to(dtype).requires_grad_()
+        column, error, *_ = solve(leaf, labels, torch.tensor(beta, dtype=dtype), k, 2e-5, 30)
+        assert bool((error <= 2e-5).all())
+        weights = torch.linspace(1, -0.4, k, dtype=dtype)
+        results.append([column.detach().double(), torch.autograd.grad((column * weights).sum(), leaf)[0].double()])
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=3e-5)
+    size = float(results[1][1].abs().max()) + 1e-3
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=2e-3 * size)
+
+
+def test_sinkhorn_sort_takes_the_kernel_up_to_its_classes_and_keeps_nan_in_its_sample():
+    assert kernel("sinkhorn", torch.zeros(1, 128)) is not None
+    assert kernel("sinkhorn", torch.zeros(1, 129)) is None
+    scores = torch.randn(3, 8, generator=torch.Generator().manual_seed(10))
+    clean = SinkhornSort(3, 100.0).rank_probabilities(scores, torch.arange(3))
+    scores[1, 4] = float("nan")
+    spoilt = SinkhornSort(3, 100.0).rank_probabilities(scores, torch.arange(3))
+    assert bool(spoilt[1].isnan().all())
+    assert torch.equal(spoilt[[0, 2]], clean[[0, 2]])
+
+
+def test_what_no_gpu_has_seen_is_taken_by_those_alone_who_ask_for_it(monkeypatch):
+    monkeypatch.setattr("topk_losses.kernels.device_of_kernels", lambda device: "cuda")
+    monkeypatch.setenv(VARIABLE, "")
+    assert [kernel(operation, torch.zeros(1, 4)) is None for operation in ("masks", "sinkhorn", "carry_mass")] == [
+        *(True, True, False)
+    ]

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.topk_losses.test_kernels import MASKS
 from topk_losses import DISTRIBUTIONS, RelaxedNetwork, splitter_selection
+from topk_losses.kernels import VARIABLE
+from topk_losses.transport import SinkhornSort
 
 triton = pytest.importorskip("triton")
 jit = pytest.importorskip("triton.runtime.jit")
@@ -28,26 +31,31 @@ pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Tri
 
 @pytest.fixture
 def launch(monkeypatch, tmp_path):
-    """A function that compiles what carry_mass and its backward pass would launch."""
+    """A function that compiles what an operator's column and its backward pass would launch."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delitem(sys.modules, "topk_losses.kernels.cuda", raising=False)
     monkeypatch.setattr(jit, "driver", SimpleNamespace(active=HOPPER))
-    cuda = importlib.import_module("topk_losses.kernels.cuda")
-    compiled = []
-    for kernel in (cuda.forward_kernel, cuda.backward_kernel):
-        run = kernel.run
-        monkeypatch.setattr(
-            kernel, "run", lambda *args, run=run, **options: compiled.append(run(*args, **{**options, "warmup": True}))
-        )
+    names, compiled = [f"topk_losses.kernels.{name}" for name in ("cuda", "cuda_masks", "cuda_sinkhorn")], []
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        for kernel in (module.forward_kernel, module.backward_kernel):
+            run = kernel.run
+            monkeypatch.setattr(
+                kernel, "run", lambda *args, run=run, **flags: compiled.append(run(*args, **{**flags, "warmup": True}))
+            )
 
-    def launched(network, scores, labels):
+    def launched(operator, scores, labels):
         monkeypatch.setattr("topk_losses.kernels.device_of_kernels", lambda device: "cuda")
-        network.rank_probabilities(scores, labels).sum().backward()
+        monkeypatch.setenv(VARIABLE, "triton")
+        values, beside = operator.within(scores, labels, [1, operator.k], True)
+        (values.sum() + beside.sum()).backward()
+        assert [kernel.metadata.name for kernel in compiled] == ["forward_kernel", "backward_kernel"]
         return compiled
 
     yield launched
-    sys.modules.pop("topk_losses.kernels.cuda", None)
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def stack_bytes(compiled, path):
@@ -67,9 +75,18 @@ SIZES += [(2, 1, "logistic_phi"), (16, 3, "gaussian"), (10450, 2, "optimal")]
 def test_kernels_compile_and_keep_to_their_registers(launch, n, batch, distribution, tmp_path):
     network = RelaxedNetwork(splitter_selection(n, min(5, n)), 1.0, distribution)
     compiled = launch(network, torch.zeros(batch, n, requires_grad=True), torch.zeros(batch, dtype=torch.int64))
-    assert [kernel.metadata.name for kernel in compiled] == ["forward_kernel", "backward_kernel"]
     for kernel in compiled:
         assert stack_bytes(kernel, tmp_path) == 0
         # A thread loads and stores a comparator's lanes: they need not change hands, nor wait but for the tile before.
         assert kernel.metadata.shared == 0
         assert kernel.asm["ptx"].count("bar.sync") == 1
+
+
+OPERATORS = {**MASKS, "sinkhorn_sort": SinkhornSort}
+
+
+@pytest.mark.parametrize(("name", "n"), [*((name, 100) for name in OPERATORS), ("lml", 1000), ("sinkhorn_sort", 128)])
+def test_the_other_kernels_compile_for_hopper(launch, name, n, tmp_path):
+    scores = torch.zeros(2, n, requires_grad=True)
+    for kernel in launch(OPERATORS[name](5, 1.0), scores, torch.zeros(2, dtype=torch.int64)):
+        assert stack_bytes(kernel, tmp_path) == 0

@@ -27,7 +27,11 @@ TABLE = {
     ("masks", "cpu"): "cpu_masks",  # with a threshold or a soft rank
     ("sinkhorn", "cpu"): "cpu_sinkhorn",  # SinkhornSort for the true class
     ("carry_mass", "cuda"): "cuda",
+    ("masks", "cuda"): "cuda_masks",
+    ("sinkhorn", "cuda"): "cuda_sinkhorn",
 }
+# Kernels that have not run on a GPU yet, and the most classes they take: for those who set TOPK_LOSSES_BACKEND=triton.
+UNSEEN = {("masks", "cuda"): 16384, ("sinkhorn", "cuda"): 128}
 NETWORK = "Tensor comparators, SymInt[] layer_sizes, SymInt k, str distribution, float? art_lambda"
 ARGUMENTS = {
     "carry_mass": f"Tensor scores, Tensor target, Tensor beta, {NETWORK}",
@@ -71,10 +75,11 @@ def device_of_kernels(device: torch.device) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _name(operation: str, device: torch.device) -> str:
-    """The name of the kernel for an operation on a device, which is loaded; "" where there is none."""
+def _name(operation: str, device: torch.device, n: int) -> str:
+    """The name of the kernel for an operation on n scores on a device, which is loaded; "" where there is none."""
     kind = device_of_kernels(device)
-    if (operation, kind) not in TABLE:
+    most = UNSEEN.get((operation, kind))
+    if (operation, kind) not in TABLE or (most and (os.environ.get(VARIABLE) != "triton" or n > most)):
         return ""
     importlib.import_module(f"topk_losses.kernels.{TABLE[operation, kind]}")
     return f"{operation}_{kind}"
@@ -89,7 +94,7 @@ def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callabl
         return None
     if any(isinstance(each, Tensor) and each.requires_grad for each in settings):
         return None
-    name = _name(operation, scores.device)
+    name = _name(operation, scores.device, scores.shape[-1])
     if not name:
         return None
     return getattr(torch.ops.topk_losses, name) if torch.compiler.is_compiling() else _eager[name]
