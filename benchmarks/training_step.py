@@ -4,8 +4,9 @@
     python benchmarks/training_step.py --precision fp32 --methods softsort --device cuda
 
 The step is that of experiments/train_cifar100.py (gather, augment, forward, loss, backward, Adam) on random images of
-CIFAR-100's size; an epoch is 371 such steps and an evaluation that does not depend on the loss. The methods take turns,
-a few steps each; medians over the turns. Prints a table and writes --output (default
+CIFAR-100's size; an epoch is 371 such steps and an evaluation that does not depend on the loss. On a GPU a method has
+two rows, of which the second launches the step as one graph (--graph there), but for the augmentation. The methods take
+turns, a few steps each; medians over the turns. Prints a table and writes --output (default
 results/benchmarks/training_step.csv).
 """
 
@@ -20,44 +21,59 @@ from benchmarks.runner import Table, parser, ratio, take_turns
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
 from experiments.shared.command_line import DEFAULT_P_K
 from experiments.shared.environment import keep_freed_memory, set_up_device
+from experiments.shared.graph import GraphedStep
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
 BATCH, NUM_CLASSES, NUM_IMAGES = 128, 100, 5000
 SOFTMAX = "softmax_cross_entropy"
-COLUMNS = ("method", "precision", "ms_per_step", "over_softmax", "images_per_second", "device", "threads", "torch")
+COLUMNS = (
+    "method",
+    "graph",
+    "precision",
+    "ms_per_step",
+    "over_softmax",
+    "images_per_second",
+    "device",
+    "threads",
+    "torch",
+)
 
 
 def our_steps(
     methods: list[str], images: Tensor, labels: Tensor, precision: str, device: torch.device
-) -> dict[str, Callable[[], object]]:
+) -> dict[tuple[str, bool], Callable[[], object]]:
     """Return for each method a function that makes a training step, as experiments/train_cifar100.py does, of one
-    network; and one that augments a batch. images (N, 3, 32, 32) uint8.
+    network, and on a GPU one that does so by a graph; and one that augments a batch. images (N, 3, 32, 32) uint8.
     """
     split = Split(images.contiguous(memory_format=torch.channels_last), labels).to(device)
     generator = epoch_generator(0, 1, device)
     model = resnet_cifar("resnet18", NUM_CLASSES).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True, capturable=on_gpu)
 
     def augmented() -> tuple[Tensor, Tensor]:
         batch, targets = split.batch(torch.randint(len(labels), (BATCH,), device=device))
         return augment(batch, CIFAR_MEAN, CIFAR_STD, generator), targets  # (batch, 3, 32, 32)
 
-    def step_of(method: str) -> Callable[[], None]:
+    def steps_of(method: str) -> list[Callable[[], object]]:
         mode = {"top1_mode": "smce"} if method in RELAXATIONS else {}
         loss_fn = make_loss(method, DEFAULT_P_K.get(method), NUM_CLASSES, **mode).to(device)
 
-        def step() -> None:
-            batch, targets = augmented()
+        def step(batch: Tensor, targets: Tensor) -> tuple[Tensor, None]:
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 logits = model(batch)  # (batch, num_classes)
             optimizer.zero_grad(set_to_none=True)
-            loss_fn(logits.float(), targets).backward()
+            loss = loss_fn(logits.float(), targets)
+            loss.backward()
             optimizer.step()
+            return loss.detach(), None
 
-        return step
+        graphed = GraphedStep(step, device)
+        return [lambda: step(*augmented()), lambda: graphed(None, *augmented())][: 1 + on_gpu]
 
-    return {**{method: step_of(method) for method in methods}, "augmentation": augmented}
+    steps = {(method, bool(i)): step for method in methods for i, step in enumerate(steps_of(method))}
+    return {**steps, ("augmentation", False): augmented}
 
 
 def main() -> int:
@@ -75,13 +91,14 @@ def main() -> int:
     steps = our_steps(methods, images, labels, arguments.precision, arguments.device)
     times = take_turns(steps, arguments.turns, arguments.steps, arguments.threads)
     table = Table(COLUMNS, arguments, shown=5)
-    for name, each in times.items():
+    for (name, graph), each in times.items():
         milliseconds = statistics.median(each)
         table.add(
             method=name,
+            graph=graph,
             precision=arguments.precision,
             ms_per_step=milliseconds,
-            over_softmax=f"{ratio(each, times[SOFTMAX]):.3f}" if name in methods else "",
+            over_softmax=f"{ratio(each, times[SOFTMAX, graph]):.3f}" if name in methods else "",
             images_per_second=f"{BATCH / milliseconds * 1e3:.0f}",
         )
     return table.write()

@@ -111,6 +111,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     """Train each configuration with each seed and record the rows; return the exit status."""
     # What can be refused is refused before data is downloaded: tried with as many classes as the flags may need.
     device = cli.training_device(args.device, ranks)
+    args.check_graph(device, ranks, {each.implementation for each in (args, *args.also)})
     with cli.refusing():
         most = max(each.m or 0 for each in (args, *args.also))
         recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))

@@ -29,7 +29,9 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
     program.begin()
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ class Data(cli.DataFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, cli.ClassifierFlags):
+class Flags(cli.RecordFlags, cli.StepFlags, Data, Optimization, cli.ClassifierFlags):
     """record"""
 
     results: Path = ROOT / "results" / "cifar100.csv"
@@ -141,6 +143,7 @@ def configuration(args: Flags, device: torch.device) -> tuple[nn.Module, dict[st
 def begin(args: Flags, ranks: Ranks) -> tuple[Run, nn.Module, Dataset]:
     """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too."""
     device = cli.training_device(args.device, ranks)
+    args.check_graph(device, ranks, {args.implementation})
     loss_fn, flags = configuration(args, device)
     told = f"--batch_size must be at least the number of processes: got {args.batch_size} and {ranks.count} processes"
     cli.check(args.batch_size >= ranks.count, told)
@@ -170,7 +173,6 @@ def train(args: Flags, ranks: Ranks) -> int:
         evaluated, average = model, None
         if args.ema:
             average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
-            optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
             evaluated = average.module
         training = {"model": model, "optimizer": optimizer, "average": average, "loss": loss_fn}
         run.track(evaluated, training, end=args.n_epochs)
@@ -179,8 +181,14 @@ def train(args: Flags, ranks: Ranks) -> int:
         steps_model = compiled(model, run.device) if args.compile else model
         stateless = args.implementation == "ours" and is_stateless(run.flags)
         steps_loss = compiled(loss_fn, run.device) if args.compile and stateless else loss_fn
+        num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
+        steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs, lr_schedule=args.lr_schedule)
+        if average:
+            steps.after = lambda: average.update_parameters(model)
+        of_batch = partial(batch_loss, run, steps_model, steps_loss, data)
         for epoch in run.remaining():
-            trained = train_epoch(epoch, run, steps_model, steps_loss, optimizer, data)
+            model.train()
+            trained = train_epoch(epoch, steps, of_batch, data)
             for part in (model, average) if average else (model,):
                 ranks.copy_from_first(part.buffers())  # the running statistics
             measured = {**trained, **evaluate(epoch, run, evaluated, loss_fn, data)}
@@ -194,44 +202,43 @@ def train(args: Flags, ranks: Ranks) -> int:
     return 0
 
 
+def batch_loss(
+    run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset, rows: Tensor, *crops: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss () and the hits (5,) of training images, each of them by its row and its crop, (share,)."""
+    images, labels = data.train.batch(rows)
+    images = normalise(crop_and_flip(images, *crops, PADDING), data.mean, data.std)
+    with run.autocast():
+        logits = model(images)  # (share, num_classes)
+    logits = logits.float()
+    # Summed over the processes, the mean over the batch.
+    return loss_fn(logits, labels) * run.ranks.weight(run.args.batch_size), count_hits(logits.detach(), labels)
+
+
 def train_epoch(
-    epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset
+    epoch: int, steps: Steps, of_batch: Callable[..., tuple[Tensor, Tensor]], data: Dataset
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1; return its loss, accuracies as fractions, seconds and images/s.
 
     Losses and hits stay on the device until it is over, so that no step waits for a GPU. Raises Diverged.
     """
-    started, args, device, ranks = time.perf_counter(), run.args, run.device, run.ranks
-    share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
+    started, run = time.perf_counter(), steps.run
+    args, device, ranks = run.args, run.device, run.ranks
+    share = ranks.share(args.batch_size)
     order = epoch_order(len(data.train), args.seed, epoch)  # (N,)
     if device.type == "cuda":
         order = order.pin_memory()  # copied without waiting
     order = order.to(device, non_blocking=True)
     generator = epoch_generator(args.seed, epoch, device)
-    seed_noise(loss_fn, device, args.seed, epoch, ranks.rank)
-
-    def batch_loss(rows: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss () and the hits (5,) of training images, each of them by its row and its crop, (share,)."""
-        images, labels = data.train.batch(rows)
-        images = normalise(crop_and_flip(images, tops, lefts, flips, PADDING), data.mean, data.std)
-        with run.autocast():
-            logits = model(images)  # (share, num_classes)
-        logits = logits.float()
-        # Summed over the processes, the mean over the batch.
-        return loss_fn(logits, labels) * weight, count_hits(logits.detach(), labels)
-
-    num_steps = len(order) // args.batch_size  # the last partial batch is dropped
-    steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs, lr_schedule=args.lr_schedule)
+    seed_noise(steps.loss_fn, device, args.seed, epoch, ranks.rank)
     hits = torch.zeros(len(TOP_K), dtype=torch.int64, device=device)
-    model.train()
-    loss_fn.train()
+    steps.loss_fn.train()
     for step in steps.of(epoch):
         rows = order[step * args.batch_size : (step + 1) * args.batch_size][share]
         # Drawn for the whole batch, so that an image is cropped alike by any number of processes.
-        hits += steps.take(
-            batch_loss, rows, *(each[share] for each in sample_crops(args.batch_size, PADDING, generator))
-        )
-    loss, hits, num_images = steps.mean(), ranks.total(hits).tolist(), num_steps * args.batch_size
+        crops = [each[share] for each in sample_crops(args.batch_size, PADDING, generator)]
+        hits += steps.take(of_batch, rows, *crops)
+    loss, hits, num_images = steps.mean(), ranks.total(hits).tolist(), steps.num_steps * args.batch_size
     seconds = time.perf_counter() - started
     return {
         **{"epoch": epoch, "train_loss": loss, **hit_fractions("train", hits, num_images)},

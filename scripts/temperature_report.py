@@ -32,7 +32,7 @@ NEEDED = (
 )
 APART = (
     *("method", "p_k", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "m", "seed", "order_seed"),
-    *("device", "threads", "compile", "deterministic", "data_dir", "data_path", "batches", "eval_freq"),
+    *("device", "threads", "compile", "graph", "deterministic", "data_dir", "data_path", "batches", "eval_freq"),
 )
 OPTIONAL = ("inverse_temperature", "last_inverse_temperature", "m")  # empty where there is none
 FLOOR_OF_HEADS, FLOOR = 5, 35  # points below the best that a panel of the figure still shows

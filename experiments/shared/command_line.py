@@ -289,6 +289,19 @@ class MachineFlags(DeviceFlags):
 
 
 @dataclass
+class StepFlags(MachineFlags):
+    """machine"""
+
+    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
+
+    def check_graph(self, device: torch.device, ranks: Ranks, implementations: set[str]) -> None:
+        """Raise CommandLineError where --graph is given and cannot be."""
+        alone = device.type == "cuda" and ranks.count == 1 and implementations == {"ours"} and not self.compile
+        told = f"--graph is for one process on a GPU, our losses and no --compile: leave it out, on {device.type}"
+        check(alone or not self.graph, told)
+
+
+@dataclass
 class RecordFlags:
     """record"""
 

@@ -114,7 +114,7 @@ class Data(cli.LimitFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, cli.OptimizationFlags, Also, cli.ClassifierFlags):
+class Flags(cli.RecordFlags, cli.StepFlags, Data, cli.OptimizationFlags, Also, cli.ClassifierFlags):
     """record"""
 
 

@@ -14,7 +14,9 @@ from topk_losses import METHODS, resolve_settings
 def seed_noise(of: nn.Module, device: torch.device, *numbers: int) -> None:
     """Give a loss or an operator a generator of its own, whose noise these numbers, at least 0, determine."""
     seed = int(SeedSequence(numbers).generate_state(1, "uint64")[0] >> 1)
-    of.generator = torch.Generator(device).manual_seed(seed)  # type: ignore[assignment]
+    if getattr(of, "generator", None) is None:  # kept from then on: a graph that was recorded draws from it
+        of.generator = torch.Generator(device)  # type: ignore[assignment]
+    of.generator.manual_seed(seed)  # type: ignore[operator, union-attr]
 
 
 def count_classes(loss_fn: nn.Module, method: str, labels: Tensor, num_classes: int) -> None:
@@ -43,10 +45,20 @@ def resolved(method: str, inverse_temperature: float | str | None, *others: Any,
     return {**found, "inverse_temperature": inverse_temperature} if ends else found
 
 
-def anneal(loss_fn: nn.Module, inverse_temperature: float | str | None, elapsed: float) -> None:
-    """Set the inverse temperature of a loss or operator to where its schedule is after that share, in [0, 1]."""
+def anneal(
+    loss_fn: nn.Module | None, inverse_temperature: float | str | None, elapsed: float, place: Tensor | None = None
+) -> None:
+    """Set the inverse temperature of a loss or operator to where its schedule is after that share, in [0, 1].
+
+    place: (), where it is written from now on, for a graph to read.
+    """
     if ends := ends_of(inverse_temperature):
-        loss_fn.inverse_temperature = ends[0] * (ends[1] / ends[0]) ** elapsed  # type: ignore[assignment]
+        value = ends[0] * (ends[1] / ends[0]) ** elapsed
+        now = getattr(loss_fn, "inverse_temperature", None)
+        if place is None and isinstance(now, Tensor):
+            now.fill_(value)  # checked already, which waits for a GPU
+        else:
+            loss_fn.inverse_temperature = value if place is None else place.fill_(value)  # type: ignore
 
 
 def temperature_of(loss_fn: nn.Module | None, inverse_temperature: float | str | None) -> dict[str, float]:

@@ -35,6 +35,7 @@ from data.program import ProgramError
 from experiments.shared import environment
 from experiments.shared.checkpoint import CURRENT, check_like, read_checkpoint, write_checkpoint
 from experiments.shared.command_line import AlreadyRecorded
+from experiments.shared.graph import GraphedStep
 from experiments.shared.loss_state import anneal
 from experiments.shared.metrics import EVALUATION, summary
 from experiments.shared.ranks import Ranks
@@ -292,7 +293,7 @@ class Steps:
     """The steps of one optimizer: bar, schedules, gradients, and losses that are read once, at the end of an epoch.
 
     num_steps: of an epoch; of n_epochs. loss_fn: whose inverse temperature may follow a schedule. largest_norm: of a
-    gradient; a longer one is shortened.
+    gradient; a longer one is shortened. after: each step. With --graph all steps are of one function of tensors.
     """
 
     run: Run
@@ -302,11 +303,21 @@ class Steps:
     n_epochs: int
     lr_schedule: str | None = None
     largest_norm: float | None = None
+    after: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         """Begin without losses."""
         self.parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         self.losses: list[Tensor] = []  # each (), since the last mean
+        self.graphed = None
+        if getattr(self.run.args, "graph", False):
+            self.graphed = GraphedStep(self._step, self.run.device)
+            for group in self.optimizer.param_groups:
+                group["capturable"] = True
+                if self.lr_schedule == "cosine":
+                    group["lr"] = torch.tensor(group["lr"], device=self.run.device)
+            beta = torch.zeros((), dtype=torch.float64, device=self.run.device)
+            anneal(self.loss_fn, self.run.flags["inverse_temperature"], 0.0, beta)
 
     def of(self, epoch: int, first: int = 0, stop: int | None = None) -> Iterator[int]:
         """The steps of an epoch, which is counted from 1, from 0 on; each is to be taken."""
@@ -321,13 +332,27 @@ class Steps:
         elapsed = (epoch - 1 + step / self.num_steps) / self.n_epochs  # from 0 to almost 1
         anneal(self.loss_fn, self.run.flags["inverse_temperature"], elapsed)
         if self.lr_schedule == "cosine":
+            rate = self.optimizer.defaults["lr"] * (1 + math.cos(math.pi * elapsed)) / 2
             for group in self.optimizer.param_groups:
-                group["lr"] = self.optimizer.defaults["lr"] * (1 + math.cos(math.pi * elapsed)) / 2
+                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         if getattr(self.run.args, "compile", False) and self.run.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
     def take(self, batch_loss: Callable[..., tuple[Tensor, Any]], *tensors: Any) -> Any:
-        """Step down the gradient of a loss () of tensors; return what else their function returns. Raises Diverged."""
+        """Step down the gradient of a loss () of tensors; return what else their function returns. Raises Diverged.
+
+        With --graph the function is the same in all steps.
+        """
+        if self.graphed:
+            loss, result = self.graphed(getattr(self.loss_fn, "generator", None), batch_loss, *tensors)
+        else:
+            loss, result = self._step(batch_loss, *tensors)
+        if self.after:
+            self.after()
+        self.losses.append(loss)
+        return result
+
+    def _step(self, batch_loss: Callable[..., tuple[Tensor, Any]], *tensors: Any) -> tuple[Tensor, Any]:
         self.optimizer.zero_grad(set_to_none=True)
         loss, result = batch_loss(*tensors)
         if self.run.device.type == "cpu" and self.run.ranks.count == 1:
@@ -337,8 +362,7 @@ class Steps:
         if self.largest_norm:
             clip_grad_norm_(self.parameters, self.largest_norm)
         self.optimizer.step()
-        self.losses.append(loss.detach())
-        return result
+        return loss.detach(), result
 
     def mean(self, mean: Callable[[Tensor], Tensor] | None = None) -> float:
         """The mean loss since the last mean, exact, or as `mean` of a tensor (steps,) rounds. Raises Diverged."""

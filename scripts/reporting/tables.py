@@ -31,7 +31,7 @@ METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
 # Flags that leave the experiment what it is: where and how fast it is computed, and where files lie. nloglr is a way to
 # write lr; the order of the training rows goes with the seed.
 SAME_EXPERIMENT = frozenset(
-    {"data_dir", "mirror", "data_path", "batches", "device", "compile", "threads", "deterministic", "nloglr"}
+    {"data_dir", "mirror", "data_path", "batches", "device", "compile", "graph", "threads", "deterministic", "nloglr"}
 )
 SEEDS = ("seed", "order_seed")
 # Columns that are no flags but say which data a run saw.

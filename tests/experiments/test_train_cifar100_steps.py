@@ -1,13 +1,14 @@
 """The steps of training and evaluation: none waits for a GPU, and how they are cut changes nothing."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 from experiments import train_cifar100 as script
 from experiments.shared.ranks import Ranks
-from experiments.shared.run import Run
+from experiments.shared.run import Run, Steps
 from experiments.shared.run_record import read_rows
 from tests.experiments.test_train_cifar100 import QUICK, command, tiny_network
 from topk_losses import METHODS
@@ -40,7 +41,8 @@ def steps_of(tmp_path, method: str, device: torch.device, network=tiny_network):
     data = script.dataset(args).to(device)
     model = network("resnet18", data.num_classes).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
-    return (run, model, loss_fn, optimizer, data), (run, model, loss_fn, data)
+    steps = Steps(run, optimizer, loss_fn, len(data.train) // args.batch_size, args.n_epochs)
+    return (steps, partial(script.batch_loss, run, model, loss_fn, data), data), (run, model, loss_fn, data)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -72,7 +74,8 @@ class MayWaitForTotals(Ranks):
 @pytest.mark.parametrize("method", METHODS)
 def test_no_step_waits_for_the_gpu(tmp_path, monkeypatch, method):
     training, evaluation = steps_of(tmp_path, method, torch.device("cuda", 0), script.resnet_cifar)
-    training[0].ranks, training[0].args.precision = MayWaitForTotals(), "bf16"
+    run = evaluation[0]
+    run.ranks, run.args.precision = MayWaitForTotals(), "bf16"
     # The first epoch brings constants over.
     for epoch, mode in ((1, "default"), (2, "error")):
         try:
