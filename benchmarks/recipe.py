@@ -109,7 +109,7 @@ def main() -> int:
     for method in arguments.methods:
         found = []
         for workers in (0, threads):
-            ours = training_step.our_steps([method], images, labels, arguments.precision, device)[method, False]
+            ours = training_step.our_steps([method], images, labels, arguments.precision, device)[method]
             official = official_step(method, images, labels, workers, device)
             turns: dict[str, list[float]] = {"ours": [], "official": []}
             for _ in range(arguments.turns):
