@@ -171,6 +171,11 @@ def test_the_smooth_kth_largest_backward_can_be_repeated_and_is_not_needed():
 @given(st.integers(8, 40) | st.integers(100, 120), st.sampled_from([1e-4, 1.0, 1e2, 1e4]), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_the_smooth_kth_largest_of_several_k_is_that_of_operations_in_float64(n, scale, seed):
+    check_kth_largest(n, scale, seed)
+
+
+def check_kth_largest(n: int, scale: float, seed: int) -> None:
+    """The kernel, of whatever device, against operations in float64."""
     generator = torch.Generator().manual_seed(seed)
     scores, labels = torch.randn(5, n, generator=generator) * scale, torch.randint(n, (5,), generator=generator)
     scores[0, 3:], labels[0] = -torch.inf, 0  # the classes of label 0 and two others

@@ -14,9 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.topk_losses.test_kernels import MASKS, arguments_and_gradient, check_masks
-from topk_losses import DISTRIBUTIONS, RelaxedNetwork, TopKCrossEntropyLoss, bitonic, odd_even, splitter_selection
-from topk_losses.kernels import UNSEEN, VARIABLE, device_of_kernels, kernel
+from tests.topk_losses.test_kernels import MASKS, arguments_and_gradient, check_kth_largest, check_masks
+from topk_losses import (
+    DISTRIBUTIONS,
+    RelaxedNetwork,
+    TopKCrossEntropyLoss,
+    bitonic,
+    make_loss,
+    odd_even,
+    splitter_selection,
+)
+from topk_losses.kernels import TABLE, UNSEEN, VARIABLE, device_of_kernels, kernel
 from topk_losses.transport import SinkhornSort, sinkhorn
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -37,7 +45,7 @@ NETWORKS = {"odd_even": odd_even, "bitonic": bitonic, "splitter": splitter_selec
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     """The modules of the kernels, interpreted without a CUDA device, for this file's tests only."""
-    names = [f"topk_losses.kernels.{name}" for name in ("cuda", "cuda_masks", "cuda_sinkhorn")]
+    names = [f"topk_losses.kernels.{name}" for name in ("cuda", "cuda_masks", "cuda_sinkhorn", "cuda_smooth")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "triton")
         if DEVICE == "cpu":
@@ -274,6 +282,31 @@ def test_masks_have_second_derivatives_and_more_classes_than_the_kernel_takes():
     assert kernel("masks", torch.zeros(1, UNSEEN["masks", "cuda"] + 1)) is None
 
 
+# The smooth k-th largest score.
+
+
+@given(st.integers(8, 30), st.sampled_from([1e-4, 1.0, 1e2, 1e4]), st.integers(0, 10**6))
+@settings(max_examples=12, deadline=None)
+def test_the_smooth_kth_largest_is_that_of_operations_in_float64(n, scale, seed):
+    assert kernel("kth_largest", torch.zeros(1, n)) is not None
+    check_kth_largest(n, scale, seed)
+
+
+@pytest.mark.parametrize("method", ["smooth_topk", "smooth_hard_topk", "subset_topk"])
+def test_losses_by_the_smooth_kth_largest_are_those_of_the_cpu_s_kernel(method, monkeypatch):
+    """With NaN, inf, a dead true class, too few others, and all scores equal."""
+    nan, inf = float("nan"), float("inf")
+    rows = [[nan, 1, 2, 3, 4], [inf, 1, 2, 3, 4], [-inf, 1, 2, 3, 4], [1, 0.5, -inf, -inf, -inf], [0.3] * 5]
+    loss, results = make_loss(method, [0, 0, 1], 5, reduction="none"), []
+    for backend in ("triton", "numba"):
+        monkeypatch.setenv(VARIABLE, backend)
+        leaf = torch.tensor(rows, requires_grad=True)
+        value = loss(leaf, torch.tensor([1, 1, 0, 0, 2]))
+        results.append((value.detach(), torch.autograd.grad(value.sum(), leaf)[0]))
+    for ours, of_cpu in zip(*results):
+        torch.testing.assert_close(ours, of_cpu, equal_nan=True)
+
+
 # SinkhornSort.
 
 
@@ -307,6 +340,4 @@ def test_sinkhorn_sort_takes_the_kernel_up_to_its_classes_and_keeps_nan_in_its_s
 def test_what_no_gpu_has_seen_is_taken_by_those_alone_who_ask_for_it(monkeypatch):
     monkeypatch.setattr("topk_losses.kernels.device_of_kernels", lambda device: "cuda")
     monkeypatch.setenv(VARIABLE, "")
-    assert [kernel(operation, torch.zeros(1, 4)) is None for operation in ("masks", "sinkhorn", "carry_mass")] == [
-        *(True, True, False)
-    ]
+    assert {name for name, _ in TABLE if kernel(name, torch.zeros(1, 4)) is not None} == {"carry_mass"}

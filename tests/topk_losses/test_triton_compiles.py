@@ -12,6 +12,7 @@ import torch
 from tests.topk_losses.test_kernels import MASKS
 from topk_losses import DISTRIBUTIONS, RelaxedNetwork, splitter_selection
 from topk_losses.kernels import VARIABLE
+from topk_losses.subset import SubsetTopK
 from topk_losses.transport import SinkhornSort
 
 triton = pytest.importorskip("triton")
@@ -35,11 +36,16 @@ def launch(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(jit, "driver", SimpleNamespace(active=HOPPER))
-    names, compiled = [f"topk_losses.kernels.{name}" for name in ("cuda", "cuda_masks", "cuda_sinkhorn")], []
+    names, compiled = (
+        [f"topk_losses.kernels.{name}" for name in ("cuda", "cuda_masks", "cuda_sinkhorn", "cuda_smooth")],
+        [],
+    )
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module(name)
-        for kernel in (module.forward_kernel, module.backward_kernel):
+        for kernel in (
+            getattr(module, each) for each in ("forward_kernel", "backward_kernel") if hasattr(module, each)
+        ):
             run = kernel.run
             monkeypatch.setattr(
                 kernel, "run", lambda *args, run=run, **flags: compiled.append(run(*args, **{**flags, "warmup": True}))
@@ -50,7 +56,8 @@ def launch(monkeypatch, tmp_path):
         monkeypatch.setenv(VARIABLE, "triton")
         values, beside = operator.within(scores, labels, [1, operator.k], True)
         (values.sum() + beside.sum()).backward()
-        assert [kernel.metadata.name for kernel in compiled] == ["forward_kernel", "backward_kernel"]
+        assert [kernel.metadata.name for kernel in compiled] == ["forward_kernel", "backward_kernel"][: len(compiled)]
+        assert len(compiled) == 1 + (not isinstance(operator, SubsetTopK))
         return compiled
 
     yield launched
@@ -82,7 +89,7 @@ def test_kernels_compile_and_keep_to_their_registers(launch, n, batch, distribut
         assert kernel.asm["ptx"].count("bar.sync") == 1
 
 
-OPERATORS = {**MASKS, "sinkhorn_sort": SinkhornSort}
+OPERATORS = {**MASKS, "sinkhorn_sort": SinkhornSort, "subset_topk": SubsetTopK}
 
 
 @pytest.mark.parametrize(("name", "n"), [*((name, 100) for name in OPERATORS), ("lml", 1000), ("sinkhorn_sort", 128)])

@@ -27,11 +27,12 @@ TABLE = {
     ("masks", "cpu"): "cpu_masks",  # with a threshold or a soft rank
     ("sinkhorn", "cpu"): "cpu_sinkhorn",  # SinkhornSort for the true class
     ("carry_mass", "cuda"): "cuda",
+    ("kth_largest", "cuda"): "cuda_smooth",
     ("masks", "cuda"): "cuda_masks",
     ("sinkhorn", "cuda"): "cuda_sinkhorn",
 }
 # Kernels that have not run on a GPU yet, and the most classes they take: for those who set TOPK_LOSSES_BACKEND=triton.
-UNSEEN = {("masks", "cuda"): 16384, ("sinkhorn", "cuda"): 128}
+UNSEEN = {("kth_largest", "cuda"): 2048, ("masks", "cuda"): 16384, ("sinkhorn", "cuda"): 128}
 NETWORK = "Tensor comparators, SymInt[] layer_sizes, SymInt k, str distribution, float? art_lambda"
 ARGUMENTS = {
     "carry_mass": f"Tensor scores, Tensor target, Tensor beta, {NETWORK}",
