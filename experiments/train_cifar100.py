@@ -178,9 +178,9 @@ def train(args: Flags, ranks: Ranks) -> int:
         run.track(evaluated, training, end=args.n_epochs)
 
         # Loop. Only the training step is compiled: eval mode and its partial batches would each be compiled again.
-        steps_model = compiled(model, run.device) if args.compile else model
+        steps_model = compiled(model, run.device, args.graph) if args.compile else model
         stateless = args.implementation == "ours" and is_stateless(run.flags)
-        steps_loss = compiled(loss_fn, run.device) if args.compile and stateless else loss_fn
+        steps_loss = compiled(loss_fn, run.device, args.graph) if args.compile and stateless else loss_fn
         num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
         steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs, lr_schedule=args.lr_schedule)
         if average:

@@ -14,6 +14,9 @@ from topk_losses.checks import check_integer
 from topk_losses.operator import MASKED, MaskOperator, finite, largest, normal_noise, pick_ranks
 from topk_losses.threshold import PointwiseMasks, ranks_like
 
+# Numbers of noise drawn at a time: what a CPU's caches hold, and what a GPU draws in one launch.
+AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
+
 
 class DFTopK(PointwiseMasks):
     """DFTopK (Zhu et al. 2025): mask_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
@@ -71,18 +74,21 @@ class PerturbedTopK(MaskOperator):
         if labels is None:
             return pick_ranks(self._matrix(scores).cumsum(1), ks)
         z = finite(scores) * self.beta  # (rows, n)
-        fixed, index, k = z.detach(), labels.unsqueeze(1), ranks_like(ks, z)  # (1, J)
+        fixed, k = z.detach(), ranks_like(ks, z)  # (1, J)
         value = z.new_zeros(len(z), len(ks))  # (rows, J), the sum over the draws of who is within k
         slope = z.new_zeros(len(z), len(ks), z.shape[1])  # (rows, J, n), that of its product with the noise
         drawn = torch.zeros_like(fixed)  # (rows, n), that of the noise
-        for _ in range(self.num_samples):
-            noise = normal_noise(z, *z.shape, generator=self.generator)  # (rows, n)
-            noised = fixed + noise
-            rank = 1 + (noised > noised.gather(1, index)).sum(1, keepdim=True)  # (rows, 1)
-            inside = (rank <= k).to(z.dtype)  # (rows, J)
-            value += inside
-            slope.addcmul_(inside.unsqueeze(2), noise.unsqueeze(1))
-            drawn += noise
+        at_once = max(AT_ONCE.get(z.device.type, AT_ONCE["cpu"]) // max(z.numel(), 1), 1)
+        for first in range(0, self.num_samples, at_once):
+            draws = min(at_once, self.num_samples - first)
+            noise = normal_noise(z, len(z), draws, z.shape[1], generator=self.generator)  # (rows, draws, n)
+            noised = fixed.unsqueeze(1) + noise
+            own = noised.gather(2, labels.view(-1, 1, 1).expand(-1, draws, 1))
+            rank = 1 + (noised > own).sum(2)  # (rows, draws)
+            inside = (rank.unsqueeze(1) <= k.unsqueeze(2)).to(z.dtype)  # (rows, J, draws)
+            value += inside.sum(2)
+            slope.baddbmm_(inside, noise)
+            drawn += noise.sum(1)
         spoilt = 0 * fixed.amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         value /= self.num_samples
         slope.addcmul_(value.unsqueeze(2), drawn.unsqueeze(1), value=-1)

@@ -296,8 +296,8 @@ class StepFlags(MachineFlags):
 
     def check_graph(self, device: torch.device, ranks: Ranks, implementations: set[str]) -> None:
         """Raise CommandLineError where --graph is given and cannot be."""
-        alone = device.type == "cuda" and ranks.count == 1 and implementations == {"ours"} and not self.compile
-        told = f"--graph is for one process on a GPU, our losses and no --compile: leave it out, on {device.type}"
+        alone = device.type == "cuda" and ranks.count == 1 and implementations == {"ours"}
+        told = f"--graph is for one process on a GPU and our losses: leave it out, on {device.type}"
         check(alone or not self.graph, told)
 
 

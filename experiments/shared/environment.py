@@ -42,9 +42,12 @@ def check_compiler() -> None:
         raise CommandLineError("--compile needs a C++ compiler, and none is on PATH; install g++, or leave it out")
 
 
-def compiled(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a module as --compile has it: on a GPU its kernels are also launched at once, as CUDA graphs."""
-    return torch.compile(module, mode="reduce-overhead" if device.type == "cuda" else None)
+def compiled(module: nn.Module, device: torch.device, graphed: bool = False) -> nn.Module:
+    """Return a module as --compile has it: on a GPU its kernels are also launched at once, as CUDA graphs.
+
+    graphed: but not where the whole step is one (--graph).
+    """
+    return torch.compile(module, mode="reduce-overhead" if device.type == "cuda" and not graphed else None)
 
 
 def set_up_device(device: torch.device, threads: int | None, deterministic: bool) -> None:

@@ -335,7 +335,7 @@ class Steps:
             rate = self.optimizer.defaults["lr"] * (1 + math.cos(math.pi * elapsed)) / 2
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        if getattr(self.run.args, "compile", False) and self.run.device.type == "cuda":
+        if getattr(self.run.args, "compile", False) and self.run.device.type == "cuda" and not self.graphed:
             torch.compiler.cudagraph_mark_step_begin()
 
     def take(self, batch_loss: Callable[..., tuple[Tensor, Any]], *tensors: Any) -> Any:
