@@ -33,7 +33,7 @@ from experiments.shared.environment import ROOT
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
 from scripts.reporting.results import Row, rows_of
-from scripts.reporting.tables import Table, build_table, mixed_in, read_published
+from scripts.reporting.tables import Table, build_table, experiments_of, read_published
 
 PAPER = ROOT / "results" / "paper"
 KNN_TABLES = ("knn_mnist", "knn_fashion_mnist", "knn_cifar10")
@@ -71,12 +71,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def report(args: argparse.Namespace) -> int:
     """Write the table, and draw the figures that it asks for; return the exit status."""
     runs = chosen_rows(args.results, args.where)
-    parts: dict[tuple[str, ...], list[Row]] = {}
     one = args.format != "markdown" or args.figures or args.paired
-    mixed = () if one else mixed_in(args.results.stem, runs)  # in Markdown each experiment has a table of its own
-    for run in runs:
-        parts.setdefault(tuple(run[column] for column in mixed), []).append(run)
-    tables = [table_of(args.results, part, args.table, args.published, args.n_seeds) for part in parts.values()]
+    parts = [runs] if one else experiments_of(args.results.stem, runs)
+    tables = [table_of(args.results, part, args.table, args.published, args.n_seeds) for part in parts]
     table, protocol = tables[0]
     with tempfile.TemporaryDirectory() as scratch:
         figures: list[Path] = []

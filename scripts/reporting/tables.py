@@ -217,6 +217,18 @@ def mixed_in(name: str, runs: Sequence[Row]) -> dict[str, list[str]]:
     return mixed
 
 
+def experiments_of(name: str, runs: Sequence[Row]) -> list[list[Row]]:
+    """Divide runs into those of one table each; what is not trained stands in each that it fits."""
+    mixed = mixed_in(name, runs)
+    parts: dict[tuple[str, ...], list[Row]] = {}
+    for run in sorted(runs, key=lambda run: run["method"] in UNTRAINED):
+        cells = tuple(run[column] for column in mixed)
+        fitting = [key for key in parts if all(not cell or cell == other for cell, other in zip(cells, key))]
+        for key in fitting if run["method"] in UNTRAINED and fitting else [cells]:
+            parts.setdefault(key, []).append(run)
+    return list(parts.values())
+
+
 def _refuse(what: str, mixed: Mapping[str, list[str]], rule: str, runs: Sequence[Row], method: str = "") -> None:
     """Raise CommandLineError if columns are mixed, with the advice to keep what most runs have of the first."""
     if mixed:
