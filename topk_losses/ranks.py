@@ -8,10 +8,9 @@ from typing import SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer
-from topk_losses.operator import MASKED, MaskOperator, finite, largest, normal_noise, pick_ranks
+from topk_losses.operator import MaskOperator, finite, normal_noise, pick_ranks
 from topk_losses.threshold import PointwiseMasks, ranks_like
 
 # Numbers of noise drawn at a time: what a CPU's caches hold, and what a GPU draws in one launch.
@@ -25,18 +24,8 @@ class DFTopK(PointwiseMasks):
     class, s_[k] and s_[k+1] alone. For k = n the mask is 1.
     """
 
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        K = max(ks, default=0)
-        places = largest(scores, min(K + 1, scores.shape[1]))
-        if labels is None:
-            top, own = scores.gather(1, places), scores
-        else:  # in one, for one gradient
-            own, top = scores.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
-        top, own = pad(finite(top), (0, K + 1 - places.shape[1]), value=MASKED), finite(own)  # (rows, K + 1)
-        middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
-        middle = middle + 0 * top[:, :1].detach()  # NaN for a row with NaN or +inf
-        t = own.unsqueeze(1) - middle.unsqueeze(2) if labels is None else own - middle
-        return t * self.beta
+    family = "middle"
+    operation = "middles"  # which a CPU has no kernel for: the operations are as fast
 
 
 class RecallSurrogate(PointwiseMasks):

@@ -256,12 +256,29 @@ def soft_ranks(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: 
     return k - rank if labels is not None else k.unsqueeze(2) - rank.unsqueeze(1)
 
 
+def beyond_middles(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    """z less the middle of its k-th and (k+1)-th largest, as `arguments`: (rows, J) or (rows, J, n)."""
+    K = max(ks, default=0)
+    places = largest(scores, min(K + 1, scores.shape[1]))
+    if labels is None:
+        top, own = scores.gather(1, places), scores
+    else:  # in one, for one gradient
+        own, top = scores.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
+    top, own = pad(finite(top), (0, K + 1 - places.shape[1]), value=MASKED), finite(own)  # (rows, K + 1)
+    middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
+    middle = middle + 0 * top[:, :1].detach()  # NaN for a row with NaN or +inf
+    t = own.unsqueeze(1) - middle.unsqueeze(2) if labels is None else own - middle
+    return t * beta
+
+
 def arguments_of_ranks(
     scores: Tensor, labels: Tensor | None, beta: float | Tensor, ks: Sequence[int], family: str
 ) -> Tensor:
-    """`arguments` for the k of interest, rising, of a family of thresholds, or `soft_ranks` for the family "ranks"."""
+    """`arguments` for the k of interest, rising, of a family of thresholds, or those of "ranks" and "middle"."""
     if family == "ranks":
         return soft_ranks(scores, beta, labels, ks)
+    if family == "middle":
+        return beyond_middles(scores, beta, labels, ks)
     return arguments(scores, beta, labels, ranks_like(ks, scores), max(ks, default=1), family)
 
 
@@ -274,10 +291,11 @@ def masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: Sequence[int], famil
 class PointwiseMasks(MaskOperator):
     """Masks f(t), one for each class and k. f is a sigmoid unless the family has another.
 
-    family: of thresholds, "ranks" for soft ranks, or "" for `_arguments` of a subclass, which have no kernel.
+    family: of thresholds, "ranks" for soft ranks, or "middle" for the middle of two ranks.
     """
 
-    family = ""
+    family: str
+    operation = "masks"  # of the kernels
 
     def _value(self, t: Tensor) -> Tensor:
         """f(t), if the operator is `guarded`, else log f(t)."""
@@ -299,8 +317,8 @@ class PointwiseMasks(MaskOperator):
         self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
     ) -> tuple[Tensor, Tensor | None]:
         """As for every operator; by a kernel where there is one, which takes the softmax along."""
-        fused = kernel("masks", scores, self.inverse_temperature)
-        known = self.family and target is not None and not is_mass(target) and max(ks, default=MOST_RANKS) <= MOST_RANKS
+        fused = kernel(self.operation, scores, self.inverse_temperature)
+        known = target is not None and not is_mass(target) and max(ks, default=MOST_RANKS) <= MOST_RANKS
         if fused is None or not known:
             return super().within(scores, target, ks, softmax)
         x, beta = self._scaled(scores)

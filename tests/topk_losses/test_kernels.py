@@ -26,7 +26,7 @@ from topk_losses import (
 )
 from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
 from topk_losses.loss import top_m
-from topk_losses.ranks import RecallSurrogate
+from topk_losses.ranks import DFTopK, RecallSurrogate
 from topk_losses.smooth_svm import kth_largest
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, PointwiseMasks, SparseTopK, masks
 
@@ -232,7 +232,7 @@ MASKS = THRESHOLDS | {"recall_surrogate": RecallSurrogate}
 
 def compute(operator: PointwiseMasks, scores: Tensor, labels: Tensor, ks: list[int], softmax: bool) -> Tensor:
     """t (rows, J), or beside log softmax (rows, J + 1)."""
-    find = kernel("masks", scores) or masks
+    find = kernel(operator.operation, scores) or masks
     beta = torch.tensor(operator.inverse_temperature, dtype=scores.dtype)
     return torch.cat(find(scores, labels, beta, ks, operator.family, softmax)[: 1 + softmax], dim=1)
 
@@ -264,7 +264,7 @@ def check_masks(name: str, n: int, data: st.DataObject, batches: list[int]) -> N
     # where theta is the least of the scores that take part, or any number between two, rounding decides
     ks = [k for k in ks if k < int((~masked).sum(1).min())] or [1]
     labels = torch.zeros(len(scores), dtype=torch.int64)
-    operator = MASKS[name](ks[-1], beta)
+    operator = (MASKS | {"df_topk": DFTopK})[name](ks[-1], beta)
     softmax = data.draw(st.booleans(), "softmax")
     got, got_gradient = arguments_and_gradient(operator, scores, labels, ks, softmax)
     want, want_gradient = arguments_and_gradient(operator, scores.double(), labels, ks, softmax)

@@ -12,6 +12,7 @@ import torch
 from tests.topk_losses.test_kernels import MASKS
 from topk_losses import DISTRIBUTIONS, RelaxedNetwork, splitter_selection
 from topk_losses.kernels import VARIABLE
+from topk_losses.ranks import DFTopK
 from topk_losses.subset import SubsetTopK
 from topk_losses.transport import SinkhornSort
 
@@ -89,7 +90,7 @@ def test_kernels_compile_and_keep_to_their_registers(launch, n, batch, distribut
         assert kernel.asm["ptx"].count("bar.sync") == 1
 
 
-OPERATORS = {**MASKS, "sinkhorn_sort": SinkhornSort, "subset_topk": SubsetTopK}
+OPERATORS = {**MASKS, "sinkhorn_sort": SinkhornSort, "subset_topk": SubsetTopK, "df_topk": DFTopK}
 
 
 @pytest.mark.parametrize(("name", "n"), [*((name, 100) for name in OPERATORS), ("lml", 1000), ("sinkhorn_sort", 128)])

@@ -29,16 +29,20 @@ TABLE = {
     ("carry_mass", "cuda"): "cuda",
     ("kth_largest", "cuda"): "cuda_smooth",
     ("masks", "cuda"): "cuda_masks",
+    ("middles", "cuda"): "cuda_masks",  # the same with the middle of two ranks
     ("sinkhorn", "cuda"): "cuda_sinkhorn",
 }
 # Kernels that have not run on a GPU yet, and the most classes they take: for those who set TOPK_LOSSES_BACKEND=triton.
-UNSEEN = {("kth_largest", "cuda"): 2048, ("masks", "cuda"): 16384, ("sinkhorn", "cuda"): 128}
+UNSEEN = {("kth_largest", "cuda"): 2048, ("sinkhorn", "cuda"): 128}
+UNSEEN |= {("masks", "cuda"): 16384, ("middles", "cuda"): 16384}
 NETWORK = "Tensor comparators, SymInt[] layer_sizes, SymInt k, str distribution, float? art_lambda"
 ARGUMENTS = {
     "carry_mass": f"Tensor scores, Tensor target, Tensor beta, {NETWORK}",
     "largest": "Tensor scores, SymInt m",
     "kth_largest": "Tensor scores, Tensor labels, SymInt[] ks, Tensor temperature, bool softmax",
-    "masks": "Tensor scores, Tensor labels, Tensor beta, SymInt[] ks, str family, bool softmax",
+    **dict.fromkeys(
+        ("masks", "middles"), "Tensor scores, Tensor labels, Tensor beta, SymInt[] ks, str family, bool softmax"
+    ),
     "sinkhorn": "Tensor scores, Tensor labels, Tensor beta, SymInt k, float tolerance, SymInt max_iterations",
 }
 PACKAGES = {"cpu": "numba", "cuda": "triton"}

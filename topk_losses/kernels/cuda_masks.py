@@ -14,8 +14,8 @@ from topk_losses import operator, threshold
 from topk_losses.kernels import register
 from topk_losses.sigmoids import bind
 
-FAMILIES = ("logistic", "laplace", "capped", "linear", "cubic", "ranks")
-LOGISTIC, LAPLACE, CAPPED, LINEAR, CUBIC, RANKS = (tl.constexpr(number) for number in range(6))
+FAMILIES = ("logistic", "laplace", "capped", "linear", "cubic", "ranks", "middle")
+LOGISTIC, LAPLACE, CAPPED, LINEAR, CUBIC, RANKS, MIDDLE = (tl.constexpr(number) for number in range(7))
 MOST = tl.constexpr(100)  # steps: a bracket is halved once for each bit, where nothing else helps
 MASKED = tl.constexpr(operator.MASKED)
 TINY = tl.constexpr(1e-30)
@@ -95,6 +95,8 @@ def _root(x, lane, part, k, n, beta, FAMILY: tl.constexpr, BLOCK: tl.constexpr):
         left = tl.where(lane == tl.min(tl.where(left == highest, lane, BLOCK), 0), float("-inf"), left)
         rank += 1
     after, first, z = (after - origin) * beta, (first - origin) * beta, (x - origin) * beta
+    if FAMILY == MIDDLE:
+        return origin, after / 2
     if FAMILY == CAPPED:
         low, high = first * 0, first + tl.log(n / k)
         theta = low  # the root for any number of scores at 1 is not below the root
@@ -179,6 +181,10 @@ def backward_kernel(
             away = tl.where(part, tl.abs(t), float("inf"))
             if (FAMILY == LINEAR) | (FAMILY == CUBIC):
                 w = _power(t, part, FAMILY)[1]
+            elif FAMILY == MIDDLE:  # one at each of the two ranks, of equal scores the first and the last
+                at, behind = part & (x == origin), part & ((x - origin) * scale == 2 * theta)
+                w = (lane == tl.min(tl.where(at, lane, BLOCK), 0)).to(tl.float32)
+                w += (lane == tl.max(tl.where(behind, lane, -1), 0)).to(tl.float32)
             elif FAMILY == CAPPED:
                 w = tl.where(t <= 0, tl.exp(tl.min(tl.where(t <= 0, away, float("inf")), 0) - away), 0.0)
             elif FAMILY == LAPLACE:
@@ -234,4 +240,5 @@ def _masks_backward(grad_scores, grads, made, scores, labels, beta, ks, family, 
             )
 
 
-register("masks", "cuda", _outputs, _masks, _masks_backward, threshold.masks, 2)
+for _operation in ("masks", "middles"):
+    register(_operation, "cuda", _outputs, _masks, _masks_backward, threshold.masks, 2)
