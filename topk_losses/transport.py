@@ -222,6 +222,11 @@ def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, 
     return [at_target(P[:, :k], labels), error]
 
 
+def outputs_of_kernel(x: Tensor, labels: Tensor, beta: Tensor, k: int, *_: Any) -> list[Tensor]:
+    """Room for the column (rows, k), its errors (rows,), and the potentials (rows, n) that its backward pass reads."""
+    return [x.new_empty(len(x), k), x.new_empty(len(x)), x.new_empty(x.shape)]
+
+
 class SinkhornSort(_TransportOperator):
     """SinkhornSort (Cuturi, Teboul and Vert 2019): n sorted anchors, evenly spaced in [0, 1].
 

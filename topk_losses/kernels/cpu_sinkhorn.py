@@ -183,11 +183,6 @@ def _backward(scores, labels, beta, potentials, grad, first, last, grad_scores):
         grad_scores[row, own] += _f32(2) * beta * _dot(of_mass, anchors)
 
 
-def _outputs(x, labels, beta, k, *_):
-    """The column (batch, k), its errors (batch,), the potentials (batch, n)."""
-    return [x.new_empty(len(x), k), x.new_empty(len(x)), x.new_empty(x.shape)]
-
-
 def _sinkhorn(made, x, labels, beta, k, tolerance, max_iterations):
     """P[1..k, y], (batch, k), of n sorted anchors, for whitened scores x (batch, n) float32 in [0, 1]; its errors."""
     inputs, work = (x, labels, _f32(beta), _f32(tolerance), max_iterations), x.numel() * x.shape[1]
@@ -199,4 +194,4 @@ def _sinkhorn_backward(grad_x, grads, made, x, labels, beta, *_):
     in_threads(_backward, work, WORK_OF_A_THREAD, len(x), inputs, [grad_x])
 
 
-register("sinkhorn", "cpu", _outputs, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)
+register("sinkhorn", "cpu", transport.outputs_of_kernel, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)

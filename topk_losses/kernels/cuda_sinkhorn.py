@@ -107,11 +107,6 @@ def backward_kernel(scores, labels, beta, potentials, grad, grad_scores, n, k, B
     tl.store(grad_scores + row * n + lane, 2 * scale * (of_x + tl.where(mine, of_own, 0.0)), on)
 
 
-def _outputs(x, labels, beta, k, *_):
-    """The column (batch, k), its errors (batch,), the potentials (batch, n)."""
-    return [x.new_empty(len(x), k), x.new_empty(len(x)), x.new_empty(x.shape)]
-
-
 def _shape(n):
     block = max(16, triton.next_power_of_2(n))
     return {"BLOCK": block, "num_warps": 8 if block > 64 else 4}
@@ -132,4 +127,4 @@ def _sinkhorn_backward(grad_x, grads, made, x, labels, beta, k, *_):
             backward_kernel[(len(x),)](*tensors, x.shape[1], k, **_shape(x.shape[1]))
 
 
-register("sinkhorn", "cuda", _outputs, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)
+register("sinkhorn", "cuda", transport.outputs_of_kernel, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)
