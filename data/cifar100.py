@@ -11,14 +11,17 @@ whatever device holds it. Every random choice is a pure function of the seed, th
 resumed at an epoch sees the same batches and the same crops as one that never stopped.
 """
 
+import contextlib
 import os
 import pickle
 import shutil
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -37,6 +40,7 @@ DATASETS: tuple[str, ...] = ("cifar100", "cifar10", "digits")
 NOISE_GROUPS: tuple[str, ...] = ("blocks", "superclass")
 
 Rgb = tuple[float, float, float]
+T = TypeVar("T")
 
 # CIFAR-10's numbers in units of [0, 1]; the published code keeps them for CIFAR-100, and so does this file.
 CIFAR_MEAN: Rgb = (0.4914, 0.4822, 0.4465)
@@ -315,8 +319,8 @@ def _superclasses(root: Path) -> Tensor:
 
 
 def _load_cifar(kind: type[CIFAR10], root: Path, mirror: str | None) -> tuple[CIFAR10, CIFAR10]:
-    """torchvision's training and test set, fetched or unpacked by torchvision where files are missing or damaged."""
-    url, timeout = mirror or kind.url, socket.getdefaulttimeout()
+    """torchvision's training and test set."""
+    url = mirror or kind.url
     if urlsplit(url).scheme not in ("http", "https", "file"):
         raise ValueError(
             f"mirror must begin with http://, https:// or file://, got {mirror!r}; "
@@ -324,22 +328,17 @@ def _load_cifar(kind: type[CIFAR10], root: Path, mirror: str | None) -> tuple[CI
         )
     if not urlsplit(url).path.endswith((".tar.gz", ".tgz")):
         url = f"{url.rstrip('/')}/{kind.filename}"
+
+    def download() -> None:
+        archive = root / kind.filename
+        if urlsplit(url).scheme == "file" and not check_integrity(archive, kind.tgz_md5):
+            shutil.copyfile(url2pathname(urlsplit(url).path), archive)  # torchvision cannot fetch these
+            if not check_integrity(archive, kind.tgz_md5):
+                raise RuntimeError("File corrupted")
+        download_and_extract_archive(url, str(root), filename=kind.filename, md5=kind.tgz_md5)
+
     try:
-        if found := _whole(kind, root):
-            return found
-        with held(lock_beside(root / kind.base_folder)):
-            if found := _whole(kind, root):  # another process fetched the files while this one waited
-                return found
-            root.mkdir(parents=True, exist_ok=True)
-            archive = root / kind.filename
-            if urlsplit(url).scheme == "file" and not check_integrity(archive, kind.tgz_md5):
-                shutil.copyfile(url2pathname(urlsplit(url).path), archive)  # torchvision cannot fetch these
-                if not check_integrity(archive, kind.tgz_md5):
-                    raise RuntimeError("File corrupted")
-            # torchvision takes no timeout, and without one a dead connection hangs for ever.
-            socket.setdefaulttimeout(_SOCKET_TIMEOUT)
-            download_and_extract_archive(url, str(root), filename=kind.filename, md5=kind.tgz_md5)
-            return kind(root, train=True), kind(root, train=False)
+        return downloaded(lambda: (kind(root, train=True), kind(root, train=False)), download, root / kind.base_folder)
     except (OSError, HTTPException, RuntimeError) as error:
         raise DatasetUnavailableError(
             f"{kind.__name__} is not available in {root} ({error}), nor to be had whole from {url}: start again if the "
@@ -347,13 +346,23 @@ def _load_cifar(kind: type[CIFAR10], root: Path, mirror: str | None) -> tuple[CI
             f"pass a mirror. To place it by hand, put {kind.filename} (MD5 {kind.tgz_md5}, from {kind.url}) into "
             f"{root}, where it is verified and unpacked, or its files into {root / kind.base_folder}"
         ) from error
-    finally:
-        socket.setdefaulttimeout(timeout)
 
 
-def _whole(kind: type[CIFAR10], root: Path) -> tuple[CIFAR10, CIFAR10] | None:
-    """Both parts, or None where a file is missing or has a wrong MD5 sum. Writes nothing."""
-    try:
-        return kind(root, train=True), kind(root, train=False)
-    except RuntimeError:  # torchvision's word for either
-        return None
+def downloaded(load: Callable[[], T], download: Callable[[], object], place: Path) -> T:
+    """What `load` returns of files at `place`, after `download` where it raises; processes download once.
+
+    Both are torchvision's, which raises something else for each data set. Errors of the last attempt pass through.
+    """
+    with contextlib.suppress(Exception):
+        return load()
+    with held(lock_beside(place)):
+        with contextlib.suppress(Exception):  # another process fetched the files while this one waited
+            return load()
+        # torchvision takes no timeout, and without one a dead connection hangs for ever.
+        timeout = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(_SOCKET_TIMEOUT)
+        try:
+            download()
+        finally:
+            socket.setdefaulttimeout(timeout)
+        return load()

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder, default_loader
 
-from data.cifar100 import DATASETS, DatasetUnavailableError, Split, load_complete
+from data.cifar100 import DATASETS, DatasetUnavailableError, Split, downloaded, load_complete
 from data.program import ProgramError
 
 # Names that the folder of a split may have.
@@ -232,14 +232,9 @@ def collate(items: Iterable[tuple[Tensor | None, int, int, str]]) -> tuple[Tenso
 def _of_torchvision(name: str, kind: str, data_dir: Path, selection: Mapping[str, Any]) -> Dataset:
     make = partial(getattr(torchvision.datasets, kind), str(data_dir), **selection)
     try:
-        return make()
+        return downloaded(make, partial(make, download=True), data_dir / kind)
     except ImportError as error:
         raise ImageSourceError(f"{name} needs another package: {error}") from None
-    except Exception:  # of a file that is missing or damaged; each data set has its own
-        pass
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        return make(download=True)
     except Exception as error:
         raise DatasetUnavailableError(
             f"{name} is neither in {data_dir}, whole, nor to be downloaded ({type(error).__name__}: {error}): check "

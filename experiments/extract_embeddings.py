@@ -214,7 +214,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
             path.unlink()  # merged, or of images that were mended
         report(store)
         if args.upload:
-            upload(store.path, args.upload, endpoint_url=args.endpoint_url, last=MANIFEST)
+            upload(store.path, args.upload, endpoint_url=args.endpoint_url)
             ranks.say(f"uploaded: {args.upload}")
     return 0
 

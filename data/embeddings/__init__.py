@@ -9,22 +9,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from data.embeddings.batches import MODES, EmbeddingBatches, epoch_order, split_rows
 from data.embeddings.formats import LAYOUTS, convert
-from data.embeddings.store import (
-    DTYPES,
-    MANIFEST,
-    PARTS,
-    UNVERIFIED,
-    EmbeddingError,
-    EmbeddingStore,
-    StoreWriter,
-    file_of,
-    open_store,
-    read_manifest,
-)
+from data.embeddings.store import DTYPES, MANIFEST, EmbeddingError, EmbeddingStore, StoreWriter, damaged, open_store
 from data.published import PUBLISHED, PUBLISHED_SETS
 
 
@@ -34,7 +21,6 @@ def open_or_fetch(
     *,
     endpoint_url: str | None = None,
     keys: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
     sha256: str | None = None,
 ) -> EmbeddingStore:
     """Open a store, making it first of whatever `source` names.
@@ -43,8 +29,8 @@ def open_or_fetch(
         address, or as the short name of a published one. An s3:// address that ends in a slash or .store, or whose
         last part has no dot, is a store.
     cache_dir: where downloads go; without it as in data/transfers/object_store.py. A file's store lies beside the
-        file, as <name>.store (<name>.<dtype>.store with a dtype). It is made once; afterwards the file can be deleted.
-    endpoint_url: of the S3 server. keys, dtype: as for `convert`. sha256: of the file; of a store, its fingerprint.
+        file, as <name>.store. It is made once; afterwards the file can be deleted.
+    endpoint_url: of the S3 server. keys: as for `convert`. sha256: of the file; of a store, its fingerprint.
 
     Raises EmbeddingError and ObjectStoreError; OSError passes through.
     """
@@ -55,14 +41,14 @@ def open_or_fetch(
 
     last, given = str(source).rpartition("/")[2], {"endpoint_url": endpoint_url}
     if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
-        folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, endpoint_url=endpoint_url)
+        folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, **given)
         try:
             store = open_store(folder)
         except EmbeddingError:  # not there, or not whole
-            store = open_store(object_store.fetch_folder(source, cache_dir, index=MANIFEST, damaged=_damaged, **given))
+            store = open_store(object_store.fetch_folder(source, cache_dir, index=MANIFEST, damaged=damaged, **given))
         return _if_same(store, sha256)
-    file = object_store.cached_path(source, cache_dir, endpoint_url=endpoint_url)
-    destination = store_beside(file, dtype)
+    file = object_store.cached_path(source, cache_dir, **given)
+    destination = file.with_suffix(".store")
     if (destination / MANIFEST).exists() and not file.exists():
         return _if_same(open_store(destination), sha256)
     file = object_store.fetch(source, cache_dir, sha256=sha256, **given)
@@ -73,23 +59,16 @@ def open_or_fetch(
             file,
             destination,
             keys=keys,
-            dtype=dtype,
             backbone=known and known.backbone,
             resolution=known and known.resolution,
             source=str(source) if str(source) in PUBLISHED_SETS or "://" in str(source) else None,
-            checksum=f"sha256 {sha256.lower()}" if sha256 else object_store.checksum_of(file) or UNVERIFIED,
+            sha256=sha256,
         )
     except OSError as error:
         raise EmbeddingError(
             f"cannot make a store of {file} beside it ({error}): make it elsewhere by "
             f"python -m data.embeddings convert {file} FOLDER, and give FOLDER in place of the file"
         ) from error
-
-
-def _damaged(manifest: Path, folder: Path) -> list[str]:
-    """The names of the files that a folder does not hold as a meta.json says."""
-    splits = EmbeddingStore(folder, read_manifest(manifest)).splits.values()
-    return [file_of(folder, each.name, part).name for each in splits for part in PARTS if each.damage(part)]
 
 
 def _if_same(store: EmbeddingStore, sha256: str | None) -> EmbeddingStore:
@@ -100,9 +79,3 @@ def _if_same(store: EmbeddingStore, sha256: str | None) -> EmbeddingStore:
             f"{store.path} has the fingerprint {store.fingerprint}, and was made of {made_of}; neither is {sha256}"
         )
     return store
-
-
-def store_beside(file: Path, dtype: torch.dtype | None) -> Path:
-    """Where the store of a file lies."""
-    variant = "" if dtype is None else f".{str(dtype).removeprefix('torch.')}"
-    return file.with_name(f"{file.stem}{variant}.store")

@@ -21,16 +21,14 @@ from data.embeddings import (
     LAYOUTS,
     MANIFEST,
     PUBLISHED_SETS,
-    UNVERIFIED,
     EmbeddingStore,
     convert,
     open_or_fetch,
     open_store,
-    store_beside,
 )
 from data.embeddings.formats import KEYS
 from data.machine_memory import gib
-from data.transfers.object_store import PUBLISHED, cached_path, checksum_of, fetch
+from data.transfers.object_store import cached_path, fetch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,35 +51,32 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         return added
 
     list_ = add(_list, "list", "List the published embedding files")
-    fetch = add(_fetch, "fetch", "Download an embedding file into the cache and print its path")
-    fetch.add_argument("source", type=_given, help="a short name of `list`, an s3:// or https:// address, or a path")
-    fetch.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
-    fetch.add_argument("--convert", action="store_true", help="make a store of it, and print the store's path")
-    told = "$TOPK_CACHE without it, else data/downloads/embeddings"
-    for each in (list_, fetch):
+    fetched = add(_fetch, "fetch", "Download an embedding file into the cache and print its path")
+    fetched.add_argument("source", type=_given, help="a short name of `list`, an s3:// or https:// address, or a path")
+    fetched.add_argument("--endpoint_url", metavar="URL", help="of the S3 server")
+    fetched.add_argument("--convert", action="store_true", help="make a store of it, and print the store's path")
+    for each in (list_, fetched):
+        told = "$TOPK_CACHE without it, else data/downloads/embeddings"
         each.add_argument("--cache_dir", type=Path, metavar="DIR", help=told)
     converted = add(_convert, "convert", "Make a store of a torch file, or of a store in the earlier format")
     converted.add_argument("file", type=_given, help="the torch file, or the folder of the earlier store")
     converted.add_argument("destination", type=_given, help="folder of the store")
-    at_least_1 = program.whole_number(1)
-    converted.add_argument("--num_classes", type=at_least_1, metavar="N", help="the largest label + 1 without it")
+    converted.add_argument("--dtype", choices=DTYPES, help="of the store; that of the file without it")
     converted.add_argument("--backbone", metavar="NAME", help="noted in the store")
-    converted.add_argument("--resolution", type=at_least_1, metavar="PIXELS", help="noted in the store")
-    told = "the checksum the file must have; of a store to fetch, its fingerprint"
-    for each in (fetch, converted):
+    converted.add_argument("--resolution", type=program.whole_number(1), metavar="PIXELS", help="noted in the store")
+    for each in (fetched, converted):
+        told = "the checksum the file must have; of a store to fetch, its fingerprint"
         each.add_argument("--sha256", metavar="HEX", help=told)
-        each.add_argument("--dtype", choices=DTYPES, help="of the store; that of the file without it")
         group = each.add_argument_group("tensors", "their names in a file whose layout is not a published one")
         for name in KEYS:
             group.add_argument(f"--{name}", metavar="KEY")
-    add(_verify, "verify", "Check every byte of a store").add_argument("store", type=_given, help="its folder")
-    add(_info, "info", "Show what a store holds").add_argument("store", type=_given, help="its folder")
+    for run, name, summary in ((_verify, "verify", "Check every byte of a store"), (_info, "info", "Show a store")):
+        add(run, name, summary).add_argument("store", type=_given, help="its folder")
     args = parser.parse_args(argv)
-    if "sha256" in args:
+    if args.run in (_fetch, _convert):
         args.keys = {name: key for name in KEYS if (key := getattr(args, name)) is not None} or None
-        args.dtype = args.dtype and DTYPES[args.dtype]
-        if args.run is _fetch and not args.convert and (args.dtype or args.keys):
-            fetch.error("--dtype and the tensors' names are for the store: add --convert")
+        if args.run is _fetch and args.keys and not args.convert:
+            fetched.error("the tensors' names are for the store: add --convert")
     return args
 
 
@@ -92,10 +87,10 @@ def _given(text: str) -> str:
 
 
 def _list(args: argparse.Namespace) -> None:
-    for name, key in PUBLISHED.items():
-        known, file = PUBLISHED_SETS[name], cached_path(name, args.cache_dir)
-        here = [str(path) for path in (file, store_beside(file, None) / MANIFEST) if path.exists()]
-        print(f"{name}\n    {key}")
+    for name, known in PUBLISHED_SETS.items():
+        file = cached_path(name, args.cache_dir)
+        here = [str(path) for path in (file, file.with_suffix(".store") / MANIFEST) if path.exists()]
+        print(f"{name}\n    {known.key}")
         print(f"    about {known.gigabytes} GB, {known.backbone} at {known.resolution} pixels")
         print(f"    tensors {', '.join(LAYOUTS[known.layout].values())}")
         print(f"    here: {', '.join(here) or 'no'}")
@@ -104,17 +99,14 @@ def _list(args: argparse.Namespace) -> None:
 def _fetch(args: argparse.Namespace) -> None:
     options = {"endpoint_url": args.endpoint_url, "sha256": args.sha256}
     if args.convert:
-        print(open_or_fetch(args.source, args.cache_dir, keys=args.keys, dtype=args.dtype, **options).path)
+        print(open_or_fetch(args.source, args.cache_dir, keys=args.keys, **options).path)
     else:
         print(fetch(args.source, args.cache_dir, **options))
 
 
 def _convert(args: argparse.Namespace) -> None:
-    if args.sha256:
-        fetch(args.file, sha256=args.sha256)
-    noted = {name: getattr(args, name) for name in ("keys", "dtype", "num_classes", "backbone", "resolution")}
-    checksum = f"sha256 {args.sha256.lower()}" if args.sha256 else checksum_of(Path(args.file)) or UNVERIFIED
-    _describe(convert(args.file, args.destination, **noted, checksum=checksum))
+    noted = {name: getattr(args, name) for name in ("keys", "backbone", "resolution", "sha256")}
+    _describe(convert(args.file, args.destination, dtype=args.dtype and DTYPES[args.dtype], **noted))
 
 
 def _verify(args: argparse.Namespace) -> int:

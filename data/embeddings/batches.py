@@ -1,9 +1,9 @@
 """Batches of embeddings at the speed of memory where they fit, and of the disk where they do not.
 
     train_rows, valid_rows = split_rows(len(store["train"]), 50_000, seed)
-    batches = EmbeddingBatches(store["train"], 500, device, rows=train_rows, seed=seed)
+    batches = EmbeddingBatches(store["train"], 500, device, rows=train_rows)
     print(batches.description)                          # e.g. ram: 9.5 GiB, 18.2 GiB available
-    for embeddings, labels in batches.epoch(3): ...     # shuffled, (500, dim) and (500,) on the device
+    for embeddings, labels in batches.epoch(3, seed): ...   # shuffled, (500, dim) and (500,) on the device
     for embeddings, labels in batches.in_order(): ...   # each row once, in the order of the store, the rest too
 
 Modes: `device` holds the rows on the GPU, `ram` in memory, `stream` reads them from the disk in shuffled blocks
@@ -56,9 +56,9 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
     return order[num_valid:].sort().values, order[:num_valid].sort().values
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int, *, window_rows: int = WINDOW_ROWS) -> Tensor:
+def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
     """The order in which an epoch visits its rows: a permutation (num_rows,) int64, a function of its arguments."""
-    return _joined_order(_shuffled_windows(num_rows, seed, epoch, window_rows))
+    return _joined_order(_shuffled_windows(num_rows, seed, epoch))
 
 
 class EmbeddingBatches:
@@ -75,19 +75,13 @@ class EmbeddingBatches:
         *,
         rows: Tensor | None = None,
         mode: str = "auto",
-        seed: int = 0,
-        drop_last: bool = True,
-        window_rows: int = WINDOW_ROWS,
     ) -> None:
         """Choose the mode and, but for `stream`, read the rows into memory.
 
         rows: (R,) int64, ascending: these rows of the split alone. mode: one of MODES; `auto` takes the first of
-        device, ram, stream where the rows fit; on the CPU `device` is `ram`. drop_last: whether `epoch` leaves out
-        the last, partial batch. window_rows: rows shuffled singly, a multiple of BLOCK_ROWS; another number is
-        another order.
+        device, ram, stream where the rows fit; on the CPU `device` is `ram`.
         """
         self.split, self.batch_size, self.device = split, batch_size, torch.device(device)
-        self.seed, self.drop_last, self.window_rows = seed, drop_last, window_rows
         self.rows = torch.arange(len(split)) if rows is None else rows  # (R,)
         self.mode, self.description = _choose(mode, len(self.rows) * split.row_bytes, self.device)
         home = self.device if self.mode == "device" else torch.device("cpu")
@@ -101,17 +95,15 @@ class EmbeddingBatches:
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        return len(self.rows) // self.batch_size if self.drop_last else -(-len(self.rows) // self.batch_size)
+        return len(self.rows) // self.batch_size
 
-    def epoch(self, epoch: int, *, start: int = 0, seed: int | None = None) -> Iterator[Batch]:
-        """Shuffled batches of one epoch: embeddings (B, dim) of the split's dtype, labels (B,) int64.
+    def epoch(self, epoch: int, seed: int = 0, *, start: int = 0) -> Iterator[Batch]:
+        """Shuffled batches of one epoch: embeddings (B, dim) of the split's dtype, labels (B,) int64; whole ones alone.
 
-        start: leave out this many batches, as a run does that continues within an epoch. seed: another than the
-        batches' own, for several orders of the same rows in memory.
+        start: leave out this many batches, as a run does that continues within an epoch.
         """
-        seed = self.seed if seed is None else seed
-        windows = _shuffled_windows(len(self.rows), seed, epoch, self.window_rows)
-        return self._batches(_without_first(windows, start * self.batch_size), self.drop_last)
+        windows = _shuffled_windows(len(self.rows), seed, epoch)
+        return self._batches(_without_first(windows, start * self.batch_size), drop_last=True)
 
     def in_order(self) -> Iterator[Batch]:
         """Batches in the order of the store, for evaluation: every row once, the last batch as small as it is."""
@@ -173,11 +165,11 @@ class EmbeddingBatches:
             readers.shutdown(cancel_futures=True)
 
 
-def _shuffled_windows(num_rows: int, seed: int, epoch: int, window_rows: int) -> Iterator[Window]:
+def _shuffled_windows(num_rows: int, seed: int, epoch: int) -> Iterator[Window]:
     generator = seeded(_ORDER, seed, epoch)
     blocks = torch.randperm(-(-num_rows // BLOCK_ROWS), generator=generator)
     within = torch.arange(BLOCK_ROWS)
-    for chosen in blocks.split(window_rows // BLOCK_ROWS):
+    for chosen in blocks.split(WINDOW_ROWS // BLOCK_ROWS):
         positions = (chosen.sort().values[:, None] * BLOCK_ROWS + within).flatten()  # (W,)
         positions = positions[positions < num_rows]  # the last block may be shorter
         yield positions, torch.randperm(len(positions), generator=generator)
@@ -203,11 +195,10 @@ def _joined_order(windows: Iterable[Window]) -> Tensor:
 
 def _choose(mode: str, size: int, device: torch.device) -> tuple[str, str]:
     """The mode for `size` bytes of embeddings, and a description of it."""
-    forced = mode != "auto"
-    told = " (forced)" if forced else ""
+    told = "" if mode == "auto" else " (forced)"
     if device.type == "cuda" and mode in ("auto", "device"):
         free = available_on(device)
-        if forced or size <= _DEVICE_SHARE * free:
+        if mode == "device" or size <= _DEVICE_SHARE * free:
             return "device", f"device: {gib(size)}, {gib(free)} free on {device}{told}"
     ram = available_ram()
     if mode in ("ram", "device") or (mode == "auto" and size <= _RAM_SHARE * ram):

@@ -65,11 +65,10 @@ def convert(
     *,
     keys: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
-    num_classes: int | None = None,
     backbone: str | None = None,
     resolution: int | None = None,
     source: str | None = None,
-    checksum: str = UNVERIFIED,
+    sha256: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> EmbeddingStore:
     """Make a store of a torch pickle of embeddings and labels, or of a store in the earlier format.
@@ -77,27 +76,33 @@ def convert(
     keys: which tensor of the file is train_embeddings, train_labels, test_embeddings, test_labels (and valid_...);
         of a split both or neither. Without it the file must have one of LAYOUTS.
     dtype: float16, float32 or bfloat16 for the store; that of the file without it.
-    num_classes: the largest label + 1 without it. backbone, resolution (pixels), source: noted in the store;
-        source is the file's name without it. checksum: what the file was verified by, noted likewise.
+    backbone, resolution (pixels), source: noted in the store; source is the file's name without it.
+    sha256: of the file, noted likewise; without it what the file was verified by when it was fetched.
     shard_bytes: embeddings per shard. Of an earlier store all is taken as it is.
 
     Killed and called again, it continues with the shards that are missing; a complete store of this file is opened.
     Two processes wait for one another. Raises EmbeddingError for a file that cannot be converted, for too little memory
-    or disk, and for a store of another file or other settings; OSError passes through.
+    or disk, and for a store of another file or other settings; ObjectStoreError for another SHA-256; OSError passes
+    through.
     """
+    # Imported here: a store that is there does without.
+    from data.transfers import object_store
+
     file, destination = Path(os.path.expanduser(source_file)), Path(os.path.expanduser(destination))
     old = (file / OLD_MANIFEST).is_file()
     if not file.is_file() and not old:
         raise EmbeddingError(f"there is no file {file} to convert: check the path")
-    noted = {"num_classes": num_classes, "backbone": backbone, "resolution": resolution}
+    if sha256:
+        object_store.fetch(file, sha256=sha256)
     with held(lock_beside(destination)):
         if old:
             return _taken_over(file, destination)
+        noted = {"backbone": backbone, "resolution": resolution}
         if (destination / MANIFEST).exists():
             return _complete(file, destination, {**noted, "keys": keys and dict(keys)}, dtype)
         tensors, mapped = _load(file)
         keys = dict(keys) if keys else _recognised(file, tensors)
-        splits = _checked(file, keys, tensors, num_classes)
+        splits = _checked(file, keys, tensors)
         (dim, file_dtype), *others = dict.fromkeys((rows.shape[1], rows.dtype) for rows, _ in splits.values())
         if any(width != dim or dtype is None for width, _ in others):
             raise EmbeddingError(
@@ -105,8 +110,13 @@ def convert(
             )
         dtype = file_dtype if dtype is None else dtype
         shard_rows = max(1, shard_bytes // (dim * dtype.itemsize))
-        details = {"file": file.name, "file_bytes": file.stat().st_size, "checksum": checksum, "keys": keys}
-        details["file_dtype"] = str(file_dtype).removeprefix("torch.")
+        details = {
+            "file": file.name,
+            "file_bytes": file.stat().st_size,
+            "checksum": f"sha256 {sha256.lower()}" if sha256 else object_store.checksum_of(file) or UNVERIFIED,
+            "keys": keys,
+            "file_dtype": str(file_dtype).removeprefix("torch."),
+        }
         noted |= {"source": source or file.name, "details": details}
         writer = StoreWriter(destination, dim=dim, dtype=dtype, shard_rows=shard_rows, **noted)
         missing, counts = [], {}
@@ -151,9 +161,8 @@ def _complete(file: Path, destination: Path, wanted: dict[str, Any], dtype: torc
         )
     # Not the source: one file has many names, and its size and time stand for it. What is None may be anything.
     wanted["dtype"] = made.get("file_dtype") if dtype is None else dtype_name(dtype)
-    there = {**made, **{name: getattr(store, name) for name in ("num_classes", "backbone", "resolution")}}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    if changed := differences({**there, "dtype": store.dtype_name}, wanted):
+    there = {**made, "backbone": store.backbone, "resolution": store.resolution, "dtype": store.dtype_name}
+    if changed := differences(there, {name: value for name, value in wanted.items() if value is not None}):
         raise EmbeddingError(f"{destination} is a complete store already ({changed}): delete it or choose another")
     return store
 
@@ -242,9 +251,7 @@ def _recognised(file: Path, tensors: Mapping[str, object]) -> dict[str, str]:
     )
 
 
-def _checked(
-    file: Path, keys: Mapping[str, str], tensors: Mapping[str, object], num_classes: int | None
-) -> dict[str, tuple[Tensor, Tensor]]:
+def _checked(file: Path, keys: Mapping[str, str], tensors: Mapping[str, object]) -> dict[str, tuple[Tensor, Tensor]]:
     """Embeddings and labels of each split that `keys` name. Raises EmbeddingError where they do not fit each other."""
     splits = {}
     for name, key in keys.items():
@@ -269,7 +276,7 @@ def _checked(
                 f"the embeddings of {split} in {file} must be floating point of shape (rows, dim) with a label per row "
                 f"and at least one row, got {embeddings.dtype} {shape} and labels {rows}"
             )
-        check_labels(labels, num_classes, f"{split} in {file}")
+        check_labels(labels, None, f"{split} in {file}")
     return splits
 
 

@@ -142,13 +142,12 @@ class StoreSplit:
         target = memoryview(out.view(torch.uint8).numpy().reshape(-1))  # bytes
         begins = np.flatnonzero(np.diff(rows.numpy(), prepend=-2) != 1)  # of neighbours, which are read together
         places = (HEADER + rows.numpy()[begins] * self.row_bytes).tolist()
-        with open(file_of(self.folder, self.name, "embeddings"), "rb", buffering=0) as file:
+        with open(file_of(self.folder, self.name, "embeddings"), "rb") as file:
             for place, (begin, end) in zip(places, itertools.pairwise([*begins.tolist(), len(rows)])):
-                left = target[begin * self.row_bytes : end * self.row_bytes]
-                while left:  # a single read may return less
-                    if not (count := os.preadv(file.fileno(), [left], place)):
-                        raise EmbeddingError(f"{file.name} ended {len(left)} bytes too early: it changed meanwhile")
-                    left, place = left[count:], place + count
+                file.seek(place)
+                part = target[begin * self.row_bytes : end * self.row_bytes]
+                if (count := file.readinto(part)) < len(part):
+                    raise EmbeddingError(f"{file.name} ended {len(part) - count} bytes too early: it changed meanwhile")
         return out
 
 
@@ -378,6 +377,12 @@ def open_finished(folder: Path) -> EmbeddingStore:
         for leftover in folder.glob(pattern):
             leftover.unlink()
     return store
+
+
+def damaged(manifest: Path, folder: Path) -> list[str]:
+    """The names of the files that a folder does not hold as a meta.json says."""
+    splits = EmbeddingStore(folder, read_manifest(manifest)).splits.values()
+    return [file_of(folder, split.name, part).name for split in splits for part in PARTS if split.damage(part)]
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 import requests
@@ -57,8 +57,6 @@ CHECK_CREDENTIALS = (
     "servers say the same of a key that does not exist"
 )
 CHANGED = "the server sent something else than was asked for: the file changed there meanwhile. Start again"
-
-T = TypeVar("T")
 
 
 class ObjectStoreError(ProgramError):
@@ -188,7 +186,7 @@ def fetch_folder(
         for old in (folder / index, new):  # each may be of another version than what comes now
             old.unlink(missing_ok=True)
         try:
-            _Download(replace(location, uri=location.uri + index), new, None).run()
+            _Download(replace(location, uri=location.uri + index), new).run()
         except ObjectStoreError as error:
             raise ObjectStoreError(
                 f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
@@ -197,7 +195,7 @@ def fetch_folder(
             ) from error
         for name in damaged(new, folder):
             (folder / name).unlink(missing_ok=True)
-            _Download(replace(location, uri=location.uri + name), folder / name, None).run()
+            _Download(replace(location, uri=location.uri + name), folder / name).run()
         if wrong := [*damaged(new, folder)]:
             raise ObjectStoreError(
                 f"{location.uri}: {', '.join(wrong)} did not come as {index} says. Start again when the folder is no "
@@ -208,25 +206,23 @@ def fetch_folder(
     return folder
 
 
-def upload(folder: str | Path, destination: str, *, endpoint_url: str | None = None, last: str | None = None) -> None:
+def upload(folder: Path, destination: str, *, endpoint_url: str | None = None) -> None:
     """Send a folder's files below s3://bucket/prefix, one after another in the order of their names.
 
-    last: the name of one that goes at the end, so that what stands there speaks of files already in place. Hidden files
-    and folders stay behind. Raises ObjectStoreError; OSError of a file that cannot be read passes through.
+    A .json file goes last, so that what it says there is of files already in place. Hidden files and folders stay
+    behind. Raises ObjectStoreError; OSError of a file that cannot be read passes through.
     """
-    folder, location = Path(folder), Location(destination.rstrip("/"), endpoint_url)
+    location = Location(destination.rstrip("/"), endpoint_url)
     if location.scheme != "s3":
         raise ObjectStoreError(f"a destination is s3://bucket/prefix, got {destination!r}")
     files = [file for file in folder.glob("[!.]*") if file.is_file()]
-    files.sort(key=lambda file: (file.name == last, file.name))
-    if not files or last not in (None, files[-1].name):
-        raise ObjectStoreError(f"there is no {last or 'file'} in {folder} to send: check the path")
+    if not files:
+        raise ObjectStoreError(f"there is no file in {folder} to send: check the path")
     with _sentences(location), _bar(sum(file.stat().st_size for file in files), 0, folder.name) as bar:
         client = _client(location, unsigned=False)
-        for file in files:
-            client.upload_file(
-                str(file), location.bucket, f"{location.key}/{file.name}".lstrip("/"), Callback=bar.update
-            )
+        for file in sorted(files, key=lambda file: (file.suffix == ".json", file.name)):
+            key = f"{location.key}/{file.name}".lstrip("/")
+            client.upload_file(str(file), location.bucket, key, Callback=bar.update)
 
 
 def checksum_of(path: Path) -> str | None:
@@ -238,7 +234,7 @@ def checksum_of(path: Path) -> str | None:
 class _Download:
     """One file on its way to `path`."""
 
-    def __init__(self, location: Location, path: Path, sha256: str | None) -> None:
+    def __init__(self, location: Location, path: Path, sha256: str | None = None) -> None:
         self.location, self.path, self.sha256 = location, path, sha256
         self.folder = path.parent / PARTIAL
         self.part, self.sidecar = (self.folder / f"{path.name}{ending}" for ending in (".part", ".json"))
@@ -264,7 +260,7 @@ class _Download:
 
     def _download(self) -> None:
         self.address = _addresses(self.location)
-        self.size, self.version, self.ranged, etag = _retrying(self._probe, FIRST_RETRIES)
+        _retrying(self._probe, FIRST_RETRIES)
         if self.size is None and not self.sha256:
             raise ObjectStoreError(
                 "the server tells no length, so that a file cut short would pass: give its checksum by sha256"
@@ -293,30 +289,24 @@ class _Download:
                         write_json(self.sidecar, {**plan, "done": done})
             finally:
                 self.stop.set()
-        try:
-            checksum = self._verify(etag)
-        except ObjectStoreError:
-            self._discard()
-            raise
+        checksum = self._verify()
         os.replace(self.part, self.path)
         sync_folder(self.path.parent)
         write_json(self.sidecar, {**_stamp(self.path), "checksum": checksum})
 
-    def _probe(self) -> tuple[int | None, str | None, bool, str]:
-        """Ask for the first byte: unlike HEAD, this is allowed wherever the file is, and shows whether ranges work.
-
-        Returns the file's size, its version, whether it can be had in parts, and its ETag where that is an MD5 sum.
-        """
+    def _probe(self) -> None:
+        """Ask for the first byte: unlike HEAD, this is allowed wherever the file is, and shows whether ranges work."""
         with self._open({"Range": "bytes=0-0"}) as answer:
-            headers, version = answer.headers, _version(answer)
+            headers, self.version = answer.headers, _version(answer)
             span = re.fullmatch(r"bytes 0-0/(\d+)", headers.get("content-range", ""))
             size = span[1] if span else headers.get("content-length", "")
+            self.size = int(size) if size.isdecimal() else None
+            self.ranged = bool(span and self.version)  # without a version, parts could be of two
+            # S3's ETag is an MD5 sum, but for what it has encrypted with a key of the user's.
             sealed = "kms" in headers.get("x-amz-server-side-encryption", "")
             sealed = sealed or "x-amz-server-side-encryption-customer-algorithm" in headers
             of_s3 = "x-amz-request-id" in headers or "X-Amz-Date=" in answer.url
-            etag = headers.get("etag", "") if of_s3 and not sealed else ""
-            # Without a version, parts could be of two.
-            return int(size) if size.isdecimal() else None, version, bool(span and version), etag
+            self.etag = headers.get("etag", "") if of_s3 and not sealed else ""
 
     def _bring(self, part: int) -> int:
         # A descriptor of its own: a thread that Ctrl-C left behind can never write into another file.
@@ -383,21 +373,27 @@ class _Download:
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             raise RetryError(re.sub(r"X-Amz-[\w-]+=[^&\s)]*&?", "", str(error))) from None  # no signature on a screen
 
-    def _verify(self, etag: str) -> str | None:
-        """Raise ObjectStoreError unless the .part file is what the server and the caller say; return by which sum."""
-        if self.sha256:
-            _check_sha256(self.part, self.sha256)
-            return f"sha256 {self.sha256.lower()}"
-        if not (found := re.fullmatch(r'"([0-9a-f]{32})(?:-(\d+))?"', etag)):
-            return None
-        count = int(found[2] or 0)  # 0: the sum of the bytes; n: the sum of the sums of n parts
-        for part_bytes in etag_part_sizes(self.part.stat().st_size, count):
-            sums = _digests(self.part, "md5", part_bytes)
-            if (hashlib.md5(b"".join(sums), usedforsecurity=False).digest() if count else sums[0]).hex() == found[1]:
-                return f"etag {etag[1:-1]}"
-        if count < 2:
-            raise ObjectStoreError(f"what came has another MD5 sum than the server's ETag {etag}. Start again")
-        return None  # a part size is a guess, and no hit no proof of damage
+    def _verify(self) -> str | None:
+        """Discard the .part file unless it is what the server and the caller say; return by which sum it is."""
+        try:
+            if self.sha256:
+                _check_sha256(self.part, self.sha256)
+                return f"sha256 {self.sha256.lower()}"
+            if not (found := re.fullmatch(r'"([0-9a-f]{32})(?:-(\d+))?"', self.etag)):
+                return None
+            count = int(found[2] or 0)  # 0: the sum of the bytes; n: the sum of the sums of n parts
+            for part_bytes in etag_part_sizes(self.part.stat().st_size, count):
+                sums = _digests(self.part, "md5", part_bytes)
+                if (hashlib.md5(b"".join(sums), usedforsecurity=False).digest() if count else sums[0]).hex() == found[
+                    1
+                ]:
+                    return f"etag {self.etag[1:-1]}"
+            if count < 2:
+                raise ObjectStoreError(f"what came has another MD5 sum than the server's ETag {self.etag}. Start again")
+            return None  # a part size is a guess, and no hit no proof of damage
+        except ObjectStoreError:
+            self._discard()
+            raise
 
     def _discard(self) -> None:
         self.sidecar.unlink(missing_ok=True)  # first: it must never speak of another .part file
@@ -413,8 +409,8 @@ def etag_part_sizes(size: int, count: int) -> list[int]:
     return list(dict.fromkeys(mib * 2**20 for mib in likely if least <= mib * 2**20 <= most))
 
 
-def _retrying(attempt: Callable[[], T], retries: int, position: Callable[[], int] = int) -> T:
-    """What `attempt` returns, called again after each failure that may pass. position: bytes that have come."""
+def _retrying(attempt: Callable[[], None], retries: int, position: Callable[[], int] = int) -> None:
+    """Call `attempt`, again after each failure that may pass. position: bytes that have come."""
     failures, reached = 0, position()
     while True:
         try:

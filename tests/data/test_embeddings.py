@@ -15,49 +15,28 @@ import numpy as np
 import pytest
 import torch
 
-from data import embeddings as embedding_sets
-from data.embeddings import DTYPES, LAYOUTS, MANIFEST, EmbeddingError, StoreWriter, convert, open_or_fetch, open_store
+from data.embeddings import DTYPES, EmbeddingError, StoreWriter, convert, open_or_fetch, open_store
+from data.embeddings import store as stores
 from data.embeddings.__main__ import main
+from data.published import PUBLISHED
 from data.transfers import object_store
 from data.transfers.object_store import ObjectStoreError
+from tests.data.embedding_files import CLASSES, DIM, TEST, TRAIN, assert_holds, content, save, write_store
 
 REPOSITORY = Path(__file__).parents[2]
-DIM, CLASSES = 12, 5
-
-
-def some_rows(count, dtype=torch.float16, seed=0):
-    """Random embeddings (count, DIM) and labels (count,), every class among them."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, DIM, generator=generator).to(dtype), torch.arange(count) % CLASSES
-
-
-def write_store(folder, train=(7, 5), test=(4,), dtype=torch.float16, **settings):
-    """A store of shards with these numbers of rows; returns it and the rows: {split: (embeddings, labels)}."""
-    writer = StoreWriter(folder, dim=DIM, dtype=dtype, shard_rows=max(*train, *test), **settings)
-    content = {}
-    for split, sizes in (("train", train), ("test", test)):
-        embeddings, labels = content[split] = some_rows(sum(sizes), dtype, seed=len(split))
-        begin = 0
-        for number, size in enumerate(sizes):
-            writer.write(split, number, embeddings[begin : begin + size], labels[begin : begin + size])
-            begin += size
-    return writer.finish(), content
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
-    written, content = write_store(tmp_path / "store", dtype=dtype)
+@pytest.mark.parametrize("sizes", [(60, 40), (30, 45, 10, 15)], ids=str)  # one in the middle may be short: no gaps
+def test_what_is_written_comes_back_bit_for_bit(tmp_path, dtype, sizes):
+    written, parts = write_store(tmp_path / "store", sizes, dtype)
     for store in (written, open_store(str(tmp_path / "store"))):
         assert list(store.splits) == ["train", "test"]
-        assert (store.dim, store.num_classes) == (DIM, CLASSES)
-        for name, (embeddings, labels) in content.items():
-            split = store[name]
-            assert (split.dim, len(split), split.dtype) == (DIM, len(labels), dtype)
-            everything = split.read(torch.arange(len(split)))
-            assert everything.dtype == dtype
-            assert torch.equal(everything, embeddings)
-            assert torch.equal(split.labels(), labels)
-    assert store.verify() == []
+        assert [shard.rows for shard in store["train"].shards] == list(sizes)
+        assert_holds(store, parts)
+        for rows in ([], [0], [99], [29, 30, 74, 75], [0, 2, 3, 99]):  # across shards and gaps
+            chosen = torch.tensor(rows, dtype=torch.int64)
+            assert torch.equal(store["train"].read(chosen), parts["train_embeddings"][chosen])
     # Any tool maps the files, which are as NumPy writes them, to the byte.
     path = tmp_path / "store" / "train.embeddings.npy"
     np.save(tmp_path / "own.npy", np.load(path, mmap_mode="r"))
@@ -66,35 +45,19 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["meta.json", *names]
 
 
-@pytest.mark.parametrize("rows", [[], [0], [11], [6, 7], [0, 2, 3, 11], list(range(12)), [1, 6, 7, 9]], ids=str)
-def test_rows_are_read_across_shards_and_gaps(tmp_path, rows):
-    rows = torch.tensor(rows, dtype=torch.int64)
-    for sizes in ((7, 5), (3, 7, 1, 1)):  # a shard in the middle may be short: the files have no gaps
-        store, content = write_store(tmp_path / f"store{len(sizes)}", train=sizes)
-        assert [shard.rows for shard in store["train"].shards] == list(sizes)
-        assert torch.equal(store["train"].read(rows), content["train"][0][rows])
-        assert torch.equal(store["train"].labels(), content["train"][1])
-        assert store.verify() == []
+def overwrite_end(path, last):
+    path.write_bytes(path.read_bytes()[: -len(last)] + last)
 
 
-def flip_byte(path, position=-1):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(("name", "rows"), [("train.embeddings.npy", "7 to 11"), ("test.labels.npy", "0 to 3")])
-def test_verify_names_the_rows_with_a_changed_byte_and_no_other(tmp_path, name, rows):
-    write_store(tmp_path / "store")
-    flip_byte(tmp_path / "store" / name)
-    (problem,) = open_store(tmp_path / "store").verify()
-    assert problem == f"{tmp_path / 'store' / name} is damaged: rows {rows} have another SHA-256 than they had"
-
-
-@pytest.mark.parametrize("name", ["train.embeddings.npy", "test.labels.npy"])
-def test_a_file_that_is_cut_short_or_missing_is_named_at_once(tmp_path, name):
+@pytest.mark.parametrize(("name", "rows"), [("train.embeddings.npy", "60 to 99"), ("test.labels.npy", "0 to 29")])
+def test_what_is_damaged_cut_short_or_missing_is_named_and_no_other(tmp_path, name, rows, capsys):
     store, _ = write_store(tmp_path / "store")
-    path = tmp_path / "store" / name
+    path, command = tmp_path / "store" / name, ["verify", str(tmp_path / "store")]
+    assert main(command) == 0
+    assert "every shard matches its checksum" in capsys.readouterr().out
+    overwrite_end(path, bytes([path.read_bytes()[-1] ^ 1]))
+    assert main(command) == 1
+    assert capsys.readouterr().err == f"error: {path} is damaged: rows {rows} have another SHA-256 than they had\n"
     size = path.stat().st_size
     os.truncate(path, size - 1)
     with pytest.raises(EmbeddingError, match=rf"{name} has {size - 1} bytes where {size} are expected"):
@@ -108,8 +71,8 @@ def test_a_file_that_is_cut_short_or_missing_is_named_at_once(tmp_path, name):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("dtype", "bfloat16", "train.embeddings.npy does not hold 12 rows of .*<u2.*12"),  # float16 has the same size
-        ("splits.train.0.rows", 9999, r"train.embeddings.npy has 416 bytes where \d+ are expected"),
+        ("dtype", "bfloat16", "train.embeddings.npy does not hold 100 rows of .*<u2.*16"),  # float16 has the same size
+        ("splits.train.0.rows", 9999, r"train.embeddings.npy has 3328 bytes where \d+ are expected"),
         ("version", 3, "meta.json is damaged: version: Input should be 2, got 3.*read it with the code that wrote it"),
         ("format", "other", "format: Input should be 'embedding store', got 'other'"),
         ("num_classes", 10**12, "num_classes: .* got 1000000000000"),
@@ -134,37 +97,32 @@ def test_a_changed_manifest_is_refused(tmp_path, place, value, message):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\udcff", "[" * 100_000, '{"splits": ' * 5000])
-def test_what_is_no_json_is_refused_wherever_a_store_has_some(tmp_path, text, capsys):
+def test_what_is_no_json_is_refused_wherever_a_store_has_some(tmp_path, text):
     """A manifest and the settings with a sentence; a shard without a record is written again."""
-    save_pickle(tmp_path / "file.p")
+    parts, damaged = save(tmp_path / "file.p"), text.encode(errors="surrogateescape")
     whole, half = tmp_path / "whole", tmp_path / "half"
-    convert(tmp_path / "file.p", whole)
-    damaged = text.encode(errors="surrogateescape")
+    whole.mkdir()
     (whole / "meta.json").write_bytes(damaged)
-    with pytest.raises(EmbeddingError, match=r"meta\.json is damaged: "):
-        open_store(whole)
-    with pytest.raises(EmbeddingError, match=r"meta\.json is damaged: "):
-        convert(tmp_path / "file.p", whole)
+    for opening in (open_store, lambda folder: convert(tmp_path / "file.p", folder)):
+        with pytest.raises(EmbeddingError, match=r"meta\.json is damaged: "):
+            opening(whole)
     half.mkdir()
     (half / "unfinished.json").write_bytes(damaged)
     with pytest.raises(EmbeddingError, match=rf"unfinished\.json is damaged: .*delete {half} to begin the store again"):
         convert(tmp_path / "file.p", half)
     (half / "unfinished.json").unlink()
     (half / "train-00000.shard.json").write_bytes(damaged)
-    assert convert(tmp_path / "file.p", half).verify() == []
+    assert_holds(convert(tmp_path / "file.p", half), parts)
 
 
-@pytest.mark.parametrize("label", [CLASSES, 10**6, -1, -100, -(2**63)])
+@pytest.mark.parametrize("label", [CLASSES, 10**6, -1, -(2**63)])
 def test_a_label_out_of_range_is_named_by_its_row(tmp_path, label):
     write_store(tmp_path / "store")
-    path = tmp_path / "store" / "train.labels.npy"
-    content = bytearray(path.read_bytes())
-    content[-8:] = label.to_bytes(8, "little", signed=True)
-    path.write_bytes(content)
+    overwrite_end(tmp_path / "store" / "train.labels.npy", label.to_bytes(8, "little", signed=True))
     store = open_store(tmp_path / "store")
-    with pytest.raises(EmbeddingError, match=rf"train: labels must be in \[0, 4\], .*; row 11 has {label}; copy or"):
+    with pytest.raises(EmbeddingError, match=rf"train: labels must be in \[0, 6\], .*; row 99 has {label}; copy or"):
         store["train"].labels()
-    assert len(store["test"].labels()) == 4
+    assert len(store["test"].labels()) == TEST
 
 
 def test_what_is_no_store_is_refused(tmp_path):
@@ -178,8 +136,8 @@ def test_what_is_no_store_is_refused(tmp_path):
 
 
 def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
-    embeddings, labels = some_rows(10)
-    settings = {"dim": DIM, "dtype": torch.float16, "shard_rows": 10}
+    embeddings, labels = (content()[f"test_{part}"] for part in ("embeddings", "labels"))
+    settings = {"dim": DIM, "dtype": torch.float16, "shard_rows": TEST}
     first, other = StoreWriter(tmp_path, **settings), StoreWriter(tmp_path, **settings)  # as of two processes
     first.write("train", 0, embeddings, labels)
     other.write("train", 2, embeddings, labels.to(torch.int16))
@@ -194,66 +152,61 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
     for shards, missing in ((None, "train-00001 is"), ({"train": 5}, "train-00001, train-00003, train-00004 is")):
         with pytest.raises(EmbeddingError, match=f"{missing} missing"):
             second.finish(shards)
-    os.truncate(tmp_path / "train.embeddings.npy.part", 600)
+    os.truncate(tmp_path / "train.embeddings.npy.part", 2000)
     assert second.present("train") == {0}
     second.write("train", 2, embeddings, labels)
     second.write("train", 1, embeddings, labels)
-    assert len(second.finish()["train"]) == 30
+    store = second.finish()
     assert len(list(tmp_path.iterdir())) == 3
-    store = open_store(tmp_path)
-    assert torch.equal(store["train"].read(torch.arange(30)), embeddings.repeat(3, 1))
+    assert torch.equal(store["train"].read(torch.arange(3 * TEST)), embeddings.repeat(3, 1))
     assert (store.checksum, store.details) == (None, {})  # not made of a file
     with pytest.raises(EmbeddingError, match="is a complete store already"):
         StoreWriter(tmp_path, **settings)
-    StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float16, backbone="a")
+    begun = StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float16, backbone="a")
     with pytest.raises(EmbeddingError, match=r"other settings \(dtype 'float16', now 'float32'; backbone 'a', now 'b'"):
         StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float32, backbone="b")
     with pytest.raises(EmbeddingError, match="every shard is missing"):
-        StoreWriter(tmp_path / "other", dim=DIM, dtype=torch.float16, backbone="a").finish()
+        begun.finish()
 
 
 # Stores in the earlier format.
 
 
 def write_old_store(folder):
-    """A store of two files for each shard, and its fingerprint, as it was."""
+    """A store of two files for each shard, its fingerprint, as it was, and what is in it."""
     folder.mkdir()
-    content, splits = [], {}
-    for split, sizes in (("train", (7, 5)), ("test", (4,))):
-        rows, labels = some_rows(sum(sizes), torch.bfloat16, seed=len(split))
+    parts, sums, splits = content(torch.bfloat16), [], {}
+    for split, sizes in (("train", (60, 40)), ("test", (TEST,))):
         shards, begin = [], 0
         for number, size in enumerate(sizes):
-            arrays = {"embeddings": rows.view(torch.int16).numpy().view("<u2"), "labels": labels.numpy()}
             files = {}
-            for part, array in arrays.items():
-                path = folder / f"{split}-{number:05}.{part}.npy"
-                np.save(path, array[begin : begin + size])
+            for part in ("embeddings", "labels"):
+                path, rows = folder / f"{split}-{number:05}.{part}.npy", parts[f"{split}_{part}"][begin : begin + size]
+                np.save(path, rows.numpy() if part == "labels" else rows.view(torch.int16).numpy().view("<u2"))
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
                 files[part] = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
-            shards.append({"rows": size, "label_min": 0, "label_max": 4, **files})
+            shards.append({"rows": size, "label_min": 0, "label_max": 6, **files})
             begin += size
         splits[split] = {"dtype": "bfloat16", "embeddings_shape": [begin, DIM], "labels_shape": [begin]}
         splits[split] |= {"labels_dtype": "int64", "shards": shards}
-        sums = [[shard["embeddings"]["sha256"], shard["labels"]["sha256"]] for shard in shards]
-        content.append([split, "bfloat16", sums])
+        sums.append([split, "bfloat16", [[each["embeddings"]["sha256"], each["labels"]["sha256"]] for each in shards]])
     described = {"num_classes": CLASSES, "backbone": "net", "resolution": 32, "source": "x", "details": {"file": "x"}}
     manifest = {"format": "embedding store", "version": 1, "embedding_dim": DIM, **described, "splits": splits}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest(), parts
 
 
 def test_a_store_in_the_earlier_format_says_how_to_convert_it_and_keeps_its_fingerprint(tmp_path, capsys):
     old, new = tmp_path / "old", tmp_path / "new"
-    fingerprint = write_old_store(old)
+    fingerprint, parts = write_old_store(old)
     assert main(["info", str(old)]) == 1
-    told = f"python -m data.embeddings convert {old} NEW_FOLDER"
-    assert told in capsys.readouterr().err
+    assert f"python -m data.embeddings convert {old} NEW_FOLDER" in capsys.readouterr().err
     with pytest.raises(EmbeddingError, match="earlier format"):
         StoreWriter(old, dim=DIM, dtype=torch.float16)
     assert main(["convert", str(old), str(new)]) == 0
     store = open_store(new)
-    assert (store.fingerprint, store.verify(), store.backbone) == (fingerprint, [], "net")
-    assert torch.equal(store["train"].read(torch.arange(12)), some_rows(12, torch.bfloat16, seed=5)[0])
+    assert (store.fingerprint, store.backbone) == (fingerprint, "net")
+    assert_holds(store, parts)
     assert main(["convert", str(old), str(new)]) == 1  # a complete store already
     (old / "train-00001.labels.npy").unlink()
     manifest = (old / "manifest.json").read_text()
@@ -266,48 +219,20 @@ def test_a_store_in_the_earlier_format_says_how_to_convert_it_and_keeps_its_fing
 # The commands, and what scripts open with.
 
 
-def save_pickle(path, layout="wsl"):
-    embeddings, labels = some_rows(30)
-    parts = {
-        "train_embeddings": embeddings,
-        "train_labels": labels,
-        "test_embeddings": embeddings,
-        "test_labels": labels,
-    }
-    torch.save({key: parts[name].clone() for name, key in LAYOUTS[layout].items()}, path)
-    return embeddings
-
-
 def test_list_shows_names_keys_tensors_and_what_is_here(tmp_path, capsys):
     here = object_store.cached_path("wsl-32x8d-320", tmp_path)
     here.write_text("x")
     assert main(["list", "--cache_dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert all(name in out and key in out for name, key in object_store.PUBLISHED.items())
+    assert all(name in out and key in out for name, key in PUBLISHED.items())
     assert "imagenet21k_val_labels" in out
     assert out.count("here: no") == 5
     assert f"here: {here}" in out
 
 
-def test_convert_info_and_verify(tmp_path, capsys):
-    save_pickle(tmp_path / "file.p")
-    store = str(tmp_path / "store")
-    assert main(["convert", str(tmp_path / "file.p"), store, "--backbone", "net", "--dtype", "bfloat16"]) == 0
-    described = capsys.readouterr().out
-    assert main(["info", store]) == 0
-    assert capsys.readouterr().out == described
-    for words in ("5 classes, 12 dimensions", "net", "file.p", "30 rows of bfloat16 in 1 shards", "not known"):
-        assert words in described
-    assert main(["verify", store]) == 0
-    assert "every shard matches its checksum" in capsys.readouterr().out
-    flip_byte(tmp_path / "store" / "test.labels.npy")
-    assert main(["verify", store]) == 1
-    assert "test.labels.npy is damaged: rows 0 to 29" in capsys.readouterr().err
-
-
 WRONG = [
-    *("", "unknown", "verify", "convert file", "fetch file --dtype float16", "fetch file --train_labels y"),
-    *(f"convert file store {flag}" for flag in ("--dtype float64", "--num_classes 0", "--dt float16")),
+    *("", "unknown", "verify", "convert file", "fetch file --train_labels y"),
+    *("convert file store --dtype float64", "convert file store --dt float16"),
 ]
 
 
@@ -330,7 +255,7 @@ def test_a_wrong_command_line_ends_with_status_2(command, capsys):
 def test_a_failure_ends_with_status_1_and_a_sentence(tmp_path, command, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "load", None)  # that is called for no file that must be refused before
-    save_pickle(tmp_path / "file.p")
+    save(tmp_path / "file.p")
     assert main(command) == 1
     message = capsys.readouterr().err
     assert message.startswith("error: ")
@@ -345,39 +270,40 @@ def test_the_module_runs_as_a_command_and_catches_its_own_errors(tmp_path):
 
 
 def test_a_pickle_on_this_disk_becomes_a_store_beside_it(tmp_path, monkeypatch):
-    embeddings = save_pickle(tmp_path / "file.p", "imagenet21k")
+    parts = save(tmp_path / "file.p", "imagenet21k")
     store = open_or_fetch(tmp_path / "file.p")
     assert (store.path, store.source) == (tmp_path / "file.store", "file.p")
+    assert_holds(store, parts)
     monkeypatch.chdir(tmp_path)
     assert open_or_fetch("./file.p").path == Path("file.store")  # the same file by another name
-    assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
-    narrow = open_or_fetch(str(tmp_path / "file.p"), dtype=torch.bfloat16)
-    assert narrow.path == tmp_path / "file.bfloat16.store"
-    shutil.rmtree(narrow.path)
-    narrow.path.write_text("in the way")  # or a folder that takes no files
-    with pytest.raises(EmbeddingError, match=r"make it elsewhere by .* convert .*file\.p FOLDER"):
-        open_or_fetch("file.p", dtype=torch.bfloat16)
+    save(tmp_path / "other.p")
+    (tmp_path / "other.store").write_text("in the way")  # or a folder that takes no files
+    with pytest.raises(EmbeddingError, match=r"make it elsewhere by .* convert .*other\.p FOLDER"):
+        open_or_fetch("other.p")
 
 
-def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, server, capsys):
+def test_info_tells_what_a_store_holds_and_a_checksum_holds_for_any_source(tmp_path, server, capsys):
     file = tmp_path / "set.p"
-    save_pickle(file)
+    save(file)
     server.content, other = file.read_bytes(), "0" * 64
     digest = hashlib.sha256(server.content).hexdigest()
 
     # A file on this disk.
-    assert main(["convert", str(file), str(tmp_path / "a.store"), "--sha256", other]) == 1
+    command = ["convert", str(file), str(tmp_path / "a.store")]
+    assert main([*command, "--sha256", other]) == 1
     assert f"has SHA-256 {digest} instead of {other}" in capsys.readouterr().err
     assert not (tmp_path / "a.store").exists()
-    assert main(["convert", str(file), str(tmp_path / "a.store"), "--sha256", digest.upper()]) == 0
-    assert f"checksum    sha256 {digest} (of the file" in capsys.readouterr().out
+    assert main([*command, "--sha256", digest.upper(), "--backbone", "net", "--dtype", "bfloat16"]) == 0
+    described, store = capsys.readouterr().out, open_store(tmp_path / "a.store")
+    assert main(["info", str(store.path)]) == 0
+    assert capsys.readouterr().out == described
+    words = ("7 classes, 16 dimensions", "net", "set.p", f"{TRAIN} rows of bfloat16 in 1 shards", "not known")
+    for each in (*words, f"fingerprint {store.fingerprint}\n", f"checksum    sha256 {digest} (of the file"):
+        assert each in described
     assert main(["convert", str(file), str(tmp_path / "b.store")]) == 0
     assert "checksum    unverified (of the file" in capsys.readouterr().out
 
     # A store: by its fingerprint, or the sum of the file that it was made of.
-    store = open_store(tmp_path / "a.store")
-    assert main(["info", str(store.path)]) == 0
-    assert f"fingerprint {store.fingerprint}\n" in capsys.readouterr().out
     for known in (store.fingerprint, digest):
         assert open_or_fetch(store.path, sha256=known).checksum == f"sha256 {digest}"
     with pytest.raises(EmbeddingError, match=f"has the fingerprint {store.fingerprint}, .*; neither is {other}"):
@@ -396,14 +322,14 @@ def test_a_checksum_holds_for_any_source_and_its_absence_is_said(tmp_path, serve
 def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, server, capsys):
     file = object_store.cached_path("efficientnet-l2-800", tmp_path / "cache")
     file.parent.mkdir()
-    embeddings = save_pickle(file, "efficientnet-l2")  # placed by hand
+    parts = save(file, "efficientnet-l2")  # placed by hand
     server.content = file.read_bytes()
     assert main(["fetch", "efficientnet-l2-800", "--cache_dir", str(file.parent)]) == 0
     assert capsys.readouterr().out.strip() == str(file)
     sources = {f"{server.endpoint}/set.p": (None, None), "efficientnet-l2-800": ("tf_efficientnet_l2_ns", 800)}
     for source, known in sources.items():
         store = open_or_fetch(source, file.parent)
-        assert torch.equal(store["test"].read(torch.arange(30)), embeddings)
+        assert_holds(store, parts)
         assert (store.source, store.backbone, store.resolution) == (source, *known)
         # The store stands for the file from now on.
         object_store.cached_path(source, file.parent).unlink()
@@ -413,10 +339,10 @@ def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, serv
         assert server.paths == []
 
 
-def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch):
+def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto):
     store, _ = write_store(tmp_path / "store")
     for number, prefix in enumerate(("my/store", "v1.0/", "photos.store")):
-        object_store.upload(store.path, f"s3://store/{prefix}", endpoint_url=moto, last=MANIFEST)
+        object_store.upload(store.path, f"s3://store/{prefix}", endpoint_url=moto)
         options = {"cache_dir": tmp_path / f"cache{number}", "endpoint_url": moto}
         back = open_or_fetch(f"s3://store/{prefix}", **options)
         assert (back.fingerprint, back.verify()) == (store.fingerprint, [])
@@ -425,7 +351,7 @@ def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch
     next(back.path.glob("train*.npy")).unlink()
     assert open_or_fetch(f"s3://store/{prefix}", **options).verify() == []
     assert (back.path / "test.labels.npy").stat().st_mtime_ns == kept
-    bucket.delete_object(Bucket="store", Key=f"{prefix}/{MANIFEST}")
+    bucket.delete_object(Bucket="store", Key=f"{prefix}/meta.json")
     shutil.rmtree(back.path / ".partial")
     assert open_or_fetch(f"s3://store/{prefix}", **options).path == back.path
     assert not (back.path / ".partial").exists()
@@ -438,18 +364,18 @@ def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto, monkeypatch
 def test_a_store_that_is_replaced_while_it_is_fetched_comes_in_one_version(tmp_path, bucket, moto, monkeypatch):
     store, _ = write_store(tmp_path / "store")
     other, _ = write_store(tmp_path / "other", dtype=torch.bfloat16)  # files of the same sizes
-    up, options = {"endpoint_url": moto, "last": MANIFEST}, {"cache_dir": tmp_path / "cache", "endpoint_url": moto}
+    up, options = {"endpoint_url": moto}, {"cache_dir": tmp_path / "cache", "endpoint_url": moto}
     object_store.upload(store.path, "s3://store/set", **up)
-    look, changes = embedding_sets._damaged, ["train", "test"]
+    read, changes = stores.read_manifest, ["train", "test"]
 
-    def replacing(*arguments):
-        found = look(*arguments)
-        while changes:
+    def replacing(path):
+        """The files change when the manifest has come."""
+        while changes and path.exists():
             name = f"{changes.pop()}.embeddings.npy"
             bucket.put_object(Bucket="store", Key=f"set/{name}", Body=(other.path / name).read_bytes())
-        return found
+        return read(path)
 
-    monkeypatch.setattr(embedding_sets, "_damaged", replacing)
+    monkeypatch.setattr(stores, "read_manifest", replacing)
     with pytest.raises(ObjectStoreError, match=r"train\.embed.*, test\.embed.* did not come as meta\.json says"):
         open_or_fetch("s3://store/set", **options)
     assert not list(tmp_path.glob("cache/*/meta.json"))

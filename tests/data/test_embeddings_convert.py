@@ -17,39 +17,11 @@ from data import atomic_file
 from data.embeddings import DTYPES, LAYOUTS, EmbeddingError, StoreWriter, convert, open_store
 from data.embeddings import formats as embedding_formats
 from data.embeddings.__main__ import main
+from tests.data.embedding_files import DIM, TEST, TRAIN, assert_holds, content, save
 
 REPOSITORY = Path(__file__).parents[2]
-DIM, TRAIN, TEST = 16, 100, 30
 SHARD_BYTES = 40 * DIM * 2  # 40 rows of float16: three shards train, one test
 LINUX = sys.platform == "linux"
-
-
-def content(dtype=torch.float16):
-    """The four parts of a set, by their names in a store."""
-    generator = torch.Generator().manual_seed(1)
-    parts = {}
-    for split, rows in (("train", TRAIN), ("test", TEST)):
-        parts[f"{split}_embeddings"] = torch.randn(rows, DIM, generator=generator).to(dtype)
-        parts[f"{split}_labels"] = torch.arange(rows) % 7
-    return parts
-
-
-def save(path, layout="wsl", dtype=torch.float16, **options):
-    """A file of a published layout, and what is in it."""
-    parts = content(dtype)
-    torch.save({key: parts[name] for name, key in LAYOUTS[layout].items()}, path, **options)
-    return parts
-
-
-def assert_holds(store, parts, dtype=None):
-    for split in ("train", "test"):
-        embeddings = parts[f"{split}_embeddings"]
-        expected = embeddings if dtype is None else embeddings.to(dtype)
-        read = store[split].read(torch.arange(len(store[split])))
-        assert read.dtype == expected.dtype
-        assert torch.equal(read, expected)
-        assert torch.equal(store[split].labels(), parts[f"{split}_labels"])
-    assert store.verify() == []
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -58,7 +30,7 @@ def test_each_published_layout_is_recognised_by_its_keys(tmp_path, layout, zippe
     parts = save(tmp_path / "any name", layout, _use_new_zipfile_serialization=zipped)
     store = convert(tmp_path / "any name", tmp_path / "store", shard_bytes=SHARD_BYTES)
     assert [len(split.shards) for split in store.splits.values()] == [3, 1]
-    assert (store.dim, store.num_classes, store.source) == (DIM, 7, "any name")
+    assert store.source == "any name"
     assert_holds(store, parts)
 
 
@@ -91,11 +63,11 @@ def test_a_mapping_takes_any_tensors(tmp_path, capsys):
     )
     assert all(", ".join(layout.values()) in message for layout in LAYOUTS.values())
     assert "--test_labels KEY" in message
-    assert main([*command, "--train_embeddings", "x", "--train_labels", "y", "--num_classes", "10"]) == 0
+    assert main([*command, "--train_embeddings", "x", "--train_labels", "y"]) == 0
     store = open_store(tmp_path / "one")
     assert torch.equal(store["train"].read(torch.arange(TRAIN)), parts["train_embeddings"])
     assert torch.equal(store["train"].labels(), parts["train_labels"])
-    assert (list(store.splits), store.num_classes) == (["train"], 10)
+    assert list(store.splits) == ["train"]
     names = {"train_embeddings": "a", "train_labels": "b", "valid_embeddings": "c", "valid_labels": "d"}
     torch.save(dict(zip("abcd", parts.values())), tmp_path / "file.p")
     store = convert(tmp_path / "file.p", tmp_path / "store", keys=names)
@@ -103,45 +75,39 @@ def test_a_mapping_takes_any_tensors(tmp_path, capsys):
     assert torch.equal(store["valid"].read(torch.arange(TEST)), parts["test_embeddings"])
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"train_embeddings": "train_embeddings"}, "of a split both or neither, got 'train_embeddings' alone"),
-        ({"test_labels": "test_labels"}, "of a split both or neither, got 'test_labels' alone"),
-        ({"other_labels": "test_labels"}, "keys are for train_embeddings, .*, got 'other_labels'"),
-        ({"train_embeddings": "x", "train_labels": "y"}, "has no tensor 'x' for train_embeddings; it has train_"),
-        ({"train_embeddings": "test_embeddings", "train_labels": "train_labels"}, "with a label per row"),
-        ({"train_embeddings": "train_labels", "train_labels": "train_labels"}, "must be floating point of shape"),
-    ],
-)
-def test_a_mapping_that_does_not_fit_is_refused(tmp_path, keys, message):
-    save(tmp_path / "file.p")
-    with pytest.raises(EmbeddingError, match=message):
-        convert(tmp_path / "file.p", tmp_path / "store", keys=keys)
+REFUSED_KEYS = [
+    ({"train_embeddings": "train_embeddings"}, "of a split both or neither, got 'train_embeddings' alone"),
+    ({"test_labels": "test_labels"}, "of a split both or neither, got 'test_labels' alone"),
+    ({"other_labels": "test_labels"}, "keys are for train_embeddings, .*, got 'other_labels'"),
+    ({"train_embeddings": "x", "train_labels": "y"}, "has no tensor 'x' for train_embeddings; it has train_"),
+    ({"train_embeddings": "test_embeddings", "train_labels": "train_labels"}, "with a label per row"),
+    ({"train_embeddings": "train_labels", "train_labels": "train_labels"}, "must be floating point of shape"),
+]
+REFUSED_TENSORS = [
+    ({"test_embeddings": torch.zeros(TEST, DIM + 1).half()}, "of one width and dtype; it has train_embeddings"),
+    ({"test_embeddings": torch.zeros(TEST, DIM)}, "of one width and dtype"),
+    ({"train_labels": torch.arange(TRAIN) - 50}, r"train in .*labels must be in \[0, \d+\]; row 0 has -50"),
+    ({"train_labels": torch.arange(TRAIN) * 10**9}, r"labels must be in .*; row 3 has 3000000000"),
+    ({"train_labels": torch.arange(TRAIN) / 2}, "must be whole numbers"),
+    ({"train_embeddings": torch.zeros(TRAIN, 0)}, "with a label per row"),
+    ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "an ordinary tensor .* got torch.sparse_coo"),
+    ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "an ordinary tensor .* on meta"),
+    # Of some bytes in the file and of terabytes if each number were written down.
+    ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that holds each of its numbers"),
+    ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that holds each of its numbers"),
+    ({"train_labels": torch.arange(TRAIN + 1)}, "with a label per row"),
+    ({"test_labels": [0] * TEST}, "has no tensor 'test_labels' for test_labels"),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"test_embeddings": torch.zeros(TEST, DIM + 1).half()}, "of one width and dtype; it has train_embeddings"),
-        ({"test_embeddings": torch.zeros(TEST, DIM)}, "of one width and dtype"),
-        ({"train_labels": torch.arange(TRAIN) - 50}, r"train in .*labels must be in \[0, \d+\]; row 0 has -50"),
-        ({"train_labels": torch.arange(TRAIN) * 10**9}, r"labels must be in .*; row 3 has 3000000000"),
-        ({"train_labels": torch.arange(TRAIN) / 2}, "must be whole numbers"),
-        ({"train_embeddings": torch.zeros(TRAIN, 0)}, "with a label per row"),
-        ({"train_embeddings": torch.eye(TRAIN).to_sparse()}, "an ordinary tensor .* got torch.sparse_coo"),
-        ({"train_embeddings": torch.empty(TRAIN, DIM, device="meta")}, "an ordinary tensor .* on meta"),
-        # Of some bytes in the file and of terabytes if each number were written down.
-        ({"train_labels": torch.zeros(1, dtype=torch.int64).expand(10**12)}, "that holds each of its numbers"),
-        ({"train_embeddings": torch.zeros(1, 1).half().expand(10**6, 10**6)}, "that holds each of its numbers"),
-        ({"train_labels": torch.arange(TRAIN + 1)}, "with a label per row"),
-        ({"test_labels": [0] * TEST}, "has no tensor 'test_labels' for test_labels"),
-    ],
+    ("change", "keys", "message"),
+    [*(({}, *each) for each in REFUSED_KEYS), *((change, None, message) for change, message in REFUSED_TENSORS)],
 )
-def test_tensors_that_do_not_fit_each_other_are_refused(tmp_path, change, message):
+def test_tensors_and_names_that_do_not_fit_each_other_are_refused(tmp_path, change, keys, message):
     torch.save({**content(), **change}, tmp_path / "file.p")
     with pytest.raises(EmbeddingError, match=message):
-        convert(tmp_path / "file.p", tmp_path / "store")
+        convert(tmp_path / "file.p", tmp_path / "store", keys=keys)
     assert not (tmp_path / "store").exists()
 
 
@@ -181,8 +147,11 @@ def test_what_is_no_torch_pickle_is_refused(tmp_path):
         convert(tmp_path / "missing", tmp_path / "store")
 
 
-def test_an_old_file_larger_than_the_memory_is_refused_with_the_way_out(tmp_path, monkeypatch):
+def test_too_little_memory_or_disk_is_said_before_the_first_shard(tmp_path, monkeypatch):
     save(tmp_path / "file.p", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr(embedding_formats.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(EmbeddingError, match=r"takes another .* free some space or choose another folder"):
+        convert(tmp_path / "file.p", tmp_path / "store")
     monkeypatch.setattr(embedding_formats, "available_ram", lambda: 2**10)
     with pytest.raises(EmbeddingError, match=r"cannot be memory-mapped; read whole it takes .* save it again with"):
         convert(tmp_path / "file.p", tmp_path / "store")
@@ -210,13 +179,6 @@ def test_a_file_larger_than_the_memory_is_mapped_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", no_map)
     with pytest.raises(EmbeddingError, match=r"file\.p cannot be mapped.*chmod u\+w"):
         convert(tmp_path / "file.p", tmp_path / "other")
-
-
-def test_too_small_a_disk_is_said_before_the_first_shard(tmp_path, monkeypatch):
-    save(tmp_path / "file.p")
-    monkeypatch.setattr(embedding_formats.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    with pytest.raises(EmbeddingError, match=r"takes another .* free some space or choose another folder"):
-        convert(tmp_path / "file.p", tmp_path / "store")
 
 
 def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
@@ -250,11 +212,11 @@ def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
 
 
 def test_a_complete_store_is_opened_and_not_written_again(tmp_path):
-    save(tmp_path / "file.p")
-    first = convert(tmp_path / "file.p", tmp_path / "store", backbone="net")
-    written = (tmp_path / "store" / "meta.json").stat().st_mtime_ns
-    assert convert(tmp_path / "file.p", tmp_path / "store", backbone="net").verify() == first.verify() == []
-    assert (tmp_path / "store" / "meta.json").stat().st_mtime_ns == written
+    parts, manifest = save(tmp_path / "file.p"), tmp_path / "store" / "meta.json"
+    convert(tmp_path / "file.p", tmp_path / "store", backbone="net")
+    written = manifest.stat().st_mtime_ns
+    assert_holds(convert(tmp_path / "file.p", tmp_path / "store", backbone="net"), parts)
+    assert manifest.stat().st_mtime_ns == written
     assert convert(tmp_path / "file.p", tmp_path / "store", dtype=torch.float16).backbone == "net"
     message = r"complete store already \(backbone 'net', now 'other'; dtype 'float16', now 'float32'\): delete it"
     with pytest.raises(EmbeddingError, match=message):
@@ -262,23 +224,17 @@ def test_a_complete_store_is_opened_and_not_written_again(tmp_path):
     convert(tmp_path / "file.p", tmp_path / "wide", dtype=torch.float32)
     with pytest.raises(EmbeddingError, match="dtype 'float32', now 'float16'"):
         convert(tmp_path / "file.p", tmp_path / "wide")
+    # Of what the file was before: another size, a later time.
+    for more, seconds in ((b"", 60), (b"more", -60)):
+        with open(tmp_path / "file.p", "ab") as file:
+            file.write(more)
+        os.utime(tmp_path / "file.p", (manifest.stat().st_mtime + seconds,) * 2)
+        with pytest.raises(EmbeddingError, match=r"was not made of .*file.p as it is now: delete the store"):
+            convert(tmp_path / "file.p", tmp_path / "store")
     save(tmp_path / "double.p", dtype=torch.float64)
     with pytest.raises(EmbeddingError, match="must be float16, float32, bfloat16, got float64"):
         convert(tmp_path / "double.p", tmp_path / "double")
     assert not (tmp_path / "double").exists()
-
-
-@pytest.mark.parametrize("newer", [True, False], ids=["newer", "of another size"])
-def test_a_store_of_what_the_file_was_before_is_refused(tmp_path, newer):
-    save(tmp_path / "file.p")
-    convert(tmp_path / "file.p", tmp_path / "store")
-    if not newer:
-        with open(tmp_path / "file.p", "ab") as file:
-            file.write(b"more")
-    later = (tmp_path / "store" / "meta.json").stat().st_mtime + (60 if newer else -60)
-    os.utime(tmp_path / "file.p", (later, later))
-    with pytest.raises(EmbeddingError, match=r"was not made of .*file.p as it is now: delete the store"):
-        convert(tmp_path / "file.p", tmp_path / "store")
 
 
 @pytest.mark.skipif(not LINUX, reason="reads the peak memory from /proc")
