@@ -182,13 +182,13 @@ def open_images(
         raise ImageSourceError(f"unknown dataset {name!r}{hint} Give a folder or one of: {', '.join(known)}")
     splits = dict(source.splits)
     for split, limit in (limits or {}).items():
-        if limit is None:
-            continue
-        if not 1 <= limit <= (available := len(splits.get(split, ()))):
+        available = len(splits.get(split, ()))
+        if limit is not None and not 1 <= limit <= available:
             raise ImageSourceError(
                 f"--limit_{split} must be from 1 to {available}, the number of {split} images, got {limit}"
             )
-        splits[split] = Images(splits[split].name, splits[split].dataset, limit)
+        if limit is not None:
+            splits[split] = Images(splits[split].name, splits[split].dataset, limit)
     fingerprint = {**source.fingerprint, "images": {split: len(images) for split, images in splits.items()}}
     return replace(source, splits=splits, fingerprint=fingerprint)
 
@@ -270,32 +270,32 @@ def _class_folders(path: Path) -> list[str]:
 
 
 def _open_folders(folders: Mapping[str, Path], name: str) -> ImageSource:
-    class_names = {}
+    listed = {}
     for split, folder in folders.items():
         if not folder.is_dir() or not _class_folders(folder):
             what = "holds no folder per class" if folder.is_dir() else "is not a folder"
             raise ImageSourceError(f"{folder}, given for the {split} images, {what}: check the path")
-        class_names[split] = _class_folders(folder)
-    first, *others = class_names
+        listed[split] = _Folder(folder)
+        if not listed[split].samples:
+            raise ImageSourceError(f"there is no image below {folder}: files end in {' '.join(IMG_EXTENSIONS)}")
+    first, *others = listed
+    class_names = listed[first].classes
     for other in others:
-        if differing := sorted(set(class_names[first]) ^ set(class_names[other])):
+        if differing := sorted({*class_names} ^ {*listed[other].classes}):
             raise ImageSourceError(
                 f"{first} and {other} must have the same class folders, since these number the labels; "
                 f"{len(differing)} are in one alone: {', '.join(differing[:5])}"
             )
-    splits, digests, notes = {}, {}, []
-    for split, folder in folders.items():
-        listed = _Folder(folder)
-        paths = [os.path.relpath(path, folder).replace(os.sep, "/") for path, _ in listed.samples]
-        if not paths:
-            raise ImageSourceError(f"there is no image below {folder}: files end in {' '.join(IMG_EXTENSIONS)}")
-        splits[split] = Images(split, listed)
+    digests, notes = {}, []
+    for split, images in listed.items():
+        paths = [os.path.relpath(path, images.root).replace(os.sep, "/") for path, _ in images.samples]
         digests[split] = hashlib.sha256("\n".join(paths).encode()).hexdigest()
-        if listed.ignored:
-            endings = ", ".join(f"{count} {ending}" for ending, count in sorted(listed.ignored.items()))
-            left_out = f"{listed.ignored.total()} files below {folder} are no images by their names"
+        if images.ignored:
+            endings = ", ".join(f"{count} {ending}" for ending, count in sorted(images.ignored.items()))
+            left_out = f"{images.ignored.total()} files below {images.root} are no images by their names"
             notes.append(f"{left_out} ({endings}) and are left out")
-        present = set(listed.targets)
-        if empty := [each for label, each in enumerate(listed.classes) if label not in present]:
+        present = set(images.targets)
+        if empty := [each for label, each in enumerate(class_names) if label not in present]:
             notes.append(f"{len(empty)} classes have no {split} image: {', '.join(empty[:5])}")
-    return ImageSource(f"folder:{name}", tuple(class_names[first]), splits, {"paths_sha256": digests}, tuple(notes))
+    splits = {split: Images(split, images) for split, images in listed.items()}
+    return ImageSource(f"folder:{name}", tuple(class_names), splits, {"paths_sha256": digests}, tuple(notes))

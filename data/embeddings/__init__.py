@@ -39,19 +39,19 @@ def open_or_fetch(
     # Imported here: a store on this disk does without.
     from data.transfers import object_store
 
-    last, given = str(source).rpartition("/")[2], {"endpoint_url": endpoint_url}
+    last = str(source).rpartition("/")[2]
     if str(source).startswith("s3://") and (last.endswith(".store") or "." not in last):
-        folder = object_store.cached_path(f"{str(source).rstrip('/')}/", cache_dir, **given)
+        location = object_store.resolve(f"{str(source).rstrip('/')}/", cache_dir, endpoint_url=endpoint_url)
         try:
-            store = open_store(folder)
+            store = open_store(location.path)
         except EmbeddingError:  # not there, or not whole
-            store = open_store(object_store.fetch_folder(source, cache_dir, index=MANIFEST, damaged=damaged, **given))
+            store = open_store(object_store.fetch_folder(location, MANIFEST, damaged))
         return _if_same(store, sha256)
-    file = object_store.cached_path(source, cache_dir, **given)
-    destination = file.with_suffix(".store")
-    if (destination / MANIFEST).exists() and not file.exists():
+    location = object_store.resolve(source, cache_dir, endpoint_url=endpoint_url)
+    destination = location.path.with_suffix(".store")
+    if (destination / MANIFEST).exists() and not location.path.exists():
         return _if_same(open_store(destination), sha256)
-    file = object_store.fetch(source, cache_dir, sha256=sha256, **given)
+    file = object_store.fetch(location, sha256)
     names = {key: name for name, key in PUBLISHED.items()}  # a published file keeps its name when it comes by hand
     known = PUBLISHED_SETS.get(names.get(last, str(source)))
     try:

@@ -28,7 +28,7 @@ from data.embeddings import (
 )
 from data.embeddings.formats import KEYS
 from data.machine_memory import gib
-from data.transfers.object_store import cached_path, fetch
+from data.transfers.object_store import fetch, resolve
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def _given(text: str) -> str:
 
 def _list(args: argparse.Namespace) -> None:
     for name, known in PUBLISHED_SETS.items():
-        file = cached_path(name, args.cache_dir)
+        file = resolve(name, args.cache_dir).path
         here = [str(path) for path in (file, file.with_suffix(".store") / MANIFEST) if path.exists()]
         print(f"{name}\n    {known.key}")
         print(f"    about {known.gigabytes} GB, {known.backbone} at {known.resolution} pixels")
@@ -97,11 +97,11 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _fetch(args: argparse.Namespace) -> None:
-    options = {"endpoint_url": args.endpoint_url, "sha256": args.sha256}
+    where = {"cache_dir": args.cache_dir, "endpoint_url": args.endpoint_url}
     if args.convert:
-        print(open_or_fetch(args.source, args.cache_dir, keys=args.keys, **options).path)
+        print(open_or_fetch(args.source, keys=args.keys, sha256=args.sha256, **where).path)
     else:
-        print(fetch(args.source, args.cache_dir, **options))
+        print(fetch(resolve(args.source, **where), args.sha256))
 
 
 def _convert(args: argparse.Namespace) -> None:

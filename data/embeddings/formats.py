@@ -93,7 +93,7 @@ def convert(
     if not file.is_file() and not old:
         raise EmbeddingError(f"there is no file {file} to convert: check the path")
     if sha256:
-        object_store.fetch(file, sha256=sha256)
+        object_store.fetch(object_store.resolve(file), sha256)
     with held(lock_beside(destination)):
         if old:
             return _taken_over(file, destination)

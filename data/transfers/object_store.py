@@ -1,10 +1,10 @@
 """Files and folders from S3, HTTPS or this disk, by way of a cache: in ranged parts, resumable, verified.
 
-    fetch("wsl-32x48d-320")                      a published embedding file, by its short name
-    fetch("s3://bucket/key", endpoint_url=...)   any object; with the user's credentials, unsigned where there are none
-    fetch("https://host/file.p", sha256=...)     any address; a local path is checked and returned as it is
-    fetch_folder("s3://bucket/store/", ...)      the files below a prefix that an index among them lists
-    upload("store/", "s3://bucket/store/")       the way back
+    fetch(resolve("wsl-32x48d-320"))             a published embedding file, by its short name
+    fetch(resolve("s3://bucket/key"))            any object; with the user's credentials, unsigned where there are none
+    fetch(resolve("https://host/file.p"), sha)   any address; a local path is checked and returned as it is
+    fetch_folder(resolve("s3://bucket/set/"))    the files below a prefix that an index among them lists
+    upload("set/", "s3://bucket/set/")           the way back
 
 Everything comes by HTTP; boto3 signs the addresses of S3, and sends. Whatever is found under a file's name in the cache
 is used as it is, without a look at the network; so a file can also be put there by hand.
@@ -71,14 +71,17 @@ class RetryError(Exception):
 class Location:
     """Where a file is. uri: s3://bucket/key, http(s)://..., or a local path. endpoint_url: of the S3 server, None for
     the one in AWS_ENDPOINT_URL or Amazon's. anonymous: None for unsigned requests where no credentials are found.
+    cache_dir: None for $TOPK_CACHE, or data/downloads/embeddings of this repository where that is not set.
 
     scheme: s3, http, https, or "" for a local path. address: by HTTPS, the same for an object named by s3:// and by its
-    path-style address. Raises ObjectStoreError for other addresses.
+    path-style address. path: where it is kept here, by its own name with eight digits of its address's SHA-256; a local
+    path is its own place. Raises ObjectStoreError for other addresses.
     """
 
     uri: str
     endpoint_url: str | None = None
     anonymous: bool | None = None
+    cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         self.scheme = self.uri.partition("://")[0].lower() if "://" in self.uri else ""
@@ -93,12 +96,19 @@ class Location:
                 f"endpoint_url (without it AWS_ENDPOINT_URL) is http(s)://host of an S3 server, got {asked!r}"
             )
         self.bucket, _, self.key = self.uri.partition("://")[2].partition("/")
-        self.address = self.uri
+        self.address, self.path = self.uri, Path(self.uri)
         if self.scheme == "s3":
             self.address = f"{(asked or 'https://s3.amazonaws.com').rstrip('/')}/{quote(f'{self.bucket}/{self.key}')}"
+        if self.scheme:
+            last = urlsplit(self.address).path.rstrip("/").rpartition("/")[2]
+            name = Path(re.sub(r"[^\w.-]+", "_", last, flags=re.ASCII).lstrip(".") or "file")
+            digest = hashlib.sha256(self.address.encode()).hexdigest()[:8]
+            cache = Path(os.path.expanduser(self.cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE))
+            # File systems allow 255 bytes; `.part` and `.json` are still to come.
+            self.path = cache / f"{name.stem[:150]}-{digest}{name.suffix[:20]}"
 
 
-def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
+def resolve(source: str | Path, cache_dir: str | Path | None = None, *, endpoint_url: str | None = None) -> Location:
     """The location of a short name of PUBLISHED, an s3:// or http(s):// address, or a local path.
 
     Short names lie in the published bucket and are read unsigned. Raises ObjectStoreError for an address of another
@@ -106,10 +116,11 @@ def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
     """
     source = os.fspath(source)
     if source in PUBLISHED:
-        return Location(f"s3://{PUBLISHED_BUCKET}/{PUBLISHED[source]}", endpoint_url or PUBLISHED_ENDPOINT, True)
+        uri = f"s3://{PUBLISHED_BUCKET}/{PUBLISHED[source]}"
+        return Location(uri, endpoint_url or PUBLISHED_ENDPOINT, True, cache_dir)
     path = Path(os.path.expanduser(source))
     if "://" in source or (source and path.exists()):
-        return Location(source if "://" in source else str(path), endpoint_url)
+        return Location(source if "://" in source else str(path), endpoint_url, None, cache_dir)
     names = {key: name for name, key in PUBLISHED.items()}
     if path.name in names:
         hint = f"give the short name {names[path.name]}, and it is downloaded"
@@ -121,67 +132,32 @@ def resolve(source: str | Path, *, endpoint_url: str | None = None) -> Location:
     raise ObjectStoreError(f"there is no file {source}: {hint}")
 
 
-def cached_path(source: str | Path, cache_dir: str | Path | None = None, *, endpoint_url: str | None = None) -> Path:
-    """Where `fetch` puts a file, and looks for it first: its own name with eight digits of its address's SHA-256.
-
-    cache_dir: None for $TOPK_CACHE, or data/downloads/embeddings of this repository where that is not set. A local
-    path is its own place. Raises as `resolve` does.
-    """
-    location = resolve(source, endpoint_url=endpoint_url)
-    if not location.scheme:
-        return Path(location.uri)
-    cache = Path(os.path.expanduser(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE))
-    last = urlsplit(location.address).path.rstrip("/").rpartition("/")[2]
-    name = Path(re.sub(r"[^\w.-]+", "_", last, flags=re.ASCII).lstrip(".") or "file")
-    digest = hashlib.sha256(location.address.encode()).hexdigest()[:8]
-    # File systems allow 255 bytes; `.part` and `.json` are still to come.
-    return cache / f"{name.stem[:150]}-{digest}{name.suffix[:20]}"
-
-
-def fetch(
-    source: str | Path,
-    cache_dir: str | Path | None = None,
-    *,
-    endpoint_url: str | None = None,
-    sha256: str | None = None,
-) -> Path:
+def fetch(location: Location, sha256: str | None = None) -> Path:
     """The path of a file on this disk, downloaded into the cache unless it is there.
 
-    source: as for `resolve`. cache_dir: as for `cached_path`. sha256: 64 hexadecimal digits the file must have.
-    Processes that ask for the same file download it once. Ctrl-C keeps what has arrived for the next start. Raises
-    ObjectStoreError.
+    sha256: 64 hexadecimal digits the file must have. Processes that ask for the same file download it once. Ctrl-C
+    keeps what has arrived for the next start. Raises ObjectStoreError.
     """
-    location = resolve(source, endpoint_url=endpoint_url)
-    path = cached_path(source, cache_dir, endpoint_url=endpoint_url)
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise ObjectStoreError(f"sha256 is 64 hexadecimal digits, got {sha256!r}")
-    if location.scheme and not path.is_file():
-        _Download(location, path, sha256).run()
+    if location.scheme and not location.path.is_file():
+        _Download(location, location.path, sha256).run()
     if sha256 is not None:
-        if path.is_dir():
-            raise ObjectStoreError(f"{path} is a folder, and sha256 speaks of a file: leave it out")
-        _check_sha256(path, sha256)
-    return path
+        if location.path.is_dir():
+            raise ObjectStoreError(f"{location.path} is a folder, and sha256 speaks of a file: leave it out")
+        _check_sha256(location.path, sha256)
+    return location.path
 
 
-def fetch_folder(
-    source: str,
-    cache_dir: str | Path | None = None,
-    *,
-    index: str,
-    damaged: Callable[[Path, Path], Iterable[str]],
-    endpoint_url: str | None = None,
-) -> Path:
+def fetch_folder(location: Location, index: str, damaged: Callable[[Path, Path], Iterable[str]]) -> Path:
     """The path of a folder on this disk with the files of s3://bucket/prefix/ that its index lists.
 
     index: the name of the file that says what the folder holds; `upload` sends it last, and here, too, it takes its
     name last. damaged(index, folder): the names of the files that are not in the folder as that index says; all are
     looked at before and after they come, so that what is fetched is one version, and what is there already is kept.
-    Other arguments and errors as for `fetch`.
+    Raises ObjectStoreError.
     """
-    location = resolve(source.rstrip("/") + "/", endpoint_url=endpoint_url)
-    folder = cached_path(location.uri, cache_dir, endpoint_url=endpoint_url)
-    new = folder / PARTIAL / "index" / index
+    folder, new = location.path, location.path / PARTIAL / "index" / index
     with held(folder / PARTIAL / "folder.lock", waiting=f"another process is fetching {folder.name}; waiting for it"):
         for old in (folder / index, new):  # each may be of another version than what comes now
             old.unlink(missing_ok=True)

@@ -132,13 +132,11 @@ def test_what_is_missing_is_fetched_once(server, published, tmp_path, monkeypatc
     archive = published.archive
     places = {"url": server.endpoint, "file": archive.as_uri(), "folder": archive.parent.as_uri()}
     mirror = mirror and mirror.format(**places)
-    first = load_dataset("cifar100", tmp_path / "new" / "folder", mirror=mirror)
-    assert_complete(first)
+    assert_complete(load_dataset("cifar100", tmp_path / "new" / "folder", mirror=mirror))
     assert set(server.paths) <= {"/cifar-100-python.tar.gz"}
     server.paths.clear()
-    second = load_dataset("cifar100", tmp_path / "new" / "folder", mirror=mirror)
+    assert_complete(load_dataset("cifar100", tmp_path / "new" / "folder", mirror=mirror))
     assert server.paths == []
-    assert torch.equal(first.train.images, second.train.images)
 
 
 def test_complete_folder_is_read_and_left_as_it_was(data_dir):
@@ -151,21 +149,13 @@ def test_complete_folder_is_read_and_left_as_it_was(data_dir):
     assert sorted((path, path.stat().st_mtime_ns) for path in [data_dir, *data_dir.rglob("*")]) == before
 
 
-def test_truncated_archive_is_fetched_again(server, published, tmp_path):
-    body = published.archive.read_bytes()
-    (tmp_path / "cifar-100-python.tar.gz").write_bytes(body[: len(body) // 3])
-    assert_complete(load_dataset("cifar100", tmp_path, mirror=server.endpoint))
-    assert md5(tmp_path / "cifar-100-python.tar.gz") == CIFAR100.tgz_md5
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
 
 def flip_a_byte(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
-    path.write_bytes(body)
+    body = path.read_bytes()
+    path.write_bytes(body[:50] + bytes([body[50] ^ 1]) + body[51:])
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink])
@@ -183,6 +173,7 @@ def test_cut_connection_is_reported_and_the_next_start_mends_it(server, tmp_path
     with pytest.raises(DatasetUnavailableError, match=r"corrupted.*start again if the connection was cut"):
         load_dataset("cifar100", tmp_path, mirror=server.endpoint)
     assert not (tmp_path / "cifar-100-python").exists()
+    assert 0 < (tmp_path / "cifar-100-python.tar.gz").stat().st_size < len(server.content)
     assert_complete(load_dataset("cifar100", tmp_path, mirror=server.endpoint))
 
 
@@ -336,18 +327,10 @@ def test_digits_need_no_files():
     assert dataset.class_names == tuple("0123456789")
     # Stratified: 1,797 digits, about 180 of each class, a fifth of them for the test.
     assert dataset.test.labels.bincount().tolist() == pytest.approx([36] * 10, abs=1)
-    images = torch.cat((dataset.train.images, dataset.valid.images))
-    assert images.shape == (1437, 3, 32, 32)
-    assert (images.amin(), images.amax()) == (0, 255)
-    assert torch.equal(images[:, 0], images[:, 2])
-    coarse = images[:, :, ::4, ::4].repeat_interleave(4, 2).repeat_interleave(4, 3)
-    assert torch.equal(images, coarse)
-    pixels = images.double() / 255
+    pixels = torch.cat((dataset.train.images, dataset.valid.images)).double() / 255
+    assert pixels.shape == (1437, 3, 32, 32)
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(DIGITS_MEAN, abs=1e-4)
     assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(DIGITS_STD, abs=1e-4)
-    other = load_dataset("digits", "/nowhere", seed=1)
-    assert torch.equal(dataset.test.images, other.test.images)
-    assert not torch.equal(dataset.valid.images, other.valid.images)
 
 
 def test_real_cifar100_where_a_copy_exists():
@@ -380,16 +363,12 @@ def test_noise_stays_in_its_group_and_in_the_training_split(data_dir, published,
     assert torch.equal(clean.train.images, noisy.train.images)
 
 
-def test_noise_follows_the_seed_and_the_image(data_dir):
+def test_a_limit_chooses_images_and_changes_no_image_s_label(data_dir):
     def labels(**arguments) -> dict[int, int]:
-        train = load_dataset("cifar100", data_dir, label_noise=0.5, **arguments).train
+        train = load_dataset("cifar100", data_dir, label_noise=0.5, seed=3, **arguments).train
         return dict(zip(numbers_of(train.images).tolist(), train.labels.tolist()))
 
-    first = labels(seed=3)
-    assert labels(seed=3) == first
-    assert any(first[number] != label for number, label in labels(seed=4).items() if number in first)
-    # A limit chooses images and changes no image's label.
-    assert labels(seed=3, limit_train=100).items() <= first.items()
+    assert labels(limit_train=100).items() <= labels().items()
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.6, 1.0])
@@ -424,21 +403,16 @@ def test_the_bits_stay_as_they_are_over_versions():
 # --- epochs ---------------------------------------------------------------------------------------------
 
 
-def test_epoch_order_is_a_permutation_and_a_function_of_seed_and_epoch():
+def test_an_epoch_is_a_function_of_its_seed_and_its_number():
     for function in (partial(epoch_order, 10), epoch_generator):
         with pytest.raises(ValueError, match="seed and epoch must be at least 0, got seed 0 and epoch -1"):
             function(0, -1)
-    generators = [epoch_generator(seed, epoch) for seed in range(10) for epoch in range(10)]
-    assert len({generator.initial_seed() for generator in generators}) == 100
-    torch.manual_seed(0)
-    order = epoch_order(1000, seed=2, epoch=5)
-    assert order.dtype == torch.int64
-    assert order.sort().values.tolist() == list(range(1000))
-    torch.manual_seed(1)
-    torch.rand(10)
-    assert torch.equal(epoch_order(1000, seed=2, epoch=5), order)
-    others = [epoch_order(1000, seed, epoch) for seed, epoch in ((2, 6), (3, 5), (5, 2))]
-    assert not any(torch.equal(order, other) for other in others)
+    pairs = [(seed, epoch) for seed in range(10) for epoch in range(10)]
+    assert len({epoch_generator(*pair).initial_seed() for pair in pairs}) == 100
+    assert len({tuple(epoch_order(20, *pair).tolist()) for pair in pairs}) == 100
+    torch.manual_seed(0)  # of no account
+    assert torch.equal(epoch_order(1000, 2, 5), epoch_order(1000, 2, 5))
+    assert epoch_order(1000, 2, 5).sort().values.tolist() == list(range(1000))
 
 
 # --- augmentation ---------------------------------------------------------------------------------------

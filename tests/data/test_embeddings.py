@@ -220,7 +220,7 @@ def test_a_store_in_the_earlier_format_says_how_to_convert_it_and_keeps_its_fing
 
 
 def test_list_shows_names_keys_tensors_and_what_is_here(tmp_path, capsys):
-    here = object_store.cached_path("wsl-32x8d-320", tmp_path)
+    here = object_store.resolve("wsl-32x8d-320", tmp_path).path
     here.write_text("x")
     assert main(["list", "--cache_dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -320,7 +320,7 @@ def test_info_tells_what_a_store_holds_and_a_checksum_holds_for_any_source(tmp_p
 
 
 def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, server, capsys):
-    file = object_store.cached_path("efficientnet-l2-800", tmp_path / "cache")
+    file = object_store.resolve("efficientnet-l2-800", tmp_path / "cache").path
     file.parent.mkdir()
     parts = save(file, "efficientnet-l2")  # placed by hand
     server.content = file.read_bytes()
@@ -332,7 +332,7 @@ def test_an_address_or_a_short_name_is_fetched_and_converted_once(tmp_path, serv
         assert_holds(store, parts)
         assert (store.source, store.backbone, store.resolution) == (source, *known)
         # The store stands for the file from now on.
-        object_store.cached_path(source, file.parent).unlink()
+        object_store.resolve(source, file.parent).path.unlink()
         server.paths.clear()
         assert main(["fetch", source, "--convert", "--cache_dir", str(file.parent)]) == 0
         assert capsys.readouterr().out.strip() == str(store.path)

@@ -27,7 +27,6 @@ from data.transfers import object_store
 from data.transfers.object_store import (
     PUBLISHED,
     ObjectStoreError,
-    cached_path,
     checksum_of,
     etag_part_sizes,
     fetch,
@@ -63,7 +62,7 @@ def server(server):
 @pytest.fixture
 def get(server, tmp_path):
     """Fetch the failing server's file into a folder of this test's, with options."""
-    return lambda folder="cache", **options: fetch(server.url, tmp_path / folder, **options)
+    return lambda folder="cache", sha256=None: fetch(resolve(server.url, tmp_path / folder), sha256)
 
 
 def partial(path, ending):
@@ -84,21 +83,21 @@ def test_published_names_resolve_to_the_published_bucket():
     assert location.address == f"https://nyc3.digitaloceanspaces.com/publicdata1/{key}"
     assert resolve("wsl-32x48d-320", endpoint_url="http://mirror").endpoint_url == "http://mirror"
     assert len(set(PUBLISHED.values())) == 6
-    assert cached_path("wsl-32x48d-320") == cached_path(location.address)
+    assert resolve("wsl-32x48d-320").path == resolve(location.address).path
 
 
 def test_cached_names_differ_between_sources_and_are_readable(tmp_path, monkeypatch):
     names = [f"s3://{name}" for name in ("a/x.p", "b/x.p", "a/y/x.p", "a/x%2Fp", "a/x/p")]
     names += ["https://a/x.p", "https://a/x.p?v=2"]
-    paths = [cached_path(source, tmp_path) for source in names]
-    paths.append(cached_path("s3://a/x.p", tmp_path, endpoint_url="http://elsewhere"))
+    paths = [resolve(source, tmp_path).path for source in names]
+    paths.append(resolve("s3://a/x.p", tmp_path, endpoint_url="http://elsewhere").path)
     assert len(set(paths)) == len(paths)
     assert {path.parent for path in paths} == {tmp_path}
     assert (paths[0].name[:2], paths[0].suffix) == ("x-", ".p")
-    assert len(cached_path("https://a/" + "é/.. " * 99, tmp_path).name) < 200
-    assert cached_path("s3://a/x.p").parent == ROOT / "data" / "downloads" / "embeddings"
+    assert len(resolve("https://a/" + "é/.. " * 99, tmp_path).path.name) < 200
+    assert resolve("s3://a/x.p").path.parent == ROOT / "data" / "downloads" / "embeddings"
     monkeypatch.setenv("TOPK_CACHE", str(tmp_path / "variable"))
-    assert cached_path("s3://a/x.p").parent == tmp_path / "variable"
+    assert resolve("s3://a/x.p").path.parent == tmp_path / "variable"
 
 
 @given(st.integers(1, 10**11), st.sampled_from([5, 8, 15, 16, 64]))
@@ -124,7 +123,7 @@ WRONG = {
 @pytest.mark.parametrize(("source", "message"), WRONG.items())
 def test_a_wrong_source_is_a_sentence(tmp_path, source, message):
     with pytest.raises(ObjectStoreError, match=message):
-        fetch(source, tmp_path)
+        fetch(resolve(source, tmp_path))
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:9000", "http://[::1", "http://a b", "http://host:port", "garbage"])
@@ -148,7 +147,7 @@ def test_a_wrong_environment_is_a_sentence(tmp_path, monkeypatch, name, value):
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv(name, value)
     with pytest.raises(ObjectStoreError, match=r"the variables AWS_.*AWS_PROFILE"):
-        fetch("s3://bucket/key", tmp_path)
+        fetch(resolve("s3://bucket/key", tmp_path))
 
 
 # Downloads
@@ -263,7 +262,7 @@ def test_other_bytes_than_those_asked_for_cost_no_part(server, get, tmp_path, fa
     server.faults.extend([None] * 8 + [fault])
     with pytest.raises(ObjectStoreError, match="something else than was asked for"):
         get()
-    path = cached_path(server.url, tmp_path / "cache")
+    path = resolve(server.url, tmp_path / "cache").path
     kept = partial(path, ".part").read_bytes()
     for part in json.loads(partial(path, ".json").read_text())["done"]:
         assert kept[part * PART :][:PART] == CONTENT[part * PART :][:PART]
@@ -320,7 +319,7 @@ def test_no_server_no_address_no_plain_file(server, get, tmp_path, bucket):
     server.close()
     for source in (server.url, "s3://store/x"):
         with pytest.raises(ObjectStoreError, match=r"4 failures in a row.*Check the network") as caught:
-            fetch(source, tmp_path / "cache", endpoint_url=server.endpoint)
+            fetch(resolve(source, tmp_path / "cache", endpoint_url=server.endpoint))
         assert "X-Amz" not in str(caught.value)  # no signature is shown
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ObjectStoreError, match="choose another folder by cache_dir"):
@@ -332,7 +331,7 @@ WRONG_SIDECARS = [{"size": 12}, {"version": 3}, {"done": "abc"}, {"done": None},
 
 @pytest.mark.parametrize("damage", [*WRONG_SIDECARS, "[]", '{"size": 12, "do', "\0"], ids=str)
 def test_a_damaged_sidecar_starts_again(server, get, tmp_path, damage):
-    path = cached_path(server.url, tmp_path / "cache")
+    path = resolve(server.url, tmp_path / "cache").path
     partial(path, ".part").parent.mkdir(parents=True)
     partial(path, ".part").write_bytes(bytes(len(CONTENT)))
     whole = {"size": len(CONTENT), "version": server.etag, "part_bytes": PART, "done": [0]}
@@ -363,17 +362,17 @@ def test_whatever_goes_wrong_the_file_is_right_or_absent(server, get, tmp_path, 
 
 
 def test_a_file_that_is_there_is_checked_and_used(server, get, tmp_path):
-    path = cached_path(server.url, tmp_path / "cache")
+    path = resolve(server.url, tmp_path / "cache").path
     path.parent.mkdir()
     path.write_bytes(CONTENT)  # by hand
-    assert get() == get(sha256=SHA256.upper()) == fetch(path, sha256=SHA256) == fetch(str(path)) == path
+    assert get() == get(sha256=SHA256.upper()) == fetch(resolve(path), SHA256) == fetch(resolve(str(path))) == path
     for source in (server.url, path):
         with pytest.raises(ObjectStoreError, match=f"{SHA256} instead of {'0' * 64}.*must be deleted before"):
-            fetch(source, tmp_path / "cache", sha256="0" * 64)
+            fetch(resolve(source, tmp_path / "cache"), "0" * 64)
     with pytest.raises(ObjectStoreError, match="sha256 is 64 hexadecimal digits, got 'abc'"):
         get(sha256="abc")
     with pytest.raises(ObjectStoreError, match="is a folder"):
-        fetch(tmp_path, sha256="0" * 64)
+        fetch(resolve(tmp_path), "0" * 64)
     assert server.spans == []
 
 
@@ -426,7 +425,7 @@ for name, value in json.loads(sys.argv[3]).items():
     setattr(object_store, name, value)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 def main():
-    path = object_store.fetch(sys.argv[1], sys.argv[2])
+    path = object_store.fetch(object_store.resolve(sys.argv[1], sys.argv[2]))
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, path)
     return 0
 program.end(program.finish(main, "kept"))
@@ -449,7 +448,7 @@ def start(server, cache, **settings):
 def test_a_killed_download_goes_on_from_its_parts(server, get, tmp_path, sent):
     """Stopped at once, while the server says nothing for longer than any test lasts."""
     server.gate_from = 7
-    path = cached_path(server.url, tmp_path / "cache")
+    path = resolve(server.url, tmp_path / "cache").path
     sidecar = partial(path, ".json")
     process = start(server, tmp_path / "cache")
     wait_for(
@@ -490,7 +489,7 @@ def test_memory_does_not_grow_with_the_file(server, tmp_path):
     output, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
     assert int(output.split()[0]) < 100
-    assert cached_path(server.url, tmp_path).stat().st_size == 200 * MIB
+    assert resolve(server.url, tmp_path).path.stat().st_size == 200 * MIB
 
 
 # A real S3 server
@@ -503,13 +502,13 @@ def options(moto, tmp_path):
 
 def test_s3_objects_come_in_parts_by_address_or_short_name(bucket, options):
     bucket.put_object(Bucket="store", Key="a b/é#?.p", Body=CONTENT)
-    path = fetch("s3://store/a b/é#?.p", **options)
+    path = fetch(resolve("s3://store/a b/é#?.p", **options))
     assert path.read_bytes() == CONTENT
     assert checksum_of(path) == f"etag {hashlib.md5(CONTENT).hexdigest()}"
     bucket.create_bucket(Bucket="publicdata1")
     key = PUBLISHED["wsl-32x8d-320"]
     bucket.put_object(Bucket="publicdata1", Key=key, Body=CONTENT, ACL="public-read")
-    assert fetch("wsl-32x8d-320", **options).read_bytes() == CONTENT
+    assert fetch(resolve("wsl-32x8d-320", **options)).read_bytes() == CONTENT
 
 
 def test_s3_multipart_etag_is_verified(bucket, options):
@@ -523,7 +522,7 @@ def test_s3_multipart_etag_is_verified(bucket, options):
     ]
     etag = bucket.complete_multipart_upload(**place, MultipartUpload={"Parts": parts})["ETag"]
     assert etag.endswith('-2"')
-    path = fetch("s3://store/big", **options)
+    path = fetch(resolve("s3://store/big", **options))
     assert path.read_bytes() == content
     assert checksum_of(path) == f"etag {etag[1:-1]}"
 
@@ -533,12 +532,12 @@ def test_s3_refusals_with_and_without_credentials(bucket, options, monkeypatch):
     bucket.put_object(Bucket="store", Key="private", Body=CONTENT)
     for address, message in (("store/nothing", r"NoSuchKey.*Check bucket.*by hand"), ("nothing/x", "NoSuchBucket")):
         with pytest.raises(ObjectStoreError, match=message):
-            fetch(f"s3://{address}", **options)
+            fetch(resolve(f"s3://{address}", **options))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert fetch("s3://store/public", **options).read_bytes() == CONTENT
+    assert fetch(resolve("s3://store/public", **options)).read_bytes() == CONTENT
     with pytest.raises(ObjectStoreError, match=r"403.*AWS_PROFILE"):
-        fetch("s3://store/private", **options)
+        fetch(resolve("s3://store/private", **options))
 
 
 def test_uploads(bucket, options, tmp_path, monkeypatch):
