@@ -51,10 +51,9 @@ def is_special(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames within `folder` survive a power cut. A no-op where folders cannot be opened (Windows)."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Make renames within `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

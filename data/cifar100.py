@@ -92,19 +92,14 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Three disjoint splits of a data set and what is needed to normalise and to name it.
+    """Three disjoint splits of a data set, mean and std per channel, in units of [0, 1]."""
 
-    mean and std are per channel, in units of [0, 1]; class_names has num_classes entries.
-    """
-
-    name: str
     num_classes: int
     train: Split
     valid: Split
     test: Split
     mean: Rgb
     std: Rgb
-    class_names: tuple[str, ...]
 
     def to(self, device: torch.device | str) -> "Dataset":
         """The same data set with all three splits on `device`."""
@@ -131,7 +126,7 @@ def load_dataset(
         archive beside them, which is fetched again likewise. Processes that start together download once.
     mirror: where to fetch the archive instead of its home page: a folder or the full address of the `.tar.gz`, as
         http://, https:// or file://. The MD5 sum must be the published one.
-    seed: chooses the validation images, the subsets and the label noise; at least 0.
+    seed: chooses the validation images, the subsets and the label noise.
     limit_train: take this many random training images, and the validation images out of these: 1,000 leave 950 to train
         and 50 to validate. Both are subsets of their like in the complete set under the same seed.
     limit_test: take this many random test images.
@@ -185,7 +180,7 @@ def load_dataset(
             (test.images, test.labels, test_rows),
         )
     ]
-    return Dataset(name, len(class_names), *splits, mean, std, class_names)
+    return Dataset(len(class_names), *splits, mean, std)
 
 
 def load_complete(
@@ -321,11 +316,6 @@ def _superclasses(root: Path) -> Tensor:
 def _load_cifar(kind: type[CIFAR10], root: Path, mirror: str | None) -> tuple[CIFAR10, CIFAR10]:
     """torchvision's training and test set."""
     url = mirror or kind.url
-    if urlsplit(url).scheme not in ("http", "https", "file"):
-        raise ValueError(
-            f"mirror must begin with http://, https:// or file://, got {mirror!r}; "
-            "for a folder on this machine write file:///path/to/folder"
-        )
     if not urlsplit(url).path.endswith((".tar.gz", ".tgz")):
         url = f"{url.rstrip('/')}/{kind.filename}"
 

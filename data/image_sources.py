@@ -173,7 +173,7 @@ def open_images(
         source = _source(name, both, map(str, getattr(both[0], "classes", ())))
     elif path.is_dir() and name:
         source = _open_folders(_split_folders(path), path.resolve().name)
-    elif "/" in name or os.sep in name or name.startswith("folder:"):
+    elif "/" in name or name.startswith("folder:"):
         raise ImageSourceError(f"there is no folder {path}: check the path of --dataset")
     else:
         known = (*DATASETS, *TORCHVISION)
@@ -288,7 +288,7 @@ def _open_folders(folders: Mapping[str, Path], name: str) -> ImageSource:
             )
     digests, notes = {}, []
     for split, images in listed.items():
-        paths = [os.path.relpath(path, images.root).replace(os.sep, "/") for path, _ in images.samples]
+        paths = [os.path.relpath(path, images.root) for path, _ in images.samples]
         digests[split] = hashlib.sha256("\n".join(paths).encode()).hexdigest()
         if images.ignored:
             endings = ", ".join(f"{count} {ending}" for ending, count in sorted(images.ignored.items()))

@@ -27,8 +27,6 @@ def embedder(
     dim: d of linear and mlp; it is 500 of cnn, 512 of preact_resnet18. hidden_dims: of mlp, which wants at least one.
     The weights are PyTorch's default initialisation, drawn from its global generator. Raises ValueError.
     """
-    if name not in EMBEDDERS:
-        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(EMBEDDERS)}")
     is_map = name in ("linear", "mlp")
     if (dim is not None) != is_map:
         raise ValueError(f"dim is the width of linear and mlp, which they need and the others do not have; got {dim}")

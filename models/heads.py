@@ -56,11 +56,9 @@ def head(
 
     Linear layers with PyTorch's default initialisation, drawn from its global generator; a ReLU after each hidden
     one. apply_relu puts a ReLU before the first layer, apply_dropout a dropout of .5 after that, in training mode
-    (names and places as in the official script). Raises ValueError for sizes below 1.
+    (names and places as in the official script).
     """
     sizes = [embedding_dim, *hidden_dims, num_classes]
-    if min(sizes) < 1:
-        raise ValueError(f"embedding_dim, hidden_dims and num_classes must be at least 1, got {sizes}")
     layers: list[nn.Module] = []
     if apply_relu:
         layers.append(nn.ReLU())

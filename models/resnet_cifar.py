@@ -60,19 +60,13 @@ class ResNetCifar(ResNet):
 def resnet_cifar(name: str = "resnet18", num_classes: int = 100) -> ResNetCifar:
     """A freshly initialised network on the CPU.
 
-    name: a key of ARCHITECTURES. num_classes: size of the logits, at least 1.
+    name: a key of ARCHITECTURES. num_classes: size of the logits.
 
     Convolutions: Kaiming normal, fan_out, relu. Batch norm: weight 1, bias 0. fc: PyTorch's default. Each of
     these weights is drawn once from PyTorch's CPU generator and nothing else is drawn, in the order of
     `modules()`: conv1, the convolutions of layer1 to layer4 (in a block conv1, conv2, conv3, downsample),
     fc. So a seed gives the same weights on every device, and a change of num_classes leaves all but fc alone.
-
-    Raises ValueError for an unknown name and for num_classes below 1.
     """
-    if name not in ARCHITECTURES:
-        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(ARCHITECTURES)}")
-    if num_classes < 1:
-        raise ValueError(f"num_classes counts the logits and must be at least 1, got {num_classes}")
     # Built without storage, so that constructors draw nothing for weights which are drawn below.
     with torch.device("meta"):
         model = ResNetCifar(*ARCHITECTURES[name], num_classes)

@@ -46,7 +46,7 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
     """Divide rows 0..num_rows-1 at random: those that train and the `num_valid` that validate.
 
     Returns two ascending int64 tensors without a common row. A smaller num_valid under the same seed takes a subset
-    of the rows. Raises ValueError where one of them would be empty, and for a negative seed.
+    of the rows. Raises ValueError where one of them would be empty.
     """
     if not 0 < num_valid < num_rows:
         raise ValueError(

@@ -189,11 +189,7 @@ def upload(folder: Path, destination: str, *, endpoint_url: str | None = None) -
     behind. Raises ObjectStoreError; OSError of a file that cannot be read passes through.
     """
     location = Location(destination.rstrip("/"), endpoint_url)
-    if location.scheme != "s3":
-        raise ObjectStoreError(f"a destination is s3://bucket/prefix, got {destination!r}")
     files = [file for file in folder.glob("[!.]*") if file.is_file()]
-    if not files:
-        raise ObjectStoreError(f"there is no file in {folder} to send: check the path")
     with _sentences(location), _bar(sum(file.stat().st_size for file in files), 0, folder.name) as bar:
         client = _client(location, unsigned=False)
         for file in sorted(files, key=lambda file: (file.suffix == ".json", file.name)):

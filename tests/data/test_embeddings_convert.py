@@ -1,7 +1,6 @@
 """data/embeddings/formats.py: the published pickles become stores, in bounded memory, whatever is killed; what is
 unknown, unsafe or damaged is refused with a sentence."""
 
-import errno
 import mmap
 import os
 import pickle
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import atomic_file
 from data.embeddings import DTYPES, LAYOUTS, EmbeddingError, StoreWriter, convert, open_store
 from data.embeddings import formats as embedding_formats
 from data.embeddings.__main__ import main
@@ -181,30 +179,15 @@ def test_a_file_larger_than_the_memory_is_mapped_shared(tmp_path, monkeypatch):
         convert(tmp_path / "file.p", tmp_path / "other")
 
 
-def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch, disk_that_fills_up):
     parts = save(tmp_path / "file.p")
-    fsync, calls = os.fsync, []
-
-    def full(descriptor):
-        calls.append(descriptor)
-        if len(calls) > 9:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(atomic_file.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left"), disk_that_fills_up():
         convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES)
     assert not list((tmp_path / "store").glob("*.tmp"))
     with pytest.raises(EmbeddingError, match="was not finished"):
         open_store(tmp_path / "store")
-    monkeypatch.setattr(atomic_file.os, "fsync", fsync)
     write, written = StoreWriter.write, []
-
-    def noted(self, *shard):
-        written.append(shard[:2])
-        write(self, *shard)
-
-    monkeypatch.setattr(StoreWriter, "write", noted)
+    monkeypatch.setattr(StoreWriter, "write", lambda self, *shard: written.append(shard[:2]) or write(self, *shard))
     assert_holds(convert(tmp_path / "file.p", tmp_path / "store", shard_bytes=SHARD_BYTES), parts)
     assert ("train", 0) not in written
     assert ("test", 0) in written

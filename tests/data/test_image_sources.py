@@ -119,15 +119,6 @@ def test_a_folder_that_cannot_be_used_is_answered_with_a_sentence(tmp_path, name
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("cifar1000", "did you mean 'cifar100'"), ("", "unknown dataset ''"), ("no/such/folder", "there is no folder")],
-)
-def test_an_unknown_data_set_is_answered_with_a_sentence(name, message):
-    with pytest.raises(ImageSourceError, match=message):
-        open_images(name, "")
-
-
 def test_digits_are_complete_and_in_order():
     source = open_images("digits", "unused")
     train, test, _ = load_complete("digits", "unused")

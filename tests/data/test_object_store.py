@@ -5,7 +5,6 @@ says what to do. No test depends on how long anything takes.
 """
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import json
@@ -395,20 +394,11 @@ def test_a_disk_too_small_is_found_before_the_download(server, get, tmp_path, mo
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_disk_that_fills_up_keeps_the_parts(server, get, monkeypatch):
-    fsync, calls = os.fsync, []
-
-    def full(descriptor):
-        calls.append(descriptor)
-        if len(calls) > 9:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
+def test_a_disk_that_fills_up_keeps_the_parts(server, get, monkeypatch, disk_that_fills_up):
     monkeypatch.setattr(object_store, "CONNECTIONS", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(ObjectStoreError, match=r"No space left.*TOPK_CACHE.*finished parts are kept"):
-            get()
+    told = r"No space left.*TOPK_CACHE.*finished parts are kept"
+    with pytest.raises(ObjectStoreError, match=told), disk_that_fills_up():
+        get()
     server.spans.clear()
     assert get().read_bytes() == CONTENT
     assert 0 < len(server.part_spans) < PARTS
@@ -443,7 +433,6 @@ def start(server, cache, **settings):
     )
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGINT"])
 def test_a_killed_download_goes_on_from_its_parts(server, get, tmp_path, sent):
     """Stopped at once, while the server says nothing for longer than any test lasts."""
@@ -482,7 +471,6 @@ def test_two_processes_download_once(server, tmp_path):
     assert len(server.spans) == PARTS + 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="getrusage")
 def test_memory_does_not_grow_with_the_file(server, tmp_path):
     server.content = bytes(200 * MIB)
     process = start(server, tmp_path, CONNECTIONS=8, PART_BYTES=16 * MIB)
@@ -500,15 +488,11 @@ def options(moto, tmp_path):
     return {"cache_dir": tmp_path / "cache", "endpoint_url": moto}
 
 
-def test_s3_objects_come_in_parts_by_address_or_short_name(bucket, options):
+def test_s3_objects_of_any_name_come_verified(bucket, options):
     bucket.put_object(Bucket="store", Key="a b/é#?.p", Body=CONTENT)
     path = fetch(resolve("s3://store/a b/é#?.p", **options))
     assert path.read_bytes() == CONTENT
     assert checksum_of(path) == f"etag {hashlib.md5(CONTENT).hexdigest()}"
-    bucket.create_bucket(Bucket="publicdata1")
-    key = PUBLISHED["wsl-32x8d-320"]
-    bucket.put_object(Bucket="publicdata1", Key=key, Body=CONTENT, ACL="public-read")
-    assert fetch(resolve("wsl-32x8d-320", **options)).read_bytes() == CONTENT
 
 
 def test_s3_multipart_etag_is_verified(bucket, options):
@@ -541,20 +525,13 @@ def test_s3_refusals_with_and_without_credentials(bucket, options, monkeypatch):
 
 
 def test_uploads(bucket, options, tmp_path, monkeypatch):
-    folder, empty = tmp_path / "folder", tmp_path / "empty"
-    for each in (folder, empty):
-        each.mkdir()
+    folder = tmp_path / "folder"
+    folder.mkdir()
     for name in ("a.json", "b.bin", ".hidden"):
         (folder / name).write_bytes(b"x")
     up = {"endpoint_url": options["endpoint_url"]}
-    for source, destination, message in (
-        (folder, "s3://nothing/x", r"NoSuchBucket.*Check bucket"),
-        (tmp_path / "nothing", "s3://store/x", r"there is no file in .*nothing to send"),
-        (empty, "s3://store/x", r"there is no file in .*empty to send"),
-        (folder, "https://store/x", "a destination is s3://"),
-    ):
-        with pytest.raises(ObjectStoreError, match=message):
-            upload(source, destination, **up)
+    with pytest.raises(ObjectStoreError, match=r"NoSuchBucket.*Check bucket"):
+        upload(folder, "s3://nothing/x", **up)
     upload(folder, "s3://store/x", **up)
     assert [each["Key"] for each in bucket.list_objects_v2(Bucket="store")["Contents"]] == ["x/a.json", "x/b.bin"]
     with monkeypatch.context() as patch:

@@ -176,9 +176,8 @@ def test_resolution():
 
 
 def test_a_resolution_that_does_not_fit_is_refused():
-    with pytest.raises(BackboneError, match="takes 224 pixels alone, got 256"), torch.device("meta"):
-        backbone("torchvision:vit_b_16", "none", 256)
-    for name, pixels in (("timm:test_vit", 90), ("torchvision:alexnet", 20)):
+    unfit = {"timm:test_vit": 90, "torchvision:alexnet": 20, "torchvision:vit_b_16": 256, "torchvision:maxvit_t": 448}
+    for name, pixels in unfit.items():
         with pytest.raises(BackboneError, match="cannot take images of shape"), torch.device("meta"):
             backbone(name, "none", pixels).features(torch.zeros(1, 3, pixels, pixels))
     with pytest.raises(BackboneError, match="cannot be built for 100 pixels"), torch.device("meta"):
@@ -269,15 +268,16 @@ def test_without_a_network_pretrained_weights_are_a_sentence(monkeypatch):
         raise URLError("Name or service not known")
 
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", unreachable)
-    with pytest.raises(
-        WeightsError, match=r"service not known.*https://download.pytorch.org/models/shuffle.*--weights"
-    ):
-        backbone("torchvision:shufflenet_v2_x0_5", "pretrained")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        WeightsError, match=r"https://huggingface.co/timm/test_resnet.r160_in1k/resolve/main/model.safetensors.*FILE"
+    for name, message in (
+        (
+            "torchvision:shufflenet_v2_x0_5",
+            r"service not known.*https://download.pytorch.org/models/shuffle.*--weights",
+        ),
+        ("timm:test_resnet", r"https://huggingface.co/timm/test_resnet.r160_in1k/resolve/main/model.safetensors.*FILE"),
     ):
-        backbone("timm:test_resnet", "pretrained")
+        with pytest.raises(WeightsError, match=message):
+            backbone(name, "pretrained")
 
 
 def test_the_weights_of_a_package(monkeypatch):

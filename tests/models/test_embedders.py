@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import batch_norm, conv2d, relu
 
-from models.embedders import EMBEDDERS, PreActBlock, embedder
+from models.embedders import PreActBlock, embedder
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,6 @@ def test_a_block_by_its_definition(inputs, outputs, stride):
 @pytest.mark.parametrize(
     ("name", "shape", "settings", "words"),
     [
-        ("resnet", (3, 32, 32), {}, f"choose one of {', '.join(EMBEDDERS)}"),
         ("cnn", (512,), {}, "cnn takes images, got inputs of shape"),
         ("cnn", (1, 15, 28), {}, "at least 16 x 16 pixels, got 15 x 28"),
         ("cnn", (1, 28, 28), {"dim": 4}, "the others do not have; got 4"),

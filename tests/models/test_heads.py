@@ -36,12 +36,6 @@ def test_hidden_layers_relu_and_dropout_stand_where_the_official_script_has_them
     assert [(layer.in_features, layer.out_features) for layer in made[2::2]] == [(6, 7), (7, 4), (4, 5)]
 
 
-@pytest.mark.parametrize("sizes", [(0, 5, ()), (6, 0, ()), (6, 5, (0,))])
-def test_sizes_below_one_are_refused(sizes):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        head(*sizes)
-
-
 def test_dropout_depends_on_the_seed_and_the_step_alone():
     made = small(apply_dropout=True)
     kept = made.dropout_mask(4, 7, step=5)

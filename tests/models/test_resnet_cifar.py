@@ -84,15 +84,3 @@ def test_bfloat16_autocast_runs_forward_and_backward():
     assert logits.dtype == torch.float32, "the last layer keeps float32: bf16 logits tie"
     logits.logsumexp(1).sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["resnet9"], r"unknown model 'resnet9'.*resnet18, resnet34, resnet50"),
-        (["resnet18", 0], r"num_classes .* at least 1, got 0"),
-    ],
-)
-def test_what_there_is_not_is_refused(arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        resnet_cifar(*arguments)
