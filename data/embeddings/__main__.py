@@ -67,17 +67,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     for each in (fetched, converted):
         told = "the checksum the file must have; of a store to fetch, its fingerprint"
         each.add_argument("--sha256", metavar="HEX", help=told)
-        group = each.add_argument_group("tensors", "their names in a file whose layout is not a published one")
-        for name in KEYS:
-            group.add_argument(f"--{name}", metavar="KEY")
+    group = converted.add_argument_group("tensors", "their names in a file whose layout is not a published one")
+    for name in KEYS:
+        group.add_argument(f"--{name}", metavar="KEY")
     for run, name, summary in ((_verify, "verify", "Check every byte of a store"), (_info, "info", "Show a store")):
         add(run, name, summary).add_argument("store", type=_given, help="its folder")
-    args = parser.parse_args(argv)
-    if args.run in (_fetch, _convert):
-        args.keys = {name: key for name in KEYS if (key := getattr(args, name)) is not None} or None
-        if args.run is _fetch and args.keys and not args.convert:
-            fetched.error("the tensors' names are for the store: add --convert")
-    return args
+    return parser.parse_args(argv)
 
 
 def _given(text: str) -> str:
@@ -99,14 +94,15 @@ def _list(args: argparse.Namespace) -> None:
 def _fetch(args: argparse.Namespace) -> None:
     where = {"cache_dir": args.cache_dir, "endpoint_url": args.endpoint_url}
     if args.convert:
-        print(open_or_fetch(args.source, keys=args.keys, sha256=args.sha256, **where).path)
+        print(open_or_fetch(args.source, sha256=args.sha256, **where).path)
     else:
         print(fetch(resolve(args.source, **where), args.sha256))
 
 
 def _convert(args: argparse.Namespace) -> None:
-    noted = {name: getattr(args, name) for name in ("keys", "backbone", "resolution", "sha256")}
-    _describe(convert(args.file, args.destination, dtype=args.dtype and DTYPES[args.dtype], **noted))
+    keys = {name: key for name in KEYS if (key := getattr(args, name)) is not None} or None
+    noted = {"backbone": args.backbone, "resolution": args.resolution, "sha256": args.sha256}
+    _describe(convert(args.file, args.destination, keys=keys, dtype=args.dtype and DTYPES[args.dtype], **noted))
 
 
 def _verify(args: argparse.Namespace) -> int:

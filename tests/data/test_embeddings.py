@@ -232,7 +232,7 @@ def test_list_shows_names_keys_tensors_and_what_is_here(tmp_path, capsys):
 
 
 WRONG = [
-    *("", "unknown", "verify", "convert file", "fetch file --train_labels y"),
+    *("", "unknown", "verify", "convert file", "fetch file --nosuch y"),
     *("convert file store --dtype float64", "convert file store --dt float16"),
 ]
 
