@@ -139,7 +139,7 @@ def draw(path: Path, folder: Path) -> list[Path]:
             axis.set_ylim(best - floor, best + floor / 10)
             axis.set_xlabel(f"inverse temperature{' × standard deviation of the logits' if of_heads else ''}")
             axis.set_title(f"test top-{k}, %", loc="left")
-        legend(figure, {name: name.partition(",")[2] for name in several["name"]})
+        legend(figure, several["name"])
         note(
             figure,
             f"{trained} trained with $P_K$ = {shown_p_k(p_k)}: accuracy, mean over the seeds, over β{times_spread}. "

@@ -58,14 +58,6 @@ def draw_cost(folder: Path, path: Path = BENCHMARK) -> list[Path]:
     return save(figure, folder, "cost_over_size")
 
 
-def main() -> int:
-    """Draw the figure into a folder, that of results unless --figures names one; return the exit status."""
-    parser = program.Parser(description=(__doc__ or "").split("\n\n")[0])
-    figures = BENCHMARK.parents[1] / "figures"
-    parser.add_argument("--figures", type=program.path, default=figures, metavar="FOLDER", help="%(default)s")
-    print(*(f"wrote {path}" for path in draw_cost(parser.parse_args().figures)), sep="\n")
-    return 0
-
-
 if __name__ == "__main__":
-    program.end(program.finish(main))
+    folder = BENCHMARK.parents[1] / "figures"
+    program.end(program.finish(lambda: print(*(f"wrote {path}" for path in draw_cost(folder)), sep="\n") or 0))

@@ -46,7 +46,7 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
         if kind == "heads":
             return heads_table.text_of(results / f"{name}.csv")
-        table, _ = table_of(results / f"{name}.csv")
+        table = table_of(results / f"{name}.csv")
         if kind == "paired":
             return paired(table, "softmax_cross_entropy")
         if not table.lines:
@@ -61,8 +61,8 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
     return MARK.sub(replaced, text)
 
 
-def table_of(path: Path) -> tuple[report.Table, report.Row]:
-    """Return the table of a results file, which need not be there, and its protocol."""
+def table_of(path: Path) -> report.Table:
+    """Return the table of a results file, which need not be there."""
     return report.table_of(path, read_rows(path) if path.is_file() else [])
 
 
@@ -90,7 +90,7 @@ def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         draw_permutations(folder)
-        draw_times(ROOT / "results" / "benchmarks", folder)
+        draw_times(folder)
         draw_cost(folder)
         for method in METHODS:
             draw_method(method, folder)
@@ -99,9 +99,9 @@ def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
                 epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
             if kind != "results":
                 continue
-            table, protocol = table_of(ROOT / "results" / f"{name}.csv")
+            table = table_of(ROOT / "results" / f"{name}.csv")
             if table.run_lines:
-                draw_figures_of_table(table, protocol, ROOT / "results" / "runs", folder)
+                draw_figures_of_table(table, ROOT / "results" / "runs", folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

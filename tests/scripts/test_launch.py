@@ -20,7 +20,7 @@ import pytest
 from experiments import train_cifar100
 from experiments.shared.cores import usable_cores
 from scripts import launch
-from scripts.sweeping.rows import tail
+from scripts.launch import tail
 from tests.experiments.test_train_cifar100 import tiny_network
 from tests.processes import wait_for
 
