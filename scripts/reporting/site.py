@@ -51,12 +51,11 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
             return paired(table, "softmax_cross_entropy")
         if not table.lines:
             return f"`results/{name}.csv`: not run."
-        images = []
+        text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
         for kind, caption in CAPTIONS.items():
             if has_figure(file := f"{name}_{kind}.svg"):
-                images += [f"![{caption}]({up}figures/{file})", f"*{caption}.*"]
-        text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
-        return "\n\n".join([text, *images])
+                text += f"\n\n![{caption}]({up}figures/{file})\n\n*{caption}.*"
+        return text
 
     return MARK.sub(replaced, text)
 
@@ -97,10 +96,7 @@ def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
         for kind, name in marks:
             if kind == "epochs":
                 epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
-            if kind != "results":
-                continue
-            table = table_of(ROOT / "results" / f"{name}.csv")
-            if table.run_lines:
+            elif kind == "results" and (table := table_of(ROOT / "results" / f"{name}.csv")).run_lines:
                 draw_figures_of_table(table, ROOT / "results" / "runs", folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
