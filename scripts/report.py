@@ -29,6 +29,7 @@ from pathlib import Path
 from data import program
 from data.atomic_file import atomic_write
 from data.program import CommandLineError
+from experiments.shared.run_record import read_rows
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
 from scripts.reporting.results import Row, rows_of
@@ -88,11 +89,12 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def table_of(results: Path, runs: list[Row], name: str | None = None) -> Table:
-    """Return the table of the rows of a results file (none: nothing has run yet). Raises CommandLineError.
+def table_of(results: Path, runs: list[Row] | None = None, name: str | None = None) -> Table:
+    """Return the table of a results file, which need not be there. Raises CommandLineError and ProgramError.
 
-    name: the published table; None: by the file's name or its rows.
+    runs: those of its rows that are wanted; None: all. name: the published table; None: by the file's name or its rows.
     """
+    runs = read_rows(results) if runs is None else runs
     name = name or published_of(results, runs)
     return build_table(results.stem, runs, None if name == "none" else name)
 

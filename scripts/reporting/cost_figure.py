@@ -51,7 +51,7 @@ def draw_cost(folder: Path, path: Path = BENCHMARK) -> list[Path]:
         ticks = sorted(set(rows[axis_name]))
         axes[1][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes[1][column].set_xlabel(label)
-        axes[0][column].set_title(", ".join(f"{other} {base[other]:,}" for other in others), loc="left")
+        axes[0][column].set_title(", ".join(f"{other} {base[other]:,}" for other in others))
     legend(figure, methods, [key("asymptote", linestyle=":")], lines=False)
     devices = sorted({f"{row.device}, {row.threads} threads, PyTorch {row.torch}" for row in rows.itertuples()})
     note(figure, f"One forward and backward pass without m; {'; '.join(devices)}.")

@@ -26,7 +26,13 @@ pyplot.rcParams.update(
     {
         **{"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "legend.fontsize": 7.5},
         **{"xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "lines.linewidth": 1.2, "lines.markersize": 4.5},
-        **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False},
+        **{
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.linewidth": 0.6,
+            "axes.titlelocation": "left",
+            "legend.frameon": False,
+        },
         **{"axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.5, "axes.axisbelow": True},
         **{"figure.dpi": 100, "savefig.dpi": 300, "svg.hashsalt": "topk", "figure.constrained_layout.use": True},
     }

@@ -87,7 +87,7 @@ def _accuracy_over_epochs(table: Table, run_folders: Path, told: str, folder: Pa
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
             axis.set_ylabel(f"test {name} accuracy (%)" if number % PER_ROW == 0 else "")
         shown = next(line.own_p_k for line, _, _ in curves if _p_k(line) == p_k)
-        pair[0].set_title(f"$P_K$ = {shown_p_k(shown)}", loc="left")
+        pair[0].set_title(f"$P_K$ = {shown_p_k(shown)}")
         pair[1].set_xlabel("optimizer step" if curves[0][1] == "step" else "epoch")
     for axis in pairs[len(p_ks) :].flat:
         axis.set_visible(False)
@@ -135,8 +135,7 @@ def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
                 place = {"xy": (0.03, y - 0.5 * (not is_ours)), "xycoords": ("axes fraction", "data"), "va": "center"}
                 shown = f"◂ {mean:.0f}" + " (published)" * (not is_ours)
                 axis.annotate(shown, **place, color=STYLES[line.method].color, fontsize=6)
-        axis.set_xlabel(f"test {name} accuracy (%)")
-        axis.set_ylim(len(lines) - 0.5, -0.5)
+        axis.set(xlabel=f"test {name} accuracy (%)", ylim=(len(lines) - 0.5, -0.5))
         axis.grid(axis="x", linewidth=0.3)
     labels = [f"{STYLES[line.method].label}  {shown_p_k(line.own_p_k)}" for line in lines]
     axes[0].set_yticks(range(len(lines)), labels)
@@ -157,17 +156,14 @@ def draw_times(folder: Path) -> list[Path]:
     figure, axes = pyplot.subplots(2, 3, figsize=(PAGE, 5.2), sharey=True)
     steps = steps[steps["method"].isin(methods)]
     _dots(axes[0][0], methods, steps["method"], steps["ms_per_step"] * STEPS_PER_EPOCH / 1000, filled=True)
-    axes[0][0].set_xlim(left=0)
-    axes[0][0].set_xlabel("seconds per epoch")
-    axes[0][0].set_title(f"training: ResNet-18, CIFAR-100\nbatch 128, {steps['precision'].iloc[0]}", loc="left")
+    title = f"training: ResNet-18, CIFAR-100\nbatch 128, {steps['precision'].iloc[0]}"
+    axes[0][0].set(xlabel="seconds per epoch", xlim=(0, None), title=title)
     for axis, ((m, n, batch), here) in zip(axes.flat[1:], sizes):
         for column, filled in (("official_ms", False), ("ms", True)):
             _dots(axis, methods, here["method"], here[column], filled)
-        axis.set_xscale("log")
-        axis.margins(x=0.08)
-        axis.set_xlabel("milliseconds per pass")
         scores = "all scores" if np.isnan(m) else f"m {m:g}"
-        axis.set_title(f"loss: batch {batch:g}, {n:g} classes\n{scores}", loc="left")
+        title = f"loss: batch {batch:g}, {n:g} classes\n{scores}"
+        axis.set(xscale="log", xmargin=0.08, xlabel="milliseconds per pass", title=title)
     axes[0][0].set_yticks(range(len(methods)), [STYLES[method].label for method in methods])
     axes[0][0].set_ylim(len(methods) - 0.5, -0.5)
     for axis in axes.flat[1 + len(sizes) :]:

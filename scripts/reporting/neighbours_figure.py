@@ -54,7 +54,7 @@ def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list
         for line, query in enumerate(queries):
             _strip(axes[line][column], torch.cat([asked[[query]], known[rows[query]]]), is_right[query].tolist())
         share = 100 * is_right.float().mean().item()
-        axes[0][column].set_title(f"{when} training: {share:.1f}% of all neighbours are right", loc="left")
+        axes[0][column].set_title(f"{when} training: {share:.1f}% of all neighbours are right")
     epochs = f"{config['n_epochs']} epoch{'s' * (config['n_epochs'] != 1)}"
     note(
         figure,

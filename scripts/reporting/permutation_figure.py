@@ -60,7 +60,7 @@ def draw_permutations(folder: Path) -> list[Path]:
         axis.set_axis_off()
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel)
-        axis.set_title(title, fontsize=7.5, loc="left")
+        axis.set_title(title, fontsize=7.5)
         axis.tick_params(labelleft=number % 4 == 0)
     note(
         figure,
@@ -115,7 +115,7 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     figure, axes = pyplot.subplots(1, 1 + is_relaxed, figsize=(PAGE if is_relaxed else COLUMN, 2.6), squeeze=False)
     if is_relaxed:
         draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K))
-        axes[0][0].set_title(f"P of one sample, β = {temperature:g}", loc="left")
+        axes[0][0].set_title(f"P of one sample, β = {temperature:g}")
     axis, own, highest = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64), 0.0
     for factor, line in ((0.25, ":"), (1, "-"), (4, "--")) if temperature else ((None, "-"),):
         value = factor and factor * temperature
@@ -127,12 +127,11 @@ def draw_method(method: str, folder: Path) -> list[Path]:
         highest = max(highest, pulls.quantile(0.99).item())
     for score in SCORES[:TRUE] + SCORES[TRUE + 1 :]:
         axis.axvline(score, color=GREY, linewidth=0.5, linestyle=(0, (1, 2)))
-    axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
-    axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score")
     ks = paid_for(method)
     title = f"pull on the true class, k = {' or '.join(map(str, ks))}" + " alone" * (len(ks) == 1)
-    title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic
-    axis.set_title(title + ", half the margin" * (method == IMBALANCED), loc="left")
+    title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic + ", half the margin" * (method == IMBALANCED)
+    axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score", title=title)
+    axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
     if temperature:
         axis.legend()
     return save(figure, folder, method)
@@ -151,13 +150,10 @@ def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor) -> None:
             axis.text(x, y, text, ha="center", va="center", fontsize=6, color=color)
     for y, weight in enumerate(weights.tolist()):
         axis.text(n - 0.25, y, f"×{weight:.3g}".replace("×0.", "×."), ha="left", va="center", fontsize=7)
-    axis.set_xlim(-0.5, n + 0.75)
-    axis.set_ylim(places[-1] + 0.5, -0.5)
-    axis.set_aspect("equal")
+    axis.set(xlim=(-0.5, n + 0.75), ylim=(places[-1] + 0.5, -0.5), aspect="equal")
     labels = [f"{name}  {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
     axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=6.5)
     axis.set_yticks(places, [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=7)
     axis.tick_params(length=0, pad=2)
     axis.grid(False)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    axis.spines[:].set_visible(False)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shared.environment import ROOT
-from experiments.shared.run_record import read_rows
 from scripts import report
 from scripts.reporting import epochs_figure, heads_table
 from scripts.reporting.formats import markdown
@@ -46,7 +45,7 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
         if kind == "heads":
             return heads_table.text_of(results / f"{name}.csv")
-        table = table_of(results / f"{name}.csv")
+        table = report.table_of(results / f"{name}.csv")
         if kind == "paired":
             return paired(table, "softmax_cross_entropy")
         if not table.lines:
@@ -58,11 +57,6 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         return text
 
     return MARK.sub(replaced, text)
-
-
-def table_of(path: Path) -> report.Table:
-    """Return the table of a results file, which need not be there."""
-    return report.table_of(path, read_rows(path) if path.is_file() else [])
 
 
 def mathml(html: str) -> str:
@@ -96,7 +90,7 @@ def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
         for kind, name in marks:
             if kind == "epochs":
                 epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
-            elif kind == "results" and (table := table_of(ROOT / "results" / f"{name}.csv")).run_lines:
+            elif kind == "results" and (table := report.table_of(ROOT / "results" / f"{name}.csv")).run_lines:
                 draw_figures_of_table(table, ROOT / "results" / "runs", folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 

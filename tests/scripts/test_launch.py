@@ -1,5 +1,6 @@
 """The launcher with small commands: retries, GPUs, threads, logs, signals, and what it refuses; slurm.sh."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -34,28 +35,25 @@ def python(program: str) -> str:
 @pytest.fixture
 def start(tmp_path):
     """Start the launcher on rows, its logs in tmp_path / "logs"; what is left of it is killed after the test."""
-    started = []
+    with contextlib.ExitStack() as started:
 
-    def call(rows: list[str], *flags: str, **environment: str) -> subprocess.Popen:
-        (tmp_path / "rows").write_text("\n".join(rows))
-        with (tmp_path / "rows").open() as file:
-            process = subprocess.Popen(
-                [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=tmp_path,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-            )
-        started.append(process)
-        return process
+        def call(rows: list[str], *flags: str, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.Popen:
+            (tmp_path / "rows").write_text("\n".join(rows))
+            with (tmp_path / "rows").open() as file:
+                process = subprocess.Popen(
+                    [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
+                    stdin=file,
+                    stdout=stdout,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    cwd=tmp_path,
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+                )
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
 
-    yield call
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        yield call
 
 
 @pytest.fixture
@@ -258,26 +256,16 @@ def test_a_second_launcher_is_refused_and_kill_9_of_the_first_ends_its_rows(star
 # What it prints.
 
 
-def test_a_terminal_has_a_live_line(tmp_path):
-    rows = tmp_path / "rows.txt"
-    rows.write_text(python("import time; time.sleep(.5)") + "\nfalse\n")
+def test_a_terminal_has_a_live_line(start):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 150, 0, 0))  # a new one has no size
-    with rows.open() as file:
-        process = subprocess.Popen(
-            [sys.executable, LAUNCH, "--logs", tmp_path / "logs", "--name", "live", "--retries", "0"],
-            stdin=file,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
+    rows = [python("import time; time.sleep(.5)"), "false"]
+    process = start(rows, "--name", "live", "--retries", "0", stdout=slave)
     os.close(slave)
     shown = b""
-    try:
+    with contextlib.suppress(OSError):  # the end, on Linux
         while part := os.read(master, 4096):
             shown += part
-    except OSError:  # the end, on Linux
-        pass
     os.close(master)
     assert process.wait() == 1
     assert re.search(rb"live .*0/2 rows, 0 done, 0 failed, 1 running, \S+ passed, \S+ left", shown)
@@ -307,6 +295,7 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true", "false", "true"], "", "rows 1 and 3 are the same command"),
         (["true"], "--jobs 0", "must be a whole number of at least 1, got '0'"),
         (["true"], "--jobs", "expected one argument"),
+        (["true"], "--jobs 3", "--jobs 3 is more than 2 visible GPUs x --per-gpu 1"),
         (["true"], "--name ../x", "must be of letters"),
         (["true"], "--slurm --partition gpu", "--slurm has become a script"),
         (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
@@ -315,18 +304,13 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
 )
 def test_refusals_are_one_sentence(monkeypatch, capsys, tmp_path, rows, flags, sentence):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(rows)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert launch.main(["--logs", str(tmp_path / "logs"), *flags.split()]) == 2
     assert not (tmp_path / "logs").exists()
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert sentence in message
     assert message.count("\n") == 1
-
-
-def test_more_jobs_than_gpus_are_refused(run):
-    status, printed = run(["true"], "--jobs", "3", CUDA_VISIBLE_DEVICES="0,1")
-    assert status == 2
-    assert "--jobs 3 is more than 2 visible GPUs x --per-gpu 1" in printed
 
 
 def test_what_is_refused_or_cut_off_leaves_no_word_of_a_broken_pipe():

@@ -274,39 +274,41 @@ def published(name):
 
 
 PAPERS, RERUN = "Petersen et al. 2022, Table 1", "the reproduction report's own rerun"
-KNN = [
-    *(("mnist", *each) for each in (("neuralsort", ".995"), ("softmax_cross_entropy", ".994"), ("soft_topk", ".994"))),
-    *(("fashion_mnist", *each) for each in (("neuralsort", ".935"), ("softmax_cross_entropy", ".934"))),
-    *(
-        ("cifar10", *each)
-        for each in (("neuralsort", ".907"), ("softmax_cross_entropy", ".951"), ("soft_topk", ".926"))
-    ),
-]
-FACTS = [  # table, columns, cells: with the digits of the source, its last 0 too
-    *(
-        ("table1", ("source", "published_name", "p_k", "test_top1", "test_top5"), cells)
-        for cells in (
-            (PAPERS, "Softmax CE", "1 0 0 0 0", "0.6127", "0.8531"),
+KNN = ("method", "test_top1")
+FACTS = [  # with the digits of the source, its last 0 too; those of Table 1 that the README shows, test_claims.py holds
+    (
+        ("table1", ("source", "published_name", "p_k", "test_top1", "test_top5")),
+        [
             (PAPERS, "Top-5 SoftSort", "0 0 0 0 1", "0.0101", "0.0509"),
-            (PAPERS, "Top-k DiffSortNets", FIVE, "0.6200", "0.8673"),
             (RERUN, "Top-k SoftSort", FIVE, "0.6354", "0.8017"),
-        )
+        ],
     ),
-    ("tables2_3_imagenet1k", ("published_name", "test_top5"), ("Smooth top-5 loss", "0.97540")),
-    ("tables2_3_imagenet1k", ("published_name", "test_top1"), ("Top-k SinkhornSort", "0.8629")),
-    ("tables2_3_imagenet21k", ("published_name", "test_top1", "test_top5"), ("DiffSortNets", "0.4022", "0.7088")),
-    ("tables2_3_imagenet21k", ("published_name", "test_top1", "test_top5"), ("Lap-Top-k", "0.4048", "0.7105")),
-    ("table5", ("published_name", "test_top5"), ("Noisy Student EfficientNet-L2, Top-k DiffSortNets", "0.9868")),
-    ("table5", ("published_name", "test_top5"), ("ViT-L/16", "")),
-    ("table5", ("published_name", "approximate"), ("Meta Pseudo Labels (EffNet-L2)", "test_top5")),
-    ("network_depths", ("n", "k", "network", "layers"), ("10450", "5", "best earlier selection network", "50")),
-    *((f"knn_{dataset}", ("method", "test_top1"), (method, f"0{top1}")) for dataset, method, top1 in KNN),
+    (
+        ("tables2_3_imagenet1k", ("published_name", "test_top1", "test_top5")),
+        [("Smooth top-5 loss", "0.8515", "0.97540"), ("Top-k SinkhornSort", "0.8629", "0.97971")],
+    ),
+    (
+        ("tables2_3_imagenet21k", ("published_name", "test_top1", "test_top5")),
+        [("DiffSortNets", "0.4022", "0.7088"), ("Lap-Top-k", "0.4048", "0.7105")],
+    ),
+    (
+        ("table5", ("published_name", "test_top5", "approximate")),
+        [
+            ("Noisy Student EfficientNet-L2, Top-k DiffSortNets", "0.9868", ""),
+            *(("ViT-L/16", "", ""), ("Meta Pseudo Labels (EffNet-L2)", "0.988", "test_top5")),
+        ],
+    ),
+    (("network_depths", ("n", "k", "network", "layers")), [("10450", "5", "best earlier selection network", "50")]),
+    (("knn_mnist", KNN), [("neuralsort", "0.995"), ("softmax_cross_entropy", "0.994"), ("soft_topk", "0.994")]),
+    (("knn_fashion_mnist", KNN), [("neuralsort", "0.935"), ("softmax_cross_entropy", "0.934")]),
+    (("knn_cifar10", KNN), [("neuralsort", "0.907"), ("softmax_cross_entropy", "0.951"), ("soft_topk", "0.926")]),
 ]
 
 
-@pytest.mark.parametrize(("table", "columns", "cells"), FACTS)
-def test_the_published_values_are_those_of_the_facts(table, columns, cells):
-    assert cells in [tuple(row[column] for column in columns) for row in published(table)]
+@pytest.mark.parametrize(("place", "cells"), FACTS)
+def test_the_published_values_are_those_of_the_facts(place, cells):
+    table, columns = place
+    assert set(cells) <= {tuple(row[column] for column in columns) for row in published(table)}
 
 
 def test_unknown_values_are_empty_and_second_hand_ones_marked():

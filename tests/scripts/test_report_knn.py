@@ -57,12 +57,6 @@ def test_lines_are_told_apart_by_what_they_are_and_have_top_1_alone(made):
     assert "k 9" in caption
 
 
-def test_without_the_oddities_nothing_is_called_comparable(made):
-    _, text, _ = made([knn_run(seed, 0.995) for seed in (0, 1)], name="knn.csv")
-    assert "top-1 difference" not in cells(text, "method")
-    assert "self_match none (published: true)" in text
-
-
 @pytest.mark.parametrize("change", [{"k": "5"}, {"n_epochs": "10"}, {"dataset": "cifar10"}, {"limit_train": "100"}])
 def test_other_neighbours_schedules_and_data_are_not_mixed(made, change):
     status, _, error = made([ROWS[0], knn_run(1, 0.9, "softsort", **change)], "--format", "csv", name="knn.csv")
