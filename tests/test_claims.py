@@ -14,6 +14,7 @@ import pytest
 from scripts import temperature_report
 from scripts.reporting.paired import half_width
 from scripts.reporting.results import mean_std
+from scripts.reporting.tables import shown_p_k
 from topk_losses import (
     METHODS,
     NoisedTopKLoss,
@@ -206,28 +207,18 @@ def test_heads_on_pretrained_features():
 def test_auto_at_learning_rates_that_were_chosen():
     trials = where("heads_trials", n_epochs=5)
     trials = trials.assign(valid=trials.valid_top1 + trials.valid_top5, auto=trials.inverse_temperature == "auto")
-    gains = {}
-    for method in ("lapsum", "lml", "df_topk", "softsort", "neuralsort", SPLITTER):
-        for p_k in (HALF, EVEN, FIFTH):
-            for m in (16, 100):
-                found = trials[(trials.method == method) & (trials.p_k == p_k) & (trials.m == m)]
-                best = found.loc[found.groupby("auto").valid.idxmax()].set_index("auto")[METRICS]
-                gains[method, p_k, m] = tuple(best.loc[True] - best.loc[False])
-        cells = [
-            " | ".join(("+" if gain >= 0 else "−") + short(abs(gain), 2) for gain in gains[key])
-            for key in gains
-            if key[0] == method
-        ]
+    keys = ["method", "p_k", "m", "auto"]
+    best = trials.loc[trials.groupby(keys).valid.idxmax()].set_index(keys)[METRICS]
+    gains = (best.xs(True, level="auto") - best.xs(False, level="auto")).dropna()
+    methods, p_ks = ["lapsum", "lml", "df_topk", "softsort", "neuralsort", SPLITTER], [HALF, EVEN, FIFTH]
+    for method in methods:
+        found = gains.loc[[(method, p_k, m) for p_k in p_ks for m in (16, 100)]]
+        cells = [("+" if gain >= 0 else "−") + short(abs(gain), 2) for gain in found.to_numpy().ravel()]
         stands("docs/temperature.md", f"| `{method}` | {' | '.join(cells)} |")
-    assert all(
-        abs(gain) < 1
-        for key in gains
-        for gain in gains[key]
-        if key[0] not in ("neuralsort", SPLITTER) and key[1] != FIFTH
-    )
-    assert max(gain for key in gains for gain in gains[key] if key[0] == SPLITTER) < 0
-    assert min(gains["softsort", FIFTH, m][0] for m in (16, 100)) > 5
-    assert min(gains["neuralsort", HALF, m][0] for m in (16, 100)) > 1
+    assert (gains.loc[(methods[:4], p_ks[:2]), :].abs() < 1).all(axis=None)
+    assert (gains.loc[SPLITTER] < 0).all(axis=None)
+    assert gains.loc["softsort", FIFTH].test_top1.min() > 5
+    assert gains.loc["neuralsort", HALF].test_top1.min() > 1
 
 
 def test_the_verdict():
@@ -278,29 +269,22 @@ def test_beam_search():
     )
 
 
-def table_lines(file, p_k):
-    """The lines of a table of docs/temperature.md, by the cells of scripts/temperature_report.py."""
-    shown_p_k = f"[{p_k.replace(' ', ', ')}]".replace("0.", ".")
-    lines = [line for line in temperature_report.table(RESULTS / f"{file}.csv").splitlines() if line.startswith("|")]
-    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    for cells in (dict(zip(head, line)) for line in body):
-        if cells["P_K"] != shown_p_k:
-            continue
-        method, _, m = cells["method"].partition(", m = ")
-        beta, _, remark = cells["inverse temperature"].partition(" (")
-        shown = [f"`{method}`" + (f", m {m}" if m else ""), beta + "*" * ("the l" in remark)]
-        shown += [cells[column] for column in ("top-1", "top-5", "default", "auto", "annealed")]
-        yield " ".join(f"| {' | '.join(shown)} |".split())
-
-
 @pytest.mark.parametrize(
     ("file", "p_k"),
     [*(("temperature", p_k) for p_k in (HALF, EVEN, FIFTH)), *(("temperature_training", p_k) for p_k in (EVEN, FIFTH))],
 )
 def test_a_table_of_temperatures(file, p_k):
-    lines = list(table_lines(file, p_k))
-    assert lines
-    stands("docs/temperature.md", *lines)
+    """By the cells of scripts/temperature_report.py."""
+    lines = [line for line in temperature_report.table(RESULTS / f"{file}.csv").splitlines() if line.startswith("|")]
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    found = [cells for line in body if (cells := dict(zip(head, line)))["P_K"] == shown_p_k(p_k)]
+    assert found
+    for cells in found:
+        method, _, m = cells["method"].partition(", m = ")
+        beta, _, remark = cells["inverse temperature"].partition(" (")
+        shown = [f"`{method}`" + (f", m {m}" if m else ""), beta + "*" * ("the l" in remark)]
+        shown += [cells[column] for column in ("top-1", "top-5", "default", "auto", "annealed")]
+        stands("docs/temperature.md", " ".join(f"| {' | '.join(shown)} |".split()))
 
 
 @cache
@@ -338,15 +322,14 @@ def differences(p_k, schedule=False):
 
 def test_what_auto_loses():
     auto = {p_k: differences(p_k) for p_k in (HALF, EVEN, FIFTH)}
+    others = {p_k: [auto[p_k][name] for name in auto[p_k] if name != "neuralsort"] for p_k in (HALF, EVEN)}
     for p_k, bound in ((HALF, 0.25), (EVEN, 0.4)):
-        others = [min(best) for name, (best, _) in auto[p_k].items() if name != "neuralsort"]
-        assert len(others) == 11
-        assert -bound < min(others) < -bound + 0.05
+        assert len(others[p_k]) == 11
+        assert -bound < min(min(best) for best, _ in others[p_k]) < -bound + 0.05
     alone = {name: best[0] for name, (best, _) in auto[FIFTH].items()}
     fine = {name for name in alone if min(auto[FIFTH][name][0]) > -0.35}
     assert set(alone) - fine == {"imbalanced_noised_topk", "neuralsort", "softsort", "bitonic", SPLITTER}
-    against = [auto[p_k][name][1] for p_k in (HALF, EVEN) for name in auto[p_k] if name != "neuralsort"]
-    against = [each for default in against for each in default]
+    against = [each for found in others.values() for _, default in found for each in default]
     stands(
         "docs/temperature.md",
         f"NeuralSort loses {short(-auto[HALF]['neuralsort'][0][0], 2)} of top-1",
@@ -445,30 +428,27 @@ def test_the_results_table_of_the_readme():
 
 
 def test_the_speed_table_of_the_readme():
-    table = rows("benchmarks/losses")
+    table = rows("benchmarks/losses").fillna({"m": 0})
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Speed")[2].partition("## ")[0]
     labels = {"NeuralSort": "neuralsort", "SoftSort": "softsort", "splitter selection": SPLITTER}
     lines = re.findall(
         r"^\| ([\w ]+) \| (\d+), ([\d,]+), (\w+) \| (\S+) ms \| (\S+) ms \| (\d+) \| (\S+) \|$", text, re.MULTILINE
     )
     assert len(lines) == 5
+    of_row = table.set_index(["method", "batch", "n", "m"])
     for label, batch, n, m, *shown in lines:
-        row = table[
-            (table.method == labels[label]) & (table.batch == int(batch)) & (table.n == int(n.replace(",", "")))
-        ]
-        row = row[row.m.isna() if m == "all" else row.m == float(m)].iloc[0]
-        for cell, value in zip(shown, (row.ms, row.official_ms, row.official_over_ours, row.ours_over_cross_entropy)):
-            assert float(cell) == pytest.approx(value, rel=0.02)
+        row = of_row.loc[labels[label], int(batch), int(n.replace(",", "")), 0 if m == "all" else int(m)]
+        values = row[["ms", "official_ms", "official_over_ours", "ours_over_cross_entropy"]]
+        assert [float(cell) for cell in shown] == pytest.approx(values.tolist(), rel=0.02)
     assert set(table.device) == {"AMD EPYC"}
-    steps = {
-        name: rows(f"benchmarks/{name}").set_index("method").over_softmax
+    here, h100 = (
+        rows(f"benchmarks/{name}").set_index("method").over_softmax[SPLITTER]
         for name in ("training_step", "training_step_h100")
-    }
+    )
     stands(
         "README.md",
         f"the ratio is {table.official_over_ours.min():.1f} to {table.official_over_ours.max():,.0f} over",
-        f"{steps['training_step'][SPLITTER]:.3f} times cross-entropy's there with splitter selection, and "
-        f"{steps['training_step_h100'][SPLITTER]:.2f} times on an H100",
+        f"{here:.3f} times cross-entropy's there with splitter selection, and {h100:.2f} times on an H100",
     )
 
 

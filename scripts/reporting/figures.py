@@ -27,6 +27,10 @@ from scripts.reporting.permutation_figure import draw_permutations
 from scripts.reporting.tables import METRICS, Line, Table, p_k_of, run_summary, shown_p_k
 
 BENCHMARKS = ROOT / "results" / "benchmarks"
+MEASURED = {  # numbers and words of its files that are drawn
+    "training_step": (["ms_per_step"], ["method", "precision"]),
+    "losses": (["batch", "n", "m", "ms", "official_ms"], ["method", "device", "threads", "torch"]),
+}
 HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step"}  # of a run folder, and what they count
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
 WIDEST = 30  # points below the best that a panel of accuracies shows; what is further down is written
@@ -149,7 +153,13 @@ def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
 
 def draw_times(folder: Path) -> list[Path]:
     """Seconds per epoch of training steps, and milliseconds per forward and backward pass, ours beside difftopk's."""
-    steps, losses = (pd.read_csv(BENCHMARKS / f"{name}.csv") for name in ("training_step", "losses"))
+    try:
+        steps, losses = (
+            pd.read_csv(BENCHMARKS / f"{name}.csv", usecols=[*numbers, *words], dtype=dict.fromkeys(numbers, float))
+            for name, (numbers, words) in MEASURED.items()
+        )
+    except (OSError, ValueError) as error:
+        return _leave_out(f"times, of benchmarks/training_step.py and benchmarks/losses.py in {BENCHMARKS}: {error}")
     methods = [method for method in STYLES if method in set(losses["method"])]
     sizes = losses.groupby(["m", "n", "batch"], dropna=False)
     sizes = sorted(sizes, key=lambda size: (not np.isnan(size[0][0]), *size[0][1:]))

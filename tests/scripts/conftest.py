@@ -21,10 +21,10 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def drawn_quickly(monkeypatch):
-    """Without the figures that are the same for every table."""
+def drawn_quickly(monkeypatch, tmp_path):
+    """Without the figures that are the same for every table; benchmarks would lie in tmp_path."""
     monkeypatch.setattr(figures, "draw_permutations", lambda folder: [])
-    monkeypatch.setattr(figures, "draw_times", lambda folder: [])
+    monkeypatch.setattr(figures, "BENCHMARKS", tmp_path)
 
 
 @pytest.fixture

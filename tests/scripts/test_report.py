@@ -359,15 +359,18 @@ def test_figures_are_drawn_and_are_the_same_bytes_twice(made, tmp_path):
 @pytest.mark.parametrize(
     "content", [None, b"\xff\xfe", b'epoch,test_top1,test_top5\n1,"0.5\n', b"epoch,test_top1,test_top5\n1,x,0.5\n"]
 )
-def test_a_figure_whose_data_are_absent_or_damaged_is_left_out(made, tmp_path, drawn_quickly, content):
+def test_figures_whose_data_are_absent_or_damaged_are_left_out(made, tmp_path, drawn_quickly, content):
     file = tmp_path / "runs" / "0" / "epochs.csv"
     if content:
         file.parent.mkdir(parents=True)
         file.write_bytes(content)
+        for name in ("losses", "training_step"):
+            (tmp_path / f"{name}.csv").write_bytes(content)
     status, _, said = made(TWO_SEEDS[:2], "--figures", tmp_path / "figures")
     assert status == 0
     assert (f"left out: {file}, which cannot be read" in said) == bool(content)
     assert "left out: accuracy over epochs" in said
+    assert "left out: times, of benchmarks/training_step.py and" in said
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"table1_accuracy"}
 
 

@@ -95,7 +95,7 @@ def test_the_settings_of_the_heads_are_the_published_ones_and_those_of_a_seed_ca
     script, *words = shlex.split(rows_of[table][0])[1:]
     defaults = IMAGENET_21K if "21k" in script else IMAGENET_1K
 
-    def recipes(words: list[str]) -> tuple[dict, list]:
+    def recipes(words: list[str]) -> list[dict]:
         args = PARSE[script](words)
         assert (args.m, args.nloglr) == (defaults.m, defaults.nloglr)
         # None: what `settle` fills in, of published data that
