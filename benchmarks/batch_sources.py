@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.runner import Table, existing_folder, in_a_process, parser
+from benchmarks.runner import Table, in_a_process, parser
 from data.embeddings import EmbeddingBatches, convert, open_store
 from experiments.shared.environment import peak_memory_mib
 
@@ -42,11 +42,10 @@ SOURCES = (*MODES, "stream cold", "dataloader", "dataloader cold", "whole file")
 TEST_ROWS = 8  # the layout has a test set, and nothing is measured on it
 NUM_CLASSES = 1000
 CPU = torch.device("cpu")
-COLUMNS = (
-    *("source", "rows", "dim", "batch", "file_mib", "open_ms", "construct_seconds"),
+MEASURED = (
+    *("open_ms", "construct_seconds"),
     *("rows_per_second_1", "gib_per_second_1", "disk_mib_1", "rows_per_second_2", "gib_per_second_2", "disk_mib_2"),
     *("process_mib", "above_start_mib", "gpu_mib", "epoch1_crc32"),
-    *("device", "threads", "torch", "python", "git_commit"),
 )
 
 Batches = Iterator[tuple[Tensor, Tensor]]  # embeddings (B, dim) and labels (B,) on the device
@@ -81,10 +80,10 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     if source == "convert":
         convert(task["pickle"], task["store"])
     else:
-        opened, epoch = {"dataloader": dataloader, "whole file": whole_file}.get(source, store_batches)(task, device)
-    row = {"construct_seconds": f"{time.perf_counter() - start:.4g}"}
+        opened, epoch = open_source(source, task, device)
+    row = dict.fromkeys(MEASURED) | {"construct_seconds": time.perf_counter() - start}
     for number in (1, 2) if source != "convert" else ():
-        row["open_ms"] = f"{1e3 * (opened - start):.4g}"
+        row["open_ms"] = 1e3 * (opened - start)
         if cold:
             drop_from_cache(files)
         read, begun = disk_mib(), time.perf_counter()
@@ -93,7 +92,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.synchronize()
         rate = rows / (time.perf_counter() - begun)
         row[f"rows_per_second_{number}"] = f"{rate:.5g}"
-        row[f"gib_per_second_{number}"] = f"{rate * task['dim'] * 2 / 2**30:.4g}"
+        row[f"gib_per_second_{number}"] = rate * task["dim"] * 2 / 2**30
         row[f"disk_mib_{number}"] = "" if read is None else f"{disk_mib() - read:.0f}"
     peak = peak_memory_mib(CPU)
     row |= {"process_mib": f"{peak:.1f}", "above_start_mib": f"{peak - before:.1f}"}
@@ -106,39 +105,28 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-# The sources: each returns when its file was open, and a function from the number of an epoch to its batches.
-
-
-def store_batches(task: dict[str, Any], device: torch.device) -> tuple[float, Callable[[int], Batches]]:
-    """The batches that the scripts use, in one of their modes."""
-    split, opened = open_store(task["store"])["train"], time.perf_counter()
-    return opened, EmbeddingBatches(split, task["batch"], device, mode=task["source"].split()[0]).epoch
-
-
-def dataloader(task: dict[str, Any], device: torch.device) -> tuple[float, Callable[[int], Batches]]:
-    """torch's DataLoader over the file, mapped."""
-    content, opened = torch.load(task["pickle"], mmap=True, weights_only=True), time.perf_counter()
-    dataset = TensorDataset(content["train_embeddings"], content["train_labels"])
-    pinned = device.type == "cuda"
-    loader = DataLoader(dataset, task["batch"], shuffle=True, drop_last=True, pin_memory=pinned)
-
-    def epoch(number: int) -> Batches:
-        for embeddings, labels in loader:
-            yield embeddings.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-
-    return opened, epoch
-
-
-def whole_file(task: dict[str, Any], device: torch.device) -> tuple[float, Callable[[int], Batches]]:
-    """The file whole in memory, indexed by a permutation."""
-    content, opened = torch.load(task["pickle"], weights_only=True), time.perf_counter()
+def open_source(source: str, task: dict[str, Any], device: torch.device) -> tuple[float, Callable[[int], Batches]]:
+    """Return when the file of a source was open, and a function from the number of an epoch to its batches."""
+    if source in MODES:
+        split, opened = open_store(task["store"])["train"], time.perf_counter()
+        return opened, EmbeddingBatches(split, task["batch"], device, mode=source).epoch
+    content = torch.load(task["pickle"], mmap=source == "dataloader", weights_only=True)
+    opened = time.perf_counter()
     embeddings, labels = content["train_embeddings"], content["train_labels"]
 
-    def epoch(number: int) -> Batches:
+    def whole_file(number: int) -> Batches:
         for rows in torch.randperm(len(labels)).split(task["batch"])[: len(labels) // task["batch"]]:
             yield embeddings[rows].to(device), labels[rows].to(device)
 
-    return opened, epoch
+    def dataloader(number: int) -> Batches:
+        for batch in loader:
+            yield tuple(each.to(device, non_blocking=True) for each in batch)
+
+    if source == "whole file":
+        return opened, whole_file
+    dataset, pinned = TensorDataset(embeddings, labels), device.type == "cuda"
+    loader = DataLoader(dataset, task["batch"], shuffle=True, drop_last=True, pin_memory=pinned)
+    return opened, dataloader
 
 
 def disk_mib() -> float | None:
@@ -160,12 +148,14 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "batch_sources.csv", device="auto", mib=2048, dim=2048, batch_size=500)
     flags.add_argument("--sources", nargs="+", choices=SOURCES, default=None)
-    flags.add_argument("--folder", type=existing_folder, help="on the disk to be measured; the system's without it")
+    flags.add_argument("--folder", help="on the disk to be measured; the system's without it")
     arguments = flags.parse_args()
     rows = arguments.mib * 2**20 // (2 * arguments.dim)
     on_gpu = arguments.device.type == "cuda"
     if rows < arguments.batch_size:
         flags.error(f"--mib must hold a batch of {arguments.batch_size} rows, got {arguments.mib} MiB: {rows} rows")
+    if arguments.folder and not Path(arguments.folder).is_dir():
+        flags.error(f"--folder must exist, got {arguments.folder}")
     sources = arguments.sources or [name for name in SOURCES if name != "device" or on_gpu]
     if "device" in sources and not on_gpu:
         flags.error("the source device needs a GPU: leave it out, or see --device")
@@ -174,7 +164,7 @@ def main() -> int:
         task = {**size, "pickle": Path(folder, "set.p"), "store": Path(folder, "set.store")}
         task |= {"device": str(arguments.device), "threads": arguments.threads}
         in_a_process(write_pickle, task, cuda=on_gpu)
-        table, file_mib = Table(COLUMNS, arguments, shown=15), task["pickle"].stat().st_size / 2**20
+        table, file_mib = Table(arguments), task["pickle"].stat().st_size / 2**20
         for source in ("convert", *dict.fromkeys(sources)):
             found = in_a_process(measure, {**task, "source": source}, cuda=on_gpu)
             table.add(source=source, **size, file_mib=f"{file_mib:.1f}", **found)

@@ -11,7 +11,6 @@ are medians over the turns. A row with `heads` above 1 is one step of that many 
 batch under the same head. Prints a table and writes --output (default results/benchmarks/finetuning.csv).
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -30,11 +29,7 @@ SIZES = ("500x2048x1000m16", "500x2048x10450m50")
 SOFTMAX = "softmax_cross_entropy"
 NUM_ROWS = 8192  # of embeddings to draw batches from
 LEARNING_RATE = 10**-4.5
-COLUMNS = (
-    *("method", "batch", "dim", "n", "m", "heads", "p_k", "ms", "over_softmax", "over_separate"),
-    *("official_path", "official_ms", "official_over_ours", "loss", "official_loss"),
-    *("compiled", "device", "threads", "torch", "python", "git_commit"),
-)
+P_K = {method: DEFAULT_P_K.get(method, [0.2] * 5) for method in METHODS}  # what the script takes without --p_k
 
 Size = tuple[int, int, int, int | None]  # batch, dim, n, m
 Timed = tuple[str, str, int]  # implementation (ours or difftopk), method, heads
@@ -44,17 +39,12 @@ def loss_of(implementation: str, method: str, n: int, m: int | None, device: tor
     """Return the loss that the script builds for `method` without further flags. Raises ValueError."""
     settings = {
         "method": method,
-        "p_k": p_k_of(method),
+        "p_k": P_K[method],
         "m": m if method in RELAXATIONS else None,
         **resolve_settings(method, None, None, None, "sm" if method in RELAXATIONS else None),
     }
     # As in the script: ours has a loss per sample, the official one knows the mean alone.
     return build_loss(implementation, settings, n, device, "none" if implementation == "ours" else "mean")
-
-
-def p_k_of(method: str) -> list[float]:
-    """Return the P_K that the script takes without --p_k."""
-    return DEFAULT_P_K.get(method, [0.2] * 5)
 
 
 def steps_of(
@@ -104,31 +94,6 @@ def steps_of(
     return steps, first
 
 
-def add_rows(
-    table: Table, size: Size, arguments: argparse.Namespace, times: dict[Timed, list[float]], first: dict[Timed, float]
-) -> None:
-    """Add a row per method and number of heads."""
-    for ours, of_ours in times.items():
-        implementation, method, number = ours
-        if implementation != "ours":
-            continue
-        row = dict(zip(("batch", "dim", "n"), size), method=method, heads=number)
-        row["m"] = size[3] if method in RELAXATIONS else None
-        row["p_k"] = " ".join(f"{p:g}" for p in p_k_of(method))
-        row["ms"] = statistics.median(of_ours)
-        row["over_softmax"] = f"{ratio(of_ours, times['ours', SOFTMAX, number]):.3f}"
-        if number == 1:
-            row["loss"] = f"{first[ours]:.6g}"
-        else:
-            row["over_separate"] = f"{ratio(of_ours, times['ours', method, 1]) / number:.3f}"
-        official = ("difftopk", method, number)
-        if official in times:
-            row |= {"official_path": executor_of(method), "official_loss": f"{first[official]:.6g}"}
-            row["official_ms"] = statistics.median(times[official])
-            row["official_over_ours"] = ratio(times[official], of_ours)
-        table.add(**row, compiled=str(arguments.compile).lower())
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "finetuning.csv", device="auto", turns=7, steps=3)
@@ -147,11 +112,26 @@ def main() -> int:
         flags.error(str(error))
     set_up_device(arguments.device, arguments.threads, deterministic=False)
     keep_freed_memory()
-    table = Table(COLUMNS, arguments, shown=13)
+    table = Table(arguments)
     for each in arguments.sizes:
+        batch, dim, n, m = each
         steps, first = steps_of(each, methods, arguments.heads, arguments.compile, arguments.device)
         times = take_turns(steps, arguments.turns, arguments.steps, arguments.threads)
-        add_rows(table, each, arguments, times, first)
+        for (_, method, number), ours in [(what, times[what]) for what in times if what[0] == "ours"]:
+            what, official = ("difftopk", method, number), times.get(("difftopk", method, number))
+            alone = times["ours", method, 1]
+            table.add(
+                **{"method": method, "batch": batch, "dim": dim, "n": n, "m": m if method in RELAXATIONS else None},
+                **{"heads": number, "p_k": " ".join(f"{p:g}" for p in P_K[method]), "ms": statistics.median(ours)},
+                over_softmax=f"{ratio(ours, times['ours', SOFTMAX, number]):.3f}",
+                over_separate=f"{ratio(ours, alone) / number:.3f}" if number > 1 else None,
+                official_path=executor_of(method) if official else None,
+                official_ms=statistics.median(official) if official else None,
+                official_over_ours=ratio(official, ours) if official else None,
+                loss=f"{first['ours', method, 1]:.6g}" if number == 1 else None,
+                official_loss=f"{first[what]:.6g}" if official else None,
+                compiled=str(arguments.compile).lower(),
+            )
     return table.write()
 
 

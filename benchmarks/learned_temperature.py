@@ -22,7 +22,6 @@ from topk_losses import METHODS, make_loss
 
 BATCH, N_EPOCHS, LR = 500, 5, 4e-3
 P_KS = ([0.2] * 5, [0.5, 0, 0, 0, 0.5], [0, 0, 0, 0, 1.0])
-COLUMNS = ("method", "p_k", "inverse_temperature", "top1", "top5", "ended_at", "seeds", "device", "threads", "torch")
 
 
 def train(data: dict[str, tuple[Tensor, Tensor]], method: str, p_k: list[float], kind: str, seed: int) -> list[float]:
@@ -70,7 +69,7 @@ def main() -> int:
     for name in ("train", "test"):
         rows = store[name].read(torch.arange(len(store[name]))).float()
         data[name] = (rows.to(arguments.device), store[name].labels().to(arguments.device))
-    table = Table(COLUMNS, arguments, shown=6)
+    table = Table(arguments)
     for method in arguments.methods:
         for p_k in [arguments.p_k] if arguments.p_k else P_KS:
             if not p_k[0] and getattr(METHODS[method].operator, "has_zeros", False):

@@ -35,12 +35,6 @@ from topk_losses.operator import largest
 SIZES = ("128x100", "500x1000m16", "500x10450m50", "128x1000", "128x10450")
 SOFTMAX = "softmax_cross_entropy"
 P_K = {**{method: [1.0] for method in TOP1}, **{method: [0, 0, 0, 0, 1.0] for method in SINGLE_K}}
-COLUMNS = (
-    *("method", "batch", "n", "m", "p_k", "ms", "peak_mib"),
-    *("official_path", "official_ms", "official_peak_mib", "official_over_ours"),
-    *("cross_entropy_ms", "ours_over_cross_entropy", "note", "device", "threads", "spin_count"),
-    *("torch", "python"),
-)
 
 
 def resident_kib(forget_peak: bool = False) -> int:
@@ -128,7 +122,7 @@ def main() -> int:
     flags.add_argument("--sizes", nargs="+", type=size("BATCHxN"), default=[size("BATCHxN")(each) for each in SIZES])
     arguments = flags.parse_args()
     on = {} if arguments.device.type == "cpu" else {"device": str(arguments.device)}
-    table = Table(COLUMNS, arguments, shown=14)
+    table = Table(arguments)
     for batch, n, m in arguments.sizes:
         shared = {"batch": batch, "n": n, "m": m, **shared_by(arguments)}
         plain = run(method=SOFTMAX, p_k=[1.0], options={}, build=make_loss, **shared)
@@ -143,13 +137,13 @@ def main() -> int:
             table.add(
                 **{"method": method, "batch": batch, "n": n, "m": m, "p_k": " ".join(f"{p:g}" for p in task["p_k"])},
                 **{name: ours.get(name) for name in ("ms", "peak_mib")},
-                **{f"official_{name}": official.get(name) for name in ("ms", "peak_mib")},
                 official_path=executor_of(method),
+                **{f"official_{name}": official.get(name) for name in ("ms", "peak_mib")},
                 official_over_ours=official["ms"] / ours["ms"] if "ms" in ours and "ms" in official else None,
                 cross_entropy_ms=plain["ms"] if "ms" in ours else None,
                 ours_over_cross_entropy=f"{ours['ms'] / plain['ms']:.3g}" if "ms" in ours else None,
                 note="; ".join(f"{whose}: {why}" for whose, why in failed.items() if why),
-                spin_count=os.environ.get("GOMP_SPINCOUNT", ""),
+                spin_count=os.environ.get("GOMP_SPINCOUNT"),
             )
     return table.write()
 

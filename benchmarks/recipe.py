@@ -14,7 +14,6 @@ and the median of the turns' ratios.
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -36,10 +35,6 @@ NUM_CLASSES = training_step.NUM_CLASSES
 # Seconds in which workers fill their queue, so that they do not take the cores from our turn: to the official recipe's
 # advantage, whose first batches are then for nothing.
 PAUSE = 0.5
-COLUMNS = (
-    *("method", "precision", "images_per_second", "official_images_per_second", "ours_over_official"),
-    *("official_workers", "official_path", "turns", "device", "threads", "torch"),
-)
 
 
 class PilImages(Dataset):
@@ -105,17 +100,14 @@ def main() -> int:
     keep_freed_memory()
     images = torch.randint(256, (training_step.NUM_IMAGES, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(NUM_CLASSES, (len(images),))
-    table = Table(COLUMNS, arguments, shown=7)
+    table = Table(arguments)
     for method in arguments.methods:
         found = []
         for workers in (0, threads):
             ours = training_step.our_steps([method], images, labels, arguments.precision, device)[method]
             official = official_step(method, images, labels, workers, device)
-            turns: dict[str, list[float]] = {"ours": [], "official": []}
-            for _ in range(arguments.turns):
-                for name, step in (("ours", ours), ("official", official)):
-                    time.sleep(PAUSE)
-                    turns[name] += take_turns({name: step}, 1, arguments.steps, threads)[name]
+            steps = {"ours": ours, "official": official}
+            turns = take_turns(steps, arguments.turns, arguments.steps, threads, pause=PAUSE)
             rates = [1e3 * training_step.BATCH / statistics.median(each) for each in turns.values()]
             found.append((rates[1], rates[0], ratio(turns["official"], turns["ours"]), workers))
         official_rate, rate, over, workers = max(found)

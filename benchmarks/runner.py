@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import statistics
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -62,13 +63,6 @@ def output_file(text: str) -> Path:
     return Path(text)
 
 
-def existing_folder(text: str) -> Path:
-    """A folder that is there, for what a benchmark makes meanwhile."""
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"must exist, got {text}")
-    return Path(text)
-
-
 def size(form: str) -> Callable[[str], tuple[int | None, ...]]:
     """Return an argument type for sizes such as 500x1000m16: the numbers that `form`, BATCHxN say, names, m or None."""
     numbers = "x".join(r"([1-9]\d*)" for _ in form.split("x"))
@@ -81,16 +75,19 @@ def size(form: str) -> Callable[[str], tuple[int | None, ...]]:
     return convert
 
 
-def take_turns(calls: Mapping[Key, Callable[[], Any]], turns: int, number: int, threads: int) -> dict[Key, list[float]]:
+def take_turns(
+    calls: Mapping[Key, Callable[[], Any]], turns: int, number: int, threads: int, pause: float = 0
+) -> dict[Key, list[float]]:
     """Return the milliseconds of one of `number` calls, in each turn, of every alternative.
 
-    They take turns, so that a machine that slows down slows all of them. Before its calls are timed an alternative has
-    two that are not: the one before may have left other things in the caches.
+    They take turns, so that a machine that slows down slows all of them, with `pause` seconds before each. Before its
+    calls are timed an alternative has two that are not: the one before may have left other things in the caches.
     """
     timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
     times: dict[Key, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
         for name, timer in timers.items():
+            time.sleep(pause)
             times[name].append(1e3 * timer.timeit(number).mean)
     return times
 
@@ -108,25 +105,26 @@ def in_a_process(function: Callable[..., Any], *arguments: object, cuda: bool = 
 
 
 class Table:
-    """Rows under `columns`, those about the machine filled in; of the others the first `shown` are printed."""
+    """Rows, each printed when it is added; behind their cells stands what the machine is."""
 
-    def __init__(self, columns: Sequence[str], arguments: argparse.Namespace, shown: int) -> None:
-        self._output, self._columns, self._shown = arguments.output, columns, columns[:shown]
-        self._shared = {"device": device_name(arguments.device), "threads": arguments.threads}
-        self._shared |= {"torch": torch.__version__, "python": platform.python_version(), "git_commit": git_commit()}
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._output = arguments.output
+        self._machine = {"device": device_name(arguments.device), "threads": arguments.threads}
+        self._machine |= {"torch": torch.__version__, "python": platform.python_version(), "git_commit": git_commit()}
         self.rows: list[dict[str, Any]] = []
-        print("  ".join(f"{name:>8}" for name in self._shown))
 
     def add(self, **row: Any) -> None:
-        """Add a row and print it; a float is written with four digits."""
+        """Add a row and print it; a float is written with four digits, None as nothing."""
         row = {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()}
-        row = {name: "" if cell is None else cell for name, cell in (self._shared | row).items()}
-        self.rows.append({name: row.get(name, "") for name in self._columns})
-        print("  ".join(f"{self.rows[-1][name]!s:>{max(8, len(name))}}" for name in self._shown), flush=True)
+        row = {name: "" if cell is None else cell for name, cell in row.items()}
+        if not self.rows:
+            print("  ".join(f"{name:>8}" for name in row))
+        print("  ".join(f"{cell!s:>{max(8, len(name))}}" for name, cell in row.items()), flush=True)
+        self.rows.append({**row, **self._machine})
 
     def write(self) -> int:
         """Replace the file by the rows, say so, and return the exit status."""
         with atomic_write(self._output) as file:
-            pd.DataFrame(self.rows, columns=self._columns).to_csv(file, index=False, lineterminator="\n")
+            pd.DataFrame(self.rows).to_csv(file, index=False, lineterminator="\n")
         print(f"wrote {self._output}")
         return 0

@@ -10,6 +10,7 @@ medians in milliseconds, peak MiB above what was there before the pass, how many
 method has to do and to keep per sample to leading order (`operations`, `numbers`): the asymptotes of the figure.
 """
 
+import functools
 import math
 import sys
 
@@ -19,10 +20,6 @@ from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
 
 NS, KS, BATCHES = (16, 100, 1000, 10450), (1, 5, 20), (32, 128, 512)
 BASE = {"batch": 128, "n": 1000, "k": 5}
-COLUMNS = (
-    *("method", "batch", "n", "k", "ms", "peak_mib", "passes", "operations", "numbers", "note"),
-    *("device", "threads", "torch", "python"),
-)
 
 
 def sizes() -> list[dict[str, int]]:
@@ -31,6 +28,7 @@ def sizes() -> list[dict[str, int]]:
     return list({tuple(size.items()): size for size in ({**BASE, **each} for each in moved)}.values())
 
 
+@functools.cache
 def work(method: str, n: int, k: int) -> tuple[float, float]:
     """Operations of one sample, and numbers that its backward pass needs, to leading order in n and k."""
     if METHODS[method].family == "losses":
@@ -52,7 +50,7 @@ def main() -> int:
     flags = pass_parser(__doc__, "scaling.csv", repeats=5, limit_s=20)
     flags.add_argument("--max_n", type=int, default=max(NS), help="leave out larger n (%(default)s)")
     arguments = flags.parse_args()
-    table = Table(COLUMNS, arguments, shown=7)
+    table = Table(arguments)
     for method in arguments.methods:
         for size in sizes():
             n, k = size["n"], size["k"]
@@ -67,14 +65,11 @@ def main() -> int:
             options = {"top1_mode": "sm" if has_zeros else "sort"} if method in RELAXATIONS else {}
             task = {"method": method, "p_k": p_k, "m": None, "options": options, "build": make_loss}
             measured = run(**task, batch=size["batch"], n=n, **shared_by(arguments))
-            table.add(method=method, **size, note=measured.pop("failed", ""), **measured)
+            cells = {name: measured.get(name) for name in ("ms", "peak_mib", "passes")}
+            table.add(method=method, **size, **cells, operations=None, numbers=None, note=measured.get("failed"))
     # Networks are built here only now: the processes that measure are forked from one that ran no tensor operation.
-    known: dict[tuple[str, int, int], tuple[float, float]] = {}
     for row in (row for row in table.rows if row["ms"]):
-        key = (row["method"], row["n"], row["k"])
-        if key not in known:
-            known[key] = work(*key)
-        row["operations"], row["numbers"] = (f"{value:.6g}" for value in known[key])
+        row["operations"], row["numbers"] = (f"{value:.6g}" for value in work(row["method"], row["n"], row["k"]))
     return table.write()
 
 

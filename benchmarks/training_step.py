@@ -27,7 +27,6 @@ from topk_losses import METHODS, RELAXATIONS, make_loss
 
 BATCH, NUM_CLASSES, NUM_IMAGES = 128, 100, 5000
 SOFTMAX, GRAPH = "softmax_cross_entropy", ", graph"
-COLUMNS = ("method", "precision", "ms_per_step", "over_softmax", "images_per_second", "device", "threads", "torch")
 
 
 def our_steps(
@@ -80,16 +79,14 @@ def main() -> int:
     methods = list(dict.fromkeys([SOFTMAX, *arguments.methods]))
     steps = our_steps(methods, images, labels, arguments.precision, arguments.device)
     times = take_turns(steps, arguments.turns, arguments.steps, arguments.threads)
-    table = Table(COLUMNS, arguments, shown=5)
+    table = Table(arguments)
     for name, each in times.items():
-        milliseconds = statistics.median(each)
+        milliseconds, base = statistics.median(each), times[SOFTMAX + GRAPH * name.endswith(GRAPH)]
         table.add(
             method=name,
             precision=arguments.precision,
             ms_per_step=milliseconds,
-            over_softmax=f"{ratio(each, times[SOFTMAX + GRAPH * name.endswith(GRAPH)]):.3f}"
-            if name != "augmentation"
-            else "",
+            over_softmax=f"{ratio(each, base):.3f}" if name != "augmentation" else None,
             images_per_second=f"{BATCH / milliseconds * 1e3:.0f}",
         )
     return table.write()

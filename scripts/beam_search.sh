@@ -4,15 +4,10 @@
 # table1.sh; --short: a network of half the width, half of the pretraining and of the updates, to
 # results/beam_search_short.csv. The tables: python scripts/paired_report.py results/beam_search.csv
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+. scripts/published.sh
 
-name=beam_search schedule="" others=()
-for word; do
-  if [ "$word" = --short ]; then
-    name=beam_search_short schedule=" --hidden_dim 64 --pretrain_updates 1300 --n_updates 325"
-  else
-    others+=("$word")
-  fi
-done
+name=beam_search
+options "--hidden_dim 64 --pretrain_updates 1300 --n_updates 325" "$@"
 rows() {
   for seed in 0 1 2 3 4; do
     for arm in \

@@ -42,10 +42,7 @@ def gather(argv: list[str] | None = None) -> int:
     parser.add_argument("results", type=program.path, help="the table, results/table1.csv say")
     parser.add_argument("--runs", type=program.path, metavar="FOLDER", help="of the runs (beside the table: runs)")
     args = parser.parse_args(argv)
-    output, runs = (
-        args.results.with_name(f"{args.results.stem}_epochs.csv"),
-        args.runs or args.results.with_name("runs"),
-    )
+    output, runs = args.results.with_stem(f"{args.results.stem}_epochs"), args.runs or args.results.with_name("runs")
     with held(lock_beside(output), waiting=f"waiting for another process that writes {output}"):
         known = list(pd.read_csv(output, dtype=str).groupby("run_id")) if output.exists() else []
         every = [*epochs_of(runs, args.results.name), *known]

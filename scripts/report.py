@@ -11,8 +11,8 @@ The published values are those of results/paper/; which of its tables a file bel
 columns, or said with --table. Runs that differ in more than their seed never share a cell, those of another
 schedule, subset or precision never a table (in Markdown each has its own), and one that differs so from the published
 row has no difference to it: reporting/tables.py states the rule.
-Figures (reporting/figures.py, reporting/permutation_figure.py) also read runs/ beside the file, and
-results/benchmarks/.
+Figures (reporting/figures.py, reporting/permutation_figure.py) also read runs/ beside the file, and results/benchmarks/
+of this repository.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -29,19 +29,19 @@ from pathlib import Path
 from data import program
 from data.atomic_file import atomic_write
 from data.program import CommandLineError
-from experiments.shared.environment import ROOT
+from experiments.shared.run_record import read_rows
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
 from scripts.reporting.results import Row, rows_of
-from scripts.reporting.tables import Table, build_table, experiments_of, read_published
+from scripts.reporting.tables import Table, build_table, experiments_of
 
-PAPER = ROOT / "results" / "paper"
-KNN_TABLES = ("knn_mnist", "knn_fashion_mnist", "knn_cifar10")
-TABLES = ("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5", *KNN_TABLES)
+TABLES = (
+    *("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5"),
+    *("knn_mnist", "knn_fashion_mnist", "knn_cifar10"),
+)
 BY_FILE_NAME = {
     **{name: name for name in TABLES},
-    **{"table2_3_imagenet1k": "tables2_3_imagenet1k", "imagenet1k": "tables2_3_imagenet1k"},
-    **{"table2_3_imagenet21k": "tables2_3_imagenet21k", "imagenet21k": "tables2_3_imagenet21k"},
+    **{f"{name}imagenet{n}": f"tables2_3_imagenet{n}" for name in ("", "table2_3_") for n in ("1k", "21k")},
     **{"strong": "none", "temperature_training": "none"},  # not the paper's rows
 }
 BY_NUM_CLASSES = {"1000": "tables2_3_imagenet1k", "10450": "tables2_3_imagenet21k"}  # of embeddings
@@ -54,17 +54,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     flag("results", type=program.path, help="a CSV file of results/")
     told = "the published table beside it; without it, by the file's name, else by its columns"
     flag("--table", choices=(*TABLES, "none"), help=told)
-    flag("--published", type=program.path, metavar="FILE", help="published values; results/paper/<table>.csv")
     told = "only these rows, or of METHOD's rows only these; may be repeated"
     flag("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=told)
-    flag("--n_seeds", type=program.whole_number(1), help="asked of each row; as published, 2 if that is unknown")
     told = "instead: each row minus METHOD's by seed, in Markdown, with intervals and how many seeds would settle it"
     flag("--paired", metavar="METHOD", help=told)
     flag("--format", choices=FORMATS, default="markdown", help="%(default)s without it")
     flag("--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it")
     flag("--figures", type=program.path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR")
-    told = "losses.csv and training_step.csv for the figure of times (results/benchmarks in this repository)"
-    flag("--benchmarks", type=program.path, default=ROOT / "results" / "benchmarks", metavar="DIR", help=told)
     return parser.parse_args(argv)
 
 
@@ -73,19 +69,15 @@ def report(args: argparse.Namespace) -> int:
     runs = chosen_rows(args.results, args.where)
     one = args.format != "markdown" or args.figures or args.paired
     parts = [runs] if one else experiments_of(args.results.stem, runs)
-    tables = [table_of(args.results, part, args.table, args.published, args.n_seeds) for part in parts]
-    table, protocol = tables[0]
+    tables = [table_of(args.results, part, args.table) for part in parts]
     with tempfile.TemporaryDirectory() as scratch:
         figures: list[Path] = []
         if args.figures or args.format == "html":
             from scripts.reporting.figures import draw_figures  # matplotlib takes a second, and a table needs none
 
-            folder = args.figures or Path(scratch)
-            figures = draw_figures(table, protocol, args.results.parent / "runs", args.benchmarks, folder)
-        texts = (
-            [paired(table, args.paired)] if args.paired else [FORMATS[args.format](each, figures) for each, _ in tables]
-        )
-        text = "\n".join(texts)
+            figures = draw_figures(tables[0], args.results.parent / "runs", args.figures or Path(scratch))
+        written = FORMATS[args.format]
+        text = "\n".join(paired(each, args.paired) if args.paired else written(each, figures) for each in tables)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(args.output) as file:
@@ -97,21 +89,14 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def table_of(
-    results: Path,
-    runs: list[Row],
-    name: str | None = None,
-    published_file: Path | None = None,
-    num_seeds: int | None = None,
-) -> tuple[Table, Row]:
-    """Return the table of the rows of a results file (none: nothing has run yet) and the protocol it is measured by.
+def table_of(results: Path, runs: list[Row] | None = None, name: str | None = None) -> Table:
+    """Return the table of a results file, which need not be there. Raises CommandLineError and ProgramError.
 
-    name: the published table; None: by the file's name or its rows. Raises CommandLineError.
+    runs: those of its rows that are wanted; None: all. name: the published table; None: by the file's name or its rows.
     """
-    if published_file is None and name != "none":
-        published_file = PAPER / f"{name}.csv" if name else published_of(results, runs)
-    published, protocol = read_published(published_file) if published_file else ([], {})
-    return build_table(results.stem, runs, published, protocol, num_seeds), protocol
+    runs = read_rows(results) if runs is None else runs
+    name = name or published_of(results, runs)
+    return build_table(results.stem, runs, None if name == "none" else name)
 
 
 def chosen_rows(path: Path, where: list[str]) -> list[Row]:
@@ -136,17 +121,15 @@ def chosen_rows(path: Path, where: list[str]) -> list[Row]:
     return rows
 
 
-def published_of(results: Path, runs: list[Row]) -> Path | None:
-    """Return the file of published values beside these runs, by file name or columns; None where there is none."""
-    datasets, num_classes = ({run.get(column, "") for run in runs} for column in ("dataset", "num_classes"))
-    by_columns = "table1" if datasets == {"cifar100"} else "none"
-    if runs and "embeddings" in runs[0]:
-        by_columns = BY_NUM_CLASSES.get(" ".join(num_classes), by_columns)
-    table = BY_FILE_NAME.get(results.stem.removesuffix("_short"), by_columns)
+def published_of(results: Path, runs: list[Row]) -> str:
+    """Return the published table beside these runs, by file name or columns, or "none"."""
+    datasets, num_classes = (" ".join({run.get(column, "") for run in runs}) for column in ("dataset", "num_classes"))
     if runs and "prediction" in runs[0]:  # the nearest-neighbour classifier's
-        table = f"knn_{' '.join(datasets)}"
-        table = table if table in KNN_TABLES else "none"
-    return None if table == "none" else PAPER / f"{table}.csv"
+        return f"knn_{datasets}" if f"knn_{datasets}" in TABLES else "none"
+    by_columns = "table1" if datasets == "cifar100" else "none"
+    if runs and "embeddings" in runs[0]:
+        by_columns = BY_NUM_CLASSES.get(num_classes, by_columns)
+    return BY_FILE_NAME.get(results.stem.removesuffix("_short"), by_columns)
 
 
 def main(argv: list[str] | None = None) -> int:

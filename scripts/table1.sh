@@ -8,30 +8,12 @@
 #   scripts/table1.sh --n_epochs 5 --limit_train 5000     # every other argument goes to every row
 # What was stopped or killed continues when the same call is given again.
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+. scripts/published.sh
 
-name=table1 seeds="0 1" schedule="" others=()
-for word; do
-  if [ "$word" = --short ]; then
-    name=table1_short seeds="0 1 2" schedule=" --n_epochs 16 --lr_schedule cosine --precision bf16"
-  else
-    others+=("$word")
-  fi
-done
-train=".venv/bin/python experiments/train_cifar100.py"
+name=table1
+options "--n_epochs 16 --lr_schedule cosine --precision bf16" "$@"
+[ $name = table1 ] || seeds="0 1 2"
 rows() {
-  for seed in $seeds; do
-    record="--seed $seed --results results/$name.csv$schedule"
-    echo "$train --method softmax_cross_entropy --p_k 1. 0. 0. 0. 0. $record"
-    echo "$train --method smooth_hard_topk --inverse_temperature 1. --p_k 0. 0. 0. 0. 1. $record"
-    for p_k in "0. 0. 0. 0. 1." ".2 .2 .2 .2 .2"; do
-      for method in \
-        "neuralsort --inverse_temperature 0.0625" \
-        "softsort --inverse_temperature 0.0625" \
-        "sinkhorn_sort" \
-        "splitter_selection --distribution logistic_phi --inverse_temperature .5 --art_lambda .5"; do
-        echo "$train --method $method --p_k $p_k $record"
-      done
-    done
-  done
+  published ".venv/bin/python experiments/train_cifar100.py" 0.0625 .5 "0. 0. 0. 0. 1." ".2 .2 .2 .2 .2"
 }
 exec .venv/bin/python scripts/launch.py --name $name --row-per-core ${others[@]+"${others[@]}"} < <(rows)

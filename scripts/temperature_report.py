@@ -25,7 +25,7 @@ from topk_losses import METHODS
 from topk_losses.checks import AUTO
 
 SPREAD = "last_test_logit_std"
-MEASURED = ("test_top1", "test_top5", "valid_top1", "valid_top5")
+MEASURED = ["test_top1", "test_top5", "valid_top1", "valid_top5"]
 NEEDED = (
     *("method", "p_k", "seed", "num_classes", "train_images", "valid_images", "n_epochs", "batch_size", "lr"),
     *(*MEASURED, "device_name", "torch_version"),
@@ -39,10 +39,10 @@ FLOOR_OF_HEADS, FLOOR = 5, 35  # points below the best that a panel of the figur
 
 
 def rows_of(path: Path) -> pd.DataFrame:
-    """Return the rows by P_K, then method in the library's order, then temperature. Raises CommandLineError.
+    """Return the rows by P_K, then method in the library's order, then temperature; accuracies in percent.
 
     beta: the inverse temperature, NaN where it is none or changes; temperature: it, auto, or a schedule FROM:TO, as
-    text; name: the method, and m where that is not all scores.
+    text; name: the method, and m where that is not all scores. Raises CommandLineError.
     """
     rows = results_of(path, "scripts/temperature*.sh", NEEDED, APART, OPTIONAL)
     check(path, rows, [SPREAD] * (SPREAD in rows[0]))
@@ -50,13 +50,13 @@ def rows_of(path: Path) -> pd.DataFrame:
     check(path, changing, ["last_inverse_temperature"])
     frame = pd.DataFrame(rows)
     given = frame["inverse_temperature"]
-    frame["beta"] = [float_of(cell) for cell in given]
+    frame["beta"] = pd.to_numeric(given, errors="coerce")
     frame["temperature"] = given.where(frame["beta"].isna(), frame["beta"].map("{:g}".format))
-    frame["ended_at"] = [float(row["last_inverse_temperature"] or row["inverse_temperature"] or 0) for row in rows]
-    of_all = frame["m"].eq("") | frame["m"].eq(frame["num_classes"])
+    frame["ended_at"] = pd.to_numeric(frame["last_inverse_temperature"]).fillna(frame["beta"]).fillna(0)
+    of_all = frame["m"].isin(["", *frame["num_classes"]])
     frame["name"] = frame["method"].where(of_all, frame["method"] + ", m = " + frame["m"])
-    numbers = [*MEASURED, *{SPREAD} & {*frame}]
-    frame[numbers] = frame[numbers].astype(float)
+    frame[MEASURED] = 100 * frame[MEASURED].astype(float)
+    frame[[SPREAD] * (SPREAD in frame)] = frame[[SPREAD] * (SPREAD in frame)].astype(float)
     frame["order"] = frame["method"].map(list(METHODS).index)
     frame = frame.sort_values(["order", "ended_at"], kind="stable")
     return frame.sort_values("p_k", key=lambda cells: cells.str.split(), ascending=False, kind="stable")
@@ -96,19 +96,15 @@ def _cells(heads: pd.DataFrame) -> dict[str, str]:
         shown = f"{best:g} ({best / default:g}x{end})"
         times_spread = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
     schedule = schedules.idxmax() if len(schedules) else ""
+    both = means["test_top1"].map("{:.2f}".format) + " / " + means["test_top5"].map("{:.2f}".format)
     return {
         **{"inverse temperature": shown, "times spread": times_spread},
-        **{f"top-{k}": mean_std((100 * rows[f"test_top{k}"]).tolist()) if len(rows) else "" for k in (1, 5)},
-        **{"default": _both(groups.get("" if default is None else f"{default:g}")), "auto": _both(auto)},
+        **{f"top-{k}": mean_std(rows[f"test_top{k}"].tolist()) if len(rows) else "" for k in (1, 5)},
+        **{"default": both.get("" if default is None else f"{default:g}", ""), "auto": both.get(AUTO, "")},
         "auto ended at": "" if auto is None else f"{auto['ended_at'].mean():.3g}",
-        "annealed": f"{schedule}: {_both(groups[schedule])}" if schedule else "",
+        "annealed": f"{schedule}: {both[schedule]}" if schedule else "",
         "seeds": str(len(rows)),
     }
-
-
-def _both(rows: pd.DataFrame | None) -> str:
-    """ "top-1 / top-5", empty where there are no rows."""
-    return "" if rows is None else " / ".join(f"{100 * rows[f'test_top{k}'].mean():.2f}" for k in (1, 5))
 
 
 def draw(path: Path, folder: Path) -> list[Path]:
@@ -120,26 +116,23 @@ def draw(path: Path, folder: Path) -> list[Path]:
     of_heads = SPREAD in frame
     trained, floor = ("Heads", FLOOR_OF_HEADS) if of_heads else ("Networks", FLOOR)
     times_spread = " times the spread of a row's logits at the end" if of_heads else ""
+    label = f"inverse temperature{' × standard deviation of the logits' if of_heads else ''}"
+    frame["x"] = frame["beta"] * (frame[SPREAD] if of_heads else 1)
     baseline = frame[(frame["p_k"] == "1") & (frame["method"] == "softmax_cross_entropy")]
     for p_k, methods in frame.groupby("p_k", sort=False):
         several = methods.groupby("name", sort=False).filter(lambda heads: heads["temperature"].nunique() > 1)
         if several.empty:
             continue
-        constant = several[several["beta"].notna()]
-        curves = constant.groupby(["name", "beta"], sort=False).mean(numeric_only=True).reset_index("beta")
+        curves = several.dropna(subset="beta").groupby(["name", "beta"], sort=False).mean(numeric_only=True)
         figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 3.6))
-        for axis, k in zip(axes, (1, 5)):
+        for axis, accuracy, k in zip(axes, ("test_top1", "test_top5"), (1, 5)):
             for name, points in curves.groupby("name", sort=False):
-                x = points["beta"] * (points[SPREAD] if of_heads else 1)
-                axis.plot(x, 100 * points[f"test_top{k}"], **look(name.partition(",")[0]), markersize=3)
+                axis.plot(points["x"], points[accuracy], **look(name.partition(",")[0]), markersize=3)
             if len(baseline):
-                axis.axhline(100 * baseline[f"test_top{k}"].mean(), color=GREY, linewidth=0.8)
-            best = 100 * curves[f"test_top{k}"].max()
-            axis.set_xscale("log")
-            axis.set_ylim(best - floor, best + floor / 10)
-            axis.set_xlabel(f"inverse temperature{' × standard deviation of the logits' if of_heads else ''}")
-            axis.set_title(f"test top-{k}, %", loc="left")
-        legend(figure, {name: name.partition(",")[2] for name in several["name"]})
+                axis.axhline(baseline[accuracy].mean(), color=GREY, linewidth=0.8)
+            best = curves[accuracy].max()
+            axis.set(xscale="log", ylim=(best - floor, best + floor / 10), xlabel=label, title=f"test top-{k}, %")
+        legend(figure, several["name"])
         note(
             figure,
             f"{trained} trained with $P_K$ = {shown_p_k(p_k)}: accuracy, mean over the seeds, over β{times_spread}. "

@@ -4,7 +4,6 @@ Blocks that need a package of docs/requirements.txt are skipped where it is abse
 """
 
 import csv
-import importlib.util
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -50,32 +49,15 @@ def a_training() -> dict[str, object]:
     return {"model": model, "images": images, "labels": labels, "logits": model(images).detach()}
 
 
-def run(block: Block, namespace: dict[str, object]) -> None:
-    """Execute the code of a block; a failure names its page and line."""
-    name = str(block.page)
-    try:
-        exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), namespace)
-    except Exception as error:
-        trace, at = error.__traceback__, block.line
-        while trace:
-            at = trace.tb_lineno if trace.tb_frame.f_code.co_filename == name else at
-            trace = trace.tb_next
-        at = error.lineno if isinstance(error, SyntaxError) and error.filename == name else at
-        pytest.fail(f"{block.page.name}, line {at}: {type(error).__name__}: {error}", pytrace=False)
-
-
 def after(block: Block) -> dict[str, object]:
     """The names that there are when a block has run: a training's, the block's, and those of blocks that it continues.
 
-    Skips the test where the block needs a package that is not here.
+    Skips the test where the block needs a package that is not here. A failure shows the line of the page.
     """
-    for package in sorted(ELSEWHERE):
-        if re.search(rf"^(import|from) {package}\b", block.code, re.MULTILINE) and not importlib.util.find_spec(
-            package
-        ):
-            pytest.skip(f"{package} is not installed; scripts/docs.sh installs it and runs this")
+    for package in ELSEWHERE & set(re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE)):
+        pytest.importorskip(package, reason="scripts/docs.sh installs it and runs this")
     namespace = after(block.before) if block.before else a_training()
-    run(block, namespace)
+    exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), namespace)
     return namespace
 
 

@@ -51,21 +51,13 @@ def draw_cost(folder: Path, path: Path = BENCHMARK) -> list[Path]:
         ticks = sorted(set(rows[axis_name]))
         axes[1][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes[1][column].set_xlabel(label)
-        axes[0][column].set_title(", ".join(f"{other} {base[other]:,}" for other in others), loc="left")
+        axes[0][column].set_title(", ".join(f"{other} {base[other]:,}" for other in others))
     legend(figure, methods, [key("asymptote", linestyle=":")], lines=False)
     devices = sorted({f"{row.device}, {row.threads} threads, PyTorch {row.torch}" for row in rows.itertuples()})
     note(figure, f"One forward and backward pass without m; {'; '.join(devices)}.")
     return save(figure, folder, "cost_over_size")
 
 
-def main() -> int:
-    """Draw the figure into a folder, that of results unless --figures names one; return the exit status."""
-    parser = program.Parser(description=(__doc__ or "").split("\n\n")[0])
-    figures = BENCHMARK.parents[1] / "figures"
-    parser.add_argument("--figures", type=program.path, default=figures, metavar="FOLDER", help="%(default)s")
-    print(*(f"wrote {path}" for path in draw_cost(parser.parse_args().figures)), sep="\n")
-    return 0
-
-
 if __name__ == "__main__":
-    program.end(program.finish(main))
+    folder = BENCHMARK.parents[1] / "figures"
+    program.end(program.finish(lambda: print(*(f"wrote {path}" for path in draw_cost(folder)), sep="\n") or 0))

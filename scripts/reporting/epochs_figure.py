@@ -78,5 +78,5 @@ def draw(path: Path, folder: Path) -> list[Path]:
         axis.set(xlabel="epoch", ylabel=f"test {label} accuracy (%)", xlim=(0, 1.03 * MILESTONES[-1]))
     axes[0].set_ylim(bottom=45)
     axes[1].set_ylim(bottom=75)
-    legend(figure, list(dict.fromkeys(table.method)), [points_of(filled=False)])
+    legend(figure, table.method, [points_of(filled=False)])
     return save(figure, folder, f"{name}_epochs")

@@ -5,9 +5,8 @@ The colours are those of Okabe and Ito, told apart by colour-blind readers; mark
 in grey.
 """
 
-import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,13 @@ pyplot.rcParams.update(
     {
         **{"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "legend.fontsize": 7.5},
         **{"xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "lines.linewidth": 1.2, "lines.markersize": 4.5},
-        **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False},
+        **{
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.linewidth": 0.6,
+            "axes.titlelocation": "left",
+            "legend.frameon": False,
+        },
         **{"axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.5, "axes.axisbelow": True},
         **{"figure.dpi": 100, "savefig.dpi": 300, "svg.hashsalt": "topk", "figure.constrained_layout.use": True},
     }
@@ -72,13 +77,10 @@ STYLES = {
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write NAME.png and NAME.svg into a folder, close the figure, and return the two paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for kind in ("png", "svg"):
-        content = io.BytesIO()
-        figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else {})
-        paths.append(folder / f"{name}.{kind}")
-        with atomic_write(paths[-1], "wb") as file:
-            file.write(content.getvalue())
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        with atomic_write(path, "wb") as file:
+            figure.savefig(file, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else {})
     pyplot.close(figure)
     return paths
 
@@ -102,18 +104,17 @@ def points_of(filled: bool) -> Line2D:
 
 def legend(
     figure: Figure,
-    methods: Mapping[str, str] | Sequence[str],
+    methods: Iterable[str],
     more: Sequence[Line2D] = (),
     *,
     lines: bool = True,
     columns: int | None = None,
 ) -> None:
-    """Put a legend of the methods, in the order of STYLES, below a figure; methods: also with what follows a name."""
-    told = methods if isinstance(methods, Mapping) else dict.fromkeys(methods, "")
+    """Put a legend below a figure: the methods (after a comma may follow more) in the order of STYLES, then `more`."""
     handles = []
-    for each in sorted(told, key=lambda each: list(STYLES).index(each.partition(",")[0])):
-        method = each.partition(",")[0]
-        handles.append(key(STYLES[method].label + (f",{told[each]}" if told[each] else ""), **look(method, line=lines)))
+    for name in sorted(dict.fromkeys(methods), key=lambda name: list(STYLES).index(name.partition(",")[0])):
+        method, comma, rest = name.partition(",")
+        handles.append(key(STYLES[method].label + comma + rest, **look(method, line=lines)))
     columns = columns or (2 if figure.get_figwidth() <= COLUMN else 4)
     figure.legend(handles=[*handles, *more], loc="outside lower center", ncols=columns, handlelength=3)
 

@@ -17,16 +17,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from experiments.shared.environment import ROOT
 from scripts.reporting.figure_style import COLUMN, PAGE, STYLES, key, legend, look, note, points_of, pyplot, save
 from scripts.reporting.neighbours_figure import draw_neighbours, has_images
 from scripts.reporting.paired import half_width
 from scripts.reporting.permutation_figure import draw_permutations
-from scripts.reporting.results import Row
 from scripts.reporting.tables import METRICS, Line, Table, p_k_of, run_summary, shown_p_k
 
+BENCHMARKS = ROOT / "results" / "benchmarks"
+MEASURED = {  # numbers and words of its files that are drawn
+    "training_step": (["ms_per_step"], ["method", "precision"]),
+    "losses": (["batch", "n", "m", "ms", "official_ms"], ["method", "device", "threads", "torch"]),
+}
 HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step"}  # of a run folder, and what they count
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
 WIDEST = 30  # points below the best that a panel of accuracies shows; what is further down is written
@@ -36,34 +40,27 @@ P_KS = ("1 0 0 0 0", "0 0 0 0 1", "0.5 0 0 0 0.5", "0.25 0 0 0 0.75", "0.1 0 0 0
 ALONE = (1.0,)  # the P_K of what sorts nothing
 
 
-def draw_figures(table: Table, protocol: Row, run_folders: Path, benchmarks: Path, folder: Path) -> list[Path]:
+def draw_figures(table: Table, run_folders: Path, folder: Path) -> list[Path]:
     """Draw every figure for which there is data, return their paths, and say what was left out."""
-    return [
-        *draw_figures_of_table(table, protocol, run_folders, folder),
-        *draw_times(benchmarks, folder),
-        *draw_permutations(folder),
-    ]
+    return [*draw_figures_of_table(table, run_folders, folder), *draw_times(folder), *draw_permutations(folder)]
 
 
-def draw_figures_of_table(table: Table, protocol: Row, run_folders: Path, folder: Path) -> list[Path]:
+def draw_figures_of_table(table: Table, run_folders: Path, folder: Path) -> list[Path]:
     """Draw the figures of the rows of a table alone."""
-    runs = [run for line in table.run_lines for run in line.runs]
-    told = f"{table.name}.csv: {run_summary(runs, protocol, len(table.run_lines))}."
-    if any(line.reasons for line in table.run_lines):
-        told += " Not comparable with the published values."
     if not set(METRICS) <= set(table.decimals):
         return _neighbours(table, run_folders, folder)
-    return [
-        *_accuracy_over_epochs(table, run_folders, told, folder),
-        *_accuracy(table, told, folder),
-    ]
+    runs = [run for line in table.run_lines for run in line.runs]
+    told = f"{table.name}.csv: {run_summary(runs, table.protocol, len(table.run_lines))}."
+    if any(line.reasons for line in table.run_lines):
+        told += " Not comparable with the published values."
+    return [*_accuracy_over_epochs(table, run_folders, told, folder), *_accuracy(table, told, folder)]
 
 
 def _accuracy_over_epochs(table: Table, run_folders: Path, told: str, folder: Path) -> list[Path]:
     curves, absent = [], 0  # a curve: its line, what its histories count, and these, one per run that has its folder
     for line in table.run_lines:
         for file, clock in HISTORIES.items():
-            found = [_read_csv(run_folders / run["run_id"] / file, (clock, *METRICS)) for run in line.runs]
+            found = [_history(run_folders / run["run_id"] / file, clock) for run in line.runs]
             if histories := [history for history in found if len(history)]:
                 break
         absent += len(line.runs) - len(histories)
@@ -76,17 +73,28 @@ def _accuracy_over_epochs(table: Table, run_folders: Path, told: str, folder: Pa
     # A panel per P_K; what sorts nothing, P_K = 1, is in all of them.
     p_ks = sorted({_p_k(line) for line, _, _ in curves} - {ALONE}, key=_p_k_order) or [ALONE]
     curves.sort(key=lambda curve: _p_k(curve[0]) != ALONE)
-    figure, axes = _panels(len(p_ks), told)
-    for number, (p_k, pair) in enumerate(zip(p_ks, axes)):
-        for axis, (metric, name) in zip(pair, METRICS.items()):
+    # Pairs of panels, top-1 above top-5: one pair is a column wide, more fill the page.
+    across, down = min(len(p_ks), PER_ROW), math.ceil(len(p_ks) / PER_ROW)
+    size = (COLUMN if len(p_ks) == 1 else PAGE, 0.8 + 2 * down * (2.2 if across < PER_ROW else 1.7))
+    figure, grid = pyplot.subplots(2 * down, across, figsize=size, squeeze=False)
+    note(figure, told)
+    pairs = grid.reshape(down, 2, across).swapaxes(1, 2).reshape(-1, 2)  # (panels, 2)
+    for number, (p_k, pair) in enumerate(zip(p_ks, pairs)):
+        pair[0].sharex(pair[1])
+        pair[0].tick_params(labelbottom=False)
+        for axis, first, (metric, name) in zip(pair, pairs[0], METRICS.items()):
+            if number:
+                axis.sharey(first)
             for line, clock, histories in curves:
                 if _p_k(line) in (p_k, ALONE):
                     _curve(axis, line.method, clock, histories, metric)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
             axis.set_ylabel(f"test {name} accuracy (%)" if number % PER_ROW == 0 else "")
         shown = next(line.own_p_k for line, _, _ in curves if _p_k(line) == p_k)
-        pair[0].set_title(f"$P_K$ = {shown_p_k(shown)}", loc="left")
+        pair[0].set_title(f"$P_K$ = {shown_p_k(shown)}")
         pair[1].set_xlabel("optimizer step" if curves[0][1] == "step" else "epoch")
+    for axis in pairs[len(p_ks) :].flat:
+        axis.set_visible(False)
     legend(figure, [line.method for line, _, _ in curves])
     return save(figure, folder, f"{table.name}_accuracy_over_epochs")
 
@@ -119,28 +127,22 @@ def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
     lines.sort(key=lambda line: (list(STYLES).index(line.method), _p_k_order(_p_k(line))))
     figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 1.2 + 0.19 * len(lines)), sharey=True)
     for axis, (metric, name) in zip(axes, METRICS.items()):
-        ours = [(y, 100 * line.mean(metric), True) for y, line in enumerate(lines) if line.runs]
-        known = [(y, 100 * float(line.value(metric)), False) for y, line in enumerate(lines) if line.value(metric)]
-        lowest = max(mean for _, mean, _ in ours + known) - WIDEST
-        for y, mean, is_ours in ours + known:
-            line = lines[y]
-            std = line.std(metric) if is_ours else None
-            half = 100 * half_width(std, len(line.runs)) if std is not None else None
+        ours = [(y, line, 100 * line.mean(metric), True) for y, line in enumerate(lines) if line.runs]
+        known = [(y, line, 100 * line.value(metric), False) for y, line in enumerate(lines) if line.value(metric)]
+        lowest = max(mean for _, _, mean, _ in ours + known) - WIDEST
+        for y, line, mean, is_ours in ours + known:
             if mean > lowest:
+                has_bar = is_ours and len(line.runs) > 1
+                half = 100 * half_width(line.std(metric), len(line.runs)) if has_bar else None
                 axis.errorbar(mean, y, xerr=half, **look(line.method, is_ours, line=False), markersize=4.5, capsize=2)
             else:  # written at the edge, what was published at its end
-                place = {
-                    "xy": (0.03, y - 0.5 * (not is_ours)),
-                    "xycoords": ("axes fraction", "data"),
-                    "color": STYLES[line.method].color,
-                    "va": "center",
-                }
-                axis.annotate(f"◂ {mean:.0f}" + " (published)" * (not is_ours), **place, fontsize=6)
-        axis.set_xlabel(f"test {name} accuracy (%)")
-        axis.set_ylim(len(lines) - 0.5, -0.5)
+                place = {"xy": (0.03, y - 0.5 * (not is_ours)), "xycoords": ("axes fraction", "data"), "va": "center"}
+                shown = f"◂ {mean:.0f}" + " (published)" * (not is_ours)
+                axis.annotate(shown, **place, color=STYLES[line.method].color, fontsize=6)
+        axis.set(xlabel=f"test {name} accuracy (%)", ylim=(len(lines) - 0.5, -0.5))
         axis.grid(axis="x", linewidth=0.3)
-    shown = (shown_p_k(line.own_p_k) for line in lines)
-    axes[0].set_yticks(range(len(lines)), [f"{STYLES[line.method].label}  {p_k}" for line, p_k in zip(lines, shown)])
+    labels = [f"{STYLES[line.method].label}  {shown_p_k(line.own_p_k)}" for line in lines]
+    axes[0].set_yticks(range(len(lines)), labels)
     for tick, line in zip(axes[0].get_yticklabels(), lines):
         tick.set_color(STYLES[line.method].color)
     note(figure, f"{told} Bars: 95 % intervals of the mean over seeds (t); without, one seed.")
@@ -149,34 +151,29 @@ def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
     return save(figure, folder, f"{table.name}_accuracy")
 
 
-def draw_times(benchmarks: Path, folder: Path) -> list[Path]:
+def draw_times(folder: Path) -> list[Path]:
     """Seconds per epoch of training steps, and milliseconds per forward and backward pass, ours beside difftopk's."""
-    steps = _read_csv(benchmarks / "training_step.csv", ("ms_per_step",), ("method", "precision"))
-    losses = _read_csv(
-        benchmarks / "losses.csv", ("batch", "n"), ("method", "m", "ms", "official_ms", "device", "threads", "torch")
-    )
-    if steps.empty or losses.empty:
-        return _leave_out(
-            f"times: it needs benchmarks/training_step.py's and benchmarks/losses.py's files in {benchmarks}"
+    try:
+        steps, losses = (
+            pd.read_csv(BENCHMARKS / f"{name}.csv", usecols=[*numbers, *words], dtype=dict.fromkeys(numbers, float))
+            for name, (numbers, words) in MEASURED.items()
         )
+    except (OSError, ValueError) as error:
+        return _leave_out(f"times, of benchmarks/training_step.py and benchmarks/losses.py in {BENCHMARKS}: {error}")
     methods = [method for method in STYLES if method in set(losses["method"])]
-    losses[["m", "ms", "official_ms"]] = losses[["m", "ms", "official_ms"]].apply(pd.to_numeric, errors="coerce")
-    sizes = list(losses.groupby(["m", "n", "batch"], dropna=False))
-    sizes.sort(key=lambda size: (not np.isnan(size[0][0]), *size[0][1:]))
+    sizes = losses.groupby(["m", "n", "batch"], dropna=False)
+    sizes = sorted(sizes, key=lambda size: (not np.isnan(size[0][0]), *size[0][1:]))
     figure, axes = pyplot.subplots(2, 3, figsize=(PAGE, 5.2), sharey=True)
     steps = steps[steps["method"].isin(methods)]
     _dots(axes[0][0], methods, steps["method"], steps["ms_per_step"] * STEPS_PER_EPOCH / 1000, filled=True)
-    axes[0][0].set_xlim(left=0)
-    axes[0][0].set_xlabel("seconds per epoch")
-    axes[0][0].set_title(f"training: ResNet-18, CIFAR-100\nbatch 128, {steps['precision'].iloc[0]}", loc="left")
+    title = f"training: ResNet-18, CIFAR-100\nbatch 128, {steps['precision'].iloc[0]}"
+    axes[0][0].set(xlabel="seconds per epoch", xlim=(0, None), title=title)
     for axis, ((m, n, batch), here) in zip(axes.flat[1:], sizes):
         for column, filled in (("official_ms", False), ("ms", True)):
             _dots(axis, methods, here["method"], here[column], filled)
-        axis.set_xscale("log")
-        axis.margins(x=0.08)
-        axis.set_xlabel("milliseconds per pass")
         scores = "all scores" if np.isnan(m) else f"m {m:g}"
-        axis.set_title(f"loss: batch {batch:g}, {n:g} classes\n{scores}", loc="left")
+        title = f"loss: batch {batch:g}, {n:g} classes\n{scores}"
+        axis.set(xscale="log", xmargin=0.08, xlabel="milliseconds per pass", title=title)
     axes[0][0].set_yticks(range(len(methods)), [STYLES[method].label for method in methods])
     axes[0][0].set_ylim(len(methods) - 0.5, -0.5)
     for axis in axes.flat[1 + len(sizes) :]:
@@ -197,24 +194,6 @@ def _dots(axis: Axes, methods: Sequence[str], names: pd.Series, values: pd.Serie
             axis.plot(value, methods.index(name), **look(name, filled, line=False), markersize=5.5)
 
 
-def _panels(number: int, told: str) -> tuple[Figure, list[tuple[Axes, Axes]]]:
-    """Return a figure of pairs of panels, top-1 above top-5: one pair is a column wide, more fill the page."""
-    across, down = min(number, PER_ROW), math.ceil(number / PER_ROW)
-    size = (COLUMN if number == 1 else PAGE, 0.8 + 2 * down * (2.2 if across < 3 else 1.7))
-    figure, grid = pyplot.subplots(2 * down, across, figsize=size, squeeze=False)
-    pairs = [(grid[2 * row][column], grid[2 * row + 1][column]) for row in range(down) for column in range(across)]
-    for top1, top5 in pairs[:number]:
-        top1.sharex(top5)
-        top1.tick_params(labelbottom=False)
-        if top1 is not pairs[0][0]:
-            top1.sharey(pairs[0][0])
-            top5.sharey(pairs[0][1])
-    for axis in (axis for pair in pairs[number:] for axis in pair):
-        axis.set_visible(False)
-    note(figure, told)
-    return figure, pairs[:number]
-
-
 def _p_k(line: Line) -> tuple[float, ...]:
     return p_k_of(line.own_p_k)
 
@@ -229,17 +208,15 @@ def _leave_out(sentence: str) -> list[Any]:
     return []
 
 
-def _read_csv(path: Path, numbers: Sequence[str], others: Sequence[str] = ()) -> pd.DataFrame:
-    """The rows of a file with these columns, of which `numbers` hold numbers; none if it is absent or, which is said,
-    damaged.
-    """
+def _history(path: Path, clock: str) -> pd.DataFrame:
+    """The epochs or steps of a run; none if the file is absent or, which is said, damaged."""
     try:
-        table = pd.read_csv(path, dtype={name: float for name in numbers})[[*numbers, *others]]
-        if not np.isfinite(table[list(numbers)]).all(axis=None):
-            raise ValueError(f"{' and '.join(numbers)} must be numbers")
-        return table
+        history = pd.read_csv(path, dtype=float, usecols=[clock, *METRICS])
+        if np.isfinite(history).all(axis=None):
+            return history
+        _leave_out(f"{path}, which cannot be read: {clock}, {' and '.join(METRICS)} must be numbers")
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         _leave_out(f"{path}, which cannot be read: {error}")
     return pd.DataFrame()

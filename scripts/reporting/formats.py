@@ -7,14 +7,13 @@ system is. The other formats are of the table alone.
 import base64
 import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from html import escape
 from pathlib import Path
 
 import pandas as pd
 
 from scripts.reporting.results import Row, as_markdown, mean_std
-from scripts.reporting.tables import METRICS, Line, Table, shown_p_k
+from scripts.reporting.tables import METRICS, Line, Table, digits, shown_p_k
 
 LATEX = str.maketrans(
     {
@@ -151,8 +150,9 @@ def _cells(table: Table, bold: Callable[[str], str], escaped: Callable[[str], st
 
 def _published(row: Row, metric: str) -> str:
     """A published value with the digits of its source."""
-    text = f"{Decimal(row[metric]).scaleb(2):f}" if row.get(metric) else "—" if row else ""
-    return "≈" * (row.get("approximate") == metric) + text
+    if not row.get(metric):
+        return "—" if row else ""
+    return "≈" * (row["approximate"] == metric) + f"{100 * float(row[metric]):.{digits(row[metric])}f}"
 
 
 def _ours(line: Line, metric: str, decimals: int) -> str:

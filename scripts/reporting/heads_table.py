@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from data import program
 from scripts.reporting.paired import CONFIDENCE, with_interval
-from scripts.reporting.results import as_markdown, check, mean_std, rows_of
+from scripts.reporting.results import as_markdown, check, mean_std, rows_of, run
 from scripts.reporting.tables import METRICS, shown_p_k
 
 BASELINE = "softmax_cross_entropy"
@@ -21,19 +20,19 @@ OTHERS = {"label_smoothing": "label smoothing", "weight_decay": "weight decay", 
 
 def text_of(path: Path) -> str:
     """Markdown: a row per method, the highest mean of top-1 and top-5 first. Raises CommandLineError, ProgramError."""
-    rows = rows_of(path, "scripts/heads.sh writes it")
-    check(path, rows, ("method", "p_k", "seed", *SETTINGS.keys() - {"m", "inverse_temperature"}, *METRICS), ("m",))
+    rows, metrics = rows_of(path, "scripts/heads.sh writes it"), list(METRICS)
+    check(path, rows, ("method", "p_k", "seed", "lr", "n_epochs", *metrics), ("m",))
     runs = pd.DataFrame(rows).set_index("seed")
-    runs[list(METRICS)] = 100 * runs[list(METRICS)].astype(float)
-    base = runs[runs["method"] == BASELINE][list(METRICS)]
+    runs[metrics] = 100 * runs[metrics].astype(float)
+    base = runs[runs["method"] == BASELINE][metrics]
     lines = []
     for method, found in runs.groupby("method", sort=False):
-        first, differences = found.iloc[0], (found[list(METRICS)] - base).dropna()
+        first, differences = found.iloc[0], (found[metrics] - base).dropna()
         others = [f"{name} {first[column]}" for column, name in OTHERS.items() if first.get(column)]
         cells = [method, shown_p_k(first["p_k"]), *(first.get(column, "") for column in SETTINGS), ", ".join(others)]
-        cells += [mean_std(list(found[metric])) for metric in METRICS]
-        cells += [with_interval(differences[metric]) if method != BASELINE else "" for metric in METRICS]
-        lines.append((found[list(METRICS)].to_numpy().mean(), cells))
+        cells += [mean_std(list(found[metric])) for metric in metrics]
+        cells += [with_interval(differences[metric]) if method != BASELINE else "" for metric in metrics]
+        lines.append((found[metrics].to_numpy().mean(), cells))
     lines.sort(key=lambda line: -line[0])
     columns = ["method", "P_K", *SETTINGS.values(), "besides", *METRICS.values()]
     columns += [f"{name} − cross-entropy's" for name in METRICS.values()]
@@ -45,10 +44,8 @@ def text_of(path: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table of a file; return the exit status."""
-    parser = program.Parser(prog="heads_table.py", description="The table of heads.sh.")
-    parser.add_argument("results", type=program.path, help="results/heads.csv, or another that heads.sh wrote")
-    return program.finish(lambda: print(text_of(parser.parse_args(argv).results), end="") or 0)
+    """Run the script; return its exit status (see data/program.py)."""
+    return run(argv, "The table of heads.sh.", "scripts/heads.sh", text_of)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,14 @@ def draw_neighbours(folder: Path, method: str, figures: Path, name: str) -> list
     # Those that are hardest before training; of equals the first.
     queries = right[0].sum(1).sort(stable=True).indices[:QUERIES].tolist()
 
-    images = [each.inputs.float() / 255 for each in (points.test, points.train)]
+    asked, known = (each.inputs.float() / 255 for each in (points.test, points.train))
     height = PAGE / 2 * len(queries) / (config["k"] + 1) + 0.6
     figure, axes = pyplot.subplots(len(queries), 2, figsize=(PAGE, height), squeeze=False)
     for column, (when, rows, is_right) in enumerate(zip(("before", "after"), found, right)):
         for line, query in enumerate(queries):
-            shown = torch.cat([images[0][query].unsqueeze(0), images[1][rows[query]]])
-            _strip(axes[line][column], shown, is_right[query].tolist())
+            _strip(axes[line][column], torch.cat([asked[[query]], known[rows[query]]]), is_right[query].tolist())
         share = 100 * is_right.float().mean().item()
-        axes[0][column].set_title(f"{when} training: {share:.1f}% of all neighbours are right", loc="left")
+        axes[0][column].set_title(f"{when} training: {share:.1f}% of all neighbours are right")
     epochs = f"{config['n_epochs']} epoch{'s' * (config['n_epochs'] != 1)}"
     note(
         figure,

@@ -36,10 +36,9 @@ def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> 
     """Return P (k, n) by a method, the weights w (k,) of its rows, and p = w P (n,)."""
     logits = torch.tensor([scores], dtype=torch.float64)  # (1, n)
     operator = make_operator(method, len(scores), len(p_k))
-    if METHODS[method].stochastic:
-        _draw_often(operator)
-    matrix = operator.permutation_matrix(logits)[0]  # (k, n)
-    return matrix, rank_weights(p_k), rank_weights(p_k) @ matrix
+    _draw_often(method, operator)
+    matrix, weights = operator.permutation_matrix(logits)[0], rank_weights(p_k)  # (k, n), (k,)
+    return matrix, weights, weights @ matrix
 
 
 def rank_weights(p_k: Sequence[float]) -> Tensor:
@@ -49,21 +48,19 @@ def rank_weights(p_k: Sequence[float]) -> Tensor:
 
 def draw_permutations(folder: Path) -> list[Path]:
     """Draw permutation_matrix.png and .svg and return their paths."""
-    weights = rank_weights(P_K)
-    hard = torch.zeros(len(P_K), len(SCORES), dtype=torch.float64)
-    hard[range(len(P_K)), torch.tensor(SCORES).argsort(descending=True)[: len(P_K)]] = 1.0
+    weights, order = rank_weights(P_K), torch.tensor(SCORES).argsort(descending=True)
+    hard = torch.eye(len(SCORES), dtype=torch.float64)[order[: len(P_K)]]  # (k, n)
     panels = {"hard sort": (hard, weights, weights @ hard)}
     for method in RELAXATIONS:
-        temperature = METHODS[method].inverse_temperature
-        panels[f"{STYLES[method].label}, β = {temperature:g}"] = relaxed_sort(method, SCORES, P_K)
-
+        title = f"{STYLES[method].label}, β = {METHODS[method].inverse_temperature:g}"
+        panels[title] = relaxed_sort(method, SCORES, P_K)
     rows = math.ceil(len(panels) / 4)
     figure, axes = pyplot.subplots(rows, 4, figsize=(PAGE, 2.25 * rows))
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel)
-        axis.set_title(title, fontsize=7.5, loc="left")
+        axis.set_title(title, fontsize=7.5)
         axis.tick_params(labelleft=number % 4 == 0)
     note(
         figure,
@@ -89,16 +86,16 @@ def loss_of(method: str, inverse_temperature: float | None = None) -> Classifica
     top1_mode = "sort" if method in RELAXATIONS and ks == [WITHIN] else None
     settings = {"inverse_temperature": inverse_temperature, "top1_mode": top1_mode, "reduction": "sum"}
     loss = make_loss(method, {k: 1 / len(ks) for k in ks}, len(SCORES), **settings)
-    if METHODS[method].stochastic:
-        _draw_often(loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
+    _draw_often(method, loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
     if method == IMBALANCED:  # without counts its margins are those of the other noised loss
         loss.class_counts = torch.tensor(COUNTS)
     return loss
 
 
-def _draw_often(noisy: Any) -> None:
-    """Have an operator or loss take the mean over many draws, the same ones for the same scores."""
-    noisy.num_samples, noisy.generator = DRAWS, torch.Generator().manual_seed(0)
+def _draw_often(method: str, noisy: Any) -> None:
+    """Have an operator or loss that draws noise take the mean over many draws, the same ones for the same scores."""
+    if METHODS[method].stochastic:
+        noisy.num_samples, noisy.generator = DRAWS, torch.Generator().manual_seed(0)
 
 
 def pull(loss: ClassificationLoss, own: Tensor) -> Tensor:
@@ -118,25 +115,23 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     figure, axes = pyplot.subplots(1, 1 + is_relaxed, figsize=(PAGE if is_relaxed else COLUMN, 2.6), squeeze=False)
     if is_relaxed:
         draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K))
-        axes[0][0].set_title(f"P of one sample, β = {temperature:g}", loc="left")
-    axis, own = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64)
-    values = [factor * temperature for factor in (0.25, 1, 4)] if temperature else [None]
-    highest = 0.0
-    for value, line in zip(values, (":", "-", "--") if temperature else ("-",)):
+        axes[0][0].set_title(f"P of one sample, β = {temperature:g}")
+    axis, own, highest = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64), 0.0
+    for factor, line in ((0.25, ":"), (1, "-"), (4, "--")) if temperature else ((None, "-"),):
+        value = factor and factor * temperature
         loss = loss_of(method, value)
         pulls = pull(loss, own)
         symbol = "τ" if hasattr(loss, "tau") else "β"  # of the smooth losses, as the paper has it
-        label = None if value is None else f"{symbol} = {value:g}"
+        label = value and f"{symbol} = {value:g}"
         axis.plot(own, pulls, color=STYLES[method].color, linestyle=line, label=label)
         highest = max(highest, pulls.quantile(0.99).item())
     for score in SCORES[:TRUE] + SCORES[TRUE + 1 :]:
         axis.axvline(score, color=GREY, linewidth=0.5, linestyle=(0, (1, 2)))
-    axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
-    axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score")
     ks = paid_for(method)
     title = f"pull on the true class, k = {' or '.join(map(str, ks))}" + " alone" * (len(ks) == 1)
-    title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic
-    axis.set_title(title + ", half the margin" * (method == IMBALANCED), loc="left")
+    title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic + ", half the margin" * (method == IMBALANCED)
+    axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score", title=title)
+    axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
     if temperature:
         axis.legend()
     return save(figure, folder, method)
@@ -155,13 +150,10 @@ def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor) -> None:
             axis.text(x, y, text, ha="center", va="center", fontsize=6, color=color)
     for y, weight in enumerate(weights.tolist()):
         axis.text(n - 0.25, y, f"×{weight:.3g}".replace("×0.", "×."), ha="left", va="center", fontsize=7)
-    axis.set_xlim(-0.5, n + 0.75)
-    axis.set_ylim(places[-1] + 0.5, -0.5)
-    axis.set_aspect("equal")
+    axis.set(xlim=(-0.5, n + 0.75), ylim=(places[-1] + 0.5, -0.5), aspect="equal")
     labels = [f"{name}  {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
     axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=6.5)
     axis.set_yticks(places, [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=7)
     axis.tick_params(length=0, pad=2)
     axis.grid(False)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    axis.spines[:].set_visible(False)

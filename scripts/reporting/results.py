@@ -122,17 +122,18 @@ def run(
     description: str,
     written_by: str,
     text: Callable[[Path], str],
-    draw: Callable[[Path, Path], list[Path]],
+    draw: Callable[[Path, Path], list[Path]] | None = None,
 ) -> int:
     """Print the text on a file and draw its figures where they are asked for; return the exit status."""
 
     def report() -> int:
         parser = Parser(description=description)
         parser.add_argument("results", type=program.path, help=f"a CSV file that {written_by} wrote")
-        parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw figures, PNG and SVG, into DIR")
+        if draw:
+            parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw figures, PNG and SVG, into DIR")
         args = parser.parse_args(argv)
         print(text(args.results), end="")
-        for drawn in draw(args.results, args.figures) if args.figures else ():
+        for drawn in draw(args.results, args.figures) if draw and args.figures else ():
             print(f"wrote {drawn}", file=sys.stderr)
         return 0
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shared.environment import ROOT
-from experiments.shared.run_record import read_rows
 from scripts import report
 from scripts.reporting import epochs_figure, heads_table
 from scripts.reporting.formats import markdown
@@ -46,24 +45,18 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
         if kind == "heads":
             return heads_table.text_of(results / f"{name}.csv")
-        table, _ = table_of(results / f"{name}.csv")
+        table = report.table_of(results / f"{name}.csv")
         if kind == "paired":
             return paired(table, "softmax_cross_entropy")
         if not table.lines:
             return f"`results/{name}.csv`: not run."
-        images = []
+        text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
         for kind, caption in CAPTIONS.items():
             if has_figure(file := f"{name}_{kind}.svg"):
-                images += [f"![{caption}]({up}figures/{file})", f"*{caption}.*"]
-        text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
-        return "\n\n".join([text, *images])
+                text += f"\n\n![{caption}]({up}figures/{file})\n\n*{caption}.*"
+        return text
 
     return MARK.sub(replaced, text)
-
-
-def table_of(path: Path) -> tuple[report.Table, report.Row]:
-    """Return the table of a results file, which need not be there, and its protocol."""
-    return report.table_of(path, read_rows(path) if path.is_file() else [])
 
 
 def mathml(html: str) -> str:
@@ -90,18 +83,15 @@ def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         draw_permutations(folder)
-        draw_times(ROOT / "results" / "benchmarks", folder)
+        draw_times(folder)
         draw_cost(folder)
         for method in METHODS:
             draw_method(method, folder)
         for kind, name in marks:
             if kind == "epochs":
                 epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
-            if kind != "results":
-                continue
-            table, protocol = table_of(ROOT / "results" / f"{name}.csv")
-            if table.run_lines:
-                draw_figures_of_table(table, protocol, ROOT / "results" / "runs", folder)
+            elif kind == "results" and (table := report.table_of(ROOT / "results" / f"{name}.csv")).run_lines:
+                draw_figures_of_table(table, ROOT / "results" / "runs", folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

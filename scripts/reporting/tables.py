@@ -16,17 +16,18 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 
 import pandas as pd
 
 from experiments.shared.command_line import CommandLineError
+from experiments.shared.environment import ROOT
 from experiments.shared.neighbours import UNTRAINED
 from experiments.shared.run_record import COLUMNS
 from scripts.reporting.results import KNOWN_METHODS, Row, check, differing, float_of
 from topk_losses import RELAXATIONS
 
+PAPER = ROOT / "results" / "paper"
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
 # Flags that leave the experiment what it is: where and how fast it is computed, and where files lie. nloglr is a way to
 # write lr; the order of the training rows goes with the seed.
@@ -45,7 +46,6 @@ OF_A_ROW = (
 )
 VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifier: lines of one method of their own
 OF_ALL = {"loss": "mass", "prediction": "neighbours"}  # of which a line says nothing
-RELAXATIONS_ALONE = ("m", "top1_mode")  # settings that the other methods do not have
 # On a published row's own line.
 LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k", "n_epochs", "num_candidates")
 # A run with another value is cheaper, or of other data, than any published one.
@@ -54,7 +54,6 @@ WHOLE_RUN = {
     "precision": (("", "fp32"), " (not fp32)"),
     **{name: (("",), "") for name in ("lr_schedule", "weight_decay", "ema")},
 }
-PUBLISHED_COLUMNS = ("table", "published_name", "method", "p_k", "source", "second_hand", "approximate")
 MEASURED = (
     "Test accuracy in percent where validation accuracy was best, mean ± sample standard deviation over the seeds."
 )
@@ -65,35 +64,25 @@ USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say h
 class Line:
     """A published row (empty: ours alone), another by others (rerun) and the runs of ours beside it (none: not run).
 
-    backbone: where it tells lines of ours apart. reasons: why the runs are not comparable; none if they are.
+    reasons: why the runs are not comparable; none if they are.
     """
 
+    name: str
     method: str
     p_k: str
-    variant: tuple[str, ...] = ("",) * len(VARIANT)
     published: Row = field(default_factory=dict)
     rerun: Row = field(default_factory=dict)
-    backbone: str = ""
     runs: list[Row] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """As published, with the method that stands for it here; or the method."""
-        if self.published:
-            return self.published["published_name"] + (f" ({self.method})" if self.method else "")
-        told = [cell for name, cell in zip(VARIANT, self.variant) if cell not in ("", OF_ALL.get(name))]
-        shown = ["sorted" if cell == "true" else cell for cell in told]
-        return ", ".join([self.method, *shown, *filter(None, [self.backbone])])
 
     @property
     def own_p_k(self) -> str:
         """That of its runs, or the published one where there are none."""
         return self.runs[0].get("p_k", "") if self.runs else self.p_k
 
-    def value(self, metric: str) -> Decimal | None:
-        """The published accuracy, a fraction with the digits of its source; None where it is not known."""
-        return Decimal(self.published[metric]) if self.published.get(metric) else None
+    def value(self, metric: str) -> float | None:
+        """The published accuracy, a fraction; None where it is not known."""
+        return float(self.published[metric]) if self.published.get(metric) else None
 
     def mean(self, metric: str) -> float:
         """The mean over the seeds, a fraction."""
@@ -106,12 +95,12 @@ class Line:
     def difference(self, metric: str) -> float | None:
         """Our mean minus the published value; None where there is none or they are not comparable."""
         known = self.runs and not self.reasons and self.value(metric) is not None
-        return self.mean(metric) - float(self.value(metric)) if known else None
+        return self.mean(metric) - self.value(metric) if known else None
 
 
 @dataclass(frozen=True)
 class Table:
-    """A whole table. decimals: of the percentages, by metric: METRICS that there are. num_seeds: asked of each row."""
+    """A whole table. decimals: of the percentages, by metric: METRICS that there are. protocol: the published one."""
 
     name: str
     lines: list[Line]
@@ -119,6 +108,7 @@ class Table:
     decimals: dict[str, int]
     num_seeds: int
     implementation: str
+    protocol: Row
 
     @property
     def run_lines(self) -> list[Line]:
@@ -126,48 +116,30 @@ class Table:
         return [line for line in self.lines if line.runs]
 
 
-def read_published(path: Path) -> tuple[list[Row], Row]:
-    """Return the rows of a file of results/paper/ and the protocol of its table, from protocols.csv beside it.
-
-    Raises CommandLineError.
-    """
-
-    def rows_of(file: Path, columns: Sequence[str]) -> list[Row]:
-        try:
-            rows = pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records")
-        except OSError as error:
-            raise CommandLineError(f"--published: cannot read {error.filename}: {error.strerror}") from None
-        except ValueError as error:  # no table, or no text
-            raise CommandLineError(f"--published: {file} cannot be read: {str(error).strip()}") from None
-        check(file, rows, (), columns)
-        return rows
-
-    rows = rows_of(path, PUBLISHED_COLUMNS)
-    for protocol in rows_of(path.with_name("protocols.csv"), ("table", "n_seeds")):
-        if rows and protocol["table"] == rows[0]["table"]:
-            return rows, protocol
-    raise CommandLineError(
-        f"--published must be a file like results/paper/table1.csv, whose table stands in protocols.csv beside it, "
-        f"got {path}"
+def read_published(table: str | None) -> tuple[list[Row], Row]:
+    """Return the rows of a table of results/paper/ and its protocol; nothing where there is none."""
+    if table is None:
+        return [], {}
+    rows, protocols = (
+        pd.read_csv(PAPER / f"{name}.csv", dtype=str, keep_default_na=False).to_dict("records")
+        for name in (table, "protocols")
     )
+    return rows, next(each for each in protocols if each["table"] == table)
 
 
-def build_table(
-    name: str, runs: Sequence[Row], published: Sequence[Row], protocol: Row, num_seeds: int | None
-) -> Table:
-    """Return the table of the runs (none: nothing has run yet) beside the published rows (none: of the runs alone,
-    protocol then empty).
+def build_table(name: str, runs: Sequence[Row], table: str | None) -> Table:
+    """Return the table of the runs (none: nothing has run yet) beside the rows of a published one (None: alone).
 
-    num_seeds: asked of each row; None: as published, or USUAL_SEEDS. Raises CommandLineError for runs that do not
-    belong in one table.
+    Raises CommandLineError for runs that do not belong in one table.
     """
     if runs:
         _refuse(name, mixed_in(name, runs), "a table reports one schedule, subset, precision and implementation", runs)
-    num_seeds = num_seeds or int(protocol.get("n_seeds") or USUAL_SEEDS)
+    published, protocol = read_published(table)
     lines: dict[tuple, Line] = {}
     for row in published:
         key = _key(row) if row["method"] else (len(lines),)
-        line = lines.setdefault(key, Line(row["method"], row["p_k"], _key(row)[3:], row))
+        stands_for = f" ({row['method']})" if row["method"] else ""
+        line = lines.setdefault(key, Line(row["published_name"] + stands_for, row["method"], row["p_k"], row))
         if line.published is not row:
             line.rerun = row
     ours_alone = []
@@ -176,33 +148,38 @@ def build_table(
     for run in runs:
         groups.setdefault(_key(run), []).append(run)
     for key, group in groups.items():
-        (method, _, *others), p_k = key, group[0].get("p_k", "")
-        what, rule = f"the row {method} {shown_p_k(p_k)}".rstrip(), "a cell holds the seeds of one experiment"
-        _refuse(what, differing(group, [each for each in OF_A_ROW if each != "p_k"]), rule, group, f"{method}:")
-        for seed, count in Counter(run["seed"] for run in group).items():
+        first, (method, _, backbone, *variant) = group[0], key
+        what = f"the row {method} {shown_p_k(first.get('p_k', ''))}".rstrip()
+        mixed = differing(group, [each for each in OF_A_ROW if each != "p_k"])
+        _refuse(what, mixed, "a cell holds the seeds of one experiment", group, f"{method}:")
+        seed, count = Counter(run["seed"] for run in group).most_common(1)[0]
+        if count > 1:
             of_seed = [run for run in group if run["seed"] == seed]
+            orders = {"order_seed": [run.get("order_seed", "") for run in of_seed]}
             rule = f"seed {seed} is there {count} times, and each seed counts once"
-            orders = {"order_seed": [run.get("order_seed", "") for run in of_seed]} if count > 1 else {}
             _refuse(what, orders, rule, of_seed, f"{method}:")
-        line = lines.get(key) or lines.get((method, (), *others))  # one whose P_K is not known takes any
+        line = lines.get(key) or lines.get((method, (), backbone, *variant))  # one whose P_K is not known takes any
         if line is None:
-            line = Line(method, p_k, key[3:], backbone=group[0]["backbone"] if has_backbones else "")
+            told = [cell for name, cell in zip(VARIANT, variant) if cell != OF_ALL.get(name)]
+            told = ["sorted" if cell == "true" else cell for cell in (*told, backbone * has_backbones)]
+            line = Line(", ".join(filter(None, [method, *told])), method, first.get("p_k", ""))
             ours_alone.append(line)
-        _refuse(
-            line.name, differing([*line.runs[:1], group[0]], ["p_k"]), "it is one published row", group, f"{method}:"
-        )
+        mixed = differing([*line.runs[:1], first], ["p_k"])
+        _refuse(line.name, mixed, "it is one published row", group, f"{method}:")
         line.runs = group
-        line.reasons = not_comparable(group[0], line.published, protocol) if line.published else []
+        line.reasons = not_comparable(first, line.published, protocol) if line.published else []
     ours_alone.sort(key=lambda line: (KNOWN_METHODS.index(line.method), p_k_of(line.p_k)))
-    every = [*lines.values(), *ours_alone]
-    return Table(
-        name,
-        every,
-        _caption(name, runs, every, published, protocol, num_seeds),
-        {metric: _decimals(metric, published) for metric in METRICS if not runs or metric in runs[0]},
-        num_seeds,
-        (runs[0].get("implementation") if runs else None) or "ours",
-    )
+    every, num_seeds = [*lines.values(), *ours_alone], int(protocol.get("n_seeds") or USUAL_SEEDS)
+    metrics = [metric for metric in METRICS if not runs or metric in runs[0]]
+    decimals = {metric: max((digits(row[metric]) for row in published if row[metric]), default=2) for metric in metrics}
+    caption = _caption(name, runs, every, published, protocol, num_seeds)
+    implementation = (runs[0].get("implementation") if runs else None) or "ours"
+    return Table(name, every, caption, decimals, num_seeds, implementation, protocol)
+
+
+def digits(cell: str) -> int:
+    """Return how many digits the percentage of a fraction has that is given with so many."""
+    return max(len(cell.partition(".")[2]) - 2, 0)
 
 
 def mixed_in(name: str, runs: Sequence[Row]) -> dict[str, list[str]]:
@@ -246,7 +223,7 @@ def not_comparable(run: Row, published: Row, protocol: Row) -> list[str]:
     expected = {name: cell for name, cell in protocol.items() if name not in ("table", "title", "n_seeds", "source")}
     expected |= {name: published[name] for name in LOSS_SETTINGS if published.get(name)}
     for name, cell in expected.items():
-        if not cell or (name in RELAXATIONS_ALONE and run["method"] not in RELAXATIONS):
+        if not cell or (name in ("m", "top1_mode") and run["method"] not in RELAXATIONS):
             continue
         if not _same(run.get(name, ""), "" if cell == "none" else cell):
             reasons.append(f"{name} {run.get(name) or 'none'} (published: {cell})")
@@ -345,12 +322,6 @@ def _reasons(lines: Sequence[Line]) -> str:
 def _key(row: Row) -> tuple:
     """Method, P_K, backbone, and what VARIANT names."""
     return row["method"], p_k_of(row.get("p_k", "")), row.get("backbone", ""), *(row.get(name, "") for name in VARIANT)
-
-
-def _decimals(metric: str, published: Sequence[Row]) -> int:
-    """Of a percentage: as many as the source shows, 2 where there is none."""
-    digits = [-Decimal(row[metric]).as_tuple().exponent - 2 for row in published if row[metric]]
-    return max(digits, default=2)
 
 
 def _same(cell: str, other: str) -> bool:

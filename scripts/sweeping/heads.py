@@ -12,14 +12,14 @@ order.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pandas as pd
 
 from topk_losses import METHODS
-from topk_losses.methods import SINGLE_K
+from topk_losses.methods import SINGLE_K, TOP1
 
 RATES = (0.0005, 0.001, 0.002, 0.004)
 SHORT, LONG = 5, 22  # epochs
@@ -27,19 +27,14 @@ SEEDS = range(1, 11)  # a trial's is 0
 P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
 SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
 # Without a relaxed matrix: cross-entropy also with label smoothing, and with weight decay, in place of P_K and m.
-OF_SOFTMAX: tuple[Mapping[str, object], ...] = (
-    *({}, {"label_smoothing": 0.1}),
-    *({"weight_decay": 0.1}, {"weight_decay": 1.0}),
-)
+OF_SOFTMAX = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
 OF_LDR_KL = [{"inverse_temperature": beta, "margin": c} for beta, c in product((0.5, 1, 2), (0, 1)) if beta != 1 or c]
 
 
 def settings_of(method: str) -> list[dict[str, object]]:
     """The settings of a method that are tried, as flags."""
-    if method == "softmax_cross_entropy":
-        return [{"p_k": "1", **each} for each in OF_SOFTMAX]
-    if method == "ldr_kl":
-        return [{"p_k": "1", **each} for each in OF_LDR_KL]
+    if method in TOP1:
+        return [{"p_k": "1", **each} for each in (OF_LDR_KL if method == "ldr_kl" else OF_SOFTMAX)]
     spec = METHODS[method]
     temperatures = [{"inverse_temperature": spec.inverse_temperature}] if spec.inverse_temperature else [{}]
     temperatures += [{"inverse_temperature": "auto"}] if spec.spread else []

@@ -181,7 +181,7 @@ def test_the_sources_give_the_same_batches(measured, tmp_path):
         (finetuning, ["--turns", "0"], "at least 1"),
         (batch_sources, ["--mib", "1"], "--mib must hold a batch of 500 rows"),
         (batch_sources, ["--device", "cpu", "--sources", "device"], "needs a GPU"),
-        (batch_sources, ["--folder", "nowhere"], "--folder: must exist"),
+        (batch_sources, ["--folder", "nowhere"], "--folder must exist"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_made(benchmark, flags, sentence, tmp_path, monkeypatch, capsys):

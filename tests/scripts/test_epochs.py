@@ -3,6 +3,7 @@
 import csv
 import json
 
+import pandas as pd
 import pytest
 
 from scripts import epochs
@@ -11,32 +12,26 @@ from scripts.reporting import epochs_figure
 METRICS = dict.fromkeys(epochs.OF_AN_EPOCH[1:], "0.5")
 
 
-def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softmax_cross_entropy", metrics=METRICS):
-    run = folder / run_id
+def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softmax_cross_entropy", **metrics):
+    """metrics: of an epoch, where they are not .5."""
+    run = folder / "runs" / run_id
     run.mkdir(parents=True, exist_ok=True)
+    p_k = [1.0, 0, 0, 0, 0] if method == "softmax_cross_entropy" else [0.5, 0.5]
     flags = dict.fromkeys(epochs.OF_THE_RUN, "x") | {"run_id": run_id, "results": results, "precision": "bf16"}
-    flags |= {
-        "method": method,
-        "p_k": [1.0, 0, 0, 0, 0] if method == "softmax_cross_entropy" else [0.5, 0.5],
-        "seed": 0,
-    }
-    (run / "config.json").write_text(json.dumps(flags))
-    with (run / "epochs.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["epoch", *METRICS, "train_loss"])
-        writer.writeheader()
-        rows = range(1, num_epochs + 1)
-        writer.writerows(
-            {"epoch": row, "train_loss": 1} | {k: v(row) if callable(v) else v for k, v in metrics.items()}
-            for row in rows
-        )
+    (run / "config.json").write_text(json.dumps(flags | {"method": method, "p_k": p_k, "seed": 0}))
+    rows = [
+        {"epoch": epoch, **METRICS, **{name: of(epoch) for name, of in metrics.items()}}
+        for epoch in range(1, num_epochs + 1)
+    ]
+    pd.DataFrame(rows).assign(train_loss=1).to_csv(run / "epochs.csv", index=False)
 
 
 def test_a_longer_history_takes_the_place_of_a_shorter_one_and_no_other(tmp_path):
     table, output = tmp_path / "t.csv", tmp_path / "t_epochs.csv"
     for a, b in ((2, 1), (1, 3)):  # a run that began anew has fewer epochs than are kept
-        write_run(tmp_path / "runs", "a", a)
-        write_run(tmp_path / "runs", "b", b)
-        write_run(tmp_path / "runs", "c", 5, "results/other.csv")
+        write_run(tmp_path, "a", a)
+        write_run(tmp_path, "b", b)
+        write_run(tmp_path, "c", 5, "results/other.csv")
         assert epochs.gather([str(table)]) == 0
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -52,9 +47,9 @@ def test_a_folder_without_runs_gets_a_sentence(tmp_path):
 
 def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(tmp_path):
     """Softmax stays at 50 %; the network rises by half a point an epoch and passes it in top-1, not in top-5."""
-    write_run(tmp_path / "runs", "a", 60, "results/table1.csv")
-    rising = {**METRICS, "test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": "0.4"}
-    write_run(tmp_path / "runs", "b", 55, "results/table1.csv", method="splitter_selection", metrics=rising)
+    write_run(tmp_path, "a", 60, "results/table1.csv")
+    rising = {"test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": lambda epoch: 0.4}
+    write_run(tmp_path, "b", 55, "results/table1.csv", method="splitter_selection", **rising)
     assert epochs.gather([str(tmp_path / "table1.csv")]) == 0
     text = epochs_figure.text_of(tmp_path / "table1_epochs.csv")
     # means of five epochs: 25 is that of 21 to 25, .3 + .005 * 23

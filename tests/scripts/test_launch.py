@@ -1,5 +1,6 @@
 """The launcher with small commands: retries, GPUs, threads, logs, signals, and what it refuses; slurm.sh."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -17,11 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import train_cifar100
 from experiments.shared.cores import usable_cores
 from scripts import launch
-from scripts.sweeping.rows import tail
-from tests.experiments.test_train_cifar100 import tiny_network
 from tests.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -37,28 +35,25 @@ def python(program: str) -> str:
 @pytest.fixture
 def start(tmp_path):
     """Start the launcher on rows, its logs in tmp_path / "logs"; what is left of it is killed after the test."""
-    started = []
+    with contextlib.ExitStack() as started:
 
-    def call(rows: list[str], *flags: str, **environment: str) -> subprocess.Popen:
-        (tmp_path / "rows").write_text("\n".join(rows))
-        with (tmp_path / "rows").open() as file:
-            process = subprocess.Popen(
-                [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=tmp_path,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-            )
-        started.append(process)
-        return process
+        def call(rows: list[str], *flags: str, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.Popen:
+            (tmp_path / "rows").write_text("\n".join(rows))
+            with (tmp_path / "rows").open() as file:
+                process = subprocess.Popen(
+                    [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
+                    stdin=file,
+                    stdout=stdout,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    cwd=tmp_path,
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+                )
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
 
-    yield call
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        yield call
 
 
 @pytest.fixture
@@ -102,9 +97,13 @@ def test_every_row_runs_and_has_a_log(run, tmp_path):
 
 
 def test_a_failed_row_is_tried_again_then_named_with_the_end_of_its_log(run, tmp_path):
+    """Also one that is killed, one of no program, and one without room for its log; the others go on."""
     failing = python("print('\\n'.join(f'line {i}' for i in range(40))); raise SystemExit(7)")
     second = python("import pathlib, sys; p = pathlib.Path('been'); sys.exit(0 if p.exists() else p.touch() or 1)")
-    status, printed = run([failing, second], "--jobs", "2")
+    killed = python("import os; os.kill(os.getpid(), 9)")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "05-true.log").symlink_to("/dev/full" if Path("/dev/full").exists() else tmp_path)
+    status, printed = run([failing, second, killed, "no-such-program --flag", "true"], "--jobs", "5")
     assert status == 1
     assert f"FAILED row 1 (exit status 7): {failing}" in printed
     assert "    line 39\n" in printed
@@ -112,31 +111,14 @@ def test_a_failed_row_is_tried_again_then_named_with_the_end_of_its_log(run, tmp
     (log,) = (tmp_path / "logs").glob("01-*.log")
     assert str(log) in printed
     assert log.read_text().count("=== ") == 4  # beginnings and ends
-    assert printed.endswith("sweep: 1 done, 1 failed, of 2 rows\n")
+    assert "FAILED row 3 (killed by SIGKILL)" in printed
+    assert "FAILED row 4 (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in printed
+    assert "FAILED row 5 (it cannot be started: [Errno " in printed
+    assert printed.endswith("sweep: 1 done, 4 failed, of 5 rows\n")
     (tmp_path / "been").unlink()
     assert run([second], "--retries", "0")[0] == 1
-
-
-def test_what_cannot_run_fails_and_the_others_go_on(run, tmp_path):
-    """A row that is killed, one of no program, one without room for its log, and one that prints nothing."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "03-true.log").symlink_to("/dev/full" if Path("/dev/full").exists() else tmp_path)
-    killed = python("import os; os.kill(os.getpid(), 9)")
-    status, printed = run([killed, "no-such-program --flag", "true", python("print('fine')")], "--retries", "0")
-    assert status == 1
-    assert "FAILED row 1 (killed by SIGKILL)" in printed
-    assert "FAILED row 2 (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in printed
-    assert "FAILED row 3 (it cannot be started: [Errno " in printed
-    assert printed.endswith("sweep: 1 done, 3 failed, of 4 rows\n")
     (tmp_path / "empty.log").touch()
-    assert tail(tmp_path / "empty.log") == ["(an empty log)"]
-
-
-def test_without_standard_input_there_is_no_row(tmp_path):
-    closed = ["sh", "-c", '"$@" <&-', "sh", sys.executable, LAUNCH, "--logs", tmp_path / "logs"]
-    done = subprocess.run(closed, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: there is no row: ")
+    assert launch.tail(tmp_path / "empty.log") == ["(an empty log)"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="Linux's, where it shares time among sessions")
@@ -274,26 +256,16 @@ def test_a_second_launcher_is_refused_and_kill_9_of_the_first_ends_its_rows(star
 # What it prints.
 
 
-def test_a_terminal_has_a_live_line(tmp_path):
-    rows = tmp_path / "rows.txt"
-    rows.write_text(python("import time; time.sleep(.5)") + "\nfalse\n")
+def test_a_terminal_has_a_live_line(start):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 150, 0, 0))  # a new one has no size
-    with rows.open() as file:
-        process = subprocess.Popen(
-            [sys.executable, LAUNCH, "--logs", tmp_path / "logs", "--name", "live", "--retries", "0"],
-            stdin=file,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
+    rows = [python("import time; time.sleep(.5)"), "false"]
+    process = start(rows, "--name", "live", "--retries", "0", stdout=slave)
     os.close(slave)
     shown = b""
-    try:
+    with contextlib.suppress(OSError):  # the end, on Linux
         while part := os.read(master, 4096):
             shown += part
-    except OSError:  # the end, on Linux
-        pass
     os.close(master)
     assert process.wait() == 1
     assert re.search(rb"live .*0/2 rows, 0 done, 0 failed, 1 running, \S+ passed, \S+ left", shown)
@@ -323,6 +295,7 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true", "false", "true"], "", "rows 1 and 3 are the same command"),
         (["true"], "--jobs 0", "must be a whole number of at least 1, got '0'"),
         (["true"], "--jobs", "expected one argument"),
+        (["true"], "--jobs 3", "--jobs 3 is more than 2 visible GPUs x --per-gpu 1"),
         (["true"], "--name ../x", "must be of letters"),
         (["true"], "--slurm --partition gpu", "--slurm has become a script"),
         (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
@@ -331,6 +304,7 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
 )
 def test_refusals_are_one_sentence(monkeypatch, capsys, tmp_path, rows, flags, sentence):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(rows)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert launch.main(["--logs", str(tmp_path / "logs"), *flags.split()]) == 2
     assert not (tmp_path / "logs").exists()
     message = capsys.readouterr().err
@@ -339,38 +313,18 @@ def test_refusals_are_one_sentence(monkeypatch, capsys, tmp_path, rows, flags, s
     assert message.count("\n") == 1
 
 
-def test_more_jobs_than_gpus_are_refused(run):
-    status, printed = run(["true"], "--jobs", "3", CUDA_VISIBLE_DEVICES="0,1")
-    assert status == 2
-    assert "--jobs 3 is more than 2 visible GPUs x --per-gpu 1" in printed
-
-
 def test_what_is_refused_or_cut_off_leaves_no_word_of_a_broken_pipe():
-    """Who writes the rows meets no closed pipe, and `| head` ends what is printed to it silently."""
+    """Who writes the rows meets no closed pipe, `| head` ends what is printed to it silently; no input is no row."""
     many = f'{sys.executable} -c \'for n in range(9999): print("echo", n * "x" if n < 99 else n)\''
     for command, status in (
         (f"{many} | {sys.executable} {LAUNCH} --jobs 0", 2),
         (f"{many} | {sys.executable} {LAUNCH} --dry-run | head -1", 0),
+        (f"{sys.executable} {LAUNCH} <&-", 2),
     ):
         done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
         assert done.returncode in (status, 141)
         assert done.stderr.count("\n") == (status == 2)
         assert "roken" not in done.stderr
-
-
-# The training script.
-
-
-def test_a_recorded_row_skips_itself(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_cifar100, "resnet_cifar", tiny_network)
-    quick = "--dataset digits --limit_train 80 --limit_test 40 --batch_size 16 --n_epochs 1 --device cpu --threads 1"
-    flags = f"--method softsort {quick} --results {tmp_path / 'r.csv'}"
-    assert train_cifar100.main(flags.split()) == 0
-    status, printed = run([f"{sys.executable} {train_cifar100.__file__} {flags} --p_k .2 .2 .2 .2 .2"])
-    assert (status, printed.endswith("sweep: 1 done, of 1 rows\n")) == (0, True)
-    (log,) = (tmp_path / "logs").glob("*.log")
-    assert "epoch 1/1" not in log.read_text()
-    assert len(log.read_text().splitlines()) == 4  # when, the command, that it is recorded, and the status
 
 
 # As a Slurm job array: a stand-in for Slurm runs the tasks here, one after another.

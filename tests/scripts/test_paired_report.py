@@ -18,12 +18,6 @@ CONTROL = {"arm": "cross_entropy", "method": "softmax_cross_entropy", "inverse_t
 RETAIN = {"arm": "retain", "method": "softsort", "inverse_temperature": "0.5"}
 
 
-def write(path: Path, *rows: dict[str, str]) -> Path:
-    """Write a results file, whose run ids count the rows."""
-    pd.DataFrame([{"run_id": number, **row} for number, row in enumerate(rows)]).to_csv(path, index=False)
-    return path
-
-
 def row(arm: dict[str, str], seed: int, wer: float) -> dict[str, str]:
     measured = {"test_wer_beam4": str(wer), "test_forced_accuracy": "1.0 0.9", "test_free_accuracy": "1.0 0.5"}
     return {**SETTING, **arm, "seed": str(seed), **measured}
@@ -33,10 +27,10 @@ def lines_of(text: str, begin: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if begin in line]
 
 
-def test_differences_are_taken_within_a_seed(tmp_path):
+def test_differences_are_taken_within_a_seed(write):
     """Differences .01 .03 and, of a seed that the control lacks, none: mean 2 points, t(.975, 1) x std / sqrt 2."""
     rows = [row(CONTROL, 0, 0.3), row(RETAIN, 1, 0.53), row(CONTROL, 1, 0.5), row(RETAIN, 0, 0.31), row(RETAIN, 7, 0.9)]
-    text = paired_report.tables(write(tmp_path / "r.csv", *rows))
+    text = paired_report.tables(write(*rows))
     rates, differences, positions = lines_of(text, "| retain, softsort, β 0.5 ")
     assert rates[1:] == ["58.00 ± 29.82", "3"]
     half = 12.7062 * math.sqrt(2) / math.sqrt(2)
@@ -45,8 +39,8 @@ def test_differences_are_taken_within_a_seed(tmp_path):
     assert lines_of(text, "| cross-entropy ")[0][1:] == ["40.00 ± 14.14", "2"]
 
 
-def test_one_seed_has_no_difference(tmp_path):
-    text = paired_report.tables(write(tmp_path / "r.csv", row(CONTROL, 0, 0.3), row(RETAIN, 0, 0.2)))
+def test_one_seed_has_no_difference(write):
+    text = paired_report.tables(write(row(CONTROL, 0, 0.3), row(RETAIN, 0, 0.2)))
     assert "No difference: no arm has two seeds that the control has too." in text
 
 
@@ -59,8 +53,8 @@ def test_one_seed_has_no_difference(tmp_path):
         ([row(CONTROL, 0, 0.3), {**row(RETAIN, 0, 0.3), "test_free_accuracy": "1.0"}], "another number of positions"),
     ],
 )
-def test_what_is_not_one_study_is_refused(tmp_path, capsys, rows, sentence):
-    assert paired_report.main([str(write(tmp_path / "r.csv", *rows))]) == 2
+def test_what_is_not_one_study_is_refused(write, capsys, rows, sentence):
+    assert paired_report.main([str(write(*rows))]) == 2
     assert sentence in capsys.readouterr().err
 
 
