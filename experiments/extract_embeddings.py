@@ -20,7 +20,6 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
     program.begin()
 
-import argparse
 import os
 import re
 import sys
@@ -48,9 +47,8 @@ from experiments.shared.environment import ROOT, device_name, set_up_device
 from experiments.shared.feature_shards import (
     PRECISIONS,
     ImageRange,
-    collect,
-    feature_batches,
     read_skipped,
+    shards_of_features,
     skipped_file,
     write_skipped,
 )
@@ -66,7 +64,7 @@ def s3_folder(text: str) -> str:
     """Argument type of --upload: the address with one slash at its end, by which it is known to be a store's."""
     scheme, _, rest = text.partition("://")
     if scheme != "s3" or not rest.partition("/")[0]:
-        raise argparse.ArgumentTypeError(f"must be s3://bucket/prefix/, got {text!r}")
+        raise ValueError(f"must be s3://bucket/prefix/, got {text!r}")
     return text.rstrip("/") + "/"
 
 
@@ -85,7 +83,7 @@ class Images(cli.DataFlags):
     on_error: str = flag("stop", ("stop", "skip"), "at an image that cannot be read; skipped.csv lists what is skipped")
     backbone: str | None = flag(
         None,
-        cli.checked(resolve_name),  # before anything is built
+        lambda text: resolve_name(text) and text,  # before anything is built
         f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
         only_one="network",
     )
@@ -123,9 +121,7 @@ class Flags(cli.DeviceFlags, Store, Images):
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
     """Return the flags, each checked on its own and with its neighbours. Raises CommandLineError."""
-    args = cli.parse(
-        Flags, argv, prog="extract_embeddings.py", description="Make an embedding store of labelled images."
-    )
+    args = cli.parse(Flags, argv, __doc__)
     of_folders = args.train_dir is not None or args.test_dir is not None
     cli.check(args.backbone or args.checkpoint, "one of the arguments --backbone --checkpoint is required (see --help)")
     told = "the images are given by --dataset, or by --train_dir and --test_dir or one of them (see --help)"
@@ -157,15 +153,10 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
     set_up_device(device, args.threads, args.deterministic)
 
     # Images, by name.
-    folders = {"train": args.train_dir, "test": args.test_dir}
+    folders = {split: folder for split, folder in (("train", args.train_dir), ("test", args.test_dir)) if folder}
+    limits = {"train": args.limit_train, "test": args.limit_test}
     with cli.refusing(DatasetUnavailableError):
-        source = open_images(
-            args.dataset,
-            args.data_dir,
-            folders={split: folder for split, folder in folders.items() if folder is not None},
-            mirror=args.mirror,
-            limits={"train": args.limit_train, "test": args.limit_test},
-        )
+        source = open_images(args.dataset, args.data_dir, folders=folders, mirror=args.mirror, limits=limits)
 
     # Backbone.
     if args.checkpoint:
@@ -174,11 +165,10 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         weights = args.weights or "pretrained"
         if weights == "pretrained":
             ranks.say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
-        named = weights in NAMED_WEIGHTS
+        where = weights if weights in NAMED_WEIGHTS else Path(os.path.expanduser(weights))
         with cli.refusing(WeightsError):
-            where = weights if named else Path(os.path.expanduser(weights))
             network = backbone(args.backbone, where, resolution=args.resolution)
-        weights = weights if named else "file"
+        weights = weights if weights in NAMED_WEIGHTS else "file"
 
     # Store: what is there already, and what this process has to do.
     settings = {
@@ -221,7 +211,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
 
 def write_store(
     folder: Path,
-    settings: Mapping[str, Any],
+    settings: dict,
     source: ImageSource,
     network: Backbone,
     device: torch.device,
@@ -259,9 +249,8 @@ def write_store(
     network = network.to(device, memory_format=torch.channels_last)
     images = sum(shard.end - shard.begin for shard in mine)
     with tqdm(total=images, unit="image", disable=not ranks.is_first or not sys.stderr.isatty()) as bar:
-        batches = feature_batches(mine, network, source.splits, device, args, workers)
-        for shard in mine:
-            features, labels, broken = collect(shard, batches, source.splits[shard.split], args, bar)
+        contents = shards_of_features(mine, network, source.splits, device, args, workers, bar)
+        for shard, (features, labels, broken) in zip(mine, contents):
             # Before the shard: one that is present has its list of broken images.
             write_skipped(skipped_file(folder, shard), broken)
             writer.write(shard.split, shard.number, features, labels)
@@ -297,20 +286,15 @@ def report(store: EmbeddingStore) -> None:
     """Print what the store holds, what was left out, and how to train on it."""
     rows = ", ".join(f"{len(split)} {name}" for name, split in store.splits.items())
     print(f"store: {store.path}\n    {rows} rows of {store.dim} {store.dtype_name}, {store.num_classes} classes")
-    list_of_all = skipped_file(store.path)
-    if skipped := read_skipped(list_of_all):
-        listed = "".join(f"\n    {path} ({reason})" for _, _, path, reason in skipped[:NAMED])
-        more = f"\n    and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        print(
-            f"warning: {len(skipped)} images could not be read and are not in the store; all in {list_of_all}:"
-            f"{listed}{more}",
-            file=sys.stderr,
-        )
+    if skipped := read_skipped(skipped_file(store.path)):
+        listed = [f"{path} ({reason})" for _, _, path, reason in skipped[:NAMED]]
+        listed += [f"and {len(skipped) - NAMED} more"] if len(skipped) > NAMED else []
+        told = f"warning: {len(skipped)} images could not be read and are not in the store; all in"
+        print(f"{told} {skipped_file(store.path)}:", *listed, sep="\n    ", file=sys.stderr)
     print(f"train on it: python experiments/finetune_imagenet.py -d {store.path}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     return cli.finish(lambda ranks: extract(argv, ranks), stopped=STOPPED)
 
 

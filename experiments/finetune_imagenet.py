@@ -41,23 +41,22 @@ from tqdm import tqdm
 from data.embeddings import EmbeddingBatches
 from data.program import ProgramError
 from experiments.shared import command_line as cli
-from experiments.shared.environment import check_compiler, set_up_device
+from experiments.shared.environment import set_up_device
 from experiments.shared.finetune_flags import (
     IMAGENET_1K,
     TENSORS,
     Defaults,
     Flags,
     Recipe,
-    identity_of,
+    columns_of,
     open_store_of,
-    origin_of,
     parse_arguments,
     recipes_of,
     rows_of,
     settle,
 )
 from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
-from experiments.shared.metrics import EVALUATION, TOP_K, count_hits, hit_fractions
+from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
 from experiments.shared.run import Diverged, Run, Steps, check_finite
 from models.heads import Head, head
@@ -72,7 +71,6 @@ IDENTITY = (
 )
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS)  # another place changes nothing
-MEASURED = (*EVALUATION, "train_steps", "num_heads")  # of each evaluation
 
 
 class HeadRun:
@@ -110,44 +108,37 @@ class HeadRun:
 def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     """Train each configuration with each seed and record the rows; return the exit status."""
     # What can be refused is refused before data is downloaded: tried with as many classes as the flags may need.
-    device = cli.training_device(args.device, ranks)
-    args.check_graph(device, ranks, {each.implementation for each in (args, *args.also)})
+    device = cli.training_device(args, ranks)
     with cli.refusing():
         most = max(each.m or 0 for each in (args, *args.also))
         recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))
-    if args.compile:
-        check_compiler()
 
     # Data: the store, which rank 0 downloads for all, and the losses for its classes.
     ranks.follow_first()
     keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
-    store = open_store_of(
-        args.data_path, args.cache_dir, keys=keys or None, endpoint_url=args.endpoint_url, sha256=args.sha256
-    )
+    source = {"keys": keys or None, "endpoint_url": args.endpoint_url, "sha256": args.sha256}
+    store = open_store_of(args.data_path, args.cache_dir, **source)
     ranks.let_follow()
     rows = rows_of(store, args, defaults)
-    filled_in = settle(args, defaults, len(rows["train"]))
-    fewest = min(args.batch_size, *(len(each) for name, each in rows.items() if name != "train"))
+    counts = {name: len(each) for name, each in rows.items()}
+    filled_in = settle(args, defaults, counts["train"])
+    fewest = min(args.batch_size, *(count for name, count in counts.items() if name != "train"))
     told = "processes divide each batch, the rows that validate and those of test"
     cli.check(ranks.count <= fewest, f"{ranks.count} {told}: there are {fewest}; lower --nproc_per_node")
     try:
         recipes = recipes_of(args, defaults, store.num_classes, device)
     except ValueError as error:
-        raise cli.CommandLineError(
-            f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
-        ) from None
+        told = f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
+        raise cli.CommandLineError(told) from None
 
     # Runs, one per configuration and seed, without those that are recorded.
     runs: list[tuple[Run, Recipe]] = []
     for recipe, seed in itertools.product(recipes, args.seeds):
         order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
         flags = {name: value for name, value in recipe.flags.items() if name not in UNRECORDED}
-        flags |= {**identity_of(store, args.data_path), "num_valid": len(rows["valid"])}
-        flags |= {"seed": seed, "order_seed": order}
+        flags |= {**columns_of(store, args.data_path), "num_valid": counts["valid"], "seed": seed, "order_seed": order}
         with suppress(cli.AlreadyRecorded):
-            measured = [name for name in MEASURED if "test" in rows or not name.startswith("test_")]
-            run = Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step", measured=measured)
-            runs.append((run, recipe))
+            runs.append((Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step"), recipe))
     if not runs:
         return 0
 
@@ -157,14 +148,13 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         if turn == ranks.local_rank:
             batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=rows["train"], mode=args.batches)
             splits = {  # of each, this process's share
-                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(len(rows[name]))])
+                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(counts[name])])
                 for name, split in ((name, store.splits.get(name, store["train"])) for name in rows if name != "train")
             }
         ranks.sum(0)
     labels = store["train"].labels()[rows["train"]].to(device)
     for recipe in recipes:
         count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
-    counts = {name: len(each) for name, each in rows.items()}
     told = f"{counts['test']} test" if "test" in counts else "no test split: the row has validation accuracy alone"
     ranks.say(f"{store.path}: {counts['train']} training rows, {counts['valid']} validate, {told}")
     ranks.say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
@@ -176,7 +166,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         heads = []
         for run, recipe in runs:
             with suppress(cli.AlreadyRecorded):
-                held.enter_context(run)
+                held.enter_context(run.held())
                 torch.manual_seed(run.flags["seed"])
                 shape = {"apply_relu": args.apply_relu, "apply_dropout": args.apply_dropout}
                 made = head(store.dim, store.num_classes, args.hidden_dims or (), **shape).to(device)
@@ -192,16 +182,10 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
                 refuse_broken_rows(each, ranks)
             raise
 
+        columns = {"processes": ranks.count, "batch_source": batches.mode, "num_classes": store.num_classes}
+        columns |= {f"{name}_images": count for name, count in counts.items()}
         for run in [each.run for each in heads]:
-            columns = {
-                "processes": ranks.count,
-                **origin_of(store),
-                "batch_source": batches.mode,
-                "num_heads": run.history[-1]["num_heads"],
-                "num_classes": store.num_classes,
-                **{f"{name}_images": count for name, count in counts.items()},
-            }
-            run.record({**columns, **run.summary(last_step * args.batch_size)})
+            run.record({**columns, "num_heads": run.history[-1]["num_heads"]}, last_step * args.batch_size)
     return 0
 
 
@@ -236,7 +220,7 @@ def train_epoch(group: Sequence[HeadRun], batches: EmbeddingBatches, splits: dic
         # Evaluation.
         where = f"epoch {epoch} step {step + 1}/{num_steps}"
         train_steps = len(group[0].steps.losses)
-        means = [each.steps.mean(torch.mean) for each in group]
+        means = [each.steps.mean() for each in group]
         train_seconds = time.perf_counter() - started
         for each, train_loss, result in zip(group, means, evaluate(group, splits, where)):
             measured = {
@@ -289,21 +273,19 @@ def refuse_broken_rows(rows: EmbeddingBatches, ranks: Ranks) -> None:
     """Raise ProgramError, which names it, where one of the rows holds a number that is not finite."""
     broken = ""
     for number, (embeddings, _) in enumerate(rows.in_order()):
-        finite = embeddings.isfinite()  # (batch, d)
-        if not finite.all():
-            which, column = (~finite).nonzero()[0].tolist()
+        places = (~embeddings.isfinite()).nonzero()  # (numbers, 2)
+        if len(places) and not broken:
+            which, column = places[0].tolist()
             broken = (
                 f"row {int(rows.rows[number * rows.batch_size + which])} of the split {rows.split.name} of "
                 f"{rows.split.folder} holds {embeddings[which, column].item()}: nothing is recorded. Make these "
                 "embeddings again, or leave such rows out"
             )
-            break
     for each in filter(None, ranks.gathered(broken)):
         raise ProgramError(each)
 
 
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     return cli.finish(lambda ranks: finetune(parse_arguments(argv, defaults), defaults, ranks))
 
 

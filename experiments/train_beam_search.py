@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
     program.begin()
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from data.cifar100 import epoch_order
 from data.cmudict import DATASETS, END, CmudictUnavailableError, Words, load_words
@@ -38,7 +40,6 @@ from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy, rank_operator, retain, soft_beam_loss
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
-from experiments.shared.metrics import summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.reading_metrics import BEAMS, error_rates, token_accuracies
 from experiments.shared.run import Run, Steps
@@ -56,8 +57,6 @@ IDENTITY = (
     *("beam_size", "nll_weight", "n_updates", "lr"),
 )
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"  # the run id, before its hash
-MEASURED = ("train_loss", "valid_per", "valid_wer", "valid_gold", "train_seconds", "eval_seconds", "peak_memory_mib")
-RUN = {"clock": "update", "measured": MEASURED}
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
@@ -108,29 +107,26 @@ class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags)
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
-    told = "Train a sequence model through its beam search with a relaxed top-k operator, on CMUdict."
-    return cli.parse(Flags, argv, prog="train_beam_search.py", description=told)
+    return cli.parse(Flags, argv, __doc__)
 
 
 def configuration(args: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the loss's settings, and every flag with nothing left to a default. Raises CommandLineError."""
     arm = args.arm
-    cli.check(
-        args.dataset != "reversal" or args.max_letters <= MOST_REVERSED,
-        f"--max_letters must be at most {MOST_REVERSED} with --dataset reversal, which has every word of five "
-        f"letters, got {args.max_letters}",
+    told = (
+        f"--max_letters must be at most {MOST_REVERSED} with --dataset reversal, which has every word of five letters, "
+        f"got {args.max_letters}"
     )
+    cli.check(args.dataset != "reversal" or args.max_letters <= MOST_REVERSED, told)
     cli.check(args.implementation == "ours", "--implementation difftopk sees a fixed number of scores: a beam's varies")
-    cli.check(
-        args.method in (["softmax_cross_entropy"] if arm == "cross_entropy" else RELAXATIONS),
+    told = (
         "--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
-        f"{', '.join(RELAXATIONS)}; got --arm {arm} --method {args.method}",
+        f"{', '.join(RELAXATIONS)}; got --arm {arm} --method {args.method}"
     )
-    cli.check(
-        not isinstance(args.inverse_temperature, str),
-        f"--inverse_temperature {args.inverse_temperature} is not known here: candidates are no logits, and do not "
-        "grow as they do; give a number",
-    )
+    cli.check(args.method in (["softmax_cross_entropy"] if arm == "cross_entropy" else RELAXATIONS), told)
+    told = "is not known here: candidates are no logits, and do not grow as they do; give a number"
+    known = not isinstance(args.inverse_temperature, str)
+    cli.check(known, f"--inverse_temperature {args.inverse_temperature} {told}")
     shapes_no_loss = arm != "soft_beam" or not (args.p_k or args.m or args.top1_mode)
     cli.check(shapes_no_loss, "--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
     if arm == "retain":
@@ -165,19 +161,19 @@ def build_objective(args: Flags, settings: dict[str, Any], V: int, device: torch
 def train(args: Flags, ranks: Ranks) -> int:
     """Train one arm with one seed and record its row; return the exit status."""
     # Loss and name. First what can be refused, before a folder is made.
-    device = cli.training_device(args.device, ranks)
+    device = cli.training_device(args, ranks)
     settings, flags = configuration(args)
-    run = Run(args, flags, IDENTITY, READABLE, device, ranks, **RUN)
+    run = Run(args, flags, IDENTITY, READABLE, device, ranks, "update")
     with cli.refusing(CmudictUnavailableError):
         words = load_words(args.dataset, args.max_letters, args.limit_train, args.limit_test)
     objective = build_objective(args, settings, len(words.symbols), device)
 
-    with run:
+    with run.held():
         # The other arms of this seed wait here.
         readable = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
         of_all = {**{flag: flags[flag] for flag in PRETRAINING}, "method": "cross_entropy", "inverse_temperature": None}
-        pretraining = Run(args, of_all, PRETRAINING, readable, device, ranks, **RUN, wait=True)
-        with pretraining:  # only the initialisation draws
+        pretraining = Run(args, of_all, PRETRAINING, readable, device, ranks, "update", wait=True)
+        with pretraining.held():  # only the initialisation draws
             model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
             fit(pretraining, model, cross_entropy, words, 0, args.pretrain_updates, args.pretrain_lr)
         fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
@@ -191,17 +187,14 @@ def train(args: Flags, ranks: Ranks) -> int:
                 measured |= {f"test_{rate}_beam{beam_size}": value for rate, value in rates.items()}
         for kind, accuracies in token_accuracies(model, words.test, device).items():
             measured[f"test_{kind}_accuracy"] = [round(each, 6) for each in accuracies]
-        eval_seconds = time.perf_counter() - started
-        rates = ", ".join(f"{measured[f'test_wer_beam{K}']:.4f} (beam {K})" for K in BEAMS if model.num_phonemes >= K)
         columns = {
             "pretrained": pretraining.name,
             **{f"{split}_words": len(getattr(words, split)) for split in ("train", "valid", "test")},
             **measured,
-            "pretrain_seconds": summary(pretraining.history, "update")["train_seconds"],
-            **summary(run.history, "update"),
+            "pretrain_seconds": math.fsum(each["train_seconds"] for each in pretraining.history),
         }
-        columns["eval_seconds"] += eval_seconds
-        run.record(columns, f"test word error rate {rates}")
+        evaluated = [time.perf_counter() - started, *(each["eval_seconds"] for each in run.history)]
+        run.record({**columns, "eval_seconds": math.fsum(evaluated)})
     return 0
 
 
@@ -209,9 +202,14 @@ def fit(
     run: Run, model: EncoderDecoder, objective: Objective, words: Words, before: int, num_updates: int, lr: float
 ) -> None:
     """Train for so many updates, whose batches follow the first `before`; validate, and save. Raises Diverged."""
+
+    def clip(*_: object) -> None:
+        clip_grad_norm_(model.parameters(), LARGEST_NORM)
+
     optimizer = torch.optim.Adam(model.parameters(), lr)
+    optimizer.register_step_pre_hook(clip)
     run.track(model, {"model": model, "optimizer": optimizer}, end=num_updates)
-    steps = Steps(run, optimizer, None, num_updates, 1, lr_schedule="cosine", largest_norm=LARGEST_NORM)
+    steps = Steps(run, optimizer, None, num_updates, 1, lr_schedule="cosine")
     letters, phonemes = (each.to(run.device) for each in words.train.pairs())
     batch_size, frequency = min(run.args.batch_size, len(letters)), run.args.eval_freq
     per_epoch = len(letters) // batch_size
@@ -229,20 +227,15 @@ def fit(
             epoch, place = divmod(before + update, per_epoch)
             torch.manual_seed(run.args.seed + (before + update << 32))  # for the methods that draw noise
             steps.take(batch_loss, order_of(epoch)[place * batch_size : (place + 1) * batch_size])
-        loss, done = steps.mean(), steps.step + 1
-        trained, started = time.perf_counter() - started, time.perf_counter()
+        loss, trained = steps.mean(), time.perf_counter()
         rates = error_rates(model, words.valid, run.args.beam_size, run.device)
-        evaluated = time.perf_counter() - started
-        measured = {
-            **{"update": done, "train_loss": loss},
-            **{f"valid_{rate}": value for rate, value in rates.items()},
-            **{"train_seconds": trained, "eval_seconds": evaluated},
-        }
-        run.save(measured, f"update {done}/{num_updates}")
+        measured = {"update": steps.step + 1, "train_loss": loss}
+        measured |= {f"valid_{rate}": value for rate, value in rates.items()}
+        measured |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
+        run.save(measured, f"update {steps.step + 1}/{num_updates}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     saved = "what the last line reported is saved in its run folder; the same command continues after it"
     return cli.finish(lambda ranks: train(parse_arguments(argv), ranks), stopped=saved)
 

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +32,6 @@ def resolve_device(name: str) -> torch.device:
         available = f"this machine has {count} (cuda:0 to cuda:{count - 1})" if count else "PyTorch sees no GPU here"
         raise CommandLineError(f"--device {name} is not there: {available}; use --device cpu or auto")
     return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
-
-
-def check_compiler() -> None:
-    """Raise CommandLineError unless there is the compiler that torch.compile needs."""
-    names = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "c++", "gcc", "clang", "cc", "cl"]
-    if not any(shutil.which(name) for name in names if name):
-        raise CommandLineError("--compile needs a C++ compiler, and none is on PATH; install g++, or leave it out")
 
 
 def compiled(module: nn.Module, device: torch.device, graphed: bool = False) -> nn.Module:

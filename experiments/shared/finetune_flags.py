@@ -18,8 +18,6 @@ from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
 
 TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
-# What a configuration of one command may have of its own.
-LOSS_FLAGS = tuple(each.name for each in fields(cli.ClassifierFlags))
 RATE_FLAGS = ("lr", "nloglr")
 # Defaults for any number of training rows. The published ones are for a million: from 2,000 rows they learn nothing,
 # since in a step Adam moves no weight by much more than the learning rate, and the steps are few. So a smaller set gets
@@ -33,8 +31,6 @@ BATCH_SIZE, MIN_BATCHES, MIN_STEPS, MOVEMENT = 500, 20, 2000, 2
 class Defaults:
     """What a data set's published protocol sets. num_classes: so that flags can be refused before a download."""
 
-    table: str
-    prog: str
     data_path: str
     results: str
     num_classes: int
@@ -45,8 +41,6 @@ class Defaults:
 
 
 IMAGENET_1K = Defaults(
-    table="ImageNet-1K (Tables 2, 3 and 5)",
-    prog="finetune_imagenet.py",
     data_path="wsl-32x48d-320",
     results="imagenet1k.csv",
     num_classes=1000,
@@ -63,19 +57,6 @@ class Recipe:
 
     flags: Mapping[str, Any]
     loss_fn: nn.Module
-
-
-@dataclass
-class Also:
-    """loss"""
-
-    also: Any = flag(
-        (),
-        str,
-        "another configuration, trained in the same pass: loss flags, --lr or --nloglr, --weight_decay; repeatable",
-        action="append",
-        metavar='"FLAGS"',
-    )
 
 
 def order_seed(text: str) -> int | str:
@@ -114,19 +95,27 @@ class Data(cli.LimitFlags):
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.StepFlags, Data, cli.OptimizationFlags, Also, cli.ClassifierFlags):
-    """record"""
+class Flags(cli.RecordFlags, cli.StepFlags, Data, cli.OptimizationFlags, cli.ClassifierFlags):
+    """loss"""
+
+    also: Any = flag(
+        (),
+        str,
+        "another configuration, trained in the same pass: loss flags, --lr or --nloglr, --weight_decay; repeatable",
+        action="append",
+        metavar='"FLAGS"',
+    )
 
 
 def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
     told = (
-        f"Train heads on frozen embeddings of {defaults.table} with a top-k loss: {defaults.n_epochs} epochs, "
+        f"Train heads on frozen embeddings ({defaults.data_path}) with a top-k loss: {defaults.n_epochs} epochs, "
         f"learning rate 10^-{defaults.nloglr:g}, m {defaults.m}, {defaults.num_valid} rows that validate. These "
         f"defaults are for {PUBLISHED_ROWS:,} training rows and more; of R fewer, batch size R / {MIN_BATCHES}, at "
         f"most {BATCH_SIZE}, so many epochs that there are {MIN_STEPS} steps, and learning rate {MOVEMENT} / steps."
     )
-    parser = cli.parser_of(Flags, prog=defaults.prog, description=told)
+    parser = cli.parser_of(Flags, told)
     args = Flags(**vars(parser.parse_args(argv)))
     args.data_path = args.data_path or defaults.data_path
     args.results = args.results or ROOT / "results" / defaults.results
@@ -136,7 +125,8 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
 
 def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     """Return the flags of one --also: its own on loss and learning rate, else the command's. CommandLineError."""
-    own = (*LOSS_FLAGS, *RATE_FLAGS, "weight_decay")
+    defaults = {each.name: each.default for each in fields(cli.ClassifierFlags)}
+    own = (*defaults, *RATE_FLAGS, "weight_decay")
     try:
         given = vars(parser.parse_args(shlex.split(text)))
         if refused := given.keys() - set(own):
@@ -145,7 +135,6 @@ def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     except (cli.CommandLineError, ValueError) as error:  # ValueError: a quotation mark without its partner
         raise cli.CommandLineError(f"--also {text!r}: {error}") from None
     rates = dict.fromkeys(RATE_FLAGS if given.keys() & set(RATE_FLAGS) else ())
-    defaults = {each.name: each.default for each in fields(cli.ClassifierFlags)}
     return replace(args, also=text, **{**defaults, **rates, **given})
 
 
@@ -165,17 +154,11 @@ def open_store_of(source: str, cache_dir: Path | None = None, **of: Any) -> Embe
     return store
 
 
-def identity_of(store: EmbeddingStore, source: str) -> dict[str, str]:
-    """Return the columns that say which embeddings they are, by content and by place."""
+def columns_of(store: EmbeddingStore, source: str) -> dict[str, Any]:
+    """Return the columns that say which embeddings they are, by content and by place, and how they were made."""
     return {
         "embeddings": f"{store.num_classes}x{store.dim}-{store.fingerprint[:8]}",
         "data_path": cli.portable(Path(source)) if Path(source).exists() else source,
-    }
-
-
-def origin_of(store: EmbeddingStore) -> dict[str, Any]:
-    """Return the columns on how the embeddings of a store were made."""
-    return {
         "embedding_dtype": store["train"].dtype_name,
         "embeddings_checksum": store.checksum,
         "backbone": store.backbone,
@@ -200,7 +183,7 @@ def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.
         first = {"n_epochs": each.n_epochs, "batch_size": each.batch_size}
         flags = {**first, **vars(each), **settings, **cli.learning_rate(each, math.nan)}
         flags["weight_decay"] = each.weight_decay or None
-        of_head = (*LOSS_FLAGS, "lr", "weight_decay")
+        of_head = (*(each.name for each in fields(cli.ClassifierFlags)), "lr", "weight_decay")
         twice = any(all(flags[name] == other.flags[name] for name in of_head) for other in recipes)
         cli.check(not twice, f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))
@@ -215,13 +198,13 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
     cli.check("test" in store.splits or not args.limit_test, f"--limit_test: {store.path} has no test split")
     chosen = {}
     for name, limit in (("train", args.limit_train), ("valid", None), ("test", args.limit_test)):
-        if name != "train" and name not in store.splits:
-            continue
-        num_rows = len(store[name])
-        told = f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}"
-        cli.check((limit or 0) <= num_rows, told)
-        everything = limit is None or limit == num_rows
-        chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
+        if name in store.splits:
+            num_rows = len(store[name])
+            cli.check(
+                (limit or 0) <= num_rows, f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}"
+            )
+            everything = limit in (None, num_rows)
+            chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
     if "valid" in chosen:
         cli.check(args.num_valid is None, f"--num_valid: {store.path} has {len(chosen['valid'])} rows that validate")
     else:
