@@ -24,11 +24,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -194,7 +192,12 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
     # Rank 0 holds it for all.
     with held_or_refused(lock, ProgramError, busy, "the folder") if ranks.is_first else nullcontext():
         if (folder / MANIFEST).exists():
-            store = complete_store(folder, settings)
+            store = open_finished(folder)
+            found = {**vars(store), "dtype": DTYPES[store.dtype_name], **store.details}
+            # The number of classes may not be known before the labels are.
+            known = {"details": store.details, "num_classes": settings["num_classes"] or store.num_classes}
+            changed = differences(found, {**settings, **settings["details"], **known})
+            cli.check(not changed, f"{folder} is complete, with other settings ({changed}): choose another --store")
             ranks.let_follow()
             ranks.say(f"skipped: {folder} holds these embeddings already")
         else:
@@ -259,7 +262,7 @@ def write_store(
             ranks.say(f"{shard}: {len(labels)} images{left_out}, {seconds:.1f} s", by_each=True)
 
     # Finish: one process merges the manifest when all are done.
-    images = ranks.sum(images)
+    images = sum(ranks.gathered(images))
     seconds = time.perf_counter() - started
     if not ranks.is_first:
         return None
@@ -267,18 +270,6 @@ def write_store(
     store = writer.finish({split: sum(shard.split == split for shard in shards) for split in source.splits})
     by = f" by {ranks.count} processes" if ranks.count > 1 else ""
     ranks.say(f"{images} images in {seconds:.1f} s: {images / seconds:.1f} images/s{by}")
-    return store
-
-
-def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
-    """Open a complete store. Raises CommandLineError if it has other settings, EmbeddingError if it is damaged."""
-    store = open_finished(folder)
-    found = {**vars(store), "dtype": DTYPES[store.dtype_name], **store.details}
-    wanted = {**settings, **settings["details"], "details": store.details}
-    if wanted["num_classes"] is None:  # not known before the labels are
-        del wanted["num_classes"]
-    changed = differences(found, wanted)
-    cli.check(not changed, f"{folder} is complete, with other settings ({changed}): choose another --store")
     return store
 
 

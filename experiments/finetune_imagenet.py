@@ -4,22 +4,16 @@
     python experiments/finetune_imagenet.py -d efficientnet-l2-800 --method splitter_selection \\
         --distribution logistic --inverse_temperature .5 --p_k .25 .0 .0 .0 .75
     python experiments/finetune_imagenet.py -d FOLDER --method neuralsort --p_k .5 0 0 0 .5 --seeds 0 1 2
+    python experiments/finetune_imagenet.py --method softsort --seeds 0 1 --also "--method neuralsort" # in one pass
+    torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort --m 16           # two GPUs
 
 -d takes a published file by its short name (downloaded once, 11 to 50 GB), a torch file, an address or a store.
 Protocol: a random 50,000 of the training rows for validation, one linear layer, m 16, batch 500, Adam with learning
 rate 10^-4.5, 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last; a row reports test
-accuracy where validation accuracy was best, per k. --seeds and --also train several heads in one pass over the data:
-
-    python experiments/finetune_imagenet.py --seeds 0 1 --method softmax_cross_entropy \\
-        --also "--method neuralsort --p_k .5 0 0 0 .5" --also "--method softsort --p_k .5 0 0 0 .5"
+accuracy where validation accuracy was best, per k.
 
 One row per configuration and seed is added to results/imagenet1k.csv (--results); config.json, evaluations.csv and
 the checkpoint lie in results/runs/<run id>/. Stopping, killing, skipping and --force are as in train_cifar100.py.
-
-    torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort --m 16    # two GPUs
-
-The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, dropout,
-gradient and accuracies are those of one process, but for rounding. Each keeps all training rows (--batches).
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -44,7 +38,6 @@ from experiments.shared import command_line as cli
 from experiments.shared.environment import set_up_device
 from experiments.shared.finetune_flags import (
     IMAGENET_1K,
-    TENSORS,
     Defaults,
     Flags,
     Recipe,
@@ -70,27 +63,26 @@ IDENTITY = (
     *("implementation", "lr", "weight_decay", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS)  # another place changes nothing
+UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url")  # another place changes nothing
 
 
 class HeadRun:
     """One seed's head of a configuration, on the device: restored, or initialised under its seed."""
 
     def __init__(self, run: Run, recipe: Recipe, made: Head, num_steps: int) -> None:
-        """run: entered. made: a fresh head, on the device; num_steps: of an epoch."""
-        args, compiles = run.args, run.args.compile and run.device.type == "cuda"
+        """made: a fresh head, on the device. num_steps: of an epoch."""
+        args = run.args
         # One that draws noise, or whose temperature changes, has a state: company changes nothing.
         self.own_loss = run.flags["implementation"] != "ours" or not is_stateless(run.flags)
         self.run, self.head = run, made
         self.loss_fn = deepcopy(recipe.loss_fn) if self.own_loss else recipe.loss_fn
-        optimizer = torch.optim.AdamW(
-            made.parameters(), run.flags["lr"], weight_decay=run.flags["weight_decay"] or 0, fused=True
-        )
+        decay = run.flags["weight_decay"] or 0
+        optimizer = torch.optim.AdamW(made.parameters(), run.flags["lr"], weight_decay=decay, fused=True)
         training = {"model": made, "optimizer": optimizer, "loss": self.loss_fn}
         run.track(made, training, end=args.n_epochs * num_steps)
         self.steps = Steps(run, optimizer, self.loss_fn, num_steps, args.n_epochs)
         # On a CPU, the last layer would not look at its gradient if it were compiled, which gains more.
-        self.training_head = torch.compile(made) if compiles else made
+        self.training_head = torch.compile(made) if args.compile and run.device.type == "cuda" else made
         self.training_loss = torch.compile(self.loss_fn) if args.compile and not self.own_loss else self.loss_fn
 
     def batch_loss(self, embeddings: Tensor, labels: Tensor, kept: Tensor | None, weight: float) -> tuple[Tensor, None]:
@@ -100,7 +92,6 @@ class HeadRun:
         return self.training_loss(logits.float(), labels).mean() * weight, None
 
     def seed_noise(self, *numbers: int) -> None:
-        """Determine the noise of the loss by the head's seed and these numbers."""
         if self.own_loss:
             seed_noise(self.loss_fn, self.run.device, self.run.flags["seed"], *numbers)
 
@@ -115,9 +106,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
 
     # Data: the store, which rank 0 downloads for all, and the losses for its classes.
     ranks.follow_first()
-    keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
-    source = {"keys": keys or None, "endpoint_url": args.endpoint_url, "sha256": args.sha256}
-    store = open_store_of(args.data_path, args.cache_dir, **source)
+    store = open_store_of(args.data_path, args.cache_dir, args.endpoint_url)
     ranks.let_follow()
     rows = rows_of(store, args, defaults)
     counts = {name: len(each) for name, each in rows.items()}
@@ -151,7 +140,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
                 name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(counts[name])])
                 for name, split in ((name, store.splits.get(name, store["train"])) for name in rows if name != "train")
             }
-        ranks.sum(0)
+        ranks.gathered(0)
     labels = store["train"].labels()[rows["train"]].to(device)
     for recipe in recipes:
         count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
@@ -246,7 +235,7 @@ def evaluate(group: Sequence[HeadRun], splits: dict[str, EmbeddingBatches], wher
         each.head.eval()
         each.loss_fn.eval()
     for name, split in splits.items():
-        num_rows = ranks.sum(len(split.rows))
+        num_rows = sum(ranks.gathered(len(split.rows)))
         # Sums over the rows: of losses, of the spread of the logits over the classes, of hits.
         sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=split.device)
         for number, (embeddings, labels) in enumerate(split.in_order()):

@@ -5,12 +5,11 @@
     python experiments/train_beam_search.py --arm soft_beam --method softsort
     python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal --max_letters 4 # a toy
 
-A bidirectional GRU reads the letters, a GRU with attention says the phonemes. All arms of a seed go on from the same
-weights, pretrained by cross-entropy (2600 updates of 128 words, four passes), with as many updates (650) of the same
-batches: cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K
-on 1 and K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses,
-and the best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). The last two add .3
-times cross-entropy. Neither paper's setting is known in full: model, data and every number here are ours.
+All arms of a seed go on from the same weights, pretrained by cross-entropy, with as many updates of the same batches:
+cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K on 1 and
+K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses, and the
+best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). Neither paper's setting is
+known in full: model, data and every number here are ours (docs/beam_search.md).
 
 A row reports the last weights on the test words, beams of 1, 4 and 8, any reading counting; no epoch is chosen. It is
 added to results/beam_search.csv (--results); config.json, updates.csv and the checkpoint lie in results/runs/<run id>/,

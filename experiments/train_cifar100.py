@@ -9,18 +9,11 @@
 
 Protocol: 5% of the training images for validation, random crop and flip, batch 128, Adam with learning rate 1e-3,
 200 epochs, evaluation after each; a row reports test accuracy where validation accuracy was best, per k.
-Not published are --lr_schedule cosine, which brings a short run to rest, --weight_decay, and --ema: a moving average of
-weights and batch-norm statistics over the steps, by which a row is evaluated and its best epoch chosen.
 
 The row is added to results/cifar100.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
 as many threads, it ends with the same bits. A configuration that the file already has is skipped (--force repeats it).
-
---seeds trains in one process per seed, as many at a time as the CPU has cores for, or all on the GPUs, in turn. Each
-row is what --seed alone gives with as many --threads, to the bit on a CPU.
-
-The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, crops,
-gradient and accuracies are those of one process. Batch norm alone uses the images of its own process.
+What --seeds and torchrun divide, and what is not published, says docs/reproduce.md.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -50,7 +43,7 @@ from data.cifar100 import (
 )
 from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
-from experiments.shared.environment import ROOT, compiled
+from experiments.shared.environment import ROOT
 from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
@@ -160,9 +153,9 @@ def train(args: Flags, ranks: Ranks) -> int:
         run.track(evaluated, training, end=args.n_epochs)
 
         # Loop. Only the training step is compiled: eval mode and its partial batches would each be compiled again.
-        steps_model = compiled(model, run.device, args.graph) if args.compile else model
+        steps_model = run.compiled(model)
         stateless = args.implementation == "ours" and is_stateless(run.flags)
-        steps_loss = compiled(loss_fn, run.device, args.graph) if args.compile and stateless else loss_fn
+        steps_loss = run.compiled(loss_fn) if stateless else loss_fn
         num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
         steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs, lr_schedule=args.lr_schedule)
         if average:

@@ -10,10 +10,8 @@ A step draws 100 queries and 100 candidates, each from a shuffled order of its o
 negated, are scores, of which the relaxed top-k gives each candidate its mass among the k nearest; the loss is minus the
 mass on the candidates of the query's label. SGD with momentum. After each epoch the queries of validation and test get
 the majority label of their k nearest among all training points (exact, experiments/shared/neighbours.py); a row reports
-test accuracy where validation accuracy was best. Baselines: kNN on the inputs, on 50 principal components, on the
-embeddings of a network trained by cross-entropy, and that network itself (--prediction network).
+test accuracy where validation accuracy was best. Baselines and what of the published code is mended: docs/knn.md.
 
-Two oddities of the published code are mended, and are switches: --self_match and --augmented_neighbours (docs/knn.md).
 The row is added to results/knn.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. Stopping, killing, skipping, --force and --seeds are as in train_cifar100.py.
 """
@@ -40,7 +38,7 @@ from data.points import POINT_SETS, Points, Samples, load_points, points_of_stor
 from data.program import ProgramError
 from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
-from experiments.shared.environment import ROOT, compiled
+from experiments.shared.environment import ROOT
 from experiments.shared.finetune_flags import columns_of, open_store_of
 from experiments.shared.loss_state import resolved, seed_noise, temperature_of
 from experiments.shared.neighbours import CROSS_ENTROPY, LOSSES, METHODS, UNTRAINED, majority, nearest, neighbour_loss
@@ -221,7 +219,7 @@ def train(args: Flags, ranks: Ranks) -> int:
         run.track(model, training, end=args.n_epochs if optimizer else 1)
 
         # Loop.
-        embed = compiled(model["embed"], run.device) if args.compile and optimizer else model["embed"]
+        embed = run.compiled(model["embed"]) if optimizer else model["embed"]
         num_steps = len(points.train) // args.batch_size  # the last partial batch is dropped
         steps = Steps(run, optimizer, operator, num_steps, args.n_epochs) if optimizer else None
         for epoch in run.remaining():

@@ -15,8 +15,6 @@ from models.resnet_cifar import resnet_cifar
 
 @dataclass
 class Config:
-    """What is needed of a run's config.json."""
-
     model: str
     dataset: str
 

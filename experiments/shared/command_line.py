@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -104,11 +105,6 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     return number(f"a number between {lowest} and {highest}", lambda value: lowest <= value <= highest)
 
 
-def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """Return an argument type for one of `choices`; a near miss is told the nearest."""
-    return lambda text: check_choice(kind, text, choices)
-
-
 def method_of(methods: Iterable[str]) -> Callable[[str], str]:
     """Return an argument type for one of these methods, with the published spellings accepted: its canonical name."""
     return lambda text: check_choice("method", ALIASES.get(text, text), methods)
@@ -180,8 +176,8 @@ def parser_of(flags: type, told: str) -> Parser:
             if only_one:
                 group = groups[only_one] = groups.get(only_one) or group.add_mutually_exclusive_group()
             if not callable(kind):
-                kind = choice(each.name, kind)
-                options["help"] = ": ".join(filter(None, (", ".join(options["type"]), options["help"])))
+                options["help"] = ": ".join(filter(None, (", ".join(kind), options["help"])))
+                kind = partial(check_choice, each.name, choices=kind)
             if kind is bool:
                 options["action"] = "store_true"
                 del options["type"]
@@ -319,18 +315,14 @@ def training_device(args: Any, ranks: Ranks) -> torch.device:
     device = ranks.device(args.device)
     with refusing():
         device_of_kernels(device)
-    if getattr(args, "graph", False):
-        check_graph(device, ranks, {each.implementation for each in (args, *getattr(args, "also", ()))})
+    implementations = {getattr(each, "implementation", "ours") for each in (args, *getattr(args, "also", ()))}
+    alone = device.type == "cuda" and ranks.count == 1 and implementations == {"ours"}
+    told = f"--graph is for one process on a GPU and our losses: leave it out, on {device.type}"
+    check(alone or not getattr(args, "graph", False), told)
     compilers = (os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "c++", "gcc", "clang", "cc", "cl")
     there = not getattr(args, "compile", False) or any(shutil.which(name) for name in compilers if name)
     check(there, "--compile needs a C++ compiler, and none is on PATH; install g++, or leave it out")
     return device
-
-
-def check_graph(device: torch.device, ranks: Ranks, implementations: set[str]) -> None:
-    """Raise CommandLineError where --graph cannot be."""
-    alone = device.type == "cuda" and ranks.count == 1 and implementations == {"ours"}
-    check(alone, f"--graph is for one process on a GPU and our losses: leave it out, on {device.type}")
 
 
 def learning_rate(args: Any, nloglr: float) -> dict[str, float | None]:
@@ -376,18 +368,17 @@ def build_loss(
 ) -> nn.Module:
     """Return the loss that loss_settings describes, on the device; reduction: as for make_loss. Raises ValueError."""
     ends = ends_of(settings["inverse_temperature"])
-    unset = [name for name in CLASSIFIER_FLAGS if settings.get(name) is None]
-    settings = {name: value for name, value in settings.items() if name not in unset}
+    settings = {name: value for name, value in settings.items() if name not in CLASSIFIER_FLAGS or value is not None}
     if implementation == "ours":
         settings = {**settings, "inverse_temperature": ends[0]} if ends else settings
         loss_fn = make_loss(**settings, num_classes=num_classes, reduction=reduction).to(device)
         if ends and not hasattr(loss_fn, "inverse_temperature"):
             raise ValueError(f"the temperature of {settings['method']} is fixed: give one number")
         return loss_fn
-    if others := [name for name in CLASSIFIER_FLAGS if name in settings]:
-        raise ValueError(f"difftopk has no {' and '.join(others)}: leave it out, or take --implementation ours")
-    if ends:
-        raise ValueError("difftopk's inverse temperature is fixed: give one number, or take --implementation ours")
+    others = " and ".join(name for name in CLASSIFIER_FLAGS if name in settings)
+    if others or ends:
+        told = f"has no {others}: leave it out" if others else "takes a fixed inverse temperature: give one number"
+        raise ValueError(f"difftopk {told}, or take --implementation ours")
     try:
         from experiments.shared.official_loss import make_official_loss
     except ImportError as error:

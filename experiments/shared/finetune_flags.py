@@ -17,7 +17,6 @@ from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
 
-TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
 RATE_FLAGS = ("lr", "nloglr")
 # Defaults for any number of training rows. The published ones are for a million: from 2,000 rows they learn nothing,
 # since in a step Adam moves no weight by much more than the learning rate, and the steps are few. So a smaller set gets
@@ -59,11 +58,6 @@ class Recipe:
     loss_fn: nn.Module
 
 
-def order_seed(text: str) -> int | str:
-    """Argument type of --order_seed."""
-    return text if text == "own" else cli.a_seed(text)
-
-
 @dataclass
 class Data(cli.LimitFlags):
     """data and model"""
@@ -71,13 +65,8 @@ class Data(cli.LimitFlags):
     data_path: str | None = flag(
         None, str, "a short name (python -m data.embeddings list), a torch file, a store, or the address of one", "-d"
     )
-    train_embeddings: str | None = flag(None, str, "name of this tensor in a torch file of no published layout")
-    train_labels: str | None = flag(None, str, "likewise")
-    test_embeddings: str | None = flag(None, str, "likewise")
-    test_labels: str | None = flag(None, str, "likewise")
     cache_dir: Path | None = flag(None, cli.path, "of downloads; $TOPK_CACHE or data/downloads")
     endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
-    sha256: str | None = flag(None, str, "checksum that the file must have; of a store, its fingerprint")
     batches: str = flag("auto", MODES, "where the training rows are kept; auto takes the first that holds them")
     num_valid: int | None = flag(
         None,
@@ -86,7 +75,9 @@ class Data(cli.LimitFlags):
     )
     split_seed: int = flag(0, cli.a_seed, "of the rows that validate")
     order_seed: int | str | None = flag(
-        None, order_seed, "of the order of the training rows, or own for each head's seed; without, the first seed"
+        None,
+        lambda text: text if text == "own" else cli.a_seed(text),
+        "of the order of the training rows, or own for each head's seed; without, the first seed",
     )
     hidden_dims: list[int] | None = flag(None, cli.count, "widths of hidden layers; none without it", nargs="+")
     apply_relu: bool = flag(False, bool, "ReLU on the embeddings")
@@ -138,17 +129,17 @@ def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     return replace(args, also=text, **{**defaults, **rates, **given})
 
 
-def open_store_of(source: str, cache_dir: Path | None = None, **of: Any) -> EmbeddingStore:
+def open_store_of(source: str, cache_dir: Path | None, endpoint_url: str | None = None) -> EmbeddingStore:
     """Return the store that --data_path names, downloaded and converted if need be.
 
-    of: endpoint_url, sha256, keys. Raises CommandLineError for a name that does not exist, EmbeddingError for the rest.
+    Raises CommandLineError for a name that does not exist, EmbeddingError for the rest.
     """
     if not Path(source).is_dir():
         try:
-            resolve(source, endpoint_url=of.get("endpoint_url"))
+            resolve(source, endpoint_url=endpoint_url)
         except ObjectStoreError as error:
             raise cli.CommandLineError(f"--data_path: {error}") from None
-    store = open_or_fetch(source, cache_dir, **of)
+    store = open_or_fetch(source, cache_dir, endpoint_url=endpoint_url)
     for name in dict.fromkeys(("train", *store.splits)):  # named if it is missing, or has a label out of range
         store[name].labels()
     return store
@@ -223,9 +214,7 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
 
 
 def share_that_validates(num_rows: int, published: int) -> int:
-    """How many of so many rows validate: as published where that is at most 5 %, of fewer rows 5 %, or, since few
-    cannot choose an epoch, a fifth of them up to 1,000.
-    """
+    """As published where that is at most 5 %, of fewer rows 5 %, or, of few, a fifth of them up to 1,000."""
     return published if num_rows >= 20 * published else max(num_rows // 20, min(num_rows // 5, 1000), 1)
 
 

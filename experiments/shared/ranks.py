@@ -109,7 +109,9 @@ class Ranks:
 
     def from_first(self, ask: Callable[[], Value]) -> Value:
         """Return what `ask` returns in rank 0, where alone it is called; anything that can be pickled, on the CPU."""
-        return self.gathered(ask() if self.is_first else None)[0]
+        answer: list[Any] = [ask() if self.is_first else None]
+        self._together(distributed.broadcast_object_list, answer, 0)
+        return answer[0]
 
     def gathered(self, value: Value) -> list[Value]:
         """Return what each process gave, by rank; anything that can be pickled, on the CPU."""
@@ -121,10 +123,6 @@ class Ranks:
         """Return the sum of a tensor over all processes, equal in all; the given one is overwritten."""
         self._together(distributed.all_reduce, tensor)
         return tensor
-
-    def sum(self, value: int) -> int:
-        """Return the sum of what each process gave."""
-        return sum(self.gathered(value))
 
     @torch.no_grad()
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
@@ -164,7 +162,6 @@ class Ranks:
             self.gathered(0)
 
     def let_follow(self) -> None:
-        """In rank 0: let the others pass `follow_first`."""
         if self.is_first:
             self.gathered(0)
 

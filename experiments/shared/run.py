@@ -17,6 +17,7 @@ torchrun enter and leave together; the first alone reads, writes and prints.
 """
 
 import copy
+import json
 import math
 import sys
 import time
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data.atomic_file import atomic_write
 from data.program import ProgramError
 from experiments.shared import environment
 from experiments.shared.checkpoint import CURRENT, check_like, read_checkpoint, write_checkpoint
@@ -37,7 +39,7 @@ from experiments.shared.graph import GraphedStep
 from experiments.shared.loss_state import anneal
 from experiments.shared.metrics import summary
 from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import find_row, open_run, run_id, utc_now, write_config, write_history, write_row
+from experiments.shared.run_record import find_row, open_run, run_id, utc_now, write_history, write_row
 
 # What is said of an evaluation, all fractions but the loss.
 SAID = {
@@ -69,7 +71,6 @@ class Run:
     wait: bool = False
 
     def __post_init__(self) -> None:
-        """Name the run. Raises AlreadyRecorded."""
         self.name = run_id({flag: self.flags[flag] for flag in self.identity}, self.readable)
         self.flags = {**self.flags, "device": str(self.device)}
         self.folder = self.args.results.parent / "runs" / self.name
@@ -95,7 +96,9 @@ class Run:
             self._refuse_recorded()  # another process may have finished it before the folder was ours
             if self.ranks.is_first:
                 origin = {"git_commit": self.origin["git_commits"][0]}
-                write_config(self.folder, {"run_id": self.name, **self.flags, **self.environment, **origin})
+                config = {"run_id": self.name, **self.flags, **self.environment, **origin}
+                with atomic_write(self.folder / "config.json") as file:
+                    file.write(json.dumps(config, indent=2, default=str) + "\n")
             # Another one for what the other processes draw.
             torch.manual_seed(self.flags["seed"] + (self.ranks.rank << 32))
             try:
@@ -106,7 +109,6 @@ class Run:
 
     @property
     def done(self) -> int:
-        """How far the clock has come."""
         return self.history[-1][self.clock] if self.history else 0
 
     def track(self, weights: nn.Module, training: Mapping[str, Any], end: int) -> None:
@@ -130,8 +132,7 @@ class Run:
             write_history(self.folder / HISTORY_FILES[self.clock], self.history)
         self._written = time.monotonic()
         where = f"continuing after {self.clock} {self.done} of {end}" if self.history else "beginning"
-        processes = f"{self.ranks.count} processes, " if self.ranks.count > 1 else ""
-        threads = f"{processes}{self.flags['threads']} threads"
+        threads = f"{self.ranks.count} processes, " * (self.ranks.count > 1) + f"{self.flags['threads']} threads"
         self.ranks.say(f"{self.name}: {where} on {self.environment['device_name']}, {threads}")
 
     def _saved(self) -> dict[str, Any] | None:
@@ -177,7 +178,6 @@ class Run:
         self.origin = {"started_utc": saved["started_utc"], "times_resumed": resumed, "git_commits": commits}
 
     def remaining(self) -> Iterator[int]:
-        """The numbers of the clock that are left."""
         numbers = range(self.done + 1, self.end + 1)
         yield from tqdm(numbers, initial=self.done, total=self.end, unit=self.clock, disable=not self.on_terminal)
 
@@ -239,6 +239,13 @@ class Run:
         """The context in which a network computes with the precision of the run."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags["precision"] == "bf16")
 
+    def compiled(self, module: nn.Module) -> nn.Module:
+        """A module as --compile has it: on a GPU its kernels are launched at once, unless --graph does that."""
+        if not self.args.compile:
+            return module
+        graphs = self.device.type == "cuda" and not getattr(self.args, "graph", False)
+        return torch.compile(module, mode="reduce-overhead" if graphs else None)
+
     @property
     def on_terminal(self) -> bool:
         """Whether bars are shown: to somebody, and by one process alone."""
@@ -282,7 +289,6 @@ class Steps:
     after: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        """Begin without losses."""
         self.parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         self.losses: list[Tensor] = []  # each (), since the last mean
         self.graphed = None

@@ -55,12 +55,6 @@ def open_run(folder: Path, wait: bool = False) -> AbstractContextManager[None]:
     return held_or_refused(lock, ProgramError, "this configuration is being run by another process", "the run folder")
 
 
-def write_config(folder: Path, config: Mapping[str, Value]) -> None:
-    """Write config.json into a run folder: every flag and resolved setting."""
-    with atomic_write(folder / "config.json") as file:
-        file.write(json.dumps(config, indent=2, default=str) + "\n")
-
-
 def write_history(path: Path, history: Sequence[Mapping[str, Value]]) -> None:
     """Write epochs.csv, or another file of a run folder, whole."""
     with atomic_write(path) as file:

@@ -286,18 +286,12 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny
         ("--method softsort --dataset cifar", "did you mean 'cifar10"),
         ("--method softsort --p_k .2 .2", "p_k must be non-negative and sum to 1, got [0.2, 0.2] (sum 0.4)"),
         ("--method softsort --p_k .5 -.5 1", "must be a number between 0 and 1, got '-.5'"),
-        ("--method softsort --p_k", "--p_k"),
-        ("--method softsort --p_k 1 0 0", "softmax_cross_entropy"),
         ("--method softsort --m 4", "raise m"),
         ("--method softsort --inverse_temperature 0:1", "above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4"),
         ("--method softsort --inverse_temperature 1:2:3", "from:to as in 0.25:4, got '1:2:3'"),
         ("--method smooth_topk --inverse_temperature 1:2", "the temperature of smooth_topk is fixed: give one number"),
-        ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "inverse temperature is fixed"),
-        ("--method softmax_cross_entropy --inverse_temperature 1:2", "applies to methods with a temperature"),
-        ("--method softsort --inverse_temperature 1e-308:1e308", "(1e-30 to 1e30), auto, or from:to"),
-        ("--method bitonic --art_lambda 1.5", "art_lambda"),
+        ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "takes a fixed inverse temperature"),
         ("--method softsort --lr .1 --nloglr 3", "not allowed with"),
-        ("--method softsort --lr inf", "must be a number above 0, got 'inf'"),
         ("--method softsort --weight_decay -1", "must be a number between 0 and 1000, got '-1'"),
         ("--method softsort --ema 1", "must be a number above 0 and below 1, got '1'"),
         ("--method softsort --n_epochs 0", "at least 1, got '0'"),
@@ -311,10 +305,9 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny
         ("--method softsort --data_dir ~nosuchuser/x", "a user that is not known"),
         *(
             (f"--method softsort --mirror {text}", f"must be an address http://, https://, file://..., got '{text}'")
-            for text in ("http://[::1", "http://a:port", "http://", "garbage", "ftp://a")
+            for text in ("http://[::1", "http://", "ftp://a")
         ),
         ("--method softsort --results /dev/null --force", "and /dev/null is a device"),
-        ("--method sinkhorn_sort --implementation difftopk", "difftopk has no sinkhorn_sort"),
         ("--method softsort --n_epoch 3", "unrecognized arguments: --n_epoch"),
     ],
 )
@@ -330,15 +323,10 @@ def test_compile_without_a_compiler_is_refused(tiny, results, monkeypatch, capsy
     check_refused(script.main, command(results, "--compile"), "C++ compiler", capsys)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--dataset cifar100 --data_dir nothing --mirror file:///absent.tar.gz", "not available"),
-    ],
-)
-def test_a_run_that_cannot_be_leaves_no_row(tiny, results, tmp_path, monkeypatch, capsys, flags, message):
+def test_a_run_that_cannot_be_leaves_no_row(tiny, results, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    check_refused(script.main, command(results, flags, "softmax_cross_entropy"), message, capsys, status=1)
+    flags = "--dataset cifar100 --data_dir nothing --mirror file:///absent.tar.gz"
+    check_refused(script.main, command(results, flags), "not available", capsys, status=1)
     assert not results.exists()
 
 
@@ -352,10 +340,10 @@ def test_an_unusable_results_file_is_refused_before_training(tiny, results, caps
     assert content is None or results.read_text() == content
 
 
-@pytest.mark.parametrize("seeds", ["--seed 0", "--seeds 0 1"])
-def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(results, monkeypatch, capsys, seeds):
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(results, monkeypatch, capsys):
     monkeypatch.setenv("TOPK_LOSSES_BACKEND", "cuda")
-    check_refused(script.main, command(results, seeds), "TOPK_LOSSES_BACKEND must be torch, numba or triton", capsys)
+    refused = "TOPK_LOSSES_BACKEND must be torch, numba or triton"
+    check_refused(script.main, command(results, "--seeds 0 1"), refused, capsys)
     assert not list(results.parent.iterdir())
 
 

@@ -43,7 +43,7 @@ def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("stores") / "some.store"
     writer = StoreWriter(path, dim=6, dtype=torch.float16, backbone="some:net", resolution=32)
     generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 120), ("test", 40)):
+    for split, count in (("train", 120), ("valid", 30), ("test", 40)):
         labels = torch.arange(count) % 4
         writer.write(split, 0, (torch.randn(count, 6, generator=generator) + 2 * labels.unsqueeze(1)).half(), labels)
     writer.finish()
@@ -187,6 +187,7 @@ def test_a_map_of_stored_embeddings(results, store):
     assert linear["embeddings"].startswith("4x6-")
     assert (linear["model"], linear["backbone"], linear["embedding_dtype"]) == ("linear", "some:net", "float16")
     assert (mlp["model"], mlp["hidden_dims"], linear["dataset"]) == ("mlp", "8", "")
+    assert (linear["train_images"], linear["valid_images"], linear["test_images"]) == ("120", "30", "40")
     assert float(linear["test_top1"]) > 0.5
 
 
