@@ -67,8 +67,8 @@ def s3_folder(text: str) -> str:
 
 
 @dataclass
-class Images(cli.DataFlags):
-    """data and model"""
+class Flags(cli.DeviceFlags, cli.DataFlags):
+    """of this script"""
 
     dataset: str | None = flag(
         None,
@@ -90,12 +90,6 @@ class Images(cli.DataFlags):
         None, str, f"{', '.join(NAMED_WEIGHTS)} or the path of a state dict (pretrained); none is random"
     )
     resolution: int | None = flag(None, cli.count, "side of the images in pixels; of the backbone's transform without")
-
-
-@dataclass
-class Store:
-    """store"""
-
     store: Path | None = flag(
         None, cli.path, "where it is written (data/downloads/embeddings/<dataset>-<backbone>-<pixels>-<dtype>.store)"
     )
@@ -103,12 +97,6 @@ class Store:
     shard_rows: int = flag(8192, cli.count, "images per shard")
     upload: str | None = flag(None, s3_folder, "s3://bucket/prefix/ that receives the store")
     endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
-
-
-@dataclass
-class Flags(cli.DeviceFlags, Store, Images):
-    """machine"""
-
     batch_size: int = flag(128, cli.count, "images at a time")
     workers: int | None = flag(
         None, cli.whole_number(0), f"processes that read images, per GPU; the CPU cores, at most {MAX_WORKERS}, without"

