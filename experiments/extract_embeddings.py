@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torchvision.transforms import v2
 from tqdm import tqdm
 
-from data.cifar100 import DatasetUnavailableError
+from data.checked_json import read_json
+from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, DatasetUnavailableError, normalise
 from data.embeddings import DTYPES, MANIFEST, EmbeddingStore, StoreWriter
 from data.embeddings.store import UNFINISHED, differences, open_finished
 from data.file_lock import held_or_refused, lock_beside
@@ -39,7 +41,7 @@ from data.image_sources import ImageSource, open_images
 from data.program import CommandLineError, ProgramError
 from data.transfers.object_store import Location, ObjectStoreError, upload
 from experiments.shared import command_line as cli
-from experiments.shared.checkpoint_backbone import checkpoint_backbone
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT, device_name, set_up_device
 from experiments.shared.feature_shards import (
@@ -52,6 +54,7 @@ from experiments.shared.feature_shards import (
 )
 from experiments.shared.ranks import Ranks
 from models.backbones import NAMED_WEIGHTS, PAPER, Backbone, WeightsError, backbone, resolve_name
+from models.resnet_cifar import resnet_cifar
 
 STOPPED = "every finished shard is saved; the same command continues with the next"
 MAX_WORKERS = 16
@@ -105,13 +108,51 @@ class Flags(cli.DeviceFlags, cli.DataFlags):
     deterministic: bool = flag(False, bool, "deterministic kernels where there are any")
 
 
-def parse_arguments(argv: list[str] | None = None) -> Flags:
-    """Return the flags, each checked on its own and with its neighbours. Raises CommandLineError."""
+@dataclass
+class RunConfig:
+    model: str
+    dataset: str
+
+
+def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
+    """The network of a checkpoint of train_cifar100.py, or of its folder; its features at `fc`. Raises ProgramError."""
+    path = path / CURRENT if path.is_dir() else path
+    try:
+        config = read_json(path.parent / "config.json", RunConfig)
+        weights = read_checkpoint(path)["model"]
+        network = resnet_cifar(config.model, len(weights["fc.weight"]))
+        network.load_state_dict(weights)
+    except FileNotFoundError as error:
+        raise ProgramError(
+            f"there is no {error.filename}: --checkpoint is the checkpoint.pt in a run folder of train_cifar100.py, "
+            "with its config.json beside it"
+        ) from None
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ProgramError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if config.dataset == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    resolution = resolution or 32
+    return Backbone(
+        f"{config.dataset}-{config.model}",
+        network,
+        lambda images: network.features(normalise(images, mean, std)),
+        dim=network.fc.in_features,
+        resolution=resolution,
+        # Bytes until they are on the device; both steps leave an image of the right size as it is.
+        transform=v2.Compose([v2.Resize(resolution), v2.CenterCrop(resolution), v2.PILToTensor()]),
+        heads=("fc",),
+    )
+
+
+def extract(argv: list[str] | None, ranks: Ranks) -> int:
+    """Write the store that the command line describes; return the exit status."""
+    # Rank 0 goes ahead as far as the loop, and the others follow: what is wrong is said once, and what must be
+    # downloaded is downloaded once.
+    ranks.follow_first()
     args = cli.parse(Flags, argv, __doc__)
-    of_folders = args.train_dir is not None or args.test_dir is not None
     cli.check(args.backbone or args.checkpoint, "one of the arguments --backbone --checkpoint is required (see --help)")
     told = "the images are given by --dataset, or by --train_dir and --test_dir or one of them (see --help)"
-    cli.check((args.dataset is None) == of_folders, told)
+    cli.check((args.dataset is None) == bool(args.train_dir or args.test_dir), told)
     cli.check(not (args.checkpoint and args.weights), "--checkpoint brings its own weights: leave --weights out")
     told = "--endpoint_url is of the server for --upload: give both or neither (see --help)"
     cli.check(args.upload or not args.endpoint_url, told)
@@ -122,15 +163,6 @@ def parse_arguments(argv: list[str] | None = None) -> Flags:
             raise CommandLineError(str(error)) from None
     size = args.batch_size * 3 * 4 * (args.resolution or 1) ** 2
     cli.check_memory(size, f"--batch_size {args.batch_size} images of --resolution {args.resolution}")
-    return args
-
-
-def extract(argv: list[str] | None, ranks: Ranks) -> int:
-    """Write the store that the command line describes; return the exit status."""
-    # Rank 0 goes ahead as far as the loop, and the others follow: what is wrong is said once, and what must be
-    # downloaded is downloaded once.
-    ranks.follow_first()
-    args = parse_arguments(argv)
 
     # Device.
     device = ranks.device(args.device)
