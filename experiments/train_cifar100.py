@@ -73,7 +73,7 @@ EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.StepFlags, cli.DataFlags, cli.OptimizationFlags, cli.ClassifierFlags):
+class Flags(cli.RecordFlags, cli.MachineFlags, cli.DataFlags, cli.OptimizationFlags, cli.ClassifierFlags):
     """of this script: Adam with default betas and, without --lr, a learning rate of 10^-3"""
 
     n_epochs: int = 200
@@ -89,6 +89,7 @@ class Flags(cli.RecordFlags, cli.StepFlags, cli.DataFlags, cli.OptimizationFlags
     label_noise: float = flag(0.0, cli.fraction, "probability that a training label is drawn anew from its group")
     noise_groups: str = flag("blocks", NOISE_GROUPS, "blocks are of five consecutive ids")
     model: str = flag("resnet18", ("resnet18", "resnet34", "resnet50"))
+    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
     results: Path = ROOT / "results" / "cifar100.csv"
 
 

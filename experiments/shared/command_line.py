@@ -284,13 +284,6 @@ class MachineFlags(DeviceFlags):
 
 
 @dataclass
-class StepFlags(MachineFlags):
-    """machine"""
-
-    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
-
-
-@dataclass
 class RecordFlags:
     """record"""
 

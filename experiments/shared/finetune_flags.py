@@ -59,7 +59,7 @@ class Recipe:
 
 
 @dataclass
-class Flags(cli.RecordFlags, cli.StepFlags, cli.LimitFlags, cli.OptimizationFlags, cli.ClassifierFlags):
+class Flags(cli.RecordFlags, cli.MachineFlags, cli.LimitFlags, cli.OptimizationFlags, cli.ClassifierFlags):
     """of this script"""
 
     data_path: str | None = flag(
@@ -83,6 +83,7 @@ class Flags(cli.RecordFlags, cli.StepFlags, cli.LimitFlags, cli.OptimizationFlag
     apply_relu: bool = flag(False, bool, "ReLU on the embeddings")
     apply_dropout: bool = flag(False, bool, "dropout of .5 on the embeddings in training")
     eval_freq: int = flag(100, cli.count, "steps between evaluations")
+    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
     also: Any = flag(
         (),
         str,
