@@ -121,16 +121,19 @@ def load_points(
 
 
 def points_of_store(store: EmbeddingStore, *, seed: int = 0, limits: Mapping[str, int] | None = None) -> Points:
-    """The splits train and test of a store, in their own dtype, on the CPU. Other arguments and errors: load_points."""
-    train, test = (
-        Samples(split.read(torch.arange(len(split))), split.labels()) for split in (store["train"], store["test"])
+    """The splits of a store, in their own dtype, on the CPU; without valid, a tenth of train. Else as load_points."""
+    train, test, *valid = (
+        Samples(store[name].read(torch.arange(len(store[name]))), store[name].labels())
+        for name in ("train", "test", *(["valid"] if "valid" in store.splits else []))
     )
     none = torch.zeros(1, 1, 1)
-    return Points(store.num_classes, *_splits(train, test, 1 / 10, seed, limits or {}), none, none, False)
+    return Points(store.num_classes, *_splits(train, test, 1 / 10, seed, limits or {}, *valid), none, none, False)
 
 
-def _splits(train: Samples, test: Samples, valid_share: float, seed: int, limits: Mapping[str, int]) -> list[Samples]:
-    """Those that train, validate and test."""
+def _splits(
+    train: Samples, test: Samples, valid_share: float, seed: int, limits: Mapping[str, int], own: Samples | None = None
+) -> list[Samples]:
+    """Those that train, validate (`own`, or a share of those that train) and test."""
     kept = {}
     for name, samples in (("train", train), ("test", test)):
         limit = limits.get(name, len(samples))
@@ -139,7 +142,10 @@ def _splits(train: Samples, test: Samples, valid_share: float, seed: int, limits
         everything = limit == len(samples)
         kept[name] = torch.arange(limit) if everything else split_rows(len(samples), limit, seed)[1]
     chosen = kept["train"]
-    learn, valid = (chosen[rows] for rows in split_rows(len(chosen), round(len(chosen) * valid_share), seed))
-    return [
-        Samples(of.inputs[rows], of.labels[rows]) for of, rows in ((train, learn), (train, valid), (test, kept["test"]))
-    ]
+    if own is None:
+        learn, valid = (chosen[rows] for rows in split_rows(len(chosen), round(len(chosen) * valid_share), seed))
+        own = Samples(train.inputs[valid], train.labels[valid])
+    else:
+        learn = chosen
+    trains, tests = (Samples(of.inputs[rows], of.labels[rows]) for of, rows in ((train, learn), (test, kept["test"])))
+    return [trains, own, tests]

@@ -20,21 +20,20 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
     program.begin()
 
-import argparse
 import os
 import re
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torchvision.transforms import v2
 from tqdm import tqdm
 
-from data.cifar100 import DatasetUnavailableError
+from data.checked_json import read_json
+from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, DatasetUnavailableError, normalise
 from data.embeddings import DTYPES, MANIFEST, EmbeddingStore, StoreWriter
 from data.embeddings.store import UNFINISHED, differences, open_finished
 from data.file_lock import held_or_refused, lock_beside
@@ -42,20 +41,20 @@ from data.image_sources import ImageSource, open_images
 from data.program import CommandLineError, ProgramError
 from data.transfers.object_store import Location, ObjectStoreError, upload
 from experiments.shared import command_line as cli
-from experiments.shared.checkpoint_backbone import checkpoint_backbone
+from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT, device_name, set_up_device
 from experiments.shared.feature_shards import (
     PRECISIONS,
     ImageRange,
-    collect,
-    feature_batches,
     read_skipped,
+    shards_of_features,
     skipped_file,
     write_skipped,
 )
 from experiments.shared.ranks import Ranks
 from models.backbones import NAMED_WEIGHTS, PAPER, Backbone, WeightsError, backbone, resolve_name
+from models.resnet_cifar import resnet_cifar
 
 STOPPED = "every finished shard is saved; the same command continues with the next"
 MAX_WORKERS = 16
@@ -66,13 +65,13 @@ def s3_folder(text: str) -> str:
     """Argument type of --upload: the address with one slash at its end, by which it is known to be a store's."""
     scheme, _, rest = text.partition("://")
     if scheme != "s3" or not rest.partition("/")[0]:
-        raise argparse.ArgumentTypeError(f"must be s3://bucket/prefix/, got {text!r}")
+        raise ValueError(f"must be s3://bucket/prefix/, got {text!r}")
     return text.rstrip("/") + "/"
 
 
 @dataclass
-class Images(cli.DataFlags):
-    """data and model"""
+class Flags(cli.DeviceFlags, cli.DataFlags):
+    """of this script"""
 
     dataset: str | None = flag(
         None,
@@ -85,7 +84,7 @@ class Images(cli.DataFlags):
     on_error: str = flag("stop", ("stop", "skip"), "at an image that cannot be read; skipped.csv lists what is skipped")
     backbone: str | None = flag(
         None,
-        cli.checked(resolve_name),  # before anything is built
+        lambda text: resolve_name(text) and text,  # before anything is built
         f"{', '.join(PAPER)}, any other of timm or torchvision; timm:NAME, torchvision:NAME to choose",
         only_one="network",
     )
@@ -94,12 +93,6 @@ class Images(cli.DataFlags):
         None, str, f"{', '.join(NAMED_WEIGHTS)} or the path of a state dict (pretrained); none is random"
     )
     resolution: int | None = flag(None, cli.count, "side of the images in pixels; of the backbone's transform without")
-
-
-@dataclass
-class Store:
-    """store"""
-
     store: Path | None = flag(
         None, cli.path, "where it is written (data/downloads/embeddings/<dataset>-<backbone>-<pixels>-<dtype>.store)"
     )
@@ -107,12 +100,6 @@ class Store:
     shard_rows: int = flag(8192, cli.count, "images per shard")
     upload: str | None = flag(None, s3_folder, "s3://bucket/prefix/ that receives the store")
     endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
-
-
-@dataclass
-class Flags(cli.DeviceFlags, Store, Images):
-    """machine"""
-
     batch_size: int = flag(128, cli.count, "images at a time")
     workers: int | None = flag(
         None, cli.whole_number(0), f"processes that read images, per GPU; the CPU cores, at most {MAX_WORKERS}, without"
@@ -121,15 +108,51 @@ class Flags(cli.DeviceFlags, Store, Images):
     deterministic: bool = flag(False, bool, "deterministic kernels where there are any")
 
 
-def parse_arguments(argv: list[str] | None = None) -> Flags:
-    """Return the flags, each checked on its own and with its neighbours. Raises CommandLineError."""
-    args = cli.parse(
-        Flags, argv, prog="extract_embeddings.py", description="Make an embedding store of labelled images."
+@dataclass
+class RunConfig:
+    model: str
+    dataset: str
+
+
+def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
+    """The network of a checkpoint of train_cifar100.py, or of its folder; its features at `fc`. Raises ProgramError."""
+    path = path / CURRENT if path.is_dir() else path
+    try:
+        config = read_json(path.parent / "config.json", RunConfig)
+        weights = read_checkpoint(path)["model"]
+        network = resnet_cifar(config.model, len(weights["fc.weight"]))
+        network.load_state_dict(weights)
+    except FileNotFoundError as error:
+        raise ProgramError(
+            f"there is no {error.filename}: --checkpoint is the checkpoint.pt in a run folder of train_cifar100.py, "
+            "with its config.json beside it"
+        ) from None
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ProgramError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if config.dataset == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    resolution = resolution or 32
+    return Backbone(
+        f"{config.dataset}-{config.model}",
+        network,
+        lambda images: network.features(normalise(images, mean, std)),
+        dim=network.fc.in_features,
+        resolution=resolution,
+        # Bytes until they are on the device; both steps leave an image of the right size as it is.
+        transform=v2.Compose([v2.Resize(resolution), v2.CenterCrop(resolution), v2.PILToTensor()]),
+        heads=("fc",),
     )
-    of_folders = args.train_dir is not None or args.test_dir is not None
+
+
+def extract(argv: list[str] | None, ranks: Ranks) -> int:
+    """Write the store that the command line describes; return the exit status."""
+    # Rank 0 goes ahead as far as the loop, and the others follow: what is wrong is said once, and what must be
+    # downloaded is downloaded once.
+    ranks.follow_first()
+    args = cli.parse(Flags, argv, __doc__)
     cli.check(args.backbone or args.checkpoint, "one of the arguments --backbone --checkpoint is required (see --help)")
     told = "the images are given by --dataset, or by --train_dir and --test_dir or one of them (see --help)"
-    cli.check((args.dataset is None) == of_folders, told)
+    cli.check((args.dataset is None) == bool(args.train_dir or args.test_dir), told)
     cli.check(not (args.checkpoint and args.weights), "--checkpoint brings its own weights: leave --weights out")
     told = "--endpoint_url is of the server for --upload: give both or neither (see --help)"
     cli.check(args.upload or not args.endpoint_url, told)
@@ -140,15 +163,6 @@ def parse_arguments(argv: list[str] | None = None) -> Flags:
             raise CommandLineError(str(error)) from None
     size = args.batch_size * 3 * 4 * (args.resolution or 1) ** 2
     cli.check_memory(size, f"--batch_size {args.batch_size} images of --resolution {args.resolution}")
-    return args
-
-
-def extract(argv: list[str] | None, ranks: Ranks) -> int:
-    """Write the store that the command line describes; return the exit status."""
-    # Rank 0 goes ahead as far as the loop, and the others follow: what is wrong is said once, and what must be
-    # downloaded is downloaded once.
-    ranks.follow_first()
-    args = parse_arguments(argv)
 
     # Device.
     device = ranks.device(args.device)
@@ -157,15 +171,10 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
     set_up_device(device, args.threads, args.deterministic)
 
     # Images, by name.
-    folders = {"train": args.train_dir, "test": args.test_dir}
+    folders = {split: folder for split, folder in (("train", args.train_dir), ("test", args.test_dir)) if folder}
+    limits = {"train": args.limit_train, "test": args.limit_test}
     with cli.refusing(DatasetUnavailableError):
-        source = open_images(
-            args.dataset,
-            args.data_dir,
-            folders={split: folder for split, folder in folders.items() if folder is not None},
-            mirror=args.mirror,
-            limits={"train": args.limit_train, "test": args.limit_test},
-        )
+        source = open_images(args.dataset, args.data_dir, folders=folders, mirror=args.mirror, limits=limits)
 
     # Backbone.
     if args.checkpoint:
@@ -174,11 +183,10 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
         weights = args.weights or "pretrained"
         if weights == "pretrained":
             ranks.say(f"{args.backbone}: pretrained weights, downloaded unless they are here")
-        named = weights in NAMED_WEIGHTS
+        where = weights if weights in NAMED_WEIGHTS else Path(os.path.expanduser(weights))
         with cli.refusing(WeightsError):
-            where = weights if named else Path(os.path.expanduser(weights))
             network = backbone(args.backbone, where, resolution=args.resolution)
-        weights = weights if named else "file"
+        weights = weights if weights in NAMED_WEIGHTS else "file"
 
     # Store: what is there already, and what this process has to do.
     settings = {
@@ -204,7 +212,12 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
     # Rank 0 holds it for all.
     with held_or_refused(lock, ProgramError, busy, "the folder") if ranks.is_first else nullcontext():
         if (folder / MANIFEST).exists():
-            store = complete_store(folder, settings)
+            store = open_finished(folder)
+            found = {**vars(store), "dtype": DTYPES[store.dtype_name], **store.details}
+            # The number of classes may not be known before the labels are.
+            known = {"details": store.details, "num_classes": settings["num_classes"] or store.num_classes}
+            changed = differences(found, {**settings, **settings["details"], **known})
+            cli.check(not changed, f"{folder} is complete, with other settings ({changed}): choose another --store")
             ranks.let_follow()
             ranks.say(f"skipped: {folder} holds these embeddings already")
         else:
@@ -221,7 +234,7 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
 
 def write_store(
     folder: Path,
-    settings: Mapping[str, Any],
+    settings: dict,
     source: ImageSource,
     network: Backbone,
     device: torch.device,
@@ -259,9 +272,8 @@ def write_store(
     network = network.to(device, memory_format=torch.channels_last)
     images = sum(shard.end - shard.begin for shard in mine)
     with tqdm(total=images, unit="image", disable=not ranks.is_first or not sys.stderr.isatty()) as bar:
-        batches = feature_batches(mine, network, source.splits, device, args, workers)
-        for shard in mine:
-            features, labels, broken = collect(shard, batches, source.splits[shard.split], args, bar)
+        contents = shards_of_features(mine, network, source.splits, device, args, workers, bar)
+        for shard, (features, labels, broken) in zip(mine, contents):
             # Before the shard: one that is present has its list of broken images.
             write_skipped(skipped_file(folder, shard), broken)
             writer.write(shard.split, shard.number, features, labels)
@@ -270,7 +282,7 @@ def write_store(
             ranks.say(f"{shard}: {len(labels)} images{left_out}, {seconds:.1f} s", by_each=True)
 
     # Finish: one process merges the manifest when all are done.
-    images = ranks.sum(images)
+    images = sum(ranks.gathered(images))
     seconds = time.perf_counter() - started
     if not ranks.is_first:
         return None
@@ -281,36 +293,19 @@ def write_store(
     return store
 
 
-def complete_store(folder: Path, settings: Mapping[str, Any]) -> EmbeddingStore:
-    """Open a complete store. Raises CommandLineError if it has other settings, EmbeddingError if it is damaged."""
-    store = open_finished(folder)
-    found = {**vars(store), "dtype": DTYPES[store.dtype_name], **store.details}
-    wanted = {**settings, **settings["details"], "details": store.details}
-    if wanted["num_classes"] is None:  # not known before the labels are
-        del wanted["num_classes"]
-    changed = differences(found, wanted)
-    cli.check(not changed, f"{folder} is complete, with other settings ({changed}): choose another --store")
-    return store
-
-
 def report(store: EmbeddingStore) -> None:
     """Print what the store holds, what was left out, and how to train on it."""
     rows = ", ".join(f"{len(split)} {name}" for name, split in store.splits.items())
     print(f"store: {store.path}\n    {rows} rows of {store.dim} {store.dtype_name}, {store.num_classes} classes")
-    list_of_all = skipped_file(store.path)
-    if skipped := read_skipped(list_of_all):
-        listed = "".join(f"\n    {path} ({reason})" for _, _, path, reason in skipped[:NAMED])
-        more = f"\n    and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        print(
-            f"warning: {len(skipped)} images could not be read and are not in the store; all in {list_of_all}:"
-            f"{listed}{more}",
-            file=sys.stderr,
-        )
+    if skipped := read_skipped(skipped_file(store.path)):
+        listed = [f"{path} ({reason})" for _, _, path, reason in skipped[:NAMED]]
+        listed += [f"and {len(skipped) - NAMED} more"] if len(skipped) > NAMED else []
+        told = f"warning: {len(skipped)} images could not be read and are not in the store; all in"
+        print(f"{told} {skipped_file(store.path)}:", *listed, sep="\n    ", file=sys.stderr)
     print(f"train on it: python experiments/finetune_imagenet.py -d {store.path}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     return cli.finish(lambda ranks: extract(argv, ranks), stopped=STOPPED)
 
 

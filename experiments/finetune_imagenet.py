@@ -4,22 +4,16 @@
     python experiments/finetune_imagenet.py -d efficientnet-l2-800 --method splitter_selection \\
         --distribution logistic --inverse_temperature .5 --p_k .25 .0 .0 .0 .75
     python experiments/finetune_imagenet.py -d FOLDER --method neuralsort --p_k .5 0 0 0 .5 --seeds 0 1 2
+    python experiments/finetune_imagenet.py --method softsort --seeds 0 1 --also "--method neuralsort" # in one pass
+    torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort --m 16           # two GPUs
 
 -d takes a published file by its short name (downloaded once, 11 to 50 GB), a torch file, an address or a store.
 Protocol: a random 50,000 of the training rows for validation, one linear layer, m 16, batch 500, Adam with learning
 rate 10^-4.5, 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last; a row reports test
-accuracy where validation accuracy was best, per k. --seeds and --also train several heads in one pass over the data:
-
-    python experiments/finetune_imagenet.py --seeds 0 1 --method softmax_cross_entropy \\
-        --also "--method neuralsort --p_k .5 0 0 0 .5" --also "--method softsort --p_k .5 0 0 0 .5"
+accuracy where validation accuracy was best, per k.
 
 One row per configuration and seed is added to results/imagenet1k.csv (--results); config.json, evaluations.csv and
 the checkpoint lie in results/runs/<run id>/. Stopping, killing, skipping and --force are as in train_cifar100.py.
-
-    torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort --m 16    # two GPUs
-
-The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, dropout,
-gradient and accuracies are those of one process, but for rounding. Each keeps all training rows (--batches).
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -41,23 +35,21 @@ from tqdm import tqdm
 from data.embeddings import EmbeddingBatches
 from data.program import ProgramError
 from experiments.shared import command_line as cli
-from experiments.shared.environment import check_compiler, set_up_device
+from experiments.shared.environment import set_up_device
 from experiments.shared.finetune_flags import (
     IMAGENET_1K,
-    TENSORS,
     Defaults,
     Flags,
     Recipe,
-    identity_of,
+    columns_of,
     open_store_of,
-    origin_of,
     parse_arguments,
     recipes_of,
     rows_of,
     settle,
 )
 from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
-from experiments.shared.metrics import EVALUATION, TOP_K, count_hits, hit_fractions
+from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
 from experiments.shared.run import Diverged, Run, Steps, check_finite
 from models.heads import Head, head
@@ -71,28 +63,26 @@ IDENTITY = (
     *("implementation", "lr", "weight_decay", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url", "sha256", *TENSORS)  # another place changes nothing
-MEASURED = (*EVALUATION, "train_steps", "num_heads")  # of each evaluation
+UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url")  # another place changes nothing
 
 
 class HeadRun:
     """One seed's head of a configuration, on the device: restored, or initialised under its seed."""
 
     def __init__(self, run: Run, recipe: Recipe, made: Head, num_steps: int) -> None:
-        """run: entered. made: a fresh head, on the device; num_steps: of an epoch."""
-        args, compiles = run.args, run.args.compile and run.device.type == "cuda"
+        """made: a fresh head, on the device. num_steps: of an epoch."""
+        args = run.args
         # One that draws noise, or whose temperature changes, has a state: company changes nothing.
         self.own_loss = run.flags["implementation"] != "ours" or not is_stateless(run.flags)
         self.run, self.head = run, made
         self.loss_fn = deepcopy(recipe.loss_fn) if self.own_loss else recipe.loss_fn
-        optimizer = torch.optim.AdamW(
-            made.parameters(), run.flags["lr"], weight_decay=run.flags["weight_decay"] or 0, fused=True
-        )
+        decay = run.flags["weight_decay"] or 0
+        optimizer = torch.optim.AdamW(made.parameters(), run.flags["lr"], weight_decay=decay, fused=True)
         training = {"model": made, "optimizer": optimizer, "loss": self.loss_fn}
         run.track(made, training, end=args.n_epochs * num_steps)
         self.steps = Steps(run, optimizer, self.loss_fn, num_steps, args.n_epochs)
         # On a CPU, the last layer would not look at its gradient if it were compiled, which gains more.
-        self.training_head = torch.compile(made) if compiles else made
+        self.training_head = torch.compile(made) if args.compile and run.device.type == "cuda" else made
         self.training_loss = torch.compile(self.loss_fn) if args.compile and not self.own_loss else self.loss_fn
 
     def batch_loss(self, embeddings: Tensor, labels: Tensor, kept: Tensor | None, weight: float) -> tuple[Tensor, None]:
@@ -102,7 +92,6 @@ class HeadRun:
         return self.training_loss(logits.float(), labels).mean() * weight, None
 
     def seed_noise(self, *numbers: int) -> None:
-        """Determine the noise of the loss by the head's seed and these numbers."""
         if self.own_loss:
             seed_noise(self.loss_fn, self.run.device, self.run.flags["seed"], *numbers)
 
@@ -110,44 +99,35 @@ class HeadRun:
 def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
     """Train each configuration with each seed and record the rows; return the exit status."""
     # What can be refused is refused before data is downloaded: tried with as many classes as the flags may need.
-    device = cli.training_device(args.device, ranks)
-    args.check_graph(device, ranks, {each.implementation for each in (args, *args.also)})
+    device = cli.training_device(args, ranks)
     with cli.refusing():
         most = max(each.m or 0 for each in (args, *args.also))
         recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))
-    if args.compile:
-        check_compiler()
 
     # Data: the store, which rank 0 downloads for all, and the losses for its classes.
     ranks.follow_first()
-    keys = {name: getattr(args, name) for name in TENSORS if getattr(args, name)}
-    store = open_store_of(
-        args.data_path, args.cache_dir, keys=keys or None, endpoint_url=args.endpoint_url, sha256=args.sha256
-    )
+    store = open_store_of(args.data_path, args.cache_dir, args.endpoint_url)
     ranks.let_follow()
     rows = rows_of(store, args, defaults)
-    filled_in = settle(args, defaults, len(rows["train"]))
-    fewest = min(args.batch_size, *(len(each) for name, each in rows.items() if name != "train"))
+    counts = {name: len(each) for name, each in rows.items()}
+    filled_in = settle(args, defaults, counts["train"])
+    fewest = min(args.batch_size, *(count for name, count in counts.items() if name != "train"))
     told = "processes divide each batch, the rows that validate and those of test"
     cli.check(ranks.count <= fewest, f"{ranks.count} {told}: there are {fewest}; lower --nproc_per_node")
     try:
         recipes = recipes_of(args, defaults, store.num_classes, device)
     except ValueError as error:
-        raise cli.CommandLineError(
-            f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
-        ) from None
+        told = f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
+        raise cli.CommandLineError(told) from None
 
     # Runs, one per configuration and seed, without those that are recorded.
     runs: list[tuple[Run, Recipe]] = []
     for recipe, seed in itertools.product(recipes, args.seeds):
         order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
         flags = {name: value for name, value in recipe.flags.items() if name not in UNRECORDED}
-        flags |= {**identity_of(store, args.data_path), "num_valid": len(rows["valid"])}
-        flags |= {"seed": seed, "order_seed": order}
+        flags |= {**columns_of(store, args.data_path), "num_valid": counts["valid"], "seed": seed, "order_seed": order}
         with suppress(cli.AlreadyRecorded):
-            measured = [name for name in MEASURED if "test" in rows or not name.startswith("test_")]
-            run = Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step", measured=measured)
-            runs.append((run, recipe))
+            runs.append((Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step"), recipe))
     if not runs:
         return 0
 
@@ -157,14 +137,13 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         if turn == ranks.local_rank:
             batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=rows["train"], mode=args.batches)
             splits = {  # of each, this process's share
-                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(len(rows[name]))])
+                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(counts[name])])
                 for name, split in ((name, store.splits.get(name, store["train"])) for name in rows if name != "train")
             }
-        ranks.sum(0)
+        ranks.gathered(0)
     labels = store["train"].labels()[rows["train"]].to(device)
     for recipe in recipes:
         count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
-    counts = {name: len(each) for name, each in rows.items()}
     told = f"{counts['test']} test" if "test" in counts else "no test split: the row has validation accuracy alone"
     ranks.say(f"{store.path}: {counts['train']} training rows, {counts['valid']} validate, {told}")
     ranks.say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
@@ -176,7 +155,7 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
         heads = []
         for run, recipe in runs:
             with suppress(cli.AlreadyRecorded):
-                held.enter_context(run)
+                held.enter_context(run.held())
                 torch.manual_seed(run.flags["seed"])
                 shape = {"apply_relu": args.apply_relu, "apply_dropout": args.apply_dropout}
                 made = head(store.dim, store.num_classes, args.hidden_dims or (), **shape).to(device)
@@ -192,16 +171,10 @@ def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
                 refuse_broken_rows(each, ranks)
             raise
 
+        columns = {"processes": ranks.count, "batch_source": batches.mode, "num_classes": store.num_classes}
+        columns |= {f"{name}_images": count for name, count in counts.items()}
         for run in [each.run for each in heads]:
-            columns = {
-                "processes": ranks.count,
-                **origin_of(store),
-                "batch_source": batches.mode,
-                "num_heads": run.history[-1]["num_heads"],
-                "num_classes": store.num_classes,
-                **{f"{name}_images": count for name, count in counts.items()},
-            }
-            run.record({**columns, **run.summary(last_step * args.batch_size)})
+            run.record({**columns, "num_heads": run.history[-1]["num_heads"]}, last_step * args.batch_size)
     return 0
 
 
@@ -236,7 +209,7 @@ def train_epoch(group: Sequence[HeadRun], batches: EmbeddingBatches, splits: dic
         # Evaluation.
         where = f"epoch {epoch} step {step + 1}/{num_steps}"
         train_steps = len(group[0].steps.losses)
-        means = [each.steps.mean(torch.mean) for each in group]
+        means = [each.steps.mean() for each in group]
         train_seconds = time.perf_counter() - started
         for each, train_loss, result in zip(group, means, evaluate(group, splits, where)):
             measured = {
@@ -262,7 +235,7 @@ def evaluate(group: Sequence[HeadRun], splits: dict[str, EmbeddingBatches], wher
         each.head.eval()
         each.loss_fn.eval()
     for name, split in splits.items():
-        num_rows = ranks.sum(len(split.rows))
+        num_rows = sum(ranks.gathered(len(split.rows)))
         # Sums over the rows: of losses, of the spread of the logits over the classes, of hits.
         sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=split.device)
         for number, (embeddings, labels) in enumerate(split.in_order()):
@@ -289,21 +262,19 @@ def refuse_broken_rows(rows: EmbeddingBatches, ranks: Ranks) -> None:
     """Raise ProgramError, which names it, where one of the rows holds a number that is not finite."""
     broken = ""
     for number, (embeddings, _) in enumerate(rows.in_order()):
-        finite = embeddings.isfinite()  # (batch, d)
-        if not finite.all():
-            which, column = (~finite).nonzero()[0].tolist()
+        places = (~embeddings.isfinite()).nonzero()  # (numbers, 2)
+        if len(places) and not broken:
+            which, column = places[0].tolist()
             broken = (
                 f"row {int(rows.rows[number * rows.batch_size + which])} of the split {rows.split.name} of "
                 f"{rows.split.folder} holds {embeddings[which, column].item()}: nothing is recorded. Make these "
                 "embeddings again, or leave such rows out"
             )
-            break
     for each in filter(None, ranks.gathered(broken)):
         raise ProgramError(each)
 
 
 def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     return cli.finish(lambda ranks: finetune(parse_arguments(argv, defaults), defaults, ranks))
 
 

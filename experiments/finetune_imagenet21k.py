@@ -15,8 +15,6 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 from experiments.finetune_imagenet import Defaults, main
 
 IMAGENET_21K = Defaults(
-    table="ImageNet-21K-P (Tables 2 and 3)",
-    prog="finetune_imagenet21k.py",
     data_path="wsl-32x48d-224-21k",
     results="imagenet21k.csv",
     num_classes=10_450,

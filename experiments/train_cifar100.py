@@ -9,18 +9,11 @@
 
 Protocol: 5% of the training images for validation, random crop and flip, batch 128, Adam with learning rate 1e-3,
 200 epochs, evaluation after each; a row reports test accuracy where validation accuracy was best, per k.
-Not published are --lr_schedule cosine, which brings a short run to rest, --weight_decay, and --ema: a moving average of
-weights and batch-norm statistics over the steps, by which a row is evaluated and its best epoch chosen.
 
 The row is added to results/cifar100.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
 as many threads, it ends with the same bits. A configuration that the file already has is skipped (--force repeats it).
-
---seeds trains in one process per seed, as many at a time as the CPU has cores for, or all on the GPUs, in turn. Each
-row is what --seed alone gives with as many --threads, to the bit on a CPU.
-
-The processes of torchrun divide each batch (--batch_size is that of all together) and each evaluation; order, crops,
-gradient and accuracies are those of one process. Batch norm alone uses the images of its own process.
+What --seeds and torchrun divide, and what is not published, says docs/reproduce.md.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -29,11 +22,8 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
     program.begin()
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +43,7 @@ from data.cifar100 import (
 )
 from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
-from experiments.shared.environment import ROOT, check_compiler, compiled
+from experiments.shared.environment import ROOT
 from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
 from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
 from experiments.shared.ranks import Ranks
@@ -83,8 +73,8 @@ EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations
 
 
 @dataclass
-class Optimization(cli.OptimizationFlags):
-    """optimization: AdamW, which without weight decay is Adam; default betas, and learning rate 10^-3"""
+class Flags(cli.RecordFlags, cli.MachineFlags, cli.DataFlags, cli.OptimizationFlags, cli.ClassifierFlags):
+    """of this script: Adam with default betas and, without --lr, a learning rate of 10^-3"""
 
     n_epochs: int = 200
     batch_size: int = 128
@@ -95,75 +85,49 @@ class Optimization(cli.OptimizationFlags):
         "evaluate, choose and keep an exponential moving average of weights and batch-norm statistics, in which "
         "each step counts for 1 - this (none, as published)",
     )
-
-
-@dataclass
-class Data(cli.DataFlags):
-    """data and model"""
-
     dataset: str = flag("cifar100", DATASETS, "digits needs no download")
     label_noise: float = flag(0.0, cli.fraction, "probability that a training label is drawn anew from its group")
     noise_groups: str = flag("blocks", NOISE_GROUPS, "blocks are of five consecutive ids")
     model: str = flag("resnet18", ("resnet18", "resnet34", "resnet50"))
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.StepFlags, Data, Optimization, cli.ClassifierFlags):
-    """record"""
-
+    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
     results: Path = ROOT / "results" / "cifar100.csv"
 
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
-    told = "Train a ResNet on CIFAR-100, CIFAR-10 or digits with a top-k loss (Tables 1 and 4)."
-    return cli.parse(Flags, argv, prog="train_cifar100.py", description=told)
-
-
-def configuration(args: Flags, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the loss, and every flag with nothing left to a default. Raises CommandLineError."""
-    with cli.refusing():
-        settings = cli.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
-        loss_fn = cli.build_loss(args.implementation, settings, NUM_CLASSES[args.dataset], device)
-    if args.compile:
-        check_compiler()
-    flags = {
-        **{name: value for name, value in vars(args).items() if name != "seeds"},  # they have a row each
-        **settings,
-        **cli.learning_rate(args, NLOGLR),
-        # Empty where as published (so is ema): ids of rows from before there was a choice stay.
-        "lr_schedule": args.lr_schedule if args.lr_schedule != "constant" else None,
-        "weight_decay": args.weight_decay or None,
-        "data_dir": cli.portable(args.data_dir),
-        "noise_groups": args.noise_groups if args.label_noise > 0 else None,
-    }
-    return loss_fn, flags
+    return cli.parse(Flags, argv, __doc__)
 
 
 def begin(args: Flags, ranks: Ranks) -> tuple[Run, nn.Module, Dataset]:
     """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too."""
-    device = cli.training_device(args.device, ranks)
-    args.check_graph(device, ranks, {args.implementation})
-    loss_fn, flags = configuration(args, device)
+    device = cli.training_device(args, ranks)
     told = f"--batch_size must be at least the number of processes: got {args.batch_size} and {ranks.count} processes"
     cli.check(args.batch_size >= ranks.count, told)
-    return Run(args, flags, IDENTITY, READABLE, device, ranks), loss_fn, dataset(args)
-
-
-def dataset(args: Flags) -> Dataset:
-    """Return the data set that the flags describe, on the CPU. Raises CommandLineError or ProgramError."""
-    names = ("limit_train", "limit_test", "label_noise", "noise_groups", "mirror", "seed")
     with cli.refusing(DatasetUnavailableError):
+        settings = cli.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
+        loss_fn = cli.build_loss(args.implementation, settings, NUM_CLASSES[args.dataset], device)
+        flags = {  # with nothing left to a default
+            **{name: value for name, value in vars(args).items() if name != "seeds"},  # they have a row each
+            **settings,
+            **cli.learning_rate(args, NLOGLR),
+            # Empty where as published (so is ema): ids of rows from before there was a choice stay.
+            "lr_schedule": args.lr_schedule if args.lr_schedule != "constant" else None,
+            "weight_decay": args.weight_decay or None,
+            "data_dir": cli.portable(args.data_dir),
+            "noise_groups": args.noise_groups if args.label_noise > 0 else None,
+        }
+        run = Run(args, flags, IDENTITY, READABLE, device, ranks)
+        names = ("limit_train", "limit_test", "label_noise", "noise_groups", "mirror", "seed")
         data = load_dataset(args.dataset, args.data_dir, **{name: getattr(args, name) for name in names})
     told = f"--batch_size must not exceed the {len(data.train)} training images, got {args.batch_size}"
     cli.check(args.batch_size <= len(data.train), told)
-    return data
+    return run, loss_fn, data
 
 
 def train(args: Flags, ranks: Ranks) -> int:
     """Train one configuration with --seed and record its row; return the exit status."""
     run, loss_fn, data = begin(args, ranks)
-    with run:
+    with run.held():
         # Data, whole on the device as uint8; model and optimizer.
         data = data.to(run.device)
         count_classes(loss_fn, args.method, data.train.labels, data.num_classes)
@@ -178,17 +142,15 @@ def train(args: Flags, ranks: Ranks) -> int:
         run.track(evaluated, training, end=args.n_epochs)
 
         # Loop. Only the training step is compiled: eval mode and its partial batches would each be compiled again.
-        steps_model = compiled(model, run.device, args.graph) if args.compile else model
+        steps_model = run.compiled(model)
         stateless = args.implementation == "ours" and is_stateless(run.flags)
-        steps_loss = compiled(loss_fn, run.device, args.graph) if args.compile and stateless else loss_fn
+        steps_loss = run.compiled(loss_fn) if stateless else loss_fn
         num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
         steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs, lr_schedule=args.lr_schedule)
         if average:
             steps.after = lambda: average.update_parameters(model)
-        of_batch = partial(batch_loss, run, steps_model, steps_loss, data)
         for epoch in run.remaining():
-            model.train()
-            trained = train_epoch(epoch, steps, of_batch, data)
+            trained = train_epoch(epoch, steps, steps_model, steps_loss, data)
             for part in (model, average) if average else (model,):
                 ranks.copy_from_first(part.buffers())  # the running statistics
             measured = {**trained, **evaluate(epoch, run, evaluated, loss_fn, data)}
@@ -197,27 +159,11 @@ def train(args: Flags, ranks: Ranks) -> int:
 
         columns = {"processes": ranks.count, "num_classes": data.num_classes}
         columns |= {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
-        num_images = args.n_epochs * (len(data.train) // args.batch_size) * args.batch_size
-        run.record({**columns, **run.summary(num_images)})
+        run.record(columns, args.n_epochs * num_steps * args.batch_size)
     return 0
 
 
-def batch_loss(
-    run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset, rows: Tensor, *crops: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The loss () and the hits (5,) of training images, each of them by its row and its crop, (share,)."""
-    images, labels = data.train.batch(rows)
-    images = normalise(crop_and_flip(images, *crops, PADDING), data.mean, data.std)
-    with run.autocast():
-        logits = model(images)  # (share, num_classes)
-    logits = logits.float()
-    # Summed over the processes, the mean over the batch.
-    return loss_fn(logits, labels) * run.ranks.weight(run.args.batch_size), count_hits(logits.detach(), labels)
-
-
-def train_epoch(
-    epoch: int, steps: Steps, of_batch: Callable[..., tuple[Tensor, Tensor]], data: Dataset
-) -> dict[str, float]:
+def train_epoch(epoch: int, steps: Steps, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
     """Train for one epoch, counted from 1; return its loss, accuracies as fractions, seconds and images/s.
 
     Losses and hits stay on the device until it is over, so that no step waits for a GPU. Raises Diverged.
@@ -225,6 +171,17 @@ def train_epoch(
     started, run = time.perf_counter(), steps.run
     args, device, ranks = run.args, run.device, run.ranks
     share = ranks.share(args.batch_size)
+
+    def batch_loss(rows: Tensor, *crops: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss () and the hits (5,) of training images, each of them by its row and its crop, (share,)."""
+        images, labels = data.train.batch(rows)
+        images = normalise(crop_and_flip(images, *crops, PADDING), data.mean, data.std)
+        with run.autocast():
+            logits = model(images)  # (share, num_classes)
+        logits = logits.float()
+        # Summed over the processes, the mean over the batch.
+        return loss_fn(logits, labels) * ranks.weight(args.batch_size), count_hits(logits.detach(), labels)
+
     order = epoch_order(len(data.train), args.seed, epoch)  # (N,)
     if device.type == "cuda":
         order = order.pin_memory()  # copied without waiting
@@ -232,18 +189,17 @@ def train_epoch(
     generator = epoch_generator(args.seed, epoch, device)
     seed_noise(steps.loss_fn, device, args.seed, epoch, ranks.rank)
     hits = torch.zeros(len(TOP_K), dtype=torch.int64, device=device)
-    steps.loss_fn.train()
+    model.train()
+    loss_fn.train()
     for step in steps.of(epoch):
         rows = order[step * args.batch_size : (step + 1) * args.batch_size][share]
         # Drawn for the whole batch, so that an image is cropped alike by any number of processes.
         crops = [each[share] for each in sample_crops(args.batch_size, PADDING, generator)]
-        hits += steps.take(of_batch, rows, *crops)
+        hits += steps.take(batch_loss, rows, *crops)
     loss, hits, num_images = steps.mean(), ranks.total(hits).tolist(), steps.num_steps * args.batch_size
     seconds = time.perf_counter() - started
-    return {
-        **{"epoch": epoch, "train_loss": loss, **hit_fractions("train", hits, num_images)},
-        **{"train_seconds": seconds, "images_per_second": num_images / seconds},
-    }
+    speed = {"train_seconds": seconds, "images_per_second": num_images / seconds}
+    return {"epoch": epoch, "train_loss": loss, **hit_fractions("train", hits, num_images), **speed}
 
 
 @torch.no_grad()
@@ -272,7 +228,6 @@ def evaluate(epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, data: D
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     return cli.finish(lambda ranks: each_seed(begin, train, parse_arguments(argv), ranks))
 
 

@@ -10,10 +10,8 @@ A step draws 100 queries and 100 candidates, each from a shuffled order of its o
 negated, are scores, of which the relaxed top-k gives each candidate its mass among the k nearest; the loss is minus the
 mass on the candidates of the query's label. SGD with momentum. After each epoch the queries of validation and test get
 the majority label of their k nearest among all training points (exact, experiments/shared/neighbours.py); a row reports
-test accuracy where validation accuracy was best. Baselines: kNN on the inputs, on 50 principal components, on the
-embeddings of a network trained by cross-entropy, and that network itself (--prediction network).
+test accuracy where validation accuracy was best. Baselines and what of the published code is mended: docs/knn.md.
 
-Two oddities of the published code are mended, and are switches: --self_match and --augmented_neighbours (docs/knn.md).
 The row is added to results/knn.csv (--results); config.json, epochs.csv and the checkpoint lie in
 results/runs/<run id>/. Stopping, killing, skipping, --force and --seeds are as in train_cifar100.py.
 """
@@ -23,7 +21,6 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
 
     program.begin()
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sklearn.decomposition import PCA
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -40,10 +38,9 @@ from data.points import POINT_SETS, Points, Samples, load_points, points_of_stor
 from data.program import ProgramError
 from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
-from experiments.shared.environment import ROOT, check_compiler, compiled
-from experiments.shared.finetune_flags import identity_of, open_store_of, origin_of
+from experiments.shared.environment import ROOT
+from experiments.shared.finetune_flags import columns_of, open_store_of
 from experiments.shared.loss_state import resolved, seed_noise, temperature_of
-from experiments.shared.metrics import hit_fractions
 from experiments.shared.neighbours import CROSS_ENTROPY, LOSSES, METHODS, UNTRAINED, majority, nearest, neighbour_loss
 from experiments.shared.ranks import Ranks
 from experiments.shared.run import Run, Steps
@@ -60,7 +57,6 @@ IDENTITY = (
 )
 READABLE = "{dataset}{embeddings}-{method}-k{k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
 EVAL_BATCH = 1000  # points that are embedded at once, and a tile of the search: the result does not depend on it
-MEASURED = ("epoch", "valid_top1", "test_top1", "train_seconds", "eval_seconds", "peak_memory_mib")  # of each epoch
 NLOGLR = 3.0  # the published code's; its paper tries 10^-4 and 10^-5
 COMPONENTS = 50  # of pca: those of the published baseline
 INVERSE_TEMPERATURES = {"neuralsort": 1 / 16}  # the published code's tau 16; other methods: the library's default
@@ -73,8 +69,8 @@ NOT_RECORDED = ("seeds", "cache_dir")
 
 
 @dataclass
-class Neighbours(cli.OperatorFlags):
-    """loss: a setting that is left out takes the method's default"""
+class Flags(cli.RecordFlags, cli.MachineFlags, cli.DataFlags, cli.OptimizationFlags, cli.OperatorFlags):
+    """of this script: SGD with momentum .9 and a constant learning rate, 10^-3; a batch is of queries"""
 
     method: str = flag(
         None,
@@ -89,23 +85,11 @@ class Neighbours(cli.OperatorFlags):
     prediction: str = flag(
         "neighbours", ("neighbours", "network"), f"the majority of the k nearest, or, of {CROSS_ENTROPY}, the logits"
     )
-
-
-@dataclass
-class Optimization(cli.OptimizationFlags):
-    """optimization: SGD with momentum .9 and a constant learning rate, 10^-3; a batch is of queries"""
-
     n_epochs: int = 200
     batch_size: int = 100
     weight_decay: float = 5e-4
     num_candidates: int = flag(100, cli.count, "candidates of a step, from an order of their own")
     self_match: bool = flag(False, bool, "as in the published code, a query meets itself among the candidates")
-
-
-@dataclass
-class Data(cli.DataFlags):
-    """data and model"""
-
     dataset: str | None = flag(None, POINT_SETS, "without, mnist; digits needs no download", only_one="source")
     data_path: str | None = flag(None, str, "embeddings, as finetune_imagenet.py's", "-d", only_one="source")
     cache_dir: Path | None = flag(None, cli.path, "of embeddings that are downloaded")
@@ -115,19 +99,12 @@ class Data(cli.DataFlags):
     model: str | None = flag(None, EMBEDDERS, "cnn for mnist and digits, linear for embeddings, else preact_resnet18")
     dim: int | None = flag(None, cli.count, "width of the embeddings of linear and mlp (128)")
     hidden_dims: list[int] | None = flag(None, cli.count, "of mlp: widths of its hidden layers", nargs="+")
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, Data, Optimization, Neighbours):
-    """record"""
-
     results: Path = ROOT / "results" / "knn.csv"
 
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
-    told = "Train a network whose k nearest neighbours classify, through a relaxed top-k of the distances."
-    args = cli.parse(Flags, argv, prog="train_knn.py", description=told)
+    args = cli.parse(Flags, argv, __doc__)
     args.dataset = args.dataset or ("mnist" if args.data_path is None else None)
     return args
 
@@ -150,12 +127,10 @@ def configuration(args: Flags) -> tuple[TopKOperator | None, dict[str, Any]]:
     cli.check(enough, f"--k must be below --num_candidates, got {args.k} and {args.num_candidates}")
     has_width = not args.dim or is_map or method in UNTRAINED
     cli.check(has_width, f"--dim is of linear and mlp, not of --model {model}; leave it out")
-    if args.compile:
-        check_compiler()
     flags = {
         **{flag: value for flag, value in vars(args).items() if flag not in NOT_RECORDED},
         **cli.learning_rate(args, NLOGLR),
-        **{"model": model, "dim": (args.dim or 128) if is_map else None},
+        **{"model": model, "dim": (args.dim or 128) if is_map else None, "embeddings": None},
         "data_dir": cli.portable(args.data_dir) if args.dataset else None,
         # Switches that are off leave ids of rows from before there was a choice as they are.
         **{name: getattr(args, name) or None for name in ("sorted", "self_match", "augmented_neighbours")},
@@ -182,20 +157,20 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
 
     A store is opened at once, to be known by its content; images are loaded where there is something to do.
     """
-    told = f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
-    cli.check(ranks.count == 1, told)
-    device = cli.training_device(args.device, ranks)
+    cli.check(
+        ranks.count == 1, f"train_knn.py is one process, and torchrun has started {ranks.count}: leave torchrun out"
+    )
+    device = cli.training_device(args, ranks)
     operator, flags = configuration(args)
-    limits = {name: limit for name, limit in (("train", args.limit_train), ("test", args.limit_test)) if limit}
-    load = partial(load_points, args.dataset, args.data_dir, mirror=args.mirror, seed=args.seed, limits=limits)
-    flags["embeddings"] = None
+    load = partial(load_points, args.dataset, args.data_dir, mirror=args.mirror)
     if args.data_path is not None:
         store = open_store_of(args.data_path, args.cache_dir)
-        load = partial(points_of_store, store, seed=args.seed, limits=limits)
-        flags |= {**identity_of(store, args.data_path), **origin_of(store)}
-    run = Run(args, flags, IDENTITY, READABLE, device, ranks, measured=MEASURED)
+        load = partial(points_of_store, store)
+        flags |= columns_of(store, args.data_path)
+    run = Run(args, flags, IDENTITY, READABLE, device, ranks)
+    limits = {name: limit for name, limit in (("train", args.limit_train), ("test", args.limit_test)) if limit}
     with cli.refusing(DatasetUnavailableError):
-        points = load()
+        points = load(seed=args.seed, limits=limits)
     for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
         given, most = getattr(args, name), len(points.train)
         cli.check(given <= most, f"--{name} must not exceed the {most} training points, got {given}")
@@ -212,7 +187,7 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
 def train(args: Flags, ranks: Ranks) -> int:
     """Train one configuration with --seed and record its row; return the exit status."""
     run, operator, points = begin(args, ranks)
-    with run:
+    with run.held():
         # Data, whole on the device (images as uint8), what embeds them, and optimizer.
         points = points.to(run.device)
         model = network(points, run.flags).to(run.device)
@@ -226,19 +201,20 @@ def train(args: Flags, ranks: Ranks) -> int:
         run.track(model, training, end=args.n_epochs if optimizer else 1)
 
         # Loop.
-        embed = compiled(model["embed"], run.device) if args.compile and optimizer else model["embed"]
+        embed = run.compiled(model["embed"]) if optimizer else model["embed"]
+        num_steps = len(points.train) // args.batch_size  # the last partial batch is dropped
+        steps = Steps(run, optimizer, operator, num_steps, args.n_epochs) if optimizer else None
         for epoch in run.remaining():
             trained: dict[str, Any] = {"epoch": epoch, "train_loss": None, "train_seconds": 0.0}
-            if optimizer:
-                trained = train_epoch(epoch, run, model, embed, operator, optimizer, points)
+            if steps:
+                trained = train_epoch(epoch, steps, model, embed, points)
             measured = {**trained, **evaluate(epoch, run, model, points)}
             measured |= temperature_of(operator, run.flags["inverse_temperature"])
             run.save(measured, f"epoch {epoch}/{run.end}")
 
         columns = {"num_classes": points.num_classes}
         columns |= {f"{name}_images": len(getattr(points, name)) for name in ("train", "valid", "test")}
-        num_images = run.end * (len(points.train) // args.batch_size) * args.batch_size if optimizer else None
-        run.record({**columns, **run.summary(num_images)})
+        run.record(columns, run.end * num_steps * args.batch_size if optimizer else None)
     return 0
 
 
@@ -247,7 +223,13 @@ def network(points: Points, flags: dict[str, Any]) -> nn.ModuleDict:
     if flags["method"] == "inputs":
         return nn.ModuleDict({"embed": nn.Flatten()})
     if flags["method"] == "pca":
-        return nn.ModuleDict({"embed": nn.Sequential(nn.Flatten(), principal_components(points, COMPONENTS))})
+        inputs = torch.cat([points.inputs(part).flatten(1) for part in points.train.inputs.split(EVAL_BATCH)])
+        directions = (
+            PCA(min(COMPONENTS, *inputs.shape), svd_solver="covariance_eigh").fit(inputs.double().cpu()).components_
+        )
+        components = nn.Linear(*reversed(directions.shape), bias=False).requires_grad_(False)
+        components.weight.copy_(torch.from_numpy(directions))
+        return nn.ModuleDict({"embed": nn.Sequential(nn.Flatten(), components)})
     with cli.refusing():
         embed = embedder(flags["model"], points.input_shape, flags["dim"], flags["hidden_dims"] or ())
     if flags["method"] != CROSS_ENTROPY:
@@ -255,36 +237,13 @@ def network(points: Points, flags: dict[str, Any]) -> nn.ModuleDict:
     return nn.ModuleDict({"embed": embed, "classify": nn.Linear(flags["dim"] or embed.dim, points.num_classes)})
 
 
-def principal_components(points: Points, count: int) -> nn.Linear:
-    """Return the map onto the `count` directions of largest variance of the training inputs, about their mean."""
-    num_inputs, batches = math.prod(points.input_shape), points.train.inputs.split(EVAL_BATCH)
-    total = points.shift.new_zeros(num_inputs, dtype=torch.float64)
-    products = points.shift.new_zeros(num_inputs, num_inputs, dtype=torch.float64)
-    for batch in batches:
-        inputs = points.inputs(batch).flatten(1).double()  # (batch, inputs)
-        total += inputs.sum(0)
-        products += inputs.T @ inputs
-    mean = total / len(points.train)
-    _, directions = torch.linalg.eigh(products / len(points.train) - mean.outer(mean))  # columns, of rising variance
-    components = nn.Linear(num_inputs, min(count, num_inputs), bias=False).requires_grad_(False)
-    components.weight.copy_(directions[:, -components.out_features :].T)
-    return components
-
-
-def train_epoch(
-    epoch: int,
-    run: Run,
-    model: nn.ModuleDict,
-    embed: nn.Module,
-    operator: TopKOperator | None,
-    optimizer: torch.optim.Optimizer,
-    points: Points,
-) -> dict[str, float]:
+def train_epoch(epoch: int, steps: Steps, model: nn.ModuleDict, embed: nn.Module, points: Points) -> dict[str, float]:
     """Train for one epoch, counted from 1; return mean loss, seconds and images/s. Raises Diverged.
 
-    Each training point is a query once, but for the last partial batch. operator: None for cross-entropy.
+    Each training point is a query once, but for the last partial batch.
     """
-    started, args, train = time.perf_counter(), run.args, points.train
+    started, run, operator, train = time.perf_counter(), steps.run, steps.loss_fn, points.train
+    args = run.args
     # Two independent shuffles; candidates go round where a step has more of them than queries.
     queries, candidates = (
         epoch_order(len(train), args.seed, 2 * epoch + each).to(run.device) for each in (0, 1)
@@ -308,7 +267,6 @@ def train_epoch(
         loss = neighbour_loss(operator, embedded(of_queries), embedded(of_candidates), right, same, args.loss)
         return loss, None
 
-    steps = Steps(run, optimizer, operator, len(train) // args.batch_size, args.n_epochs)
     turn = torch.arange(args.num_candidates, device=run.device)
     model.train()
     for step in steps.of(epoch):
@@ -341,16 +299,13 @@ def evaluate(epoch: int, run: Run, model: nn.ModuleDict, points: Points) -> dict
     else:
         rows = nearest(asked, embedded(points.train, generator), args.k)  # (Q, k)
         predicted = majority(points.train.labels[rows])  # (Q,)
-    result = {}
-    for name, split, part in zip(
-        ("valid", "test"), (points.valid, points.test), predicted.split([len(points.valid), len(points.test)])
-    ):
-        result |= hit_fractions(name, [int((part == split.labels).sum())], len(split))  # top-1 alone
-    return {**result, "eval_seconds": time.perf_counter() - started}
+    right = predicted == torch.cat([points.valid.labels, points.test.labels])  # (Q,)
+    splits = zip(("valid", "test"), right.split([len(points.valid), len(points.test)]))
+    accuracies = {f"{name}_top1": int(each.sum()) / len(each) for name, each in splits}
+    return {**accuracies, "eval_seconds": time.perf_counter() - started}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see experiments/shared/command_line.py)."""
     return cli.finish(lambda ranks: each_seed(begin, train, parse_arguments(argv), ranks))
 
 

@@ -247,8 +247,8 @@ def _recognised(file: Path, tensors: Mapping[str, object]) -> dict[str, str]:
     expected = "; ".join(f"{', '.join(layout.values())} ({name})" for name, layout in LAYOUTS.items())
     raise EmbeddingError(
         f"{file} has none of the known layouts. Found: {_listing(tensors)}. Expected: {expected}. Say which tensor is "
-        "which with --train_embeddings KEY --train_labels KEY --test_embeddings KEY --test_labels KEY, flags of "
-        "`convert` and of the training scripts"
+        "which: python -m data.embeddings convert FILE FOLDER --train_embeddings KEY --train_labels KEY "
+        "--test_embeddings KEY --test_labels KEY"
     )
 
 

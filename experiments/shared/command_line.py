@@ -5,9 +5,12 @@ A user's mistake is answered with a sentence and an exit status: see data/progra
 
 import argparse
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -57,19 +60,29 @@ def finish(work: Callable[[Ranks], int], stopped: str = EPOCHS_SAVED, name: str 
     joined: list[Ranks] = []
 
     def run() -> int:
-        ranks = Ranks()
-        joined.append(ranks)
-        try:
-            status = work(ranks)
-        except AlreadyRecorded:
-            status = 0
-        ranks.close()
+        joined.append(Ranks())
+        status = 0
+        with suppress(AlreadyRecorded):
+            status = work(joined[0])
+        joined[0].close()
         return status
 
-    return program.finish(run, stopped, speaks=lambda status: not joined or joined[0].speaks(status), name=name)
+    return program.finish(run, stopped, speaks=lambda _: not joined or joined[0].speaks(), name=name)
 
 
-# Argument types: text -> value, or ArgumentTypeError with a sentence.
+# Argument types: text -> value, or ValueError with a sentence.
+
+
+def said(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argument type whose ValueError argparse says in its own words."""
+
+    def convert(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def number(rule: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
@@ -81,7 +94,7 @@ def number(rule: str, accepts: Callable[[float], bool]) -> Callable[[str], float
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and accepts(value)):
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+            raise ValueError(f"must be {rule}, got {text!r}")
         return value
 
     return convert
@@ -92,27 +105,9 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     return number(f"a number between {lowest} and {highest}", lambda value: lowest <= value <= highest)
 
 
-def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Return an argument type for text that `check` takes; it raises ValueError, with a sentence, for any other."""
-
-    def convert(text: str) -> str:
-        try:
-            check(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return text
-
-    return convert
-
-
-def choice(kind: str, choices: Iterable[str]) -> Callable[[str], str]:
-    """Return an argument type for one of `choices`; a near miss is told the nearest."""
-    return checked(lambda text: check_choice(kind, text, choices))
-
-
 def method_of(methods: Iterable[str]) -> Callable[[str], str]:
     """Return an argument type for one of these methods, with the published spellings accepted: its canonical name."""
-    return lambda text: choice("method", methods)(ALIASES.get(text, text))
+    return lambda text: check_choice("method", ALIASES.get(text, text), methods)
 
 
 def address(*schemes: str) -> Callable[[str], str]:
@@ -125,7 +120,7 @@ def address(*schemes: str) -> Callable[[str], str]:
         except ValueError:  # a bracket or a port that is none
             valid = False
         if not valid or any(character.isspace() for character in text):
-            raise argparse.ArgumentTypeError(f"must be an address {'://, '.join(schemes)}://..., got {text!r}")
+            raise ValueError(f"must be an address {'://, '.join(schemes)}://..., got {text!r}")
         return text
 
     return convert
@@ -160,37 +155,37 @@ def flag(default: Any, kind: Any, told: str = "", *names: str, **more: Any) -> A
     return field(default=default, metadata={"type": kind, "help": told, "names": names, **more})
 
 
-def parse(flags: type[Flags], argv: Sequence[str] | None, **about: str) -> Flags:
-    """Return the flags of a command line, what is not given at its default. about: of the parser. CommandLineError."""
-    return flags(**vars(parser_of(flags, **about).parse_args(argv)))
+def parse(flags: type[Flags], argv: Sequence[str] | None, told: str) -> Flags:
+    """Return the flags of a command line, what is not given at its default. told: by --help. CommandLineError."""
+    return flags(**vars(parser_of(flags, told).parse_args(argv)))
 
 
-def parser_of(flags: type, **about: str) -> Parser:
+def parser_of(flags: type, told: str) -> Parser:
     """Return the parser of a class of flags; what a command line does not give is absent from what it returns."""
-    parser = Parser(argument_default=argparse.SUPPRESS, **about)
+    parser = Parser(argument_default=argparse.SUPPRESS, description=told.partition("\n\n")[0])
     defaults = {each.name: each.default for each in fields(flags)}
-    places: dict[str, Any] = {}  # by title of a group, or by name of flags of which one may be given
-    added: set[str] = set()
-    for group in reversed(flags.__mro__[:-1]):
-        title, _, told = group.__doc__.partition(": ")
-        for each in [each for each in fields(group) if each.name not in added]:
-            added.add(each.name)
-            if title not in places:
-                places[title] = parser.add_argument_group(title, told)
-            options = dict(each.metadata)
+    groups: dict[str, Any] = {}  # by title, or by the name of flags of which one may be given
+    for of in reversed(flags.__mro__[:-1]):
+        title, _, told = of.__doc__.partition(": ")
+        for each in fields(of):
+            if each.name not in defaults:  # of a parent, and added already
+                continue
+            default, options = defaults.pop(each.name), dict(each.metadata)
             names, only_one, kind = options.pop("names"), options.pop("only_one", None), options["type"]
-            if only_one and only_one not in places:
-                places[only_one] = places[title].add_mutually_exclusive_group()
+            group = groups[title] = groups.get(title) or parser.add_argument_group(title, told)
+            if only_one:
+                group = groups[only_one] = groups.get(only_one) or group.add_mutually_exclusive_group()
+            if not callable(kind):
+                options["help"] = ": ".join(filter(None, (", ".join(kind), options["help"])))
+                kind = partial(check_choice, each.name, choices=kind)
             if kind is bool:
                 options["action"] = "store_true"
                 del options["type"]
-            elif not callable(kind):
-                options["type"] = choice(each.name, kind)
-                options["help"] = ": ".join(filter(None, (", ".join(kind), options["help"])))
-            if kind is not bool and defaults[each.name] not in (None, ()):
-                options["help"] += f" ({portable(defaults[each.name])})"
+            else:
+                options["type"] = said(kind)
+                options["help"] += f" ({portable(default)})" if default not in (None, ()) else ""
             options["help"] = options["help"].replace("%", "%%")
-            places[only_one or title].add_argument(f"--{each.name}", *names, **options)
+            group.add_argument(f"--{each.name}", *names, **options)
     return parser
 
 
@@ -289,19 +284,6 @@ class MachineFlags(DeviceFlags):
 
 
 @dataclass
-class StepFlags(MachineFlags):
-    """machine"""
-
-    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
-
-    def check_graph(self, device: torch.device, ranks: Ranks, implementations: set[str]) -> None:
-        """Raise CommandLineError where --graph is given and cannot be."""
-        alone = device.type == "cuda" and ranks.count == 1 and implementations == {"ours"}
-        told = f"--graph is for one process on a GPU and our losses: leave it out, on {device.type}"
-        check(alone or not self.graph, told)
-
-
-@dataclass
 class RecordFlags:
     """record"""
 
@@ -321,11 +303,18 @@ def check_memory(size: int, what: str) -> None:
     check(size <= available, f"{what} would take {gib(size)}, and {gib(available)} of memory are free")
 
 
-def training_device(name: str, ranks: Ranks) -> torch.device:
-    """Return the device of --device, where TOPK_LOSSES_BACKEND can run there. Raises CommandLineError."""
-    device = ranks.device(name)
+def training_device(args: Any, ranks: Ranks) -> torch.device:
+    """Return the device of --device, where kernels, --graph and --compile can run. Raises CommandLineError."""
+    device = ranks.device(args.device)
     with refusing():
         device_of_kernels(device)
+    implementations = {getattr(each, "implementation", "ours") for each in (args, *getattr(args, "also", ()))}
+    alone = device.type == "cuda" and ranks.count == 1 and implementations == {"ours"}
+    told = f"--graph is for one process on a GPU and our losses: leave it out, on {device.type}"
+    check(alone or not getattr(args, "graph", False), told)
+    compilers = (os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "c++", "gcc", "clang", "cc", "cl")
+    there = not getattr(args, "compile", False) or any(shutil.which(name) for name in compilers if name)
+    check(there, "--compile needs a C++ compiler, and none is on PATH; install g++, or leave it out")
     return device
 
 
@@ -372,18 +361,17 @@ def build_loss(
 ) -> nn.Module:
     """Return the loss that loss_settings describes, on the device; reduction: as for make_loss. Raises ValueError."""
     ends = ends_of(settings["inverse_temperature"])
-    unset = [name for name in CLASSIFIER_FLAGS if settings.get(name) is None]
-    settings = {name: value for name, value in settings.items() if name not in unset}
+    settings = {name: value for name, value in settings.items() if name not in CLASSIFIER_FLAGS or value is not None}
     if implementation == "ours":
         settings = {**settings, "inverse_temperature": ends[0]} if ends else settings
         loss_fn = make_loss(**settings, num_classes=num_classes, reduction=reduction).to(device)
         if ends and not hasattr(loss_fn, "inverse_temperature"):
             raise ValueError(f"the temperature of {settings['method']} is fixed: give one number")
         return loss_fn
-    if others := [name for name in CLASSIFIER_FLAGS if name in settings]:
-        raise ValueError(f"difftopk has no {' and '.join(others)}: leave it out, or take --implementation ours")
-    if ends:
-        raise ValueError("difftopk's inverse temperature is fixed: give one number, or take --implementation ours")
+    others = " and ".join(name for name in CLASSIFIER_FLAGS if name in settings)
+    if others or ends:
+        told = f"has no {others}: leave it out" if others else "takes a fixed inverse temperature: give one number"
+        raise ValueError(f"difftopk {told}, or take --implementation ours")
     try:
         from experiments.shared.official_loss import make_official_loss
     except ImportError as error:

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy
 import torch
 import torchvision
-from torch import nn
 
 from data.program import CommandLineError
 from experiments.shared.cores import usable_cores
@@ -28,26 +26,13 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if count else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d{1,9})?", name):
         raise CommandLineError(f"--device must be auto, cpu, cuda or cuda:<index>, got {name!r}")
-    kind, _, index = name.partition(":")
-    if kind == "cuda" and int(index or 0) >= count:
+    if name == "cpu":
+        return torch.device(name)
+    index = int(name[5:] or 0)
+    if index >= count:
         available = f"this machine has {count} (cuda:0 to cuda:{count - 1})" if count else "PyTorch sees no GPU here"
         raise CommandLineError(f"--device {name} is not there: {available}; use --device cpu or auto")
-    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
-
-
-def check_compiler() -> None:
-    """Raise CommandLineError unless there is the compiler that torch.compile needs."""
-    names = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "c++", "gcc", "clang", "cc", "cl"]
-    if not any(shutil.which(name) for name in names if name):
-        raise CommandLineError("--compile needs a C++ compiler, and none is on PATH; install g++, or leave it out")
-
-
-def compiled(module: nn.Module, device: torch.device, graphed: bool = False) -> nn.Module:
-    """Return a module as --compile has it: on a GPU its kernels are also launched at once, as CUDA graphs.
-
-    graphed: but not where the whole step is one (--graph).
-    """
-    return torch.compile(module, mode="reduce-overhead" if device.type == "cuda" and not graphed else None)
+    return torch.device("cuda", index)
 
 
 def set_up_device(device: torch.device, threads: int | None, deterministic: bool) -> None:
@@ -96,16 +81,16 @@ def device_name(device: torch.device) -> str:
 
 def git_commit() -> str:
     """Return this checkout's commit, "-dirty" if tracked files outside results/ differ; empty where there is none."""
-    commit = ("rev-parse", "HEAD")
-    changes = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        commit, changed = (
-            subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
-            for words in (commit, changes)
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return commit + ("-dirty" if changed else "")
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:

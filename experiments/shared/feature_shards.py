@@ -7,9 +7,9 @@ list is no part of the store, and is not uploaded.
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,10 @@ from models.backbones import Backbone, BackboneError
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COLUMNS = ("split", "image", "path", "reason")  # image: its number in the split's list
 
-# Of a batch: features (b, dim) on the device, labels (b,), indices, and (index, reason) of broken images.
-Features = tuple[Tensor, Tensor, list[int], list[tuple[int, str]]]
 Skipped = tuple[str, int, str, str]
 
 
-@dataclass(frozen=True)
-class ImageRange:
+class ImageRange(NamedTuple):
     """The images [begin, end) of a split, which become its shard `number`."""
 
     split: str
@@ -53,7 +50,7 @@ def skipped_file(folder: Path, shard: object = None) -> Path:
     return folder / ("skipped.csv" if shard is None else f".skipped-{shard}.csv")
 
 
-def write_skipped(path: Path, skipped: Sequence[Skipped]) -> None:
+def write_skipped(path: Path, skipped: Sequence[Sequence[Any]]) -> None:
     """Write a list of broken images, and none for an empty one."""
     if not skipped:
         path.unlink(missing_ok=True)  # of an earlier attempt, when the images were still broken
@@ -62,42 +59,78 @@ def write_skipped(path: Path, skipped: Sequence[Skipped]) -> None:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *skipped])
 
 
-def read_skipped(path: Path) -> list[Skipped]:
+def read_skipped(path: Path) -> list[list[str]]:
     """Return a list of broken images, the empty one where there is no file."""
-    if not path.exists():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return [(row["split"], int(row["image"]), row["path"], row["reason"]) for row in csv.DictReader(file)]
+    with suppress(FileNotFoundError), open(path, newline="", encoding="utf-8") as file:
+        return [*csv.reader(file)][1:]
+    return []
 
 
-def feature_batches(
+def shards_of_features(
     shards: list[ImageRange],
     network: Backbone,
     splits: Mapping[str, Images],
     device: torch.device,
     args: Any,
     workers: int,
-) -> Iterator[Features]:
-    """The features of all shards, batch by batch; no batch reaches across two shards, and the readers never pause.
+    bar: tqdm,
+) -> Iterator[tuple[Tensor, Tensor, list[Skipped]]]:
+    """Of each shard features (rows, dim) as they are stored and labels (rows,), on the CPU, and the images left out.
 
-    workers: processes that read images. Raises ProgramError if one is killed, or if the backbone cannot take images.
+    No batch reaches across two shards, and the readers never pause. workers: processes that read images. Raises
+    ProgramError if one is killed, if the backbone cannot take images, for a broken image, a shard of nothing else, and
+    features that --dtype does not hold.
     """
     precision = PRECISIONS[args.precision]
-    loader = DataLoader(
-        ImageBatches(splits, network.transform),
-        batch_sampler=(batch for shard in shards for batch in shard.batches(args.batch_size)),
-        collate_fn=collate,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
+    loader = iter(
+        DataLoader(
+            ImageBatches(splits, network.transform),
+            batch_sampler=(batch for shard in shards for batch in shard.batches(args.batch_size)),
+            collate_fn=collate,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+        )
     )
+    for shard in shards:
+        chunks, labels, indices, skipped = [], [], [], []
+        describe = splits[shard.split].describe
+        for keys in shard.batches(args.batch_size):
+            with _sentences():
+                images, some_labels, some_indices, broken = next(loader)
+                if some_indices:
+                    images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
+                    with torch.inference_mode(), torch.autocast(device.type, precision, enabled=precision is not None):
+                        chunks.append(network.features(images))
+            skipped += [(shard.split, index, describe(index), reason) for index, reason in broken]
+            if skipped and args.on_error == "stop":
+                raise ProgramError(
+                    f"cannot read {skipped[0][2]} ({skipped[0][3]}). Put a whole image in its place, or leave out such "
+                    "images by --on_error skip; the command then continues after the last finished shard"
+                )
+            labels.append(some_labels)
+            indices += some_indices
+            bar.update(len(keys))
+        if not indices:
+            raise ProgramError(
+                f"none of the {len(skipped)} images of {shard} can be read, the first being {skipped[0][2]} "
+                f"({skipped[0][3]}): check the disk they lie on, or take a larger --shard_rows and another --store"
+            )
+        features = torch.cat(chunks)  # (rows, dim), as the network gives them
+        stored = features.to(DTYPES[args.dtype])
+        for tensor, what in (
+            (features, "that are not finite: try --precision fp32, or other weights"),
+            (stored, f"that {args.dtype} cannot hold: give another --dtype, and another --store"),
+        ):
+            for row in (~tensor.isfinite().all(1)).nonzero()[:1]:
+                largest = features[row].abs().max().item()
+                raise ProgramError(f"{describe(indices[row])} has features (up to {largest:.3g}) {what}")
+        yield stored.cpu(), torch.cat(labels), skipped
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
     try:
-        for images, labels, indices, broken in loader:
-            features = torch.empty(0, network.dim, device=device)
-            if indices:
-                images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
-                with torch.inference_mode(), torch.autocast(device.type, precision, enabled=precision is not None):
-                    features = network.features(images)
-            yield features, labels, indices, broken
+        yield
     except BackboneError as error:
         raise ProgramError(str(error)) from None
     except RuntimeError as error:
@@ -107,42 +140,3 @@ def feature_batches(
             f"a process that reads images was killed ({str(error).splitlines()[0]}), often for want of memory: "
             "continue with fewer --workers or a smaller --batch_size"
         ) from None
-
-
-def collect(
-    shard: ImageRange, batches: Iterator[Features], images: Images, args: Any, bar: tqdm
-) -> tuple[Tensor, Tensor, list[Skipped]]:
-    """The rows of one shard, features (rows, dim) and labels (rows,) on the CPU, and the images left out.
-
-    Raises ProgramError for a broken image, a shard of nothing else, and features that --dtype does not hold.
-    """
-    chunks, labels, indices, skipped = [], [], [], []
-    for keys in shard.batches(args.batch_size):
-        chunk, chunk_labels, chunk_indices, broken = next(batches)
-        skipped += [(shard.split, index, images.describe(index), reason) for index, reason in broken]
-        if skipped and args.on_error == "stop":
-            raise ProgramError(
-                f"cannot read {skipped[0][2]} ({skipped[0][3]}). Put a whole image in its place, or leave out such "
-                "images by --on_error skip; the command then continues after the last finished shard"
-            )
-        chunks.append(chunk)
-        labels.append(chunk_labels)
-        indices += chunk_indices
-        bar.update(len(keys))
-    if not indices:
-        raise ProgramError(
-            f"none of the {len(skipped)} images of {shard} can be read, the first being {skipped[0][2]} "
-            f"({skipped[0][3]}): check the disk they lie on, or take a larger --shard_rows and another --store"
-        )
-    features = torch.cat(chunks)  # (rows, dim), as the network gives them
-    stored = features.to(DTYPES[args.dtype])
-    for tensor, what, remedy in (
-        (features, "features that are not finite", "try --precision fp32, or other weights"),
-        (stored, f"features that {args.dtype} cannot hold", "give another --dtype, and another --store"),
-    ):
-        finite = tensor.isfinite().all(1)  # (rows,)
-        if not finite.all():
-            row = int((~finite).nonzero()[0])
-            largest = features[row].abs().max().item()
-            raise ProgramError(f"{images.describe(indices[row])} has {what} (up to {largest:.3g}): {remedy}")
-    return stored.cpu(), torch.cat(labels), skipped

@@ -17,9 +17,6 @@ from experiments.shared import command_line as cli
 from experiments.shared.command_line import flag
 from experiments.shared.environment import ROOT
 
-TENSORS = ("train_embeddings", "train_labels", "test_embeddings", "test_labels")
-# What a configuration of one command may have of its own.
-LOSS_FLAGS = tuple(each.name for each in fields(cli.ClassifierFlags))
 RATE_FLAGS = ("lr", "nloglr")
 # Defaults for any number of training rows. The published ones are for a million: from 2,000 rows they learn nothing,
 # since in a step Adam moves no weight by much more than the learning rate, and the steps are few. So a smaller set gets
@@ -33,8 +30,6 @@ BATCH_SIZE, MIN_BATCHES, MIN_STEPS, MOVEMENT = 500, 20, 2000, 2
 class Defaults:
     """What a data set's published protocol sets. num_classes: so that flags can be refused before a download."""
 
-    table: str
-    prog: str
     data_path: str
     results: str
     num_classes: int
@@ -45,8 +40,6 @@ class Defaults:
 
 
 IMAGENET_1K = Defaults(
-    table="ImageNet-1K (Tables 2, 3 and 5)",
-    prog="finetune_imagenet.py",
     data_path="wsl-32x48d-320",
     results="imagenet1k.csv",
     num_classes=1000,
@@ -66,9 +59,31 @@ class Recipe:
 
 
 @dataclass
-class Also:
-    """loss"""
+class Flags(cli.RecordFlags, cli.MachineFlags, cli.LimitFlags, cli.OptimizationFlags, cli.ClassifierFlags):
+    """of this script"""
 
+    data_path: str | None = flag(
+        None, str, "a short name (python -m data.embeddings list), a torch file, a store, or the address of one", "-d"
+    )
+    cache_dir: Path | None = flag(None, cli.path, "of downloads; $TOPK_CACHE or data/downloads")
+    endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
+    batches: str = flag("auto", MODES, "where the training rows are kept; auto takes the first that holds them")
+    num_valid: int | None = flag(
+        None,
+        cli.count,
+        "rows that validate; as published, or of less than 20 times that 5%, or of few a fifth up to 1,000",
+    )
+    split_seed: int = flag(0, cli.a_seed, "of the rows that validate")
+    order_seed: int | str | None = flag(
+        None,
+        lambda text: text if text == "own" else cli.a_seed(text),
+        "of the order of the training rows, or own for each head's seed; without, the first seed",
+    )
+    hidden_dims: list[int] | None = flag(None, cli.count, "widths of hidden layers; none without it", nargs="+")
+    apply_relu: bool = flag(False, bool, "ReLU on the embeddings")
+    apply_dropout: bool = flag(False, bool, "dropout of .5 on the embeddings in training")
+    eval_freq: int = flag(100, cli.count, "steps between evaluations")
+    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
     also: Any = flag(
         (),
         str,
@@ -78,55 +93,15 @@ class Also:
     )
 
 
-def order_seed(text: str) -> int | str:
-    """Argument type of --order_seed."""
-    return text if text == "own" else cli.a_seed(text)
-
-
-@dataclass
-class Data(cli.LimitFlags):
-    """data and model"""
-
-    data_path: str | None = flag(
-        None, str, "a short name (python -m data.embeddings list), a torch file, a store, or the address of one", "-d"
-    )
-    train_embeddings: str | None = flag(None, str, "name of this tensor in a torch file of no published layout")
-    train_labels: str | None = flag(None, str, "likewise")
-    test_embeddings: str | None = flag(None, str, "likewise")
-    test_labels: str | None = flag(None, str, "likewise")
-    cache_dir: Path | None = flag(None, cli.path, "of downloads; $TOPK_CACHE or data/downloads")
-    endpoint_url: str | None = flag(None, cli.address("http", "https"), "of the S3 server")
-    sha256: str | None = flag(None, str, "checksum that the file must have; of a store, its fingerprint")
-    batches: str = flag("auto", MODES, "where the training rows are kept; auto takes the first that holds them")
-    num_valid: int | None = flag(
-        None,
-        cli.count,
-        "rows that validate; as published, or of less than 20 times that 5%, or of few a fifth up to 1,000",
-    )
-    split_seed: int = flag(0, cli.a_seed, "of the rows that validate")
-    order_seed: int | str | None = flag(
-        None, order_seed, "of the order of the training rows, or own for each head's seed; without, the first seed"
-    )
-    hidden_dims: list[int] | None = flag(None, cli.count, "widths of hidden layers; none without it", nargs="+")
-    apply_relu: bool = flag(False, bool, "ReLU on the embeddings")
-    apply_dropout: bool = flag(False, bool, "dropout of .5 on the embeddings in training")
-    eval_freq: int = flag(100, cli.count, "steps between evaluations")
-
-
-@dataclass
-class Flags(cli.RecordFlags, cli.StepFlags, Data, cli.OptimizationFlags, Also, cli.ClassifierFlags):
-    """record"""
-
-
 def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
     told = (
-        f"Train heads on frozen embeddings of {defaults.table} with a top-k loss: {defaults.n_epochs} epochs, "
+        f"Train heads on frozen embeddings ({defaults.data_path}) with a top-k loss: {defaults.n_epochs} epochs, "
         f"learning rate 10^-{defaults.nloglr:g}, m {defaults.m}, {defaults.num_valid} rows that validate. These "
         f"defaults are for {PUBLISHED_ROWS:,} training rows and more; of R fewer, batch size R / {MIN_BATCHES}, at "
         f"most {BATCH_SIZE}, so many epochs that there are {MIN_STEPS} steps, and learning rate {MOVEMENT} / steps."
     )
-    parser = cli.parser_of(Flags, prog=defaults.prog, description=told)
+    parser = cli.parser_of(Flags, told)
     args = Flags(**vars(parser.parse_args(argv)))
     args.data_path = args.data_path or defaults.data_path
     args.results = args.results or ROOT / "results" / defaults.results
@@ -136,7 +111,8 @@ def parse_arguments(argv: list[str] | None = None, defaults: Defaults = IMAGENET
 
 def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     """Return the flags of one --also: its own on loss and learning rate, else the command's. CommandLineError."""
-    own = (*LOSS_FLAGS, *RATE_FLAGS, "weight_decay")
+    defaults = {each.name: each.default for each in fields(cli.ClassifierFlags)}
+    own = (*defaults, *RATE_FLAGS, "weight_decay")
     try:
         given = vars(parser.parse_args(shlex.split(text)))
         if refused := given.keys() - set(own):
@@ -145,37 +121,30 @@ def parse_also(text: str, parser: cli.Parser, args: Flags) -> Flags:
     except (cli.CommandLineError, ValueError) as error:  # ValueError: a quotation mark without its partner
         raise cli.CommandLineError(f"--also {text!r}: {error}") from None
     rates = dict.fromkeys(RATE_FLAGS if given.keys() & set(RATE_FLAGS) else ())
-    defaults = {each.name: each.default for each in fields(cli.ClassifierFlags)}
     return replace(args, also=text, **{**defaults, **rates, **given})
 
 
-def open_store_of(source: str, cache_dir: Path | None = None, **of: Any) -> EmbeddingStore:
+def open_store_of(source: str, cache_dir: Path | None, endpoint_url: str | None = None) -> EmbeddingStore:
     """Return the store that --data_path names, downloaded and converted if need be.
 
-    of: endpoint_url, sha256, keys. Raises CommandLineError for a name that does not exist, EmbeddingError for the rest.
+    Raises CommandLineError for a name that does not exist, EmbeddingError for the rest.
     """
     if not Path(source).is_dir():
         try:
-            resolve(source, endpoint_url=of.get("endpoint_url"))
+            resolve(source, endpoint_url=endpoint_url)
         except ObjectStoreError as error:
             raise cli.CommandLineError(f"--data_path: {error}") from None
-    store = open_or_fetch(source, cache_dir, **of)
+    store = open_or_fetch(source, cache_dir, endpoint_url=endpoint_url)
     for name in dict.fromkeys(("train", *store.splits)):  # named if it is missing, or has a label out of range
         store[name].labels()
     return store
 
 
-def identity_of(store: EmbeddingStore, source: str) -> dict[str, str]:
-    """Return the columns that say which embeddings they are, by content and by place."""
+def columns_of(store: EmbeddingStore, source: str) -> dict[str, Any]:
+    """Return the columns that say which embeddings they are, by content and by place, and how they were made."""
     return {
         "embeddings": f"{store.num_classes}x{store.dim}-{store.fingerprint[:8]}",
         "data_path": cli.portable(Path(source)) if Path(source).exists() else source,
-    }
-
-
-def origin_of(store: EmbeddingStore) -> dict[str, Any]:
-    """Return the columns on how the embeddings of a store were made."""
-    return {
         "embedding_dtype": store["train"].dtype_name,
         "embeddings_checksum": store.checksum,
         "backbone": store.backbone,
@@ -200,7 +169,7 @@ def recipes_of(args: Flags, defaults: Defaults, num_classes: int, device: torch.
         first = {"n_epochs": each.n_epochs, "batch_size": each.batch_size}
         flags = {**first, **vars(each), **settings, **cli.learning_rate(each, math.nan)}
         flags["weight_decay"] = each.weight_decay or None
-        of_head = (*LOSS_FLAGS, "lr", "weight_decay")
+        of_head = (*(each.name for each in fields(cli.ClassifierFlags)), "lr", "weight_decay")
         twice = any(all(flags[name] == other.flags[name] for name in of_head) for other in recipes)
         cli.check(not twice, f"{given}the command has this configuration already; leave one of them out")
         recipes.append(Recipe(flags, loss_fn))
@@ -215,13 +184,13 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
     cli.check("test" in store.splits or not args.limit_test, f"--limit_test: {store.path} has no test split")
     chosen = {}
     for name, limit in (("train", args.limit_train), ("valid", None), ("test", args.limit_test)):
-        if name != "train" and name not in store.splits:
-            continue
-        num_rows = len(store[name])
-        told = f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}"
-        cli.check((limit or 0) <= num_rows, told)
-        everything = limit is None or limit == num_rows
-        chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
+        if name in store.splits:
+            num_rows = len(store[name])
+            cli.check(
+                (limit or 0) <= num_rows, f"--limit_{name} must not exceed the {num_rows} rows of {name}, got {limit}"
+            )
+            everything = limit in (None, num_rows)
+            chosen[name] = torch.arange(num_rows) if everything else split_rows(num_rows, limit, args.split_seed)[1]
     if "valid" in chosen:
         cli.check(args.num_valid is None, f"--num_valid: {store.path} has {len(chosen['valid'])} rows that validate")
     else:
@@ -240,9 +209,7 @@ def rows_of(store: EmbeddingStore, args: Flags, defaults: Defaults) -> dict[str,
 
 
 def share_that_validates(num_rows: int, published: int) -> int:
-    """How many of so many rows validate: as published where that is at most 5 %, of fewer rows 5 %, or, since few
-    cannot choose an epoch, a fifth of them up to 1,000.
-    """
+    """As published where that is at most 5 %, of fewer rows 5 %, or, of few, a fifth of them up to 1,000."""
     return published if num_rows >= 20 * published else max(num_rows // 20, min(num_rows // 5, 1000), 1)
 
 

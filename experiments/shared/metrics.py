@@ -6,16 +6,12 @@ sort is needed for it: the rank of the true class is one more than the number of
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 TOP_K = (1, 3, 5, 10, 20)
-# What a history says of each evaluation, in both scripts.
-EVALUATION = (
-    *(f"{split}_top{k}" for split in ("valid", "test") for k in TOP_K),
-    *("epoch", "train_loss", "valid_loss", "test_loss", "train_seconds", "eval_seconds", "peak_memory_mib"),
-)
 
 
 def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -39,23 +35,32 @@ def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str
     return {f"{split}_top{k}": int(count) / num_samples for k, count in zip(TOP_K, hits)}
 
 
-def summary(history: Sequence[Mapping[str, float]], clock: str) -> dict[str, float]:
+def summary(history: Sequence[Mapping[str, Any]], clock: str, num_images: int | None = None) -> dict[str, Any]:
     """Return what a row says of a run's evaluations: the chosen ones, the last one, the seconds and the memory.
 
     `history` has one entry per evaluation, in order. Of each k validation chooses separately, as published, the
     earliest of equals: its valid_top<k> and, where there is a test set, its test_top<k> and test_top<k>_<clock>.
+    num_images: of all training steps together.
     """
     chosen, last = {}, history[-1]
-    for k in (k for k in TOP_K if f"valid_top{k}" in history[0]):
+    for k in (k for k in TOP_K if f"valid_top{k}" in last):
         best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
         if f"test_top{k}" in best:
             chosen[f"test_top{k}"] = best[f"test_top{k}"]
             chosen[f"test_top{k}_{clock}"] = best[clock]
         chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
+    # The training loss is that of the last epoch, of which there may be several evaluations.
+    of_epoch = [each for each in history if each.get("epoch") == last["epoch"]] if "epoch" in last else [last]
+    loss, steps = last["train_loss"], [each.get("train_steps", 1) for each in of_epoch]
+    if loss is not None:
+        loss = math.fsum(each["train_loss"] * number for each, number in zip(of_epoch, steps)) / sum(steps)
+    seconds = {name: math.fsum(each[name] for each in history) for name in ("train_seconds", "eval_seconds")}
     return {
         **chosen,
         **{f"last_{name}": last[name] for name in last if name.startswith(("test_", "valid_"))},
-        "train_seconds": math.fsum(entry["train_seconds"] for entry in history),
-        "eval_seconds": math.fsum(entry["eval_seconds"] for entry in history),
+        **seconds,
         "peak_memory_mib": max(entry["peak_memory_mib"] for entry in history),
+        "last_train_loss": loss,
+        "last_inverse_temperature": last.get("inverse_temperature"),
+        "images_per_second": num_images and num_images / seconds["train_seconds"],
     }

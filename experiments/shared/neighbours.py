@@ -67,19 +67,13 @@ def nearest(queries: Tensor, tiles: Iterable[Tensor], k: int) -> Tensor:
         tile, merged = tile - centre, []
         for part, so_far in zip(queries.split(QUERY_ROWS), best.split(QUERY_ROWS)):
             bits = squared_distances(part, tile).view(torch.int32)
-            keys = torch.add(rows, bits, alpha=2**32)  # (q, T)
-            both = torch.cat([so_far, _smallest(keys, k)], dim=1)
-            merged.append(_smallest(both, k))
+            keys = torch.cat([so_far, torch.add(rows, bits, alpha=2**32)], dim=1)  # (q, at most k + T)
+            merged.append(keys.topk(min(k, keys.shape[1]), dim=1, largest=False).values)
         best = torch.cat(merged)
         begin += len(tile)
     if begin < k:
         raise ValueError(f"there are {begin} points, fewer than the k={k} nearest that were asked for")
     return best & 0xFFFFFFFF
-
-
-def _smallest(keys: Tensor, k: int) -> Tensor:
-    """The k smallest of each row, rising, or all where there are fewer."""
-    return keys.topk(min(k, keys.shape[1]), dim=1, largest=False).values
 
 
 def majority(labels: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,18 +56,16 @@ def make_official_loss(
     p_k: Sequence[float],
     num_classes: int = 1000,
     m: int | None = None,
-    inverse_temperature: float | None = None,
-    distribution: str | None = None,
-    art_lambda: float | None = None,
-    top1_mode: str | None = None,
     device: str | torch.device = "cpu",
+    **settings: Any,
 ) -> nn.Module:
     """Return the official loss as a module: logits (batch, num_classes) float32, labels (batch,) int64 -> ().
 
-    Arguments and refusals (ValueError) are those of make_loss, and of what the package lacks. It does not move.
+    settings: inverse_temperature, distribution, art_lambda, top1_mode. Arguments and refusals (ValueError) are those of
+    make_loss, and of what the package lacks. It does not move.
     """
-    make_loss(method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode)
-    settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)
+    make_loss(method, p_k, num_classes, m, **settings)
+    settings = resolve_settings(method, **settings)
     method = resolve_method(method)
     if settings["inverse_temperature"] == AUTO:
         raise ValueError("difftopk knows no inverse temperature auto; give a number, or take --implementation ours")

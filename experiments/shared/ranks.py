@@ -36,11 +36,7 @@ Value = TypeVar("Value")
 
 
 class OthersEnded(ProgramError):
-    """Another process has ended, and this one ends with the same status. The message is for where that said nothing."""
-
-    def __init__(self, status: int, reason: object) -> None:
-        super().__init__(f"another process of this run has ended without a word ({reason})")
-        self.status = status
+    """Another process has ended, and so does this one. The message is for where that said nothing."""
 
 
 class Ranks:
@@ -65,36 +61,22 @@ class Ranks:
             possible = False
         if not possible:
             found = ", ".join(f"{name}={os.environ[name]!r}" for name in _VARIABLES if name in os.environ)
-            raise CommandLineError(
-                f"these environment variables are not as torchrun sets them: {found}; start several processes by "
-                "torchrun, or unset the variables"
-            )
-        if self.count > 1:
-            self._meet()
-
-    def _meet(self) -> None:
+            told = f"these environment variables are not as torchrun sets them: {found}"
+            raise CommandLineError(f"{told}; start several processes by torchrun, or unset the variables")
+        self.is_first = self.rank == 0  # it writes and prints
+        if self.count == 1:
+            return
         nccl = torch.cuda.is_available() and distributed.is_nccl_available()
         try:
             store, _, _ = next(rendezvous("env://", self.rank, self.count, timeout=_MEETING))
             store.set_timeout(_PATIENCE)
-            distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                store=distributed.PrefixStore("group", store),
-                rank=self.rank,
-                world_size=self.count,
-                timeout=_PATIENCE,
-            )
+            # Under torchrun it is kept outside these processes, and so outlives any of them.
+            self._store = distributed.PrefixStore("ended", store)
+            group = {"store": distributed.PrefixStore("group", store), "rank": self.rank, "world_size": self.count}
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_PATIENCE, **group)
         except RuntimeError as error:
-            place = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-            reason = str(error).partition("\n")[0]
+            place, reason = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ), str(error).partition("\n")[0]
             raise ProgramError(f"{self.count} processes did not meet at {place}: {reason}") from None
-        # Under torchrun it is kept outside these processes, and so outlives any of them.
-        self._store = distributed.PrefixStore("ended", store)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes and prints."""
-        return self.rank == 0
 
     def say(self, line: str, by_each: bool = False) -> None:
         """Print a line at once, above the bars where there are any: the first process alone does."""
@@ -106,16 +88,13 @@ class Ranks:
         """Return the device of --device; of several processes each has the GPU of its number. CommandLineError."""
         if self.count == 1 or name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
             return resolve_device(name)
+        own, there = "each process of torchrun has a GPU of its own", torch.cuda.device_count()
         if name.startswith("cuda:"):
-            raise CommandLineError(f"each process of torchrun has a GPU of its own: give --device cuda, got {name}")
-        if self.local_rank >= torch.cuda.device_count() > 0:
-            raise CommandLineError(
-                f"each process of torchrun has a GPU of its own: {self.local_count} processes were started on a "
-                f"machine with {torch.cuda.device_count()}; lower --nproc_per_node, or give --device cpu"
-            )
+            raise CommandLineError(f"{own}: give --device cuda, got {name}")
+        if self.local_rank >= there > 0:
+            told = f"{self.local_count} processes were started on a machine with {there}"
+            raise CommandLineError(f"{own}: {told}; lower --nproc_per_node, or give --device cpu")
         return resolve_device(f"cuda:{self.local_rank}" if name in ("auto", "cuda") else name)
-
-    # Shares.
 
     def share(self, length: int) -> slice:
         """Return this process's part of a batch or a split: contiguous, and as long as any other's or one longer."""
@@ -144,10 +123,6 @@ class Ranks:
         """Return the sum of a tensor over all processes, equal in all; the given one is overwritten."""
         self._together(distributed.all_reduce, tensor)
         return tensor
-
-    def sum(self, value: int) -> int:
-        """Return the sum of what each process gave."""
-        return int(self.total(torch.tensor(value)))
 
     @torch.no_grad()
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
@@ -178,42 +153,29 @@ class Ranks:
             if self.count > 1:
                 collective(*arguments)
         except RuntimeError as error:
-            raise OthersEnded(self._status_of_others(), str(error).splitlines()[0]) from None
-
-    # Rank 0 ahead of the others.
+            reason = str(error).splitlines()[0]
+            raise OthersEnded(f"another process of this run has ended without a word ({reason})") from None
 
     def follow_first(self) -> None:
         """In all but rank 0: wait until rank 0 calls `let_follow`, or leave where it failed before."""
         if not self.is_first:
-            self.sum(0)
+            self.gathered(0)
 
     def let_follow(self) -> None:
-        """In rank 0: let the others pass `follow_first`."""
         if self.is_first:
-            self.sum(0)
+            self.gathered(0)
 
-    # The end.
-
-    def speaks(self, status: int) -> bool:
-        """Note that this process ends with a status other than 0; return whether it is the first, and so says why."""
+    def speaks(self) -> bool:
+        """Note that this process fails; return whether it is the first, and so says why."""
         if self.count == 1:
             return True
         # torchrun stops all when one has ended: not before a sentence is complete.
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
         try:
-            if self._store.add("number", 1) > 1:
-                return False
-            self._store.set("status", str(status))
+            return self._store.add("number", 1) == 1
         except RuntimeError:  # without torchrun, the store ends with rank 0
             return False
-        return True
-
-    def _status_of_others(self) -> int:
-        try:
-            return int(self._store.get("status")) if self._store.check(["status"]) else 1
-        except RuntimeError:
-            return 1
 
     def close(self) -> None:
         """Part from the others, at the end of a run that succeeded."""

@@ -1,7 +1,7 @@
 """A run: one configuration on its way to its row. It is skipped, held, resumed, saved and recorded here, and only here.
 
     run = Run(args, flags, IDENTITY, READABLE, device, ranks)  # recorded already: the program ends, with status 0
-    with run:
+    with run.held():
         model, optimizer = ...
         run.track(model, {"model": model, "optimizer": optimizer}, end=args.n_epochs)  # restored, or begun alike
         for epoch in run.remaining():
@@ -9,7 +9,7 @@
             for step in steps.of(epoch):
                 steps.take(batch_loss, rows, crops)
             run.save({"epoch": epoch, "train_loss": steps.mean(), "test_top1": ...})
-        run.record({"num_classes": 100, **run.summary(num_images)})
+        run.record({"num_classes": 100}, num_images)
 
 Its folder, results/runs/<run id>/, is held by one process. The checkpoint there is written at the end, a minute after
 the last one, and when the run is stopped: killed, it repeats what it did since, with the same bits. The processes of
@@ -17,40 +17,39 @@ torchrun enter and leave together; the first alone reads, writes and prints.
 """
 
 import copy
-import functools
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
+from data.atomic_file import atomic_write
 from data.program import ProgramError
 from experiments.shared import environment
 from experiments.shared.checkpoint import CURRENT, check_like, read_checkpoint, write_checkpoint
 from experiments.shared.command_line import AlreadyRecorded
 from experiments.shared.graph import GraphedStep
 from experiments.shared.loss_state import anneal
-from experiments.shared.metrics import EVALUATION, summary
+from experiments.shared.metrics import summary
 from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import find_row, open_run, run_id, utc_now, write_config, write_history, write_row
+from experiments.shared.run_record import find_row, open_run, run_id, utc_now, write_history, write_row
 
 # What is said of an evaluation, all fractions but the loss.
 SAID = {
     "train_loss": "train loss",
     **{f"{split}_top{k}": f"{split} top-{k}" for split in ("valid", "test") for k in (1, 5)},
     **{"valid_wer": "valid word error", "valid_per": "phoneme error"},
+    **{f"test_wer_beam{size}": f"test word error of beam {size}" for size in (1, 4, 8)},
 }
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by what they count
 SAVE_SECONDS = 60  # from one checkpoint to the next, at least
-
-commit_now = functools.cache(environment.git_commit)  # asked by each of many runs of a command
 
 
 @dataclass(eq=False)
@@ -58,8 +57,8 @@ class Run:
     """One configuration, one folder, one row.
 
     flags: all of them, resolved, under the names of their columns. identity: those that make it another experiment.
-    readable: the template of its name. clock: what the history counts, a key of HISTORY_FILES. measured: what each of
-    its entries holds at least. wait: for another process that holds the folder.
+    readable: the template of its name. clock: what the history counts, a key of HISTORY_FILES. wait: for another
+    process that holds the folder.
     """
 
     args: Any
@@ -69,17 +68,14 @@ class Run:
     device: torch.device
     ranks: Ranks
     clock: str = "epoch"
-    measured: Sequence[str] = EVALUATION
     wait: bool = False
 
     def __post_init__(self) -> None:
-        """Name the run. Raises AlreadyRecorded."""
         self.name = run_id({flag: self.flags[flag] for flag in self.identity}, self.readable)
         self.flags = {**self.flags, "device": str(self.device)}
         self.folder = self.args.results.parent / "runs" / self.name
         self.history: list[dict[str, Any]] = []  # one entry per save
-        self.origin = {"started_utc": utc_now(), "times_resumed": 0, "git_commits": [commit_now()]}
-        self._held = ExitStack()
+        self.origin = {"started_utc": utc_now(), "times_resumed": 0, "git_commits": [environment.git_commit()]}
         self._snapshot: dict[str, Any] | None = None  # of the last save, where that is not on the disk
         self._refuse_recorded()
 
@@ -89,31 +85,30 @@ class Run:
             self.ranks.say(f"skipped: {results} already has {self.name} (--force repeats it)")
             raise AlreadyRecorded
 
-    def __enter__(self) -> "Run":
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder, and leave there what was saved last, after Ctrl-C and errors, too. AlreadyRecorded."""
         environment.set_up_device(self.device, self.args.threads, getattr(self.args, "deterministic", False))
         environment.keep_freed_memory()
         self.flags["threads"] = torch.get_num_threads()
         self.environment = environment.describe_environment(self.device)
-        with ExitStack() as held:
-            if self.ranks.is_first:
-                held.enter_context(open_run(self.folder, self.wait))
+        with open_run(self.folder, self.wait) if self.ranks.is_first else nullcontext():
             self._refuse_recorded()  # another process may have finished it before the folder was ours
             if self.ranks.is_first:
                 origin = {"git_commit": self.origin["git_commits"][0]}
-                write_config(self.folder, {"run_id": self.name, **self.flags, **self.environment, **origin})
-            self._held = held.pop_all()
-        # Another one for what the other processes draw.
-        torch.manual_seed(self.flags["seed"] + (self.ranks.rank << 32))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._held:
-            if self._snapshot:  # Ctrl-C or an error: what was saved last is not on the disk
-                self._write()
+                config = {"run_id": self.name, **self.flags, **self.environment, **origin}
+                with atomic_write(self.folder / "config.json") as file:
+                    file.write(json.dumps(config, indent=2, default=str) + "\n")
+            # Another one for what the other processes draw.
+            torch.manual_seed(self.flags["seed"] + (self.ranks.rank << 32))
+            try:
+                yield
+            finally:
+                if self._snapshot:
+                    self._write()
 
     @property
     def done(self) -> int:
-        """How far the clock has come."""
         return self.history[-1][self.clock] if self.history else 0
 
     def track(self, weights: nn.Module, training: Mapping[str, Any], end: int) -> None:
@@ -137,8 +132,7 @@ class Run:
             write_history(self.folder / HISTORY_FILES[self.clock], self.history)
         self._written = time.monotonic()
         where = f"continuing after {self.clock} {self.done} of {end}" if self.history else "beginning"
-        processes = f"{self.ranks.count} processes, " if self.ranks.count > 1 else ""
-        threads = f"{processes}{self.flags['threads']} threads"
+        threads = f"{self.ranks.count} processes, " * (self.ranks.count > 1) + f"{self.flags['threads']} threads"
         self.ranks.say(f"{self.name}: {where} on {self.environment['device_name']}, {threads}")
 
     def _saved(self) -> dict[str, Any] | None:
@@ -157,7 +151,7 @@ class Run:
         clocks = [each[self.clock] for each in history]
         if not clocks or clocks != sorted({*clocks} & {*range(1, self.end + 1)}):
             raise ValueError(f"its history counts {self.clock}s {clocks} of {self.end}")
-        math.fsum(each[name] for each in history for name in self.measured)  # they are there, and numbers
+        check_like(history, history[-1:], "history")
         if (clocks[-1] == self.end) != (training is None):
             raise ValueError(f"training must be there until {self.clock} {self.end}, and then no more")
         check_like({name: saved[name] for name in self.origin}, self.origin, "origin")
@@ -184,7 +178,6 @@ class Run:
         self.origin = {"started_utc": saved["started_utc"], "times_resumed": resumed, "git_commits": commits}
 
     def remaining(self) -> Iterator[int]:
-        """The numbers of the clock that are left."""
         numbers = range(self.done + 1, self.end + 1)
         yield from tqdm(numbers, initial=self.done, total=self.end, unit=self.clock, disable=not self.on_terminal)
 
@@ -218,59 +211,50 @@ class Run:
         write_history(self.folder / HISTORY_FILES[self.clock], self.history)
         if told:
             seed = f"seed {self.flags['seed']} " if len(getattr(self.args, "seeds", [0])) > 1 else ""
-            figures = [f"{SAID[name]} {measured[name]:.4f}" for name in SAID if measured.get(name) is not None]
             seconds = "trained {train_seconds:.1f} s, evaluated {eval_seconds:.1f} s".format(**measured)
-            self.ranks.say("  ".join((seed + told, *figures, seconds)))
+            self.ranks.say("  ".join((seed + told, *figures(measured), seconds)))
 
     def _write(self) -> None:
         write_checkpoint(self.folder / CURRENT, self._snapshot)
         self._snapshot, self._written = None, time.monotonic()
 
-    def summary(self, num_images: int | None) -> dict[str, Any]:
-        """Return the columns on accuracies, losses, seconds and memory. num_images: of all training steps together."""
-        measured, last = summary(self.history, self.clock), self.history[-1]
-        # Over the last epoch, of which there may be several evaluations.
-        of_epoch = [each for each in self.history if each["epoch"] == last["epoch"]]
-        loss, steps = last["train_loss"], [each.get("train_steps", 1) for each in of_epoch]
-        if loss is not None:
-            loss = math.fsum(each["train_loss"] * number for each, number in zip(of_epoch, steps)) / sum(steps)
-        return {
-            **measured,
-            "last_train_loss": loss,
-            "last_inverse_temperature": last.get("inverse_temperature"),
-            "images_per_second": num_images and num_images / measured["train_seconds"],
-        }
+    def record(self, columns: Mapping[str, Any], num_images: int | None = None) -> None:
+        """Write the row: the flags, `columns`, and what the machine and the history of the run say.
 
-    def record(self, columns: Mapping[str, Any], told: str = "") -> None:
-        """Write the row: the flags, `columns`, and what the machine and the history of the run say."""
+        num_images: of all training steps together.
+        """
         if not self.ranks.is_first:
             return
         # Where the file is, it says itself; and of a repetition nothing else is new.
         flags = {name: value for name, value in self.flags.items() if name not in ("results", "force")}
         origin = {**self.origin, "git_commit": "+".join(filter(None, self.origin["git_commits"]))}
         del origin["git_commits"]
-        row = {"run_id": self.name, **flags, **columns, **self.environment, **origin, "finished_utc": utc_now()}
+        measured = {**columns, **summary(self.history, self.clock, num_images), **columns}
+        row = {"run_id": self.name, **flags, **measured, **self.environment, **origin, "finished_utc": utc_now()}
         write_row(self.args.results, row)
-        where = {k: f" ({self.clock} {row[column]})" for k in (1, 5) if (column := f"test_top{k}_{self.clock}") in row}
-        accuracies = [
-            f"{SAID[name]} {row[name]:.4f}{where.get(k, '')}"
-            for k in (1, 5)
-            if (name := f"{'test' if where else 'valid'}_top{k}") in row
-        ]
-        speed = f", {row['images_per_second']:.0f} images/s" if row.get("images_per_second") else ""
-        self.ranks.say(
-            f"{self.name}: {told or ', '.join(accuracies)}, {row['train_seconds']:.1f} s of training{speed}\n"
-            f"row: {self.args.results}\nrun: {self.folder}"
-        )
+        told = ", ".join((*figures(row), f"{row['train_seconds']:.1f} s of training"))
+        self.ranks.say(f"{self.name}: {told}\nrow: {self.args.results}\nrun: {self.folder}")
 
     def autocast(self) -> torch.autocast:
         """The context in which a network computes with the precision of the run."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags["precision"] == "bf16")
 
+    def compiled(self, module: nn.Module) -> nn.Module:
+        """A module as --compile has it: on a GPU its kernels are launched at once, unless --graph does that."""
+        if not self.args.compile:
+            return module
+        graphs = self.device.type == "cuda" and not getattr(self.args, "graph", False)
+        return torch.compile(module, mode="reduce-overhead" if graphs else None)
+
     @property
     def on_terminal(self) -> bool:
         """Whether bars are shown: to somebody, and by one process alone."""
         return sys.stderr.isatty() and self.ranks.is_first and len(getattr(self.args, "seeds", [0])) == 1
+
+
+def figures(measured: Mapping[str, Any]) -> list[str]:
+    """What is said of an evaluation or of a row."""
+    return [f"{words} {measured[name]:.4f}" for name, words in SAID.items() if measured.get(name) is not None]
 
 
 def expected_of(part: Any) -> dict[Any, Any]:
@@ -292,8 +276,8 @@ class Diverged(ProgramError):
 class Steps:
     """The steps of one optimizer: bar, schedules, gradients, and losses that are read once, at the end of an epoch.
 
-    num_steps: of an epoch; of n_epochs. loss_fn: whose inverse temperature may follow a schedule. largest_norm: of a
-    gradient; a longer one is shortened. after: each step. With --graph all steps are of one function of tensors.
+    num_steps: of an epoch; of n_epochs. loss_fn: whose inverse temperature may follow a schedule. after: each step.
+    With --graph all steps are of one function of tensors.
     """
 
     run: Run
@@ -302,11 +286,9 @@ class Steps:
     num_steps: int
     n_epochs: int
     lr_schedule: str | None = None
-    largest_norm: float | None = None
     after: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        """Begin without losses."""
         self.parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         self.losses: list[Tensor] = []  # each (), since the last mean
         self.graphed = None
@@ -359,20 +341,17 @@ class Steps:
             self._check(loss.item(), self.step)
         loss.backward()
         self.run.ranks.sum_gradients(self.parameters)
-        if self.largest_norm:
-            clip_grad_norm_(self.parameters, self.largest_norm)
         self.optimizer.step()
         return loss.detach(), result
 
-    def mean(self, mean: Callable[[Tensor], Tensor] | None = None) -> float:
-        """The mean loss since the last mean, exact, or as `mean` of a tensor (steps,) rounds. Raises Diverged."""
+    def mean(self) -> float:
+        """The mean loss since the last mean. Raises Diverged."""
         losses, self.losses = torch.stack(self.losses), []  # (steps,)
-        rounded = mean and self.run.ranks.total(mean(losses)).item()
         losses = self.run.ranks.total(losses).tolist()  # the one wait for a GPU
         getattr(self.loss_fn, "check_convergence", lambda: None)()
         for step, value in enumerate(losses, self.step + 1 - len(losses)):
             self._check(value, step)
-        return math.fsum(losses) / len(losses) if rounded is None else rounded
+        return math.fsum(losses) / len(losses)
 
     def _check(self, value: float, step: int) -> None:
         check_finite(self.run, value, f"in {self.run.clock} {self.epoch}, step {step + 1} of {self.num_steps}")

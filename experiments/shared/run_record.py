@@ -52,27 +52,18 @@ def open_run(folder: Path, wait: bool = False) -> AbstractContextManager[None]:
     lock = folder / "run.lock"
     if wait:
         return held(lock, waiting=f"waiting for another process that runs {folder}")
-    busy = "this configuration is being run by another process"
-    return held_or_refused(lock, ProgramError, busy, "the run folder")
-
-
-def write_config(folder: Path, config: Mapping[str, Value]) -> None:
-    """Write config.json into a run folder: every flag and resolved setting."""
-    with atomic_write(folder / "config.json") as file:
-        json.dump(config, file, indent=2, default=str)
-        file.write("\n")
+    return held_or_refused(lock, ProgramError, "this configuration is being run by another process", "the run folder")
 
 
 def write_history(path: Path, history: Sequence[Mapping[str, Value]]) -> None:
     """Write epochs.csv, or another file of a run folder, whole."""
     with atomic_write(path) as file:
-        _write_table(file, list(history[0]) if history else [], history)
+        _write_table(file, history)
 
 
 def find_row(path: Path, run_id: str) -> dict[str, str] | None:
     """Return the row of a configuration in a results file, or None. Raises ProgramError."""
-    rows, _ = _parse(path)
-    return next((row for row in rows if row["run_id"] == run_id), None)
+    return next((row for row in _parse(path)[0] if row["run_id"] == run_id), None)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -99,29 +90,23 @@ def _parse(path: Path) -> tuple[list[dict[str, str]], str]:
     header, (_, newline, last) = text.partition("\n")[0], text.rpartition("\n")
     too_few = len(next(csv.reader([last]), [])) < len(next(csv.reader([header]), []))
     cut_short = last if newline and (too_few or last.count('"') % 2) else ""
-    columns, *rows = _cells(path, text.removesuffix(cut_short)) or [["run_id"]]
+    reader = csv.reader(io.StringIO(text.removesuffix(cut_short), newline=""), strict=True)
+    lines, line = [], 1
+    try:
+        for cells in filter(None, reader):
+            if lines and len(cells) != len(lines[0]):
+                raise csv.Error(f"{len(cells)} cells under {len(lines[0])} columns")
+            lines.append(cells)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ProgramError(f"line {line} of {path} cannot be read: {error}; mend or delete it") from None
+    columns, *rows = lines or [["run_id"]]
     if "run_id" not in columns or len(set(columns)) < len(columns):
         raise ProgramError(
             f"{path} is not a results file: its first line must name each column once, run_id among them; "
             "choose another --results"
         )
     return [dict(zip(columns, cells)) for cells in rows], cut_short
-
-
-def _cells(path: Path, text: str) -> list[list[str]]:
-    """Return the cells of each line that has any. Raises ProgramError, naming the line, for what is no table."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    lines: list[list[str]] = []
-    line = 1
-    try:
-        for cells in reader:
-            if cells and lines and len(cells) != len(lines[0]):
-                raise csv.Error(f"{len(cells)} cells under {len(lines[0])} columns")
-            lines += [cells] if cells else []
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise ProgramError(f"line {line} of {path} cannot be read: {error}; mend or delete it") from None
-    return lines
 
 
 def write_row(path: Path, row: Mapping[str, Value]) -> None:
@@ -138,8 +123,7 @@ def write_row(path: Path, row: Mapping[str, Value]) -> None:
         with FileLock(lock, timeout=300), atomic_write(path) as file:
             rows = [old for old in read_rows(path) if old["run_id"] != row["run_id"]]
             rows.append({name: _cell(value) for name, value in row.items()})
-            columns = list(dict.fromkeys(name for each in rows for name in each))
-            _write_table(file, columns, rows)
+            _write_table(file, rows)
     except Timeout:
         raise ProgramError(f"another process has held {lock} for five minutes; stop it, then try again") from None
     except OSError as error:
@@ -157,7 +141,8 @@ def _cell(value: Value) -> str:
     return str(value)
 
 
-def _write_table(file: io.TextIOBase, columns: Sequence[str], rows: Sequence[Mapping[str, Value]]) -> None:
+def _write_table(file: io.TextIOBase, rows: Sequence[Mapping[str, Value]]) -> None:
+    columns = dict.fromkeys(name for row in rows for name in row)
     writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)

@@ -60,14 +60,11 @@ def each_seed(begin: Callable[..., Any], train: Callable[[Any, Ranks], int], arg
         each.threads = threads
         if on_gpu and each.device in ("auto", "cuda"):
             each.device = f"cuda:{number % torch.cuda.device_count()}"
-    failed = {seed: status for seed, status in run_seeds(train, unfinished, at_a_time).items() if status != 0}
+    statuses = run_seeds(train, unfinished, at_a_time)
+    failed = [f"{each.seed} (status {statuses[each.seed]})" for each in unfinished if statuses[each.seed] != 0]
     if failed:
-        named = ", ".join(f"{each.seed} (status {failed[each.seed]})" for each in unfinished if each.seed in failed)
-        print(
-            f"error: {len(failed)} of {len(args.seeds)} seeds failed: {named}. The same command trains what is not "
-            "recorded",
-            file=sys.stderr,
-        )
+        told = f"{len(failed)} of {len(args.seeds)} seeds failed: {', '.join(failed)}"
+        print(f"error: {told}. The same command trains what is not recorded", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -83,10 +80,8 @@ def run_seeds(train: Callable[[Any, Ranks], int], waiting: Sequence[Any], at_a_t
                 process = processes.Process(target=_watched, args=(train, args))
                 # Ctrl-C reaches every process of a terminal; this one stops the others, with SIGTERM.
                 previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-                try:
-                    process.start()
-                finally:
-                    signal.signal(signal.SIGINT, previous)
+                process.start()
+                signal.signal(signal.SIGINT, previous)
                 running[process.sentinel] = args.seed, process
             for sentinel in wait(list(running)):
                 seed, process = running.pop(sentinel)

@@ -9,6 +9,7 @@ import pytest
 
 from experiments.shared import command_line
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
+from experiments.shared.metrics import summary
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import COLUMNS, read_rows
 
@@ -23,6 +24,14 @@ def without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
 def history_of(results: Path, row: dict[str, str], file: str = "epochs.csv") -> list[dict[str, str]]:
     with open(results.parent / "runs" / row["run_id"] / file, newline="") as lines:
         return list(csv.DictReader(lines))
+
+
+def check_history(results: Path, row: dict[str, str], clock: str, file: str) -> list[dict[str, float]]:
+    """The history, of which the row is the summary."""
+    history = [{name: float(cell) for name, cell in each.items()} for each in history_of(results, row, file)]
+    for name, value in summary(history, clock).items():
+        assert value is None or float(row[name]) == value
+    return history
 
 
 def outcome(results: Path, by: str = "run_id", file: str = "epochs.csv", apart: Sequence[str] = ()) -> dict[str, tuple]:
@@ -60,7 +69,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, script: Any, name: str, count: int) ->
 def believe_in(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process be the first of `count`, the others of which are not there."""
     ranks = Ranks()
-    for name, value in {"count": count, "total": lambda tensor: tensor, "speaks": lambda _: True}.items():
+    for name, value in {"count": count, "gathered": lambda value: [value], "speaks": lambda: True}.items():
         monkeypatch.setattr(ranks, name, value)
     monkeypatch.setattr(command_line, "Ranks", lambda: ranks)
 

@@ -35,15 +35,11 @@ def test_devices(monkeypatch):
             resolve_device(name)
 
 
-def test_hardware_threads_of_one_core_count_once(monkeypatch):
+def test_threads_are_given_or_one_per_core_and_hardware_threads_of_one_count_once(monkeypatch):
     siblings = {0: "0,4", 4: "0,4", 1: "1,5"}
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(siblings), raising=False)
     monkeypatch.setattr(cores, "_siblings", siblings.get)
     assert cores.usable_cores() == 2
-
-
-def test_threads_are_given_or_one_per_core(monkeypatch):
-    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
     for given, started_with, expected in ((None, 4, 2), (None, 1, 1), (3, 1, 3)):
         torch.set_num_threads(started_with)
         environment.set_up_device(torch.device("cpu"), given, deterministic=False)

@@ -9,6 +9,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import boto3
 import numpy as np
 import pytest
 import timm
@@ -113,7 +114,9 @@ def test_other_dtypes_and_autocast(images, tmp_path, flags, tolerance):
         assert store.details["precision"] == "bf16"
 
 
-def test_digits_with_limits_into_a_place_of_its_own(tmp_path, monkeypatch, capsys):
+def test_digits_with_limits_into_a_place_of_its_own_and_one_split_alone(images, tmp_path, monkeypatch):
+    assert script.main([*QUICK, "--test_dir", str(images / "test"), "--store", str(tmp_path / "s")]) == 0
+    assert list(open_store(tmp_path / "s").splits) == ["test"]
     monkeypatch.setattr(script, "ROOT", tmp_path)
     assert script.main([*QUICK, "--dataset", "digits", "--limit_train", "20", "--limit_test", "6"]) == 0
     (folder,) = (tmp_path / "data" / "downloads" / "embeddings").glob("*.store")
@@ -124,16 +127,10 @@ def test_digits_with_limits_into_a_place_of_its_own(tmp_path, monkeypatch, capsy
     assert store["train"].labels().tolist() == train.labels[torch.arange(20) * 1437 // 20].tolist()
 
 
-def test_one_split_alone(images, tmp_path):
-    flags = [*QUICK, "--test_dir", str(images / "test"), "--store", str(tmp_path / "s")]
-    assert script.main(flags) == 0
-    assert list(open_store(tmp_path / "s").splits) == ["test"]
-
-
 def test_a_complete_store_is_not_made_again(images, tmp_path, monkeypatch, capsys):
     script.main(command(images, tmp_path / "s"))
     before = files(tmp_path / "s")
-    monkeypatch.setattr(script, "feature_batches", lambda *_, **__: pytest.fail("extracted again"))
+    monkeypatch.setattr(script, "shards_of_features", lambda *_, **__: pytest.fail("extracted again"))
     capsys.readouterr()
     assert script.main(command(images, tmp_path / "s")) == 0
     assert "skipped: " in capsys.readouterr().out
@@ -173,7 +170,6 @@ def test_a_checkpoint_becomes_a_backbone(tmp_path, capsys):
     for name, content, message in (
         ("checkpoint.pt", b"truncated", "is damaged"),
         ("checkpoint.pt", (tmp_path / "other.pt").read_bytes(), "is not a checkpoint of these scripts"),
-        ("config.json", b"{}", "is not a checkpoint of train_cifar100.py"),
         ("config.json", b'{"model": "resnet18"}', "is not a checkpoint of train_cifar100.py"),
         ("config.json", b'{"model": "resnet34", "dataset": "digits"}', "is not a checkpoint of train_cifar100.py"),
         ("config.json", b"[" * 100_000, "is not a checkpoint of train_cifar100.py"),
@@ -191,38 +187,31 @@ def test_a_checkpoint_becomes_a_backbone(tmp_path, capsys):
 
 
 def test_ctrl_c_keeps_finished_shards_and_other_settings_do_not_mix(images, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        stop(patch, script, "collect", 2)
-        assert script.main(command(images, tmp_path / "s")) == 130
-    captured = capsys.readouterr()
-    assert "every finished shard is saved; the same command continues" in captured.err
-    assert "Traceback" not in captured.err
-    assert sorted(path.name for path in (tmp_path / "s").glob("*.json")) == [
-        *("train-00000.shard.json", "train-00001.shard.json", "unfinished.json")
-    ]
-    with monkeypatch.context() as patch:  # settings under which nothing was written bind no one
-        stop(patch, script, "collect", 0)
-        assert script.main(command(images, tmp_path / "other")) == 130
+    for folder, shards in (("s", 2), ("other", 0)):
+        with monkeypatch.context() as patch:
+            stop(patch, script.StoreWriter, "write", shards)
+            assert script.main(command(images, tmp_path / folder)) == 130
+    said = capsys.readouterr().err
+    assert "every finished shard is saved; the same command continues" in said
+    assert "Traceback" not in said
+    names = ["train-00000.shard.json", "train-00001.shard.json", "unfinished.json"]
+    assert sorted(path.name for path in (tmp_path / "s").glob("*.json")) == names
+    # Settings under which nothing was written bind no one.
     assert script.main(command(images, tmp_path / "other", "--dtype float32")) == 0
-    capsys.readouterr()
     for flags in ("--dtype float32", "--shard_rows 6", "--precision bf16", "--limit_train 19", "--resolution 48"):
         check_refused(script.main, command(images, tmp_path / "s", flags), "written with other settings", capsys)
     assert script.main(command(images, tmp_path / "s", "--batch_size 3 --workers 1")) == 0
     printed = capsys.readouterr().out
     assert "continuing after 2 of 6 shards" in printed
-    assert "train-00001: " not in printed
-    assert "train-00002: " in printed
+    assert ("train-00001: " in printed, "train-00002: " in printed) == (False, True)
     assert script.main(command(images, tmp_path / "undisturbed")) == 0
     assert files(tmp_path / "s") == files(tmp_path / "undisturbed")
 
 
-def test_one_command_at_a_time(images, tmp_path, capsys):
+def test_one_command_at_a_time_and_a_folder_of_other_files_is_left_alone(images, tmp_path, capsys):
     with FileLock(tmp_path / ".s.lock"):
         check_refused(script.main, command(images, tmp_path / "s"), "another process is writing", capsys, status=1)
     assert not (tmp_path / "s").exists()
-
-
-def test_a_folder_of_other_files_is_left_alone(images, tmp_path, capsys):
     before = sorted(images.rglob("*"))
     check_refused(script.main, command(images, images), "holds other files", capsys)
     assert sorted(images.rglob("*")) == before
@@ -307,7 +296,7 @@ def test_a_reader_that_is_killed_is_a_sentence(images, tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(1e9, "has features that float16 cannot hold"), (float("nan"), "has features that are not finite")],
+    [(1e9, "that float16 cannot hold: give another --dtype"), (float("nan"), "that are not finite")],
 )
 def test_features_that_a_store_cannot_hold_are_named(images, tmp_path, capsys, factor, message):
     torch.manual_seed(0)
@@ -318,7 +307,8 @@ def test_features_that_a_store_cannot_hold_are_named(images, tmp_path, capsys, f
     flags = ["--weights", str(tmp_path / "w.pt")]
     assert script.main([*command(images, tmp_path / "s"), *flags]) == 1
     captured = capsys.readouterr().err
-    assert captured.startswith(f"error: {images / 'train' / 'class 0' / '000.jpg'} {message}")
+    assert captured.startswith(f"error: {images / 'train' / 'class 0' / '000.jpg'} has features (up to ")
+    assert message in captured
     if factor == 1e9:
         assert script.main([*command(images, tmp_path / "s", "--dtype bfloat16"), *flags]) == 0
 
@@ -355,8 +345,6 @@ def test_an_error_in_one_process_ends_all_with_one_sentence(images, tmp_path):
 
 
 def test_a_store_is_uploaded_and_read_back(images, tmp_path, s3, capsys):
-    import boto3
-
     boto3.client("s3", endpoint_url=s3).create_bucket(Bucket="stores")
     break_images(images)
     flags = f"--on_error skip --upload s3://stores/some/noise.store --endpoint_url {s3}"
@@ -374,11 +362,8 @@ def test_a_store_is_uploaded_and_read_back(images, tmp_path, s3, capsys):
 
 
 def test_an_upload_that_fails_keeps_the_store(images, tmp_path, s3, capsys):
-    flags = f"--upload s3://absent/store/ --endpoint_url {s3}"
-    assert script.main(command(images, tmp_path / "s", flags)) == 1
-    printed, said = capsys.readouterr()
-    assert f"store: {tmp_path / 's'}" in printed
-    assert said.startswith("error: ")
+    words = command(images, tmp_path / "s", f"--upload s3://absent/store/ --endpoint_url {s3}")
+    check_refused(script.main, words, "", capsys, status=1)
     assert open_store(tmp_path / "s").verify() == []
 
 
@@ -390,20 +375,15 @@ def test_an_upload_that_fails_keeps_the_store(images, tmp_path, s3, capsys):
     [
         ("--dataset digits", "one of the arguments --backbone --checkpoint is required"),
         ("--backbone test_resnet", "the images are given by --dataset, or by --train_dir"),
-        ("--backbone test_resnet --dataset digits --train_dir x", "the images are given by --dataset, or by"),
         ("--backbone test_resnt --dataset digits", "did you mean 'test_resnet'"),
         ("--backbone test_resnet --dataset digit", "did you mean 'digits'"),
         ("--backbone test_resnet --dataset no/such/folder", "there is no folder no/such/folder"),
-        ("--backbone test_resnet --checkpoint x --dataset digits", "not allowed with"),
         ("--checkpoint x --weights none --dataset digits", "leave --weights out"),
-        ("--backbone test_resnet --dataset digits --precision fp8", "unknown precision 'fp8'"),
         ("--backbone test_resnet --dataset digits --precision fp16 --device cpu", "--precision fp16 is for GPUs"),
         ("--backbone test_resnet --dataset digits --limit_train 2000 --weights none", "from 1 to 1437"),
         ("--backbone test_resnet --dataset digits --upload bucket/x", "must be s3://bucket/prefix/, got 'bucket/x'"),
         ("--backbone test_resnet --dataset digits --endpoint_url http://x", "give both or neither"),
-        ("--backbone test_resnet --dataset digits --upload s3://b/p --endpoint_url garbage", "must be an address"),
         ("--backbone test_resnet --dataset digits --resolution 999999999999", "of memory are free"),
-        ("--backbone test_resnet --dataset digits --checkpoint /dev/null", "and /dev/null is a device"),
     ],
 )
 def test_a_wrong_command_line_is_answered_with_a_sentence(tmp_path, capsys, flags, message):

@@ -95,22 +95,14 @@ def test_when_one_process_is_killed_all_continue_with_the_same_bits(store, undis
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("heads", "status", "sentence"),
-    [
-        ("--method softsrt", 2, "did you mean 'softsort'"),
-        ("--method softsort --lr 1e38", 1, "with method softsort"),
-    ],
-)
-def test_what_goes_wrong_is_said_once(store, tmp_path, heads, status, sentence):
+def test_what_goes_wrong_is_said_once(store, tmp_path):
     results = tmp_path / "results" / "r.csv"
-    statuses, outputs = together(2, tmp_path, partial(script.main, command(store, results, heads)))
-    told = [line for line in "".join(outputs).splitlines() if line.startswith("error: ")]
-    assert len(told) == 1, outputs
-    assert sentence in told[0]
-    assert statuses == [status] * 2
+    words = command(store, results, "--method softsort --lr 1e38")
+    statuses, outputs = together(2, tmp_path, partial(script.main, words))
+    (told,) = [line for line in "".join(outputs).splitlines() if line.startswith("error: ")]
+    assert "with method softsort" in told
+    assert statuses == [1, 1]
     assert not results.exists()
-    assert results.parent.exists() == (status == 1)
 
 
 @pytest.mark.parametrize(("flag", "fewest"), [("--batch_size", 32), ("--num_valid", 39), ("--limit_test", 38)])

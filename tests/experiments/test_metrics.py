@@ -47,7 +47,7 @@ def test_every_dtype_is_counted_without_a_conversion(dtype):
 
 def test_validation_chooses_each_k_separately_and_the_earliest_of_equals():
     def entry(epoch, valid, test):
-        seconds = {"train_seconds": 0.5, "eval_seconds": 0.25, "peak_memory_mib": 100.0 / epoch}
+        seconds = {"train_seconds": 0.5, "eval_seconds": 0.25, "peak_memory_mib": 100.0 / epoch, "train_loss": 1.0}
         return {"epoch": epoch, **hit_fractions("valid", valid, 100), **hit_fractions("test", test, 100), **seconds}
 
     history = [

@@ -57,12 +57,9 @@ def test_of_equal_distances_the_earlier_row_comes_first(tile):
     assert (distances[:, 1:] == distances[:, :-1]).float().mean() > 0.5
 
 
-def test_a_search_for_more_than_there_are_is_refused():
+def test_a_search_for_more_than_there_are_is_refused_and_no_distance_is_negative():
     with pytest.raises(ValueError, match="there are 4 points, fewer than the k=5"):
         nearest(torch.zeros(2, 3), torch.zeros(4, 3).split(2), 5)
-
-
-def test_distances_are_never_negative():
     points = torch.randn(50, 8) * 1e-3 + 1
     assert (squared_distances(points, points) >= 0).all()
 

@@ -35,17 +35,17 @@ def test_nothing_is_printed():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in IN_DIFFTOPK])
-def test_what_the_package_lacks_is_refused(method):
-    with pytest.raises(ValueError, match=f"difftopk has no {method}"):
-        make_official_loss(method, DEFAULT_P_K.get(method, [0.5, 0.5]), 12)
-
-
-def test_refusals_of_the_library_come_first():
-    with pytest.raises(ValueError, match="sum to 1"):
-        make_official_loss("softsort", [0.5, 0.4], 12)
-    with pytest.raises(ValueError, match="leave m out"):
-        make_official_loss("softsort", [0.5, 0.5], 12, m=12)
+@pytest.mark.parametrize(
+    ("message", "method", "p_k", "m"),
+    [
+        *((f"difftopk has no {method}", method, None, None) for method in METHODS if method not in IN_DIFFTOPK),
+        ("sum to 1", "softsort", [0.5, 0.4], None),  # what the library refuses comes first
+        ("leave m out", "softsort", [0.5, 0.5], 12),
+    ],
+)
+def test_what_cannot_be_is_refused(message, method, p_k, m):
+    with pytest.raises(ValueError, match=message):
+        make_official_loss(method, p_k or DEFAULT_P_K.get(method, [0.5, 0.5]), 12, m=m)
 
 
 def test_the_executor_is_named():

@@ -10,13 +10,7 @@ import pytest
 
 from data.program import ProgramError
 from experiments.run_record import main
-from experiments.shared.run_record import (
-    COLUMNS,
-    find_row,
-    read_rows,
-    run_id,
-    write_row,
-)
+from experiments.shared.run_record import COLUMNS, find_row, read_rows, run_id, write_row
 from tests.experiments.runs import check_refused
 from tests.processes import SERVER
 
@@ -43,12 +37,14 @@ def test_a_row_comes_back_as_text(tmp_path):
     assert find_row(path, "b") is None
 
 
-def test_an_absent_and_an_empty_file_have_no_rows(tmp_path):
+def test_an_absent_and_an_empty_file_have_no_rows_and_foreign_line_ends_are_read(tmp_path):
     assert read_rows(tmp_path / "absent.csv") == []
     (tmp_path / "empty.csv").touch()
     assert read_rows(tmp_path / "empty.csv") == []
     write_row(tmp_path / "empty.csv", row("a"))
     assert len(read_rows(tmp_path / "empty.csv")) == 1
+    (tmp_path / "foreign.csv").write_bytes(b"\xef\xbb\xbfrun_id,a\r\nx,1\r\n")
+    assert read_rows(tmp_path / "foreign.csv") == [{"run_id": "x", "a": "1"}]
 
 
 def test_a_second_row_takes_the_place_of_the_first_and_columns_are_merged(tmp_path):
@@ -70,7 +66,6 @@ def test_a_second_row_takes_the_place_of_the_first_and_columns_are_merged(tmp_pa
         (b"run_id,a\nx\ny,1\n", "line 2 .* 1 cells"),
         (b"\xff\xfe\x00", "cannot read"),
         (b'run_id,a\nx,"1\ny,2\n', "line 2 .* unexpected end of data"),
-        (b'run_id,a\n"x,1\ny,2\nz,3\n', "line 2 .* unexpected end of data"),
         (b'run_id,a\nx,"1"2\ny,2\n', "line 2 .* expected after"),
         (b'run_id,"a\nx,1\n', "line 1 .* unexpected end of data"),
     ],
@@ -82,12 +77,6 @@ def test_an_unusable_file_is_refused_and_left_alone(tmp_path, content, message):
         with pytest.raises(ProgramError, match=message):
             use(path)
     assert path.read_bytes() == content
-
-
-def test_a_byte_order_mark_and_foreign_line_ends_are_read(tmp_path):
-    path = tmp_path / "results.csv"
-    path.write_bytes(b"\xef\xbb\xbfrun_id,a\r\nx,1\r\n")
-    assert read_rows(path) == [{"run_id": "x", "a": "1"}]
 
 
 def test_a_last_line_cut_anywhere_does_not_stop_others(tmp_path, capsys):
@@ -110,19 +99,16 @@ def test_a_last_line_cut_anywhere_does_not_stop_others(tmp_path, capsys):
 
 
 def test_what_was_recorded_can_be_read_however_long(tmp_path):
-    path = tmp_path / "results.csv"
-    write_row(path, row("a", note="x" * 200_000))
-    write_row(path, row("b"))
-    assert len(find_row(path, "a")["note"]) == 200_000
+    write_row(tmp_path / "r.csv", row("a", note="x" * 200_000))
+    write_row(tmp_path / "r.csv", row("b"))
+    assert len(find_row(tmp_path / "r.csv", "a")["note"]) == 200_000
 
 
-def test_a_results_file_that_is_none_is_refused(tmp_path, capsys):
+def test_a_results_file_that_is_none_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for use in (read_rows, lambda path: find_row(path, "a")):
-        with pytest.raises(ProgramError, match="must be a file"):
+        with pytest.raises(ProgramError, match="must be a file, and is a device, a FIFO or a socket"):
             use(tmp_path / "fifo")
-    assert main(["show", str(tmp_path / "fifo")]) == 2
-    assert "is a device, a FIFO or a socket" in capsys.readouterr().err
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):

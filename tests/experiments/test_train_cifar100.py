@@ -19,9 +19,9 @@ from torch import nn
 
 from experiments import train_cifar100 as script
 from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
-from experiments.shared.metrics import TOP_K, summary
-from experiments.shared.run_record import open_run, read_rows
-from tests.experiments.runs import check_columns, check_refused, check_resumes, history_of, only_run, outcome, stop
+from experiments.shared.metrics import TOP_K
+from experiments.shared.run_record import read_rows
+from tests.experiments.runs import check_columns, check_history, check_refused, check_resumes, only_run, outcome, stop
 from tests.processes import Program
 from topk_losses import METHODS
 
@@ -51,7 +51,7 @@ def command(results: Path, flags: str = "", method: str = "neuralsort", n_epochs
 
 def test_a_run_leaves_a_row_and_a_folder(tiny, results, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # bars leave the lines whole
-    assert script.main(command(results)) == 0
+    assert script.main(command(results, "--distribution logistic_phi", method="bitonic__non_sparse")) == 0
     printed, bars = capsys.readouterr()
     assert "3/3" in bars
     assert len(re.findall(r"^epoch \d/3  train loss .*, evaluated .* s$", printed, re.MULTILINE)) == 3
@@ -60,18 +60,21 @@ def test_a_run_leaves_a_row_and_a_folder(tiny, results, capsys, monkeypatch):
     check_columns(script, row)
     folder = only_run(results)
     assert folder.name == row["run_id"]
-    assert row["run_id"].startswith("digits-resnet18-neuralsort-pk_0.2_0.2_0.2_0.2_0.2-3epochs-seed0-")
+    assert row["run_id"].startswith("digits-resnet18-bitonic-pk_0.2_0.2_0.2_0.2_0.2-3epochs-seed0-")
+    resolved = {
+        **{"method": "bitonic", "inverse_temperature": "0.5", "distribution": "logistic_phi", "art_lambda": "0.5"},
+        **{"top1_mode": "smce", "lr": "0.001", "nloglr": "3.0", "device": "cpu", "threads": "1", "m": ""},
+        **{"data_dir": "data/downloads", "noise_groups": "", "label_noise": "0.0", "implementation": "ours"},
+    }
+    assert {name: row[name] for name in resolved} == resolved
 
-    epochs = [{name: float(cell) for name, cell in each.items()} for each in history_of(results, row)]
+    epochs = check_history(results, row, "epoch", "epochs.csv")
     assert [each["epoch"] for each in epochs] == [1, 2, 3]
     for each in epochs:
         for split in ("train", "valid", "test"):
             fractions = [each[f"{split}_top{k}"] for k in TOP_K]
             assert fractions == sorted(fractions)
             assert fractions[-2:] == [1.0, 1.0]  # ten classes
-    for name, value in summary(epochs, "epoch").items():
-        assert float(row[name]) == value
-    assert float(row["last_test_top1"]) == epochs[-1]["test_top1"]
     assert (row["train_images"], row["valid_images"], row["test_images"]) == ("76", "4", "40")
     assert float(row["images_per_second"]) == pytest.approx(3 * 64 / float(row["train_seconds"]))
 
@@ -80,25 +83,6 @@ def test_a_run_leaves_a_row_and_a_folder(tiny, results, capsys, monkeypatch):
     # Of a finished run the checkpoint of the last epoch stays, alone.
     assert sorted(path.name for path in folder.iterdir()) == [CURRENT, "config.json", "epochs.csv", "run.lock"]
     assert [each["epoch"] for each in read_checkpoint(folder / CURRENT)["history"]] == [1, 2, 3]
-
-
-def test_the_row_holds_resolved_settings(tiny, results):
-    script.main(command(results, "--distribution logistic_phi", method="bitonic__non_sparse", n_epochs=1))
-    (row,) = read_rows(results)
-    expected = {
-        **{"method": "bitonic", "inverse_temperature": "0.5", "distribution": "logistic_phi", "art_lambda": "0.5"},
-        **{"top1_mode": "smce", "lr": "0.001", "nloglr": "3.0", "device": "cpu", "threads": "1", "m": ""},
-        **{"data_dir": "data/downloads", "noise_groups": "", "label_noise": "0.0", "implementation": "ours"},
-    }
-    assert {name: row[name] for name in expected} == expected
-
-
-def test_settings_written_out_are_the_same_configuration(tiny, results, capsys):
-    script.main(command(results, n_epochs=1))
-    same = "--p_k .2 .2 .2 .2 .2 --inverse_temperature .0625 --top1_mode smce --lr 1e-3 --noise_groups blocks"
-    assert script.main(command(results, same, n_epochs=1)) == 0
-    assert "skipped" in capsys.readouterr().out
-    assert len(read_rows(results)) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,16 +226,13 @@ SPREAD = "auto._extra_state"
         ("", "training", None, "training must be there until epoch 3"),
         ("--ema .9", "training average", None, "training.average is NoneType"),
         ("--ema .9", "training average", "absent", "training lacks average"),
-        (AUTO, "training loss", {}, f"training.loss lacks {SPREAD}"),
         (AUTO, f"training loss {SPREAD}", torch.tensor(torch.nan), f"training.loss.{SPREAD} is not finite"),
         (AUTO, f"training loss {SPREAD}", torch.tensor(-1.0), f"training.loss.{SPREAD} must be above 0, and is -1.0"),
         (AUTO, f"training loss {SPREAD}", torch.tensor(1j), f"training.loss.{SPREAD} is torch.complex64"),
         ("", "history", [], "its history counts epochs [] of 3"),
         ("", "history 1 epoch", 1, "its history counts epochs [1, 1] of 3"),
-        ("", "history 1 epoch", 7, "its history counts epochs [1, 7] of 3"),
-        ("", "history 1 epoch", 2.5, "its history counts epochs [1, 2.5] of 3"),
-        ("", "history 0 valid_top5", "absent", "KeyError: 'valid_top5'"),
-        ("", "history 0 valid_top5", "much", "TypeError: must be real number"),
+        ("", "history 0 valid_top5", "absent", "history.0 lacks valid_top5"),
+        ("", "history 0 valid_top5", "much", "history.0.valid_top5 is str, and must be float"),
         ("", "started_utc", "\udcff", "UnicodeEncodeError"),
         ("", "times_resumed", True, "origin.times_resumed is bool, and must be int"),
         ("", "git_commits", "absent", "KeyError: 'git_commits'"),
@@ -303,34 +284,20 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny
         ("", "--method"),
         ("--method neuralsrt", "did you mean 'neuralsort'"),
         ("--method softsort --dataset cifar", "did you mean 'cifar10"),
-        ("--method bitonic --distribution logistc", "did you mean 'logistic'"),
-        ("--method softsort --top1_mode smc", "did you mean 'smce'"),
         ("--method softsort --p_k .2 .2", "p_k must be non-negative and sum to 1, got [0.2, 0.2] (sum 0.4)"),
         ("--method softsort --p_k .5 -.5 1", "must be a number between 0 and 1, got '-.5'"),
-        ("--method softsort --p_k .2,.8", "got '.2,.8'"),
-        ("--method softsort --p_k", "--p_k"),
-        ("--method softsort --p_k 1 0 0", "softmax_cross_entropy"),
         ("--method softsort --m 4", "raise m"),
-        ("--method softsort --m 2.5", "got '2.5'"),
-        ("--method softsort --inverse_temperature 0", "above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4"),
         ("--method softsort --inverse_temperature 0:1", "above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4"),
         ("--method softsort --inverse_temperature 1:2:3", "from:to as in 0.25:4, got '1:2:3'"),
         ("--method smooth_topk --inverse_temperature 1:2", "the temperature of smooth_topk is fixed: give one number"),
-        ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "inverse temperature is fixed"),
-        ("--method softmax_cross_entropy --inverse_temperature 1:2", "applies to methods with a temperature"),
-        ("--method softsort --inverse_temperature 1e-308:1e308", "(1e-30 to 1e30), auto, or from:to"),
-        ("--method bitonic --art_lambda 1.5", "art_lambda"),
+        ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "takes a fixed inverse temperature"),
         ("--method softsort --lr .1 --nloglr 3", "not allowed with"),
-        ("--method softsort --lr inf", "must be a number above 0, got 'inf'"),
-        ("--method softsort --nloglr 1000", "between -10 and 30"),
         ("--method softsort --weight_decay -1", "must be a number between 0 and 1000, got '-1'"),
         ("--method softsort --ema 1", "must be a number above 0 and below 1, got '1'"),
         ("--method softsort --n_epochs 0", "at least 1, got '0'"),
-        ("--method softsort --seed -1", "between 0 and"),
         ("--method softsort --batch_size 1000", "--batch_size must not exceed the 76 training images"),
         ("--method softsort --limit_train 5000", "limit_train"),
         ("--method softsort --label_noise .1 --noise_groups superclass", "superclass"),
-        ("--method softsort --device cuda:x", "cpu, cuda or cuda:<index>, got 'cuda:x'"),
         ("--method softsort --device cuda:99", "cuda:99 is not there"),
         ("--method softsort --threads 999999999999", "between 1 and 1024"),
         ("--method softsort --seed 0 --seeds 1", "not allowed with"),
@@ -338,10 +305,9 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny
         ("--method softsort --data_dir ~nosuchuser/x", "a user that is not known"),
         *(
             (f"--method softsort --mirror {text}", f"must be an address http://, https://, file://..., got '{text}'")
-            for text in ("http://[::1", "http://a:port", "http://", "garbage", "ftp://a")
+            for text in ("http://[::1", "http://", "ftp://a")
         ),
         ("--method softsort --results /dev/null --force", "and /dev/null is a device"),
-        ("--method sinkhorn_sort --implementation difftopk", "difftopk has no sinkhorn_sort"),
         ("--method softsort --n_epoch 3", "unrecognized arguments: --n_epoch"),
     ],
 )
@@ -357,30 +323,14 @@ def test_compile_without_a_compiler_is_refused(tiny, results, monkeypatch, capsy
     check_refused(script.main, command(results, "--compile"), "C++ compiler", capsys)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--dataset cifar100 --data_dir nothing --mirror file:///absent.tar.gz", "not available"),
-        ("--lr 1e30", r"epoch 1, step 2 of 4, seed 0, with method softmax_cross_entropy"),
-        ("--lr 1e30 --batch_size 76", "validation after epoch 1"),  # one step, whose loss is finite
-    ],
-)
-def test_a_run_that_cannot_be_leaves_no_row(tiny, results, tmp_path, monkeypatch, capsys, flags, message):
+def test_a_run_that_cannot_be_leaves_no_row(tiny, results, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    check_refused(script.main, command(results, flags, "softmax_cross_entropy"), message, capsys, status=1)
+    flags = "--dataset cifar100 --data_dir nothing --mirror file:///absent.tar.gz"
+    check_refused(script.main, command(results, flags), "not available", capsys, status=1)
     assert not results.exists()
 
 
-def test_a_configuration_that_is_running_is_refused(tiny, results, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop(patch, script, "train_epoch", 1)
-        script.main(command(results))
-    with open_run(only_run(results)):
-        check_refused(script.main, command(results), "another process", capsys, status=1)
-        assert script.main(command(results, "--seed 1")) == 0
-
-
-@pytest.mark.parametrize("content", ["a,b\n1,2\n", "run_id,a\nx,1,2\n", None])
+@pytest.mark.parametrize("content", ["run_id,a\nx,1,2\n", None])
 def test_an_unusable_results_file_is_refused_before_training(tiny, results, capsys, monkeypatch, content):
     monkeypatch.setattr(script, "train_epoch", lambda *_: pytest.fail("trained"))
     results.write_text(content or "")
@@ -390,10 +340,10 @@ def test_an_unusable_results_file_is_refused_before_training(tiny, results, caps
     assert content is None or results.read_text() == content
 
 
-@pytest.mark.parametrize("seeds", ["--seed 0", "--seeds 0 1"])
-def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(results, monkeypatch, capsys, seeds):
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(results, monkeypatch, capsys):
     monkeypatch.setenv("TOPK_LOSSES_BACKEND", "cuda")
-    check_refused(script.main, command(results, seeds), "TOPK_LOSSES_BACKEND must be torch, numba or triton", capsys)
+    refused = "TOPK_LOSSES_BACKEND must be torch, numba or triton"
+    check_refused(script.main, command(results, "--seeds 0 1"), refused, capsys)
     assert not list(results.parent.iterdir())
 
 

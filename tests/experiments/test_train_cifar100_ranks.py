@@ -68,8 +68,8 @@ def test_shares_divide_a_batch(length, count):
 @pytest.mark.parametrize(
     "environment",
     [
-        *("WORLD_SIZE=0", "WORLD_SIZE=abc", "RANK=1", "LOCAL_RANK=x", "WORLD_SIZE=2 RANK=5", "WORLD_SIZE=2 RANK=0"),
-        *("WORLD_SIZE=2 RANK=0 MASTER_PORT=x", "WORLD_SIZE=2 RANK=0 MASTER_PORT=29400", "WORLD_SIZE=2 MASTER_PORT=9"),
+        *("WORLD_SIZE=0", "WORLD_SIZE=abc", "RANK=1", "WORLD_SIZE=2 RANK=5", "WORLD_SIZE=2 RANK=0"),
+        *("WORLD_SIZE=2 RANK=0 MASTER_PORT=x", "WORLD_SIZE=2 MASTER_PORT=9"),
     ],
 )
 def test_an_environment_that_torchrun_would_not_make_is_refused(environment, tmp_path, monkeypatch, capsys):
@@ -195,20 +195,6 @@ def test_what_goes_wrong_in_one_ends_all_and_is_said_once(tmp_path):
 
 
 # torchrun.
-
-
-def test_torchrun_end_to_end(tmp_path):
-    together_, alone = tmp_path / "together" / "r.csv", tmp_path / "alone" / "r.csv"
-    flags = "--limit_train 72 --limit_test 20 --batch_size 32"  # two steps
-    done = torchrun(script.__file__, command(together_, flags, n_epochs=1))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch 1/1") == 1
-    assert script.main(command(alone, flags, n_epochs=1)) == 0
-    (row,), (expected,) = read_rows(together_), read_rows(alone)
-    assert row["run_id"] == expected["run_id"]
-    assert (row["processes"], expected["processes"]) == ("2", "1")
-    # Batch norm sees 16 images in place of 32.
-    assert float(row["last_train_loss"]) == pytest.approx(float(expected["last_train_loss"]), rel=0.1)
 
 
 def test_torchrun_reports_status_2_for_a_wrong_command_line(tmp_path):

@@ -1,14 +1,14 @@
 """The steps of training and evaluation: none waits for a GPU, and how they are cut changes nothing."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 
 from experiments import train_cifar100 as script
+from experiments.shared import command_line
 from experiments.shared.ranks import Ranks
-from experiments.shared.run import Run, Steps
+from experiments.shared.run import Steps
 from experiments.shared.run_record import read_rows
 from tests.experiments.test_train_cifar100 import QUICK, command, tiny_network
 from topk_losses import METHODS
@@ -33,16 +33,16 @@ class EndOfTheSteps(Exception):
     """From here on the GPU may be waited for."""
 
 
-def steps_of(tmp_path, method: str, device: torch.device, network=tiny_network):
+def steps_of(tmp_path, monkeypatch, method: str, device: torch.device, network=tiny_network):
     """What an epoch and an evaluation on the device are of."""
+    monkeypatch.setattr(command_line, "training_device", lambda *_: device)
     args = script.parse_arguments([*QUICK, "--method", method, "--results", str(tmp_path / "r.csv")])
-    loss_fn, flags = script.configuration(args, device)
-    run = Run(args, flags, script.IDENTITY, script.READABLE, device, Ranks())
-    data = script.dataset(args).to(device)
+    run, loss_fn, data = script.begin(args, Ranks())
+    data = data.to(device)
     model = network("resnet18", data.num_classes).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     steps = Steps(run, optimizer, loss_fn, len(data.train) // args.batch_size, args.n_epochs)
-    return (steps, partial(script.batch_loss, run, model, loss_fn, data), data), (run, model, loss_fn, data)
+    return (steps, model, loss_fn, data), (run, model, loss_fn, data)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -55,7 +55,7 @@ def test_no_step_reads_what_a_device_has_computed(tmp_path, monkeypatch, method)
     monkeypatch.setattr(script, "sample_crops", lambda *_: [*crops, crops[0] > 0])
     monkeypatch.setattr(script, "EVAL_BATCH", {"meta": 16})
     monkeypatch.setattr(Ranks, "total", lambda *_: (_ for _ in ()).throw(EndOfTheSteps))
-    training, evaluation = steps_of(tmp_path, method, torch.device("meta"))
+    training, evaluation = steps_of(tmp_path, monkeypatch, method, torch.device("meta"))
     with pytest.raises(EndOfTheSteps):
         script.train_epoch(1, *training)
     with pytest.raises(EndOfTheSteps):
@@ -73,7 +73,7 @@ class MayWaitForTotals(Ranks):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
 def test_no_step_waits_for_the_gpu(tmp_path, monkeypatch, method):
-    training, evaluation = steps_of(tmp_path, method, torch.device("cuda", 0), script.resnet_cifar)
+    training, evaluation = steps_of(tmp_path, monkeypatch, method, torch.device("cuda", 0), script.resnet_cifar)
     run = evaluation[0]
     run.ranks, run.args.precision = MayWaitForTotals(), "bf16"
     # The first epoch brings constants over.
