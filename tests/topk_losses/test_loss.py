@@ -47,14 +47,23 @@ def by_definition(loss, logits, labels, p_k):
     return torch.cat(losses)
 
 
+def assert_is_by_definition(loss, logits, labels, share, **options):
+    """In value and gradient: what the kernels compute in float32, too."""
+    want, gradient = value_and_gradient(lambda s: by_definition(loss, s, labels, share), logits)
+    for dtype, tolerance in ((torch.float64, {}), (torch.float32, {"rtol": 1e-4, "atol": 1e-5})):
+        got, got_gradient = value_and_gradient(lambda s: loss(s, labels, **options), logits.to(dtype))
+        torch.testing.assert_close(got.double(), want, **tolerance)
+        slack = 1e-3 * float(gradient.abs().max()) if dtype == torch.float32 else 1e-7
+        torch.testing.assert_close(got_gradient.double(), gradient, rtol=1e-6, atol=slack)
+
+
 @pytest.mark.parametrize(("method", "top1_mode"), MODES)
 @pytest.mark.parametrize("m", [None, 8])
 def test_equals_its_definition(method, top1_mode, m):
     logits, labels = random_batch()
     for p_k in p_ks_for(method, top1_mode):
         loss = TopKCrossEntropyLoss(method, p_k, 12, m, top1_mode=top1_mode, reduction="none")
-        want = by_definition(loss, logits, labels, torch.tensor([p_k] * 6))
-        torch.testing.assert_close(loss(logits, labels), want)
+        assert_is_by_definition(loss, logits, labels, torch.tensor([p_k] * 6))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +109,9 @@ def test_p_k_per_class_and_per_sample(method, top1_mode):
     rows = (rows / rows.sum(1, keepdim=True)).double()
     rows[3] = torch.tensor([1.0, 0, 0, 0])  # a class for which only top-1 counts
     loss = TopKCrossEntropyLoss(method, rows, 12, top1_mode=top1_mode, reduction="none")
-    want = by_definition(loss, logits, labels, rows[labels])
-    torch.testing.assert_close(loss(logits, labels), want)
-    torch.testing.assert_close(loss(logits, one_hot(labels, 12).double()), want)
-    torch.testing.assert_close(loss(logits, labels, p_k=rows[labels]), want)
+    assert_is_by_definition(loss, logits, labels, rows[labels])
+    assert_is_by_definition(loss, logits, labels, rows[labels], p_k=rows[labels])
+    torch.testing.assert_close(loss(logits, one_hot(labels, 12).double()), loss(logits, labels))
 
 
 def test_p_k_can_be_learned_even_where_it_has_zeros():
