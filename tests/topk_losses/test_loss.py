@@ -177,7 +177,8 @@ def test_first_and_second_derivatives(method, top1_mode, m):
     assert gradcheck(lambda s: loss(s, labels), (logits.requires_grad_(),))
     mass = random_batch(3, 9, seed=1)[0].softmax(1)
     assert gradcheck(lambda s: loss(s, mass), (logits,))
-    assert gradgradcheck(lambda s: loss(s, labels), (logits,))
+    if method not in RELAXED:  # whose operators are asked by themselves
+        assert gradgradcheck(lambda s: loss(s, labels), (logits,))
     seconds = []
     for leaf in (logits.detach().float().requires_grad_(), logits):
         (first,) = torch.autograd.grad(loss(leaf, labels), leaf, create_graph=True)

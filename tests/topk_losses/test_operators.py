@@ -71,8 +71,10 @@ def test_equals_its_definition(name, data):
     torch.testing.assert_close(column, true_class(want, labels), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "distribution"), CASES)
-@pytest.mark.parametrize(("n", "k"), [(2, 1), (7, 3), (6, 5)])
+@pytest.mark.parametrize(
+    ("name", "distribution", "n", "k"),
+    [(*case, 7, 3) for case in CASES] + [(name, None, *size) for name in OTHERS for size in ((2, 1), (6, 5))],
+)
 def test_gradcheck(name, distribution, n, k):
     operator = build(name, n, k, 2.0 if name in NETWORKS else 5.0, distribution)
     logits, labels = random_logits(3, n).requires_grad_(), torch.tensor([0, 1, n - 1])
