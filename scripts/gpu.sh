@@ -31,7 +31,7 @@ case $stage in
     cat $folder/cifar.* | tar -C data/downloads -xJf -
     ;;
   check)
-    .venv/bin/python -m pytest -q tests/topk_losses/test_on_cuda.py tests/topk_losses/test_triton.py \
+    .venv/bin/python -m pytest -q tests/topk_losses/test_on_cuda.py tests/topk_losses/test_kernels.py \
       tests/experiments/test_graph.py tests/experiments/test_train_cifar100_steps.py "$@"
     ;;
   rows)

@@ -1,9 +1,36 @@
-"""The methods by what tests must know of them: those that draw no noise, and so are functions of their arguments."""
+"""The methods by what tests must know of them, and batches for their losses."""
+
+import torch
+from torch import Tensor
 
 from topk_losses import METHODS, RELAXATIONS
+from topk_losses.methods import TOP1
 
+# without noise: functions of their arguments
 DETERMINISTIC = tuple(name for name, method in METHODS.items() if not method.stochastic)
+STOCHASTIC = tuple(name for name, method in METHODS.items() if method.stochastic)
 # with the official guard, log(p (1 - 2e-7) + 1e-7); the others stay in exact logarithms
 GUARDED = {"neuralsort", "softsort", "sinkhorn_sort", "sparse_topk", "perturbed_topk"}
 GUARDED |= {name for name, method in METHODS.items() if method.network}
 RELAXED = tuple(name for name in RELAXATIONS if name in DETERMINISTIC)
+
+
+def p_k_of(method: str, k: int = 5):
+    """A P_K that every method takes: half on 1 and half on k, for those of a single k on k, for those of none on 1."""
+    if method in RELAXATIONS:
+        return {1: 0.5, k: 0.5}
+    return 1 if method in TOP1 else k
+
+
+def random_batch(batch=6, n=12, scale=2.0, dtype=torch.float64, seed=0) -> tuple[Tensor, Tensor]:
+    """logits (batch, n) and labels (batch,)."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, n, dtype=dtype, generator=generator) * scale
+    return logits, torch.randint(n, (batch,), generator=generator)
+
+
+def value_and_gradient(function, logits: Tensor, *others) -> tuple[Tensor, Tensor]:
+    """What a loss or an operator gives, and the gradient of its sum by the logits."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = function(leaf, *others)
+    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]

@@ -1,13 +1,19 @@
 """Slow, obvious float64 oracles: each operator by its textbook definition, n x n where the library avoids it.
 
-Every operator takes logits (batch, n) and returns the full relaxed permutation matrix (batch, n, n), row 0 = rank 1.
+`permutation_matrix` has them by the name of their method: of logits (batch, n) the rows of the relaxed permutation
+matrix, row 0 = rank 1. It takes them from the whole matrix, `ROWS`, or from masks P(rank <= k), `MASKS`.
 """
 
+import functools
 import itertools
 import math
 
 import torch
 from torch import Tensor
+
+from topk_losses import bitonic, odd_even, splitter_selection
+
+NETWORKS = {"odd_even": odd_even, "bitonic": bitonic, "splitter_selection": splitter_selection}
 
 
 def hard_permutation(logits: Tensor) -> Tensor:
@@ -26,11 +32,11 @@ def neuralsort(logits: Tensor, inverse_temperature: float) -> Tensor:
     return (z * inverse_temperature).softmax(2)
 
 
-def softsort(logits: Tensor, inverse_temperature: float, power: float = 1.0) -> Tensor:
-    """Prillo and Eisenschlos 2020, equation 4: softmax(-|sort(s) - s|^p / tau)."""
+def softsort(logits: Tensor, inverse_temperature: float) -> Tensor:
+    """Prillo and Eisenschlos 2020, equation 4: softmax(-|sort(s) - s| / tau)."""
     s = logits.double()
     ordered = s.sort(dim=1, descending=True).values
-    distance = (ordered.unsqueeze(2) - s.unsqueeze(1)).abs() ** power
+    distance = (ordered.unsqueeze(2) - s.unsqueeze(1)).abs()
     return (-distance * inverse_temperature).softmax(2)
 
 
@@ -93,18 +99,6 @@ def whitened(scores: Tensor) -> Tensor:
     return torch.tensor(squashed, dtype=torch.float64)
 
 
-def soft_topk(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
-    """Differences of the masks of two-anchor transports, rows 1..k: (batch, k, n)."""
-    n = logits.shape[1]
-    masks = []
-    for size in range(1, k + 1):
-        sizes = torch.tensor([size, n - size])
-        whole = torch.ones(logits.shape, dtype=torch.float64)
-        plan = sinkhorn(logits, torch.tensor([1.0, 0.0]), sizes, inverse_temperature)[:, 0] if size < n else whole
-        masks.append(plan)
-    return nested(masks)
-
-
 def sinkhorn(
     logits: Tensor, anchors: Tensor, sizes: Tensor, inverse_temperature: float, iterations: int = 50_000
 ) -> Tensor:
@@ -122,6 +116,20 @@ def sinkhorn(
     return n * (minus_cost + f + g).exp()
 
 
+def sinkhorn_sort(logits: Tensor, inverse_temperature: float) -> Tensor:
+    """Cuturi et al. 2019: an anchor for each rank."""
+    n = logits.shape[1]
+    return sinkhorn(logits, torch.linspace(1, 0, n), torch.ones(n), inverse_temperature)
+
+
+def soft_topk_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
+    """Xie et al. 2020: an anchor for the k highest, and one for the others."""
+    n = logits.shape[1]
+    if k == n:
+        return torch.ones(logits.shape, dtype=torch.float64)
+    return sinkhorn(logits, torch.tensor([1.0, 0.0]), torch.tensor([k, n - k]), inverse_temperature)[:, 0]
+
+
 THRESHOLD_FUNCTIONS = {
     "lml": lambda t: 1 / (1 + torch.exp(-t)),
     "lapsum": lambda t: torch.where(t < 0, torch.exp(t.clamp(max=0)) / 2, 1 - torch.exp(-t.clamp(min=0)) / 2),
@@ -131,21 +139,15 @@ THRESHOLD_FUNCTIONS = {
 }
 
 
-def threshold_mask(method: str, logits: Tensor, k: Tensor | float, inverse_temperature: float) -> Tensor:
-    """f(beta s - theta) (batch, n) with theta by 200 steps of bisection; k a number, or (batch, 1)."""
+def threshold_mask(logits: Tensor, k: float, inverse_temperature: float, method: str) -> Tensor:
+    """f(beta s - theta) (batch, n) with theta by 200 steps of bisection; k a number in (0, n]."""
     f, z = THRESHOLD_FUNCTIONS[method], logits.double() * inverse_temperature
     low, high = z.amin(1, keepdim=True) - 100.0, z.amax(1, keepdim=True) + 100.0
     for _ in range(200):
         middle = (low + high) / 2
         above = f(z - middle).sum(1, keepdim=True) > k
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return f(z - high) if torch.as_tensor(k).max() < logits.shape[1] else torch.ones_like(z)
-
-
-def nested(masks: list[Tensor]) -> Tensor:
-    """P (batch, K, n) from the masks of k = 1, ..., K, (batch, n) each: their differences."""
-    masks = [torch.zeros_like(masks[0]), *masks]
-    return torch.stack([after - before for before, after in itertools.pairwise(masks)], dim=1)
+    return f(z - high) if k < logits.shape[1] else torch.ones_like(z)
 
 
 def subset_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
@@ -154,6 +156,46 @@ def subset_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
     subsets = torch.tensor(list(itertools.combinations(range(n), k)))  # (subsets, k)
     weights = (logits.double()[:, subsets].sum(2) * inverse_temperature).softmax(1)  # (batch, subsets)
     return weights @ torch.zeros(len(subsets), n, dtype=torch.float64).scatter(1, subsets, 1.0)
+
+
+def df_topk_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
+    """sigmoid(beta (s - t)), t the middle of the k-th and the (k+1)-th largest score."""
+    following = torch.nn.functional.pad(logits.double(), (0, 1), value=-math.inf)
+    t = following.sort(dim=1, descending=True).values[:, k - 1 : k + 1].mean(1, keepdim=True)
+    return torch.sigmoid(inverse_temperature * (logits.double() - t))
+
+
+def recall_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
+    """sigmoid(k - r), r the soft rank by the other classes."""
+    masks = torch.empty(logits.shape, dtype=torch.float64)
+    for b, row in enumerate(logits.double()):
+        for i, own in enumerate(row):
+            others = torch.cat([row[:i], row[i + 1 :]])
+            masks[b, i] = torch.sigmoid(k - 1 - torch.sigmoid(inverse_temperature * (others - own)).sum())
+    return masks
+
+
+ROWS = {"neuralsort": neuralsort, "softsort": softsort, "sinkhorn_sort": sinkhorn_sort}
+MASKS = {
+    "soft_topk": soft_topk_mask,
+    "subset_topk": subset_mask,
+    "df_topk": df_topk_mask,
+    "recall_surrogate": recall_mask,
+    **{name: functools.partial(threshold_mask, method=name) for name in THRESHOLD_FUNCTIONS},
+}
+
+
+def permutation_matrix(
+    method: str, logits: Tensor, k: int, inverse_temperature: float, distribution: str = "logistic_phi"
+) -> Tensor:
+    """The first k rows of P, (batch, k, n), of a method; a network with art_lambda .5."""
+    if method in NETWORKS:
+        layers = NETWORKS[method](logits.shape[1], k).layers
+        return network(logits, layers, distribution, inverse_temperature, 0.5)[:, :k]
+    if method in ROWS:
+        return ROWS[method](logits, inverse_temperature)[:, :k]
+    masks = [MASKS[method](logits, r, inverse_temperature) for r in range(1, k + 1)]
+    return torch.stack(masks, dim=1).diff(dim=1, prepend=torch.zeros_like(masks[0]).unsqueeze(1))
 
 
 def topk_cross_entropy(
@@ -185,6 +227,57 @@ def top_m(scores: Tensor, label: int, m: int) -> list[int]:
     return [label, *others[: m - 1]]
 
 
-def elementary_symmetric(values: list[float], k: int) -> float:
-    """Sum over all k-subsets of the product of their values."""
-    return sum(math.prod(subset) for subset in itertools.combinations(values, k))
+def truncated_entropy(logits: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Lapin et al. 2016, (batch,): the classes below rank k beside the true one."""
+    losses = []
+    for row, y in zip(logits.double(), labels.tolist()):
+        below = [row[j] - row[y] for j in row.argsort(descending=True).tolist()[k:] if j != y]
+        losses.append(torch.stack([row[y] * 0, *below]).logsumexp(0))
+    return torch.stack(losses)
+
+
+def ldr_kl(logits: Tensor, labels: Tensor, inverse_temperature: float, margin: float) -> Tensor:
+    """Zhu, Ying and Yang 2023, (batch,)."""
+    s, n = logits.double(), logits.shape[1]
+    margins = margin * (torch.arange(n) != labels.unsqueeze(1))
+    exponents = inverse_temperature * (s - s.gather(1, labels.unsqueeze(1)) + margins)
+    return (exponents.logsumexp(1) - math.log(n)) / inverse_temperature
+
+
+def smooth_topk(logits: Tensor, labels: Tensor, k: int, tau: float, alpha: float = 1.0) -> Tensor:
+    """Berrada et al. 2018, (batch,), a logsumexp over every k-subset of the classes:
+
+    tau log sum_S exp((alpha [y not in S] + mean of S) / tau) - tau log sum_{S with y} exp(mean of S / tau)
+    """
+    subsets = torch.tensor(list(itertools.combinations(range(logits.shape[1]), k)))  # (subsets, k)
+    hit = (subsets.unsqueeze(0) == labels.view(-1, 1, 1)).any(2)  # (batch, subsets)
+    mean = logits[:, subsets].mean(2)  # (batch, subsets)
+    every = torch.logsumexp((mean + alpha * (~hit).double()) / tau, 1)
+    right = torch.logsumexp((mean / tau).masked_fill(~hit, -math.inf), 1)
+    return tau * (every - right)
+
+
+def smooth_topk_by_recurrence(logits: Tensor, labels: Tensor, k: int, tau: float) -> Tensor:
+    """The same for alpha = 1, for many classes: tau softplus((1 + (kth - s_y) / k) / tau).
+
+    kth = k tau (log e_k - log e_{k-1}) of the others, by e_j <- e_j + x_i e_{j-1} in log space.
+    """
+    other = torch.arange(logits.shape[1]) != labels.unsqueeze(1)  # (batch, n)
+    z = logits.double()[other].view(len(logits), -1) / (k * tau)
+    log_e = torch.full((len(z), k + 1), -1e300, dtype=torch.float64)
+    log_e[:, 0] = 0
+    for i in range(z.shape[1]):
+        log_e = torch.cat([log_e[:, :1], torch.logaddexp(log_e[:, 1:], log_e[:, :-1] + z[:, i : i + 1])], 1)
+    kth = k * tau * (log_e[:, k] - log_e[:, k - 1])
+    true = logits.double().gather(1, labels.unsqueeze(1)).squeeze(1)
+    return tau * torch.nn.functional.softplus((1 + (kth - true) / k) / tau, threshold=700)
+
+
+def hard_topk_hinge(logits: Tensor, labels: Tensor, k: int, alpha: float = 1.0) -> Tensor:
+    """The hard top-k SVM as the official code writes it, (batch,): two means over largest scores."""
+    losses = []
+    for scores, label in zip(logits, labels.tolist()):
+        others = torch.cat([scores[:label], scores[label + 1 :]])
+        without = (others + alpha).topk(k).values.mean()
+        losses.append(torch.relu(without - (others.topk(k - 1).values.sum() + scores[label]) / k))
+    return torch.stack(losses)

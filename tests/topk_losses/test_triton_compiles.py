@@ -9,12 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.topk_losses.test_kernels import MASKS
-from topk_losses import DISTRIBUTIONS, RelaxedNetwork, splitter_selection
+from tests.topk_losses.test_kernels import MASKS, MODULES
+from topk_losses import DISTRIBUTIONS, RelaxedNetwork, SinkhornSort, SubsetTopK, splitter_selection
 from topk_losses.kernels import VARIABLE
-from topk_losses.ranks import DFTopK
-from topk_losses.subset import SubsetTopK
-from topk_losses.transport import SinkhornSort
 
 triton = pytest.importorskip("triton")
 jit = pytest.importorskip("triton.runtime.jit")
@@ -37,16 +34,13 @@ def launch(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(jit, "driver", SimpleNamespace(active=HOPPER))
-    names, compiled = (
-        [f"topk_losses.kernels.{name}" for name in ("cuda", "cuda_masks", "cuda_sinkhorn", "cuda_smooth")],
-        [],
-    )
-    for name in names:
+    compiled = []
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module(name)
-        for kernel in (
-            getattr(module, each) for each in ("forward_kernel", "backward_kernel") if hasattr(module, each)
-        ):
+        for kernel in (getattr(module, each, None) for each in ("forward_kernel", "backward_kernel")):
+            if kernel is None:
+                continue
             run = kernel.run
             monkeypatch.setattr(
                 kernel, "run", lambda *args, run=run, **flags: compiled.append(run(*args, **{**flags, "warmup": True}))
@@ -62,7 +56,7 @@ def launch(monkeypatch, tmp_path):
         return compiled
 
     yield launched
-    for name in names:
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -90,7 +84,7 @@ def test_kernels_compile_and_keep_to_their_registers(launch, n, batch, distribut
         assert kernel.asm["ptx"].count("bar.sync") == 1
 
 
-OPERATORS = {**MASKS, "sinkhorn_sort": SinkhornSort, "subset_topk": SubsetTopK, "df_topk": DFTopK}
+OPERATORS = {**MASKS, "sinkhorn_sort": SinkhornSort, "subset_topk": SubsetTopK}
 
 
 @pytest.mark.parametrize(("name", "n"), [*((name, 100) for name in OPERATORS), ("lml", 1000), ("sinkhorn_sort", 128)])

@@ -1,0 +1,157 @@
+"""What draws noise: the perturbed masks and the noised losses, against the same draws and the authors' package."""
+
+import math
+
+import pytest
+import pytopk
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy, one_hot
+
+from tests.methods import STOCHASTIC, p_k_of, random_batch, value_and_gradient
+from topk_losses import NoisedTopKLoss, PerturbedTopK, TopKCrossEntropyLoss, make_loss
+from topk_losses.operator import guarded_log
+
+
+def seeded(of, seed=0):
+    """A loss or an operator with a generator that begins anew."""
+    of.generator = torch.Generator().manual_seed(seed)
+    return of
+
+
+def noise_of(seed, *shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("method", STOCHASTIC)
+def test_noise_comes_from_the_generator_alone(method):
+    logits, labels = random_batch(8, 9)
+    loss, state = seeded(make_loss(method, p_k_of(method, 3), reduction="none")), torch.get_rng_state()
+    first, second = loss(logits, labels), loss(logits, labels)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first, second)
+    assert torch.equal(seeded(loss)(logits, labels), first)
+    loss.generator.manual_seed(0)
+    assert torch.equal(loss(logits, labels), first)
+
+
+# Perturbed masks.
+
+
+def indicators_of(logits, beta, draws, k):
+    """The noise (batch, draws, n) of a generator at 0, and who has each rank then, (batch, draws, k, n)."""
+    noise = noise_of(0, len(logits), draws, logits.shape[1])
+    order = (logits.unsqueeze(1) * beta + noise).argsort(dim=2, descending=True)[:, :, :k]
+    return noise, one_hot(order, logits.shape[1]).double()
+
+
+@given(st.integers(2, 20), st.data())
+@settings(max_examples=30, deadline=None)
+def test_perturbed_rows_are_means_of_one_hot_rows(n, data):
+    k = data.draw(st.integers(1, n))
+    beta = data.draw(st.sampled_from([0.1, 1.0, 30.0]), "inverse temperature")
+    logits, labels = random_batch(3, n, data.draw(st.sampled_from([1e-4, 1.0, 1e4])))
+    P = seeded(PerturbedTopK(k, beta, 20))(logits)
+    torch.testing.assert_close(P, indicators_of(logits, beta, 20, k)[1].mean(1))
+    torch.testing.assert_close(P.sum(2), torch.ones(3, k, dtype=torch.float64))
+    for target in (labels, one_hot(labels, n).double()):
+        column = seeded(PerturbedTopK(k, beta, 20)).rank_probabilities(logits, target)
+        torch.testing.assert_close(column, P[torch.arange(3), :, labels])  # of few numbers all are drawn at once
+
+
+def test_perturbed_column_and_matrix_estimate_the_normal_probability_of_two_classes():
+    # two classes: P(the first is first) = Phi(beta (a - b) / sqrt 2), which its mean and its gradient estimate
+    logits = torch.tensor([[0.6, -0.2]], dtype=torch.float64)
+    beta, draws, label = 1.3, 200_000, torch.tensor([0])  # more than are drawn at once
+    normal = torch.distributions.Normal(0.0, 1.0)
+    point = torch.tensor(beta * 0.8 / math.sqrt(2), dtype=torch.float64)
+    slope = normal.log_prob(point).exp() * beta / math.sqrt(2)
+    operator = seeded(PerturbedTopK(1, beta, draws))
+    for first in (lambda s: operator.rank_probabilities(s, label)[:, 0], lambda s: operator(s)[:, 0, 0]):
+        value, gradient = value_and_gradient(first, logits)
+        assert abs(value.item() - normal.cdf(point).item()) < 0.005
+        torch.testing.assert_close(gradient, torch.tensor([[slope, -slope]]), rtol=0, atol=0.02)
+
+
+def test_perturbed_gradients_are_covariances_over_the_draws():
+    logits, _ = random_batch(3, 7)
+    weight = noise_of(1, 3, 4, 7)
+    _, got = value_and_gradient(lambda s: seeded(PerturbedTopK(4, 2.0, 10))(s) * weight, logits)
+    noise, indicators = indicators_of(logits, 2, 10, 4)
+    indicators -= indicators.mean(1, keepdim=True)
+    torch.testing.assert_close(got, 2 * torch.einsum("bsrj,brj,bsn->bn", indicators, weight, noise) / 9)
+
+
+def test_perturbed_gradients_fade_where_all_draws_agree():
+    logits, operator = torch.tensor([[3.0, 0, -3]], dtype=torch.float64), seeded(PerturbedTopK(2, 30.0, 10))
+    for of in (lambda s: operator(s)[:, :, 0], lambda s: operator.rank_probabilities(s, torch.tensor([1]))):
+        value, gradient = value_and_gradient(of, logits)
+        assert value.sum().item() == pytest.approx(1)
+        torch.testing.assert_close(gradient, torch.zeros_like(logits))
+
+
+def test_without_noise_perturbed_masks_are_hard():
+    logits, labels = random_batch(6, 9)
+    loss = TopKCrossEntropyLoss("perturbed_topk", [0.5, 0, 0.5], inverse_temperature=1e9, reduction="none")
+    inside = (logits >= logits.topk(3, dim=1).values[:, -1:]).gather(1, labels.unsqueeze(1)).squeeze(1)
+    softmax = (-cross_entropy(logits, labels, reduction="none")).exp()
+    torch.testing.assert_close(loss(logits, labels), -guarded_log(0.5 * softmax + 0.5 * inside))
+
+
+# Noised losses.
+
+
+@pytest.mark.parametrize(("k", "epsilon", "draws"), [(1, 1.0, 5), (5, 0.3, 3), (8, 2.0, 1)])
+def test_noised_losses_equal_the_authors_package(k, epsilon, draws, monkeypatch):
+    logits, labels = random_batch(16, 9, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.stack([torch.randn(16, 9, generator=generator) for _ in range(draws)], dim=2)
+    counts, common = [5, 10, 3, 7, 8, 1, 2, 30, 4], {"inverse_temperature": 1 / epsilon, "num_samples": draws}
+    for ours, theirs in (
+        (NoisedTopKLoss(k, **common), pytopk.BalNoisedTopK(k, epsilon, draws)),
+        (
+            NoisedTopKLoss(k, **common, class_counts=counts, max_margin=0.7, scale=3),
+            pytopk.ImbalNoisedTopK(k, epsilon, 0.7, counts, scale=3, n_sample=draws),
+        ),
+    ):
+        got = value_and_gradient(seeded(ours, 5), logits, labels)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "randn", lambda *shape, **_: noise)  # what their package draws
+            want = value_and_gradient(theirs, logits, labels)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_without_noise_it_is_the_calibrated_hinge():
+    logits, labels = random_batch(8, 9)
+    want = (1 + logits.sort(dim=1, descending=True).values[:, 3] - logits.gather(1, labels.unsqueeze(1))[:, 0]).relu()
+    got = NoisedTopKLoss(3, 1e12, num_samples=1, reduction="none")(logits, labels)
+    torch.testing.assert_close(got, want)
+
+
+def test_equal_counts_are_the_balanced_loss_and_rare_classes_have_the_widest_margin():
+    logits, labels = random_batch(8, 6)
+    want, got = (seeded(NoisedTopKLoss(2, class_counts=counts))(logits, labels) for counts in (None, [7] * 6))
+    torch.testing.assert_close(got, want)
+    loss = NoisedTopKLoss(2, 1e12, class_counts=[16, 1, 1, 1, 1, 1])
+    same = torch.zeros(2, 6)
+    torch.testing.assert_close(loss(same, torch.tensor([0, 0])), torch.tensor(0.5))
+    torch.testing.assert_close(loss(same, torch.tensor([1, 1])), torch.tensor(1.0))
+
+
+def test_noised_losses_keep_the_digits_of_float64():
+    loss = make_loss("imbalanced_noised_topk", 2, inverse_temperature=1e30)
+    loss.class_counts = torch.tensor([3, 7, 11, 20])
+    logits = torch.tensor([[0.0, 0.1, 0.2, 0.3]], dtype=torch.float64)
+    assert float(loss(logits, torch.tensor([2]))) == pytest.approx((3 / 11) ** 0.25 + 0.1 - 0.2, rel=1e-14)
+
+
+@pytest.mark.parametrize("method", ["noised_topk", "imbalanced_noised_topk"])
+def test_distributions_over_classes_cost_one_draw(method):
+    logits, _ = random_batch(8, 9)
+    loss = make_loss(method, 3, reduction="none")
+    of_all = torch.stack([seeded(loss)(logits, torch.full((8,), j)) for j in range(9)], dim=1)
+    uniform = seeded(loss)(logits, torch.full_like(logits, 1 / 9))
+    torch.testing.assert_close(uniform, of_all.mean(1))
+    smooth = seeded(make_loss(method, 3, label_smoothing=0.2, reduction="none"))(logits, torch.zeros(8).long())
+    torch.testing.assert_close(smooth, 0.8 * of_all[:, 0] + 0.2 * of_all.mean(1))
