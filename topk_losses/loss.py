@@ -196,7 +196,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
                 )
             beta = None if isinstance(self.inverse_temperature, str) else self.inverse_temperature
             settings = (beta, self.distribution, self.art_lambda)
-            operator = make_operator(self.method, num_scores, k, *settings).to(self.p_k.device)
+            with torch.inference_mode(False):  # training may follow a first call for inference
+                operator = make_operator(self.method, num_scores, k, *settings).to(self.p_k.device)
             # Not a submodule: it comes and goes, and a learned temperature is saved once.
             object.__setattr__(self, "operator", self._bind(operator))
         return operator

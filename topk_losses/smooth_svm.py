@@ -97,7 +97,7 @@ class SmoothTopKLoss(SingleKLoss):
         smooth, hard = smooth.squeeze(1), hard.squeeze(1)
         true = scores.gather(1, target.unsqueeze(1)).squeeze(1).detach()  # (rows,)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
-        spoilt = torch.where(torch.maximum(top[:, 0], true) < math.inf, 0.0, math.nan)  # (rows,)
+        spoilt = torch.zeros_like(true).where(torch.maximum(top[:, 0], true) < math.inf, math.nan)  # (rows,)
         return self._hinge(self.alpha + smooth / self.k + spoilt, self.alpha + hard / self.k + spoilt, top, true)
 
     def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:

@@ -45,9 +45,9 @@ class SubsetTopK(MaskOperator):
         # kth / beta - s_y
         distance, _, top, beside, *_ = find(scores, target, proper, 1 / as_tensor(beta, scores), softmax)
         true = scores.gather(1, target.unsqueeze(1)).detach()  # (rows, 1)
-        spoilt = torch.where(torch.maximum(top[:, :1], true) < math.inf, 0.0, math.nan)  # by a NaN or +inf
-        masked = torch.where(pick_ranks(top, proper) > -math.inf, -MASKED, -math.inf)  # for a true class at -inf
-        distance = torch.where(true > -math.inf, distance, masked)  # (rows, J)
+        spoilt = torch.zeros_like(true).where(torch.maximum(top[:, :1], true) < math.inf, math.nan)  # by a NaN or +inf
+        masked = torch.full_like(distance, -MASKED).where(pick_ranks(top, proper) > -math.inf, -math.inf)
+        distance = torch.where(true > -math.inf, distance, masked)  # (rows, J), masked for a true class at -inf
         logs = pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper)))
         return logs, beside.squeeze(1) if softmax else None
 

@@ -230,12 +230,13 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
     """t = z - theta for z = beta x, (rows, J) of the labels (rows,), or of all classes, (rows, J, n), for None.
 
     x (rows, n), -inf for classes that take no part. k (rows, J) or (1, J), above 0, none above `most`. Where k or fewer
-    classes take part, t is inf: they are within k.
+    classes take part, t is inf: they are within k; that of the others is MASKED times beta, about.
     """
     z, takes_part = finite(x) * beta, x > -torch.inf  # (rows, n)
     number = takes_part.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
     all_within = k >= number  # (rows, J)
     theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
+    theta = theta.masked_fill(number == 0, 0)  # where no class takes part, none is within k
     takes_part, all_of_n = takes_part.unsqueeze(1), (k >= z.shape[1]).unsqueeze(2)
     certain = all_within.unsqueeze(2) & takes_part | all_of_n  # (rows, J, n)
     if labels is None:
