@@ -28,6 +28,7 @@ import torch
 import torchvision
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
+from torchvision.models import MaxVit, VisionTransformer
 
 LIBRARIES = ("timm", "torchvision")
 # Weights of ImageNet that a package index has, so that no other server is needed: 75 % top-1.
@@ -216,6 +217,8 @@ def _torchvision_backbone(name: str, weights: str | Path, resolution: int | None
     preset = published.transforms()
     (native,) = preset.crop_size
     resolution = resolution or native
+    if resolution != native and isinstance(network, MaxVit | VisionTransformer):
+        raise BackboneError(f"torchvision's {name} takes {native} pixels alone, got {resolution}: timm's take others")
     resize = round(preset.resize_size[0] * resolution / native)  # the same share is cropped away
     dim = network.get_submodule(head).in_features
     network.set_submodule(head, nn.Identity())

@@ -48,10 +48,12 @@ def each_seed(begin: Callable[..., Any], train: Callable[[Any, Ranks], int], arg
     told = f"--seeds starts a process per seed, and torchrun has started {ranks.count}: give one --seed"
     check(ranks.count == 1, told)
     on_gpu = ranks.device(args.device).type == "cuda"
+    # A GPU, and what it alone can do, is left to the processes.
+    here = {"device": "cpu"} | ({"graph": False} if on_gpu and hasattr(args, "graph") else {})
     unfinished = []
     for seed in args.seeds:
         with contextlib.suppress(AlreadyRecorded):
-            begin(dataclasses.replace(args, seed=seed, device="cpu"), ranks)  # a GPU is left to the processes
+            begin(dataclasses.replace(args, seed=seed, **here), ranks)
             unfinished.append(dataclasses.replace(args, seed=seed))
     if not unfinished:
         return 0

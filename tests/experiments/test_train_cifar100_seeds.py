@@ -12,6 +12,8 @@ import torch
 
 from experiments import train_cifar100 as script
 from experiments.shared import seed_processes
+from experiments.shared.command_line import AlreadyRecorded
+from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, read_rows
 from experiments.shared.seed_processes import division
 from tests.experiments.runs import check_refused, outcome, stop
@@ -33,6 +35,19 @@ def main_that_forks(words: list[str], network=script.resnet_cifar) -> int:
 
 def run_folders(results) -> list:
     return sorted((results.parent / "runs").iterdir())
+
+
+def test_what_a_gpu_alone_can_do_is_refused_in_no_seed_before_it_has_one(monkeypatch):
+    begun = []
+
+    def begin(args, ranks):
+        begun.append((args.seed, args.device, args.graph))
+        raise AlreadyRecorded
+
+    args = script.parse_arguments(["--method", "softsort", "--seeds", "0", "1", "--graph", "--device", "cuda"])
+    monkeypatch.setattr(Ranks, "device", lambda ranks, name: torch.device(name))
+    assert seed_processes.each_seed(begin, None, args, Ranks()) == 0
+    assert begun == [(0, "cpu", False), (1, "cpu", False)]
 
 
 def test_the_rows_are_those_of_each_seed_alone(tmp_path, monkeypatch, capfd):

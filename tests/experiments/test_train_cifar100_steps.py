@@ -75,7 +75,7 @@ class MayWaitForTotals(Ranks):
 def test_no_step_waits_for_the_gpu(tmp_path, monkeypatch, method):
     training, evaluation = steps_of(tmp_path, monkeypatch, method, torch.device("cuda", 0), script.resnet_cifar)
     run = evaluation[0]
-    run.ranks, run.args.precision = MayWaitForTotals(), "bf16"
+    run.ranks, run.flags["precision"] = MayWaitForTotals(), "bf16"
     # The first epoch brings constants over.
     for epoch, mode in ((1, "default"), (2, "error")):
         try:
