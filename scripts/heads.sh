@@ -6,6 +6,7 @@
 # argument, has results files of its own name:
 #   scripts/heads.sh                                 # four methods, ten minutes on two cores
 #   scripts/heads.sh --all                           # every method, four hours
+#   scripts/heads.sh --label_noise .2 --all          # training labels partly wrong: results/heads_noise_.2.csv
 #   scripts/heads.sh own.store --all --jobs 1        # results/heads_own.csv
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
@@ -16,6 +17,10 @@ if [ $# -gt 0 ] && [[ $1 != -* ]]; then
 else
   .venv/bin/python experiments/extract_embeddings.py --dataset cifar100 --backbone tf_efficientnet_lite0 \
     --weights efficientnet-lite0 --resolution 128 --precision bf16 --store $store
+fi
+if [ "${1:-}" = --label_noise ]; then
+  store=$(.venv/bin/python -m scripts.sweeping.relabel "$store" "${@:2:1}")
+  results=results/$(basename "$store" .store).csv && shift 2
 fi
 if [ "${1:-}" = --all ]; then methods="" && shift; fi
 for stage in trials longer finals; do

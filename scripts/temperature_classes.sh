@@ -19,31 +19,24 @@ from pathlib import Path
 
 import torch
 
-from data.atomic_file import atomic_write
 from data.embeddings import EmbeddingStore, open_or_fetch
 from data.program import ProgramError
+from scripts.sweeping.relabel import relabelled
 from topk_losses import METHODS
 
 FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)
 SCORES = {10: (10,), 100: (16, 50, 100), 1000: (16, 50, 1000)}  # sorted, by number of classes
 
 
-def relabelled(store: EmbeddingStore, num_classes: int, path: Path) -> Path:
-    """Write the rows with other labels to a file of tensors, if it is not there, and return its path."""
-    if path.exists():
-        return path
+def other_labels(store: EmbeddingStore, num_classes: int) -> dict[str, torch.Tensor]:
+    """Ten classes in one, or a tenth of one."""
+    labels = {name: split.labels() for name, split in store.splits.items()}
+    if num_classes < store.num_classes:
+        return {name: each // 10 for name, each in labels.items()}
     directions = torch.randn(store.dim, 10, generator=torch.Generator().manual_seed(0))
-    tensors, means = {}, None
-    for split in ("train", "test"):
-        rows, labels = store[split].read(torch.arange(len(store[split]))), store[split].labels()
-        if means is None:
-            means = torch.stack([rows[labels == c].float().mean(0) for c in range(store.num_classes)])
-        part = ((rows.float() - means[labels]) @ directions).argmax(1)
-        labels = labels // 10 if num_classes < store.num_classes else 10 * labels + part
-        tensors |= {f"{split}_embeddings": rows, f"{split}_labels": labels}
-    with atomic_write(path, "wb") as file:
-        torch.save(tensors, file)
-    return path
+    rows = {name: split.read(torch.arange(len(split))) for name, split in store.splits.items()}
+    means = torch.stack([rows["train"][labels["train"] == c].float().mean(0) for c in range(store.num_classes)])
+    return {name: 10 * labels[name] + ((rows[name].float() - means[labels[name]]) @ directions).argmax(1) for name in rows}
 
 
 try:
@@ -54,7 +47,8 @@ if store.num_classes != 100:
     sys.exit(f"error: the sets are made of 100 classes, and {sys.argv[1]} has {store.num_classes}; give another store")
 for num_classes, scores in SCORES.items():
     same = num_classes == store.num_classes
-    data = sys.argv[1] if same else relabelled(store, num_classes, Path(f"{sys.argv[1]}-of-{num_classes}.pt"))
+    path = Path(f"{sys.argv[1].removesuffix('.store')}_of_{num_classes}.store")
+    data = sys.argv[1] if same else relabelled(store, other_labels(store, num_classes), path)
     for method in ("neuralsort", "softsort", "lml", "subset_topk", "splitter_selection"):
         for m in scores:
             betas = [f"{factor * METHODS[method].inverse_temperature:g}" for factor in FACTORS] + ["auto"]

@@ -24,6 +24,7 @@ from topk_losses.methods import SINGLE_K, TOP1
 RATES = (0.0005, 0.001, 0.002, 0.004)
 SHORT, LONG = 5, 22  # epochs
 SEEDS = range(1, 11)  # a trial's is 0
+NUM_VALID = 5000  # rows, where the store has none that validate
 P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
 SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
 # Without a relaxed matrix: cross-entropy also with label smoothing, and with weight decay, in place of P_K and m.
@@ -61,8 +62,8 @@ def rows_of(stage: str, methods: list[str], finals: Path) -> Iterator[str]:
         also = "".join(f' --also "--method {method} {each}"' for each in heads[1:])
         yield (
             f".venv/bin/python experiments/finetune_imagenet.py --method {method} {heads[0]}{also} --n_epochs "
-            f"{tried[0][1]} --batch_size 500 --num_valid 5000 --eval_freq 100000 --seeds {' '.join(map(str, seeds))}"
-            f"{order} --results {results}"
+            f"{tried[0][1]} --batch_size 500 --num_valid {NUM_VALID} --eval_freq 100000 --seeds "
+            f"{' '.join(map(str, seeds))}{order} --results {results}"
         )
 
 

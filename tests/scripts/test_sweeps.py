@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 import torch
 
-from data.embeddings import StoreWriter, open_or_fetch
+from data.embeddings import StoreWriter, open_or_fetch, split_rows
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import command_line
 from experiments.shared.finetune_flags import BATCH_SIZE, IMAGENET_1K, recipes_of
 from experiments.shared.run_record import read_rows
-from scripts.sweeping import heads
+from scripts.sweeping import heads, relabel
 from tests.processes import wait_for
 from topk_losses import METHODS, RELAXATIONS
 
@@ -192,7 +192,7 @@ def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
         for n, scores in ((10, (10,)), (100, (16, 50, 100)), (1000, (16, 50, 1000)))
         for m in scores
     }
-    few, many = (open_or_fetch(f"{path}-of-{n}.pt") for n in (10, 1000))
+    few, many = (open_or_fetch(tmp_path / f"some_of_{n}.store") for n in (10, 1000))
     for split in ("train", "test"):
         assert torch.equal(few[split].labels(), labels // 10)
         assert torch.equal(many[split].labels() // 10, labels)
@@ -203,6 +203,35 @@ def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
         assert done.returncode == 2
         assert words in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path, capsys):
+    def made_of(labels: torch.Tensor, name: str) -> Path:
+        writer = StoreWriter(tmp_path / name, dim=2, dtype=torch.float16, backbone="some")
+        for split in ("train", "test"):
+            writer.write(split, 0, torch.randn(len(labels), 2).half(), labels)
+        writer.finish()
+        return tmp_path / name
+
+    labels = torch.arange(15_000) % 10
+    path = made_of(labels, "some.store")
+    assert relabel.main([str(path), "0.4"]) == 0
+    made = tmp_path / "some_noise_.4.store"
+    assert capsys.readouterr().out == f"{made}\n"
+    clean, noisy = open_or_fetch(path), open_or_fetch(made)
+    train, valid = split_rows(15_000, heads.NUM_VALID, seed=0)
+    found = noisy["train"].labels()
+    assert torch.equal(found[valid], labels[valid])
+    assert torch.equal(found // 5, labels // 5)
+    wrong = (found != labels)[train].double().mean().item()
+    assert wrong == pytest.approx(0.4 * 4 / 5, abs=0.02)  # of those drawn anew a fifth stays
+    rows = torch.arange(15_000)
+    for split in ("train", "test"):
+        assert torch.equal(noisy[split].read(rows), clean[split].read(rows))
+    assert torch.equal(noisy["test"].labels(), labels)
+    assert noisy.backbone == "some"
+    with pytest.raises(command_line.CommandLineError, match="5 classes do not divide 7 classes"):
+        relabel.wrong_labels(open_or_fetch(made_of(labels % 7, "seven.store")), 0.4)
 
 
 @pytest.mark.parametrize(("flags", "file"), [([], "beam_search"), (["--short"], "beam_search_short")])

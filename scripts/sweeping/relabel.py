@@ -1,0 +1,67 @@
+"""A store's embeddings with other labels; from the command line, with some of the training labels wrong.
+
+    python -m scripts.sweeping.relabel heads.store .2     # makes heads_noise_.2.store beside it, and prints its path
+
+Each training label is drawn anew with that probability among the five of its block of class ids, as train_cifar100.py
+--label_noise does (Berrada, Zisserman and Kumar 2018); the rows that validate heads, and those of test, keep theirs.
+"""
+
+if __name__ == "__main__":  # from here on, what goes wrong is a sentence
+    from data import program
+
+    program.begin()
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data import program
+from data.cifar100 import noisy_labels
+from data.embeddings import DTYPES, MANIFEST, EmbeddingStore, StoreWriter, open_or_fetch, split_rows
+from experiments.shared import command_line as cli
+from scripts.sweeping.heads import NUM_VALID
+
+BLOCK = 5  # class ids
+
+
+def relabelled(store: EmbeddingStore, labels: Mapping[str, Tensor], path: Path) -> Path:
+    """Make a store of the same rows with other labels, (N,) int64 by split, if it is not there; return its path."""
+    if not (path / MANIFEST).exists():
+        about = {"backbone": store.backbone, "resolution": store.resolution, "source": store.source}
+        writer = StoreWriter(path, dim=store.dim, dtype=DTYPES[store.dtype_name], **about)
+        for name, split in store.splits.items():
+            writer.write(name, 0, split.read(torch.arange(len(split))), labels[name])
+        writer.finish()
+    return path
+
+
+def wrong_labels(store: EmbeddingStore, probability: float) -> dict[str, Tensor]:
+    """The labels of a store by split, some wrong of those rows of train that NUM_VALID rows leave to train.
+
+    probability: in [0, 1], that one is drawn anew, from its block, itself included. Raises CommandLineError.
+    """
+    cli.check(store.num_classes % BLOCK == 0, f"blocks of {BLOCK} classes do not divide {store.num_classes} classes")
+    labels = {name: split.labels() for name, split in store.splits.items()}
+    rows = split_rows(len(labels["train"]), NUM_VALID, seed=0)[0]
+    blocks = torch.arange(store.num_classes).view(-1, BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    labels["train"][rows] = noisy_labels(labels["train"][rows], blocks, probability, generator)
+    return labels
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make the store; return the exit status."""
+    parser = program.Parser(prog="relabel.py", description="A store with some of its training labels wrong.")
+    parser.add_argument("store", type=program.path, help="of embeddings")
+    parser.add_argument("probability", type=cli.said(cli.fraction), help="with which a training label is drawn anew")
+    args = parser.parse_args(argv)
+    store, p = open_or_fetch(args.store), args.probability
+    name = f"{args.store.stem}_noise_{f'{p:g}'.removeprefix('0')}.store"
+    print(relabelled(store, wrong_labels(store, p), args.store.with_name(name)))
+    return 0
+
+
+if __name__ == "__main__":
+    program.end(program.finish(main))
