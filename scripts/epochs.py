@@ -21,7 +21,7 @@ from data.atomic_file import atomic_write
 from data.file_lock import held, lock_beside
 
 OF_THE_RUN = ("run_id", "method", "p_k", "seed", "precision", "device_name", "torch_version")
-OF_AN_EPOCH = ("epoch", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
+OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
 
 
 def epochs_of(runs: Path, results: str) -> list[tuple[str, pd.DataFrame]]:
