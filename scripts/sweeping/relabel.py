@@ -44,7 +44,8 @@ def wrong_labels(store: EmbeddingStore, probability: float) -> dict[str, Tensor]
     """
     cli.check(store.num_classes % BLOCK == 0, f"blocks of {BLOCK} classes do not divide {store.num_classes} classes")
     labels = {name: split.labels() for name, split in store.splits.items()}
-    rows = split_rows(len(labels["train"]), NUM_VALID, seed=0)[0]
+    with cli.refusing():
+        rows = split_rows(len(labels["train"]), NUM_VALID, seed=0)[0]
     blocks = torch.arange(store.num_classes).view(-1, BLOCK)
     generator = torch.Generator().manual_seed(0)
     labels["train"][rows] = noisy_labels(labels["train"][rows], blocks, probability, generator)
