@@ -87,8 +87,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     args, extra = parser.parse_known_args(argv[:split])
     if not re.fullmatch(r"\w[\w.-]*", args.name):
         parser.error(f"--name must be of letters, digits, dots, dashes and underscores, got {args.name!r}")
-    if "--slurm" in extra:
-        parser.error("--slurm has become a script: scripts/table1.sh --dry-run | scripts/slurm.sh table1, say")
     return args, [*extra, *argv[split + 1 :]]
 
 

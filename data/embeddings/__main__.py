@@ -2,7 +2,7 @@
 
     python -m data.embeddings list                                   # the published files
     python -m data.embeddings fetch wsl-32x48d-320 --convert         # download one and make a store of it [--sha256]
-    python -m data.embeddings convert FILE FOLDER [--dtype bfloat16] # of any torch file, or of an earlier store
+    python -m data.embeddings convert FILE FOLDER [--dtype bfloat16] # of any torch file
     python -m data.embeddings info FOLDER                            # what a store holds
     python -m data.embeddings verify FOLDER                          # read every byte, name damaged rows
 
@@ -58,8 +58,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     for each in (list_, fetched):
         told = "$TOPK_CACHE without it, else data/downloads/embeddings"
         each.add_argument("--cache_dir", type=Path, metavar="DIR", help=told)
-    converted = add(_convert, "convert", "Make a store of a torch file, or of a store in the earlier format")
-    converted.add_argument("file", type=_given, help="the torch file, or the folder of the earlier store")
+    converted = add(_convert, "convert", "Make a store of a torch file")
+    converted.add_argument("file", type=_given, help="the torch file")
     converted.add_argument("destination", type=_given, help="folder of the store")
     converted.add_argument("--dtype", choices=DTYPES, help="of the store; that of the file without it")
     converted.add_argument("--backbone", metavar="NAME", help="noted in the store")

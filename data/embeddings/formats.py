@@ -14,7 +14,6 @@ back: peak memory is a few shards, whatever the size of the file. The older form
 read whole if the memory suffices.
 """
 
-import json
 import mmap
 import os
 import re
@@ -23,15 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from data.embeddings.store import (
-    DTYPES,
     MANIFEST,
-    OLD_MANIFEST,
     PARTS,
     UNVERIFIED,
     EmbeddingError,
@@ -71,14 +67,14 @@ def convert(
     sha256: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> EmbeddingStore:
-    """Make a store of a torch pickle of embeddings and labels, or of a store in the earlier format.
+    """Make a store of a torch pickle of embeddings and labels.
 
     keys: which tensor of the file is train_embeddings, train_labels, test_embeddings, test_labels (and valid_...);
         of a split both or neither. Without it the file must have one of LAYOUTS.
     dtype: float16, float32 or bfloat16 for the store; that of the file without it.
     backbone, resolution (pixels), source: noted in the store; source is the file's name without it.
     sha256: of the file, noted likewise; without it what the file was verified by when it was fetched.
-    shard_bytes: embeddings per shard. Of an earlier store all is taken as it is.
+    shard_bytes: embeddings per shard.
 
     Killed and called again, it continues with the shards that are missing; a complete store of this file is opened.
     Two processes wait for one another. Raises EmbeddingError for a file that cannot be converted, for too little memory
@@ -89,14 +85,11 @@ def convert(
     from data.transfers import object_store
 
     file, destination = Path(os.path.expanduser(source_file)), Path(os.path.expanduser(destination))
-    old = (file / OLD_MANIFEST).is_file()
-    if not file.is_file() and not old:
+    if not file.is_file():
         raise EmbeddingError(f"there is no file {file} to convert: check the path")
     if sha256:
         object_store.fetch(object_store.resolve(file), sha256)
     with held(lock_beside(destination)):
-        if old:
-            return _taken_over(file, destination)
         noted = {"backbone": backbone, "resolution": resolution}
         if (destination / MANIFEST).exists():
             return _complete(file, destination, {**noted, "keys": keys and dict(keys)}, dtype)
@@ -165,31 +158,6 @@ def _complete(file: Path, destination: Path, wanted: dict[str, Any], dtype: torc
     if changed := differences(there, {name: value for name, value in wanted.items() if value is not None}):
         raise EmbeddingError(f"{destination} is a complete store already ({changed}): delete it or choose another")
     return store
-
-
-def _taken_over(folder: Path, destination: Path) -> EmbeddingStore:
-    """The store at `destination`, with the shards of one in the earlier format, two files each."""
-    try:
-        old = json.loads((folder / OLD_MANIFEST).read_text())
-        shards = {split: stored["shards"] for split, stored in old["splits"].items()}
-        (dtype,) = {stored["dtype"] for stored in old["splits"].values()}
-        most = max(shard["rows"] for each in shards.values() for shard in each)
-        settings = {name: old[name] for name in ("num_classes", "backbone", "resolution", "source", "details")}
-        writer = StoreWriter(destination, dim=old["embedding_dim"], dtype=DTYPES[dtype], shard_rows=most, **settings)
-        for split, each in shards.items():
-            present = writer.present(split)
-            for number, shard in enumerate(tqdm(each, desc=split, unit="shard", disable=None)):
-                if number not in present:
-                    files = (folder / Path(shard[part]["name"]).name for part in PARTS)
-                    embeddings, labels = (torch.from_numpy(np.load(file)) for file in files)
-                    writer.write(split, number, embeddings.view(DTYPES[dtype]), labels)
-    except EmbeddingError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise EmbeddingError(
-            f"{folder} cannot be read as a store in the earlier format ({type(error).__name__}: {error}): copy it again"
-        ) from None
-    return writer.finish({split: len(each) for split, each in shards.items()})
 
 
 def _load(file: Path) -> tuple[dict[str, Tensor], bool]:

@@ -35,7 +35,6 @@ from data.checked_json import JsonError, read_json, write_json
 from data.program import ProgramError
 
 MANIFEST = "meta.json"
-OLD_MANIFEST = "manifest.json"  # of stores with two files for each shard
 UNFINISHED = "unfinished.json"  # in a folder that is being written: the settings that all its shards share
 PARTS = ("embeddings", "labels")
 DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -231,7 +230,6 @@ class StoreWriter:
         store, or shards of one with other settings.
         """
         self.folder = Path(os.path.expanduser(folder))
-        refuse_old(self.folder)
         if (self.folder / MANIFEST).exists():
             raise EmbeddingError(f"{self.folder} is a complete store already; delete it or choose another folder")
         self._dim, self._dtype, self._shard_rows, self._num_classes = dim, dtype_name(dtype), shard_rows, num_classes
@@ -390,22 +388,12 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return read_json(path, Manifest)
     except (FileNotFoundError, NotADirectoryError):
-        refuse_old(path.parent)
         wrong = f"{path.parent} is not an embedding store: there is no {MANIFEST} in it"
         if (path.parent / UNFINISHED).exists():
             wrong = f"{path.parent} was not finished: give the command that was writing it again, it continues"
         raise EmbeddingError(wrong) from None
     except JsonError as error:
         raise EmbeddingError(f"{error}; write the store again, or read it with the code that wrote it") from None
-
-
-def refuse_old(folder: Path) -> None:
-    """Raise EmbeddingError, with the way out, where a folder is a store in the earlier format."""
-    if (folder / OLD_MANIFEST).exists():
-        raise EmbeddingError(
-            f"{folder} is a store in an earlier format: python -m data.embeddings convert {folder} NEW_FOLDER makes "
-            "one in today's of it, with the same fingerprint"
-        )
 
 
 def file_of(folder: Path, split: str, part: str) -> Path:

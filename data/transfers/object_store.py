@@ -165,9 +165,8 @@ def fetch_folder(location: Location, index: str, damaged: Callable[[Path, Path],
             _Download(replace(location, uri=location.uri + index), new).run()
         except ObjectStoreError as error:
             raise ObjectStoreError(
-                f"{location.uri} has no {index} that can be read: it may be another folder, a store in an earlier "
-                "format, to be converted where it was made and sent again, or one whose upload has not ended, as that "
-                f"file is sent last. {error}"
+                f"{location.uri} has no {index} that can be read: it may be another folder, or a "
+                f"store whose upload has not ended, as that file is sent last. {error}"
             ) from error
         for name in damaged(new, folder):
             (folder / name).unlink(missing_ok=True)

@@ -169,52 +169,20 @@ def test_a_writer_continues_after_a_kill_and_names_what_is_missing(tmp_path):
         begun.finish()
 
 
-# Stores in the earlier format.
-
-
-def write_old_store(folder):
-    """A store of two files for each shard, as it was; today's store of the same rows, and what is in them."""
-    store, parts = write_store(folder.with_name("today"), dtype=torch.bfloat16, backbone="net", resolution=32)
-    folder.mkdir()
-    manifest = json.loads((store.path / "meta.json").read_text())
-    for split, shards in manifest["splits"].items():
+def test_the_fingerprint_is_of_the_sums_of_each_shards_npy_files(tmp_path):
+    """Run ids hold it: the same rows must have the same one, whatever a store's files are called."""
+    store, _ = write_store(tmp_path / "set", dtype=torch.bfloat16)
+    for name, split in store.splits.items():
         begin = 0
-        for number, shard in enumerate(shards):
-            end = begin + shard["rows"]
+        for shard in split.shards:
             for part in ("embeddings", "labels"):
-                path = folder / f"{split}-{number:05}.{part}.npy"
-                np.save(path, np.load(store.path / f"{split}.{part}.npy")[begin:end])
-                # The fingerprint was made of these sums, and is.
-                assert shard[part] == hashlib.sha256(path.read_bytes()).hexdigest()
-                shard[part] = {"name": path.name, "bytes": path.stat().st_size, "sha256": shard[part]}
-            begin = end
-        manifest["splits"][split] = {"dtype": "bfloat16", "embeddings_shape": [begin, DIM], "shards": shards}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 1, "embedding_dim": manifest.pop("dim")}))
-    return store, parts
-
-
-def test_a_store_in_the_earlier_format_says_how_to_convert_it_and_keeps_its_fingerprint(tmp_path, capsys):
-    old, new = tmp_path / "old", tmp_path / "new"
-    today, parts = write_old_store(old)
-    assert main(["info", str(old)]) == 1
-    assert f"python -m data.embeddings convert {old} NEW_FOLDER" in capsys.readouterr().err
-    with pytest.raises(EmbeddingError, match="earlier format"):
-        StoreWriter(old, dim=DIM, dtype=torch.float16)
-    assert main(["convert", str(old), str(new)]) == 0
-    store = open_store(new)
-    assert (store.fingerprint, store.backbone) == (today.fingerprint, "net")
+                np.save(tmp_path / "shard.npy", np.load(store.path / f"{name}.{part}.npy")[begin : begin + shard.rows])
+                assert getattr(shard, part) == hashlib.sha256((tmp_path / "shard.npy").read_bytes()).hexdigest()
+            begin += shard.rows
     sums = [
         [name, "bfloat16", [[each.embeddings, each.labels] for each in store[name].shards]] for name in store.splits
     ]
-    assert store.fingerprint == hashlib.sha256(json.dumps(sums).encode()).hexdigest()  # run ids hold it
-    assert_holds(store, parts)
-    assert main(["convert", str(old), str(new)]) == 1  # a complete store already
-    (old / "train-00001.labels.npy").unlink()
-    manifest = (old / "manifest.json").read_text()
-    for damaged in ("", "[]", "{}", manifest.replace('"rows"', '"lines"'), manifest):
-        (old / "manifest.json").write_text(damaged)
-        assert main(["convert", str(old), str(tmp_path / "other")]) == 1
-        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    assert store.fingerprint == hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
 # The commands, and what scripts open with.
@@ -356,7 +324,7 @@ def test_a_store_in_a_bucket_is_fetched_once(tmp_path, bucket, moto):
     shutil.rmtree(back.path / ".partial")
     assert open_or_fetch(f"s3://store/{prefix}", **options).path == back.path
     assert not (back.path / ".partial").exists()
-    with pytest.raises(ObjectStoreError, match=r"has no meta\.json .*one whose upload has not ended.*NoSuchKey"):
+    with pytest.raises(ObjectStoreError, match=r"has no meta\.json .*a store whose upload has not ended.*NoSuchKey"):
         open_or_fetch(f"s3://store/{prefix}", tmp_path / "new", endpoint_url=moto)
     with pytest.raises(ObjectStoreError, match="NoSuchBucket"):
         open_or_fetch("s3://nothing/nothing", **options)

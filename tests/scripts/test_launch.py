@@ -297,7 +297,6 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true"], "--jobs", "expected one argument"),
         (["true"], "--jobs 3", "--jobs 3 is more than 2 visible GPUs x --per-gpu 1"),
         (["true"], "--name ../x", "must be of letters"),
-        (["true"], "--slurm --partition gpu", "--slurm has become a script"),
         (["true", "echo a\0b"], "", "row 2 must be UTF-8 text without NUL, got 'echo a\\x00b'"),
         (["echo \udcff"], "", "row 1 must be UTF-8 text without NUL, got 'echo \\udcff'"),
     ],

@@ -267,12 +267,12 @@ def test_evidence_comes_in_the_order_of_what_is_asked_for_most(rows_of):
     assert sorted(published) == sorted(rows_of["table1"])
     first = [re.search(r"--method (\w+).* --p_k (\S+).*--seed (\d)", row).groups() for row in published[:6]]
     assert first == [
+        ("softmax_cross_entropy", "1.", "1"),
+        ("splitter_selection", ".2", "1"),
         ("softmax_cross_entropy", "1.", "0"),
         ("splitter_selection", ".2", "0"),
         ("softsort", ".2", "0"),
         ("sinkhorn_sort", "0.", "0"),
-        ("softmax_cross_entropy", "1.", "1"),
-        ("splitter_selection", ".2", "1"),
     ]
     short = [*commands("table1", "--short"), *(row for row in commands("table4", "--short") if "--seed 0" in row)]
     assert rows[len(published) :] == [*short, *rows_of["strong"]]
