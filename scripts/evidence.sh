@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The rows that readers ask for first, in that order: the published 200 epochs (softmax and splitter_selection [.2 x5],
 # seed 1 and then 0, whose first epochs results/table1_epochs.csv has; SoftSort [.2 x5], SinkhornSort k = 5, the rest of
-# Table 1), in bf16 where there is no GPU; then Table 1 short (what --short means: table1.sh), Table 4 short, seed 0,
-# where rows that Table 1 has are recorded without training again; strong.sh. At the lowest priority, so that it can run
-# for days beside other work. Works from any directory; paths in arguments are relative to the repository.
+# Table 1), in bf16 where there is no GPU; then scratch.sh, Table 1 short (what --short means: table1.sh), Table 4 short,
+# seed 0, where rows that Table 1 has are recorded without training again; strong.sh. At the lowest priority, so that it
+# can run for days beside other work. Works from any directory; paths in arguments are relative to the repository.
 #   scripts/evidence.sh --jobs 1 --threads 1 --data_dir FOLDER      # arguments as in table1.sh; a row per core without
 #   scripts/evidence.sh --status                                    # where each row stands
 # Ctrl-C, SIGTERM and kill -9 stop it at any moment, and the same call continues; SIGSTOP and SIGCONT hold it.
@@ -24,6 +24,7 @@ rows() {
     first "--method sinkhorn_sort .*--p_k 0. 0. 0. 0. 1. " 0
     echo "$published"
   } | awk '!seen[$0]++'
+  scripts/scratch.sh --dry-run | grep -- "--seed "
   for seed in 0 1 2; do grep -- "--seed $seed " <<< "$short1"; done
   scripts/table4.sh --short --dry-run | grep -- "--seed 0 "
   scripts/strong.sh --dry-run | grep -- "--seed "

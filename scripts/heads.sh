@@ -25,6 +25,6 @@ fi
 if [ "${1:-}" = --all ]; then methods="" && shift; fi
 for stage in trials longer finals; do
   rows=$(.venv/bin/python -m scripts.sweeping.heads $stage --results $results $methods)
-  .venv/bin/python scripts/launch.py --name heads_$stage --row-per-core "$@" -d "$store" <<< "$rows"
+  .venv/bin/python scripts/launch.py --name "$(basename $results .csv)_$stage" --row-per-core "$@" -d "$store" <<< "$rows"
 done
 .venv/bin/python -m scripts.reporting.heads_table $results

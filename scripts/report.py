@@ -42,7 +42,7 @@ TABLES = (
 BY_FILE_NAME = {
     **{name: name for name in TABLES},
     **{f"{name}imagenet{n}": f"tables2_3_imagenet{n}" for name in ("", "table2_3_") for n in ("1k", "21k")},
-    **{"strong": "none", "temperature_training": "none"},  # not the paper's rows
+    **dict.fromkeys(("strong", "scratch", "temperature_training"), "none"),  # not the paper's rows
 }
 BY_NUM_CLASSES = {"1000": "tables2_3_imagenet1k", "10450": "tables2_3_imagenet21k"}  # of embeddings
 

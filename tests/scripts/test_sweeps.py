@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence.sh"
 NUM_ROWS = {
     **{"table1": 20, "table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "table4": 46, "table5": 12},
-    **{"strong": 6, "temperature_training": 122},
+    **{"strong": 6, "temperature_training": 122, "scratch": 24},
 }
 HEADS = "experiments/finetune_imagenet.py"
 PARSE = {
@@ -275,7 +275,7 @@ def test_evidence_comes_in_the_order_of_what_is_asked_for_most(rows_of):
         ("sinkhorn_sort", "0.", "0"),
     ]
     short = [*commands("table1", "--short"), *(row for row in commands("table4", "--short") if "--seed 0" in row)]
-    assert rows[len(published) :] == [*short, *rows_of["strong"]]
+    assert rows[len(published) :] == [*rows_of["scratch"], *short, *rows_of["strong"]]
 
 
 def test_evidence_runs_at_low_priority_and_says_where_it_stands(tmp_path):
