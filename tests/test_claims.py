@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from scripts import temperature_report
 from scripts.reporting.paired import half_width
@@ -232,7 +233,10 @@ def test_heads_with_wrong_labels():
 def test_heads_on_pretrained_features():
     means, halves, told = gains_of_heads("heads")
     of_one_k = [method for method in means.index if method in SINGLE_K]
-    topk = means.drop([*of_one_k, "ldr_kl"])
+    topk = means.drop([*of_one_k, "ldr_kl", "odd_even"])
+    assert (means.loc["odd_even"].abs() < 0.005).all()  # its part has no gradient: it is cross-entropy
+    of_odd_even = where("heads_trials", method="odd_even", m=100, p_k=FIFTH)
+    stands("docs/evidence/heads.md", f"alone on k = 5 it stays at {short(of_odd_even.test_top1.max())} %")
     several, alone, untried = len(topk), len(of_one_k), len(METHODS) - 1 - where("heads").method.nunique()
     assert (topk.test_top1 + halves.test_top1[topk.index] < 0).all()
     ahead = topk.index[topk.test_top5 > halves.test_top5[topk.index]].drop("lapsum")
@@ -282,6 +286,18 @@ def test_heads_on_pretrained_features():
         "docs/evidence/heads.md",
         f"up to {counts.max()} trials, cross-entropy {counts[SOFTMAX]}, `ldr_kl` {counts['ldr_kl']}",
     )
+
+
+def test_odd_even_lets_nothing_of_the_true_class_through_100_layers():
+    logits = 3 * torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
+    labels = logits.argmax(1)
+    logits[range(8), labels] += 3
+    logits.requires_grad_()
+    losses = [TopKCrossEntropyLoss("odd_even", p_k=5, m=m)(logits, labels) for m in (16, 100)]
+    (gradient,) = torch.autograd.grad(losses[1], logits)
+    assert gradient.abs().max() < 1e-6
+    assert losses[0] < 3
+    stands("docs/methods/networks.md", f"at its ceiling, {losses[1]:.1f} =")
 
 
 def test_auto_at_learning_rates_that_were_chosen():
