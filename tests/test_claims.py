@@ -288,6 +288,34 @@ def test_heads_on_pretrained_features():
     )
 
 
+def test_24_more_trials_of_cross_entropy_and_of_its_margin():
+    found = where("heads_top1")
+    found = found.assign(valid=found.valid_top1 + found.valid_top5).set_index("method")
+    trials, finals, base = found[found.seed == 0], {}, where("heads", method=SOFTMAX).set_index("seed")[METRICS]
+    settings = ["lr", "weight_decay", "label_smoothing", "inverse_temperature", "margin"]
+    for method in (SOFTMAX, "ldr_kl"):
+        tried, finals[method] = trials.loc[method], found.loc[method][found.loc[method].seed > 0].set_index("seed")
+        assert (len(tried), len(finals[method])) == (24, 10)
+        assert (tried.n_epochs == 22).all()
+        best = tried.iloc[tried.valid.argmax()]
+        assert (finals[method][settings].fillna(0) == best[settings].astype(float).fillna(0)).all(axis=None)
+    assert best[["weight_decay", "inverse_temperature", "margin"]].tolist() == [1, 1, 1]
+    assert set(zip(finals[SOFTMAX].lr, finals[SOFTMAX].weight_decay)) == {(0.0005, 1)}
+    smoothed = trials.loc[SOFTMAX].label_smoothing.notna()
+    assert (
+        trials.loc[SOFTMAX][smoothed].valid.max()
+        < trials.loc[SOFTMAX][~smoothed & trials.loc[SOFTMAX].weight_decay.isna()].valid.max()
+    )
+    rates = trials.loc[SOFTMAX].groupby("lr").valid.max()
+    assert rates[0.00025] < rates[0.0005]
+    told = []
+    for gains in (finals[SOFTMAX][METRICS] - base, finals["ldr_kl"][METRICS] - finals[SOFTMAX][METRICS]):
+        halves = half_width(gains.std(), len(gains))
+        told.append(" | ".join(f"{short(gains.mean()[k], 2)} ± {short(halves[k], 2)}" for k in METRICS))
+    stands("docs/evidence/heads.md", f"gains {told[0]} on the one above", f"weight decay of 1, is {told[1]} before")
+    stands("docs/evidence/verdict.md", f"for each +{told[1].split(' | ')[0]}", f"1: {told[0].split(' | ')[0]} of top-1")
+
+
 def test_odd_even_lets_nothing_of_the_true_class_through_100_layers():
     logits = 3 * torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
     labels = logits.argmax(1)
