@@ -45,13 +45,14 @@ def rows(name):
 
 
 def where(name, **values):
-    """The rows of a file with these values; accuracies in percent."""
+    """The rows of a file with these values; accuracies in percent; what chooses among heads, as valid."""
     found = rows(name)
     for column, value in values.items():
         found = found[found[column].isna() if value is None else found[column] == value]
     assert len(found), (name, values)
     accuracies = [column for column in found if re.search(r"_(top\d+|wer)", column)]
-    return found.assign(**{column: 100 * found[column] for column in accuracies if found[column].dtype == float})
+    found = found.assign(**{column: 100 * found[column] for column in accuracies if found[column].dtype == float})
+    return found.assign(valid=found.valid_top1 + found.valid_top5) if "valid_top5" in found else found
 
 
 def both(found):
@@ -171,6 +172,10 @@ def gains_of_heads(name):
     gains = runs.drop(index=SOFTMAX, level="method").sub(runs.loc[SOFTMAX], level="seed").dropna().groupby("method")
     assert set(gains.size()) == {10}
     assert len(gains) == runs.index.unique("method").size - 1
+    trials = where(f"{name}_trials")
+    for method, found in where(name).groupby("method"):
+        best = trials.loc[trials[trials.method == method].valid.idxmax()]
+        assert {(best.lr, best.n_epochs)} == set(zip(found.lr, found.n_epochs))
     means, halves = gains.mean(), half_width(gains.std(), 10)
     told = {  # top-1 | top-5
         method: [
@@ -192,10 +197,7 @@ def test_heads_with_wrong_labels():
     stands("docs/evidence/verdict.md", f"`lapsum`: {ahead[0]}; `splitter_selection`: {ahead[1]}")
     stands("docs/which-loss.md", f"`lapsum` gains {pair(means.loc['lapsum'])} on cross-entropy")
     more = where("heads_noise_.2_cross_entropy")
-    best, tuned = (
-        more.loc[(more.valid_top1 + more.valid_top5)[more.seed == 0].idxmax()],
-        more[more.seed > 0].set_index("seed"),
-    )
+    best, tuned = more.loc[more.valid[more.seed == 0].idxmax()], more[more.seed > 0].set_index("seed")
     chosen = ["lr", "label_smoothing", "weight_decay"]
     assert (tuned[chosen] == best[chosen]).all(axis=None)
     runs = where("heads_noise_.2").set_index(["method", "seed"])[METRICS]
@@ -217,12 +219,7 @@ def test_heads_with_wrong_labels():
         for method in (SOFTMAX, "lapsum")
     ]
     stands("docs/evidence/heads.md", f"cost cross-entropy {lost[0]}, `lapsum` {lost[1]}")
-    trials = rows("heads_noise_.2_trials")
-    trials = trials.assign(valid=trials.valid_top1 + trials.valid_top5)
-    for method, found in where("heads_noise_.2").groupby("method"):
-        best = trials.loc[trials[trials.method == method].valid.idxmax()]
-        assert {(best.lr, best.n_epochs)} == set(zip(found.lr, found.n_epochs))
-    counts = trials.groupby("method").size()
+    counts = rows("heads_noise_.2_trials").groupby("method").size()
     baselines = f"cross-entropy has {counts[SOFTMAX]} trials here, `ldr_kl` {counts['ldr_kl']}, "
     stands(
         "docs/evidence/heads.md", f"{baselines}`smooth_topk` {counts['smooth_topk']}, the other two {counts['lapsum']}"
@@ -271,12 +268,8 @@ def test_heads_on_pretrained_features():
     )
     assert round(means.test_top1["ldr_kl"], 1) == 0.3
     assert round(means.test_top5["lapsum"], 1) == 0.1  # of which-loss.md and README
-    trials = rows("heads_trials")
-    trials = trials.assign(valid=trials.valid_top1 + trials.valid_top5)
-    for method, found in where("heads").groupby("method"):
-        best = trials.loc[trials[trials.method == method].valid.idxmax()]
-        assert {(best.lr, best.n_epochs)} == set(zip(found.lr, found.n_epochs))
-        assert best.n_epochs == 22
+    assert set(where("heads").n_epochs) == {22}
+    trials = where("heads_trials")
     plain = trials[(trials.method == SOFTMAX) & (trials.n_epochs == 5)].fillna(
         {"label_smoothing": 0, "weight_decay": 0}
     )
@@ -289,8 +282,7 @@ def test_heads_on_pretrained_features():
 
 
 def test_24_more_trials_of_cross_entropy_and_of_its_margin():
-    found = where("heads_top1")
-    found = found.assign(valid=found.valid_top1 + found.valid_top5).set_index("method")
+    found = where("heads_top1").set_index("method")
     trials, finals, base = found[found.seed == 0], {}, where("heads", method=SOFTMAX).set_index("seed")[METRICS]
     settings = ["lr", "weight_decay", "label_smoothing", "inverse_temperature", "margin"]
     for method in (SOFTMAX, "ldr_kl"):
@@ -301,12 +293,9 @@ def test_24_more_trials_of_cross_entropy_and_of_its_margin():
         assert (finals[method][settings].fillna(0) == best[settings].astype(float).fillna(0)).all(axis=None)
     assert best[["weight_decay", "inverse_temperature", "margin"]].tolist() == [1, 1, 1]
     assert set(zip(finals[SOFTMAX].lr, finals[SOFTMAX].weight_decay)) == {(0.0005, 1)}
-    smoothed = trials.loc[SOFTMAX].label_smoothing.notna()
-    assert (
-        trials.loc[SOFTMAX][smoothed].valid.max()
-        < trials.loc[SOFTMAX][~smoothed & trials.loc[SOFTMAX].weight_decay.isna()].valid.max()
-    )
-    rates = trials.loc[SOFTMAX].groupby("lr").valid.max()
+    of_softmax = trials.loc[SOFTMAX].assign(smoothed=trials.loc[SOFTMAX].label_smoothing.notna())
+    assert of_softmax[of_softmax.smoothed].valid.max() < of_softmax[~of_softmax.smoothed].valid.max()
+    rates = of_softmax.groupby("lr").valid.max()
     assert rates[0.00025] < rates[0.0005]
     told = []
     for gains in (finals[SOFTMAX][METRICS] - base, finals["ldr_kl"][METRICS] - finals[SOFTMAX][METRICS]):
@@ -330,7 +319,7 @@ def test_odd_even_lets_nothing_of_the_true_class_through_100_layers():
 
 def test_auto_at_learning_rates_that_were_chosen():
     trials = where("heads_trials", n_epochs=5)
-    trials = trials.assign(valid=trials.valid_top1 + trials.valid_top5, auto=trials.inverse_temperature == "auto")
+    trials = trials.assign(auto=trials.inverse_temperature == "auto")
     keys = ["method", "p_k", "m", "auto"]
     best = trials.loc[trials.groupby(keys).valid.idxmax()].set_index(keys)[METRICS]
     gains = (best.xs(True, level="auto") - best.xs(False, level="auto")).dropna()
