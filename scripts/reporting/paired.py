@@ -20,8 +20,10 @@ def half_width(std: Any, number: int) -> Any:
 
 
 def with_interval(differences: pd.Series) -> str:
-    """The mean with its sign, and half the width of its interval."""
-    return f"{differences.mean():+.2f} ± {half_width(differences.std(), len(differences)):.2f}".replace("-", "−")
+    """The mean with its sign and, of two or more, half the width of its interval; nothing of none."""
+    number = len(differences)
+    spread = f" ± {half_width(differences.std(), number):.2f}" if number > 1 else ""
+    return f"{differences.mean():+.2f}{spread}".replace("-", "−") if number else ""
 
 
 def seeds_to_settle(std: float) -> str:
