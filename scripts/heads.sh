@@ -27,4 +27,4 @@ for stage in trials longer finals; do
   rows=$(.venv/bin/python -m scripts.sweeping.heads $stage --results $results $methods)
   .venv/bin/python scripts/launch.py --name "$(basename $results .csv)_$stage" --row-per-core "$@" -d "$store" <<< "$rows"
 done
-.venv/bin/python -m scripts.reporting.settings_table $results
+.venv/bin/python scripts/report.py $results --paired softmax_cross_entropy

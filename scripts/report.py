@@ -29,6 +29,7 @@ from pathlib import Path
 from data import program
 from data.atomic_file import atomic_write
 from data.program import CommandLineError
+from experiments.shared.command_line import check
 from experiments.shared.run_record import read_rows
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
@@ -56,7 +57,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--table", choices=(*TABLES, "none"), help=told)
     told = "only these rows, or of METHOD's rows only these; may be repeated"
     flag("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=told)
-    told = "instead: each row minus METHOD's by seed, in Markdown, with intervals and how many seeds would settle it"
+    told = (
+        "instead: each setting's rows minus those of METHOD's best by seed, with intervals and what would settle them"
+    )
     flag("--paired", metavar="METHOD", help=told)
     flag("--format", choices=FORMATS, default="markdown", help="%(default)s without it")
     flag("--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it")
@@ -67,17 +70,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def report(args: argparse.Namespace) -> int:
     """Write the table, and draw the figures that it asks for; return the exit status."""
     runs = chosen_rows(args.results, args.where)
-    one = args.format != "markdown" or args.figures or args.paired
-    parts = [runs] if one else experiments_of(args.results.stem, runs)
-    tables = [table_of(args.results, part, args.table) for part in parts]
-    with tempfile.TemporaryDirectory() as scratch:
-        figures: list[Path] = []
-        if args.figures or args.format == "html":
-            from scripts.reporting.figures import draw_figures  # matplotlib takes a second, and a table needs none
+    figures: list[Path] = []
+    if args.paired:
+        alone = args.format == "markdown" and not args.figures
+        check(alone, "--paired is a table in Markdown: leave --format and --figures out")
+        text = paired(args.results.stem, runs, args.paired)
+    else:
+        one = args.format != "markdown" or args.figures
+        parts = [runs] if one else experiments_of(args.results.stem, runs)
+        tables = [table_of(args.results, part, args.table) for part in parts]
+        with tempfile.TemporaryDirectory() as scratch:
+            if args.figures or args.format == "html":
+                from scripts.reporting.figures import draw_figures  # matplotlib takes a second, and a table needs none
 
-            figures = draw_figures(tables[0], args.results.parent / "runs", args.figures or Path(scratch))
-        written = FORMATS[args.format]
-        text = "\n".join(paired(each, args.paired) if args.paired else written(each, figures) for each in tables)
+                figures = draw_figures(tables[0], args.results.parent / "runs", args.figures or Path(scratch))
+            text = "\n".join(FORMATS[args.format](table, figures) for table in tables)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(args.output) as file:

@@ -1,17 +1,22 @@
-"""Differences between rows of a table by seed: how large, how sure, and how many seeds would settle them."""
+"""Differences between rows by seed: how large, how sure, and how many seeds would settle them; settings beside them."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from scipy import stats
 
 from data.program import CommandLineError
-from scripts.reporting.results import as_markdown
-from scripts.reporting.tables import METRICS, Line, Table, shown_p_k
+from scripts.reporting.results import Row, as_markdown, check, float_of, mean_std
+from scripts.reporting.tables import METRICS, OF_A_ROW, TRIED, experiments_of, identity_columns, shown_p_k
 
 CONFIDENCE = 0.95
 SETTLED = 0.3  # points: the half width of an interval that is asked for
 MOST_SEEDS = 1000
+VALID = ["valid_top1", "valid_top5"]
+# Settings with a column of their own, and its heading; others stand in one column.
+SETTINGS = {"m": "m", "inverse_temperature": "β", "lr": "rate", "n_epochs": "epochs"}
 
 
 def half_width(std: Any, number: int) -> Any:
@@ -32,38 +37,58 @@ def seeds_to_settle(std: float) -> str:
     return str(next(enough, f"more than {MOST_SEEDS}"))
 
 
-def paired(table: Table, method: str) -> str:
-    """Markdown: every row of a table minus the one of a method, in points, of the seeds that both have.
+def paired(name: str, runs: Sequence[Row], method: str) -> str:
+    """Markdown: a line per setting, as validation orders them, and its difference to the best of a method's settings.
 
-    Raises CommandLineError where the method has not exactly one row, or none shares two seeds with it.
+    name: of the file. A table for each experiment; what all its lines share is said above it. Raises CommandLineError
+    where the method has no row.
     """
-    of_method = [line for line in table.run_lines if line.method == method]
-    if len(of_method) != 1:
-        known = ", ".join(dict.fromkeys(line.method for line in table.run_lines))
-        raise CommandLineError(
-            f"--paired {method} must be a method with one row, got {len(of_method)} of {table.name}; it has {known} "
-            "(--where method:column=value leaves one row)"
-        )
-    base, rows = _by_seed(of_method[0]), []
-    for line in table.run_lines:
-        differences = (_by_seed(line) - base).dropna()
-        if line is of_method[0] or len(differences) < 2:
-            continue
-        spread = differences.std()
-        settled = " \\| ".join(seeds_to_settle(spread[metric]) for metric in METRICS)
-        cells = [with_interval(differences[metric]) for metric in METRICS]
-        rows.append([line.name, shown_p_k(line.runs[0].get("p_k", "")), *cells, str(len(differences)), settled])
-    if not rows:
-        raise CommandLineError(f"--paired {method}: no row of {table.name} shares two seeds with it; run more seeds")
-    columns = ["row", "P_K", *METRICS.values(), "pairs", f"seeds for ± {SETTLED:g}"]
-    caption = (
-        f"{table.name}: minus {of_method[0].name}, test accuracy in points, paired by seed: mean ± half of the "
-        f"{CONFIDENCE:.0%} interval (Student's t). Where it holds 0, the two are not told apart. It is of this setting "
-        "alone: how the settings were chosen is not in it."
+    return "\n".join(_table(name, each, method) for each in experiments_of(name, runs, (*OF_A_ROW, *TRIED)))
+
+
+def _table(name: str, runs: Sequence[Row], method: str) -> str:
+    metrics = list(METRICS)
+    check(Path(f"{name}.csv"), runs, ("method", "p_k", "seed", "lr", "n_epochs", *metrics, *VALID), [*SETTINGS])
+    table = pd.DataFrame(runs).set_index("seed")
+    table[metrics + VALID] = 100 * table[metrics + VALID].astype(float)
+    columns = identity_columns(runs[0])
+    found = [each for _, each in table.groupby(columns, sort=False)]
+    found.sort(key=lambda each: -each[VALID].to_numpy().mean())
+    base = next((each for each in found if each.method.iloc[0] == method), None)
+    if base is None:
+        known = ", ".join(table.method.unique())
+        raise CommandLineError(f"--paired {method}: {name} has no such row; it has {known}")
+    # Of other settings those that are tried, and what differs between the rows of a method.
+    differ = [column for column in columns if table[column].nunique() > 1]
+    within = [column for column in differ if (table.groupby("method")[column].nunique() > 1).any()]
+    besides = [each for each in dict.fromkeys([*TRIED, *within]) if each in differ and each not in ("p_k", *SETTINGS)]
+    lines = []
+    for each in found:
+        first, differences = each.iloc[0], (each[metrics] - base[metrics]).dropna()
+        line = {"method": first.method, "P_K": shown_p_k(first.p_k)}
+        line |= {heading: _short(first[column]) for column, heading in SETTINGS.items()}
+        line["besides"] = ", ".join(f"{column} {_short(first[column])}" for column in besides if first[column])
+        line["validation"] = mean_std(list(each[VALID].mean(axis=1)))
+        line |= {METRICS[metric]: mean_std(list(each[metric])) for metric in metrics}
+        for metric in metrics:
+            line[f"Δ {METRICS[metric]}"] = "" if each is base else with_interval(differences[metric])
+        line |= {"seeds": str(len(each)), "pairs": str(len(differences))}
+        settled = "" if each is base or len(differences) < 2 else " \\| ".join(map(seeds_to_settle, differences.std()))
+        lines.append({**line, f"seeds for ± {SETTLED:g}": settled})
+    shown = pd.DataFrame(lines)
+    shared = [column for column in shown if shown[column].nunique() == 1]
+    of_all = {column: shown[column][0] for column in shared} | {
+        column: _short(table[column].iloc[0]) for column in TRIED if column in columns and column not in differ
+    }
+    told = ", ".join(f"{column} {value}" for column, value in of_all.items() if value and column not in SETTINGS)
+    words = sum(column not in shared for column in list(shown)[: list(shown).index("validation")])
+    return (
+        f"{name}: {told}. Test accuracy in percent where validation was best; validation: the mean of its top-1 and "
+        f"top-5; ± standard deviation over seeds (n - 1). Δ: minus {method}'s best by validation, in points, by "
+        f"seed, ± half of the {CONFIDENCE:.0%} interval (Student's t): where it holds 0, the two are not told apart. "
+        f"How settings were chosen is not in it.\n\n{as_markdown(shown.drop(columns=shared), words)}\n"
     )
-    return f"{caption}\n\n{as_markdown(pd.DataFrame(rows, columns=columns), 2)}\n"
 
 
-def _by_seed(line: Line) -> pd.DataFrame:
-    runs = pd.DataFrame(line.runs).set_index("seed")[list(METRICS)]
-    return 100 * runs.astype(float)
+def _short(cell: str) -> str:
+    return cell if float_of(cell) is None else f"{float(cell):g}"

@@ -2,10 +2,9 @@
 
 A line `<!-- results: table1 -->` becomes the table of results/table1.csv as scripts/report.py writes it, beside the
 published values, with its figures; without the file every row of it is "not run". `<!-- paired: table1 -->` becomes its
-rows minus softmax cross-entropy's by seed, `<!-- settings: scratch -->` the rows of results/scratch.csv as validation
-orders them, `<!-- epochs: table1 -->` what results/table1_epochs.csv says, with its curves, and
-`<!-- include: FILE -->` a Markdown file of the repository without its title. The figures are drawn anew; formulas
-become MathML, which browsers show without a script or a font from elsewhere.
+rows minus softmax cross-entropy's by seed, `<!-- epochs: table1 -->` what results/table1_epochs.csv says, with its
+curves, and `<!-- include: FILE -->` a Markdown file of the repository without its title. The figures are drawn anew;
+formulas become MathML, which browsers show without a script or a font from elsewhere.
 """
 
 import functools
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shared.environment import ROOT
+from experiments.shared.run_record import read_rows
 from scripts import report
-from scripts.reporting import epochs_figure, settings_table
+from scripts.reporting import epochs_figure
 from scripts.reporting.formats import markdown
 from scripts.reporting.paired import paired
 from topk_losses import METHODS
 
-MARK = re.compile(r"^<!-- (results|paired|epochs|settings|include): (\S+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (results|paired|epochs|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
     "accuracy": "Test accuracy of every row with 95 % intervals over seeds; published values hollow",
@@ -44,11 +44,9 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         if kind == "epochs":
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
-        if kind == "settings":
-            return settings_table.text_of(results / f"{name}.csv")
-        table = report.table_of(results / f"{name}.csv")
         if kind == "paired":
-            return paired(table, "softmax_cross_entropy")
+            return paired(name, read_rows(results / f"{name}.csv"), "softmax_cross_entropy")
+        table = report.table_of(results / f"{name}.csv")
         if not table.lines:
             return f"`results/{name}.csv`: not run."
         text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))

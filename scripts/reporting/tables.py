@@ -44,6 +44,8 @@ OF_A_ROW = (
     *("loss", "sorted", "prediction", "num_candidates", "self_match"),
     *EMBEDDINGS,
 )
+# And what a table of settings, report.py --paired, sets side by side besides.
+TRIED = ("n_epochs", "batch_size", "lr_schedule", "label_smoothing", "weight_decay", "margin", "ema")
 VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifier: lines of one method of their own
 OF_ALL = {"loss": "mass", "prediction": "neighbours"}  # of which a line says nothing
 # On a published row's own line.
@@ -182,21 +184,24 @@ def digits(cell: str) -> int:
     return max(len(cell.partition(".")[2]) - 2, 0)
 
 
-def mixed_in(name: str, runs: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the cells of each column that differs between runs and must not in one table. Raises CommandLineError."""
+def mixed_in(name: str, runs: Sequence[Row], may: Sequence[str] = OF_A_ROW) -> dict[str, list[str]]:
+    """Return the cells of each column that differs between runs and must not in one table. may: those that may.
+
+    Raises CommandLineError.
+    """
     # A majority of neighbours is one label, and a mass of k neighbours that of one k.
     of_ranks = () if "prediction" in runs[0] else ("p_k", "test_top5")
     check(Path(f"{name}.csv"), runs, ("method", *of_ranks, "seed", "test_top1"))
     mixed: dict[str, list[str]] = {}
     for column in identity_columns(runs[0]):  # what is not trained has no settings of training
-        if column not in OF_A_ROW:
+        if column not in may:
             mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
     return mixed
 
 
-def experiments_of(name: str, runs: Sequence[Row]) -> list[list[Row]]:
-    """Divide runs into those of one table each; what is not trained stands in each that it fits."""
-    mixed = mixed_in(name, runs)
+def experiments_of(name: str, runs: Sequence[Row], may: Sequence[str] = OF_A_ROW) -> list[list[Row]]:
+    """Divide runs into those of one table each; what is not trained stands in each that it fits. may: as above."""
+    mixed = mixed_in(name, runs, may)
     parts: dict[tuple[str, ...], list[Row]] = {}
     for run in sorted(runs, key=lambda run: run["method"] in UNTRAINED):
         cells = tuple(run[column] for column in mixed)

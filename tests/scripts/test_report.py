@@ -33,7 +33,7 @@ IMAGENET = {
 
 def cifar_run(seed, top1, top5, method="softmax_cross_entropy", p_k="1 0 0 0 0", **settings):
     row = {**CIFAR, "method": method, "p_k": p_k, "seed": str(seed), "test_top1": str(top1), "test_top5": str(top5)}
-    return row | settings
+    return row | {"valid_top1": str(top1), "valid_top5": str(top5)} | settings
 
 
 TWO_SEEDS = [
@@ -246,8 +246,8 @@ def test_html_is_one_page_with_the_table_and_the_figures_in_it(made, drawn_quick
         ([{**TWO_SEEDS[0], "n_epochs": "many"}], [], "n_epochs must be a whole number, got 'many'"),
         ([{"method": "softsort"}], [], "no column p_k"),
         ([], [], "there is no file"),
-        (TWO_SEEDS[:3], ["--paired", "softsort"], "--paired softsort must be a method with one row, got 0"),
-        (TWO_SEEDS[:3], ["--paired", "neuralsort"], "--paired neuralsort: no row of table1 shares two seeds with it"),
+        (TWO_SEEDS[:3], ["--paired", "softsort"], "--paired softsort: table1 has no such row; it has softmax_cross"),
+        (TWO_SEEDS, ["--paired", "neuralsort", "--format", "html"], "--paired is a table in Markdown"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, said):
@@ -376,10 +376,20 @@ def test_figures_whose_data_are_absent_or_damaged_are_left_out(made, tmp_path, d
 def test_paired_differences_have_an_interval_and_say_how_many_seeds_would_settle_them(made):
     """Differences of 1 and 3 points: mean 2, standard deviation 1.414, and t(1) = 12.71 times 1 is the half width."""
     rows = [cifar_run(seed, 0.60, 0.85) for seed in (0, 1, 2)]
+    # Validation prefers the first: what test says does not count.
+    rows += [cifar_run(seed, 0.70, 0.85, lr="0.002", valid_top1="0.59") for seed in (0, 1)]
     network = {"inverse_temperature": "0.5", "distribution": "logistic_phi", "art_lambda": "0.5", "top1_mode": "smce"}
     for seed, top1 in ((0, 0.61), (1, 0.63), (3, 0.99)):  # seed 3 has no partner
         rows.append(cifar_run(seed, top1, 0.85, "splitter_selection", "0.2 0.2 0.2 0.2 0.2", **network))
+    of_few_images = {"limit_train": "500", "train_images": "475"}  # of another experiment
+    rows += [cifar_run(seed, 0.10, 0.30, **of_few_images) for seed in (0, 1)]
     status, text, _ = made(rows, "--paired", "softmax_cross_entropy")
     assert status == 0
+    first, second = text.split("\n\ntable1: ")
+    assert cells(first, "splitter_selection")[2] == "0.5"
     # 1.984 * 1.414 / sqrt(n) <= .3 from n = 88 on
-    assert cells(text, "Top-k DiffSortNets")[2:] == ["+2.00 ± 12.71", "+0.00 ± 0.00", "2", r"88 \| 2"]
+    assert cells(first, "splitter_selection")[-5:] == ["+2.00 ± 12.71", "+0.00 ± 0.00", "3", "2", r"88 \| 2"]
+    shown = [line.split("|")[1].strip() for line in first.splitlines() if line.startswith("| s")]
+    assert shown == ["splitter_selection", "softmax_cross_entropy", "softmax_cross_entropy"]
+    assert "+10.00 ± 0.00" in first
+    assert "10.00 ± 0.00" in second
