@@ -17,9 +17,8 @@ from pathlib import Path
 import pandas
 
 from data import program
-from data.program import CommandLineError
 from experiments.shared.command_line import refusing
-from experiments.shared.run_record import COLUMNS, read_rows
+from experiments.shared.run_record import COLUMNS, WHERE, chosen_rows
 from topk_losses.checks import check_choice
 
 SHOWN = (
@@ -35,9 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print a results file as a table")
     show.add_argument("results", type=program.path, help="the CSV file")
-    show.add_argument(
-        "--where", action="append", default=[], metavar="COLUMN=VALUE", help="these rows; may be repeated"
-    )
+    show.add_argument("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=WHERE)
     show.add_argument("--sort", metavar="COLUMN", help="numbers: largest first; text: alphabetically")
     show.add_argument("--columns", nargs="+", help=f"default: those of {', '.join(SHOWN)} that any row fills")
     commands.add_parser("columns", help="print the meaning and unit of each column")
@@ -60,18 +57,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _table(path: Path, where: Sequence[str], sort: str | None, shown: Sequence[str] | None) -> str:
     """Return the chosen rows and columns of a results file as aligned text. Raises ProgramError."""
-    rows = pandas.DataFrame(read_rows(path))  # every cell as text
-    if rows.empty:
-        raise CommandLineError(f"{path} has no rows" if path.exists() else f"there is no file {path}")
-    for condition in where:
-        if "=" not in condition:
-            raise CommandLineError(f"--where must have the form COLUMN=VALUE, got {condition!r}")
-    conditions = [condition.split("=", 1) for condition in where]
+    rows = pandas.DataFrame(chosen_rows(path, where))  # every cell as text
     with refusing():
-        for name in (*(column for column, _ in conditions), *filter(None, [sort]), *(shown or ())):
+        for name in (*filter(None, [sort]), *(shown or ())):
             check_choice("column", name, rows)
-    for column, value in conditions:
-        rows = rows[rows[column] == value]
     if sort:
         numbers = -pandas.to_numeric(rows[sort], errors="coerce")  # text comes behind, alphabetically
         rows = rows.assign(_number=numbers).sort_values(["_number", sort], kind="stable")

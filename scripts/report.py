@@ -21,19 +21,17 @@ if __name__ == "__main__":  # from here on, what goes wrong is a sentence
     program.begin()
 
 import argparse
-import difflib
 import sys
 import tempfile
 from pathlib import Path
 
 from data import program
 from data.atomic_file import atomic_write
-from data.program import CommandLineError
 from experiments.shared.command_line import check
-from experiments.shared.run_record import read_rows
+from experiments.shared.run_record import WHERE, chosen_rows, read_rows
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
-from scripts.reporting.results import Row, rows_of
+from scripts.reporting.results import Row
 from scripts.reporting.tables import Table, build_table, experiments_of
 
 TABLES = (
@@ -55,8 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     flag("results", type=program.path, help="a CSV file of results/")
     told = "the published table beside it; without it, by the file's name, else by its columns"
     flag("--table", choices=(*TABLES, "none"), help=told)
-    told = "only these rows, or of METHOD's rows only these; may be repeated"
-    flag("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=told)
+    flag("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=WHERE)
     told = (
         "instead: each setting's rows minus those of METHOD's best by seed, with intervals and what would settle them"
     )
@@ -104,28 +101,6 @@ def table_of(results: Path, runs: list[Row] | None = None, name: str | None = No
     runs = read_rows(results) if runs is None else runs
     name = name or published_of(results, runs)
     return build_table(results.stem, runs, None if name == "none" else name)
-
-
-def chosen_rows(path: Path, where: list[str]) -> list[Row]:
-    """Return the rows of a results file that meet every condition. Raises CommandLineError and ProgramError."""
-    rows = rows_of(path, "a training script writes one with --results")
-    for condition in where:
-        left, equals, value = condition.partition("=")
-        method, colon, column = left.rpartition(":")
-        if not equals or (colon and not method):
-            raise CommandLineError(f"--where must have the form COLUMN=VALUE or METHOD:COLUMN=VALUE, got {condition!r}")
-        for name, known in ((column, list(rows[0])), (method, [row.get("method", "") for row in rows])):
-            if name and name not in known:
-                nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or dict.fromkeys(known)
-                raise CommandLineError(
-                    f"--where {condition}: {path} has no {name!r}; did you mean {', '.join(nearest)}?"
-                )
-        kept = [row for row in rows if row[column] == value or (method and row["method"] != method)]
-        if not kept:
-            there = ", ".join(dict.fromkeys(row[column] or "(empty)" for row in rows))
-            raise CommandLineError(f"--where {condition} leaves no row of {path}; {column} is {there}")
-        rows = kept
-    return rows
 
 
 def published_of(results: Path, runs: list[Row]) -> str:

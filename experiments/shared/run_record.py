@@ -4,6 +4,7 @@ experiments/run_record.py prints such a file.
 """
 
 import csv
+import difflib
 import hashlib
 import io
 import json
@@ -18,13 +19,15 @@ from filelock import FileLock, Timeout
 
 from data.atomic_file import atomic_write, is_special
 from data.file_lock import held, held_or_refused
-from data.program import ProgramError
+from data.program import CommandLineError, ProgramError
 from experiments.shared.environment import ROOT
 
 # Every column of a row that is not a flag of the script, with its meaning; flags have theirs in --help.
 _TABLE = (ROOT / "results" / "README.md").read_text(encoding="utf-8").partition("| column |")[2].partition("\n\n")[0]
 _LINES = re.findall(r"^\| (`.*?`) \| (.*) \|$", _TABLE, re.MULTILINE)  # of one column, or of several that are alike
 COLUMNS = {name: meaning for names, meaning in _LINES for name in re.findall(r"`(\w+)`", names)}
+
+WHERE = "only these rows, or of METHOD's rows only these; may be repeated"  # the flag whose words chosen_rows takes
 
 csv.field_size_limit(2**31 - 1)  # what can be recorded can be read
 
@@ -74,6 +77,30 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     rows, cut_short = _parse(path)
     if cut_short:
         print(f"warning: the last line of {path} is cut short and left out: {cut_short}", file=sys.stderr)
+    return rows
+
+
+def chosen_rows(path: Path, where: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of a results file that meet every condition. Raises CommandLineError and ProgramError."""
+    rows = read_rows(path)
+    if not rows:
+        raise CommandLineError(f"there is no file {path} with rows: a training script writes one with --results")
+    for condition in where:
+        left, equals, value = condition.partition("=")
+        method, colon, column = left.rpartition(":")
+        if not equals or (colon and not method):
+            raise CommandLineError(f"--where must have the form COLUMN=VALUE or METHOD:COLUMN=VALUE, got {condition!r}")
+        for name, known in ((column, list(rows[0])), (method, [row.get("method", "") for row in rows])):
+            if name and name not in known:
+                nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or dict.fromkeys(known)
+                raise CommandLineError(
+                    f"--where {condition}: {path} has no {name!r}; did you mean {', '.join(nearest)}?"
+                )
+        kept = [row for row in rows if row[column] == value or (method and row["method"] != method)]
+        if not kept:
+            there = ", ".join(dict.fromkeys(row[column] or "(empty)" for row in rows))
+            raise CommandLineError(f"--where {condition} leaves no row of {path}; {column} is {there}")
+        rows = kept
     return rows
 
 

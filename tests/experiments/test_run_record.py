@@ -189,7 +189,7 @@ def test_show_filters_sorts_and_shortens(results, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--where", "methd=neuralsort"], "unknown column 'methd'; did you mean 'method'"),
+        (["--where", "methd=neuralsort"], "has no 'methd'; did you mean method"),
         (["--where", "neuralsort"], "COLUMN=VALUE"),
         (["--sort", "top1"], "test_top1"),
         (["--columns", "nothing"], "unknown column 'nothing'"),
