@@ -44,7 +44,7 @@ RATES = {
 
 def rows_of(path: Path) -> list[Row]:
     """Return the rows, the control's first. Raises CommandLineError, ProgramError."""
-    rows = results_of(path, "experiments/train_beam_search.py", NEEDED, APART, ("inverse_temperature",))
+    rows = results_of(path, NEEDED, APART, ("inverse_temperature",))
     if len({len(row[f"test_{kind}_accuracy"].split()) for row in rows for kind in ("forced", "free")}) > 1:
         raise CommandLineError(f"{path} has test_forced_accuracy or test_free_accuracy of another number of positions")
     return sorted(rows, key=lambda row: (ARMS.index(row["arm"]), list(METHODS).index(row["method"]), int(row["seed"])))

@@ -44,7 +44,7 @@ def rows_of(path: Path) -> pd.DataFrame:
     beta: the inverse temperature, NaN where it is none or changes; temperature: it, auto, or a schedule FROM:TO, as
     text; name: the method, and m where that is not all scores. Raises CommandLineError.
     """
-    rows = results_of(path, "scripts/temperature*.sh", NEEDED, APART, OPTIONAL)
+    rows = results_of(path, NEEDED, APART, OPTIONAL)
     check(path, rows, [SPREAD] * (SPREAD in rows[0]))
     changing = [row for row in rows if row["inverse_temperature"] and float_of(row["inverse_temperature"]) is None]
     check(path, changing, ["last_inverse_temperature"])

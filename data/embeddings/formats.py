@@ -2,7 +2,6 @@
 
     convert("ImageNet_embeddings_..._320.p", "wsl-320.store")
     convert("mine.pt", "mine.store", keys={"train_embeddings": "x", "train_labels": "y"})
-    convert("earlier.store", "todays.store")             a store in the format before this one
 
 A published file is one torch pickle of four tensors, 11 to 50 GB. It is recognised by the names of the tensors and
 never by its own name, and read with weights_only=True: a file that asks to run code is refused. Its test set is

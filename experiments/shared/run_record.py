@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def chosen_rows(path: Path, where: Sequence[str]) -> list[dict[str, str]]:
+def chosen_rows(path: Path, where: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return the rows of a results file that meet every condition. Raises CommandLineError and ProgramError."""
     rows = read_rows(path)
     if not rows:

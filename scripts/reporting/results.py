@@ -12,7 +12,7 @@ import pandas as pd
 from data import program
 from data.program import CommandLineError, Parser
 from experiments.shared.neighbours import METHODS as KNN_METHODS
-from experiments.shared.run_record import COLUMNS, read_rows
+from experiments.shared.run_record import COLUMNS, chosen_rows
 from topk_losses import METHODS
 
 Row = Mapping[str, str]
@@ -76,22 +76,9 @@ def check(path: Path, rows: Sequence[Row], needed: Sequence[str], optional: Sequ
                 )
 
 
-def rows_of(path: Path, how: str) -> list[Row]:
-    """Return the rows of a results file, one at least; how: they come about. Raises CommandLineError, ProgramError."""
-    rows: list[Row] = read_rows(path)
-    if not rows:
-        raise CommandLineError(f"there is no file {path} with rows: {how}")
-    return rows
-
-
-def results_of(
-    path: Path, script: str, needed: Sequence[str], apart: Iterable[str], optional: Sequence[str] = ()
-) -> list[Row]:
-    """Return the checked rows of a file that `script` wrote, which agree in all flags but `apart`.
-
-    Raises CommandLineError or ProgramError.
-    """
-    rows = rows_of(path, f"{script} writes it")
+def results_of(path: Path, needed: Sequence[str], apart: Iterable[str], optional: Sequence[str] = ()) -> list[Row]:
+    """Return the checked rows of a file, which agree in all flags but `apart`. CommandLineError, ProgramError."""
+    rows: list[Row] = [*chosen_rows(path)]
     check(path, rows, needed, optional)
     flags = [name for name in rows[0] if name not in {*COLUMNS, *apart}]
     for name, values in differing(rows, flags).items():
