@@ -1,7 +1,7 @@
 """Labelled images as they lie on the disk, unaugmented and in a fixed order: folders, torchvision's data sets, digits.
 
     source = open_images("path/to/imagenet")       train/ and val/ (or test/), in each one folder per class
-    source = open_images("cifar100", data_dir)     data/cifar100.py: complete, without a validation split
+    source = open_images("cifar100", data_dir)     data/cifar100.py: complete, or divided as in a training
     source = open_images("flowers102", data_dir)   one of TORCHVISION, downloaded unless it is there
 
 Each split of a source is a list of images: `len`, `read(index)` gives a PIL image (RGB) and its label,
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder, default_loader
 
-from data.cifar100 import DATASETS, DatasetUnavailableError, Split, downloaded, load_complete
+from data.cifar100 import DATASETS, DatasetUnavailableError, Split, downloaded, load_complete, load_dataset
 from data.program import ProgramError
 
 # Names that the folder of a split may have.
@@ -149,6 +149,7 @@ def open_images(
     folders: Mapping[str, str | Path] | None = None,
     mirror: str | None = None,
     limits: Mapping[str, int | None] | None = None,
+    division: Mapping[str, int | None] | None = None,
 ) -> ImageSource:
     """Open a source of images. Reads names, no images.
 
@@ -156,6 +157,8 @@ def open_images(
         two could be confused; None with `folders`. A folder holds a folder per class, or one of SPLIT_FOLDERS per
         split which do. data_dir: where torchvision's data sets are, or are downloaded to. mirror: as for
         `load_dataset`. folders: split -> folder of class folders. limits: split -> take so many, at equal distances.
+    division: of DATASETS, seed and limit_train as for `load_dataset`: what trained a network and what validated it,
+        in place of one set without validation.
 
     Raises ImageSourceError, and DatasetUnavailableError for files that are not to be had.
     """
@@ -166,11 +169,16 @@ def open_images(
         source = _open_folders(folders, "+".join(folder.resolve().name for folder in folders.values()))
     elif name in DATASETS:
         *both, class_names = load_complete(name, data_dir, mirror=mirror)
-        source = _source(name, map(_Pixels, both), class_names)
+        splits = dict(zip(("train", "test"), both))
+        if division:
+            data = load_dataset(name, data_dir, mirror=mirror, **division)
+            splits = {"train": data.train, "valid": data.valid, "test": data.test}
+        source = _source(name, {split: _Pixels(images) for split, images in splits.items()}, class_names)
+        source = replace(source, fingerprint={**source.fingerprint, **(division or {})})
     elif name in TORCHVISION:
         kind, *selections = TORCHVISION[name]
         both = [_of_torchvision(name, kind, Path(os.path.expanduser(data_dir)), each) for each in selections]
-        source = _source(name, both, map(str, getattr(both[0], "classes", ())))
+        source = _source(name, dict(zip(("train", "test"), both)), map(str, getattr(both[0], "classes", ())))
     elif path.is_dir() and name:
         source = _open_folders(_split_folders(path), path.resolve().name)
     elif "/" in name or name.startswith("folder:"):
@@ -193,9 +201,9 @@ def open_images(
     return replace(source, splits=splits, fingerprint=fingerprint)
 
 
-def _source(name: str, both: Iterable[Dataset], class_names: Iterable[str]) -> ImageSource:
-    """A training and a test set of a name."""
-    splits = {split: Images(f"{name} {split}", images) for split, images in zip(("train", "test"), both)}
+def _source(name: str, splits: Mapping[str, Dataset], class_names: Iterable[str]) -> ImageSource:
+    """The splits of a data set of a name."""
+    splits = {split: Images(f"{name} {split}", images) for split, images in splits.items()}
     return ImageSource(name, tuple(class_names), splits, {"dataset": name})
 
 

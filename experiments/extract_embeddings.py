@@ -110,12 +110,19 @@ class Flags(cli.DeviceFlags, cli.DataFlags):
 
 @dataclass
 class RunConfig:
+    """What is read of a run's config.json."""
+
     model: str
     dataset: str
+    seed: int
+    limit_train: int | None
 
 
-def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
-    """The network of a checkpoint of train_cifar100.py, or of its folder; its features at `fc`. Raises ProgramError."""
+def checkpoint_backbone(path: Path, resolution: int | None) -> tuple[Backbone, RunConfig]:
+    """The network of a checkpoint of train_cifar100.py, or of its folder, and its run; its features at `fc`.
+
+    Raises ProgramError.
+    """
     path = path / CURRENT if path.is_dir() else path
     try:
         config = read_json(path.parent / "config.json", RunConfig)
@@ -132,7 +139,7 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
         raise ProgramError(f"{path} is not a checkpoint of train_cifar100.py ({reason})") from None
     mean, std = (DIGITS_MEAN, DIGITS_STD) if config.dataset == "digits" else (CIFAR_MEAN, CIFAR_STD)
     resolution = resolution or 32
-    return Backbone(
+    found = Backbone(
         f"{config.dataset}-{config.model}",
         network,
         lambda images: network.features(normalise(images, mean, std)),
@@ -142,6 +149,7 @@ def checkpoint_backbone(path: Path, resolution: int | None) -> Backbone:
         transform=v2.Compose([v2.Resize(resolution), v2.CenterCrop(resolution), v2.PILToTensor()]),
         heads=("fc",),
     )
+    return found, config
 
 
 def extract(argv: list[str] | None, ranks: Ranks) -> int:
@@ -170,16 +178,21 @@ def extract(argv: list[str] | None, ranks: Ranks) -> int:
     cli.check(fits, "--precision fp16 is for GPUs: give bf16 or fp32 on a CPU")
     set_up_device(device, args.threads, args.deterministic)
 
-    # Images, by name.
+    # Images, by name; of the data that trained the network in its division, since it knows what trained it too well.
+    division = None
+    if args.checkpoint:
+        network, config = checkpoint_backbone(args.checkpoint, args.resolution)
+        weights = "checkpoint"
+        if args.dataset == config.dataset:
+            division = {"seed": config.seed, "limit_train": config.limit_train}
     folders = {split: folder for split, folder in (("train", args.train_dir), ("test", args.test_dir)) if folder}
     limits = {"train": args.limit_train, "test": args.limit_test}
     with cli.refusing(DatasetUnavailableError):
-        source = open_images(args.dataset, args.data_dir, folders=folders, mirror=args.mirror, limits=limits)
+        where = {"folders": folders, "mirror": args.mirror, "limits": limits, "division": division}
+        source = open_images(args.dataset, args.data_dir, **where)
 
     # Backbone.
-    if args.checkpoint:
-        network, weights = checkpoint_backbone(args.checkpoint, args.resolution), "checkpoint"
-    else:
+    if not args.checkpoint:
         weights = args.weights or "pretrained"
         if weights == "pretrained":
             ranks.say(f"{args.backbone}: pretrained weights, downloaded unless they are here")

@@ -24,7 +24,7 @@ if [ "${1:-}" = --label_noise ]; then
 fi
 if [ "${1:-}" = --all ]; then methods="" && shift; fi
 for stage in trials longer finals; do
-  rows=$(.venv/bin/python -m scripts.sweeping.heads $stage --results $results $methods)
-  .venv/bin/python scripts/launch.py --name "$(basename $results .csv)_$stage" --row-per-core "$@" -d "$store" <<< "$rows"
+  rows=$(.venv/bin/python -m scripts.sweeping.heads $stage "$store" --results $results $methods)
+  .venv/bin/python scripts/launch.py --name "$(basename $results .csv)_$stage" --row-per-core "$@" <<< "$rows"
 done
 .venv/bin/python scripts/report.py $results --paired softmax_cross_entropy

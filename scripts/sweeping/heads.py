@@ -1,8 +1,8 @@
 """The rows of heads.sh, on standard output: trials of each setting of a method, more of its best, then the finals.
 
-    python -m scripts.sweeping.heads trials --methods softmax_cross_entropy lapsum
-    python -m scripts.sweeping.heads longer     # after the trials, and
-    python -m scripts.sweeping.heads finals     # after both, by the rows of results/heads_trials.csv
+    python -m scripts.sweeping.heads trials heads.store --methods softmax_cross_entropy lapsum
+    python -m scripts.sweeping.heads longer heads.store     # after the trials, and
+    python -m scripts.sweeping.heads finals heads.store     # after both, by the rows of results/heads_trials.csv
 
 Each method has the same trials, cross-entropy included: every setting with four learning rates for 5 epochs, the best
 one of them also for 22. Best is the highest sum of validation's top-1 and top-5, each at its best epoch: where test
@@ -11,6 +11,7 @@ order.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from data.embeddings.store import file_of
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
@@ -47,8 +49,9 @@ def settings_of(method: str) -> list[dict[str, object]]:
     return [{"p_k": p_k, "m": m, **each} for p_k, m, each in product(p_ks, scores, temperatures)]
 
 
-def rows_of(stage: str, methods: list[str], finals: Path) -> Iterator[str]:
+def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterator[str]:
     """One command per method, whose heads read each batch once. finals: the file; trials lie beside it."""
+    valid = "" if file_of(Path(store), "valid", "labels").exists() else f" --num_valid {NUM_VALID}"
     trials = finals.with_stem(f"{finals.stem}_trials")
     for method in methods:
         seeds, results, order = [0], trials, ""
@@ -62,8 +65,8 @@ def rows_of(stage: str, methods: list[str], finals: Path) -> Iterator[str]:
         also = "".join(f' --also "--method {method} {each}"' for each in heads[1:])
         yield (
             f".venv/bin/python experiments/finetune_imagenet.py --method {method} {heads[0]}{also} --n_epochs "
-            f"{tried[0][1]} --batch_size 500 --num_valid {NUM_VALID} --eval_freq 100000 --seeds "
-            f"{' '.join(map(str, seeds))}{order} --results {results}"
+            f"{tried[0][1]} --batch_size 500{valid} --eval_freq 100000 --seeds {' '.join(map(str, seeds))}{order} "
+            f"--results {results} -d {shlex.quote(store)}"
         )
 
 
@@ -80,8 +83,9 @@ def best(path: Path, method: str, **of: object) -> tuple[dict[str, object], int]
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=("trials", "longer", "finals"))
+    parser.add_argument("store", help="of embeddings")
     known = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
     parser.add_argument("--methods", nargs="+", choices=known, default=known)
     parser.add_argument("--results", type=Path, default=Path("results/heads.csv"))
     arguments = parser.parse_args()
-    print("\n".join(rows_of(arguments.stage, arguments.methods, arguments.results)))
+    print("\n".join(rows_of(arguments.stage, arguments.store, arguments.methods, arguments.results)))

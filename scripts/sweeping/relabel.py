@@ -38,14 +38,14 @@ def relabelled(store: EmbeddingStore, labels: Mapping[str, Tensor], path: Path) 
 
 
 def wrong_labels(store: EmbeddingStore, probability: float) -> dict[str, Tensor]:
-    """The labels of a store by split, some wrong of those rows of train that NUM_VALID rows leave to train.
+    """The labels of a store by split, some wrong of those rows of train that train, not of NUM_VALID where none validate.
 
     probability: in [0, 1], that one is drawn anew, from its block, itself included. Raises CommandLineError.
     """
     cli.check(store.num_classes % BLOCK == 0, f"blocks of {BLOCK} classes do not divide {store.num_classes} classes")
     labels = {name: split.labels() for name, split in store.splits.items()}
     with cli.refusing():
-        rows = split_rows(len(labels["train"]), NUM_VALID, seed=0)[0]
+        rows = ... if "valid" in labels else split_rows(len(labels["train"]), NUM_VALID, seed=0)[0]
     blocks = torch.arange(store.num_classes).view(-1, BLOCK)
     generator = torch.Generator().manual_seed(0)
     labels["train"][rows] = noisy_labels(labels["train"][rows], blocks, probability, generator)

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
-from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, normalise
+from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, load_dataset, normalise
 from data.embeddings import open_or_fetch, open_store
 from data.image_sources import Images, open_images
 from experiments import extract_embeddings as script
@@ -163,6 +163,11 @@ def test_a_checkpoint_becomes_a_backbone(tmp_path, capsys):
         from_store = network.fc(store["test"].read(torch.arange(9)))
     torch.testing.assert_close(from_store, logits)
     assert (store.dim, store.resolution, store.backbone) == (512, 32, "digits-resnet18")
+    # What did not train the network validates heads on it: 2 of the 40 images.
+    assert {name: len(split) for name, split in store.splits.items()} == {"train": 4, "valid": 2, "test": 9}
+    divided = load_dataset("digits", "", seed=0, limit_train=40)
+    assert torch.equal(store["valid"].labels(), divided.valid.labels)
+    assert torch.equal(store["train"].labels(), divided.train.labels[torch.arange(4) * 38 // 4])
     # The folder will do; what is no checkpoint gets a sentence.
     assert script.main([*flags, "--checkpoint", str(run), "--dtype", "float32"]) == 0
     capsys.readouterr()

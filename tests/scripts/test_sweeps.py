@@ -151,7 +151,7 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
     methods = [name for name in METHODS if name != "imbalanced_noised_topk"]
 
     def asked(stage: str) -> dict[str, tuple]:
-        rows = [shlex.split(row)[2:] for row in heads.rows_of(stage, methods, finals)]
+        rows = [shlex.split(row)[2:] for row in heads.rows_of(stage, "a store", methods, finals)]
         found = [(args, recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))) for args in map(PARSE[HEADS], rows)]
         return {args.method: (args, [recipe.flags for recipe in recipes]) for args, recipes in found}
 
@@ -162,6 +162,7 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
     trials, chosen = [], {}
     for method, (args, flags) in asked("trials").items():
         assert (args.n_epochs, args.seeds, {each["lr"] for each in flags}) == (5, [0], set(heads.RATES))
+        assert (args.data_path, args.num_valid) == ("a store", heads.NUM_VALID)
         chosen[method] = trial(flags[-2], 5, 0.9)
         trials += [chosen[method], *(trial(each, 5, 0.5) for each in flags if each is not flags[-2])]
     pd.DataFrame(trials, dtype=object).assign(valid_top1=0.6).to_csv(path, index=False)
@@ -206,9 +207,9 @@ def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
 
 
 def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path, capsys):
-    def made_of(labels: torch.Tensor, name: str) -> Path:
+    def made_of(labels: torch.Tensor, name: str, *more: str) -> Path:
         writer = StoreWriter(tmp_path / name, dim=2, dtype=torch.float16, backbone="some")
-        for split in ("train", "test"):
+        for split in ("train", "test", *more):
             writer.write(split, 0, torch.randn(len(labels), 2).half(), labels)
         writer.finish()
         return tmp_path / name
@@ -230,6 +231,12 @@ def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path,
         assert torch.equal(noisy[split].read(rows), clean[split].read(rows))
     assert torch.equal(noisy["test"].labels(), labels)
     assert noisy.backbone == "some"
+    # Where a store says which rows validate, all of train do train.
+    rows = heads.rows_of("trials", str(made_of(labels, "divided.store", "valid")), ["softmax_cross_entropy"], made)
+    assert "--num_valid" not in next(rows)
+    found = relabel.wrong_labels(open_or_fetch(tmp_path / "divided.store"), 1.0)
+    assert (found["train"] != labels)[valid].any()
+    assert torch.equal(found["valid"], labels)
     with pytest.raises(command_line.CommandLineError, match="5 classes do not divide 7 classes"):
         relabel.wrong_labels(open_or_fetch(made_of(labels % 7, "seven.store")), 0.4)
 
