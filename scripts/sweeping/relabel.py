@@ -38,7 +38,7 @@ def relabelled(store: EmbeddingStore, labels: Mapping[str, Tensor], path: Path) 
 
 
 def wrong_labels(store: EmbeddingStore, probability: float) -> dict[str, Tensor]:
-    """The labels of a store by split, some wrong of those rows of train that train, not of NUM_VALID where none validate.
+    """The labels of a store by split, some wrong of the rows of train, but NUM_VALID that validate where no others do.
 
     probability: in [0, 1], that one is drawn anew, from its block, itself included. Raises CommandLineError.
     """
