@@ -98,6 +98,7 @@ def test_other_temperatures_from_scratch():
         "docs/evidence/table1.md",
         f"the splitter network is {behind} behind cross-entropy",
         f"it is {pair(at_published)} behind",
+        f"`lapsum` is {pair(less(both(softmax), both(where('scratch', method='lapsum', inverse_temperature=0.1))))} behind",
     )
     stands("docs/evidence/verdict.md", f"splitter network: −{behind.replace('| ', '| −')} |")
     stands("README.md", f"splitter selection came [within {behind}]")
@@ -295,6 +296,38 @@ def test_heads_on_pretrained_features():
         "docs/evidence/heads.md",
         f"up to {counts.max()} trials, cross-entropy {counts[SOFTMAX]}, `ldr_kl` {counts['ldr_kl']}",
     )
+
+
+def test_heads_on_the_repositorys_own_features():
+    trials, finals = where("heads_resnet18_trials"), where("heads_resnet18").fillna({"weight_decay": 0})
+    runs = finals.set_index(["method", "weight_decay", "seed"])[METRICS].sort_index()
+    told = {}
+    for decay in (1.0, 0.1):  # after all trials of cross-entropy, and before the last 24
+        few = trials[
+            (trials.method != SOFTMAX) | (decay == 1) | (trials.label_smoothing.isna() & (trials.weight_decay <= 0.1))
+        ]
+        best = few.loc[few[few.method == SOFTMAX].valid.idxmax()]
+        assert (best.weight_decay, best.lr) == (decay, 0.001)
+        for method in ("lapsum", SPLITTER, "ldr_kl"):
+            gains = runs.loc[method, 0] - runs.loc[SOFTMAX, decay]
+            means, halves = gains.mean(), half_width(gains.std(), len(gains))
+            assert len(gains) == 10
+            if decay == 1:
+                assert (means.abs() < halves).all()
+            told[method, decay] = [f"{means[k]:+.2f} ± {short(halves[k], 2)}".replace("0.", ".") for k in METRICS]
+    for method in ("lapsum", SPLITTER, "ldr_kl"):
+        stands("docs/evidence/verdict.md", f"`{method}`: {' | '.join(told[method, 1.0]).replace('-', '−')}")
+    network = where("table1_epochs", method=SOFTMAX, seed=1, epoch=16)
+    counts = trials.groupby("method").size()
+    stands(
+        "docs/evidence/heads.md",
+        f"row ({pair(both(network))} on test)",
+        f"is worth {pair(less(runs.loc[SOFTMAX, 1.0].mean(), both(network)))} to this network",
+        f"`lapsum` was ahead by {' | '.join(told['lapsum', 0.1]).replace('+', '')}",
+        f"by {' | '.join(told[SPLITTER, 0.1]).replace('+', '')}: again",
+        f"It has {counts[SOFTMAX]} trials now, the two {counts['lapsum']}, `ldr_kl` {counts['ldr_kl']}.",
+    )
+    assert counts["lapsum"] == counts[SPLITTER]
 
 
 def test_24_more_trials_of_cross_entropy_and_of_its_margin():
