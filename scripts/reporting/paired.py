@@ -53,6 +53,9 @@ def _table(name: str, runs: Sequence[Row], method: str) -> str:
     table[metrics + VALID] = 100 * table[metrics + VALID].astype(float)
     columns = identity_columns(runs[0])
     found = [each for _, each in table.groupby(columns, sort=False)]
+    if twice := [each for each in found if each.index.has_duplicates]:
+        told = f"seed {twice[0].index[twice[0].index.duplicated()][0]} of {twice[0].method.iloc[0]}"
+        raise CommandLineError(f"--paired: {name} has {told} twice in one setting; choose by --where order_seed=NUMBER")
     found.sort(key=lambda each: -each[VALID].to_numpy().mean())
     base = next((each for each in found if each.method.iloc[0] == method), None)
     if base is None:
