@@ -117,7 +117,9 @@ def _root(x, lane, part, k, n, beta, FAMILY: tl.constexpr, BLOCK: tl.constexpr):
         new = tl.where(excess == 0, theta, theta + change)
         slow = (step > 8) & (tl.abs(excess) > before / 2) & (FAMILY != CAPPED)
         new = tl.where((new >= low) & (new <= high) & (slow == 0), new, (low + high) / 2)
-        going = (tl.abs(new - theta) > (3e-4 if FAMILY == LOGISTIC else 4 * EPS) + EPS * tl.abs(theta)) & (excess != 0)
+        # The constants stand behind: in Triton 3.8's interpreter one before a tensor makes a constant of both.
+        least = tl.abs(theta) * EPS + (3e-4 if FAMILY == LOGISTIC else 4 * EPS)
+        going = (tl.abs(new - theta) > least) & (excess != 0)
         before, theta = tl.abs(excess), new
         step += 1
     return origin, theta
