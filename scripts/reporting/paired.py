@@ -60,7 +60,7 @@ def _table(name: str, runs: Sequence[Row], method: str) -> str:
     base = next((each for each in found if each.method.iloc[0] == method), None)
     if base is None:
         known = ", ".join(table.method.unique())
-        raise CommandLineError(f"--paired {method}: {name} has no such row; it has {known}")
+        raise CommandLineError(f"--paired {method}: {name} has no such row in one experiment; it has {known} (--where)")
     # Of other settings those that are tried, and what differs between the rows of a method.
     differ = [column for column in columns if table[column].nunique() > 1]
     within = [column for column in differ if (table.groupby("method")[column].nunique() > 1).any()]

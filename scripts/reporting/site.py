@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shared.environment import ROOT
-from experiments.shared.run_record import read_rows
+from experiments.shared.run_record import chosen_rows
 from scripts import report
 from scripts.reporting import epochs_figure
 from scripts.reporting.formats import markdown
@@ -45,7 +45,7 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
         if kind == "paired":
-            return paired(name, read_rows(results / f"{name}.csv"), "softmax_cross_entropy")
+            return paired(name, chosen_rows(results / f"{name}.csv"), "softmax_cross_entropy")
         table = report.table_of(results / f"{name}.csv")
         if not table.lines:
             return f"`results/{name}.csv`: not run."

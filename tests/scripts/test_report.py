@@ -246,7 +246,11 @@ def test_html_is_one_page_with_the_table_and_the_figures_in_it(made, drawn_quick
         ([{**TWO_SEEDS[0], "n_epochs": "many"}], [], "n_epochs must be a whole number, got 'many'"),
         ([{"method": "softsort"}], [], "no column p_k"),
         ([], [], "there is no file"),
-        (TWO_SEEDS[:3], ["--paired", "softsort"], "--paired softsort: table1 has no such row; it has softmax_cross"),
+        (
+            TWO_SEEDS[:3],
+            ["--paired", "softsort"],
+            "--paired softsort: table1 has no such row in one experiment; it has softmax_cross",
+        ),
         ([*TWO_SEEDS, TWO_SEEDS[0]], ["--paired", "neuralsort"], "has seed 0 of softmax_cross_entropy twice in one"),
         (TWO_SEEDS, ["--paired", "neuralsort", "--format", "html"], "--paired is a table in Markdown"),
     ],

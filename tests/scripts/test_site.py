@@ -34,6 +34,8 @@ def test_a_broken_results_file_stops_the_build(tmp_path):
     (tmp_path / "table1.csv").write_text("run_id,method\na,softsort\n")
     with pytest.raises(CommandLineError, match="no column p_k"):
         site.expand("<!-- results: table1 -->", lambda name: False, results=tmp_path)
+    with pytest.raises(CommandLineError, match="there is no file"):
+        site.expand("<!-- paired: mine -->", lambda name: False, results=tmp_path)
 
 
 def test_an_included_file_loses_its_title_and_finds_its_figures():
