@@ -1,7 +1,7 @@
 """The best temperatures: chosen by validation alone, shown beside the default; what is refused; the figures."""
 
 from scripts import temperature_report
-from tests.scripts.test_paired_report import lines_of
+from tests.scripts.test_beam_search_report import lines_of
 
 SETTING = {
     **{"num_classes": "100", "train_images": "90", "valid_images": "10", "n_epochs": "5", "batch_size": "30"},

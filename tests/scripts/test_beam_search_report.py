@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from experiments import train_beam_search
-from scripts import paired_report, report, temperature_report
+from scripts import beam_search_report, report, temperature_report
 
 ROOT = Path(__file__).parents[2]
 SETTING = {
@@ -30,7 +30,7 @@ def lines_of(text: str, begin: str) -> list[list[str]]:
 def test_differences_are_taken_within_a_seed(write):
     """Differences .01 .03 and, of a seed that the control lacks, none: mean 2 points, t(.975, 1) x std / sqrt 2."""
     rows = [row(CONTROL, 0, 0.3), row(RETAIN, 1, 0.53), row(CONTROL, 1, 0.5), row(RETAIN, 0, 0.31), row(RETAIN, 7, 0.9)]
-    text = paired_report.tables(write(*rows))
+    text = beam_search_report.tables(write(*rows))
     rates, differences, positions = lines_of(text, "| retain, softsort, β 0.5 ")
     assert rates[1:] == ["58.00 ± 29.82", "3"]
     half = 12.7062 * math.sqrt(2) / math.sqrt(2)
@@ -40,7 +40,7 @@ def test_differences_are_taken_within_a_seed(write):
 
 
 def test_one_seed_has_no_difference(write):
-    text = paired_report.tables(write(row(CONTROL, 0, 0.3), row(RETAIN, 0, 0.2)))
+    text = beam_search_report.tables(write(row(CONTROL, 0, 0.3), row(RETAIN, 0, 0.2)))
     assert "No difference: no arm has two seeds that the control has too." in text
 
 
@@ -54,12 +54,12 @@ def test_one_seed_has_no_difference(write):
     ],
 )
 def test_what_is_not_one_study_is_refused(write, capsys, rows, sentence):
-    assert paired_report.main([str(write(*rows))]) == 2
+    assert beam_search_report.main([str(write(*rows))]) == 2
     assert sentence in capsys.readouterr().err
 
 
 HOSTILE = [
-    ("beam_search.csv", paired_report, 5),
+    ("beam_search.csv", beam_search_report, 5),
     ("temperature.csv", temperature_report, 300),
     ("table1_short.csv", report, 15),
     ("knn.csv", report, 6),
@@ -84,7 +84,7 @@ def test_a_file_that_a_person_edited_gets_a_report_or_a_sentence(name, script, s
 @pytest.mark.parametrize("results", sorted((ROOT / "results").glob("beam_search*.csv")), ids=lambda path: path.stem)
 def test_the_documentation_shows_the_rows_that_there_are(results):
     """What the script prints stands there word for word."""
-    assert paired_report.tables(results) in (ROOT / "docs" / "beam_search.md").read_text()
+    assert beam_search_report.tables(results) in (ROOT / "docs" / "beam_search.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_the_script_reads_what_was_trained_and_draws_it(trained, capsys):
-    assert paired_report.main([str(trained), "--figures", str(trained.parent / "figures")]) == 0
+    assert beam_search_report.main([str(trained), "--figures", str(trained.parent / "figures")]) == 0
     captured = capsys.readouterr()
     assert "| soft beam, softsort, β 1 |" in captured.out
     assert "WER, beam 1" in captured.out
@@ -108,5 +108,5 @@ def test_the_script_reads_what_was_trained_and_draws_it(trained, capsys):
 def test_without_the_checkpoint_the_figure_is_refused(trained, tmp_path, capsys):
     alone = tmp_path / "r.csv"
     alone.write_text(trained.read_text())
-    assert paired_report.main([str(alone), "--figures", str(tmp_path)]) == 2
+    assert beam_search_report.main([str(alone), "--figures", str(tmp_path)]) == 2
     assert "the figure needs" in capsys.readouterr().err

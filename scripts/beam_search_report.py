@@ -1,7 +1,7 @@
 """Tables of results/beam_search.csv: error rates per arm, each arm's difference to the control, accuracy by position.
 
-    python scripts/paired_report.py results/beam_search.csv
-    python scripts/paired_report.py results/beam_search.csv --figures docs/figures   # a soft beam, PNG and SVG
+    python scripts/beam_search_report.py results/beam_search.csv
+    python scripts/beam_search_report.py results/beam_search.csv --figures docs/figures   # a soft beam, PNG and SVG
 
 Error rates in percent, mean ± sample standard deviation over the seeds. A difference is paired: of a seed, arm minus
 control (--arm cross_entropy), which have the same pretrained weights, batches and number of updates; its interval is
