@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The published rows on one GPU that is at hand for half an hour, perhaps on a machine without network or our packages.
-#   scripts/gpu.sh pack ../shared/data          # here: packages and CIFAR-100 to data/downloads/gpu, in parts of 60 MB
+#   scripts/gpu.sh pack ../shared/data          # here: packages and CIFAR-100 to data/downloads/gpu, in parts of 50 MB
 #   scripts/gpu.sh unpack                       # there: makes .venv beside that machine's PyTorch, and the data
 #   scripts/gpu.sh check                        # what only a GPU shows: losses, kernels, graph beside loop
 #   scripts/gpu.sh rows 5 [--graph ...]         # evidence.sh's rows, five at a time under MPS, on after this returns
-#   scripts/gpu.sh collect 500 $OUT             # after 500 s, or when all are done: rows, histories and logs to a folder
+#   scripts/gpu.sh collect 500 $OUT             # after 500 s, or when all are done: rows and histories to a folder, one file
 #   scripts/gpu.sh times $OUT                   # alone: a step with each loss, as a loop and as a graph
 # Arguments of rows are train_cifar100.py's and the launcher's; --n_epochs 1 --limit_train 512 tries it on a CPU.
 folder=data/downloads/gpu stage=${1:-none}
@@ -20,8 +20,8 @@ case $stage in
     mkdir -p $folder/site
     .venv/bin/python -m pip install --quiet --target $folder/site boto3 pandas pydantic requests tqdm hypothesis pytest
     rm -r $folder/site/numpy*  # that machine has one, which its PyTorch and Numba know
-    tar -C $folder -cf - site | xz -T0 | split -b 60M - $folder/site.
-    tar -C "${1:?give the folder that holds cifar-100-python}" -chf - cifar-100-python | xz -T0 | split -b 60M - $folder/cifar.
+    tar -C $folder -cf - site | xz -T0 | split -b 50M - $folder/site.
+    tar -C "${1:?give the folder that holds cifar-100-python}" -chf - cifar-100-python | xz -T0 | split -b 50M - $folder/cifar.
     rm -r $folder/site && ls -l $folder
     ;;
   unpack)
@@ -44,10 +44,7 @@ case $stage in
     end=$((SECONDS + ${1:?give seconds})) out=${2:?give a folder}
     while [ $SECONDS -lt $end ] && pgrep -f "scripts/[l]aunch.py --name evidence" > /dev/null; do sleep 5; done
     mkdir -p "$out"
-    for run in results/runs/*/; do
-      mkdir -p "$out/$run" && find "$run" -maxdepth 1 \( -name '*.csv' -o -name '*.json' \) -exec cp {} "$out/$run" \;
-    done
-    cp results/*.csv $folder/rows.log "$out"
+    find results/runs -maxdepth 2 -name '*.csv' -o -name '*.json' | tar -czf "$out/rows.tar.gz" -T - results/*.csv $folder/rows.log
     tail -n 3 $folder/rows.log
     ;;
   times)
