@@ -7,6 +7,7 @@
 #   scripts/heads.sh                                 # four methods, ten minutes on two cores
 #   scripts/heads.sh --all                           # every method, four hours
 #   scripts/heads.sh --label_noise .2 --all          # training labels partly wrong: results/heads_noise_.2.csv
+#   scripts/heads.sh --label_noise .2:100            # not among five classes but among all
 #   scripts/heads.sh own.store --all --jobs 1        # results/heads_own.csv
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 

@@ -1,9 +1,11 @@
 """A store's embeddings with other labels; from the command line, with some of the training labels wrong.
 
     python -m scripts.sweeping.relabel heads.store .2     # makes heads_noise_.2.store beside it, and prints its path
+    python -m scripts.sweeping.relabel heads.store .2:100 # heads_noise_.2_of_100.store
 
 Each training label is drawn anew with that probability among the five of its block of class ids, as train_cifar100.py
---label_noise does (Berrada, Zisserman and Kumar 2018); the rows that validate heads, and those of test, keep theirs.
+--label_noise does (Berrada, Zisserman and Kumar 2018), or among so many; the rows that validate heads, and those of
+test, keep theirs.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
@@ -23,7 +25,7 @@ from data.embeddings import DTYPES, MANIFEST, EmbeddingStore, StoreWriter, open_
 from experiments.shared import command_line as cli
 from scripts.sweeping.heads import NUM_VALID
 
-BLOCK = 5  # class ids
+BLOCK = 5  # class ids of which one is drawn
 
 
 def relabelled(store: EmbeddingStore, labels: Mapping[str, Tensor], path: Path) -> Path:
@@ -37,30 +39,37 @@ def relabelled(store: EmbeddingStore, labels: Mapping[str, Tensor], path: Path) 
     return path
 
 
-def wrong_labels(store: EmbeddingStore, probability: float) -> dict[str, Tensor]:
+def wrong_labels(store: EmbeddingStore, probability: float, block: int = BLOCK) -> dict[str, Tensor]:
     """The labels of a store by split, some wrong of the rows of train, but NUM_VALID that validate where no others do.
 
-    probability: in [0, 1], that one is drawn anew, from its block, itself included. Raises CommandLineError.
+    probability: in [0, 1], that one is drawn anew, from its block of class ids, itself included. CommandLineError.
     """
-    cli.check(store.num_classes % BLOCK == 0, f"blocks of {BLOCK} classes do not divide {store.num_classes} classes")
+    cli.check(store.num_classes % block == 0, f"blocks of {block} classes do not divide {store.num_classes} classes")
     labels = {name: split.labels() for name, split in store.splits.items()}
     with cli.refusing():
         rows = ... if "valid" in labels else split_rows(len(labels["train"]), NUM_VALID, seed=0)[0]
-    blocks = torch.arange(store.num_classes).view(-1, BLOCK)
+    blocks = torch.arange(store.num_classes).view(-1, block)
     generator = torch.Generator().manual_seed(0)
     labels["train"][rows] = noisy_labels(labels["train"][rows], blocks, probability, generator)
     return labels
+
+
+def _noise(text: str) -> tuple[float, int]:
+    """Argument type: a probability, and the classes in a block."""
+    probability, colon, block = text.partition(":")
+    return cli.said(cli.fraction)(probability), program.whole_number(1)(block) if colon else BLOCK
 
 
 def main(argv: list[str] | None = None) -> int:
     """Make the store; return the exit status."""
     parser = program.Parser(prog="relabel.py", description="A store with some of its training labels wrong.")
     parser.add_argument("store", type=program.path, help="of embeddings")
-    parser.add_argument("probability", type=cli.said(cli.fraction), help="with which a training label is drawn anew")
+    told = "with which a training label is drawn anew, or P:N, within blocks of N classes (5)"
+    parser.add_argument("probability", type=_noise, help=told)
     args = parser.parse_args(argv)
-    store, p = open_or_fetch(args.store), args.probability
-    name = f"{args.store.stem}_noise_{f'{p:g}'.removeprefix('0')}.store"
-    print(relabelled(store, wrong_labels(store, p), args.store.with_name(name)))
+    store, (p, block) = open_or_fetch(args.store), args.probability
+    name = f"{args.store.stem}_noise_{f'{p:g}'.removeprefix('0')}{f'_of_{block}' * (block != BLOCK)}.store"
+    print(relabelled(store, wrong_labels(store, p, block), args.store.with_name(name)))
     return 0
 
 

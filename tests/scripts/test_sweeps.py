@@ -231,6 +231,13 @@ def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path,
         assert torch.equal(noisy[split].read(rows), clean[split].read(rows))
     assert torch.equal(noisy["test"].labels(), labels)
     assert noisy.backbone == "some"
+    assert relabel.main([str(path), ".4:10"]) == 0
+    found = open_or_fetch(tmp_path / "some_noise_.4_of_10.store")["train"].labels()
+    assert (found != labels)[train].double().mean().item() == pytest.approx(0.4 * 9 / 10, abs=0.02)
+    assert set((found - labels).tolist()) == {*range(-9, 10)}
+    for wrong_noise in (".4:", "2", ".4:0"):
+        with pytest.raises(command_line.CommandLineError, match="argument probability: must be"):
+            relabel.main([str(path), wrong_noise])
     # Where a store says which rows validate, all of train do train.
     rows = heads.rows_of("trials", str(made_of(labels, "divided.store", "valid")), ["softmax_cross_entropy"], made)
     assert "--num_valid" not in next(rows)
