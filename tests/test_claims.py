@@ -130,10 +130,12 @@ def test_the_stronger_recipe():
     assert soft[1] < 86.94
 
 
-def interval(*pair):
-    """Half of the 95 % interval of the differences between two rows of table1_short by seed, in points."""
-    this, that = (where("table1_short", method=method, p_k=p_k).set_index("seed")[METRICS] for method, p_k in pair)
-    return tuple(half_width((this - that).std(), len(this)))
+def in_pairs(this, that):
+    """The differences by seed between two rows of table1_short, (method, P_K) each."""
+    this, that = (
+        where("table1_short", method=method, p_k=p_k).set_index("seed")[METRICS] for method, p_k in (this, that)
+    )
+    return this - that
 
 
 def test_table_1_in_16_epochs():
@@ -155,7 +157,7 @@ def test_table_1_in_16_epochs():
         f"NeuralSort's top-1 with k = 5: {neural.std():.1f}",
         f"has {sinkhorn.test_top5.mean():.2f} here",
         f"Softmax's lead of {pair(less(in_16_epochs(SOFTMAX, ONE), in_16_epochs(SPLITTER, EVEN)))} over",
-        f"an interval of ± {pair(interval((SOFTMAX, ONE), (SPLITTER, EVEN)))}",
+        f"an interval of ± {pair(half_width(in_pairs((SPLITTER, EVEN), (SOFTMAX, ONE)).std(), 3))}",
         f"is {at(SPLITTER, EVEN, '0.1') - at(SPLITTER, EVEN, '0.5'):.1f} of top-1 better at β = .1",
         f"it is {at(SPLITTER, FIFTH, '2.0') - at(SPLITTER, FIFTH, '0.5'):.1f} better at 2",
         f"lie {pair(sinkhorn[METRICS].max() - sinkhorn[METRICS].min())} and",
@@ -224,8 +226,12 @@ def test_what_is_not_a_setting_of_the_loss():
 
 
 def written(differences):
-    """The means of differences in top-1 and top-5 with their intervals, as report.py --paired has them: +.30 ± .08."""
-    return [re.sub(r"\b0\.", ".", with_interval(differences[metric])) for metric in METRICS]
+    """The mean differences in top-1 and top-5 with their intervals, as report.py --paired has them: .30 ± .08."""
+    return [re.sub(r"^\+|\b0(?=\.)", "", with_interval(differences[metric])) for metric in METRICS]
+
+
+def signed(differences):
+    return " | ".join(each if each.startswith("−") else f"+{each}" for each in written(differences))
 
 
 def gains_of_heads(name):
@@ -239,8 +245,7 @@ def gains_of_heads(name):
         best = trials.loc[trials[trials.method == method].valid.idxmax()]
         assert {(best.lr, best.n_epochs)} == set(zip(found.lr, found.n_epochs))
     means, halves = gains.mean(), half_width(gains.std(), 10)
-    told = {method: [each.removeprefix("+") for each in written(found)] for method, found in gains}
-    return means, halves, told
+    return means, halves, {method: written(found) for method, found in gains}
 
 
 def gains_on_a_tuned_cross_entropy(name):
@@ -252,7 +257,7 @@ def gains_on_a_tuned_cross_entropy(name):
     assert (tuned[chosen].fillna(0) == best[chosen].fillna(0)).all(axis=None)
     still = {}
     for method, found in where(name).groupby("method"):
-        still[method] = " | ".join(written(found.set_index("seed")[METRICS] - tuned[METRICS]))
+        still[method] = signed(found.set_index("seed")[METRICS] - tuned[METRICS])
     words = f"smoothing of {short(best.label_smoothing)}, decay of {best.weight_decay:g}, rate {short(best.lr, 5)}"
     return words, still, (more.seed == 0).sum()
 
@@ -376,21 +381,17 @@ def test_heads_on_the_repositorys_own_features():
     for method, decays in trials[late].groupby("method").weight_decay:  # the same for each
         assert set(decays) == {0.1, 1, 10}, method
 
-    def told(these, those):
-        gains = these - those
-        halves = half_width(gains.std(), len(gains))
-        return gains.mean(), halves, [with_interval(gains[k]).replace("0.", ".") for k in METRICS]
-
     base, most = runs.loc[SOFTMAX, best[SOFTMAX]], []
     for method in others:
-        means, halves, shown = told(runs.loc[method, best[method]], base)
-        assert (means.abs() < halves).all()
-        most.append(means + halves)
-        stands("docs/evidence/verdict.md", f"`{method}`: {' | '.join(shown)}")
+        gains = runs.loc[method, best[method]] - base
+        halves = half_width(gains.std(), len(gains))
+        assert (gains.mean().abs() < halves).all()
+        most.append(gains.mean() + halves)
+        stands("docs/evidence/verdict.md", f"`{method}`: {signed(gains)}")
     most = pair(pd.DataFrame(most).max(), 2)
     stands("docs/evidence/verdict.md", f"gains up to {most} are not excluded")
-    before = [" | ".join(told(runs.loc[name, 0], runs.loc[SOFTMAX, 0.1])[2]).replace("+", "") for name in others]
-    apart = " | ".join(told(base, runs.loc[SOFTMAX, 0.1])[2]).replace("+", "")
+    before = [" | ".join(written(runs.loc[name, 0] - runs.loc[SOFTMAX, 0.1])) for name in others]
+    apart = " | ".join(written(base - runs.loc[SOFTMAX, 0.1]))
     network, counts = where("table1_epochs", method=SOFTMAX, seed=1, epoch=16), trials.groupby("method").size()
     stands(
         "docs/evidence/heads.md",
@@ -421,12 +422,10 @@ def test_24_more_trials_of_cross_entropy_and_of_its_margin():
     assert of_softmax[of_softmax.smoothed].valid.max() < of_softmax[~of_softmax.smoothed].valid.max()
     rates = of_softmax.groupby("lr").valid.max()
     assert rates[0.00025] < rates[0.0005]
-    told = []
-    for gains in (finals[SOFTMAX][METRICS] - base, finals["ldr_kl"][METRICS] - finals[SOFTMAX][METRICS]):
-        halves = half_width(gains.std(), len(gains))
-        told.append(" | ".join(f"{short(gains.mean()[k], 2)} ± {short(halves[k], 2)}" for k in METRICS))
-    stands("docs/evidence/heads.md", f"gains {told[0]} on the one above", f"weight decay of 1, is {told[1]} before")
-    stands("docs/evidence/verdict.md", f"for each +{told[1].split(' | ')[0]}", f"1: {told[0].split(' | ')[0]} of top-1")
+    of_softmax, of_margin = (finals[method][METRICS] for method in (SOFTMAX, "ldr_kl"))
+    softmax, margin = written(of_softmax - base), written(of_margin - of_softmax)
+    stands("docs/evidence/heads.md", f"gains {' | '.join(softmax)} on the one above", f"is {' | '.join(margin)} before")
+    stands("docs/evidence/verdict.md", f"for each +{margin[0]}", f"1: {softmax[0]} of top-1")
 
 
 def test_odd_even_lets_nothing_of_the_true_class_through_100_layers():
@@ -460,16 +459,12 @@ def test_auto_at_learning_rates_that_were_chosen():
 
 def test_the_verdict():
     softmax, alone = in_16_epochs(SOFTMAX, ONE), where("table1_short", p_k=FIFTH).groupby("method")
-    gains = [
-        f"−{lost:.2f} ± {half:.2f}"
-        for lost, half in zip(less(softmax, in_16_epochs(SPLITTER, EVEN)), interval((SPLITTER, EVEN), (SOFTMAX, ONE)))
-    ]
     strong = less(*(both(where("strong", method=method)) for method in (SOFTMAX, SPLITTER)))
     published = 100 * rows("paper/table1").groupby("published_name")[METRICS].first()
     lost = [less(softmax, both(found)) for _, found in alone]
     stands(
         "docs/evidence/verdict.md",
-        " | ".join(gains),
+        f"{signed(in_pairs((SPLITTER, EVEN), (SOFTMAX, ONE)))} | [three seeds]",
         f"the same: −{pair(strong).replace('| ', '| −')}",
         "+" + pair(less(published.loc["Top-k DiffSortNets"], published.loc["Softmax CE"]), 2).replace("| ", "| +"),
         f"{min(lost)[0]:.0f} to {max(lost)[0]:.0f} by five, and no top-5",
