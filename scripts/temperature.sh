@@ -11,6 +11,7 @@
 
 rows() {
   .venv/bin/python - <<'PYTHON'
+from scripts.sweeping.heads import command
 from topk_losses import METHODS, RELAXATIONS
 from topk_losses.methods import TOP1
 
@@ -31,13 +32,9 @@ for method in sorted(METHODS, key=lambda method: method in slow):
     if method not in RELAXATIONS:
         p_ks = ["1" if method in TOP1 else "0 0 0 0 1"]
     for p_k in p_ks:
-        heads = [f"--method {method} --p_k {p_k}{temperature}" for temperature in temperatures]
         m = 50 if method == "sinkhorn_sort" else 100
-        also = "".join(f' --also "{head} --m {m}"' for head in heads[1:])
-        print(
-            f".venv/bin/python experiments/finetune_imagenet.py {heads[0]} --m {m}{also} --seeds 0 1 2 "
-            "--n_epochs 5 --results results/temperature.csv"
-        )
+        heads = [f"--method {method} --p_k {p_k}{temperature} --m {m}" for temperature in temperatures]
+        print(command(heads, "--seeds 0 1 2 --n_epochs 5 --results results/temperature.csv"))
 PYTHON
 }
 exec .venv/bin/python scripts/launch.py --name temperature --row-per-core "$@" < <(rows)

@@ -21,6 +21,7 @@ import torch
 
 from data.embeddings import EmbeddingStore, open_or_fetch
 from data.program import ProgramError
+from scripts.sweeping.heads import command
 from scripts.sweeping.relabel import relabelled
 from topk_losses import METHODS
 
@@ -53,11 +54,8 @@ for num_classes, scores in SCORES.items():
         for m in scores:
             betas = [f"{factor * METHODS[method].inverse_temperature:g}" for factor in FACTORS] + ["auto"]
             heads = [f"--method {method} --p_k .5 0 0 0 .5 --inverse_temperature {beta} --m {m}" for beta in betas]
-            also = "".join(f' --also "{head}"' for head in heads[1:])
-            print(
-                f".venv/bin/python experiments/finetune_imagenet.py {heads[0]}{also} --seeds 0 1 2 --n_epochs 5 "
-                f"-d {data} --results results/temperature_classes_{num_classes}.csv"
-            )
+            results = f"results/temperature_classes_{num_classes}.csv"
+            print(command(heads, f"--seeds 0 1 2 --n_epochs 5 -d {data} --results {results}"))
 PYTHON
 }
 commands=$(rows) || exit 2

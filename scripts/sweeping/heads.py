@@ -13,7 +13,7 @@ order.
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -61,13 +61,18 @@ def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterato
             tried = [({**best(trials, method, n_epochs=SHORT)[0], "lr": lr}, LONG) for lr in RATES]
         else:
             tried, seeds, results, order = [best(trials, method)], SEEDS, finals, " --order_seed own"
-        heads = [" ".join(f"--{name} {value}" for name, value in flags.items()) for flags, _ in tried]
-        also = "".join(f' --also "--method {method} {each}"' for each in heads[1:])
-        yield (
-            f".venv/bin/python experiments/finetune_imagenet.py --method {method} {heads[0]}{also} --n_epochs "
-            f"{tried[0][1]} --batch_size 500{valid} --eval_freq 100000 --seeds {' '.join(map(str, seeds))}{order} "
-            f"--results {results} -d {shlex.quote(store)}"
+        settings = (" ".join(f"--{name} {value}" for name, value in flags.items()) for flags, _ in tried)
+        yield command(
+            [f"--method {method} {each}" for each in settings],
+            f"--n_epochs {tried[0][1]} --batch_size 500{valid} --eval_freq 100000 --seeds "
+            f"{' '.join(map(str, seeds))}{order} --results {results} -d {shlex.quote(store)}",
         )
+
+
+def command(heads: Sequence[str], flags: str) -> str:
+    """A command that trains many heads, which read each batch once."""
+    also = "".join(f' --also "{each}"' for each in heads[1:])
+    return f".venv/bin/python experiments/finetune_imagenet.py {heads[0]}{also} {flags}"
 
 
 def best(path: Path, method: str, **of: object) -> tuple[dict[str, object], int]:
