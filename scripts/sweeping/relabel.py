@@ -64,10 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     """Make the store; return the exit status."""
     parser = program.Parser(prog="relabel.py", description="A store with some of its training labels wrong.")
     parser.add_argument("store", type=program.path, help="of embeddings")
-    told = "with which a training label is drawn anew, or P:N, within blocks of N classes (5)"
-    parser.add_argument("probability", type=_noise, help=told)
+    told = "P, the probability with which a training label is drawn anew, or P:N, within blocks of N classes (5)"
+    parser.add_argument("noise", type=_noise, help=told)
     args = parser.parse_args(argv)
-    store, (p, block) = open_or_fetch(args.store), args.probability
+    store, (p, block) = open_or_fetch(args.store), args.noise
     name = f"{args.store.stem}_noise_{f'{p:g}'.removeprefix('0')}{f'_of_{block}' * (block != BLOCK)}.store"
     print(relabelled(store, wrong_labels(store, p, block), args.store.with_name(name)))
     return 0

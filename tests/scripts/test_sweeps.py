@@ -236,7 +236,7 @@ def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path,
     assert (found != labels)[train].double().mean().item() == pytest.approx(0.4 * 9 / 10, abs=0.02)
     assert set((found - labels).tolist()) == {*range(-9, 10)}
     for wrong_noise in (".4:", "2", ".4:0"):
-        with pytest.raises(command_line.CommandLineError, match="argument probability: must be"):
+        with pytest.raises(command_line.CommandLineError, match="argument noise: must be"):
             relabel.main([str(path), wrong_noise])
     # Where a store says which rows validate, all of train do train.
     rows = heads.rows_of("trials", str(made_of(labels, "divided.store", "valid")), ["softmax_cross_entropy"], made)
