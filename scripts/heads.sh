@@ -8,6 +8,7 @@
 #   scripts/heads.sh --all                           # every method, four hours
 #   scripts/heads.sh --label_noise .2 --all          # training labels partly wrong: results/heads_noise_.2.csv
 #   scripts/heads.sh --label_noise .2:100            # not among five classes but among all
+#   scripts/heads.sh --more                          # then 30 trials more of each: results/heads_more.csv
 #   scripts/heads.sh own.store --all --jobs 1        # results/heads_own.csv
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
@@ -23,8 +24,10 @@ if [ "${1:-}" = --label_noise ]; then
   store=$(.venv/bin/python -m scripts.sweeping.relabel "$store" "${@:2:1}")
   results=results/$(basename "$store" .store).csv && shift 2
 fi
+stages="trials longer finals"
+if [ "${1:-}" = --more ]; then stages="more finals" results=${results%.csv}_more.csv && shift; fi
 if [ "${1:-}" = --all ]; then methods="" && shift; fi
-for stage in trials longer finals; do
+for stage in $stages; do
   rows=$(.venv/bin/python -m scripts.sweeping.heads $stage "$store" --results $results $methods)
   .venv/bin/python scripts/launch.py --name "$(basename $results .csv)_$stage" --row-per-core "$@" <<< "$rows"
 done

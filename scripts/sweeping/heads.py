@@ -3,17 +3,20 @@
     python -m scripts.sweeping.heads trials heads.store --methods softmax_cross_entropy lapsum
     python -m scripts.sweeping.heads longer heads.store     # after the trials, and
     python -m scripts.sweeping.heads finals heads.store     # after both, by the rows of results/heads_trials.csv
+    python -m scripts.sweeping.heads more heads.store --results results/heads_more.csv  # and finals of that file
 
 Each method has the same trials, cross-entropy included: every setting with four learning rates for 5 epochs, the best
 one of them also for 22. Best is the highest sum of validation's top-1 and top-5, each at its best epoch: where test
 accuracy is read, too. The finals are the best trial of each method with ten other seeds, which draw initialisation and
-order.
+order. `more` are 30 trials of 22 epochs around the best, again as many for each: with and without weight decay, three
+rates, and five label smoothings of cross-entropy, five margins with their temperatures of ldr_kl, five temperatures of
+others.
 """
 
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -31,6 +34,11 @@ P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
 SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
 # Without a relaxed matrix: cross-entropy also with label smoothing, and with weight decay, in place of P_K and m.
 OF_SOFTMAX = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
+MORE_RATES, MORE_DECAYS = (0.00025, 0.0005, 0.001), ({}, {"weight_decay": 1.0})
+MORE_OF_SOFTMAX = [{}, *({"label_smoothing": each} for each in (0.1, 0.2, 0.4, 0.6))]
+MORE_OF_LDR_KL = [
+    {"inverse_temperature": beta, "margin": c} for beta, c in ((0.5, 1), (0.5, 2), (1, 1), (1, 2), (2, 1))
+]
 OF_LDR_KL = [{"inverse_temperature": beta, "margin": c} for beta, c in product((0.5, 1, 2), (0, 1)) if beta != 1 or c]
 
 
@@ -49,6 +57,15 @@ def settings_of(method: str) -> list[dict[str, object]]:
     return [{"p_k": p_k, "m": m, **each} for p_k, m, each in product(p_ks, scores, temperatures)]
 
 
+def more_of(method: str, chosen: Mapping[str, object]) -> list[dict[str, object]]:
+    """Five settings around the best one, as flags; fewer without a temperature."""
+    if method in TOP1:
+        return [{"p_k": "1", **each} for each in (MORE_OF_LDR_KL if method == "ldr_kl" else MORE_OF_SOFTMAX)]
+    kept = {name: chosen[name] for name in ("p_k", "m") if name in chosen}
+    default = METHODS[method].inverse_temperature
+    return [{**kept, "inverse_temperature": default * by} for by in (0.25, 0.5, 1, 2, 4)] if default else [kept]
+
+
 def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterator[str]:
     """One command per method, whose heads read each batch once. finals: the file; trials lie beside it."""
     valid = "" if file_of(Path(store), "valid", "labels").exists() else f" --num_valid {NUM_VALID}"
@@ -57,6 +74,12 @@ def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterato
         seeds, results, order = [0], trials, ""
         if stage == "trials":
             tried = [({**each, "lr": lr}, SHORT) for each in settings_of(method) for lr in RATES]
+        elif stage == "more":
+            around = best(trials.with_stem(trials.stem.replace("_more", "")), method)[0]
+            tried = [
+                ({**each, **decay, "lr": lr}, LONG)
+                for each, decay, lr in product(more_of(method, around), MORE_DECAYS, MORE_RATES)
+            ]
         elif stage == "longer":
             tried = [({**best(trials, method, n_epochs=SHORT)[0], "lr": lr}, LONG) for lr in RATES]
         else:
@@ -87,7 +110,7 @@ def best(path: Path, method: str, **of: object) -> tuple[dict[str, object], int]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("trials", "longer", "finals"))
+    parser.add_argument("stage", choices=("trials", "longer", "finals", "more"))
     parser.add_argument("store", help="of embeddings")
     known = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
     parser.add_argument("--methods", nargs="+", choices=known, default=known)

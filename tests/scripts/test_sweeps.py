@@ -22,6 +22,7 @@ from experiments.shared.run_record import read_rows
 from scripts.sweeping import heads, relabel
 from tests.processes import wait_for
 from topk_losses import METHODS, RELAXATIONS
+from topk_losses.methods import TOP1
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence.sh"
@@ -150,8 +151,8 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
     finals, path = tmp_path / "heads.csv", tmp_path / "heads_trials.csv"
     methods = [name for name in METHODS if name != "imbalanced_noised_topk"]
 
-    def asked(stage: str) -> dict[str, tuple]:
-        rows = [shlex.split(row)[2:] for row in heads.rows_of(stage, "a store", methods, finals)]
+    def asked(stage: str, results: Path = finals) -> dict[str, tuple]:
+        rows = [shlex.split(row)[2:] for row in heads.rows_of(stage, "a store", methods, results)]
         found = [(args, recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))) for args in map(PARSE[HEADS], rows)]
         return {args.method: (args, [recipe.flags for recipe in recipes]) for args, recipes in found}
 
@@ -177,6 +178,13 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
         n_epochs, lr = (22, 0.0005) if method == "lapsum" else (5, 0.002)
         assert (args.n_epochs, args.seeds, args.order_seed) == (n_epochs, list(range(1, 11)), "own")
         assert trial(flags, 5, 0.9) == {**chosen[method], "lr": lr}
+    for method, (args, flags) in asked("more", tmp_path / "heads_more.csv").items():
+        assert (args.n_epochs, args.seeds, args.results.name) == (22, [0], "heads_more_trials.csv")
+        kept = [(each["lr"], trial(each, 5, 0.9)["p_k"], each["m"], each["weight_decay"]) for each in flags]
+        around = [
+            (lr, chosen[method]["p_k"], chosen[method]["m"], decay) for decay in (None, 1) for lr in heads.MORE_RATES
+        ]
+        assert kept == (5 if METHODS[method].inverse_temperature or method in TOP1 else 1) * around
 
 
 def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
