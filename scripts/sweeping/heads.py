@@ -10,7 +10,7 @@ one of them also for 22. Best is the highest sum of validation's top-1 and top-5
 accuracy is read, too. The finals are the best trial of each method with ten other seeds, which draw initialisation and
 order. `more` are 30 trials of 22 epochs around the best, again as many for each: with and without weight decay, three
 rates, and five label smoothings of cross-entropy, five margins with their temperatures of ldr_kl, five temperatures of
-others.
+others, of which one is so low that no score's order counts; its best one is among the finals, too.
 """
 
 import argparse
@@ -35,9 +35,11 @@ SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay"
 # Without a relaxed matrix: cross-entropy also with label smoothing, and with weight decay, in place of P_K and m.
 OF_SOFTMAX = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
 MORE_RATES, MORE_DECAYS = (0.00025, 0.0005, 0.001), ({}, {"weight_decay": 1.0})
+NO_ORDER = 1 / 1024  # times the default temperature: all scores are level, and the loss is -log(softmax + constant)
+MORE_TEMPERATURES = (NO_ORDER, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 MORE_OF_SOFTMAX = [{}, *({"label_smoothing": each} for each in (0.1, 0.2, 0.4, 0.6))]
 MORE_OF_LDR_KL = [
-    {"inverse_temperature": beta, "margin": c} for beta, c in ((0.5, 1), (0.5, 2), (1, 1), (1, 2), (2, 1))
+    {"inverse_temperature": beta, "margin": c} for beta, c in ((0.125, 1), (0.25, 1), (0.25, 2), (0.5, 1), (0.5, 2))
 ]
 OF_LDR_KL = [{"inverse_temperature": beta, "margin": c} for beta, c in product((0.5, 1, 2), (0, 1)) if beta != 1 or c]
 
@@ -63,7 +65,7 @@ def more_of(method: str, chosen: Mapping[str, object]) -> list[dict[str, object]
         return [{"p_k": "1", **each} for each in (MORE_OF_LDR_KL if method == "ldr_kl" else MORE_OF_SOFTMAX)]
     kept = {name: chosen[name] for name in ("p_k", "m") if name in chosen}
     default = METHODS[method].inverse_temperature
-    return [{**kept, "inverse_temperature": default * by} for by in (0.25, 0.5, 1, 2, 4)] if default else [kept]
+    return [{**kept, "inverse_temperature": default * by} for by in MORE_TEMPERATURES] if default else [kept]
 
 
 def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterator[str]:
@@ -84,6 +86,9 @@ def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterato
             tried = [({**best(trials, method, n_epochs=SHORT)[0], "lr": lr}, LONG) for lr in RATES]
         else:
             tried, seeds, results, order = [best(trials, method)], SEEDS, finals, " --order_seed own"
+            if finals.stem.endswith("_more") and method not in TOP1 and METHODS[method].inverse_temperature:
+                beta = str(METHODS[method].inverse_temperature * NO_ORDER)
+                tried += [each for each in [best(trials, method, inverse_temperature=beta)] if each not in tried]
         settings = (" ".join(f"--{name} {value}" for name, value in flags.items()) for flags, _ in tried)
         yield command(
             [f"--method {method} {each}" for each in settings],
