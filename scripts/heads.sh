@@ -2,8 +2,8 @@
 # Do top-k losses help on pretrained features? Linear heads for CIFAR-100 on an ImageNet network whose weights a package
 # brings along: extraction (5 minutes of a core), the same trials for each method, cross-entropy included (rates and
 # epochs: scripts/sweeping/heads.py), then ten seeds of each method's best, and their differences to cross-entropy's. Rows
-# are added to results/heads_trials.csv and results/heads.csv. Other flags are the launcher's; another store, as the first
-# argument, has results files of its own name:
+# are added to results/heads_trials.csv and results/heads.csv. --data_dir: where the images are, or are downloaded to. Flags
+# after these are the launcher's; another store, as the first argument, has results files of its own name:
 #   scripts/heads.sh                                 # four methods, ten minutes on two cores
 #   scripts/heads.sh --all                           # every method, four hours
 #   scripts/heads.sh --label_noise .2 --all          # training labels partly wrong: results/heads_noise_.2.csv
@@ -12,23 +12,32 @@
 #   scripts/heads.sh own.store --all --jobs 1        # results/heads_own.csv
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
-store=data/downloads/embeddings/heads.store results=results/heads.csv
+store="" images=() noise=() more="" stages="trials longer finals"
 methods="--methods softmax_cross_entropy ldr_kl lapsum splitter_selection"
-if [ $# -gt 0 ] && [[ $1 != -* ]]; then
-  store=$1 results=results/heads_$(basename "$1" .store).csv && shift
-else
-  .venv/bin/python experiments/extract_embeddings.py --dataset cifar100 --backbone tf_efficientnet_lite0 \
-    --weights efficientnet-lite0 --resolution 128 --precision bf16 --store $store
-fi
-if [ "${1:-}" = --label_noise ]; then
-  store=$(.venv/bin/python -m scripts.sweeping.relabel "$store" "${@:2:1}")
-  results=results/$(basename "$store" .store).csv && shift 2
-fi
-stages="trials longer finals"
-if [ "${1:-}" = --more ]; then stages="more finals" results=${results%.csv}_more.csv && shift; fi
-if [ "${1:-}" = --all ]; then methods="" && shift; fi
-for stage in $stages; do
-  rows=$(.venv/bin/python -m scripts.sweeping.heads $stage "$store" --results $results $methods)
-  .venv/bin/python scripts/launch.py --name "$(basename $results .csv)_$stage" --row-per-core "$@" <<< "$rows"
+if [ $# -gt 0 ] && [[ $1 != -* ]]; then store=$1 && shift; fi
+while [ $# -gt 0 ]; do
+  case $1 in
+    --data_dir) images=("${@:1:2}") && shift $(($# > 1)) ;;
+    --label_noise) noise=("${@:1:2}") && shift $(($# > 1)) ;;
+    --more) more=_more stages="more finals" ;;
+    --all) methods="" ;;
+    *) break ;;
+  esac
+  shift
 done
-.venv/bin/python scripts/report.py $results --paired softmax_cross_entropy
+if [ -z "$store" ]; then
+  store=data/downloads/embeddings/heads.store
+  .venv/bin/python experiments/extract_embeddings.py --dataset cifar100 --backbone tf_efficientnet_lite0 \
+    --weights efficientnet-lite0 --resolution 128 --precision bf16 --store $store "${images[@]}"
+fi
+if [ ${#noise[@]} -gt 0 ]; then
+  store=$(.venv/bin/python -m scripts.sweeping.relabel "$store" "${noise[@]:1}")
+fi
+name=$(basename "$store" .store)$more
+[[ $name == heads* ]] || name=heads_$name
+results=results/$name.csv
+for stage in $stages; do
+  rows=$(.venv/bin/python -m scripts.sweeping.heads $stage "$store" --results "$results" $methods)
+  .venv/bin/python scripts/launch.py --name "${name}_$stage" --row-per-core "$@" <<< "$rows"
+done
+.venv/bin/python scripts/report.py "$results" --paired softmax_cross_entropy

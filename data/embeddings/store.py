@@ -274,11 +274,15 @@ class StoreWriter:
         for part, array in arrays.items():
             path = self._unfinished(split, part)
             path.touch()
-            with open(path, "r+b") as file:
-                file.seek(HEADER + number * (most or 0) * array[:1].nbytes)
-                file.write(array)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with open(path, "r+b") as file:
+                    file.seek(HEADER + number * (most or 0) * array[:1].nbytes)
+                    file.write(array)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                error.filename = str(path)  # a full disk does not say where
+                raise
         # Last: a shard with a record is whole.
         write_json(record, Shard(rows, **{part: sha256_of(array) for part, array in arrays.items()}), shared=True)
 

@@ -10,7 +10,7 @@ one of them also for 22. Best is the highest sum of validation's top-1 and top-5
 accuracy is read, too. The finals are the best trial of each method with ten other seeds, which draw initialisation and
 order. `more` are 30 trials of 22 epochs around the best, again as many for each: with and without weight decay, three
 rates, and five label smoothings of cross-entropy, five margins with their temperatures of ldr_kl, five temperatures of
-others, of which one is so low that no score's order counts; its best one is among the finals, too.
+relaxed methods, of which one is so low that no score's order counts; its best one is among the finals, too.
 """
 
 import argparse
@@ -34,14 +34,12 @@ P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
 SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
 # Without a relaxed matrix: cross-entropy also with label smoothing, and with weight decay, in place of P_K and m.
 OF_SOFTMAX = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
-MORE_RATES, MORE_DECAYS = (0.00025, 0.0005, 0.001), ({}, {"weight_decay": 1.0})
-NO_ORDER = 1 / 1024  # times the default temperature: all scores are level, and the loss is -log(softmax + constant)
-MORE_TEMPERATURES = (NO_ORDER, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-MORE_OF_SOFTMAX = [{}, *({"label_smoothing": each} for each in (0.1, 0.2, 0.4, 0.6))]
-MORE_OF_LDR_KL = [
-    {"inverse_temperature": beta, "margin": c} for beta, c in ((0.125, 1), (0.25, 1), (0.25, 2), (0.5, 1), (0.5, 2))
-]
 OF_LDR_KL = [{"inverse_temperature": beta, "margin": c} for beta, c in product((0.5, 1, 2), (0, 1)) if beta != 1 or c]
+# Of `more`. Inverse temperatures are in units of the default: at the first no score's order counts.
+MORE_RATES, MORE_DECAYS = (0.00025, 0.0005, 0.001), ({}, {"weight_decay": 1.0})
+NO_ORDER, *_ = SOFTER = (1 / 1024, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+MORE_SMOOTHING = (0, 0.1, 0.2, 0.4, 0.6)
+MORE_MARGINS = ((0.125, 1), (0.25, 1), (0.25, 2), (0.5, 1), (0.5, 2))  # with their inverse temperatures
 
 
 def settings_of(method: str) -> list[dict[str, object]]:
@@ -60,19 +58,23 @@ def settings_of(method: str) -> list[dict[str, object]]:
 
 
 def more_of(method: str, chosen: Mapping[str, object]) -> list[dict[str, object]]:
-    """Five settings around the best one, as flags; fewer without a temperature."""
+    """Five settings around the best one, as flags."""
+    if method == "ldr_kl":
+        return [{"p_k": "1", "inverse_temperature": beta, "margin": c} for beta, c in MORE_MARGINS]
     if method in TOP1:
-        return [{"p_k": "1", **each} for each in (MORE_OF_LDR_KL if method == "ldr_kl" else MORE_OF_SOFTMAX)]
-    kept = {name: chosen[name] for name in ("p_k", "m") if name in chosen}
-    default = METHODS[method].inverse_temperature
-    return [{**kept, "inverse_temperature": default * by} for by in MORE_TEMPERATURES] if default else [kept]
+        return [{"p_k": "1", **({"label_smoothing": each} if each else {})} for each in MORE_SMOOTHING]
+    kept, default = {name: chosen[name] for name in ("p_k", "m")}, METHODS[method].inverse_temperature
+    return [{**kept, "inverse_temperature": default * by} for by in SOFTER]
 
 
 def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterator[str]:
     """One command per method, whose heads read each batch once. finals: the file; trials lie beside it."""
     valid = "" if file_of(Path(store), "valid", "labels").exists() else f" --num_valid {NUM_VALID}"
     trials = finals.with_stem(f"{finals.stem}_trials")
+    more = finals.stem.endswith("_more")
     for method in methods:
+        if more and method in SINGLE_K:  # no relaxed matrix to be softer
+            continue
         seeds, results, order = [0], trials, ""
         if stage == "trials":
             tried = [({**each, "lr": lr}, SHORT) for each in settings_of(method) for lr in RATES]
@@ -86,9 +88,11 @@ def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterato
             tried = [({**best(trials, method, n_epochs=SHORT)[0], "lr": lr}, LONG) for lr in RATES]
         else:
             tried, seeds, results, order = [best(trials, method)], SEEDS, finals, " --order_seed own"
-            if finals.stem.endswith("_more") and method not in TOP1 and METHODS[method].inverse_temperature:
-                beta = str(METHODS[method].inverse_temperature * NO_ORDER)
-                tried += [each for each in [best(trials, method, inverse_temperature=beta)] if each not in tried]
+            if more and method not in TOP1:
+                unordered = best(
+                    trials, method, inverse_temperature=str(METHODS[method].inverse_temperature * NO_ORDER)
+                )
+                tried += [unordered] * (unordered not in tried)
         settings = (" ".join(f"--{name} {value}" for name, value in flags.items()) for flags, _ in tried)
         yield command(
             [f"--method {method} {each}" for each in settings],
@@ -105,10 +109,12 @@ def command(heads: Sequence[str], flags: str) -> str:
 
 def best(path: Path, method: str, **of: object) -> tuple[dict[str, object], int]:
     """The flags, with lr, and the epochs of a method's best trial, of those with these values in these columns."""
-    trials = pd.read_csv(path, dtype={name: str for name in SETTINGS})
+    trials = pd.DataFrame(columns=["method", *of])
+    if path.exists():
+        trials = pd.read_csv(path, dtype={name: str for name in SETTINGS})
     trials = trials[(trials["method"] == method) & (trials[list(of)] == pd.Series(of, dtype=object)).all(axis=1)]
     if trials.empty:
-        sys.exit(f"error: {path} has no trial of {method}: run heads.sh with it")
+        sys.exit(f"error: {path} has no trial of {method}: run heads.sh with it, without --more")
     row = trials.loc[(trials["valid_top1"] + trials["valid_top5"]).idxmax()]
     return {name: row[name] for name in (*SETTINGS, "lr") if pd.notna(row.get(name))}, int(row["n_epochs"])
 

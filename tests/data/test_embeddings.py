@@ -4,6 +4,7 @@ is named, and scripts open anything."""
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -350,3 +351,17 @@ def test_a_store_that_is_replaced_while_it_is_fetched_comes_in_one_version(tmp_p
     assert not list(tmp_path.glob("cache/*/meta.json"))
     object_store.upload(other.path, "s3://store/set", **up)
     assert open_or_fetch("s3://store/set", **options).fingerprint == other.fingerprint
+
+
+def test_a_shard_that_finds_no_room_names_its_file_and_is_written_again(tmp_path):
+    store, before = tmp_path / "store", resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = StoreWriter(store, dim=DIM, dtype=torch.float16)
+    embeddings, labels = torch.randn(4000, DIM).half(), torch.arange(4000) % 7
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # no file may be longer, as on a full disk
+    try:
+        with pytest.raises(OSError, match=r"train\.embeddings\.npy\.part"):
+            writer.write("train", 0, embeddings, labels)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.write("train", 0, embeddings, labels)
+    assert torch.equal(writer.finish()["train"].read(torch.arange(4000)), embeddings)

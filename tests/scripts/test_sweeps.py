@@ -22,7 +22,7 @@ from experiments.shared.run_record import read_rows
 from scripts.sweeping import heads, relabel
 from tests.processes import wait_for
 from topk_losses import METHODS, RELAXATIONS
-from topk_losses.methods import TOP1
+from topk_losses.methods import SINGLE_K
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence.sh"
@@ -184,7 +184,10 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
         around = [
             (lr, chosen[method]["p_k"], chosen[method]["m"], decay) for decay in (None, 1) for lr in heads.MORE_RATES
         ]
-        assert kept == (5 if METHODS[method].inverse_temperature or method in TOP1 else 1) * around
+        assert kept == 5 * around
+        assert method not in SINGLE_K
+    with pytest.raises(SystemExit, match=r"none_trials.csv has no trial of neuralsort: run heads.sh with it"):
+        next(heads.rows_of("more", "a store", ["neuralsort"], tmp_path / "none_more.csv"))
 
 
 def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
