@@ -75,28 +75,25 @@ def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterato
     for method in methods:
         if more and method in SINGLE_K:  # no relaxed matrix to be softer
             continue
-        seeds, results, order = [0], trials, ""
+        n_epochs, seeds, results, order = LONG, [0], trials, ""
         if stage == "trials":
-            tried = [({**each, "lr": lr}, SHORT) for each in settings_of(method) for lr in RATES]
-        elif stage == "more":
-            around = best(trials.with_stem(trials.stem.replace("_more", "")), method)[0]
-            tried = [
-                ({**each, **decay, "lr": lr}, LONG)
-                for each, decay, lr in product(more_of(method, around), MORE_DECAYS, MORE_RATES)
-            ]
+            n_epochs, tried = SHORT, [{**each, "lr": lr} for each in settings_of(method) for lr in RATES]
         elif stage == "longer":
-            tried = [({**best(trials, method, n_epochs=SHORT)[0], "lr": lr}, LONG) for lr in RATES]
+            tried = [{**best(trials, method, n_epochs=SHORT)[0], "lr": lr} for lr in RATES]
+        elif stage == "more":
+            around = more_of(method, best(trials.with_stem(trials.stem.replace("_more", "")), method)[0])
+            tried = [{**each, **of, "lr": lr} for each, of, lr in product(around, MORE_DECAYS, MORE_RATES)]
         else:
-            tried, seeds, results, order = [best(trials, method)], SEEDS, finals, " --order_seed own"
+            chosen, n_epochs = best(trials, method)
+            tried, seeds, results, order = [chosen], SEEDS, finals, " --order_seed own"
             if more and method not in TOP1:
-                unordered = best(
-                    trials, method, inverse_temperature=str(METHODS[method].inverse_temperature * NO_ORDER)
-                )
-                tried += [unordered] * (unordered not in tried)
-        settings = (" ".join(f"--{name} {value}" for name, value in flags.items()) for flags, _ in tried)
+                beta = METHODS[method].inverse_temperature * NO_ORDER
+                unordered, _ = best(trials, method, inverse_temperature=str(beta))
+                tried += [unordered] * (unordered != chosen)
+        settings = (" ".join(f"--{name} {value}" for name, value in flags.items()) for flags in tried)
         yield command(
             [f"--method {method} {each}" for each in settings],
-            f"--n_epochs {tried[0][1]} --batch_size 500{valid} --eval_freq 100000 --seeds "
+            f"--n_epochs {n_epochs} --batch_size 500{valid} --eval_freq 100000 --seeds "
             f"{' '.join(map(str, seeds))}{order} --results {results} -d {shlex.quote(store)}",
         )
 
