@@ -8,9 +8,10 @@
 Each method has the same trials, cross-entropy included: every setting with four learning rates for 5 epochs, the best
 one of them also for 22. Best is the highest sum of validation's top-1 and top-5, each at its best epoch: where test
 accuracy is read, too. The finals are the best trial of each method with ten other seeds, which draw initialisation and
-order. `more` are 30 trials of 22 epochs around the best, again as many for each: with and without weight decay, three
-rates, and five label smoothings of cross-entropy, five margins with their temperatures of ldr_kl, five temperatures of
-relaxed methods, of which one is so low that no score's order counts; its best one is among the finals, too.
+order. `more` are 30 trials of 22 epochs, again as many for each: with and without weight decay, three rates, and five
+label smoothings of cross-entropy, five margins with their temperatures of ldr_kl, five temperatures of relaxed methods,
+from the default down. Thirty besides are of a loss without order, bounded by five constants: lapsum at a temperature so
+low that all scores are level. Its best one is among the finals, too.
 """
 
 import argparse
@@ -35,11 +36,14 @@ SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay"
 # Without a relaxed matrix: cross-entropy also with label smoothing, and with weight decay, in place of P_K and m.
 OF_SOFTMAX = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
 OF_LDR_KL = [{"inverse_temperature": beta, "margin": c} for beta, c in product((0.5, 1, 2), (0, 1)) if beta != 1 or c]
-# Of `more`. Inverse temperatures are in units of the default: at the first no score's order counts.
+# Of `more`.
 MORE_RATES, MORE_DECAYS = (0.00025, 0.0005, 0.001), ({}, {"weight_decay": 1.0})
-NO_ORDER, *_ = SOFTER = (1 / 1024, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 MORE_SMOOTHING = (0, 0.1, 0.2, 0.4, 0.6)
-MORE_MARGINS = ((0.125, 1), (0.25, 1), (0.25, 2), (0.5, 1), (0.5, 2))  # with their inverse temperatures
+MORE_MARGINS = ((0.25, 1), (0.5, 1), (0.5, 2), (1, 1), (1, 2))  # with their inverse temperatures
+SOFTER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # inverse temperatures, in units of the default
+# -log(share softmax + (1 - share) 5 / 100): at this inverse temperature of lapsum each class has the mask k / n.
+LEVEL = METHODS["lapsum"].inverse_temperature / 1024
+SHARES = (0.95, 0.8, 0.5, 0.3, 0.15)
 
 
 def settings_of(method: str) -> list[dict[str, object]]:
@@ -64,7 +68,9 @@ def more_of(method: str, chosen: Mapping[str, object]) -> list[dict[str, object]
     if method in TOP1:
         return [{"p_k": "1", **({"label_smoothing": each} if each else {})} for each in MORE_SMOOTHING]
     kept, default = {name: chosen[name] for name in ("p_k", "m")}, METHODS[method].inverse_temperature
-    return [{**kept, "inverse_temperature": default * by} for by in SOFTER]
+    softer = [{**kept, "inverse_temperature": default * by} for by in SOFTER]
+    without = [{"p_k": f"{share} 0 0 0 {1 - share:g}", "m": 100, "inverse_temperature": LEVEL} for share in SHARES]
+    return softer + without * (method == "lapsum")
 
 
 def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterator[str]:
@@ -79,17 +85,15 @@ def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterato
         if stage == "trials":
             n_epochs, tried = SHORT, [{**each, "lr": lr} for each in settings_of(method) for lr in RATES]
         elif stage == "longer":
-            tried = [{**best(trials, method, n_epochs=SHORT)[0], "lr": lr} for lr in RATES]
+            tried = [{**best(trials, method, f"n_epochs == {SHORT}")[0], "lr": lr} for lr in RATES]
         elif stage == "more":
             around = more_of(method, best(trials.with_stem(trials.stem.replace("_more", "")), method)[0])
             tried = [{**each, **of, "lr": lr} for each, of, lr in product(around, MORE_DECAYS, MORE_RATES)]
         else:
-            chosen, n_epochs = best(trials, method)
+            chosen, n_epochs = best(trials, method, f"inverse_temperature != '{LEVEL}'")
             tried, seeds, results, order = [chosen], SEEDS, finals, " --order_seed own"
-            if more and method not in TOP1:
-                beta = METHODS[method].inverse_temperature * NO_ORDER
-                unordered, _ = best(trials, method, inverse_temperature=str(beta))
-                tried += [unordered] * (unordered != chosen)
+            if more and method == "lapsum":
+                tried += [best(trials, method, f"inverse_temperature == '{LEVEL}'")[0]]
         settings = (" ".join(f"--{name} {value}" for name, value in flags.items()) for flags in tried)
         yield command(
             [f"--method {method} {each}" for each in settings],
@@ -104,12 +108,12 @@ def command(heads: Sequence[str], flags: str) -> str:
     return f".venv/bin/python experiments/finetune_imagenet.py {heads[0]}{also} {flags}"
 
 
-def best(path: Path, method: str, **of: object) -> tuple[dict[str, object], int]:
-    """The flags, with lr, and the epochs of a method's best trial, of those with these values in these columns."""
-    trials = pd.DataFrame(columns=["method", *of])
+def best(path: Path, method: str, among: str = "True") -> tuple[dict[str, object], int]:
+    """The flags, with lr, and the epochs of the best trial of a method of which this query is true."""
+    trials = pd.DataFrame(columns=["method"])
     if path.exists():
         trials = pd.read_csv(path, dtype={name: str for name in SETTINGS})
-    trials = trials[(trials["method"] == method) & (trials[list(of)] == pd.Series(of, dtype=object)).all(axis=1)]
+        trials = trials[(trials["method"] == method) & trials.eval(among)]
     if trials.empty:
         sys.exit(f"error: {path} has no trial of {method}: run heads.sh with it, without --more")
     row = trials.loc[(trials["valid_top1"] + trials["valid_top5"]).idxmax()]

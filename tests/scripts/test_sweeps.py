@@ -178,14 +178,24 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
         n_epochs, lr = (22, 0.0005) if method == "lapsum" else (5, 0.002)
         assert (args.n_epochs, args.seeds, args.order_seed) == (n_epochs, list(range(1, 11)), "own")
         assert trial(flags, 5, 0.9) == {**chosen[method], "lr": lr}
-    for method, (args, flags) in asked("more", tmp_path / "heads_more.csv").items():
+    more, asked_more = tmp_path / "heads_more.csv", []
+    for method, (args, flags) in asked("more", more).items():
         assert (args.n_epochs, args.seeds, args.results.name) == (22, [0], "heads_more_trials.csv")
         kept = [(each["lr"], trial(each, 5, 0.9)["p_k"], each["m"], each["weight_decay"]) for each in flags]
         around = [
             (lr, chosen[method]["p_k"], chosen[method]["m"], decay) for decay in (None, 1) for lr in heads.MORE_RATES
         ]
-        assert kept == 5 * around
+        assert kept[:30] == 5 * around
         assert method not in SINGLE_K
+        without = [each for each in flags if each["inverse_temperature"] == heads.LEVEL]
+        assert (len(flags), len(without)) == ((60, 30) if method == "lapsum" else (30, 0))
+        best = [flags[7], *without[-1:]]
+        asked_more += [trial(each, 22, 0.9 if each in best else 0.5) for each in flags]
+    pd.DataFrame(asked_more, dtype=object).assign(valid_top1=0.6).to_csv(
+        tmp_path / "heads_more_trials.csv", index=False
+    )
+    found = [trial(each, 22, 0.9) for _, flags in asked("finals", more).values() for each in flags]
+    assert found == [each for each in asked_more if each["valid_top5"] == 0.9]
     with pytest.raises(SystemExit, match=r"none_trials.csv has no trial of neuralsort: run heads.sh with it"):
         next(heads.rows_of("more", "a store", ["neuralsort"], tmp_path / "none_more.csv"))
 
