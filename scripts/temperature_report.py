@@ -21,6 +21,7 @@ import pandas as pd
 
 from data import program
 from scripts.reporting.results import as_markdown, check, float_of, mean_std, results_of, run
+from scripts.reporting.tables import shown_p_k
 from topk_losses import METHODS
 from topk_losses.checks import AUTO
 
@@ -73,11 +74,13 @@ def table(path: Path) -> str:
         f"{first['n_epochs']} epochs, batches of {first['batch_size']}, learning rate {float(first['lr']):g}, on "
         f"{' and '.join(machines)}."
     )
-    lines = [
-        {"P_K": f"[{p_k.replace(' ', ', ')}]".replace("0.", "."), "method": name, **_cells(heads)}
-        for (p_k, name), heads in frame.groupby(["p_k", "name"], sort=False)
-    ]
-    return f"{caption}\n\n{as_markdown(pd.DataFrame(lines), words=2)}\n"
+    return f"{caption}\n\n{as_markdown(lines_of(frame), words=2)}\n"
+
+
+def lines_of(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells of the table, a line for each method and P_K, as text. frame: of rows_of."""
+    groups = frame.groupby(["p_k", "name"], sort=False)
+    return pd.DataFrame({"P_K": shown_p_k(p_k), "method": name, **_cells(heads)} for (p_k, name), heads in groups)
 
 
 def _cells(heads: pd.DataFrame) -> dict[str, str]:
@@ -110,7 +113,6 @@ def _cells(heads: pd.DataFrame) -> dict[str, str]:
 def draw(path: Path, folder: Path) -> list[Path]:
     """Draw <name of the file>_P_K.png and .svg for each P_K of a file, and return their paths."""
     from scripts.reporting.figure_style import GREY, PAGE, legend, look, note, pyplot, save  # takes a second
-    from scripts.reporting.tables import shown_p_k
 
     drawn, frame = [], rows_of(path)
     of_heads = SPREAD in frame

@@ -12,10 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from scripts import temperature_report
 from scripts.reporting.paired import half_width, with_interval
 from scripts.reporting.results import mean_std
-from scripts.reporting.tables import shown_p_k
 from scripts.sweeping.heads import LEVEL
 from topk_losses import (
     METHODS,
@@ -338,13 +336,6 @@ def test_heads_with_30_trials_more_of_each_method():
         f"splitter network {wrong[SPLITTER]}; `lapsum` {wrong['lapsum']} |",
         f"| {wrong['without']} |",
     )
-    means = {(name, arm): pair(gains[name][arm].mean()) for name in (blocks, every) for arm in (SPLITTER, "without")}
-    stands(
-        "docs/which-loss.md",
-        f"without any order gains {means[blocks, 'without']} on",
-        f"among five classes, {means[every, 'without']} among all; `splitter_selection` with β = .125 gains "
-        f"{means[blocks, SPLITTER]} and {means[every, SPLITTER]}.",
-    )
 
 
 def test_lapsum_between_level_scores_is_a_bounded_loss_without_order():
@@ -380,7 +371,6 @@ def test_heads_on_pretrained_features():
         f"cost {-means.test_top1[of_one_k].max():.1f} to {-means.test_top1[of_one_k].min():.1f} points of top-1",
     )
     stands("README.md", f"cross-entropy was ahead of {several + alone} top-k losses in top-1")
-    stands("docs/which-loss.md", f"none of {several + alone} top-k losses gains", f"{1 + len(ahead)} gain .1 in top-5")
     assert (means.test_top5[of_one_k] < 0).all()
     least_rates = set(where("heads", lr=0.0005).method)
     assert SOFTMAX in least_rates
@@ -395,7 +385,7 @@ def test_heads_on_pretrained_features():
         f"`smooth_topk`: {' | '.join(told['smooth_topk'])} | ten seeds; {alone} losses",
     )
     assert round(means.test_top1["ldr_kl"], 1) == 0.3
-    assert round(means.test_top5["lapsum"], 1) == 0.1  # of which-loss.md and README
+    assert round(means.test_top5["lapsum"], 1) == 0.1  # of verdict.md
     assert set(where("heads").n_epochs) == {22}
     trials = where("heads_trials")
     plain = trials[(trials.method == SOFTMAX) & (trials.n_epochs == 5)].fillna(
@@ -515,24 +505,6 @@ def test_beam_search():
         f"{errors['soft_beam', 'softsort']:.1f} % by `soft_beam` with `softsort` and "
         f"{errors['soft_beam', 'soft_topk']:.1f} % with `soft_topk`",
     )
-
-
-@pytest.mark.parametrize(
-    ("file", "p_k"),
-    [*(("temperature", p_k) for p_k in (HALF, EVEN, FIFTH)), *(("temperature_training", p_k) for p_k in (EVEN, FIFTH))],
-)
-def test_a_table_of_temperatures(file, p_k):
-    """By the cells of scripts/temperature_report.py."""
-    lines = [line for line in temperature_report.table(RESULTS / f"{file}.csv").splitlines() if line.startswith("|")]
-    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    found = [cells for line in body if (cells := dict(zip(head, line)))["P_K"] == shown_p_k(p_k)]
-    assert found
-    for cells in found:
-        method, _, m = cells["method"].partition(", m = ")
-        beta, _, remark = cells["inverse temperature"].partition(" (")
-        shown = [f"`{method}`" + (f", m {m}" if m else ""), beta + "*" * ("the l" in remark)]
-        shown += [cells[column] for column in ("top-1", "top-5", "default", "auto", "annealed")]
-        stands("docs/temperature.md", " ".join(f"| {' | '.join(shown)} |".split()))
 
 
 @cache

@@ -1,10 +1,12 @@
 """What the documentation takes from the repository when it is built (mkdocs.yml, hooks): no number is typed twice.
 
 A line `<!-- results: table1 -->` becomes the table of results/table1.csv as scripts/report.py writes it, beside the
-published values, with its figures; without the file every row of it is "not run". `<!-- paired: table1 -->` becomes its
-rows minus softmax cross-entropy's by seed, `<!-- epochs: table1 -->` what results/table1_epochs.csv says, with its
-curves, and `<!-- include: FILE -->` a Markdown file of the repository without its title. The figures are drawn anew;
-formulas become MathML, which browsers show without a script or a font from elsewhere.
+published values, with its figures; without the file every row of it is "not run". `<!-- results: knn:dataset=digits
+-->` takes these rows alone. Likewise `paired: table1` (its rows minus softmax cross-entropy's by seed), `epochs:
+table1` (what results/table1_epochs.csv says, with its curves), `temperatures: temperature:[0,0,0,0,1]` (the lines of
+that P_K of scripts/temperature_report.py), `beam_search: beam_search` (scripts/beam_search_report.py), `benchmark:
+losses` (the file of results/benchmarks/) and `include: FILE` (Markdown of the repository without its title). The
+figures are drawn anew; formulas become MathML, which browsers show without a script or a font from elsewhere.
 """
 
 import functools
@@ -15,15 +17,19 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from experiments.shared.environment import ROOT
 from experiments.shared.run_record import chosen_rows
-from scripts import report
+from scripts import beam_search_report, report, temperature_report
 from scripts.reporting import epochs_figure
 from scripts.reporting.formats import markdown
 from scripts.reporting.paired import paired
+from scripts.reporting.results import as_markdown
+from scripts.reporting.tables import Table
 from topk_losses import METHODS
 
-MARK = re.compile(r"^<!-- (results|paired|epochs|include): (\S+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (results|paired|epochs|temperatures|beam_search|benchmark|include): (\S+) -->$", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
     "accuracy": "Test accuracy of every row with 95 % intervals over seeds; published values hollow",
@@ -40,13 +46,22 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         kind, name = mark.groups()
         if kind == "include":
             body = (ROOT / name).read_text(encoding="utf-8").partition("\n")[2]
-            return IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
+            body = IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
+            return MARK.sub(replaced, body)
+        if kind == "temperatures":
+            name, _, p_k = name.partition(":")
+            lines = temperature_report.lines_of(temperature_report.rows_of(results / f"{name}.csv"))
+            return as_markdown(lines[lines.pop("P_K").str.replace(" ", "") == p_k])
+        if kind == "beam_search":
+            return beam_search_report.tables(results / f"{name}.csv")
+        if kind == "benchmark":
+            return _measured(results / "benchmarks" / f"{name}.csv")
         if kind == "epochs":
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
             return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
         if kind == "paired":
             return paired(name, chosen_rows(results / f"{name}.csv"), "softmax_cross_entropy")
-        table = report.table_of(results / f"{name}.csv")
+        table = _table(name, results)
         if not table.lines:
             return f"`results/{name}.csv`: not run."
         text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
@@ -56,6 +71,21 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         return text
 
     return MARK.sub(replaced, text)
+
+
+def _table(name: str, results: Path) -> Table:
+    """The table of a results file, or of the rows of it that a condition behind a colon leaves."""
+    name, _, condition = name.partition(":")
+    path = results / f"{name}.csv"
+    return report.table_of(path, chosen_rows(path, [condition]) if condition else None)
+
+
+def _measured(path: Path) -> str:
+    """What a benchmark's file holds, under what all its rows share; where and by what it was made, but not when."""
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop(columns=["python", "git_commit"], errors="ignore")
+    shared = [column for column in rows if rows[column].nunique() == 1]
+    told = ", ".join(f"{column} {rows[column][0]}" for column in shared if rows[column][0])
+    return f"`{path.name}`: {told}.\n\n{as_markdown(rows.drop(columns=shared))}"
 
 
 def mathml(html: str) -> str:
@@ -87,6 +117,8 @@ def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
         for method in METHODS:
             draw_method(method, folder)
         for kind, name in marks:
+            if ":" in name:  # a part of a file has a table alone
+                continue
             if kind == "epochs":
                 epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
             elif kind == "results" and (table := report.table_of(ROOT / "results" / f"{name}.csv")).run_lines:

@@ -42,6 +42,22 @@ def test_an_included_file_loses_its_title_and_finds_its_figures():
     text = site.expand("<!-- include: benchmarks/README.md -->", lambda name: False)
     assert not re.search(r"^# ", text, re.MULTILINE)
     assert "(figures/cost_over_size.svg)" in text
+    assert "<!-- benchmark" not in text
+    told, _, table = text.partition("`transport.csv`: ")[2].partition("\n\n")
+    assert told == "k 5, device AMD EPYC, threads 2, torch 2.14.1+cu130."
+    assert re.match(r"\| method +\| +batch \| +n \|", table)
+
+
+@pytest.mark.parametrize(
+    ("page", "numbers_of_lines"),
+    [("temperature", [15, 15, 18, 3, 3]), ("knn", [36, 36]), ("beam_search", [4 + 3 + 4] * 2)],
+)
+def test_every_table_of_a_page_has_its_lines(page, numbers_of_lines):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    tables = [site.expand(mark, lambda name: False) for mark in re.findall("^<!-- .*", text, re.MULTILINE)]
+    assert [len(re.findall(r"^\| \w", table, re.MULTILINE)) for table in tables] == [
+        number + table.count("\n|:-") for number, table in zip(numbers_of_lines, tables)
+    ]
 
 
 def test_formulas_become_mathml():
