@@ -196,7 +196,8 @@ def test_the_published_schedule_so_far():
         "docs/evidence/table1.md",
         f"two lie {apart} apart after 25 epochs",
         f"From epoch 35 to {last} cross-entropy went {told[0]}, the splitter network {told[1]} (seed 0).",
-        f"In epoch {last} cross-entropy was right on {right[0]} of the training images, as they are augmented, and the network on {right[1]}",
+        f"In epoch {last} cross-entropy was right on {right[0]} of the training images, as they are augmented, and the "
+        f"network on {right[1]}",
         f"seed 0, {latest} epochs so far) cross-entropy went from {pair(smoothed[0])} after 25 epochs to "
         f"{pair(smoothed[1])} after {latest}, without from {pair(plain[0])} to {pair(plain[1])}.",
         f"after {latest} epochs it has {ahead[0]} more than without, and the network minus that is {ahead[1]}:",
