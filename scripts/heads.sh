@@ -28,7 +28,7 @@ done
 if [ -z "$store" ]; then
   store=data/downloads/embeddings/heads.store
   .venv/bin/python experiments/extract_embeddings.py --dataset cifar100 --backbone tf_efficientnet_lite0 \
-    --weights efficientnet-lite0 --resolution 128 --precision bf16 --store $store "${images[@]}"
+    --weights efficientnet-lite0 --resolution 128 --precision bf16 --store $store ${images[@]+"${images[@]}"}
 fi
 if [ ${#noise[@]} -gt 0 ]; then
   store=$(.venv/bin/python -m scripts.sweeping.relabel "$store" "${noise[@]:1}")

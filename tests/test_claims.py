@@ -335,7 +335,8 @@ def test_heads_with_30_trials_more_of_each_method():
         f"decay of 1: {decay[0]} of top-1",
         f"`lapsum` {signed(gains[clean]['lapsum'])}, the splitter network {signed(gains[clean][SPLITTER])}",
         f"splitter network {wrong[SPLITTER]}; `lapsum` {wrong['lapsum']} |",
-        f"| {wrong['without']} |",
+        f"| {wrong['without']} | the same | most of it is not: the splitter network minus that is "
+        f"{order[blocks, SPLITTER]} and {order[every, SPLITTER]} |",
     )
 
 

@@ -26,10 +26,11 @@ from scripts.reporting import epochs_figure
 from scripts.reporting.formats import markdown
 from scripts.reporting.paired import paired
 from scripts.reporting.results import as_markdown
-from scripts.reporting.tables import Table
 from topk_losses import METHODS
 
-MARK = re.compile(r"^<!-- (results|paired|epochs|temperatures|beam_search|benchmark|include): (\S+) -->$", re.MULTILINE)
+MARK = re.compile(
+    r"^<!-- (results|paired|epochs|temperatures|beam_search|benchmark|include): ([^\s:]+):?(\S*) -->$", re.MULTILINE
+)
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
     "accuracy": "Test accuracy of every row with 95 % intervals over seeds; published values hollow",
@@ -43,25 +44,25 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
     """Return a page's Markdown with its marks replaced. has_figure: of a file name; up: from the page to figures/."""
 
     def replaced(mark: re.Match[str]) -> str:
-        kind, name = mark.groups()
+        kind, name, part = mark.groups()
+        path = results / f"{name}.csv"
         if kind == "include":
             body = (ROOT / name).read_text(encoding="utf-8").partition("\n")[2]
             body = IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
             return MARK.sub(replaced, body)
         if kind == "temperatures":
-            name, _, p_k = name.partition(":")
-            lines = temperature_report.lines_of(temperature_report.rows_of(results / f"{name}.csv"))
-            return as_markdown(lines[lines.pop("P_K").str.replace(" ", "") == p_k])
+            lines = temperature_report.lines_of(temperature_report.rows_of(path))
+            return as_markdown(lines[lines.pop("P_K").str.replace(" ", "") == part])
         if kind == "beam_search":
-            return beam_search_report.tables(results / f"{name}.csv")
+            return beam_search_report.tables(path)
         if kind == "benchmark":
-            return _measured(results / "benchmarks" / f"{name}.csv")
+            return _measured(results / "benchmarks" / path.name)
         if kind == "epochs":
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
-            return f"{epochs_figure.text_of(results / f'{name}_epochs.csv')}\n\n{curves}"
+            return f"{epochs_figure.text_of(path.with_stem(f'{name}_epochs'))}\n\n{curves}"
         if kind == "paired":
-            return paired(name, chosen_rows(results / f"{name}.csv"), "softmax_cross_entropy")
-        table = _table(name, results)
+            return paired(name, chosen_rows(path), "softmax_cross_entropy")
+        table = report.table_of(path, chosen_rows(path, [part]) if part else None)
         if not table.lines:
             return f"`results/{name}.csv`: not run."
         text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
@@ -71,13 +72,6 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         return text
 
     return MARK.sub(replaced, text)
-
-
-def _table(name: str, results: Path) -> Table:
-    """The table of a results file, or of the rows of it that a condition behind a colon leaves."""
-    name, _, condition = name.partition(":")
-    path = results / f"{name}.csv"
-    return report.table_of(path, chosen_rows(path, [condition]) if condition else None)
 
 
 def _measured(path: Path) -> str:
@@ -103,8 +97,11 @@ def mathml(html: str) -> str:
 
 
 @functools.cache  # once, however often `mkdocs serve` builds
-def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
-    """Return every figure of the documentation by its file name; marks: what pages show, kind and name of each."""
+def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
+    """Return every figure of the documentation by its file name; marks: what pages show, (kind, name, part).
+
+    A part of a file has no figure.
+    """
     from scripts.reporting.cost_figure import draw_cost
     from scripts.reporting.figures import draw_figures_of_table, draw_times
     from scripts.reporting.permutation_figure import draw_method, draw_permutations
@@ -116,9 +113,7 @@ def figures(marks: frozenset[tuple[str, str]]) -> dict[str, bytes]:
         draw_cost(folder)
         for method in METHODS:
             draw_method(method, folder)
-        for kind, name in marks:
-            if ":" in name:  # a part of a file has a table alone
-                continue
+        for kind, name in {(kind, name) for kind, name, part in marks if not part}:
             if kind == "epochs":
                 epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
             elif kind == "results" and (table := report.table_of(ROOT / "results" / f"{name}.csv")).run_lines:
