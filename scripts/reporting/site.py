@@ -1,11 +1,11 @@
 """What the documentation takes from the repository when it is built (mkdocs.yml, hooks): no number is typed twice.
 
-A line `<!-- results: table1 -->` becomes the table of results/table1.csv as scripts/report.py writes it, beside the
-published values, with its figures; without the file every row of it is "not run". `<!-- results: knn:dataset=digits
--->` takes these rows alone. Likewise `paired: table1` (its rows minus softmax cross-entropy's by seed), `epochs:
-table1` (what results/table1_epochs.csv says, with its curves), `temperatures: temperature:[0,0,0,0,1]` (the lines of
-that P_K of scripts/temperature_report.py), `beam_search: beam_search` (scripts/beam_search_report.py), `benchmark:
-losses` (the file of results/benchmarks/) and `include: FILE` (Markdown of the repository without its title). The
+A line `[results](../results/table1.csv)` becomes the table of that file as scripts/report.py writes it, beside the
+published values, with its figures; without the file every row of it is "not run". `[results of dataset=digits](...)`
+takes these rows alone. Likewise `paired` (the rows minus softmax cross-entropy's by seed), `epochs` (what an epochs
+file says, with its curves), `temperatures of [0,0,0,0,1]` (the lines of that P_K of scripts/temperature_report.py),
+`beam_search` (scripts/beam_search_report.py), `benchmark` (a file of results/benchmarks/) and `include` (Markdown of
+the repository without its title). Where pages are read without being built, such a line is a link to the file. The
 figures are drawn anew; formulas become MathML, which browsers show without a script or a font from elsewhere.
 """
 
@@ -29,7 +29,8 @@ from scripts.reporting.results import as_markdown
 from topk_losses import METHODS
 
 MARK = re.compile(
-    r"^<!-- (results|paired|epochs|temperatures|beam_search|benchmark|include): ([^\s:]+):?(\S*) -->$", re.MULTILINE
+    r"^\[(results|paired|epochs|temperatures|beam_search|benchmark|include)(?: of (.*))?\]\((?:\.\./)*(\S+)\)$",
+    re.MULTILINE,
 )
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
 CAPTIONS = {
@@ -40,14 +41,13 @@ P_K = re.compile(r"\[[^]|]*\]")  # which no narrow column shall break
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
-def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: Path = ROOT / "results") -> str:
+def expand(text: str, has_figure: Callable[[str], bool], up: str = "", root: Path = ROOT) -> str:
     """Return a page's Markdown with its marks replaced. has_figure: of a file name; up: from the page to figures/."""
 
     def replaced(mark: re.Match[str]) -> str:
-        kind, name, part = mark.groups()
-        path = results / f"{name}.csv"
+        kind, part, path = mark[1], mark[2], root / mark[3]
         if kind == "include":
-            body = (ROOT / name).read_text(encoding="utf-8").partition("\n")[2]
+            body = path.read_text(encoding="utf-8").partition("\n")[2]
             body = IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
             return MARK.sub(replaced, body)
         if kind == "temperatures":
@@ -56,18 +56,18 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", results: 
         if kind == "beam_search":
             return beam_search_report.tables(path)
         if kind == "benchmark":
-            return _measured(results / "benchmarks" / path.name)
+            return _measured(path)
         if kind == "epochs":
-            curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{name}_epochs.svg)"
-            return f"{epochs_figure.text_of(path.with_stem(f'{name}_epochs'))}\n\n{curves}"
+            curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{path.stem}.svg)"
+            return f"{epochs_figure.text_of(path)}\n\n{curves}"
         if kind == "paired":
-            return paired(name, chosen_rows(path), "softmax_cross_entropy")
+            return paired(path.stem, chosen_rows(path), "softmax_cross_entropy")
         table = report.table_of(path, chosen_rows(path, [part]) if part else None)
         if not table.lines:
-            return f"`results/{name}.csv`: not run."
+            return f"`{mark[3]}`: not run."
         text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
         for kind, caption in CAPTIONS.items():
-            if has_figure(file := f"{name}_{kind}.svg"):
+            if has_figure(file := f"{path.stem}_{kind}.svg"):
                 text += f"\n\n![{caption}]({up}figures/{file})\n\n*{caption}.*"
         return text
 
@@ -98,7 +98,7 @@ def mathml(html: str) -> str:
 
 @functools.cache  # once, however often `mkdocs serve` builds
 def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
-    """Return every figure of the documentation by its file name; marks: what pages show, (kind, name, part).
+    """Return every figure of the documentation by its file name; marks: what pages show, (kind, part, path).
 
     A part of a file has no figure.
     """
@@ -113,10 +113,10 @@ def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
         draw_cost(folder)
         for method in METHODS:
             draw_method(method, folder)
-        for kind, name in {(kind, name) for kind, name, part in marks if not part}:
+        for kind, path in {(kind, ROOT / name) for kind, part, name in marks if not part}:
             if kind == "epochs":
-                epochs_figure.draw(ROOT / "results" / f"{name}_epochs.csv", folder)
-            elif kind == "results" and (table := report.table_of(ROOT / "results" / f"{name}.csv")).run_lines:
+                epochs_figure.draw(path, folder)
+            elif kind == "results" and (table := report.table_of(path)).run_lines:
                 draw_figures_of_table(table, ROOT / "results" / "runs", folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
