@@ -11,6 +11,7 @@ import pandas as pd
 
 from experiments.shared.environment import ROOT
 from scripts.reporting.figure_style import PAGE, STYLES, legend, look, points_of, pyplot, save
+from scripts.reporting.paired import with_interval
 from scripts.reporting.results import as_markdown
 from scripts.reporting.tables import METRICS, shown_p_k
 
@@ -37,13 +38,14 @@ def _published(table: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def text_of(path: Path) -> str:
-    """Markdown: a line per run, then what crosses the baseline of the same seed."""
+    """Markdown: a line per run, then what crosses the baseline of the same seed and the means of such differences."""
     table, name = read(path), path.stem.removesuffix("_epochs")
     means, published = [f"mean_{metric}" for metric in METRICS], _published(table, name)
-    lines, crossings = [], []
+    lines, told, leads = [], [], {}
     for run_id, run in table.groupby("run_id", sort=False):
         first, by_epoch = run.iloc[0], run.set_index("epoch")[means]
-        label = f"{STYLES[first.method].label}, {shown_p_k(first.p_k)}, seed {first.seed}"
+        row = f"{STYLES[first.method].label}, {shown_p_k(first.p_k)}"
+        label = f"{row}, seed {first.seed}"
         reached = f"{by_epoch.index[-1]} epochs, {first.precision}, {first.device_name}"
         chosen = [run.loc[run[metric.replace("test", "valid")].idxmax(), metric] for metric in METRICS]
         values = [
@@ -58,17 +60,24 @@ def text_of(path: Path) -> str:
         lead = (by_epoch - base).dropna()
         if first.method == BASELINE or lead.empty:
             continue
+        leads.setdefault(row, []).append(lead)
         for mean, metric in zip(means, METRICS.values()):
             ahead, last = lead[mean] > 0, lead.index[-1]
             since = ahead.index[ahead != ahead.iloc[-1]].max() + 1 if ahead.nunique() > 1 else ahead.index[0]
-            crossings.append(
+            told.append(
                 f"{label}: {metric} {'above' if ahead.iloc[-1] else 'below'} softmax from epoch {since} to {last}, "
                 f"at the end by {abs(lead[mean].iloc[-1]):.1f}."
             )
+    for row, each in leads.items():
+        for end in sorted({*MILESTONES, *(lead.index[-1] for lead in each)}):
+            there = [lead.loc[end] for lead in each if end in lead.index]
+            if len(there) > 1:
+                top1, top5 = (with_interval(differences) for _, differences in pd.DataFrame(there).items())
+                told.append(f"{row} minus softmax after {end} epochs, {len(there)} seeds: {top1} \\| {top5}.")
     columns = ["row", "so far", *(f"after {each}" for each in MILESTONES), "last", "by validation", "published, 200"]
     frame = pd.DataFrame(lines, columns=columns)
     frame = frame.loc[:, (frame != "").any()]
-    return "\n".join([as_markdown(frame, 2), "", *(f"- {each}" for each in crossings)])
+    return "\n".join([as_markdown(frame, 2), "", *(f"- {each}" for each in told)])
 
 
 def draw(path: Path, folder: Path) -> list[Path]:

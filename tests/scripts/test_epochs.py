@@ -13,13 +13,13 @@ from scripts.reporting import epochs_figure
 METRICS = dict.fromkeys(epochs.OF_AN_EPOCH[1:], "0.5")
 
 
-def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softmax_cross_entropy", **metrics):
+def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softmax_cross_entropy", seed=0, **metrics):
     """metrics: of an epoch, where they are not .5."""
     run = folder / "runs" / run_id
     run.mkdir(parents=True, exist_ok=True)
     p_k = [1.0, 0, 0, 0, 0] if method == "softmax_cross_entropy" else [0.5, 0.5]
     flags = dict.fromkeys(epochs.OF_THE_RUN, "x") | {"run_id": run_id, "results": results, "precision": "bf16"}
-    (run / "config.json").write_text(json.dumps(flags | {"method": method, "p_k": p_k, "seed": 0}))
+    (run / "config.json").write_text(json.dumps(flags | {"method": method, "p_k": p_k, "seed": seed}))
     rows = [
         {"epoch": epoch, **METRICS, **{name: of(epoch) for name, of in metrics.items()}}
         for epoch in range(1, num_epochs + 1)
@@ -52,14 +52,23 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
     rising = {"test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": lambda epoch: 0.4}
     rising["valid_top1"] = lambda epoch: 0.6 if epoch == 47 else 0.5
     write_run(tmp_path, "b", 55, "results/table1.csv", method="splitter_selection", **rising)
+    write_run(tmp_path, "c", 30, "results/table1.csv", seed=1)
+    rising["test_top1"] = lambda epoch: 0.31 + 0.005 * epoch
+    write_run(tmp_path, "d", 55, "results/table1.csv", method="splitter_selection", seed=1, **rising)
     assert epochs.gather([str(tmp_path / "table1.csv")]) == 0
     text = epochs_figure.text_of(tmp_path / "table1_epochs.csv")
     softmax, rises = ([cell.strip() for cell in re.split(r" \| ", line)] for line in text.splitlines()[2:4])
+    assert len(text.splitlines()) == 2 + 4 + 1 + 4 + 2
     # Means of five epochs: 25 is that of 21 to 25, .3 + .005 * 23; by validation: that of epoch 47; published.
     assert softmax[2:] == ["50.0 \\| 50.0", "50.0 \\| 50.0", "50.0 \\| 50.0", "50.0 \\| 50.0", "61.3 \\| 85.3 |"]
     assert rises[2:6] == ["41.5 \\| 40.0", "54.0 \\| 40.0", "56.5 \\| 40.0", "53.5 \\| 40.0"]
     assert rises[6].strip("| ") == ""  # this P_K of the network's is not published
     assert "top-1 above softmax from epoch 43 to 55, at the end by 6.5" in text  # .3 + .005 * 41 > .5
     assert "top-5 below softmax from epoch 5 to 55, at the end by 10.0" in text
+    # Two seeds: 1 apart, so that half of the interval is t(.975, 1) / 2; one is no interval.
+    assert re.findall("minus softmax after (.*)", text) == [
+        "25 epochs, 2 seeds: −8.00 ± 6.35 \\| −10.00 ± 0.00.",
+        "30 epochs, 2 seeds: −5.50 ± 6.35 \\| −10.00 ± 0.00.",
+    ]
     drawn = epochs_figure.draw(tmp_path / "table1_epochs.csv", tmp_path / "figures")
     assert all(path.stat().st_size > 10_000 for path in drawn)
