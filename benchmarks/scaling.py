@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py                     # 2 hours at most; most of it for sinkhorn_sort and odd_even
     python benchmarks/scaling.py --methods softsort splitter_selection
-    python -m scripts.reporting.cost_figure                    # draws results/figures/cost_over_size from it
+    python scripts/report.py results/table1_short.csv --figures results/figures    # draws cost_over_size from it
 
 One forward and backward pass, without m, P_K uniform on k ranks: n in 16, 100, 1000, 10450 (batch 128, k 5), k in 1, 5,
 20 and batch in 32, 128, 512 (n 1000). Prints a table and writes --output (default results/benchmarks/scaling.csv):

@@ -5,6 +5,7 @@ The colours are those of Okabe and Ito, told apart by colour-blind readers; mark
 in grey.
 """
 
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -117,6 +118,12 @@ def legend(
         handles.append(key(STYLES[method].label + comma + rest, **look(method, line=lines)))
     columns = columns or (2 if figure.get_figwidth() <= COLUMN else 4)
     figure.legend(handles=[*handles, *more], loc="outside lower center", ncols=columns, handlelength=3)
+
+
+def leave_out(sentence: str) -> list[Any]:
+    """Say why a figure is not drawn."""
+    print(f"left out: {sentence}", file=sys.stderr)
+    return []
 
 
 def note(figure: Figure, text: str) -> None:

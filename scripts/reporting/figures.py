@@ -4,35 +4,27 @@ NAME_accuracy_over_epochs: test accuracy against epoch (steps for heads), from r
 with two seeds or more, the band of its 95 % interval.
 NAME_accuracy: a line for each row, ours with the 95 % interval of its mean, published values hollow.
 NAME_neighbours: of the nearest-neighbour classifier, in place of these; see neighbours_figure.py.
-times: time per epoch and per loss, from results/benchmarks/. permutation_matrix: see permutation_figure.py.
+times, cost_over_size: of results/benchmarks/; see benchmark_figures.py. permutation_matrix: see permutation_figure.py.
 A figure that has no data is left out with a sentence. What the runs were stands above each figure of them.
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from experiments.shared.environment import ROOT
-from scripts.reporting.figure_style import COLUMN, PAGE, STYLES, key, legend, look, note, points_of, pyplot, save
+from scripts.reporting.benchmark_figures import draw_cost, draw_times
+from scripts.reporting.figure_style import COLUMN, PAGE, STYLES, leave_out, legend, look, note, points_of, pyplot, save
 from scripts.reporting.neighbours_figure import draw_neighbours, has_images
 from scripts.reporting.paired import half_width
 from scripts.reporting.permutation_figure import draw_permutations
 from scripts.reporting.tables import METRICS, Line, Table, p_k_of, run_summary, shown_p_k
 
-BENCHMARKS = ROOT / "results" / "benchmarks"
-MEASURED = {  # numbers and words of its files that are drawn
-    "training_step": (["ms_per_step"], ["method", "precision"]),
-    "losses": (["batch", "n", "m", "ms", "official_ms"], ["method", "device", "threads", "torch"]),
-}
 HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step"}  # of a run folder, and what they count
-STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
 WIDEST = 30  # points below the best that a panel of accuracies shows; what is further down is written
 PER_ROW = 3  # pairs of panels on a page's width
 # Of the published P_K, in the order of the paper.
@@ -42,7 +34,12 @@ ALONE = (1.0,)  # the P_K of what sorts nothing
 
 def draw_figures(table: Table, run_folders: Path, folder: Path) -> list[Path]:
     """Draw every figure for which there is data, return their paths, and say what was left out."""
-    return [*draw_figures_of_table(table, run_folders, folder), *draw_times(folder), *draw_permutations(folder)]
+    return [
+        *draw_figures_of_table(table, run_folders, folder),
+        *draw_times(folder),
+        *draw_cost(folder),
+        *draw_permutations(folder),
+    ]
 
 
 def draw_figures_of_table(table: Table, run_folders: Path, folder: Path) -> list[Path]:
@@ -67,9 +64,9 @@ def _accuracy_over_epochs(table: Table, run_folders: Path, told: str, folder: Pa
         curves += [(line, clock, histories)] * bool(histories)
     if absent:
         num_runs = sum(len(line.runs) for line in table.run_lines)
-        _leave_out(f"{absent} of {num_runs} runs have no history in {run_folders}")
+        leave_out(f"{absent} of {num_runs} runs have no history in {run_folders}")
     if not curves:
-        return _leave_out("accuracy over epochs: it needs the run folders")
+        return leave_out("accuracy over epochs: it needs the run folders")
     # A panel per P_K; what sorts nothing, P_K = 1, is in all of them.
     p_ks = sorted({_p_k(line) for line, _, _ in curves} - {ALONE}, key=_p_k_order) or [ALONE]
     curves.sort(key=lambda curve: _p_k(curve[0]) != ALONE)
@@ -105,7 +102,7 @@ def _neighbours(table: Table, run_folders: Path, folder: Path) -> list[Path]:
         for run in line.runs:
             if has_images(run_folders / run["run_id"]):
                 return draw_neighbours(run_folders / run["run_id"], line.name, folder, f"{table.name}_neighbours")
-    return _leave_out("neighbours before and after training: it needs the folder of a run on images")
+    return leave_out("neighbours before and after training: it needs the folder of a run on images")
 
 
 def _curve(axis: Axes, method: str, clock: str, histories: Sequence[pd.DataFrame], metric: str) -> None:
@@ -151,49 +148,6 @@ def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
     return save(figure, folder, f"{table.name}_accuracy")
 
 
-def draw_times(folder: Path) -> list[Path]:
-    """Seconds per epoch of training steps, and milliseconds per forward and backward pass, ours beside difftopk's."""
-    try:
-        steps, losses = (
-            pd.read_csv(BENCHMARKS / f"{name}.csv", usecols=[*numbers, *words], dtype=dict.fromkeys(numbers, float))
-            for name, (numbers, words) in MEASURED.items()
-        )
-    except (OSError, ValueError) as error:
-        return _leave_out(f"times, of benchmarks/training_step.py and benchmarks/losses.py in {BENCHMARKS}: {error}")
-    methods = [method for method in STYLES if method in set(losses["method"])]
-    sizes = losses.groupby(["m", "n", "batch"], dropna=False)
-    sizes = sorted(sizes, key=lambda size: (not np.isnan(size[0][0]), *size[0][1:]))
-    figure, axes = pyplot.subplots(2, 3, figsize=(PAGE, 5.2), sharey=True)
-    steps = steps[steps["method"].isin(methods)]
-    _dots(axes[0][0], methods, steps["method"], steps["ms_per_step"] * STEPS_PER_EPOCH / 1000, filled=True)
-    title = f"training: ResNet-18, CIFAR-100\nbatch 128, {steps['precision'].iloc[0]}"
-    axes[0][0].set(xlabel="seconds per epoch", xlim=(0, None), title=title)
-    for axis, ((m, n, batch), here) in zip(axes.flat[1:], sizes):
-        for column, filled in (("official_ms", False), ("ms", True)):
-            _dots(axis, methods, here["method"], here[column], filled)
-        scores = "all scores" if np.isnan(m) else f"m {m:g}"
-        title = f"loss: batch {batch:g}, {n:g} classes\n{scores}"
-        axis.set(xscale="log", xmargin=0.08, xlabel="milliseconds per pass", title=title)
-    axes[0][0].set_yticks(range(len(methods)), [STYLES[method].label for method in methods])
-    axes[0][0].set_ylim(len(methods) - 0.5, -0.5)
-    for axis in axes.flat[1 + len(sizes) :]:
-        axis.set_visible(False)
-    legend(figure, (), [points_of(filled=True), key("difftopk", marker="o", markerfacecolor="none")], columns=2)
-    first = losses.iloc[0]
-    note(
-        figure,
-        f"Medians on {first['device']}, {first['threads']} threads, PyTorch {first['torch']}; a pass is forward and "
-        "backward. A missing point: out of memory, or a loss that difftopk does not have.",
-    )
-    return save(figure, folder, "times")
-
-
-def _dots(axis: Axes, methods: Sequence[str], names: pd.Series, values: pd.Series, filled: bool) -> None:
-    for name, value in zip(names, values):
-        if value > 0:
-            axis.plot(value, methods.index(name), **look(name, filled, line=False), markersize=5.5)
-
-
 def _p_k(line: Line) -> tuple[float, ...]:
     return p_k_of(line.own_p_k)
 
@@ -203,20 +157,15 @@ def _p_k_order(p_k: tuple[float, ...]) -> tuple[int, tuple[float, ...]]:
     return (published.index(p_k) if p_k in published else len(published), p_k)
 
 
-def _leave_out(sentence: str) -> list[Any]:
-    print(f"left out: {sentence}", file=sys.stderr)
-    return []
-
-
 def _history(path: Path, clock: str) -> pd.DataFrame:
     """The epochs or steps of a run; none if the file is absent or, which is said, damaged."""
     try:
         history = pd.read_csv(path, dtype=float, usecols=[clock, *METRICS])
         if np.isfinite(history).all(axis=None):
             return history
-        _leave_out(f"{path}, which cannot be read: {clock}, {' and '.join(METRICS)} must be numbers")
+        leave_out(f"{path}, which cannot be read: {clock}, {' and '.join(METRICS)} must be numbers")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        _leave_out(f"{path}, which cannot be read: {error}")
+        leave_out(f"{path}, which cannot be read: {error}")
     return pd.DataFrame()

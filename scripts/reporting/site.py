@@ -102,8 +102,8 @@ def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
 
     A part of a file has no figure.
     """
-    from scripts.reporting.cost_figure import draw_cost
-    from scripts.reporting.figures import draw_figures_of_table, draw_times
+    from scripts.reporting.benchmark_figures import draw_cost, draw_times
+    from scripts.reporting.figures import draw_figures_of_table
     from scripts.reporting.permutation_figure import draw_method, draw_permutations
 
     with tempfile.TemporaryDirectory() as scratch:

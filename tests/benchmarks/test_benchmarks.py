@@ -19,7 +19,7 @@ from benchmarks import (
     training_step,
     transport,
 )
-from scripts.reporting.cost_figure import draw_cost
+from scripts.reporting.benchmark_figures import draw_cost
 from tests.processes import run
 from topk_losses.networks import bitonic
 
@@ -77,7 +77,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(t
         assert "Traceback" not in done.stderr
 
 
-def test_scaling_moves_one_number_at_a_time_and_is_drawn(measured, tmp_path):
+def test_scaling_moves_one_number_at_a_time_and_is_drawn(measured, tmp_path, capsys):
     flags = ["--max_n", 100, "--repeats", 1, "--limit_s", 0]
     rows = measured(scaling.main, "--methods", "softsort", "bitonic", *flags)
     assert [(row["method"], row["n"], row["k"], row["batch"]) for row in rows] == [
@@ -94,6 +94,10 @@ def test_scaling_moves_one_number_at_a_time_and_is_drawn(measured, tmp_path):
         "cost_over_size.svg",
     ]
     assert "asymptote" in (tmp_path / "cost_over_size.svg").read_text()
+    (tmp_path / "damaged.csv").write_text("n,k\n1,2\n")
+    for name in ("absent.csv", "damaged.csv"):
+        assert draw_cost(tmp_path, tmp_path / name) == []
+        assert f"left out: cost over size, of benchmarks/scaling.py in {tmp_path / name}" in capsys.readouterr().err
 
 
 def small_recipe():

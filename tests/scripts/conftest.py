@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from scripts import report
-from scripts.reporting import figures
+from scripts.reporting import benchmark_figures, figures
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def write(tmp_path):
 def drawn_quickly(monkeypatch, tmp_path):
     """Without the figures that are the same for every table; benchmarks would lie in tmp_path."""
     monkeypatch.setattr(figures, "draw_permutations", lambda folder: [])
-    monkeypatch.setattr(figures, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(benchmark_figures, "BENCHMARKS", tmp_path)
 
 
 @pytest.fixture

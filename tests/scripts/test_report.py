@@ -343,7 +343,7 @@ def test_figures_are_drawn_and_are_the_same_bytes_twice(made, tmp_path):
         lines = [f"{epoch},{float(row['test_top1']) * epoch / 3},{0.1 * epoch}" for epoch in (1, 2, 3)]
         (tmp_path / "runs" / str(number) / "epochs.csv").write_text("\n".join(["epoch,test_top1,test_top5", *lines]))
     names = ["table1_accuracy_over_epochs", "table1_accuracy"]
-    names += ["permutation_matrix", "times"]
+    names += ["permutation_matrix", "times", "cost_over_size"]
     drawn = []
     for folder in (tmp_path / "first", tmp_path / "second"):
         status, _, said = made(rows, "--figures", folder)
