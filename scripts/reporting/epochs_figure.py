@@ -21,11 +21,17 @@ BASELINE = "softmax_cross_entropy"
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The epochs of a file that scripts/epochs.py wrote, in percent, with means over WINDOW epochs."""
+    """The epochs of a file that scripts/epochs.py wrote, in percent, with what is read of a row that ends there.
+
+    mean_test_top1: of WINDOW epochs; chosen_test_top1: where validation was best so far. Likewise for top-5.
+    """
     table = pd.read_csv(path, dtype={"p_k": str, "seed": str})
     for metric in METRICS:
         table[metric] *= 100
         table[f"mean_{metric}"] = table.groupby("run_id")[metric].transform(lambda each: each.rolling(WINDOW).mean())
+        best = table.groupby("run_id")[metric.replace("test", "valid")].cummax()
+        is_new = best > best.groupby(table["run_id"]).shift(fill_value=-1)
+        table[f"chosen_{metric}"] = table[metric].where(is_new).groupby(table["run_id"]).ffill()
     return table
 
 
@@ -40,23 +46,23 @@ def _published(table: pd.DataFrame, name: str) -> pd.DataFrame:
 def text_of(path: Path) -> str:
     """Markdown: a line per run, then what crosses the baseline of the same seed and the means of such differences."""
     table, name = read(path), path.stem.removesuffix("_epochs")
-    means, published = [f"mean_{metric}" for metric in METRICS], _published(table, name)
+    means, chosen = ([f"{kind}_{metric}" for metric in METRICS] for kind in ("mean", "chosen"))
+    published = _published(table, name)
     lines, told, leads = [], [], {}
     for run_id, run in table.groupby("run_id", sort=False):
-        first, by_epoch = run.iloc[0], run.set_index("epoch")[means]
+        first, by_epoch = run.iloc[0], run.set_index("epoch")[means + chosen]
         row = f"{STYLES[first.method].label}, {shown_p_k(first.p_k)}"
         label = f"{row}, seed {first.seed}"
         reached = f"{by_epoch.index[-1]} epochs, {first.precision}, {first.device_name}"
-        chosen = [run.loc[run[metric.replace("test", "valid")].idxmax(), metric] for metric in METRICS]
         values = [
-            *(by_epoch.reindex(MILESTONES).itertuples(index=False)),
-            by_epoch.iloc[-1],
-            chosen,
+            *(by_epoch[means].reindex(MILESTONES).itertuples(index=False)),
+            by_epoch[means].iloc[-1],
+            by_epoch[chosen].iloc[-1],
             published.loc[run_id],
         ]
         shown = ("" if pd.isna(top1) else f"{top1:.1f} \\| {top5:.1f}" for top1, top5 in values)
         lines.append([label, reached, *shown])
-        base = table[(table.method == BASELINE) & (table.seed == first.seed)].set_index("epoch")[means]
+        base = table[(table.method == BASELINE) & (table.seed == first.seed)].set_index("epoch")[means + chosen]
         lead = (by_epoch - base).dropna()
         if first.method == BASELINE or lead.empty:
             continue
@@ -68,12 +74,15 @@ def text_of(path: Path) -> str:
                 f"{label}: {metric} {'above' if ahead.iloc[-1] else 'below'} softmax from epoch {since} to {last}, "
                 f"at the end by {abs(lead[mean].iloc[-1]):.1f}."
             )
-    for row, each in leads.items():
-        for end in sorted({*MILESTONES, *(lead.index[-1] for lead in each)}):
-            there = [lead.loc[end] for lead in each if end in lead.index]
+    for row, of_seeds in leads.items():
+        for end in sorted({*MILESTONES, *(lead.index[-1] for lead in of_seeds)}):
+            there = [lead.loc[end] for lead in of_seeds if end in lead.index]
             if len(there) > 1:
-                top1, top5 = (with_interval(differences) for _, differences in pd.DataFrame(there).items())
-                told.append(f"{row} minus softmax after {end} epochs, {len(there)} seeds: {top1} \\| {top5}.")
+                mean1, mean5, chosen1, chosen5 = (with_interval(each) for _, each in pd.DataFrame(there).items())
+                told.append(
+                    f"{row} minus softmax after {end} epochs, {len(there)} seeds: {mean1} \\| {mean5}, by validation "
+                    f"{chosen1} \\| {chosen5}."
+                )
     columns = ["row", "so far", *(f"after {each}" for each in MILESTONES), "last", "by validation", "published, 200"]
     frame = pd.DataFrame(lines, columns=columns)
     frame = frame.loc[:, (frame != "").any()]

@@ -52,7 +52,7 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
     rising = {"test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": lambda epoch: 0.4}
     rising["valid_top1"] = lambda epoch: 0.6 if epoch == 47 else 0.5
     write_run(tmp_path, "b", 55, "results/table1.csv", method="splitter_selection", **rising)
-    write_run(tmp_path, "c", 30, "results/table1.csv", seed=1)
+    write_run(tmp_path, "c", 50, "results/table1.csv", seed=1)
     rising["test_top1"] = lambda epoch: 0.31 + 0.005 * epoch
     write_run(tmp_path, "d", 55, "results/table1.csv", method="splitter_selection", seed=1, **rising)
     assert epochs.gather([str(tmp_path / "table1.csv")]) == 0
@@ -67,8 +67,8 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
     assert "top-5 below softmax from epoch 5 to 55, at the end by 10.0" in text
     # Two seeds: 1 apart, so that half of the interval is t(.975, 1) / 2; one is no interval.
     assert re.findall("minus softmax after (.*)", text) == [
-        "25 epochs, 2 seeds: −8.00 ± 6.35 \\| −10.00 ± 0.00.",
-        "30 epochs, 2 seeds: −5.50 ± 6.35 \\| −10.00 ± 0.00.",
+        "25 epochs, 2 seeds: −8.00 ± 6.35 \\| −10.00 ± 0.00, by validation −19.00 ± 6.35 \\| −10.00 ± 0.00.",
+        "50 epochs, 2 seeds: +4.50 ± 6.35 \\| −10.00 ± 0.00, by validation +4.00 ± 6.35 \\| −10.00 ± 0.00.",
     ]
     drawn = epochs_figure.draw(tmp_path / "table1_epochs.csv", tmp_path / "figures")
     assert all(path.stat().st_size > 10_000 for path in drawn)
