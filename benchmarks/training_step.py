@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Table, parser, ratio, take_turns
-from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, augment, epoch_generator
+from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, crop_and_flip, epoch_generator, normalise, sample_crops
 from experiments.shared.command_line import DEFAULT_P_K
 from experiments.shared.environment import keep_freed_memory, set_up_device
 from experiments.shared.graph import GraphedStep
@@ -43,7 +43,8 @@ def our_steps(
 
     def augmented() -> tuple[Tensor, Tensor]:
         batch, targets = split.batch(torch.randint(len(labels), (BATCH,), device=device))
-        return augment(batch, CIFAR_MEAN, CIFAR_STD, generator), targets  # (batch, 3, 32, 32)
+        batch = crop_and_flip(batch, *sample_crops(BATCH, generator))
+        return normalise(batch, CIFAR_MEAN, CIFAR_STD), targets  # (batch, 3, 32, 32)
 
     def steps_of(method: str) -> list[Callable[[], object]]:
         mode = {"top1_mode": "smce"} if method in RELAXATIONS else {}

@@ -54,7 +54,7 @@ _BLOCK = 5  # consecutive class ids in one group of the label noise
 _SOCKET_TIMEOUT = 60.0  # seconds without a byte after which a download is given up
 
 _VALID_SHARE = 0.05  # of the training images
-_PADDING = 4  # black pixels on each side of an image before it is cropped
+PADDING = 4  # black pixels on each side of an image before it is cropped
 _SPLIT, _TEST_SUBSET, _LABEL_NOISE, _ORDER, _AUGMENTATION = range(5)  # random streams
 
 
@@ -221,36 +221,28 @@ def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -
     return seeded(_AUGMENTATION, seed, epoch, device)
 
 
-def augment(images: Tensor, mean: Rgb, std: Rgb, generator: torch.Generator) -> Tensor:
-    """Random crop, random horizontal flip and normalisation of a batch.
-
-    As torchvision's RandomCrop(32, padding=4), RandomHorizontalFlip, ToTensor, Normalize on each image: the frame is
-    black before the normalisation. images: (B, 3, H, W) uint8 in any memory layout. mean, std: per channel, in units of
-    [0, 1]. generator: on the images' device; it alone decides the crops. Returns (B, 3, H, W) float32, channels_last.
-    """
-    return normalise(crop_and_flip(images, *sample_crops(len(images), _PADDING, generator), _PADDING), mean, std)
-
-
-def sample_crops(batch: int, padding: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def sample_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the crops of a batch, on the generator's device.
 
-    Returns tops and lefts, both (batch,) int64 uniform in [0, 2 * padding], the crop's corner in the padded
+    Returns tops and lefts, both (batch,) int64 uniform in [0, 2 * PADDING], the crop's corner in the padded
     frame, and flips, (batch,) bool, true with probability one half.
     """
     device = generator.device
-    tops, lefts = torch.randint(2 * padding + 1, (2, batch), generator=generator, device=device)
+    tops, lefts = torch.randint(2 * PADDING + 1, (2, batch), generator=generator, device=device)
     flips = torch.rand(batch, generator=generator, device=device) < 0.5
     return tops, lefts, flips
 
 
-def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, padding: int) -> Tensor:
+def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) -> Tensor:
     """Cut one window of the original size out of each black-padded image, then mirror where `flips` is true.
 
-    images: (B, 3, H, W) uint8; tops, lefts: (B,) int64 in [0, 2 * padding]; flips: (B,) bool.
+    As torchvision's RandomCrop(32, padding=4) and RandomHorizontalFlip on each image.
+
+    images: (B, 3, H, W) uint8; tops, lefts: (B,) int64 in [0, 2 * PADDING]; flips: (B,) bool.
     Returns (B, 3, H, W) uint8, channels_last.
     """
     batch, channels, height, width = images.shape
-    canvas = F.pad(images.permute(0, 2, 3, 1), (0, 0, padding, padding, padding, padding))
+    canvas = F.pad(images.permute(0, 2, 3, 1), (0, 0, *[PADDING] * 4))
     canvas_height, canvas_width = canvas.shape[1:3]
     i = torch.arange(height, device=images.device)
     j = torch.arange(width, device=images.device)

@@ -19,8 +19,6 @@ from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, crop_a
 from data.embeddings import EmbeddingStore, split_rows
 from data.image_sources import open_images
 
-PADDING = 4  # black pixels on each side of an image before it is cropped
-
 
 @dataclass(frozen=True)
 class PointSet:
@@ -86,7 +84,7 @@ class Points:
         if chosen.dtype != torch.uint8:
             return chosen.float()
         if generator is not None:
-            chosen = crop_and_flip(chosen, *sample_crops(len(chosen), PADDING, generator), PADDING)
+            chosen = crop_and_flip(chosen, *sample_crops(len(chosen), generator))
         return chosen * self.scale - self.shift
 
 

@@ -67,7 +67,6 @@ IDENTITY = (
     *("implementation", "lr", "lr_schedule", "weight_decay", "ema", "batch_size", "n_epochs", "seed"),
 )
 READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-PADDING = 4  # black pixels on each side of an image before it is cropped
 # Of the evaluation, on which the result does not depend: a CPU's caches hold little, a GPU waits for launches.
 EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations of 0.5 GB
 
@@ -175,7 +174,7 @@ def train_epoch(epoch: int, steps: Steps, model: nn.Module, loss_fn: nn.Module, 
     def batch_loss(rows: Tensor, *crops: Tensor) -> tuple[Tensor, Tensor]:
         """The loss () and the hits (5,) of training images, each of them by its row and its crop, (share,)."""
         images, labels = data.train.batch(rows)
-        images = normalise(crop_and_flip(images, *crops, PADDING), data.mean, data.std)
+        images = normalise(crop_and_flip(images, *crops), data.mean, data.std)
         with run.autocast():
             logits = model(images)  # (share, num_classes)
         logits = logits.float()
@@ -194,7 +193,7 @@ def train_epoch(epoch: int, steps: Steps, model: nn.Module, loss_fn: nn.Module, 
     for step in steps.of(epoch):
         rows = order[step * args.batch_size : (step + 1) * args.batch_size][share]
         # Drawn for the whole batch, so that an image is cropped alike by any number of processes.
-        crops = [each[share] for each in sample_crops(args.batch_size, PADDING, generator)]
+        crops = [each[share] for each in sample_crops(args.batch_size, generator)]
         hits += steps.take(batch_loss, rows, *crops)
     loss, hits, num_images = steps.mean(), ranks.total(hits).tolist(), steps.num_steps * args.batch_size
     seconds = time.perf_counter() - started

@@ -34,7 +34,6 @@ from data.cifar100 import (
     DIGITS_MEAN,
     DIGITS_STD,
     DatasetUnavailableError,
-    augment,
     crop_and_flip,
     epoch_generator,
     epoch_order,
@@ -363,6 +362,10 @@ def test_noise_has_the_stated_frequencies(probability):
     torch.testing.assert_close(shares, expected, rtol=0, atol=5 * 0.5 / count**0.5)
 
 
+def augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return normalise(crop_and_flip(images, *sample_crops(len(images), generator)), CIFAR_MEAN, CIFAR_STD)
+
+
 def test_the_bits_stay_as_they_are_over_versions():
     """Another split, order or crop would change the numbers of every table."""
 
@@ -374,7 +377,7 @@ def test_the_bits_stay_as_they_are_over_versions():
     assert sums(*splits) == [4178564455, 715954224, 1218007047, 1175475251, 1524636423, 892831382]
     assert sums(epoch_order(1000, 2, 5)) == [4057983606]
     images, _ = data.train.batch(epoch_order(len(data.train), 3, 7)[:64])
-    batch = augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(2, 5))
+    batch = augmented(images, epoch_generator(2, 5))
     assert sums(batch, normalise(images, CIFAR_MEAN, CIFAR_STD)) == [3090056941, 3331756731]
 
 
@@ -400,11 +403,11 @@ def random_images(*shape: int, channels_last: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_augment_equals_torchvision_on_pil_images(channels_last):
+def test_crop_flip_and_normalisation_equal_torchvision_on_pil_images(channels_last):
     images = random_images(64, 3, 32, 32, channels_last=channels_last)
     before = images.clone()
-    tops, lefts, flips = sample_crops(64, 4, epoch_generator(0, 0))
-    actual = augment(images, CIFAR_MEAN, CIFAR_STD, epoch_generator(0, 0))
+    tops, lefts, flips = sample_crops(64, epoch_generator(0, 0))
+    actual = augmented(images, epoch_generator(0, 0))
     for i in range(64):
         picture = tvf.pad(Image.fromarray(images[i].permute(1, 2, 0).numpy()), 4, fill=0)
         picture = tvf.crop(picture, int(tops[i]), int(lefts[i]), 32, 32)
@@ -418,7 +421,7 @@ def test_augment_equals_torchvision_on_pil_images(channels_last):
 
 def test_every_crop_and_both_flips_occur_equally_often():
     count = 100_000
-    tops, lefts, flips = sample_crops(count, 4, epoch_generator(0, 0))
+    tops, lefts, flips = sample_crops(count, epoch_generator(0, 0))
     seen = Counter(zip(tops.tolist(), lefts.tolist(), flips.tolist()))
     assert len(seen) == 9 * 9 * 2
     expected = count / 162
@@ -429,15 +432,15 @@ def test_every_crop_and_both_flips_occur_equally_often():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_gives_the_same_images_and_never_waits():
     images = random_images(64, 3, 32, 32, channels_last=True)
-    crops = sample_crops(64, 4, epoch_generator(0, 0))
-    expected = normalise(crop_and_flip(images, *crops, 4), CIFAR_MEAN, CIFAR_STD)
+    crops = sample_crops(64, epoch_generator(0, 0))
+    expected = normalise(crop_and_flip(images, *crops), CIFAR_MEAN, CIFAR_STD)
     on_device = images.cuda()
-    actual = normalise(crop_and_flip(on_device, *(x.cuda() for x in crops), 4), CIFAR_MEAN, CIFAR_STD)
+    actual = normalise(crop_and_flip(on_device, *(x.cuda() for x in crops)), CIFAR_MEAN, CIFAR_STD)
     torch.testing.assert_close(actual.cpu(), expected)
     generator = epoch_generator(0, 0, on_device.device)
-    augment(on_device, CIFAR_MEAN, CIFAR_STD, generator)  # the first call brings the constants over
+    augmented(on_device, generator)  # the first call brings the constants over
     torch.cuda.set_sync_debug_mode("error")
     try:
-        augment(on_device, CIFAR_MEAN, CIFAR_STD, generator)
+        augmented(on_device, generator)
     finally:
         torch.cuda.set_sync_debug_mode("default")
