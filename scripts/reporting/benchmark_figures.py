@@ -16,26 +16,44 @@ from experiments.shared.environment import ROOT
 from scripts.reporting.figure_style import PAGE, STYLES, key, leave_out, legend, look, note, points_of, pyplot, save
 
 BENCHMARKS = ROOT / "results" / "benchmarks"
-MEASURED = {  # numbers and words of its files that are drawn
-    "training_step": (["ms_per_step"], ["method", "precision"]),
-    "losses": (["batch", "n", "m", "ms", "official_ms"], ["method", "device", "threads", "torch"]),
-}
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
 AXES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 QUANTITIES = {"ms": ("operations", "time of a pass (ms)"), "peak_mib": ("numbers", "peak memory (MiB)")}
-WORDS = ("method", "device", "threads", "torch")
+WORDS = ["method", "device", "threads", "torch"]
+MEASURED = {  # numbers and words of its files that are drawn
+    "training_step": (["ms_per_step"], ["method", "precision"]),
+    "losses": (["batch", "n", "m", "ms", "official_ms"], WORDS),
+    "scaling": ([*AXES, *QUANTITIES, *(model for model, _ in QUANTITIES.values())], WORDS),
+}
 SMALLEST_MIB = 0.5  # what the operating system counts in pages and pools says little below
 
 
-def draw_cost(folder: Path, file: Path = Path("scaling.csv")) -> list[Path]:
-    """Draw the figure from a file of benchmarks/scaling.py into a folder; return its paths."""
-    numbers = [*AXES, *QUANTITIES, *(model for model, _ in QUANTITIES.values())]
-    path = BENCHMARKS / file
-    try:
-        rows = pd.read_csv(path, usecols=[*numbers, *WORDS], dtype=dict.fromkeys(numbers, float)).dropna(subset="ms")
-        base = rows[[*AXES]].mode().loc[0].astype(int)  # what stays while another number moves: most rows have it
-    except (OSError, ValueError, KeyError) as error:  # KeyError: of no row
-        return leave_out(f"cost over size, of benchmarks/scaling.py in {path}: {error}")
+def draw_benchmarks(folder: Path) -> list[Path]:
+    """Draw times and cost_over_size into a folder, say why one is left out, and return their paths."""
+    drawn: list[Path] = []
+    for draw, names in ((draw_times, ("training_step", "losses")), (draw_cost, ("scaling",))):
+        try:
+            tables = [_read(name) for name in names]
+        except (OSError, ValueError) as error:
+            of = " and ".join(f"benchmarks/{name}.py" for name in names)
+            leave_out(f"{draw.__name__.removeprefix('draw_')}, of {of} in {BENCHMARKS}: {error}")
+        else:
+            drawn += draw(folder, *tables)
+    return drawn
+
+
+def _read(name: str) -> pd.DataFrame:
+    numbers, words = MEASURED[name]
+    path = BENCHMARKS / f"{name}.csv"
+    rows = pd.read_csv(path, usecols=[*numbers, *words], dtype=dict.fromkeys(numbers, float)).dropna(subset=numbers[0])
+    if rows.empty:
+        raise ValueError(f"{path.name} has no measured row")
+    return rows
+
+
+def draw_cost(folder: Path, rows: pd.DataFrame) -> list[Path]:
+    """Draw the rows of benchmarks/scaling.py."""
+    base = rows[[*AXES]].mode().iloc[0].astype(int)  # what stays while another number moves: most rows have it
     rows["peak_mib"] = rows["peak_mib"].where(rows["peak_mib"] >= SMALLEST_MIB)
     methods = [method for method in STYLES if method in set(rows["method"])]
     figure, axes = pyplot.subplots(2, len(AXES), figsize=(PAGE, 4.8), sharey="row", sharex="col")
@@ -63,15 +81,8 @@ def draw_cost(folder: Path, file: Path = Path("scaling.csv")) -> list[Path]:
     return save(figure, folder, "cost_over_size")
 
 
-def draw_times(folder: Path) -> list[Path]:
+def draw_times(folder: Path, steps: pd.DataFrame, losses: pd.DataFrame) -> list[Path]:
     """Seconds per epoch of training steps, and milliseconds per forward and backward pass, ours beside difftopk's."""
-    try:
-        steps, losses = (
-            pd.read_csv(BENCHMARKS / f"{name}.csv", usecols=[*numbers, *words], dtype=dict.fromkeys(numbers, float))
-            for name, (numbers, words) in MEASURED.items()
-        )
-    except (OSError, ValueError) as error:
-        return leave_out(f"times, of benchmarks/training_step.py and benchmarks/losses.py in {BENCHMARKS}: {error}")
     methods = [method for method in STYLES if method in set(losses["method"])]
     sizes = losses.groupby(["m", "n", "batch"], dropna=False)
     sizes = sorted(sizes, key=lambda size: (not np.isnan(size[0][0]), *size[0][1:]))

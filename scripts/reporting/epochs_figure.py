@@ -54,12 +54,8 @@ def text_of(path: Path) -> str:
         row = f"{STYLES[first.method].label}, {shown_p_k(first.p_k)}"
         label = f"{row}, seed {first.seed}"
         reached = f"{by_epoch.index[-1]} epochs, {first.precision}, {first.device_name}"
-        values = [
-            *(by_epoch[means].reindex(MILESTONES).itertuples(index=False)),
-            by_epoch[means].iloc[-1],
-            by_epoch[chosen].iloc[-1],
-            published.loc[run_id],
-        ]
+        last = by_epoch[means].iloc[-1], by_epoch[chosen].iloc[-1], published.loc[run_id]
+        values = [*by_epoch[means].reindex(MILESTONES).to_numpy(), *last]
         shown = ("" if pd.isna(top1) else f"{top1:.1f} \\| {top5:.1f}" for top1, top5 in values)
         lines.append([label, reached, *shown])
         base = table[(table.method == BASELINE) & (table.seed == first.seed)].set_index("epoch")[means + chosen]

@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from scripts.reporting.benchmark_figures import draw_cost, draw_times
+from scripts.reporting.benchmark_figures import draw_benchmarks
 from scripts.reporting.figure_style import COLUMN, PAGE, STYLES, leave_out, legend, look, note, points_of, pyplot, save
 from scripts.reporting.neighbours_figure import draw_neighbours, has_images
 from scripts.reporting.paired import half_width
@@ -34,12 +34,7 @@ ALONE = (1.0,)  # the P_K of what sorts nothing
 
 def draw_figures(table: Table, run_folders: Path, folder: Path) -> list[Path]:
     """Draw every figure for which there is data, return their paths, and say what was left out."""
-    return [
-        *draw_figures_of_table(table, run_folders, folder),
-        *draw_times(folder),
-        *draw_cost(folder),
-        *draw_permutations(folder),
-    ]
+    return [*draw_figures_of_table(table, run_folders, folder), *draw_benchmarks(folder), *draw_permutations(folder)]
 
 
 def draw_figures_of_table(table: Table, run_folders: Path, folder: Path) -> list[Path]:

@@ -102,15 +102,14 @@ def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
 
     A part of a file has no figure.
     """
-    from scripts.reporting.benchmark_figures import draw_cost, draw_times
+    from scripts.reporting.benchmark_figures import draw_benchmarks
     from scripts.reporting.figures import draw_figures_of_table
     from scripts.reporting.permutation_figure import draw_method, draw_permutations
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         draw_permutations(folder)
-        draw_times(folder)
-        draw_cost(folder)
+        draw_benchmarks(folder)
         for method in METHODS:
             draw_method(method, folder)
         for kind, path in {(kind, ROOT / name) for kind, part, name in marks if not part}:

@@ -19,7 +19,7 @@ from benchmarks import (
     training_step,
     transport,
 )
-from scripts.reporting.benchmark_figures import draw_cost
+from scripts.reporting import benchmark_figures
 from tests.processes import run
 from topk_losses.networks import bitonic
 
@@ -77,7 +77,8 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(t
         assert "Traceback" not in done.stderr
 
 
-def test_scaling_moves_one_number_at_a_time_and_is_drawn(measured, tmp_path, capsys):
+def test_scaling_moves_one_number_at_a_time_and_is_drawn(measured, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_figures, "BENCHMARKS", tmp_path)
     flags = ["--max_n", 100, "--repeats", 1, "--limit_s", 0]
     rows = measured(scaling.main, "--methods", "softsort", "bitonic", *flags)
     assert [(row["method"], row["n"], row["k"], row["batch"]) for row in rows] == [
@@ -89,15 +90,16 @@ def test_scaling_moves_one_number_at_a_time_and_is_drawn(measured, tmp_path, cap
         *(16 + 25, 100 + 25),
         *(float(bitonic(n, 5).pruned().num_comparators) for n in (16, 100)),
     ]
-    assert [path.name for path in draw_cost(tmp_path, tmp_path / "table.csv")] == [
-        "cost_over_size.png",
-        "cost_over_size.svg",
-    ]
+    assert not benchmark_figures.draw_benchmarks(tmp_path)
+    (tmp_path / "table.csv").rename(tmp_path / "scaling.csv")
+    drawn = benchmark_figures.draw_benchmarks(tmp_path)
+    assert [path.name for path in drawn] == ["cost_over_size.png", "cost_over_size.svg"]
     assert "asymptote" in (tmp_path / "cost_over_size.svg").read_text()
-    (tmp_path / "damaged.csv").write_text("n,k\n1,2\n")
-    for name in ("absent.csv", "damaged.csv"):
-        assert draw_cost(tmp_path, tmp_path / name) == []
-        assert f"left out: cost over size, of benchmarks/scaling.py in {tmp_path / name}" in capsys.readouterr().err
+    for damaged in ("n,k\n1,2\n", (tmp_path / "scaling.csv").read_text().partition("\n")[0]):
+        (tmp_path / "scaling.csv").write_text(damaged)
+        capsys.readouterr()
+        assert not benchmark_figures.draw_benchmarks(tmp_path)
+        assert f"left out: cost, of benchmarks/scaling.py in {tmp_path}: " in capsys.readouterr().err
 
 
 def small_recipe():
