@@ -104,3 +104,5 @@ def test_where_pages_are_read_without_being_built_a_mark_is_a_link_to_its_file()
     links = [page.parent / mark[0].rpartition("(")[2].rstrip(")") for page in pages for mark in marks_of(page)]
     assert len(links) > 25
     assert [link for link in links if not link.is_file()] == []
+    alone = [line for page in pages for line in re.findall(r"^\[.*\]\(\S+csv\)$", page.read_text(), re.MULTILINE)]
+    assert len(alone) == sum(link.suffix == ".csv" for link in links)  # a misspelt mark would stay a link
