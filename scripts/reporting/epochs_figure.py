@@ -54,8 +54,8 @@ def text_of(path: Path) -> str:
         row = f"{STYLES[first.method].label}, {shown_p_k(first.p_k)}"
         label = f"{row}, seed {first.seed}"
         reached = f"{by_epoch.index[-1]} epochs, {first.precision}, {first.device_name}"
-        last = by_epoch[means].iloc[-1], by_epoch[chosen].iloc[-1], published.loc[run_id]
-        values = [*by_epoch[means].reindex(MILESTONES).to_numpy(), *last]
+        at_end = by_epoch[means].iloc[-1], by_epoch[chosen].iloc[-1], published.loc[run_id]
+        values = [*by_epoch[means].reindex(MILESTONES).to_numpy(), *at_end]
         shown = ("" if pd.isna(top1) else f"{top1:.1f} \\| {top5:.1f}" for top1, top5 in values)
         lines.append([label, reached, *shown])
         base = table[(table.method == BASELINE) & (table.seed == first.seed)].set_index("epoch")[means + chosen]
@@ -65,7 +65,7 @@ def text_of(path: Path) -> str:
         leads.setdefault(row, []).append(lead)
         for mean, metric in zip(means, METRICS.values()):
             ahead, last = lead[mean] > 0, lead.index[-1]
-            since = ahead.index[ahead != ahead.iloc[-1]].max() + 1 if ahead.nunique() > 1 else ahead.index[0]
+            since = ahead.index[ahead != ahead.shift()][-1]
             told.append(
                 f"{label}: {metric} {'above' if ahead.iloc[-1] else 'below'} softmax from epoch {since} to {last}, "
                 f"at the end by {abs(lead[mean].iloc[-1]):.1f}."
