@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.decomposition import PCA
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -223,6 +222,8 @@ def network(points: Points, flags: dict[str, Any]) -> nn.ModuleDict:
     if flags["method"] == "inputs":
         return nn.ModuleDict({"embed": nn.Flatten()})
     if flags["method"] == "pca":
+        from sklearn.decomposition import PCA  # takes a second, and the others need none
+
         inputs = torch.cat([points.inputs(part).flatten(1) for part in points.train.inputs.split(EVAL_BATCH)])
         directions = (
             PCA(min(COMPONENTS, *inputs.shape), svd_solver="covariance_eigh").fit(inputs.double().cpu()).components_

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 from data.program import CommandLineError
 from scripts.reporting.results import Row, as_markdown, check, float_of, mean_std
@@ -21,7 +21,7 @@ SETTINGS = {"m": "m", "inverse_temperature": "β", "lr": "rate", "n_epochs": "ep
 
 def half_width(std: Any, number: int) -> Any:
     """Half of the interval of a mean of so many differences with that sample standard deviation (Student's t)."""
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, number - 1)) * std / number**0.5
+    return float(stdtrit(number - 1, (1 + CONFIDENCE) / 2)) * std / number**0.5
 
 
 def with_interval(differences: pd.Series) -> str:

@@ -79,7 +79,6 @@ def device_of_kernels(device: torch.device) -> str:
     return wanted
 
 
-@torch.compiler.assume_constant_result
 def _name(operation: str, device: torch.device, n: int) -> str:
     """The name of the kernel for an operation on n scores on a device, which is loaded; "" where there is none."""
     kind = device_of_kernels(device)
@@ -88,6 +87,10 @@ def _name(operation: str, device: torch.device, n: int) -> str:
         return ""
     importlib.import_module(f"topk_losses.kernels.{TABLE[operation, kind]}")
     return f"{operation}_{kind}"
+
+
+# As torch.compiler.assume_constant_result marks it, which imports the compiler, a second, for those who do not compile.
+_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel(operation: str, scores: Tensor, *settings: float | Tensor) -> Callable[..., Any] | None:
