@@ -71,7 +71,7 @@ def text_of(path: Path) -> str:
                 f"at the end by {abs(lead[mean].iloc[-1]):.1f}."
             )
     for row, of_seeds in leads.items():
-        for end in sorted({*MILESTONES, *(lead.index[-1] for lead in of_seeds)}):
+        for end in sorted({*MILESTONES, min(lead.index[-1] for lead in of_seeds)}):  # the last that all have
             there = [lead.loc[end] for lead in of_seeds if end in lead.index]
             if len(there) > 1:
                 mean1, mean5, chosen1, chosen5 = (with_interval(each) for _, each in pd.DataFrame(there).items())

@@ -52,23 +52,25 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
     rising = {"test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": lambda epoch: 0.4}
     rising["valid_top1"] = lambda epoch: 0.6 if epoch == 47 else 0.5
     write_run(tmp_path, "b", 55, "results/table1.csv", method="splitter_selection", **rising)
-    write_run(tmp_path, "c", 50, "results/table1.csv", seed=1)
-    rising["test_top1"] = lambda epoch: 0.31 + 0.005 * epoch
-    write_run(tmp_path, "d", 55, "results/table1.csv", method="splitter_selection", seed=1, **rising)
+    for seed, end in ((1, 52), (2, 53)):
+        write_run(tmp_path, f"c{seed}", end, "results/table1.csv", seed=seed)
+        rising["test_top1"] = lambda epoch, seed=seed: 0.3 + 0.01 * seed + 0.005 * epoch
+        write_run(tmp_path, f"d{seed}", 55, "results/table1.csv", method="splitter_selection", seed=seed, **rising)
     assert epochs.gather([str(tmp_path / "table1.csv")]) == 0
     text = epochs_figure.text_of(tmp_path / "table1_epochs.csv")
     softmax, rises = ([cell.strip() for cell in re.split(r" \| ", line)] for line in text.splitlines()[2:4])
-    assert len(text.splitlines()) == 2 + 4 + 1 + 4 + 2
+    assert len(text.splitlines()) == 2 + 6 + 1 + 6 + 3
     # Means of five epochs: 25 is that of 21 to 25, .3 + .005 * 23; by validation: that of epoch 47; published.
     assert softmax[2:] == ["50.0 \\| 50.0", "50.0 \\| 50.0", "50.0 \\| 50.0", "50.0 \\| 50.0", "61.3 \\| 85.3 |"]
     assert rises[2:6] == ["41.5 \\| 40.0", "54.0 \\| 40.0", "56.5 \\| 40.0", "53.5 \\| 40.0"]
     assert rises[6].strip("| ") == ""  # this P_K of the network's is not published
     assert "top-1 above softmax from epoch 43 to 55, at the end by 6.5" in text  # .3 + .005 * 41 > .5
     assert "top-5 below softmax from epoch 5 to 55, at the end by 10.0" in text
-    # Two seeds: 1 apart, so that half of the interval is t(.975, 1) / 2; one is no interval.
+    # Three seeds, 1 apart: half of the interval is t(.975, 2) / sqrt 3. 52 is the last epoch that all have.
     assert re.findall("minus softmax after (.*)", text) == [
-        "25 epochs, 2 seeds: −8.00 ± 6.35 \\| −10.00 ± 0.00, by validation −19.00 ± 6.35 \\| −10.00 ± 0.00.",
-        "50 epochs, 2 seeds: +4.50 ± 6.35 \\| −10.00 ± 0.00, by validation +4.00 ± 6.35 \\| −10.00 ± 0.00.",
+        "25 epochs, 3 seeds: −7.50 ± 2.48 \\| −10.00 ± 0.00, by validation −18.50 ± 2.48 \\| −10.00 ± 0.00.",
+        "50 epochs, 3 seeds: +5.00 ± 2.48 \\| −10.00 ± 0.00, by validation +4.50 ± 2.48 \\| −10.00 ± 0.00.",
+        "52 epochs, 3 seeds: +6.00 ± 2.48 \\| −10.00 ± 0.00, by validation +4.50 ± 2.48 \\| −10.00 ± 0.00.",
     ]
     drawn = epochs_figure.draw(tmp_path / "table1_epochs.csv", tmp_path / "figures")
     assert all(path.stat().st_size > 10_000 for path in drawn)

@@ -14,9 +14,8 @@ from topk_losses import smooth_svm, threshold
 from topk_losses.kernels import register
 from topk_losses.operator import log_softmax, pick_ranks
 
-FAR = tl.constexpr(
-    700.0
-)  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
+# Temperatures above the k-th score, beyond which exp would overflow: in every subset for sure.
+FAR = tl.constexpr(700.0)
 
 
 @triton.jit
