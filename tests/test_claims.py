@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+from experiments.shared.run_record import chosen_rows
 from scripts.reporting import epochs_figure
 from scripts.reporting.paired import half_width, with_interval
 from scripts.reporting.results import mean_std
@@ -174,7 +175,8 @@ def test_the_copies_in_table_4():
 
 @cache
 def curves(name):
-    return epochs_figure.read(RESULTS / f"{name}.csv").astype({"seed": int}).set_index(["method", "seed", "epoch"])
+    path = RESULTS / f"{name}.csv"
+    return epochs_figure.read(path, chosen_rows(path)).astype({"seed": int}).set_index(["method", "seed", "epoch"])
 
 
 def after(end, method, seed=0, name="table1_epochs", kind="mean"):

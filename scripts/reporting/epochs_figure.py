@@ -5,47 +5,51 @@ point or two: what is said here is of the mean over WINDOW epochs, of one seed p
 row, the test accuracy where validation was best.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.shared.environment import ROOT
 from scripts.reporting.figure_style import PAGE, STYLES, legend, look, points_of, pyplot, save
 from scripts.reporting.paired import with_interval
-from scripts.reporting.results import as_markdown
-from scripts.reporting.tables import METRICS, shown_p_k
+from scripts.reporting.results import Row, as_markdown, check
+from scripts.reporting.tables import METRICS, PAPER, read_published, shown_p_k
 
 MILESTONES = (25, 50, 100, 200)
 WINDOW = 5
 BASELINE = "softmax_cross_entropy"
 
 
-def read(path: Path) -> pd.DataFrame:
-    """The epochs of a file that scripts/epochs.py wrote, in percent, with what is read of a row that ends there.
+def read(path: Path, rows: Sequence[Row]) -> pd.DataFrame:
+    """The rows of a file that scripts/epochs.py wrote, in percent, with what is read of a run that ends there.
 
-    mean_test_top1: of WINDOW epochs; chosen_test_top1: where validation was best so far. Likewise for top-5.
+    mean_test_top1: of WINDOW epochs; chosen_test_top1: where validation was best so far. Likewise for top-5. Raises
+    CommandLineError.
     """
-    table = pd.read_csv(path, dtype={"p_k": str, "seed": str})
-    for metric in METRICS:
+    valid = [metric.replace("test", "valid") for metric in METRICS]
+    check(path, rows, ("method", "p_k", "seed", "precision", "device_name", "epoch", *METRICS, *valid))
+    table = pd.DataFrame(rows).astype({"epoch": int, **dict.fromkeys([*METRICS, *valid], float)})
+    for metric, of_valid in zip(METRICS, valid):
         table[metric] *= 100
         table[f"mean_{metric}"] = table.groupby("run_id")[metric].transform(lambda each: each.rolling(WINDOW).mean())
-        best = table.groupby("run_id")[metric.replace("test", "valid")].cummax()
+        best = table.groupby("run_id")[of_valid].cummax()
         is_new = best > best.groupby(table["run_id"]).shift(fill_value=-1)
         table[f"chosen_{metric}"] = table[metric].where(is_new).groupby(table["run_id"]).ffill()
     return table
 
 
 def _published(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The published row of each run, by its method and P_K."""
-    paper = pd.read_csv(ROOT / "results" / "paper" / f"{name}.csv", dtype={"p_k": str})
-    paper = paper.drop_duplicates(["method", "p_k"]).set_index(["method", "p_k"])[list(METRICS)] * 100
+    """The published row of each run, by its method and P_K, in percent; NaN where a table is none of the paper's."""
+    rows, _ = read_published(name if (PAPER / f"{name}.csv").exists() else None)
+    paper = pd.DataFrame(rows, columns=["method", "p_k", *METRICS]).drop_duplicates(["method", "p_k"])
+    paper = paper.set_index(["method", "p_k"]).apply(pd.to_numeric) * 100
     runs = table.groupby("run_id", sort=False)[["method", "p_k"]].first()
     return paper.reindex(pd.MultiIndex.from_frame(runs)).set_axis(runs.index)
 
 
-def text_of(path: Path) -> str:
+def text_of(path: Path, rows: Sequence[Row]) -> str:
     """Markdown: a line per run, then what crosses the baseline of the same seed and the means of such differences."""
-    table, name = read(path), path.stem.removesuffix("_epochs")
+    table, name = read(path, rows), path.stem.removesuffix("_epochs")
     means, chosen = ([f"{kind}_{metric}" for metric in METRICS] for kind in ("mean", "chosen"))
     published = _published(table, name)
     lines, told, leads = [], [], {}
@@ -82,12 +86,12 @@ def text_of(path: Path) -> str:
     columns = ["row", "so far", *(f"after {each}" for each in MILESTONES), "last", "by validation", "published, 200"]
     frame = pd.DataFrame(lines, columns=columns)
     frame = frame.loc[:, (frame != "").any()]
-    return "\n".join([as_markdown(frame, 2), "", *(f"- {each}" for each in told)])
+    return "\n".join([as_markdown(frame, 2), "", *(f"- {each}" for each in told), ""])
 
 
-def draw(path: Path, folder: Path) -> list[Path]:
+def draw(path: Path, rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the accuracies over the epochs, with the published end points, to NAME_epochs."""
-    table, name = read(path), path.stem.removesuffix("_epochs")
+    table, name = read(path, rows), path.stem.removesuffix("_epochs")
     published = _published(table, name)
     figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 2.6))
     for axis, (metric, label) in zip(axes, METRICS.items()):

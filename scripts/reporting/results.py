@@ -3,16 +3,14 @@
 import math
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from data import program
-from data.program import CommandLineError, Parser
+from data.program import CommandLineError
 from experiments.shared.neighbours import METHODS as KNN_METHODS
-from experiments.shared.run_record import COLUMNS, chosen_rows
+from experiments.shared.run_record import COLUMNS
 from topk_losses import METHODS
 
 Row = Mapping[str, str]
@@ -41,7 +39,7 @@ RULES: dict[str, tuple[str, Callable[[str], bool]]] = {
     "method": (f"one of {', '.join(KNOWN_METHODS)}", KNOWN_METHODS.__contains__),
     "arm": (f"one of {', '.join(ARMS)}", ARMS.__contains__),
     "p_k": ("numbers such as .5 0 0 0 .5", _numbers),
-    "seed|n_epochs|batch_size|num_classes|max_letters|hidden_dim|beam_size|(train|valid|test)_(images|words)": (
+    "seed|epoch|n_epochs|batch_size|num_classes|max_letters|hidden_dim|beam_size|(train|valid|test)_(images|words)": (
         "a whole number",
         lambda cell: cell.isascii() and cell.isdecimal() and len(cell) < 20,
     ),
@@ -76,14 +74,14 @@ def check(path: Path, rows: Sequence[Row], needed: Sequence[str], optional: Sequ
                 )
 
 
-def results_of(path: Path, needed: Sequence[str], apart: Iterable[str], optional: Sequence[str] = ()) -> list[Row]:
-    """Return the checked rows of a file, which agree in all flags but `apart`. CommandLineError, ProgramError."""
-    rows: list[Row] = [*chosen_rows(path)]
+def check_alike(
+    path: Path, rows: Sequence[Row], needed: Sequence[str], apart: Iterable[str], optional: Sequence[str] = ()
+) -> None:
+    """`check`, and raise CommandLineError unless the rows agree in all flags but `apart`."""
     check(path, rows, needed, optional)
     flags = [name for name in rows[0] if name not in {*COLUMNS, *apart}]
     for name, values in differing(rows, flags).items():
         raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
-    return rows
 
 
 def differing(rows: Sequence[Row], columns: Iterable[str]) -> dict[str, list[str]]:
@@ -102,26 +100,3 @@ def mean_std(values: Sequence[float], decimals: int = 2) -> str:
     """Return the mean and, of several values, the sample standard deviation."""
     spread = f" ± {statistics.stdev(values):.{decimals}f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.{decimals}f}{spread}"
-
-
-def run(
-    argv: list[str] | None,
-    description: str,
-    written_by: str,
-    text: Callable[[Path], str],
-    draw: Callable[[Path, Path], list[Path]] | None = None,
-) -> int:
-    """Print the text on a file and draw its figures where they are asked for; return the exit status."""
-
-    def report() -> int:
-        parser = Parser(description=description)
-        parser.add_argument("results", type=program.path, help=f"a CSV file that {written_by} wrote")
-        if draw:
-            parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw figures, PNG and SVG, into DIR")
-        args = parser.parse_args(argv)
-        print(text(args.results), end="")
-        for drawn in draw(args.results, args.figures) if draw and args.figures else ():
-            print(f"wrote {drawn}", file=sys.stderr)
-        return 0
-
-    return program.finish(report)

@@ -3,8 +3,8 @@
 A line `[results](../results/table1.csv)` becomes the table of that file as scripts/report.py writes it, beside the
 published values, with its figures; without the file every row of it is "not run". `[results of dataset=digits](...)`
 takes these rows alone. Likewise `paired` (the rows minus softmax cross-entropy's by seed), `epochs` (what an epochs
-file says, with its curves), `temperatures of [0,0,0,0,1]` (the lines of that P_K of scripts/temperature_report.py),
-`beam_search` (scripts/beam_search_report.py), `benchmark` (a file of results/benchmarks/) and `include` (Markdown of
+file says, with its curves), `temperatures of [0,0,0,0,1]` (the lines of that P_K of report.py --temperatures),
+`beam_search` (the tables of its arms), `benchmark` (a file of results/benchmarks/) and `include` (Markdown of
 the repository without its title). Where pages are read without being built, such a line is a link to the file. The
 figures are drawn anew; formulas become MathML, which browsers show without a script or a font from elsewhere.
 """
@@ -21,8 +21,8 @@ import pandas as pd
 
 from experiments.shared.environment import ROOT
 from experiments.shared.run_record import chosen_rows
-from scripts import beam_search_report, report, temperature_report
-from scripts.reporting import epochs_figure
+from scripts import report
+from scripts.reporting import beam_search, epochs_figure, temperatures
 from scripts.reporting.formats import markdown
 from scripts.reporting.paired import paired
 from scripts.reporting.results import as_markdown
@@ -51,15 +51,15 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", root: Pat
             body = IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
             return MARK.sub(replaced, body)
         if kind == "temperatures":
-            lines = temperature_report.lines_of(temperature_report.rows_of(path))
+            lines = temperatures.lines_of(temperatures.ordered(path, chosen_rows(path)))
             return as_markdown(lines[lines.pop("P_K").str.replace(" ", "") == part])
         if kind == "beam_search":
-            return beam_search_report.tables(path)
+            return beam_search.text_of(path, chosen_rows(path))
         if kind == "benchmark":
             return _measured(path)
         if kind == "epochs":
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{path.stem}.svg)"
-            return f"{epochs_figure.text_of(path)}\n\n{curves}"
+            return f"{epochs_figure.text_of(path, chosen_rows(path))}\n\n{curves}"
         if kind == "paired":
             return paired(path.stem, chosen_rows(path), "softmax_cross_entropy")
         table = report.table_of(path, chosen_rows(path, [part]) if part else None)
@@ -114,7 +114,7 @@ def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
             draw_method(method, folder)
         for kind, path in {(kind, ROOT / name) for kind, part, name in marks if not part}:
             if kind == "epochs":
-                epochs_figure.draw(path, folder)
+                epochs_figure.draw(path, chosen_rows(path), folder)
             elif kind == "results" and (table := report.table_of(path)).run_lines:
                 draw_figures_of_table(table, ROOT / "results" / "runs", folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}

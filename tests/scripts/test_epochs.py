@@ -7,8 +7,7 @@ import re
 import pandas as pd
 import pytest
 
-from scripts import epochs
-from scripts.reporting import epochs_figure
+from scripts import epochs, report
 
 METRICS = dict.fromkeys(epochs.OF_AN_EPOCH[1:], "0.5")
 
@@ -46,7 +45,7 @@ def test_a_folder_without_runs_gets_a_sentence(tmp_path):
     assert not (tmp_path / "t_epochs.csv").exists()
 
 
-def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(tmp_path):
+def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(tmp_path, capsys):
     """Softmax stays at 50 %; the network rises by half a point an epoch and passes it in top-1, not in top-5."""
     write_run(tmp_path, "a", 60, "results/table1.csv")
     rising = {"test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": lambda epoch: 0.4}
@@ -57,7 +56,9 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
         rising["test_top1"] = lambda epoch, seed=seed: 0.3 + 0.01 * seed + 0.005 * epoch
         write_run(tmp_path, f"d{seed}", 55, "results/table1.csv", method="splitter_selection", seed=seed, **rising)
     assert epochs.gather([str(tmp_path / "table1.csv")]) == 0
-    text = epochs_figure.text_of(tmp_path / "table1_epochs.csv")
+    capsys.readouterr()
+    assert report.main([str(tmp_path / "table1_epochs.csv"), "--figures", str(tmp_path / "figures")]) == 0
+    text = capsys.readouterr().out
     softmax, rises = ([cell.strip() for cell in re.split(r" \| ", line)] for line in text.splitlines()[2:4])
     assert len(text.splitlines()) == 2 + 6 + 1 + 6 + 3
     # Means of five epochs: 25 is that of 21 to 25, .3 + .005 * 23; by validation: that of epoch 47; published.
@@ -72,5 +73,4 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
         "50 epochs, 3 seeds: +5.00 ± 2.48 \\| −10.00 ± 0.00, by validation +4.50 ± 2.48 \\| −10.00 ± 0.00.",
         "52 epochs, 3 seeds: +6.00 ± 2.48 \\| −10.00 ± 0.00, by validation +4.50 ± 2.48 \\| −10.00 ± 0.00.",
     ]
-    drawn = epochs_figure.draw(tmp_path / "table1_epochs.csv", tmp_path / "figures")
-    assert all(path.stat().st_size > 10_000 for path in drawn)
+    assert all((tmp_path / "figures" / f"table1_epochs.{kind}").stat().st_size > 10_000 for kind in ("png", "svg"))

@@ -1,26 +1,17 @@
 """What a sweep says of the inverse temperature: a table of the best ones, and a figure for each P_K.
 
-    python scripts/temperature_report.py results/temperature.csv
-    python scripts/temperature_report.py results/temperature.csv --figures docs/figures   # PNG and SVG
-    python scripts/temperature_report.py results/temperature_training.csv                 # whole networks
-
 Of each method and P_K the inverse temperature is taken whose runs are best on validation, by the mean over the seeds
 of P_K(1) top-1 + (1 - P_K(1)) top-5, and the test accuracies of these runs are shown, in percent, mean ± sample
 standard deviation; in brackets as a multiple of the library's default, and whether none beyond it was tried. Beside
 them those of the default and of the mode "auto", mean over the seeds.
 """
 
-if __name__ == "__main__":
-    from data import program
-
-    program.begin()
-
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from data import program
-from scripts.reporting.results import as_markdown, check, float_of, mean_std, results_of, run
+from scripts.reporting.results import Row, as_markdown, check, check_alike, float_of, mean_std
 from scripts.reporting.tables import shown_p_k
 from topk_losses import METHODS
 from topk_losses.checks import AUTO
@@ -39,13 +30,13 @@ OPTIONAL = ("inverse_temperature", "last_inverse_temperature", "m")  # empty whe
 FLOOR_OF_HEADS, FLOOR = 5, 35  # points below the best that a panel of the figure still shows
 
 
-def rows_of(path: Path) -> pd.DataFrame:
-    """Return the rows by P_K, then method in the library's order, then temperature; accuracies in percent.
+def ordered(path: Path, rows: Sequence[Row]) -> pd.DataFrame:
+    """Return the rows of a file by P_K, then method in the library's order, then temperature; accuracies in percent.
 
     beta: the inverse temperature, NaN where it is none or changes; temperature: it, auto, or a schedule FROM:TO, as
     text; name: the method, and m where that is not all scores. Raises CommandLineError.
     """
-    rows = results_of(path, NEEDED, APART, OPTIONAL)
+    check_alike(path, rows, NEEDED, APART, OPTIONAL)
     check(path, rows, [SPREAD] * (SPREAD in rows[0]))
     changing = [row for row in rows if row["inverse_temperature"] and float_of(row["inverse_temperature"]) is None]
     check(path, changing, ["last_inverse_temperature"])
@@ -63,9 +54,9 @@ def rows_of(path: Path) -> pd.DataFrame:
     return frame.sort_values("p_k", key=lambda cells: cells.str.split(), ascending=False, kind="stable")
 
 
-def table(path: Path) -> str:
-    """Return the table as Markdown. Raises CommandLineError, ProgramError."""
-    frame = rows_of(path)
+def text_of(path: Path, rows: Sequence[Row]) -> str:
+    """Return the table of a file's rows as Markdown. Raises CommandLineError."""
+    frame = ordered(path, rows)
     first = frame.iloc[0]
     trained = first.get("model") or f"linear heads on embeddings of {first['num_classes']} classes"
     machines = (frame["device_name"] + ", PyTorch " + frame["torch_version"]).unique()
@@ -78,7 +69,7 @@ def table(path: Path) -> str:
 
 
 def lines_of(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the cells of the table, a line for each method and P_K, as text. frame: of rows_of."""
+    """Return the cells of the table, a line for each method and P_K, as text. frame: of `ordered`."""
     groups = frame.groupby(["p_k", "name"], sort=False)
     return pd.DataFrame({"P_K": shown_p_k(p_k), "method": name, **_cells(heads)} for (p_k, name), heads in groups)
 
@@ -110,11 +101,11 @@ def _cells(heads: pd.DataFrame) -> dict[str, str]:
     }
 
 
-def draw(path: Path, folder: Path) -> list[Path]:
-    """Draw <name of the file>_P_K.png and .svg for each P_K of a file, and return their paths."""
+def draw(path: Path, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw <name of the file>_P_K.png and .svg for each P_K of its rows, and return their paths."""
     from scripts.reporting.figure_style import GREY, PAGE, legend, look, note, pyplot, save  # takes a second
 
-    drawn, frame = [], rows_of(path)
+    drawn, frame = [], ordered(path, rows)
     of_heads = SPREAD in frame
     trained, floor = ("Heads", FLOOR_OF_HEADS) if of_heads else ("Networks", FLOOR)
     times_spread = " times the spread of a row's logits at the end" if of_heads else ""
@@ -143,12 +134,3 @@ def draw(path: Path, folder: Path) -> list[Path]:
         )
         drawn += save(figure, folder, f"{path.stem}_{p_k.replace(' ', '_').replace('0.', '.')}")
     return drawn
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see data/program.py)."""
-    return run(argv, "What the inverse temperature does.", "scripts/temperature.sh", table, draw)
-
-
-if __name__ == "__main__":
-    program.end(main())

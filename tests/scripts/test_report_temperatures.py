@@ -1,7 +1,7 @@
 """The best temperatures: chosen by validation alone, shown beside the default; what is refused; the figures."""
 
-from scripts import temperature_report
-from tests.scripts.test_beam_search_report import lines_of
+from scripts import report
+from tests.scripts.test_report_beam_search import lines_of, reported
 
 SETTING = {
     **{"num_classes": "100", "train_images": "90", "valid_images": "10", "n_epochs": "5", "batch_size": "30"},
@@ -32,8 +32,8 @@ ROWS = [
 ]
 
 
-def test_validation_chooses_and_test_reports(write):
-    text = temperature_report.table(write(*ROWS, name="t.csv"))
+def test_validation_chooses_and_test_reports(write, capsys):
+    text = reported(write(*ROWS, name="t.csv"), "--temperatures", capsys=capsys)
     assert text.startswith("t.csv: linear heads on embeddings of 100 classes (90 training rows, 10 validate), 5 epochs")
     lines = lines_of(text, "| lml")
     # (.6 + .7) / 2 against (.4 + .8) / 2; top-5 alone: half of it. The default is .25, which was not tried.
@@ -49,26 +49,27 @@ def test_validation_chooses_and_test_reports(write):
 
 def test_rows_of_other_settings_or_scripts_are_refused(write, capsys):
     other = write(*ROWS, {**ROWS[-1], "n_epochs": "9"})
-    assert temperature_report.main([str(other)]) == 2
+    assert report.main([str(other), "--temperatures"]) == 2
     assert "mixes n_epochs 5 and 9" in capsys.readouterr().err
-    assert temperature_report.main([str(write({"seed": "0"}))]) == 2
+    assert report.main([str(write({"seed": "0"})), "--temperatures"]) == 2
     assert "r.csv has no column method" in capsys.readouterr().err
 
 
-def test_a_figure_for_each_p_k_with_temperatures(write, tmp_path):
-    drawn = temperature_report.draw(write(*ROWS), tmp_path)
-    assert [path.name for path in drawn[::2]] == ["r_.5_0_0_0_.5.png", "r_0_0_0_0_1.png"]
+def test_a_figure_for_each_p_k_with_temperatures(write, tmp_path, capsys):
+    reported(write(*ROWS), "--temperatures", "--figures", str(tmp_path / "figures"), capsys=capsys)
+    drawn = sorted(path.name for path in (tmp_path / "figures").glob("*.png"))
+    assert drawn == ["r_.5_0_0_0_.5.png", "r_0_0_0_0_1.png"]
 
 
-def test_whole_networks_have_no_spread(write, tmp_path):
+def test_whole_networks_have_no_spread(write, tmp_path, capsys):
     rows = [{**row("lml", FIVE, beta, 0, (0.5, 0.5), (0.25, 0.75)), "model": "resnet18"} for beta in ("1", "2")]
     for each in rows:
         del each["last_test_logit_std"]
     results = write(*rows, name="networks.csv")
-    text = temperature_report.table(results)
+    text = reported(results, "--temperatures", "--figures", str(tmp_path / "figures"), capsys=capsys)
     assert text.startswith("networks.csv: resnet18 (90 training rows")
     (line,) = lines_of(text, "| lml")
     assert line[:6] == ["[0, 0, 0, 0, 1]", "lml", "1 (4x, the least)", "", "25.00", "75.00"]
-    assert {path.name for path in temperature_report.draw(results, tmp_path)} == {
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
         f"networks_0_0_0_0_1.{kind}" for kind in ("png", "svg")
     }

@@ -1,28 +1,19 @@
 """Tables of results/beam_search.csv: error rates per arm, each arm's difference to the control, accuracy by position.
 
-    python scripts/beam_search_report.py results/beam_search.csv
-    python scripts/beam_search_report.py results/beam_search.csv --figures docs/figures   # a soft beam, PNG and SVG
-
 Error rates in percent, mean ± sample standard deviation over the seeds. A difference is paired: of a seed, arm minus
 control (--arm cross_entropy), which have the same pretrained weights, batches and number of updates; its interval is
 Student's t over the seeds, 95 %. It says how far the seeds agree, not how far other test words would. Where it holds 0,
 the arm cannot be told from the control. The figure needs the checkpoints in runs/ beside the file.
 """
 
-if __name__ == "__main__":
-    from data import program
-
-    program.begin()
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from data import program
 from data.program import CommandLineError
 from scripts.reporting.paired import CONFIDENCE, with_interval
-from scripts.reporting.results import ARMS, Row, as_markdown, check, float_of, mean_std, results_of, run
+from scripts.reporting.results import ARMS, Row, as_markdown, check, check_alike, float_of, mean_std
 from topk_losses import METHODS
 
 CONTROL = "cross-entropy"
@@ -42,9 +33,9 @@ RATES = {
 }
 
 
-def rows_of(path: Path) -> list[Row]:
-    """Return the rows, the control's first. Raises CommandLineError, ProgramError."""
-    rows = results_of(path, NEEDED, APART, ("inverse_temperature",))
+def ordered(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a file, the control's first. Raises CommandLineError."""
+    check_alike(path, rows, NEEDED, APART, ("inverse_temperature",))
     if len({len(row[f"test_{kind}_accuracy"].split()) for row in rows for kind in ("forced", "free")}) > 1:
         raise CommandLineError(f"{path} has test_forced_accuracy or test_free_accuracy of another number of positions")
     return sorted(rows, key=lambda row: (ARMS.index(row["arm"]), list(METHODS).index(row["method"]), int(row["seed"])))
@@ -58,9 +49,9 @@ def shown_arm(row: Row) -> str:
     return f"{row['arm'].replace('_', ' ')}, {row['method']}, β {cell if beta is None else f'{beta:g}'}"
 
 
-def tables(path: Path) -> str:
-    """Return the three tables as Markdown. Raises CommandLineError, ProgramError."""
-    rows = rows_of(path)
+def text_of(path: Path, rows: Sequence[Row]) -> str:
+    """Return the three tables of a file's rows as Markdown. Raises CommandLineError."""
+    rows = ordered(path, rows)
     first, rates = rows[0], [column for column in RATES if any(row.get(column) for row in rows)]
     check(path, rows, rates)  # what one row has, all have
     runs = pd.DataFrame(rows).assign(arm=[shown_arm(row) for row in rows]).set_index(["arm", "seed"])
@@ -102,17 +93,8 @@ def by_arm(values: pd.DataFrame, shown: Callable[[pd.Series], str], counted: str
     return as_markdown(groups.agg(shown).assign(**{counted: groups.size().astype(str)}).reset_index())
 
 
-def draw(path: Path, folder: Path) -> list[Path]:
-    """Draw the soft beam of the file's first soft-beam row and return the paths."""
+def draw(path: Path, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw the soft beam of the first soft-beam row and return the paths."""
     from scripts.reporting.beam_figure import draw_soft_beam  # matplotlib takes a second, and a table needs none
 
-    return draw_soft_beam(path, rows_of(path), folder)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see data/program.py)."""
-    return run(argv, "Tables of the arms of train_beam_search.py.", "experiments/train_beam_search.py", tables, draw)
-
-
-if __name__ == "__main__":
-    program.end(main())
+    return draw_soft_beam(path, ordered(path, rows), folder)
