@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,8 @@ def check_alike(
     check(path, rows, needed, optional)
     flags = [name for name in rows[0] if name not in {*COLUMNS, *apart}]
     for name, values in differing(rows, flags).items():
-        raise CommandLineError(f"{path} mixes {name} {' and '.join(values)}: one report is of one setting")
+        told = f"one report is of one setting; choose with --where {shlex.quote(f'{name}={values[0]}')}"
+        raise CommandLineError(f"{path} mixes {name} {' and '.join(cell or '(empty)' for cell in values)}: {told}")
 
 
 def differing(rows: Sequence[Row], columns: Iterable[str]) -> dict[str, list[str]]:
