@@ -153,7 +153,8 @@ def build_table(name: str, runs: Sequence[Row], table: str | None) -> Table:
         first, (method, _, backbone, *variant) = group[0], key
         what = f"the row {method} {shown_p_k(first.get('p_k', ''))}".rstrip()
         mixed = differing(group, [each for each in OF_A_ROW if each != "p_k"])
-        _refuse(what, mixed, "a cell holds the seeds of one experiment", group, f"{method}:")
+        rule = "a cell holds the seeds of one experiment (--paired and --temperatures set several side by side)"
+        _refuse(what, mixed, rule, group, f"{method}:")
         seed, count = Counter(run["seed"] for run in group).most_common(1)[0]
         if count > 1:
             of_seed = [run for run in group if run["seed"] == seed]
