@@ -112,3 +112,10 @@ def test_the_published_values_of_a_page_are_those_of_results_paper(page):
     shown = re.findall(r"\b(\d\d)\.(\d+) \\?\| (\d\d)\.(\d+)", text)
     assert len(shown) >= 5
     assert {(one + one_more, five + five_more) for one, one_more, five, five_more in shown} <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_paragraph_stands_twice(page):
+    paragraphs = [" ".join(each.split()) for each in page.read_text(encoding="utf-8").split("\n\n")]
+    long = [each for each in paragraphs if len(each) > 80]
+    assert sorted({each for each in long if long.count(each) > 1}) == []
