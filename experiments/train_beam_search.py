@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from data.cifar100 import epoch_order
-from data.cmudict import DATASETS, END, CmudictUnavailableError, Words, load_words
+from data.cmudict import DATASETS, END, Words, load_words
 from experiments.shared import command_line as cli
 from experiments.shared.beam_objectives import Objective, cross_entropy, rank_operator, retain, soft_beam_loss
 from experiments.shared.command_line import flag
@@ -151,8 +151,7 @@ def train(args: Flags, ranks: Ranks) -> int:
     device = cli.training_device(args, ranks)
     settings, flags = configuration(args)
     run = Run(args, flags, IDENTITY, READABLE, device, ranks, "update")
-    with cli.refusing(CmudictUnavailableError):
-        words = load_words(args.dataset, args.max_letters, args.limit_train, args.limit_test)
+    words = load_words(args.dataset, args.max_letters, args.limit_train, args.limit_test)
     objective = build_objective(args, settings, len(words.symbols), device)
 
     with run.held():

@@ -74,11 +74,13 @@ def report(args: argparse.Namespace) -> int:
     runs = chosen_rows(args.results, args.where)
     figures: list[Path] = []
     own = tables_of_its_own(args, runs)
-    only_markdown = args.format == "markdown" and not args.table
-    check(only_markdown or not own, f"{args.results} has tables of its own: leave --format and --table out")
+    plain = args.format == "markdown" and not args.table
+    whose = "--temperatures" if args.temperatures else args.results
+    told = f"{whose} has tables of its own, in Markdown: leave --format, --table and --paired out"
+    check(not own or (plain and not args.paired), told)
     if args.paired:
-        alone = only_markdown and not (args.figures or own)
-        check(alone, "--paired is a table in Markdown of trained rows: leave --format, --table and --figures out")
+        told = "--paired is a table in Markdown: leave --format, --table and --figures out"
+        check(plain and not args.figures, told)
         text = paired(args.results.stem, runs, args.paired)
     elif own:
         text = own.text_of(args.results, runs)
