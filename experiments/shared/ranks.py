@@ -74,6 +74,8 @@ class Ranks:
             self._store = distributed.PrefixStore("ended", store)
             group = {"store": distributed.PrefixStore("group", store), "rank": self.rank, "world_size": self.count}
             distributed.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_PATIENCE, **group)
+            # Who goes wrong from here on does not leave another in the middle of the meeting.
+            distributed.all_gather_object([None] * self.count, self.rank)
         except RuntimeError as error:
             place, reason = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ), str(error).partition("\n")[0]
             raise ProgramError(f"{self.count} processes did not meet at {place}: {reason}") from None
