@@ -4,12 +4,13 @@ import contextlib
 import difflib
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
+AS_TENSOR = "torch.as_tensor"
 AUTO = "auto"  # the inverse temperature that follows the logits
 PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, see check_p_k
 
@@ -43,9 +44,16 @@ def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
     raise ValueError(f"unknown {kind} {name!r}{hint} Choose one of: {', '.join(choices)}")
 
 
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+
+
 def check_positive(name: str, value: float, or_zero: bool = False) -> float:
     """Return `value` as a float; raise ValueError unless it is finite and above zero, or zero."""
-    value = float(value)
+    value = _number(name, value)
     if not (math.isfinite(value) and (value > 0 or (or_zero and value == 0))):
         raise ValueError(f"{name} must be a finite number {'>= 0' if or_zero else 'above 0'}, got {value:g}")
     return value
@@ -77,7 +85,10 @@ def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False
 
 def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: bool) -> Tensor:
     """Return a tensor (n,) of finite numbers above 0, or 0, one per class; raise ValueError for anything else."""
-    numbers = torch.as_tensor(value).detach()
+    try:
+        numbers = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must hold a number per class, got {value!r}") from None
     fits = numbers.dim() == 1 and len(numbers) == (num_classes or len(numbers))
     if fits and has_known_values(numbers):
         fits = bool(((numbers >= 0 if or_zero else numbers > 0) & numbers.isfinite()).all())
@@ -91,7 +102,7 @@ def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: boo
 
 def check_fraction(name: str, value: float) -> float:
     """Return `value` as a float; raise ValueError unless it lies in [0, 1)."""
-    value = float(value)
+    value = _number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value:g}")
     return value
@@ -122,16 +133,23 @@ def check_several(name: str, value: SupportsIndex | None) -> int | None:
 def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = None) -> Tensor:
     """Return P_K as a float64 tensor (K,) or (num_classes, K), each row scaled to sum to 1, without trailing zeros.
 
-    p_k: a sequence or tensor (K,), p_k[j] = P(K = j + 1); an integer k, for [0, .., 0, 1]; a mapping {k: P(K = k)}; or
-    one row per class, (num_classes, K). Raises ValueError if an entry is negative or not finite, a row's sum is further
-    than 1e-4 from 1 (the tolerance of difftopk), the shape is another one, or a rank with mass is beyond num_scores.
+    p_k: a sequence, array or tensor (K,), p_k[j] = P(K = j + 1); an integer k, for [0, .., 0, 1]; a mapping
+    {k: P(K = k)}; or one row per class, (num_classes, K). Raises ValueError if an entry is negative or not finite, a
+    row's sum is further than 1e-4 from 1 (the tolerance of difftopk), the shape is another one, or a rank with mass is
+    beyond num_scores.
     """
-    if not isinstance(p_k, (Mapping, Sequence, Tensor)):
+    if isinstance(p_k, SupportsIndex) and not isinstance(p_k, Sized):
         p_k = {check_integer("p_k as a single k", p_k, 1): 1.0}
     if isinstance(p_k, Mapping):
-        share_of = {check_k(k): float(share) for k, share in p_k.items()}
+        share_of = {check_k(k): _number(f"P_K({k})", share) for k, share in p_k.items()}
         p_k = [share_of.get(k, 0.0) for k in range(1, max(share_of, default=0) + 1)]
-    rows = torch.as_tensor(p_k, dtype=torch.float64, device="cpu").detach()
+    try:
+        rows = torch.as_tensor(p_k, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            "p_k must be P_K(1), P_K(2), ... as numbers, one such row per class, a mapping {k: P_K(k)} or a single k, "
+            f"got {p_k!r}"
+        ) from None
     if rows.dim() not in (1, 2) or rows.numel() == 0:
         raise ValueError(f"p_k must have shape (K,) or (num_classes, K) with K >= 1, got shape {tuple(rows.shape)}")
     if rows.dim() == 2 and num_classes is not None and rows.shape[0] != num_classes:
@@ -159,8 +177,9 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
 def check_logits(logits: Tensor) -> None:
     """Raise TypeError unless `logits` is a floating-point tensor, ValueError if it has no dimension for classes."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise TypeError(f"logits must be a floating-point tensor, got {kind}; convert with logits.float()")
+        is_tensor = isinstance(logits, Tensor)
+        kind, how = (logits.dtype, "logits.float()") if is_tensor else (type(logits).__name__, AS_TENSOR)
+        raise TypeError(f"logits must be a floating-point tensor, got {kind}; convert with {how}")
     if logits.dim() == 0:
         raise ValueError("logits must have a dimension for the classes, got a tensor of shape ()")
 
@@ -172,7 +191,7 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
     class's score checks its index itself, with PyTorch's own error.
     """
     if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}; convert with {AS_TENSOR}")
     got, hint = tuple(labels.shape), ""
     if got == (*shape, 1):
         hint = "; take the last dimension off with labels.squeeze(-1)"

@@ -49,6 +49,7 @@ class ClassificationLoss(Constants):
 
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
     constants: tuple[str, ...] = ("weight",)
+    per_class: tuple[str, ...] = ("weight",)  # settings with a number for each class
     shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
     fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
     knows_sets = True  # of right answers: soft_labels "any"
@@ -111,8 +112,10 @@ class ClassificationLoss(Constants):
             raise ValueError(
                 f"logits must have num_classes={self.num_classes} columns, got shape {tuple(logits.shape)}"
             )
-        if self.weight is not None and len(self.weight) != n:
-            raise ValueError(f"weight holds {len(self.weight)} numbers, but the logits have {n} classes")
+        for name in self.per_class:
+            numbers = getattr(self, name)
+            if numbers is not None and len(numbers) != n:
+                raise ValueError(f"{name} holds {len(numbers)} numbers, but the logits have {n} classes")
         several, is_tensor = self.soft_labels == "any", isinstance(labels, Tensor)
         is_mass = is_tensor and (labels.is_floating_point() or (several and labels.shape == logits.shape))
         if is_mass:

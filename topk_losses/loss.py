@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from topk_losses.checks import PK, check_integer, check_p_k, check_several, has_known_values
+from topk_losses.checks import AS_TENSOR, PK, check_integer, check_logits, check_p_k, check_several, has_known_values
 from topk_losses.classification import ClassificationLoss
 from topk_losses.methods import METHODS, RELAXATIONS, TOP1, make_operator, resolve_method, resolve_settings
 from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, pick_ranks
@@ -170,6 +170,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         """
         if p_k is None:
             return self._reduced(logits, labels, None)
+        if not isinstance(p_k, Tensor):
+            raise TypeError(f"p_k of a call must be a tensor, got {type(p_k).__name__}; convert with {AS_TENSOR}")
+        check_logits(logits)
         shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
         if p_k.shape[:-1] != shape or p_k.dim() == 0:
             raise ValueError(f"p_k must have shape {(*shape, 'K')}, a row per sample, got {tuple(p_k.shape)}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor
 
-from topk_losses.checks import check_choice, check_inverse_temperature, check_k
+from topk_losses.checks import check_choice, check_integer, check_inverse_temperature, check_k
 from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCrossEntropyLoss
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.operator import TopKOperator
@@ -140,8 +140,9 @@ def make_operator(
     settings that do not fit.
     """
     beta, *settings, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda, relaxed=True).values()
-    spec, k = METHODS[resolve_method(method)], check_k(k, num_scores)
+    spec, n = METHODS[resolve_method(method)], check_integer("num_scores", num_scores, 1)
+    k = check_k(k, n)
     if spec.network is not None:
-        return RelaxedNetwork(spec.network(num_scores, k), beta, *settings)
+        return RelaxedNetwork(spec.network(n, k), beta, *settings)
     assert spec.operator is not None
     return spec.operator(k, beta)

@@ -18,7 +18,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from topk_losses.checks import check_k
+from topk_losses.checks import check_integer, check_k
 from topk_losses.kernels import kernel
 from topk_losses.operator import TopKOperator, finite, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
@@ -63,22 +63,27 @@ class Network:
         return _network(self.n, self.k, reversed(kept))
 
 
+def _checked(n: SupportsIndex, k: SupportsIndex) -> tuple[int, int]:
+    n = check_integer("the number of scores n", n, 1)
+    return n, check_k(k, n)
+
+
 def _network(n: int, k: int, layers: Iterable[Layer]) -> Network:
     return Network(n, k, tuple(tuple(layer) for layer in layers if layer))
 
 
 @lru_cache(maxsize=8, typed=True)
-def odd_even(n: int, k: SupportsIndex) -> Network:
+def odd_even(n: SupportsIndex, k: SupportsIndex) -> Network:
     """Odd-even transposition sort: n layers of neighbours.
 
     Raises ValueError unless 1 <= k <= n.
     """
-    k = check_k(k, n)
+    n, k = _checked(n, k)
     return _network(n, k, ([(lo, lo + 1) for lo in range(depth % 2, n - 1, 2)] for depth in range(n)))
 
 
 @lru_cache(maxsize=8, typed=True)
-def bitonic(n: int, k: SupportsIndex) -> Network:
+def bitonic(n: SupportsIndex, k: SupportsIndex) -> Network:
     """Bitonic sort (Batcher 1968): b (b + 1) / 2 layers with b = ceil(log2 n), for any n.
 
     The lowest 2^b - n wires of the full network do not exist. difftopk drops every comparator that touches one,
@@ -87,7 +92,8 @@ def bitonic(n: int, k: SupportsIndex) -> Network:
     are 1 stand in one run, and is kept there (n = 16, 50, 100, 1000, 1024 are such n). Elsewhere the missing -inf
     move as they should, which takes no comparator either. Raises ValueError unless 1 <= k <= n.
     """
-    k, num_blocks = check_k(k, n), (n - 1).bit_length()
+    n, k = _checked(n, k)
+    num_blocks = (n - 1).bit_length()
     padding = 2**num_blocks - n
     missing_stay = "01" not in f"{padding:b}".lstrip("0")
     lane_on = [-1] * padding + list(range(n))  # of each wire; -1: no lane
@@ -112,7 +118,7 @@ def bitonic(n: int, k: SupportsIndex) -> Network:
 
 
 @lru_cache(maxsize=8, typed=True)
-def splitter_selection(n: int, k: SupportsIndex) -> Network:
+def splitter_selection(n: SupportsIndex, k: SupportsIndex) -> Network:
     """Splitter selection network (Petersen et al. 2022, section 3.3): O(log n) layers for k much below n.
 
     Each lane carries a lower bound on the number of lanes above it. A splitter cascade over the lanes of equal
@@ -120,7 +126,7 @@ def splitter_selection(n: int, k: SupportsIndex) -> Network:
     cascade's lanes above it, which raises its bound. Lanes whose bound reaches k are out. The cascades repeat,
     each as early as its lanes are free, until the top k are ordered. Raises ValueError unless 1 <= k <= n.
     """
-    k = check_k(k, n)
+    n, k = _checked(n, k)
     bound = [0] * n  # of lanes known to be above each
     free_from = [0] * n  # first layer in which the lane is free
     layers: list[list[tuple[int, int]]] = []

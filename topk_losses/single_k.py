@@ -71,7 +71,7 @@ class NoisedTopKLoss(SingleKLoss):
     Raises TypeError or ValueError for settings and inputs that do not fit.
     """
 
-    constants = ("weight", "class_counts")
+    constants = per_class = ("weight", "class_counts")
     shown = ("inverse_temperature", "num_samples", "max_margin", "scale", *SingleKLoss.shown)
 
     def __init__(

@@ -135,7 +135,8 @@ def test_the_function_is_the_module(method):
 
 def test_p_k_in_all_its_forms():
     logits, labels = random_batch()
-    for one, other in ((3, [0, 0, 1]), (np.int64(3), [0, 0, 1]), (torch.tensor([0.5, 0.5]), (0.5, 0.5))):
+    last, even = [0, 0, 1], (0.5, 0.5)
+    for one, other in ((3, last), (np.int64(3), last), (torch.tensor(even), even), (np.array(even), even)):
         losses = [TopKCrossEntropyLoss("neuralsort", p_k, top1_mode="sort")(logits, labels) for p_k in (one, other)]
         assert torch.equal(*losses)
     assert make_loss("smooth_topk", 3).k == 3

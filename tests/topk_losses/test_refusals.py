@@ -55,6 +55,12 @@ CONSTRUCTIONS = [
     (build, {"p_k": [0.1] * 9 + [0, 0.1]}, "mass on rank 11, but only 10 scores"),
     (build, {"p_k": [0.2] * 5, "m": 4}, "mass on rank 5, but only 4 scores"),
     (build, {"p_k": 0}, "p_k as a single k must be an integer of at least 1"),
+    (build, {"p_k": 5.0}, r"must have shape \(K,\)"),
+    (build, {"p_k": "0.5 0.5"}, "p_k must be .* as numbers, .* got '0.5 0.5'"),
+    (build, {"p_k": {1, 5}}, "p_k must be .* as numbers"),
+    (build, {"p_k": [[0.5, 0.5], [1.0]]}, "p_k must be .* as numbers"),
+    (build, {"p_k": None}, "p_k must be .* as numbers, .* got None"),
+    (build, {"p_k": {1: None}}, r"P_K\(1\) must be a number, got None"),
     (build, {"p_k": {0: 1.0}}, "k must be an integer"),
     (build, {"p_k": {1: 0.5, 5: 0.6}}, r"sum 1.1"),
     (build, {"p_k": torch.full((4, 2), 0.5)}, "num_classes=10 rows, got 4"),
@@ -72,6 +78,9 @@ CONSTRUCTIONS = [
     (build, {"reduction": "avg"}, "unknown reduction"),
     (build, {"soft_labels": "all"}, "unknown soft_labels"),
     (build, {"label_smoothing": 1.0}, "label_smoothing must lie"),
+    (build, {"label_smoothing": None}, "label_smoothing must be a number, got None"),
+    (build, {"inverse_temperature": [1.0]}, r"inverse_temperature must be a number, got \[1.0\]"),
+    (build, {"weight": [None] * 10}, "weight must hold a number per class"),
     (build, {"weight": torch.ones(9)}, "weight must hold"),
     (build, {"weight": -torch.ones(10)}, "weight must hold"),
     (build, {"ignore_index": 1.5}, "ignore_index must be an integer"),
@@ -93,6 +102,7 @@ CONSTRUCTIONS = [
     # operators
     (make_operator, {"method": "smooth_topk", "num_scores": 9, "k": 3}, "no relaxed permutation matrix"),
     (make_operator, {"method": "softsort", "num_scores": 9, "k": 10}, "n=9, got 10"),
+    (make_operator, {"method": "softsort", "num_scores": "9", "k": 3}, "num_scores must be an integer .* got '9'"),
     (make_operator, {"method": "lml", "num_scores": 9, "k": 3, "inverse_temperature": "auto"}, 'for a loss "auto"'),
     (SparseTopK, {"k": 2, "inverse_temperature": 1.0, "p": 3}, "p must be 2 or 4/3, got 3"),
     (sinkhorn, {"inverse_temperature": 100.0, "tolerance": 0.0}, "tolerance must be"),
@@ -106,6 +116,9 @@ CONSTRUCTIONS = [
 ]
 CONSTRUCTIONS += [(mask, {"k": k}, r"k must lie in \(0, n=6\]") for k in (0.0, 6.5, torch.tensor([1.0, 7.0]))]
 CONSTRUCTIONS += [(each, {"n": 5, "k": k}, "k must be") for each in NETWORKS.values() for k in (0, 6, 2.0, True)]
+CONSTRUCTIONS += [
+    (each, {"n": n, "k": 1}, "the number of scores n must be") for each in NETWORKS.values() for n in (0, 5.0)
+]
 for each in SINGLE_K:
     CONSTRUCTIONS += [
         (each, {"p_k": [0.5, 0.5]}, "single k"),
@@ -137,7 +150,8 @@ CALLS = [
     (build, torch.tensor(0.0), LABELS, ValueError, "a dimension for the classes"),
     (build, torch.randn(10), LABELS, ValueError, r"shape \(\)"),
     (build, LOGITS, LABELS[:3], ValueError, r"shape \(4,\)"),
-    (build, LOGITS, [0, 0, 0, 0], TypeError, "labels must be a tensor"),
+    (build, LOGITS, [0, 0, 0, 0], TypeError, "labels must be a tensor, got list; .*torch.as_tensor"),
+    (build, LOGITS.numpy(), LABELS, TypeError, "floating-point tensor, got ndarray; convert with torch.as_tensor"),
     (build, LOGITS, LABELS.int(), TypeError, r"int64 .* convert with labels.long\(\)"),
     (build, LOGITS, LABELS + 10, ValueError, r"\[0, 9\].*got 10 at position 0"),
     (build, LOGITS, LABELS - 1, ValueError, "got -1"),
@@ -153,6 +167,13 @@ CALLS = [
     (partial(ANY, m=4), LOGITS, torch.ones(4, 10), ValueError, "m=4 scores cannot hold 10 right answers"),
     (partial(ANY, label_smoothing=0.1), LOGITS, torch.ones(4, 10), ValueError, "neither weight nor label_"),
     (partial(plain, weight=torch.ones(11)), LOGITS, LABELS, ValueError, "weight holds 11 numbers, but .* 10"),
+    (
+        partial(NoisedTopKLoss, 2, class_counts=[1] * 9),
+        LOGITS,
+        LABELS,
+        ValueError,
+        "class_counts holds 9 .* 10 classes",
+    ),
     (partial(plain, p_k=12), LOGITS, LABELS, ValueError, "p_k reaches rank 12, but only 10 scores are sorted"),
     *((each, LOGITS[:, :5], LABELS, ValueError, "between 1 and the number of scores n=4, got 5") for each in SINGLE_K),
 ]
@@ -166,16 +187,17 @@ def test_inputs_of_a_loss_are_refused_with_a_sentence(construct, logits, labels,
 
 
 @pytest.mark.parametrize(
-    ("p_k", "message"),
+    ("p_k", "error", "message"),
     [
-        (torch.full((3, 3), 1 / 3), r"shape \(4, 'K'\)"),
-        (torch.full((4, 11), 1 / 11), "the length of p_k"),
-        (torch.tensor([[0.5, 0.5], [1, 0], [1, 1], [0, 1]]), r"sum to 1.*in row 2"),
-        (torch.tensor([[0.5, 0.5]] * 3 + [[0, 1.0]]), "sparse_topk gives exactly 0"),
+        ([[0.5, 0.5]] * 4, TypeError, "must be a tensor, got list; convert with torch.as_tensor"),
+        (torch.full((3, 3), 1 / 3), ValueError, r"shape \(4, 'K'\)"),
+        (torch.full((4, 11), 1 / 11), ValueError, "the length of p_k"),
+        (torch.tensor([[0.5, 0.5], [1, 0], [1, 1], [0, 1]]), ValueError, r"sum to 1.*in row 2"),
+        (torch.tensor([[0.5, 0.5]] * 3 + [[0, 1.0]]), ValueError, "sparse_topk gives exactly 0"),
     ],
 )
-def test_a_p_k_per_sample_is_refused_with_a_sentence(p_k, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_p_k_per_sample_is_refused_with_a_sentence(p_k, error, message):
+    with pytest.raises(error, match=message):
         build("sparse_topk")(LOGITS, LABELS, p_k=p_k)
 
 
