@@ -87,14 +87,15 @@ def whitened(scores: Tensor) -> Tensor:
         return sum(w * value for w, value in zip(weights, values)) / sum(weights)
 
     for _ in range(4):
-        mean = mean_of(depths)
-        weights = [1.0 if depth <= 3 * mean else (3 * mean / depth) ** 4 for depth in depths]
+        unit = max(3 * mean_of(depths), 0.1)
+        weights = [1.0 if depth <= unit else (unit / depth) ** 4 for depth in depths]
     mean = mean_of(depths)
+    unit = max(3 * mean, 0.1)
     std = math.sqrt(mean_of([(depth - mean) ** 2 for depth in depths]) + 0.1**2)
     squashed = []
     for depth in depths:
-        if depth > 3 * mean:
-            depth = 3 * mean * (1 + math.log(depth / (3 * mean)) / 4) if mean > 0 else 0.0
+        if depth > unit:
+            depth = unit * (1 + math.log(depth / unit) / 4)
         squashed.append(1 / (1 + math.exp((depth - mean) / std)))
     return torch.tensor(squashed, dtype=torch.float64)
 

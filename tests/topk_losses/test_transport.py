@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests import reference
 from tests.methods import random_batch
 from topk_losses import SinkhornSort, SoftTopK, SortedSoftTopK, TopKCrossEntropyLoss
+from topk_losses.transport import whiten_and_squash
 
 
 def random_logits(batch, n, dtype=torch.float64, seed=0):
@@ -75,6 +76,24 @@ def test_the_slope_of_whitening_is_bounded_at_equal_scores():
     for operator in (SinkhornSort(5, 100.0), SoftTopK(5, 10.0), SortedSoftTopK(5, 10.0)):
         (gradient,) = torch.autograd.grad(operator.rank_probabilities(logits, torch.tensor([3]))[0, 0].log(), logits)
         assert 1 < float(gradient.abs().max()) < 1000
+
+
+@pytest.mark.parametrize("gap", [1e-3, 0.1, 2.0, 1e4])
+@pytest.mark.parametrize("masked", [0, 3])
+def test_one_class_below_equal_ones_is_told_from_them(gap, masked):
+    """The mean depth of the others is 0: its unit was next to nothing, all classes were one, and gradients NaN."""
+    row = torch.tensor([-torch.inf] * masked + [1.0] * 12 + [1.0 - gap])
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = row.to(dtype, copy=True).unsqueeze(0).requires_grad_()
+        x = whiten_and_squash(leaf)
+        (gradient,) = torch.autograd.grad(x[0, -1], leaf)
+        assert bool(x[0, -2] - x[0, -1] > min(gap, 0.3))
+        assert bool(gradient[0, -1] > 0)
+        taking_part = leaf[0, masked:].detach().double()
+        torch.testing.assert_close(x[0, masked:].double(), reference.whitened(taking_part), rtol=1e-5, atol=1e-6)
+        found.append(gradient.double())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", [30, 700])  # from some hundred anchors on LU works in blocks
