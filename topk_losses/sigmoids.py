@@ -117,7 +117,7 @@ def _erfc(u: Any) -> Any:
 
 def _arccot(u: Any) -> Any:
     """arccot u for u >= 0: the angle is halved twice, then a polynomial takes it from its tangent (Cephes, atanf)."""
-    half = 1.0 / (u + sqrt(1.0 + u * u))
+    half = 1.0 / (u + where(u > 1e4, u, sqrt(1.0 + u * u)))  # the square of a distance to MASKED may overflow
     x = half / (1.0 + sqrt(1.0 + half * half))
     z = x * x
     p = ((0.0805374449538 * z - 0.138776856032) * z + 0.199777106478) * z - 0.333329491539
