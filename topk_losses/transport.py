@@ -42,15 +42,16 @@ def whiten_and_squash(scores: Tensor) -> Tensor:
     """
     depth = (finite(scores).amax(1, keepdim=True) - scores).clamp(max=DEEPEST)  # (rows, n), >= 0
     weights = (scores > -torch.inf).to(scores.dtype)  # (rows, n)
+    counted = torch.where(weights > 0, depth, 0)  # products of larger ones overflow in second derivatives
     for step in range(ROUNDS):
-        mean = (weights * depth).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
+        mean = (weights * counted).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
         unit = (FAR * mean).clamp(min=LEAST_STD)  # of depth, from which on a class counts less
         relative = (depth / unit).clamp(min=1)  # (rows, n)
         if step == ROUNDS - 1 or (has_known_values(scores) and bool((relative <= 1).all())):
             break
         weights = relative**-4.0
     size = mean.detach().clamp(min=LEAST_STD)  # (rows, 1), before the square, which might be too large a number
-    squares = torch.where(weights > 0, ((depth - mean) / size).square(), 0)
+    squares = torch.where(weights > 0, ((counted - mean) / size).square(), 0)
     variance = (weights * squares).sum(1, keepdim=True)
     variance = variance / weights.sum(1, keepdim=True).clamp(min=1) + (LEAST_STD / size).square()
     squashed = torch.minimum(depth, unit) * (1 + 0.25 * relative.log())  # = depth up to FAR * mean

@@ -96,6 +96,19 @@ def test_one_class_below_equal_ones_is_told_from_them(gap, masked):
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
 
 
+def test_second_derivatives_of_whitening_beside_classes_that_take_no_part():
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = random_logits(64, 10).to(dtype)
+        leaf[:, :3] = -torch.inf
+        x = whiten_and_squash(leaf.requires_grad_())
+        towards = torch.arange(10, dtype=dtype).sin()
+        (gradient,) = torch.autograd.grad((x * towards).sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad((gradient * towards.cos()).sum(), leaf)[0].double())
+    assert bool(found[1].any())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("n", [30, 700])  # from some hundred anchors on LU works in blocks
 def test_a_spoilt_sample_ends_no_solver(n):
     logits = random_logits(3, n, dtype=torch.float32)
