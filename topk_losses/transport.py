@@ -35,9 +35,9 @@ DEFAULT_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
 def whiten_and_squash(scores: Tensor) -> Tensor:
     """sigmoid((s - mean) / std) per sample: (rows, n) in [0, 1], as in Cuturi et al. 2019 and OTT, where all is well.
 
-    A class that lies FAR times as deep below the highest score as the mean does, and LEAST_STD, counts less and less for
-    mean and standard deviation, and its own depth grows as a logarithm only: a class at -1e4 neither blunts the others
-    nor loses its gradient, and one at -inf, which does not count at all, is the limit. std is sqrt(variance +
+    A class that lies FAR times as deep below the highest score as the mean does, and LEAST_STD, counts less and less
+    for mean and standard deviation, and its own depth grows as a logarithm only: a class at -1e4 neither blunts the
+    others nor loses its gradient, and one at -inf, which does not count at all, is the limit. std is sqrt(variance +
     LEAST_STD^2).
     """
     depth = (finite(scores).amax(1, keepdim=True) - scores).clamp(max=DEEPEST)  # (rows, n), >= 0
