@@ -20,6 +20,33 @@ from topk_losses.single_k import SingleKLoss
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
+LEAST = -1e30  # of a logarithm
+
+
+class LogCumSumExp(torch.autograd.Function):
+    """torch.logcumsumexp over dimension 1, but with second derivatives where the gradient is 0, as of a sure sample."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.logcumsumexp(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, sums = ctx.saved_tensors
+        up, down = (
+            (LogCumSumExp.apply((_log_or_least(each) - sums).flip(1)).flip(1) + x).exp() for each in (grad, -grad)
+        )
+        return up - down
+
+
+def _log_or_least(x: Tensor) -> Tensor:
+    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), LEAST)
 
 
 def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
@@ -29,7 +56,7 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
     """
     e = [torch.zeros_like(pad(z, (1, 0)))]
     for j in range(k):
-        e.append((z[:, j:] + e[j][:, :-1]).logcumsumexp(1))
+        e.append(LogCumSumExp.apply(z[:, j:] + e[j][:, :-1]))
     return e
 
 

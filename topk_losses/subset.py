@@ -27,8 +27,7 @@ from topk_losses.threshold import as_tensor
 class SubsetTopK(MaskOperator):
     """The marginals of a random k-subset; the formulas are at the top of this file.
 
-    beta multiplies the logits. O(n k) for each k that P_K has mass on. Second derivatives by the true class's column
-    may be NaN for k close to n, as those of the smooth losses, or with classes at -inf.
+    beta multiplies the logits. O(n k) for each k that P_K has mass on.
     """
 
     def within(

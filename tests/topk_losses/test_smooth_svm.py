@@ -31,6 +31,28 @@ def _backend(request):
         yield
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [SmoothTopKLoss(3), SmoothTopKLoss(3, tau=0.01), SmoothHardTopKLoss(3), TopKCrossEntropyLoss("subset_topk", 3)],
+    ids=["smooth", "nearly hard", "hard", "subset"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_second_derivatives_where_a_sample_is_sure_and_classes_take_no_part(loss, dtype):
+    logits, labels = random_batch(4, 8, 3.0, dtype)
+    logits[0, labels[0]] += 1e4  # its gradient is 0
+
+    def second(logits):
+        leaf = logits.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(leaf, labels), leaf, create_graph=True)
+        return torch.autograd.grad((gradient[:, :8] * torch.arange(8).sin()).sum(), leaf)[0]
+
+    alone, beside = second(logits), second(torch.cat([logits, torch.full((4, 2), -inf, dtype=dtype)], dim=1))
+    assert bool(alone.isfinite().all())
+    assert not bool(alone[0].any())
+    torch.testing.assert_close(beside[:, :8], alone, rtol=1e-3, atol=1e-6)
+    assert not bool(beside[:, 8:].any())
+
+
 @pytest.mark.parametrize("tau", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("n", range(2, 10))
 def test_is_the_definition_over_all_subsets(n, tau):
