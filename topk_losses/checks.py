@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 AS_TENSOR = "torch.as_tensor"
 AUTO = "auto"  # the inverse temperature that follows the logits
@@ -16,10 +17,12 @@ PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, s
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is an ordinary one, or a compiler's: not of torch.func, nor a fake one."""
+    """Whether a tensor is an ordinary one, or a compiler's: not of torch.func, nor fake, nor with a tangent."""
     if torch.compiler.is_compiling():
         return True
-    return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor) not in (Tensor, nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is None
 
 
 def has_known_values(tensor: Tensor) -> bool:

@@ -35,18 +35,27 @@ class LogCumSumExp(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         x, sums = ctx.saved_tensors
-        up, down = (
-            (LogCumSumExp.apply((_log_or_least(each) - sums).flip(1)).flip(1) + x).exp() for each in (grad, -grad)
-        )
-        return up - down
+        return _sums(grad.flip(1), -sums.flip(1), x.flip(1)).flip(1)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        x, sums = ctx.saved_tensors
+        return _sums(tangent, x, -sums)
 
 
-def _log_or_least(x: Tensor) -> Tensor:
-    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), LEAST)
+def _sums(values: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+    """sum_{j<=i} values_j exp(inner_j + outer_i), (rows, n), however large the exponents."""
+
+    def of_positive(part: Tensor) -> Tensor:
+        logs = torch.where(part > 0, torch.where(part > 0, part, 1).log(), LEAST)
+        return (LogCumSumExp.apply(logs + inner) + outer).exp()
+
+    return of_positive(values) - of_positive(-values)
 
 
 def log_polynomials(z: Tensor, k: int) -> list[Tensor]:

@@ -216,14 +216,26 @@ class Threshold(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
         ctx.family = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, theta = ctx.saved_tensors
-        slopes, factor = FAMILIES[ctx.family].slopes(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
-        per_slope = grad / slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny * 2**26)  # (rows, J)
-        return (per_slope.unsqueeze(1) @ slopes).squeeze(1), -per_slope / factor, None, None
+        slopes, total, factor = _slopes_at_root(ctx.saved_tensors, ctx.family)
+        return ((grad / total).unsqueeze(1) @ slopes).squeeze(1), -grad / total / factor, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, of_z: Tensor | None, of_k: Tensor | None, *_: None) -> Tensor:
+        slopes, total, factor = _slopes_at_root(ctx.saved_tensors, ctx.family)
+        by_z = 0 if of_z is None else (slopes @ of_z.unsqueeze(2)).squeeze(2)
+        return (by_z - (0 if of_k is None else of_k / factor)) / total
+
+
+def _slopes_at_root(saved: Sequence[Tensor], family: str) -> tuple[Tensor, Tensor, Tensor]:
+    """f' of all (rows, J, n), relative to a factor (rows, J), their sum, and the factor; saved: z and theta."""
+    z, theta = saved
+    slopes, factor = FAMILIES[family].slopes(z.unsqueeze(1) - theta.unsqueeze(2))
+    return slopes, slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny * 2**26), factor
 
 
 def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor, most: int, family: str) -> Tensor:

@@ -97,6 +97,7 @@ class _Plan(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
@@ -105,10 +106,21 @@ class _Plan(torch.autograd.Function):
         weighted = grad * P  # (rows, n, A)
         mean = weighted.sum(2, keepdim=True)  # (rows, n, 1); by the logits at fixed h the gradient is P (grad - mean)
         # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
-        damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
         of_mass = weighted.sum(1) - (mean.mT @ P).squeeze(1)  # (rows, A)
-        adjoint = _solve_laplacian(P, damping, of_mass).unsqueeze(2) / P.shape[1]  # (rows, A, 1)
+        adjoint = _solve_laplacian(P, _damping(P), of_mass).unsqueeze(2) / P.shape[1]  # (rows, A, 1)
         return weighted - P * (mean + adjoint.mT - P @ adjoint), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> tuple[Tensor, None]:
+        (P,) = ctx.saved_tensors
+        change = P * (tangent - (P * tangent).sum(2, keepdim=True))  # (rows, n, A), at fixed h
+        h = _solve_laplacian(P, _damping(P), -change.mean(1)).unsqueeze(2)  # (rows, A, 1), its change
+        return change + P * (h.mT - P @ h), None
+
+
+def _damping(P: Tensor) -> float:
+    """Keeps a transport that is all but hard solvable."""
+    return 8 * torch.finfo(P.dtype).eps
 
 
 def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tensor:

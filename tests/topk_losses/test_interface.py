@@ -3,11 +3,13 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -225,6 +227,22 @@ def test_gradients_of_each_sample_by_torch_func(method, m, backend, monkeypatch)
         whole = torch.func.grad(lambda s: loss(s, labels))(logits)
     torch.testing.assert_close(each, want, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(whole * 6, want, rtol=1e-3, atol=1e-5)
+    direction = torch.sin(logits)
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forward = forward_ad.unpack_dual(loss(forward_ad.make_dual(logits, direction), labels)).tangent
+    torch.testing.assert_close(forward * 6, (want * direction).sum(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_hessians_by_torch_func(method):
+    logits, labels = random_batch(3, 6)
+    loss = make_loss(method, p_k_of(method, 3), 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = torch.func.vmap(torch.func.hessian(loss))(logits, labels)  # forward over backward
+    want = [torch.autograd.functional.hessian(partial(loss, labels=label), row) for row, label in zip(logits, labels)]
+    torch.testing.assert_close(got, torch.stack(want), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("method", DETERMINISTIC)
