@@ -20,7 +20,7 @@ from topk_losses.checks import (
     full_precision,
     has_known_values,
 )
-from topk_losses.operator import Constants, log_softmax, mass_of, to_compute_dtype
+from topk_losses.operator import Constants, finite, log_softmax, mass_of, to_compute_dtype
 from topk_losses.temperature import AutoTemperature
 
 CHOICES = {"reduction": ("mean", "sum", "none"), "soft_labels": ("expected", "any")}
@@ -216,4 +216,5 @@ class LDRKLLoss(ClassificationLoss):
             return None  # the margins of each class are others
         beta, margin = self.inverse_temperature, scores.new_full((len(scores), 1), self.margin)
         lowered = scores.scatter_add(1, target.unsqueeze(1), -margin)  # the true class's, as if the others were raised
-        return (-log_softmax(beta * lowered, target) - math.log(scores.shape[1])) / beta
+        z = torch.where(lowered > -math.inf, beta * finite(lowered), lowered)  # beta times -inf has no gradient
+        return (-log_softmax(z, target) - math.log(scores.shape[1])) / beta

@@ -47,7 +47,7 @@ class SubsetTopK(MaskOperator):
         spoilt = torch.zeros_like(true).where(torch.maximum(top[:, :1], true) < math.inf, math.nan)  # by a NaN or +inf
         masked = torch.full_like(distance, -MASKED).where(pick_ranks(top, proper) > -math.inf, -math.inf)
         distance = torch.where(true > -math.inf, distance, masked)  # (rows, J), masked for a true class at -inf
-        logs = pad(logsigmoid(-beta * distance) + spoilt, (0, len(ks) - len(proper)))
+        logs = pad(logsigmoid(-beta * finite(distance)) + spoilt, (0, len(ks) - len(proper)))
         return logs, beside.squeeze(1) if softmax else None
 
     def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
