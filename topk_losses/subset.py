@@ -45,9 +45,10 @@ class SubsetTopK(MaskOperator):
         distance, _, top, beside, *_ = find(scores, target, proper, 1 / as_tensor(beta, scores), softmax)
         true = scores.gather(1, target.unsqueeze(1)).detach()  # (rows, 1)
         spoilt = torch.zeros_like(true).where(torch.maximum(top[:, :1], true) < math.inf, math.nan)  # by a NaN or +inf
-        masked = torch.full_like(distance, -MASKED).where(pick_ranks(top, proper) > -math.inf, -math.inf)
-        distance = torch.where(true > -math.inf, distance, masked)  # (rows, J), masked for a true class at -inf
-        logs = pad(logsigmoid(-beta * finite(distance)) + spoilt, (0, len(ks) - len(proper)))
+        distance = torch.where(true == -math.inf, -MASKED, distance)  # (rows, J)
+        few = pick_ranks(top, proper) == -math.inf  # fewer than k others: the true class is within k for sure
+        distance = torch.where(few, MASKED, distance) + spoilt  # beta times -inf would have no gradient
+        logs = pad(logsigmoid(-beta * distance), (0, len(ks) - len(proper)))
         return logs, beside.squeeze(1) if softmax else None
 
     def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:

@@ -203,15 +203,14 @@ FAMILIES = {
 class Threshold(torch.autograd.Function):
     """theta with sum_i f(z_i - theta) = k, as a function of z (rows, n) and k (rows, J) in (0, n): (rows, J).
 
-    most: an integer that no k exceeds.
+    The largest z of a row is 0. most: an integer that no k exceeds.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
-        highest = z.amax(1, keepdim=True)
-        return FAMILIES[family].root(z - highest, k, most) + highest + 0 * highest  # NaN where it is inf
+        return FAMILIES[family].root(z, k, most)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -247,6 +246,8 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
     z, takes_part = finite(x) * beta, x > -torch.inf  # (rows, n)
     number = takes_part.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
     all_within = k >= number  # (rows, J)
+    highest = z.detach().amax(1, keepdim=True).masked_fill(number == 0, 0)  # (rows, 1)
+    z = z - (highest + 0 * highest)  # NaN for all of a row with +inf; theta is to have the digits of the highest scores
     theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
     theta = theta.masked_fill(number == 0, 0)  # where no class takes part, none is within k
     takes_part, all_of_n = takes_part.unsqueeze(1), (k >= z.shape[1]).unsqueeze(2)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topk_losses
-from tests.methods import RELAXED, value_and_gradient
-from topk_losses import TopKCrossEntropyLoss, topk_mask
+from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch, value_and_gradient
+from topk_losses import METHODS, TopKCrossEntropyLoss, make_loss, topk_mask
 from topk_losses.kernels import VARIABLE, is_installed
 
 INF = math.inf
@@ -97,11 +97,37 @@ def test_a_far_score_that_is_not_asked_for_leaves_the_slopes_alone(dtype):
     assert gradient[0].tolist() == pytest.approx([0, 0.5, 0.5 * lower - 1, 0.5 * (1 - lower)], rel=1e-4)
 
 
+def test_where_scores_lie_far_apart_theta_is_the_kth(dtype):
+    """What was taken off the scores and added again once rounded theta below the k-th, which lost its slope."""
+    logits, _ = random_batch(4000, 8, 100.0, dtype)
+    top, places = logits.topk(5, dim=1)
+    apart = (top[:, :-1] - top[:, 1:] > 20).all(1)
+    logits, places = logits[apart], places[apart]
+    assert len(logits) > 100
+    loss = TopKCrossEntropyLoss("capped_softmax", 2, inverse_temperature=1.0, top1_mode="sort")
+    _, gradient = value_and_gradient(loss, logits, places[:, 4])
+    want = torch.zeros_like(logits).scatter(1, places[:, 1:2], 1).scatter(1, places[:, 4:], -1) / len(logits)
+    torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-8)
+
+
 @pytest.mark.parametrize("method", ["sinkhorn_sort", "soft_topk"])
 def test_transports_order_scores_of_any_size(method, dtype):
     mask = topk_mask(torch.tensor([[1e19, 3e18, 0.0, -1e19]], dtype=dtype), 2, method, 100.0)[0]
     assert mask.tolist() == sorted(mask.tolist(), reverse=True)
     assert float(mask[0] - mask[3]) > 0.9
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in DETERMINISTIC if "smooth" not in name and METHODS[name].inverse_temperature]
+)
+@pytest.mark.parametrize("masked", [1, 6])
+def test_a_temperature_learns_beside_classes_that_take_no_part(method, masked, dtype):
+    logits, labels = random_batch(4, 8, dtype=dtype)
+    beta = torch.tensor(METHODS[method].inverse_temperature, dtype=dtype, requires_grad=True)
+    loss = make_loss(method, p_k_of(method, 3), inverse_temperature=beta)
+    logits[:, :masked] = -INF
+    loss(logits, labels.clamp(min=masked)).backward()
+    assert bool(beta.grad.isfinite())
 
 
 def test_two_scores_that_are_whitened_get_a_warning():
