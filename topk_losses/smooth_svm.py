@@ -24,7 +24,7 @@ LEAST = -1e30  # of a logarithm
 
 
 class LogCumSumExp(torch.autograd.Function):
-    """torch.logcumsumexp over dimension 1, but with second derivatives where the gradient is 0, as of a sure sample."""
+    """torch.logcumsumexp over n of (rows, n), with second derivatives where a gradient is 0, too, as of a sure sample."""
 
     generate_vmap_rule = True
 

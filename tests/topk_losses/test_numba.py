@@ -80,12 +80,8 @@ def test_networks_agree_with_float64(problem):
         got, gradient = column_and_gradient(operator, scores, target)
     want, want_gradient = column_and_gradient(operator, scores.double(), exact)
     # The rounding of the scores, which are float32, moves each swap by beta times as much.
-    slack = (
-        20
-        * torch.finfo(torch.float32).eps
-        * operator.inverse_temperature
-        * float(scores[scores > -torch.inf].abs().max())
-    )
+    size = float(scores[scores > -torch.inf].abs().max())
+    slack = 20 * torch.finfo(torch.float32).eps * operator.inverse_temperature * size
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5 + slack)
     # A comparator's gradient is of the size of beta times the weights. Where float32 rounds a tie or a small
     # difference, logistic_phi has the slope of another difference: so it is for PyTorch's float32 too, and the sum

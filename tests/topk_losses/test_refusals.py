@@ -167,13 +167,7 @@ CALLS = [
     (partial(ANY, m=4), LOGITS, torch.ones(4, 10), ValueError, "m=4 scores cannot hold 10 right answers"),
     (partial(ANY, label_smoothing=0.1), LOGITS, torch.ones(4, 10), ValueError, "neither weight nor label_"),
     (partial(plain, weight=torch.ones(11)), LOGITS, LABELS, ValueError, "weight holds 11 numbers, but .* 10"),
-    (
-        partial(NoisedTopKLoss, 2, class_counts=[1] * 9),
-        LOGITS,
-        LABELS,
-        ValueError,
-        "class_counts holds 9 .* 10 classes",
-    ),
+    (partial(NoisedTopKLoss, 2, class_counts=[1] * 9), LOGITS, LABELS, ValueError, "class_counts holds 9 .* 10"),
     (partial(plain, p_k=12), LOGITS, LABELS, ValueError, "p_k reaches rank 12, but only 10 scores are sorted"),
     *((each, LOGITS[:, :5], LABELS, ValueError, "between 1 and the number of scores n=4, got 5") for each in SINGLE_K),
 ]
