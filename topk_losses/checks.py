@@ -4,7 +4,8 @@ import contextlib
 import difflib
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -47,16 +48,17 @@ def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
     raise ValueError(f"unknown {kind} {name!r}{hint} Choose one of: {', '.join(choices)}")
 
 
-def _number(name: str, value: float) -> float:
+def _made(make: Callable[[Any], Any], value: Any, rule: str) -> Any:
+    """Return make(value); raise ValueError with the rule and the value where Python or PyTorch cannot."""
     try:
-        return float(value)
+        return make(value)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
+        raise ValueError(f"{rule}, got {value!r}") from None
 
 
 def check_positive(name: str, value: float, or_zero: bool = False) -> float:
     """Return `value` as a float; raise ValueError unless it is finite and above zero, or zero."""
-    value = _number(name, value)
+    value = _made(float, value, f"{name} must be a number")
     if not (math.isfinite(value) and (value > 0 or (or_zero and value == 0))):
         raise ValueError(f"{name} must be a finite number {'>= 0' if or_zero else 'above 0'}, got {value:g}")
     return value
@@ -88,10 +90,7 @@ def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False
 
 def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: bool) -> Tensor:
     """Return a tensor (n,) of finite numbers above 0, or 0, one per class; raise ValueError for anything else."""
-    try:
-        numbers = torch.as_tensor(value).detach()
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must hold a number per class, got {value!r}") from None
+    numbers = _made(torch.as_tensor, value, f"{name} must hold a number per class").detach()
     fits = numbers.dim() == 1 and len(numbers) == (num_classes or len(numbers))
     if fits and has_known_values(numbers):
         fits = bool(((numbers >= 0 if or_zero else numbers > 0) & numbers.isfinite()).all())
@@ -105,7 +104,7 @@ def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: boo
 
 def check_fraction(name: str, value: float) -> float:
     """Return `value` as a float; raise ValueError unless it lies in [0, 1)."""
-    value = _number(name, value)
+    value = _made(float, value, f"{name} must be a number")
     if not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value:g}")
     return value
@@ -144,15 +143,10 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
     if isinstance(p_k, SupportsIndex) and not isinstance(p_k, Sized):
         p_k = {check_integer("p_k as a single k", p_k, 1): 1.0}
     if isinstance(p_k, Mapping):
-        share_of = {check_k(k): _number(f"P_K({k})", share) for k, share in p_k.items()}
+        share_of = {check_k(k): _made(float, share, f"P_K({k}) must be a number") for k, share in p_k.items()}
         p_k = [share_of.get(k, 0.0) for k in range(1, max(share_of, default=0) + 1)]
-    try:
-        rows = torch.as_tensor(p_k, dtype=torch.float64, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(
-            "p_k must be P_K(1), P_K(2), ... as numbers, one such row per class, a mapping {k: P_K(k)} or a single k, "
-            f"got {p_k!r}"
-        ) from None
+    rule = "p_k must be P_K(1), P_K(2), ... as numbers, one such row per class, a mapping {k: P_K(k)} or a single k"
+    rows = _made(partial(torch.as_tensor, dtype=torch.float64, device="cpu"), p_k, rule).detach()
     if rows.dim() not in (1, 2) or rows.numel() == 0:
         raise ValueError(f"p_k must have shape (K,) or (num_classes, K) with K >= 1, got shape {tuple(rows.shape)}")
     if rows.dim() == 2 and num_classes is not None and rows.shape[0] != num_classes:

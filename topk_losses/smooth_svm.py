@@ -24,7 +24,7 @@ LEAST = -1e30  # of a logarithm
 
 
 class LogCumSumExp(torch.autograd.Function):
-    """torch.logcumsumexp over n of (rows, n), with second derivatives where a gradient is 0, too, as of a sure sample."""
+    """torch.logcumsumexp of (rows, n) over n; with second derivatives where a gradient is 0, too."""
 
     generate_vmap_rule = True
 
