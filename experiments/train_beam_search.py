@@ -3,7 +3,7 @@
     python experiments/train_beam_search.py --arm cross_entropy --method softmax_cross_entropy
     python experiments/train_beam_search.py --arm retain --method splitter_selection
     python experiments/train_beam_search.py --arm soft_beam --method softsort
-    python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal --max_letters 4 # a toy
+    python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal # a toy
 
 All arms of a seed go on from the same weights, pretrained by cross-entropy, with as many updates of the same batches:
 cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K on 1 and
@@ -83,7 +83,7 @@ class Flags(cli.RecordFlags, cli.DeviceFlags, cli.LimitFlags, cli.LossFlags):
     eval_freq: int = flag(325, cli.count, "updates from one validation to the next")
     beam_size: int = flag(4, cli.whole_number(1, 1000), "K, the hypotheses of the beam in training and in validation")
     hidden_dim: int = flag(128, cli.whole_number(1, 2**14), "of every layer and embedding")
-    max_letters: int = flag(8, cli.count, "longest word that is taken")
+    max_letters: int | None = flag(None, cli.count, "longest word that is taken (8; of reversal 4)")
     pretrain_lr: float = flag(2e-3, cli.positive, "learning rate of pretraining")
     lr: float = flag(5e-4, cli.positive, "learning rate of the arm")
     nll_weight: float = flag(0.3, cli.non_negative, "cross-entropy added to the loss of retain and soft_beam")
@@ -94,7 +94,9 @@ class Flags(cli.RecordFlags, cli.DeviceFlags, cli.LimitFlags, cli.LossFlags):
 
 def parse_arguments(argv: list[str] | None = None) -> Flags:
     """Return the flags, each checked on its own. Raises CommandLineError."""
-    return cli.parse(Flags, argv, __doc__)
+    args = cli.parse(Flags, argv, __doc__)
+    args.max_letters = args.max_letters or (4 if args.dataset == "reversal" else 8)
+    return args
 
 
 def configuration(args: Flags) -> tuple[dict[str, Any], dict[str, Any]]:

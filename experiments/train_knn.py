@@ -173,6 +173,9 @@ def begin(args: Flags, ranks: Ranks) -> tuple[Run, TopKOperator | None, Points]:
     for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
         given, most = getattr(args, name), len(points.train)
         cli.check(given <= most, f"--{name} must not exceed the {most} training points, got {given}")
+    if args.method not in UNTRAINED:
+        with torch.device("meta"):  # what does not fit is refused before a folder is made
+            network(points, run.flags)
     for name in ("train", "valid", "test"):
         inputs = getattr(points, name).inputs
         if inputs.is_floating_point() and not all(part.isfinite().all() for part in inputs.split(EVAL_BATCH)):

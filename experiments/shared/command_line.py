@@ -133,7 +133,10 @@ def temperature(text: str) -> float | str:
     # Nor is its inverse too large for float32.
     rule = "a number above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4"
     convert = number(rule, lambda value: 1e-30 <= value <= 1e30)
-    return ":".join(f"{convert(end):g}" for end in text.split(":")) if text.count(":") == 1 else convert(text)
+    with suppress(ValueError):  # which would quote one end alone
+        start, end = text.split(":")
+        return f"{convert(start):g}:{convert(end):g}"
+    return convert(text)
 
 
 positive = number("a number above 0", lambda value: value > 0)

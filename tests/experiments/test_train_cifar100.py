@@ -289,6 +289,7 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny
         ("--method softsort --m 4", "raise m"),
         ("--method softsort --inverse_temperature 0:1", "above 0 (1e-30 to 1e30), auto, or from:to as in 0.25:4"),
         ("--method softsort --inverse_temperature 1:2:3", "from:to as in 0.25:4, got '1:2:3'"),
+        ("--method softsort --inverse_temperature auto:1", "from:to as in 0.25:4, got 'auto:1'"),
         ("--method smooth_topk --inverse_temperature 1:2", "the temperature of smooth_topk is fixed: give one number"),
         ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "takes a fixed inverse temperature"),
         ("--method softsort --lr .1 --nloglr 3", "not allowed with"),
