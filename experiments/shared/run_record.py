@@ -86,10 +86,10 @@ def chosen_rows(path: Path, where: Sequence[str] = ()) -> list[dict[str, str]]:
     if not rows:
         raise CommandLineError(f"there is no file {path} with rows: a training script writes one with --results")
     for condition in where:
-        left, equals, value = condition.partition("=")
-        method, colon, column = left.rpartition(":")
-        if not equals or (colon and not method):
+        form = re.fullmatch("(?:([^=]+):)?([^:=]+)=(.*)", condition, re.DOTALL)
+        if not form:
             raise CommandLineError(f"--where must have the form COLUMN=VALUE or METHOD:COLUMN=VALUE, got {condition!r}")
+        method, column, value = form.groups()
         for name, known in ((column, list(rows[0])), (method, [row.get("method", "") for row in rows])):
             if name and name not in known:
                 nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or dict.fromkeys(known)

@@ -236,6 +236,7 @@ def test_html_is_one_page_with_the_table_and_the_figures_in_it(made, drawn_quick
     [
         (TWO_SEEDS, ["--where", "n_epoch=5"], "did you mean n_epochs"),
         (TWO_SEEDS, ["--where", "n_epochs"], "must have the form COLUMN=VALUE"),
+        (TWO_SEEDS, ["--where", "=5"], "must have the form COLUMN=VALUE"),
         (TWO_SEEDS, ["--where", "n_epochs=5"], "leaves no row"),
         (TWO_SEEDS, ["--where", "neuralsor:m=5"], "did you mean neuralsort"),
         (TWO_SEEDS, ["--table", "table2"], "table"),
