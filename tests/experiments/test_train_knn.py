@@ -238,10 +238,7 @@ def test_seeds_are_the_rows_of_each_seed(tmp_path, monkeypatch):
         ("--method neuralsort --num_candidates 181", "--num_candidates must not exceed the 180 training points"),
         ("--method inputs --k 181", "--k must not exceed the 180"),
         ("--method neuralsort --model cnn", "--dim is of linear and mlp, not of --model cnn"),
-        (
-            "--method neuralsort --hidden_dims 8",
-            "hidden_dims are those of mlp",
-        ),
+        ("--method neuralsort --hidden_dims 8", "hidden_dims are those of mlp"),
         ("--method neuralsort --limit_test 361", "--limit_test must not exceed the 360"),
     ],
 )
