@@ -258,7 +258,8 @@ def test_the_pair_that_has_all_200_epochs():
         f"{pair(of_paper[1], 2)}. So the network is {ours} ahead, in the paper {theirs}; at the end, five epochs' "
         f"mean, {lead(ends[1][1], ends[0][1], 1)}.",
         f"cross-entropy goes {moves[0]}, the network {moves[1]}. In epoch 200 cross-entropy was right on "
-        f"{right[SOFTMAX]:.0f} % of the training images, as they are augmented, and the network on {right[SPLITTER]:.0f} %",
+        f"{right[SOFTMAX]:.0f} % of the training images, as they are augmented, and the network on "
+        f"{right[SPLITTER]:.0f} %",
         f"with a rate that falls, cross-entropy has {of_16}",
     )
     stands("README.md", f"splitter selection minus cross-entropy is {ours}, in the paper {theirs}.")
