@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from data.program import CommandLineError
 from scripts.reporting.figure_style import PAGE, STYLES, legend, look, points_of, pyplot, save
 from scripts.reporting.paired import with_interval
 from scripts.reporting.results import Row, as_markdown, check
@@ -29,6 +30,11 @@ def read(path: Path, rows: Sequence[Row]) -> pd.DataFrame:
     valid = [metric.replace("test", "valid") for metric in METRICS]
     check(path, rows, ("method", "p_k", "seed", "precision", "device_name", "epoch", *METRICS, *valid))
     table = pd.DataFrame(rows).astype({"epoch": int, **dict.fromkeys([*METRICS, *valid], float)})
+    wrong = table.run_id[table.groupby("run_id").epoch.diff() <= 0]
+    if len(wrong):
+        raise CommandLineError(
+            f"{path} has an epoch of {wrong.iloc[0]} twice, or after a later one; gather it again by scripts/epochs.py"
+        )
     for metric, of_valid in zip(METRICS, valid):
         table[metric] *= 100
         table[f"mean_{metric}"] = table.groupby("run_id")[metric].transform(lambda each: each.rolling(WINDOW).mean())

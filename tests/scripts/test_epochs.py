@@ -74,3 +74,14 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
         "52 epochs, 3 seeds: +6.00 ± 2.48 \\| −10.00 ± 0.00, by validation +4.50 ± 2.48 \\| −10.00 ± 0.00.",
     ]
     assert all((tmp_path / "figures" / f"table1_epochs.{kind}").stat().st_size > 10_000 for kind in ("png", "svg"))
+
+
+def test_epochs_that_do_not_rise_get_a_sentence(tmp_path):
+    write_run(tmp_path, "a", 3, "results/table1.csv")
+    epochs.gather([str(tmp_path / "table1.csv")])
+    path = tmp_path / "table1_epochs.csv"
+    header, *lines = path.read_text().splitlines()
+    for spoilt in ([*lines, lines[-1]], lines[::-1]):
+        path.write_text("\n".join([header, *spoilt]))
+        with pytest.raises(epochs.program.CommandLineError, match="of a twice, or after a later one; gather it again"):
+            report.report(report.parse_arguments([str(path)]))
