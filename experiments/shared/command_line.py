@@ -139,8 +139,8 @@ def temperature(text: str) -> float | str:
     return convert(text)
 
 
-positive = number("a number above 0", lambda value: value > 0)
-non_negative = number("a number of at least 0", lambda value: value >= 0)
+positive = number("a finite number above 0", lambda value: value > 0)
+non_negative = number("a finite number of at least 0", lambda value: value >= 0)
 fraction = between(0, 1)
 count = whole_number(1)
 a_seed = whole_number(0, 2**32 - 1)

@@ -293,6 +293,7 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_begins_anew(tiny
         ("--method smooth_topk --inverse_temperature 1:2", "the temperature of smooth_topk is fixed: give one number"),
         ("--method softsort --inverse_temperature 1:2 --implementation difftopk", "takes a fixed inverse temperature"),
         ("--method softsort --lr .1 --nloglr 3", "not allowed with"),
+        ("--method softsort --lr 1e400", "must be a finite number above 0, got '1e400'"),
         ("--method softsort --weight_decay -1", "must be a number between 0 and 1000, got '-1'"),
         ("--method softsort --ema 1", "must be a number above 0 and below 1, got '1'"),
         ("--method softsort --n_epochs 0", "at least 1, got '0'"),
