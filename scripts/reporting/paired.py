@@ -1,6 +1,6 @@
 """Differences between rows by seed: how large, how sure, and how many seeds would settle them; settings beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from scipy.special import stdtrit
 
 from data.program import CommandLineError
 from scripts.reporting.results import Row, as_markdown, check, float_of, mean_std
-from scripts.reporting.tables import METRICS, OF_A_ROW, TRIED, experiments_of, identity_columns, shown_p_k
+from scripts.reporting.tables import METRICS, OF_A_ROW, TRIED, experiments_of, identity_columns, mixed_in, shown_p_k
 
 CONFIDENCE = 0.95
 SETTLED = 0.3  # points: the half width of an interval that is asked for
@@ -43,10 +43,12 @@ def paired(name: str, runs: Sequence[Row], method: str) -> str:
     name: of the file. A table for each experiment; what all its lines share is said above it. Raises CommandLineError
     where the method has no row.
     """
-    return "\n".join(_table(name, each, method) for each in experiments_of(name, runs, (*OF_A_ROW, *TRIED)))
+    may = (*OF_A_ROW, *TRIED)
+    apart = mixed_in(name, runs, may)  # what tells the experiments apart
+    return "\n".join(_table(name, each, method, apart) for each in experiments_of(name, runs, may))
 
 
-def _table(name: str, runs: Sequence[Row], method: str) -> str:
+def _table(name: str, runs: Sequence[Row], method: str, apart: Iterable[str]) -> str:
     metrics = list(METRICS)
     check(Path(f"{name}.csv"), runs, ("method", "p_k", "seed", "lr", "n_epochs", *metrics, *VALID), [*SETTINGS])
     table = pd.DataFrame(runs).set_index("seed")
@@ -81,7 +83,9 @@ def _table(name: str, runs: Sequence[Row], method: str) -> str:
     shown = pd.DataFrame(lines)
     shared = [column for column in shown if shown[column].nunique() == 1]
     of_all = {column: shown[column][0] for column in shared} | {
-        column: _short(table[column].iloc[0]) for column in TRIED if column in columns and column not in differ
+        column: _short(table[column].iloc[0])
+        for column in (*TRIED, *apart)
+        if column in columns and column not in differ
     }
     told = ", ".join(f"{column} {value}" for column, value in of_all.items() if value and column not in SETTINGS)
     words = sum(column not in shared for column in list(shown)[: list(shown).index("validation")])

@@ -399,3 +399,4 @@ def test_paired_differences_have_an_interval_and_say_how_many_seeds_would_settle
     assert shown == ["splitter_selection", "softmax_cross_entropy", "softmax_cross_entropy"]
     assert "+10.00 ± 0.00" in first
     assert "10.00 ± 0.00" in second
+    assert "limit_train 500, train_images 475. Test" in second  # a caption says which experiment it is
