@@ -116,6 +116,7 @@ def test_other_temperatures_from_scratch():
     ]
     at_published = less(both(where("table4_short", method=SOFTMAX)), both(where("table4_short", p_k=HALF, **half)))
     noised = where("scratch", label_noise=0.2, seed=0).set_index(["method", "label_smoothing", "inverse_temperature"])
+    assert noised.loc[SOFTMAX].valid.tolist() == sorted(noised.loc[SOFTMAX].valid, reverse=True)
     noised = noised[METRICS] - noised.loc[SOFTMAX].iloc[0][METRICS]
 
     def of_noise(*setting):
