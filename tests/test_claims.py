@@ -116,15 +116,15 @@ def test_other_temperatures_from_scratch():
     ]
     at_published = less(both(where("table4_short", method=SOFTMAX)), both(where("table4_short", p_k=HALF, **half)))
     noised = where("scratch", label_noise=0.2, seed=0).set_index(["method", "label_smoothing", "inverse_temperature"])
-    assert noised.loc[SOFTMAX].valid.tolist() == sorted(noised.loc[SOFTMAX].valid, reverse=True)
+    preferred = noised.groupby(level=0).valid.idxmax()
+    assert (preferred[SOFTMAX][1], preferred[SPLITTER][2]) == (pytest.approx(nan, nan_ok=True), 0.05)
     noised = noised[METRICS] - noised.loc[SOFTMAX].iloc[0][METRICS]
 
     def of_noise(*setting):
         return re.sub(r"(^|\| )(?=\.)", r"\1+", pair(both(noised.loc[[setting]]), 2)).replace("-", "−")
 
-    smoothed, network, laplace = (
-        of_noise(*each) for each in ((SOFTMAX, 0.1, nan), (SPLITTER, nan, 0.1), ("lapsum", nan, 0.1))
-    )
+    smoothed, laplace = (of_noise(*each) for each in ((SOFTMAX, 0.1, nan), ("lapsum", nan, 0.1)))
+    network = ", with β = .05 ".join(of_noise(SPLITTER, nan, beta) for beta in (0.1, 0.05))
     stands(
         "docs/evidence/table1.md",
         f"the splitter network is not told apart from cross-entropy, {apart} in three pairs of seeds",
