@@ -44,11 +44,11 @@ def paired(name: str, runs: Sequence[Row], method: str) -> str:
     where the method has no row.
     """
     may = (*OF_A_ROW, *TRIED)
-    apart = mixed_in(name, runs, may)  # what tells the experiments apart
-    return "\n".join(_table(name, each, method, apart) for each in experiments_of(name, runs, may))
+    return "\n".join(_table(name, each, method, mixed_in(name, runs, may)) for each in experiments_of(name, runs, may))
 
 
 def _table(name: str, runs: Sequence[Row], method: str, apart: Iterable[str]) -> str:
+    """apart: the columns that tell the experiments apart."""
     metrics = list(METRICS)
     check(Path(f"{name}.csv"), runs, ("method", "p_k", "seed", "lr", "n_epochs", *metrics, *VALID), [*SETTINGS])
     table = pd.DataFrame(runs).set_index("seed")
@@ -75,18 +75,16 @@ def _table(name: str, runs: Sequence[Row], method: str, apart: Iterable[str]) ->
         line["besides"] = ", ".join(f"{column} {_short(first[column])}" for column in besides if first[column])
         line["validation"] = mean_std(list(each[VALID].mean(axis=1)))
         line |= {METRICS[metric]: mean_std(list(each[metric])) for metric in metrics}
-        for metric in metrics:
-            line[f"Δ {METRICS[metric]}"] = "" if each is base else with_interval(differences[metric])
+        line |= {
+            f"Δ {METRICS[metric]}": "" if each is base else with_interval(differences[metric]) for metric in metrics
+        }
         line |= {"seeds": str(len(each)), "pairs": str(len(differences))}
         settled = "" if each is base or len(differences) < 2 else " \\| ".join(map(seeds_to_settle, differences.std()))
         lines.append({**line, f"seeds for ± {SETTLED:g}": settled})
     shown = pd.DataFrame(lines)
     shared = [column for column in shown if shown[column].nunique() == 1]
-    of_all = {column: shown[column][0] for column in shared} | {
-        column: _short(table[column].iloc[0])
-        for column in (*TRIED, *apart)
-        if column in columns and column not in differ
-    }
+    of_all = {column: shown[column][0] for column in shared}
+    of_all |= {column: _short(table[column].iloc[0]) for column in (*TRIED, *apart) if column in {*columns} - {*differ}}
     told = ", ".join(f"{column} {value}" for column, value in of_all.items() if value and column not in SETTINGS)
     words = sum(column not in shared for column in list(shown)[: list(shown).index("validation")])
     return (
