@@ -75,9 +75,8 @@ def _table(name: str, runs: Sequence[Row], method: str, apart: Iterable[str]) ->
         line["besides"] = ", ".join(f"{column} {_short(first[column])}" for column in besides if first[column])
         line["validation"] = mean_std(list(each[VALID].mean(axis=1)))
         line |= {METRICS[metric]: mean_std(list(each[metric])) for metric in metrics}
-        line |= {
-            f"Δ {METRICS[metric]}": "" if each is base else with_interval(differences[metric]) for metric in metrics
-        }
+        for metric in metrics:
+            line[f"Δ {METRICS[metric]}"] = "" if each is base else with_interval(differences[metric])
         line |= {"seeds": str(len(each)), "pairs": str(len(differences))}
         settled = "" if each is base or len(differences) < 2 else " \\| ".join(map(seeds_to_settle, differences.std()))
         lines.append({**line, f"seeds for ± {SETTLED:g}": settled})
