@@ -131,7 +131,7 @@ def test_other_temperatures_from_scratch():
     )
     stands(
         "docs/evidence/verdict.md",
-        f"splitter network, β = .1: {apart}; one seed: {'; '.join(of_one[1:])} |",
+        f"splitter network, β = .1: {apart}; seed 0: {'; '.join(of_one[1:])} |",
         f"splitter network {network}; `lapsum` {laplace}; cross-entropy with label smoothing {smoothed} |",
     )
     stands("README.md", f"{apart}, three seeds")
