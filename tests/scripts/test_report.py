@@ -280,7 +280,7 @@ def published(name):
 
 PAPERS, RERUN = "Petersen et al. 2022, Table 1", "the reproduction report's own rerun"
 KNN = ("method", "test_top1")
-FACTS = [  # with the digits of the source, its last 0 too; those of Table 1 that the README shows, test_claims.py holds
+FACTS = [  # with the digits of the source, its last 0 too; those of Table 1 that the README shows, tests/docs holds
     (
         ("table1", ("source", "published_name", "p_k", "test_top1", "test_top5")),
         [
