@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.docs.claims import METRICS, ROOT, SOFTMAX, SPLITTER, page, rows, short, stands, where
+from tests.docs.claims import METRICS, ROOT, SOFTMAX, SPLITTER, page, rows, short, span, stands, where
 from topk_losses import NoisedTopKLoss, SmoothHardTopKLoss, SmoothTopKLoss, TopKCrossEntropyLoss, TruncatedEntropyLoss
 
 
@@ -91,6 +91,13 @@ def test_the_times_of_the_benchmarks():
         "docs/speed.md",
         f"from {of_h100[SPLITTER]:.1f} to {kernel.over_softmax[SPLITTER]:.2f} times softmax",
         f"`odd_even` from {of_h100['odd_even']:.0f} to {kernel.over_softmax['odd_even']:.2f})",
+    )
+
+    steps = where("benchmarks/finetuning", heads=1).groupby("n").ms.agg(["min", "max"])
+    stands(
+        "docs/evidence/verdict.md",
+        f"49,000 steps of {steps['min'][1000]:.0f} to {steps['max'][1000]:.0f} ms",
+        f"880,000 steps of {span(steps.loc[10450] / 1000)} s",
     )
 
     def of(column, batch, n, m=None, file="losses"):
