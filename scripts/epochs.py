@@ -45,9 +45,9 @@ def gather(argv: list[str] | None = None) -> int:
     output, runs = args.results.with_stem(f"{args.results.stem}_epochs"), args.runs or args.results.with_name("runs")
     with held(lock_beside(output), waiting=f"waiting for another process that writes {output}"):
         known = list(pd.read_csv(output, dtype=str).groupby("run_id")) if output.exists() else []
-        every = [*epochs_of(runs, args.results.name), *known]
-        longest = dict(sorted(every, key=lambda each: len(each[1])))  # of equals what is known
-        if not longest:
+        found = epochs_of(runs, args.results.name)
+        longest = dict(sorted([*found, *known], key=lambda each: len(each[1])))  # of equals what is known
+        if not found:
             raise program.CommandLineError(
                 f"{runs} holds no run that writes to {args.results.name}; name its folder by --runs"
             )

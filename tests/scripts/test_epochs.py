@@ -33,6 +33,8 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_no_other(tmp_path
         write_run(tmp_path, "b", b)
         write_run(tmp_path, "c", 5, "results/other.csv")
         assert epochs.gather([str(table)]) == 0
+    with pytest.raises(epochs.program.CommandLineError, match="holds no run"):  # though the file has rows
+        epochs.gather([str(table), "--runs", str(tmp_path / "absent")])
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["run_id"] + row["epoch"] for row in rows] == ["a1", "a2", "b1", "b2", "b3"]
