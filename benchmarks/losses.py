@@ -1,22 +1,23 @@
-"""Time and memory of one forward and backward pass of each loss, beside difftopk and plain cross-entropy.
+"""Time and memory of one forward and backward pass of each loss, beside the contenders and plain cross-entropy.
 
     python benchmarks/losses.py                                  # all methods, all sizes, on the CPU
     python benchmarks/losses.py --methods bitonic --sizes 128x100 500x1000m16 --device cuda
+    python benchmarks/losses.py --scaling --output results/benchmarks/scaling.csv    # n, k and the batch grow
 
-Prints a table and writes --output (default results/benchmarks/losses.csv), a row per method and size: medians in
-milliseconds, peak MiB above what was there before the pass, and the ratios. Every measurement has a process of its
-own, one after another in one run. difftopk runs its networks through torch-sparse if that is installed, else through
-its dense executor; the column official_path says which. The column spin_count is GOMP_SPINCOUNT: unset, PyTorch's
-threads wait in a loop and so take a core from the threads of our kernels; at 1000, as in the scripts, they soon sleep.
+A row per method and size: medians in milliseconds, peak MiB above what was there before the pass, and the same of each
+contender (benchmarks/contenders/; the columns of difftopk are called official). Every measurement has a process of its
+own. spin_count is GOMP_SPINCOUNT: without it PyTorch's waiting threads take a core from our kernels. --scaling, P_K
+uniform on k ranks, adds what a method has to do and to keep per sample (`operations`, `numbers`).
 """
 
 import argparse
-import ctypes
+import math
+import multiprocessing
 import os
-import re
 import resource
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -24,127 +25,136 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from benchmarks.runner import Table, in_a_process, parser, size
-from experiments.shared.command_line import count
+from benchmarks import contenders
+from benchmarks.runner import SOFTMAX, Table, parser, positive, size
 from experiments.shared.environment import keep_freed_memory
-from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
-from topk_losses import METHODS, RELAXATIONS, make_loss
+from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
 from topk_losses.methods import SINGLE_K, TOP1
-from topk_losses.operator import largest
 
 SIZES = ("128x100", "500x1000m16", "500x10450m50", "128x1000", "128x10450")
-SOFTMAX = "softmax_cross_entropy"
-P_K = {**{method: [1.0] for method in TOP1}, **{method: [0, 0, 0, 0, 1.0] for method in SINGLE_K}}
+NS, KS, BATCHES = (16, 100, 1000, 10450), (1, 5, 20), (32, 128, 512)
+LOSSES = ("softmax_cross_entropy", "smooth_topk", "smooth_hard_topk", "neuralsort", "softsort", "sinkhorn_sort")
+LOSSES += ("soft_topk", "odd_even", "bitonic", "splitter_selection")  # of the scaling
 
 
-def resident_kib(forget_peak: bool = False) -> int:
-    """The most memory that this process has had since it began or since forget_peak, in KiB (Linux)."""
-    if forget_peak:
-        ctypes.CDLL(None).malloc_trim(0)  # what is free already would otherwise be used, and not counted
+def make_ours(method: str, p_k: list[float], n: int, m: int | None, device: torch.device) -> torch.nn.Module:
+    """Return our loss; the networks' and the masks' k = 1 term is the softmax's, as it is difftopk's in mode sm."""
+    return make_loss(method, p_k, n, m, **({"top1_mode": "sm"} if method in RELAXATIONS else {})).to(device)
+
+
+def peak_mib(device: torch.device, forget: bool = False) -> float:
+    """The most memory that this process has had since it began or forgot."""
+    if device.type == "cuda":
+        return (
+            torch.cuda.reset_peak_memory_stats() or torch.cuda.memory_allocated()
+            if forget
+            else torch.cuda.max_memory_allocated()
+        ) / 2**20
+    if forget:
         Path("/proc/self/clear_refs").write_text("5")
-    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
 
 
-def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: build the loss, take the first pass's peak memory and the later passes' times.
-
-    Returns {"ms", "peak_mib", "passes"}, or {"failed": reason}.
-    """
-    torch.set_num_threads(task["threads"])
+def measure(name: str, case: tuple, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own: the first pass's peak memory and the later passes' times, or {"failed": reason}."""
+    method, p_k, n, m, device = case
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    device, sizes = task["device"], (task["batch"], task["n"])
-    if device.type == "cpu":  # an honest failure instead of a machine that swaps
-        resource.setrlimit(resource.RLIMIT_AS, (task["limit_gib"] * 2**30,) * 2)
+    if device.type == "cpu":  # a failure instead of a machine that swaps
+        resource.setrlimit(resource.RLIMIT_AS, (arguments.limit_gib * 2**30,) * 2)
+    make = make_ours if name == "ours" else contenders.installed()[name].make
     try:
-        loss = task["build"](task["method"], task["p_k"], task["n"], task["m"], **task["options"]).to(device)
-        logits = (2 * torch.randn(*sizes, device=device)).requires_grad_()
-        labels = torch.randint(task["n"], (task["batch"],), device=device)
+        loss, small = make(*case), make(method, p_k, 50, m and min(m, 20), device)
+        logits = (2 * torch.randn(batch, n, device=device)).requires_grad_()
+        labels = torch.randint(n, (batch,), device=device)
 
         def one_pass() -> None:
             logits.grad = None
             loss(logits, labels).backward()
 
-        # a small loss first: lazily loaded libraries and compiled kernels do not count as memory of the loss
-        m = task["m"] and min(task["m"], 20)
-        small = task["build"](task["method"], task["p_k"], 50, m, **task["options"]).to(device)
-        scores = torch.zeros(2, 50, device=device, requires_grad=True)
-        small(scores, torch.zeros(2, dtype=torch.int64, device=device)).backward()
-        largest(torch.zeros(2, 1000, device=device), 5)  # whose kernel is not taken for 50 scores
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() / 2**20 if on_gpu else resident_kib(forget_peak=True) / 2**10
-        start = time.perf_counter()
+        # A small loss first: lazily loaded libraries and compiled kernels do not count as memory of the loss.
+        small(torch.zeros(2, 50, device=device, requires_grad=True), labels[:2] % 50).backward()
+        before, start = peak_mib(device, forget=True), time.perf_counter()
         one_pass()
-        if on_gpu:
-            torch.cuda.synchronize()
-        first = time.perf_counter() - start
-        peak = (torch.cuda.max_memory_allocated() / 2**20 if on_gpu else resident_kib() / 2**10) - before
+        peak, first = peak_mib(device) - before, time.perf_counter() - start
         keep_freed_memory()  # as the scripts do
-        left, passes, median = task["limit_s"] - first, 1, first
+        left, passes, median = arguments.limit_s - first, 1, first
         if left > 0:
-            timer = Timer("one_pass()", globals={"one_pass": one_pass}, num_threads=task["threads"])
-            repeats = task["repeats"] * first  # ten times as many where that takes no second
-            measured = timer.blocked_autorange(min_run_time=min(left, max(repeats, min(1, 10 * repeats))))
+            timer = Timer("one_pass()", globals={"one_pass": one_pass}, num_threads=arguments.threads)
+            measured = timer.blocked_autorange(min_run_time=min(left, max(arguments.repeats * first, 0.2)))
             passes, median = measured.number_per_run * len(measured.times), measured.median
         return {"ms": 1e3 * median, "peak_mib": f"{peak:.1f}", "passes": passes}
+    except ValueError as error:  # it has no such loss
+        return {"failed": str(error)}
     except (MemoryError, RuntimeError) as error:
-        out_of_memory = isinstance(error, MemoryError) or "alloc" in str(error)
-        return {"failed": f"needs more than {task['limit_gib']} GiB" if out_of_memory else str(error).splitlines()[0]}
+        out = isinstance(error, MemoryError) or "alloc" in str(error)
+        return {"failed": f"needs more than {arguments.limit_gib} GiB" if out else str(error).splitlines()[0]}
 
 
-def run(**task: Any) -> dict[str, Any]:
+def run(*task: Any) -> dict[str, Any]:
     """Measure in a process of its own; as `measure`."""
+    # The parent never ran a tensor operation, so there is nothing to inherit; but CUDA does not survive a fork.
+    context = multiprocessing.get_context("spawn" if task[1][4].type == "cuda" else "fork")
     try:
-        return in_a_process(measure, task, cuda=task["device"].type == "cuda")
+        with ProcessPoolExecutor(1, context) as process:
+            return process.submit(measure, *task).result()
     except BrokenProcessPool:
         return {"failed": "the process was killed"}
 
 
-def pass_parser(told: str | None, name: str, repeats: int, limit_s: float) -> argparse.ArgumentParser:
-    """Return a parser with what `measure` takes beside the loss and its size, and --methods."""
-    made = parser(told, name)
-    made.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    made.add_argument("--repeats", type=count, default=repeats, help="least number of timed passes per median")
-    made.add_argument("--limit_gib", type=count, default=16, help="address space of one measurement on the CPU, in GiB")
-    made.add_argument("--limit_s", type=float, default=limit_s, help="seconds of one measurement, a pass at least")
-    return made
-
-
-def shared_by(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What of the command line every measurement takes."""
-    return {name: getattr(arguments, name) for name in ("device", "threads", "repeats", "limit_gib", "limit_s")}
+def work(method: str, n: int, k: int) -> tuple[float, float]:
+    """Operations of one sample, and numbers that its backward pass needs, to leading order in n and k."""
+    if method in TOP1 or method in SINGLE_K:
+        return n, n
+    known = {"softsort": (n + k * k, n + k * k), "neuralsort": (n * math.log2(n) + n * k, n * k)}
+    known |= {"sinkhorn_sort": (n**3, n * n)}
+    if method in ("odd_even", "bitonic", "splitter_selection"):
+        comparators = sum(make_operator(method, n, k).layer_sizes)
+        return comparators, comparators
+    return known.get(method, (n * k, n * k))
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    flags = pass_parser(__doc__, "losses.csv", repeats=7, limit_s=200)
-    flags.add_argument("--sizes", nargs="+", type=size("BATCHxN"), default=[size("BATCHxN")(each) for each in SIZES])
+    flags = parser(__doc__, "losses.csv", repeats=7, limit_gib=16)
+    flags.add_argument("--methods", nargs="+", choices=METHODS, help="default: all; with --scaling ten")
+    flags.add_argument(
+        "--sizes", nargs="+", type=size, default=[size(each) for each in SIZES], help="BATCHxN or BATCHxNmM"
+    )
+    flags.add_argument("--limit_s", type=float, default=60, help="seconds of one measurement (default: %(default)s)")
+    flags.add_argument("--scaling", action="store_true", help="vary n, k and the batch instead")
+    flags.add_argument("--max_n", type=positive, default=max(NS), help="of --scaling (default: %(default)s)")
     arguments = flags.parse_args()
-    on = {} if arguments.device.type == "cpu" else {"device": str(arguments.device)}
-    table = Table(arguments)
-    for batch, n, m in arguments.sizes:
-        shared = {"batch": batch, "n": n, "m": m, **shared_by(arguments)}
-        plain = run(method=SOFTMAX, p_k=[1.0], options={}, build=make_loss, **shared)
-        for method in arguments.methods:
-            options = {"top1_mode": "sm"} if method in RELAXATIONS else {}
-            task = {"method": method, "p_k": P_K.get(method, [0.2] * 5), **shared}
-            ours = run(**task, options=options, build=make_loss)
-            official = {"failed": "not in difftopk" if method in RELAXATIONS else ""}
-            if method != SOFTMAX and method in IN_DIFFTOPK:
-                official = run(**task, options={**options, **on}, build=make_official_loss)
-            failed = {"ours": ours.get("failed"), "difftopk": official.get("failed")}
-            table.add(
-                **{"method": method, "batch": batch, "n": n, "m": m, "p_k": " ".join(f"{p:g}" for p in task["p_k"])},
-                **{name: ours.get(name) for name in ("ms", "peak_mib")},
-                official_path=executor_of(method),
-                **{f"official_{name}": official.get(name) for name in ("ms", "peak_mib")},
-                official_over_ours=official["ms"] / ours["ms"] if "ms" in ours and "ms" in official else None,
-                cross_entropy_ms=plain["ms"] if "ms" in ours else None,
-                ours_over_cross_entropy=f"{ours['ms'] / plain['ms']:.3g}" if "ms" in ours else None,
-                note="; ".join(f"{whose}: {why}" for whose, why in failed.items() if why),
-                spin_count=os.environ.get("GOMP_SPINCOUNT"),
-            )
+    sizes, ks = arguments.sizes, {}
+    if arguments.scaling:
+        moved = [(128, n, 5) for n in NS] + [(128, 1000, k) for k in KS] + [(batch, 1000, 5) for batch in BATCHES]
+        sizes = [(batch, n, None, k) for batch, n, k in dict.fromkeys(moved) if n <= arguments.max_n]
+    others = {} if arguments.scaling else contenders.installed()
+    table, device = Table(arguments), arguments.device
+    for batch, n, m, *ks in sizes:
+        plain = run("ours", (SOFTMAX, [1.0], n, None, device), batch, arguments)
+        for method in arguments.methods or (LOSSES if arguments.scaling else METHODS):
+            k = ks[0] if ks else 5
+            p_k = [1.0] if method in TOP1 else [0.0] * (k - 1) + [1.0] if method in SINGLE_K else [1 / k] * k
+            case = (method, p_k, n, m, device)
+            ours = run("ours", case, batch, arguments)
+            row = {"method": method, "batch": batch, "n": n, "m": m, "k": k, "p_k": " ".join(f"{p:g}" for p in p_k)}
+            row |= {name: ours.get(name) for name in ("ms", "peak_mib", "passes")}
+            notes = {"ours": ours.get("failed")}
+            for name in others:
+                found, column = run(name, case, batch, arguments), name.replace("difftopk", "official")
+                notes[name] = found.get("failed")
+                row |= {f"{column}_ms": found.get("ms"), f"{column}_peak_mib": found.get("peak_mib")}
+                row[f"{column}_over_ours"] = found["ms"] / ours["ms"] if "ms" in found and "ms" in ours else None
+            if "difftopk" in others:
+                row["official_path"] = others["difftopk"].path_of(method)
+            row["cross_entropy_ms"], row["spin_count"] = plain.get("ms"), os.environ.get("GOMP_SPINCOUNT")
+            row["ours_over_cross_entropy"] = ours["ms"] / plain["ms"] if "ms" in ours and "ms" in plain else None
+            row["note"] = "; ".join(f"{whose}: {why}" for whose, why in notes.items() if why)
+            table.add(**row)
+    if arguments.scaling:  # only now: processes are forked from one that ran no tensor operation
+        for row in table.rows:
+            row["operations"], row["numbers"] = (f"{value:.6g}" for value in work(row["method"], row["n"], row["k"]))
     return table.write()
 
 

@@ -1,94 +1,142 @@
-"""Time of a CIFAR-100 training step with each loss, as a ratio to the softmax row's; and of the augmentation.
+"""Time of a CIFAR-100 training step with each loss, as a ratio to the softmax row's; and of the official recipe.
 
     python benchmarks/training_step.py                                  # ResNet-18, batch 128, bf16
     python benchmarks/training_step.py --precision fp32 --methods softsort --device cuda
+    python benchmarks/training_step.py --recipe --steps 8 --output results/benchmarks/recipe.csv
 
-The step is that of experiments/train_cifar100.py (gather, augment, forward, loss, backward, Adam) on random images of
-CIFAR-100's size; an epoch is 371 such steps and an evaluation that does not depend on the loss. On a GPU a method has
-two rows, of which the second launches the step as one graph (--graph there), but for the augmentation. The methods take
-turns, a few steps each; medians over the turns. Prints a table and writes --output (default
-results/benchmarks/training_step.csv).
+The step is that of experiments/train_cifar100.py (gather, augment, forward, loss, backward, Adam) on random images. The
+methods take turns; medians over the turns. --recipe: images per second beside torchvision's transforms on PIL images in
+a DataLoader (in the process, and with a worker per thread: the faster one counts), fp32, the default memory format, the
+official loss (difftopk), loss.item() in each step.
 """
 
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
 
 import torch
+from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
 
-from benchmarks.runner import Table, parser, ratio, take_turns
+from benchmarks.runner import SOFTMAX, Table, parser, ratio, take_turns
 from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, crop_and_flip, epoch_generator, normalise, sample_crops
 from experiments.shared.command_line import DEFAULT_P_K
 from experiments.shared.environment import keep_freed_memory, set_up_device
-from experiments.shared.graph import GraphedStep
+from experiments.shared.official_loss import make_official_loss
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
-BATCH, NUM_CLASSES, NUM_IMAGES = 128, 100, 5000
-SOFTMAX, GRAPH = "softmax_cross_entropy", ", graph"
+NUM_CLASSES = 100
+
+
+class PilImages(Dataset):
+    """Images (N, 3, 32, 32) uint8 and labels (N,), each made a PIL image and transformed when it is asked for."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
+        steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+        self.transform = transforms.Compose([*steps, transforms.Normalize(CIFAR_MEAN, CIFAR_STD)])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+
+
+def settings_of(method: str) -> dict[str, object]:
+    """Return the method's P_K and mode, as the script has them without flags."""
+    mode = {"top1_mode": "smce"} if method in RELAXATIONS else {}
+    return {"method": method, "p_k": DEFAULT_P_K.get(method, [0.2] * 5), "num_classes": NUM_CLASSES, **mode}
 
 
 def our_steps(
-    methods: list[str], images: Tensor, labels: Tensor, precision: str, device: torch.device
+    methods: list[str], images: Tensor, labels: Tensor, batch: int, precision: str, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """Return for each method a function that makes a training step, as experiments/train_cifar100.py does, of one
-    network, and on a GPU one that does so by a graph; and one that augments a batch. images (N, 3, 32, 32) uint8.
-    """
+    """Return for each method a function that makes a training step of one network, and one that augments a batch."""
     split = Split(images.contiguous(memory_format=torch.channels_last), labels).to(device)
     generator = epoch_generator(0, 1, device)
     model = resnet_cifar("resnet18", NUM_CLASSES).to(device, memory_format=torch.channels_last)
-    on_gpu = device.type == "cuda"
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True, capturable=on_gpu)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True)
 
     def augmented() -> tuple[Tensor, Tensor]:
-        batch, targets = split.batch(torch.randint(len(labels), (BATCH,), device=device))
-        batch = crop_and_flip(batch, *sample_crops(BATCH, generator))
-        return normalise(batch, CIFAR_MEAN, CIFAR_STD), targets  # (batch, 3, 32, 32)
+        rows, targets = split.batch(torch.randint(len(labels), (batch,), device=device))
+        return normalise(crop_and_flip(rows, *sample_crops(batch, generator)), CIFAR_MEAN, CIFAR_STD), targets
 
-    def steps_of(method: str) -> list[Callable[[], object]]:
-        mode = {"top1_mode": "smce"} if method in RELAXATIONS else {}
-        loss_fn = make_loss(method, DEFAULT_P_K.get(method), NUM_CLASSES, **mode).to(device)
+    def step_of(method: str) -> Callable[[], object]:
+        loss_fn = make_loss(**settings_of(method)).to(device)
 
-        def step(batch: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        def step() -> None:
+            rows, targets = augmented()
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                logits = model(batch)  # (batch, num_classes)
+                logits = model(rows)  # (batch, num_classes)
             optimizer.zero_grad(set_to_none=True)
-            loss = loss_fn(logits.float(), targets)
-            loss.backward()
+            loss_fn(logits.float(), targets).backward()
             optimizer.step()
-            return loss.detach(), None
 
-        graphed = GraphedStep(step, device)
-        return [lambda: step(*augmented()), lambda: graphed(None, *augmented())][: 1 + on_gpu]
+        return step
 
-    steps = {name: step for method in methods for name, step in zip((method, method + GRAPH), steps_of(method))}
-    return {**steps, "augmentation": augmented}
+    return {**{method: step_of(method) for method in methods}, "augmentation": augmented}
+
+
+def official_step(
+    method: str, images: Tensor, labels: Tensor, batch: int, workers: int, device: torch.device
+) -> Callable[[], None]:
+    """Return a function that makes one training step by the official recipe."""
+    options = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
+    loader = DataLoader(PilImages(images, labels), batch, shuffle=True, drop_last=True, **options)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # of epoch after epoch
+    model = resnet_cifar("resnet18", NUM_CLASSES).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    loss_fn = make_official_loss(**settings_of(method), device=device)
+
+    def step() -> None:
+        rows, targets = (each.to(device, non_blocking=True) for each in next(batches))
+        loss = loss_fn(model(rows), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return step
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    flags = parser(__doc__, "training_step.csv", turns=7, steps=3)
-    flags.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    arguments = flags.parse_args()
+    flags = parser(__doc__, "training_step.csv", turns=7, steps=3, batch=128, images=5000)
+    flags.add_argument("--methods", nargs="+", choices=METHODS, help="default: all; with --recipe two")
+    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of ours (default: %(default)s)")
+    flags.add_argument("--recipe", action="store_true", help="beside the official recipe instead")
+    args = flags.parse_args()
     torch.manual_seed(0)
-    set_up_device(arguments.device, arguments.threads, deterministic=False)
+    set_up_device(args.device, args.threads, deterministic=False)
     keep_freed_memory()
-    images = torch.randint(256, (NUM_IMAGES, 3, 32, 32), dtype=torch.uint8)
-    labels = torch.randint(NUM_CLASSES, (NUM_IMAGES,))
-    methods = list(dict.fromkeys([SOFTMAX, *arguments.methods]))
-    steps = our_steps(methods, images, labels, arguments.precision, arguments.device)
-    times = take_turns(steps, arguments.turns, arguments.steps, arguments.threads)
-    table = Table(arguments)
-    for name, each in times.items():
-        milliseconds, base = statistics.median(each), times[SOFTMAX + GRAPH * name.endswith(GRAPH)]
+    data = torch.randint(256, (args.images, 3, 32, 32), dtype=torch.uint8), torch.randint(NUM_CLASSES, (args.images,))
+    table, methods = Table(args), args.methods or ([SOFTMAX, "splitter_selection"] if args.recipe else list(METHODS))
+    if not args.recipe:
+        steps = our_steps(list(dict.fromkeys([SOFTMAX, *methods])), *data, args.batch, args.precision, args.device)
+        times = take_turns(steps, args.turns, args.steps, args.threads)
+        for name, each in times.items():
+            over, milliseconds = ratio(each, times[SOFTMAX]), statistics.median(each)
+            row = {"method": name, "precision": args.precision, "ms_per_step": milliseconds}
+            row["over_softmax"] = f"{over:.3f}" if name != "augmentation" else None
+            table.add(**row, images_per_second=f"{args.batch / milliseconds * 1e3:.0f}")
+        return table.write()
+    for method in methods:
+        found = []
+        for workers in (0, args.threads):
+            ours = our_steps([method], *data, args.batch, args.precision, args.device)[method]
+            steps = {"ours": ours, "official": official_step(method, *data, args.batch, workers, args.device)}
+            turns = take_turns(steps, args.turns, args.steps, args.threads)
+            rate, official = (1e3 * args.batch / statistics.median(each) for each in turns.values())
+            found.append((official, rate, ratio(turns["official"], turns["ours"]), workers))
+        official, rate, over, workers = max(found)
+        row = {"method": method, "precision": args.precision, "images_per_second": rate}
         table.add(
-            method=name,
-            precision=arguments.precision,
-            ms_per_step=milliseconds,
-            over_softmax=f"{ratio(each, base):.3f}" if name != "augmentation" else None,
-            images_per_second=f"{BATCH / milliseconds * 1e3:.0f}",
+            **row, official_images_per_second=official, ours_over_official=f"{over:.3f}", official_workers=workers
         )
     return table.write()
 

@@ -1,147 +1,83 @@
-"""Tables and figures from results files: ours beside the published values, mean ± std over seeds, what the runs were.
+"""Print the table of a results file: a line per experiment, mean ± standard deviation over seeds, beside the paper's.
 
     python scripts/report.py results/table1.csv                                    # Markdown on the screen
-    python scripts/report.py results/table1.csv --format latex --output table1.tex
-    python scripts/report.py results/table1.csv --format html --output table1.html  # one page, with the figures in it
-    python scripts/report.py results/table1.csv --figures results/figures          # PNG and SVG
+    python scripts/report.py results/table1.csv --format latex --output table1.tex # or csv
+    python scripts/report.py results/table1.csv --figures results/figures          # also draw PNG and SVG
     python scripts/report.py results/table1_short.csv --paired softmax_cross_entropy
-    python scripts/report.py results/temperature.csv --temperatures --figures docs/figures
-    python scripts/report.py results/cifar100.csv --where n_epochs=200 --where neuralsort:inverse_temperature=0.0625
+    python scripts/report.py results/temperature.csv --temperatures --where method=lml
 
-The published values are those of results/paper/; which of its tables a file belongs to is seen from its name or its
-columns, or said with --table. Runs that differ in more than their seed never share a cell, those of another
-schedule, subset or precision never a table (in Markdown each has its own), and one that differs so from the published
-row has no difference to it: reporting/tables.py states the rule. Files of train_beam_search.py and of scripts/epochs.py
-have tables of their own (reporting/beam_search.py, reporting/epochs_figure.py), and so has --temperatures.
-Figures (reporting/figures.py, reporting/permutation_figure.py) also read runs/ beside the file, and results/benchmarks/
-of this repository.
+Lines that differ in a setting differ in a column; what differs from the published row is named in a column, or in the
+caption where it is the same for all, and there is no difference to it. Files of train_beam_search.py and of
+scripts/epochs.py have tables of their own.
 """
-
-if __name__ == "__main__":  # from here on, what goes wrong is a sentence
-    from data import program
-
-    program.begin()
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
-from types import ModuleType
 
-from data import program
-from data.atomic_file import atomic_write
-from experiments.shared.command_line import check
-from experiments.shared.run_record import WHERE, chosen_rows, read_rows
-from scripts.reporting import beam_search, temperatures
-from scripts.reporting.formats import FORMATS
-from scripts.reporting.paired import paired
-from scripts.reporting.results import Row
-from scripts.reporting.tables import Table, build_table, experiments_of
-
-TABLES = (
-    *("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5"),
-    *("knn_mnist", "knn_fashion_mnist", "knn_cifar10"),
-)
-BY_FILE_NAME = {
-    **{name: name for name in TABLES},
-    **{f"{name}imagenet{n}": f"tables2_3_imagenet{n}" for name in ("", "table2_3_") for n in ("1k", "21k")},
-    **dict.fromkeys(("strong", "scratch", "temperature_training"), "none"),  # not the paper's rows
-}
-BY_NUM_CLASSES = {"1000": "tables2_3_imagenet1k", "10450": "tables2_3_imagenet21k"}  # of embeddings
+from scripts.reporting import studies, tables
+from scripts.reporting.runs import ReportError, read_runs
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, each checked on its own. Raises CommandLineError."""
-    parser = program.Parser(prog="report.py", description="Tables and figures from a results file.")
-    flag = parser.add_argument
-    flag("results", type=program.path, help="a CSV file of results/")
-    told = "the published table beside it; without it, by the file's name, else by its columns"
-    flag("--table", choices=(*TABLES, "none"), help=told)
-    flag("--where", action="append", default=[], metavar="[METHOD:]COLUMN=VALUE", help=WHERE)
-    told = (
-        "instead: each setting's rows minus those of METHOD's best by seed, with intervals and what would settle them"
-    )
-    flag("--paired", metavar="METHOD", help=told)
-    flag("--temperatures", action="store_true", help="instead: each method's best inverse temperature, by validation")
-    flag("--format", choices=FORMATS, default="markdown", help="%(default)s without it")
-    flag("--output", type=program.output, metavar="FILE", help="where the table goes; the screen without it")
-    flag("--figures", type=program.path, metavar="DIR", help="also draw the figures, as PNG and SVG, into DIR")
-    return parser.parse_args(argv)
+    """Return the flags."""
+    parser = argparse.ArgumentParser("report.py", allow_abbrev=False, description="Tables and figures of results.")
+    parser.add_argument("results", type=Path, help="a CSV file of results/")
+    parser.add_argument("--table", choices=(*tables.TABLES, "none"), help="published table (default: by file or data)")
+    parser.add_argument("--where", action="append", default=[], help="COLUMN=VALUE or METHOD:COLUMN=VALUE, repeatable")
+    parser.add_argument("--paired", metavar="METHOD", help="differences to METHOD's best setting, by seed")
+    parser.add_argument("--temperatures", action="store_true", help="each method's best inverse temperature")
+    parser.add_argument("--format", choices=tables.FORMATS, default="markdown", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="file for the table (default: the screen)")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="also draw the figures, PNG and SVG, there")
+    args = parser.parse_args(argv)
+    if args.output and args.results.exists() and args.output.exists() and args.output.samefile(args.results):
+        parser.error(f"--output {args.output} is the results file")
+    return args
 
 
-def report(args: argparse.Namespace) -> int:
-    """Write the table, and draw the figures that it asks for; return the exit status."""
-    runs = chosen_rows(args.results, args.where)
-    figures: list[Path] = []
-    own = tables_of_its_own(args, runs)
-    plain = args.format == "markdown" and not args.table
-    whose = "--temperatures" if args.temperatures else args.results
-    told = f"{whose} has tables of its own, in Markdown: leave --format, --table and --paired out"
-    check(not own or (plain and not args.paired), told)
-    if args.paired:
-        told = "--paired is a table in Markdown: leave --format, --table and --figures out"
-        check(plain and not args.figures, told)
-        text = paired(args.results.stem, runs, args.paired)
-    elif own:
-        text = own.text_of(args.results, runs)
-        figures = own.draw(args.results, runs, args.figures) if args.figures else []
+def report(args: argparse.Namespace) -> list[Path]:
+    """Print or write the table, draw the figures, and return what was written. Raises ReportError."""
+    path, runs = args.results, read_runs(args.results, args.where)
+    if args.figures:
+        from scripts.reporting import figures  # matplotlib takes a second, and a table needs none
+    if "epoch" in runs:
+        text = studies.epochs_text(path, runs)
+        drawn = figures.draw_epochs(path, runs, args.figures) if args.figures else []
+    elif "arm" in runs:
+        text, drawn = studies.beam_search(path.stem, runs), []
+    elif args.temperatures:
+        text = tables.FORMATS[args.format](studies.temperatures(path.stem, runs))
+        drawn = figures.draw_temperatures(path.stem, runs, args.figures) if args.figures else []
     else:
-        one = args.format != "markdown" or args.figures
-        parts = [runs] if one else experiments_of(args.results.stem, runs)
-        tables = [table_of(args.results, part, args.table) for part in parts]
-        with tempfile.TemporaryDirectory() as scratch:
-            if args.figures or args.format == "html":
-                from scripts.reporting.figures import draw_figures  # matplotlib takes a second, and a table needs none
-
-                figures = draw_figures(tables[0], args.results.parent / "runs", args.figures or Path(scratch))
-            text = "\n".join(FORMATS[args.format](table, figures) for table in tables)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(args.output) as file:
-            file.write(text)
-    else:
+        name = args.table or tables.published_table(path, runs)
+        if args.paired:
+            table = tables.paired(path.stem, runs, args.paired)
+        else:
+            table = tables.beside_published(path.stem, runs, None if name == "none" else name)
+        text = tables.FORMATS[args.format](table)
+        drawn = figures.draw_accuracy(table, args.figures) if args.figures else []
+    if args.output is None:
         print(text, end="")
-    for path in [args.output] * bool(args.output) + figures * bool(args.figures):
-        print(f"wrote {path}", file=sys.stderr)
-    return 0
-
-
-def tables_of_its_own(args: argparse.Namespace, runs: list[Row]) -> ModuleType | None:
-    """Return what reads these rows, its text_of and draw, where that is not a table of runs beside published ones."""
-    if args.temperatures or "arm" in runs[0]:
-        return temperatures if args.temperatures else beam_search
-    if "epoch" not in runs[0]:
-        return None
-    from scripts.reporting import epochs_figure  # matplotlib takes a second
-
-    return epochs_figure
-
-
-def table_of(results: Path, runs: list[Row] | None = None, name: str | None = None) -> Table:
-    """Return the table of a results file, which need not be there. Raises CommandLineError and ProgramError.
-
-    runs: those of its rows that are wanted; None: all. name: the published table; None: by the file's name or its rows.
-    """
-    runs = read_rows(results) if runs is None else runs
-    name = name or published_of(results, runs)
-    return build_table(results.stem, runs, None if name == "none" else name)
-
-
-def published_of(results: Path, runs: list[Row]) -> str:
-    """Return the published table beside these runs, by file name or columns, or "none"."""
-    datasets, num_classes = (" ".join({run.get(column, "") for run in runs}) for column in ("dataset", "num_classes"))
-    if runs and "prediction" in runs[0]:  # the nearest-neighbour classifier's
-        return f"knn_{datasets}" if f"knn_{datasets}" in TABLES else "none"
-    by_columns = "table1" if datasets == "cifar100" else "none"
-    if runs and "embeddings" in runs[0]:
-        by_columns = BY_NUM_CLASSES.get(num_classes, by_columns)
-    return BY_FILE_NAME.get(results.stem.removesuffix("_short"), by_columns)
+        return drawn
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    partial = args.output.with_name(f"{args.output.name}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(args.output)
+    return [args.output, *drawn]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script; return its exit status (see data/program.py)."""
-    return program.finish(lambda: report(parse_arguments(argv)))
+    """Run the script; return its exit status."""
+    args = parse_arguments(argv)
+    try:
+        for path in report(args):
+            print(f"wrote {path}", file=sys.stderr)
+    except (ReportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    program.end(main())
+    sys.exit(main())

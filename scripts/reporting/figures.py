@@ -1,166 +1,207 @@
-"""The figures of scripts/report.py --figures: what a table cannot show, from the same rows.
+"""Two figures for all tables, `lines` (over epochs, temperatures, sizes) and `dots` (a row per line), and their uses.
 
-NAME_accuracy_over_epochs: test accuracy against epoch (steps for heads), from runs/<run id>/ beside the file; mean and,
-with two seeds or more, the band of its 95 % interval.
-NAME_accuracy: a line for each row, ours with the 95 % interval of its mean, published values hollow.
-NAME_neighbours: of the nearest-neighbour classifier, in place of these; see neighbours_figure.py.
-times, cost_over_size: of results/benchmarks/; see benchmark_figures.py. permutation_matrix: see permutation_figure.py.
-A figure that has no data is left out with a sentence. What the runs were stands above each figure of them.
+The colour is that of a method's family, the marker its own.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
+import matplotlib as mpl
+
+mpl.use("Agg")
+
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
-from scripts.reporting.benchmark_figures import draw_benchmarks
-from scripts.reporting.figure_style import COLUMN, PAGE, STYLES, leave_out, legend, look, note, points_of, pyplot, save
-from scripts.reporting.neighbours_figure import draw_neighbours, has_images
-from scripts.reporting.paired import half_width
-from scripts.reporting.permutation_figure import draw_permutations
-from scripts.reporting.tables import METRICS, Line, Table, p_k_of, run_summary, shown_p_k
+from scripts.reporting import runs as core
+from scripts.reporting import studies, tables
+from scripts.reporting.runs import METRICS, half_width
 
-HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step"}  # of a run folder, and what they count
-WIDEST = 30  # points below the best that a panel of accuracies shows; what is further down is written
-PER_ROW = 3  # pairs of panels on a page's width
-# Of the published P_K, in the order of the paper.
-P_KS = ("1 0 0 0 0", "0 0 0 0 1", "0.5 0 0 0 0.5", "0.25 0 0 0 0.75", "0.1 0 0 0 0.9", "0.2 0.2 0.2 0.2 0.2")
-ALONE = (1.0,)  # the P_K of what sorts nothing
-
-
-def draw_figures(table: Table, run_folders: Path, folder: Path) -> list[Path]:
-    """Draw every figure for which there is data, return their paths, and say what was left out."""
-    return [*draw_figures_of_table(table, run_folders, folder), *draw_benchmarks(folder), *draw_permutations(folder)]
-
-
-def draw_figures_of_table(table: Table, run_folders: Path, folder: Path) -> list[Path]:
-    """Draw the figures of the rows of a table alone."""
-    if not set(METRICS) <= set(table.decimals):
-        return _neighbours(table, run_folders, folder)
-    runs = [run for line in table.run_lines for run in line.runs]
-    told = f"{table.name}.csv: {run_summary(runs, table.protocol, len(table.run_lines))}."
-    if any(line.reasons for line in table.run_lines):
-        told += " Not comparable with the published values."
-    return [*_accuracy_over_epochs(table, run_folders, told, folder), *_accuracy(table, told, folder)]
+plt.style.use(Path(__file__).with_name("report.mplstyle"))
+BENCHMARKS = tables.PAPER.parent / "benchmarks"
+PAGE, WIDEST = 6.9, 35  # inches; points of accuracy that a panel shows
+FAMILIES = {
+    "C7": ("softmax_cross_entropy", "ldr_kl", "smooth_topk", "smooth_hard_topk", "truncated_entropy", "noised_topk"),
+    "C5": ("imbalanced_noised_topk",),
+    "C1": ("neuralsort", "softsort"),
+    "C2": ("sinkhorn_sort", "soft_topk"),
+    "C4": ("lml", "lapsum", "sparse_topk", "capped_softmax", "subset_topk"),
+    "C3": ("df_topk", "recall_surrogate", "perturbed_topk"),
+    "C0": ("odd_even", "bitonic", "splitter_selection"),
+}
+STYLE = {
+    name: {"color": color, "marker": "os^DvX"[i]} for color, family in FAMILIES.items() for i, name in enumerate(family)
+}
+STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
+SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 
 
-def _accuracy_over_epochs(table: Table, run_folders: Path, told: str, folder: Path) -> list[Path]:
-    curves, absent = [], 0  # a curve: its line, what its histories count, and these, one per run that has its folder
-    for line in table.run_lines:
-        for file, clock in HISTORIES.items():
-            found = [_history(run_folders / run["run_id"] / file, clock) for run in line.runs]
-            if histories := [history for history in found if len(history)]:
-                break
-        absent += len(line.runs) - len(histories)
-        curves += [(line, clock, histories)] * bool(histories)
-    if absent:
-        num_runs = sum(len(line.runs) for line in table.run_lines)
-        leave_out(f"{absent} of {num_runs} runs have no history in {run_folders}")
-    if not curves:
-        return leave_out("accuracy over epochs: it needs the run folders")
-    # A panel per P_K; what sorts nothing, P_K = 1, is in all of them.
-    p_ks = sorted({_p_k(line) for line, _, _ in curves} - {ALONE}, key=_p_k_order) or [ALONE]
-    curves.sort(key=lambda curve: _p_k(curve[0]) != ALONE)
-    # Pairs of panels, top-1 above top-5: one pair is a column wide, more fill the page.
-    across, down = min(len(p_ks), PER_ROW), math.ceil(len(p_ks) / PER_ROW)
-    size = (COLUMN if len(p_ks) == 1 else PAGE, 0.8 + 2 * down * (2.2 if across < PER_ROW else 1.7))
-    figure, grid = pyplot.subplots(2 * down, across, figsize=size, squeeze=False)
-    note(figure, told)
-    pairs = grid.reshape(down, 2, across).swapaxes(1, 2).reshape(-1, 2)  # (panels, 2)
-    for number, (p_k, pair) in enumerate(zip(p_ks, pairs)):
-        pair[0].sharex(pair[1])
-        pair[0].tick_params(labelbottom=False)
-        for axis, first, (metric, name) in zip(pair, pairs[0], METRICS.items()):
-            if number:
-                axis.sharey(first)
-            for line, clock, histories in curves:
-                if _p_k(line) in (p_k, ALONE):
-                    _curve(axis, line.method, clock, histories, metric)
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-            axis.set_ylabel(f"test {name} accuracy (%)" if number % PER_ROW == 0 else "")
-        shown = next(line.own_p_k for line, _, _ in curves if _p_k(line) == p_k)
-        pair[0].set_title(f"$P_K$ = {shown_p_k(shown)}")
-        pair[1].set_xlabel("optimizer step" if curves[0][1] == "step" else "epoch")
-    for axis in pairs[len(p_ks) :].flat:
-        axis.set_visible(False)
-    legend(figure, [line.method for line, _, _ in curves])
-    return save(figure, folder, f"{table.name}_accuracy_over_epochs")
+def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]:
+    """Write NAME.png and NAME.svg into a folder, and return the two paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.suptitle(title, fontsize=7, x=0.01, ha="left", wrap=True)
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+    plt.close(figure)
+    return paths
 
 
-def _neighbours(table: Table, run_folders: Path, folder: Path) -> list[Path]:
-    """Of the best line of the nearest-neighbour classifier that has a run folder here; its rows have top-1 alone."""
-    for line in sorted(table.run_lines, key=lambda line: line.mean("test_top1"), reverse=True):
-        for run in line.runs:
-            if has_images(run_folders / run["run_id"]):
-                return draw_neighbours(run_folders / run["run_id"], line.name, folder, f"{table.name}_neighbours")
-    return leave_out("neighbours before and after training: it needs the folder of a run on images")
+def lines(
+    frame: pd.DataFrame,
+    x: str,
+    ys: Mapping[str, str],
+    panel: str | None = None,
+    by: Sequence[str] = ("method",),
+    dotted: Mapping[str, str] = {},
+    **axes_settings: str,
+) -> Figure:
+    """Draw the mean of each y against x with its 95 % band, a row of panels per y, a column per value of `panel`.
+
+    by: what a line is. dotted: for a y, the column that is drawn dotted in the same colour.
+    """
+    parts = [(None, frame)] if panel is None else list(frame.groupby(panel, sort=False))
+    size = (PAGE, 0.9 + 2.1 * len(ys)) if len(parts) > 1 else (0.7 * PAGE, 0.9 + 2.1 * len(ys))
+    figure, grid = plt.subplots(len(ys), len(parts), figsize=size, sharex="col", sharey="row", squeeze=False)
+    for (title, part), axes in zip(parts, grid.T):
+        for axis, (y, label) in zip(axes, ys.items()):
+            for key, rows in part.dropna(subset=[x, y]).groupby(list(by), sort=False):
+                found, style = rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"]), STYLE[key[0]]
+                half = half_width(found["std"], int(found["count"].min())) if found["count"].min() > 1 else 0
+                every = max(1, len(found) // 8)
+                axis.plot(found.index, found["mean"], label=key[0], markevery=every, **style)
+                axis.fill_between(
+                    found.index, found["mean"] - half, found["mean"] + half, alpha=0.2, color=style["color"]
+                )
+                if y in dotted:
+                    axis.plot(rows[x], rows[dotted[y]], linestyle=":", linewidth=0.8, color=style["color"])
+            axis.set(ylabel=label if axis in grid[:, 0] else "", **axes_settings)
+            axis.minorticks_off()
+        axes[0].set_title(title or "")
+        axes[-1].set_xlabel(x)
+        if part[x].nunique() < 6:
+            axes[-1].set_xticks(ticks := sorted(part[x].unique()), [f"{tick:g}" for tick in ticks])
+    handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4)
+    return figure
 
 
-def _curve(axis: Axes, method: str, clock: str, histories: Sequence[pd.DataFrame], metric: str) -> None:
-    """Draw the mean over the seeds as far as all have come, and the band where there are two or more."""
-    length = min(map(len, histories))
-    x = histories[0][clock][:length]
-    values = 100 * np.stack([history[metric][:length] for history in histories])  # (seeds, length)
-    every = math.ceil(length / 8)
-    first = list(STYLES).index(method) * every // len(STYLES)  # so that the methods' markers do not hide one another
-    axis.plot(x, values.mean(0), **look(method), markevery=(first, every))
-    if len(histories) > 1:
-        mean, half = values.mean(0), half_width(values.std(0, ddof=1), len(values))
-        axis.fill_between(x, mean - half, mean + half, color=STYLES[method].color, alpha=0.2, linewidth=0)
+def dots(frame: pd.DataFrame, panels: Sequence[tuple[str, str, str, str]]) -> Figure:
+    """Draw a row per line of the frame, whose index has the labels and whose column method the looks.
+
+    panels: a title each, and the columns of the value, of half its interval, and of what is drawn hollow beside it. An
+    accuracy far below the best is written at the edge.
+    """
+    figure, grid = plt.subplots(1, len(panels), figsize=(PAGE, 0.8 + 0.17 * len(frame)), sharey=True, squeeze=False)
+    for axis, (title, value, half, hollow) in zip(grid[0], panels):
+        values = frame.reindex(columns=[value, hollow]).stack()
+        least = values.max() - WIDEST if half else -float("inf")
+        for place, row in enumerate(frame.to_dict("records")):
+            style = STYLE.get(row["method"], {"color": "black", "marker": "."}) | {"linestyle": ""}
+            for name, face, interval in ((hollow, "none", ""), (value, style["color"], half)):
+                if row.get(name, float("nan")) < least:
+                    axis.text(
+                        0.02, place, f"◂ {row[name]:.0f}", transform=axis.get_yaxis_transform(), fontsize=6, va="center"
+                    )
+                elif name in row:
+                    error = row.get(interval) if pd.notna(row.get(interval)) else None
+                    axis.errorbar(row[name], place, xerr=error, capsize=2, markerfacecolor=face, **style)
+        axis.set(title=title, xscale="linear" if half or values.max() < 5 * values.min() else "log")
+        axis.set_xlim(left=least if half and values.min() < least else None)
+        axis.minorticks_off()
+    grid[0, 0].set(ylim=(len(frame) - 0.5, -0.5))
+    grid[0, 0].set_yticks(range(len(frame)), frame.index)
+    return figure
 
 
-def _accuracy(table: Table, told: str, folder: Path) -> list[Path]:
-    """Every row where it stands: ours with the interval of its mean, beside it, hollow, what was published."""
-    lines = [line for line in table.lines if line.method and (line.runs or any(map(line.value, METRICS)))]
-    lines.sort(key=lambda line: (list(STYLES).index(line.method), _p_k_order(_p_k(line))))
-    figure, axes = pyplot.subplots(1, 2, figsize=(PAGE, 1.2 + 0.19 * len(lines)), sharey=True)
-    for axis, (metric, name) in zip(axes, METRICS.items()):
-        ours = [(y, line, 100 * line.mean(metric), True) for y, line in enumerate(lines) if line.runs]
-        known = [(y, line, 100 * line.value(metric), False) for y, line in enumerate(lines) if line.value(metric)]
-        lowest = max(mean for _, _, mean, _ in ours + known) - WIDEST
-        for y, line, mean, is_ours in ours + known:
-            if mean > lowest:
-                has_bar = is_ours and len(line.runs) > 1
-                half = 100 * half_width(line.std(metric), len(line.runs)) if has_bar else None
-                axis.errorbar(mean, y, xerr=half, **look(line.method, is_ours, line=False), markersize=4.5, capsize=2)
-            else:  # written at the edge, what was published at its end
-                place = {"xy": (0.03, y - 0.5 * (not is_ours)), "xycoords": ("axes fraction", "data"), "va": "center"}
-                shown = f"◂ {mean:.0f}" + " (published)" * (not is_ours)
-                axis.annotate(shown, **place, color=STYLES[line.method].color, fontsize=6)
-        axis.set(xlabel=f"test {name} accuracy (%)", ylim=(len(lines) - 0.5, -0.5))
-        axis.grid(axis="x", linewidth=0.3)
-    labels = [f"{STYLES[line.method].label}  {shown_p_k(line.own_p_k)}" for line in lines]
-    axes[0].set_yticks(range(len(lines)), labels)
-    for tick, line in zip(axes[0].get_yticklabels(), lines):
-        tick.set_color(STYLES[line.method].color)
-    note(figure, f"{told} Bars: 95 % intervals of the mean over seeds (t); without, one seed.")
-    published = any(line.value(metric) for line in lines for metric in METRICS)
-    legend(figure, (), [points_of(filled=True), *[points_of(filled=False)] * published], columns=2)
-    return save(figure, folder, f"{table.name}_accuracy")
+def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
+    """Draw the accuracy of every line with its interval, and hollow what is published."""
+    frame, panels = table.frame.copy(), []
+    metrics = [metric for metric in METRICS if f"{metric}_mean" in frame]
+    for metric in metrics:
+        pairs = zip(frame[f"{metric}_std"], frame["n_seeds"]) if f"{metric}_std" in frame else [(None, 1)] * len(frame)
+        frame[f"{metric}_half"] = [half_width(std, int(n)) if n > 1 else None for std, n in pairs]
+        panels.append((f"test {METRICS[metric]} (%)", f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
+    frame = frame.dropna(subset=[f"{metrics[0]}_mean"])
+    named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
+    cells = tables.shown(table._replace(frame=frame))
+    settings = [name for name in ("P_K", "β", "rate", "epochs") if name in cells]
+    told = [cells[name].where(cells[name] == "", f"{name} " * (name != "P_K") + cells[name]) for name in settings]
+    frame.index = [" ".join(filter(None, each)) for each in zip(named, *told)]
+    title = f"{table.name}.csv: bars are 95 % intervals of the mean over seeds; hollow: published."
+    return save(dots(frame.assign(method=named.to_numpy()), panels), folder, f"{table.name}_accuracy", title)
 
 
-def _p_k(line: Line) -> tuple[float, ...]:
-    return p_k_of(line.own_p_k)
+def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
+    """Draw the mean of five epochs over the epochs, a line per run, with the published end points."""
+    table = studies.epochs(path, runs)
+    ys = {f"mean_{metric}": f"test {label} (%)" for metric, label in METRICS.items()}
+    figure, ends = lines(table, "epoch", ys, by=("method", "seed")), studies.published_ends(path, table)
+    for axis, metric in zip(figure.axes, METRICS):
+        for run_id, method in table.groupby("run_id")["method"].first().items():
+            axis.plot(200, ends[metric][run_id], markerfacecolor="none", **STYLE[method])
+        axis.set_ylim(bottom={"test_top1": 45, "test_top5": 75}[metric])
+    return save(
+        figure, folder, path.stem, f"{path.name}: mean of 5 epochs, a line per run; hollow: published after 200 epochs."
+    )
 
 
-def _p_k_order(p_k: tuple[float, ...]) -> tuple[int, tuple[float, ...]]:
-    published = [p_k_of(cell) for cell in P_KS]
-    return (published.index(p_k) if p_k in published else len(published), p_k)
+def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]:
+    """Draw NAME_P_K for each P_K: accuracy over the inverse temperature, of heads times the spread of the logits."""
+    frame, drawn = pd.concat(studies.temperature_lines(runs)), []
+    of_heads = studies.SPREAD in frame
+    x = "inverse temperature" + " × standard deviation of the logits" * of_heads
+    frame[x] = frame["beta"] * (frame[studies.SPREAD] if of_heads else 1)
+    softmax = frame[frame["method"] == studies.SOFTMAX]
+    for p_k, part in frame.dropna(subset="beta").groupby("p_k", sort=False):
+        part = part.groupby(["method", "beta"], sort=False)[[x, *METRICS]].mean().reset_index()
+        part = part.groupby("method").filter(lambda rows: len(rows) > 1)
+        if part.empty:
+            continue
+        ys = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
+        figure = lines(part, x, ys, xscale="log")
+        for axis, metric in zip(figure.axes, METRICS):
+            axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)
+            axis.set_ylim(part[metric].max() - (5 if of_heads else 35), part[metric].max() + 1)
+        title = f"{name}.csv, P_K = {core.shown_p_k(p_k)}: mean over the seeds; grey line: softmax cross-entropy."
+        drawn += save(figure, folder, f"{name}_{p_k.replace(' ', '_').replace('0.', '.')}", title)
+    return drawn
 
 
-def _history(path: Path, clock: str) -> pd.DataFrame:
-    """The epochs or steps of a run; none if the file is absent or, which is said, damaged."""
-    try:
-        history = pd.read_csv(path, dtype=float, usecols=[clock, *METRICS])
-        if np.isfinite(history).all(axis=None):
-            return history
-        leave_out(f"{path}, which cannot be read: {clock}, {' and '.join(METRICS)} must be numbers")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        leave_out(f"{path}, which cannot be read: {error}")
-    return pd.DataFrame()
+def draw_benchmarks(folder: Path) -> list[Path]:
+    """Draw times (ours beside difftopk's) and cost_over_size (with its asymptotes, dotted) of results/benchmarks/."""
+    steps, losses, scaling = (
+        pd.read_csv(BENCHMARKS / f"{name}.csv") for name in ("training_step", "losses", "scaling")
+    )
+    frame = pd.DataFrame(index=[method for method in STYLE if method in set(losses["method"])])
+    frame["step"] = steps.set_index("method")["ms_per_step"] * STEPS_PER_EPOCH / 1000
+    panels = [("s per epoch\n(ResNet-18)", "step", "", "")]
+    for (m, n, batch), part in losses.fillna({"m": 0}).groupby(["m", "n", "batch"]):
+        title = f"{batch} x {n}" + f"\nm {m:g}" * bool(m)
+        frame[[title, f"{title} difftopk"]] = part.set_index("method")[["ms", "official_ms"]]
+        panels.append((title, title, "", f"{title} difftopk"))
+    first = losses.iloc[0]
+    machine = f"{first['device']}, {first['threads']} threads, PyTorch {first['torch']}"
+    drawn = save(
+        dots(frame.assign(method=frame.index), panels),
+        folder,
+        "times",
+        f"Training, then ms of each loss by batch x n; medians on {machine}; hollow: difftopk.",
+    )
+    base, parts = scaling[[*SIZES]].mode().iloc[0], []
+    for axis, label in SIZES.items():
+        others = [other for other in SIZES if other != axis]
+        part = scaling[(scaling[others] == base[others]).all(axis=1)].sort_values(["method", axis])
+        parts.append(part.assign(size=part[axis], panel=label))
+    frame = pd.concat(parts).dropna(subset="ms")
+    frame["peak_mib"] = frame["peak_mib"].where(
+        frame["peak_mib"] >= 0.5
+    )  # what the system counts in pages says little below
+    for y, work in (("ms", "operations"), ("peak_mib", "numbers")):  # through the last measured point
+        expected = frame["batch"] * frame[work]
+        last = frame.assign(ratio=frame[y] / expected).groupby(["method", "panel"])["ratio"].transform("last")
+        frame[f"{y} expected"] = expected * last
+    ys = {"ms": "time of a pass (ms)", "peak_mib": "peak memory (MiB)"}
+    figure = lines(frame, "size", ys, "panel", dotted={y: f"{y} expected" for y in ys}, xscale="log", yscale="log")
+    return [*drawn, *save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")]

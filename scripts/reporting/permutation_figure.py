@@ -1,9 +1,8 @@
-"""The relaxed permutation matrix P of one sample by each method, as in the authors' talk: rank by class, the weights
-w_r of P_K to its right, the resulting class probabilities p = w P below. And for each method alone, P and the gradient.
+"""The relaxed permutation matrix P of one sample by each method, as in the authors' talk, and each loss's gradient.
 
-Scores, classes and P_K are the talk's (its fifth rank is the one that is left over), temperatures the library's
-defaults. Nothing is read from results/. The relaxed sort answers for every rank, as in the talk: top1_mode sort.
-Methods that draw noise are shown by the mean over many draws, the same ones each time.
+P has ranks by classes, the weights w_r of P_K to its right, the class probabilities p = w P below. Scores, classes and
+P_K are the talk's (its fifth rank is left over), temperatures the library's defaults, top1_mode sort. Methods that draw
+noise are shown by the mean over many draws, the same ones each time.
 """
 
 import math
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
 from torch import Tensor
 
-from scripts.reporting.figure_style import COLUMN, GREY, PAGE, STYLES, note, pyplot, save
-from scripts.reporting.tables import shown_p_k
+from scripts.reporting.figures import PAGE, STYLE, save
+from scripts.reporting.runs import shown_p_k
 from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, make_operator
 from topk_losses.classification import ClassificationLoss
 from topk_losses.methods import SINGLE_K
@@ -27,9 +26,8 @@ SCORES = (1.0, 8.0, -1.0, 9.0, 5.0)
 P_K = (0.5, 0.5, 0.0, 0.0)
 TRUE, WITHIN = CLASSES.index("panda"), 2  # of the gradient: the panda must be among the 2 highest
 IMBALANCED = "imbalanced_noised_topk"
-COUNTS = (100, 1600, 100, 100, 100)  # training samples, for the loss whose margins go by them: half the margin for TRUE
+COUNTS = (100, 1600, 100, 100, 100)  # training samples, for the loss whose margins follow them
 DRAWS = 5000
-SHADES = LinearSegmentedColormap.from_list("white to blue", ["#ffffff", "#0072B2"])
 
 
 def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,43 +44,16 @@ def rank_weights(p_k: Sequence[float]) -> Tensor:
     return torch.tensor(p_k, dtype=torch.float64).flip(0).cumsum(0).flip(0)
 
 
-def draw_permutations(folder: Path) -> list[Path]:
-    """Draw permutation_matrix.png and .svg and return their paths."""
-    weights, order = rank_weights(P_K), torch.tensor(SCORES).argsort(descending=True)
-    hard = torch.eye(len(SCORES), dtype=torch.float64)[order[: len(P_K)]]  # (k, n)
-    panels = {"hard sort": (hard, weights, weights @ hard)}
-    for method in RELAXATIONS:
-        title = f"{STYLES[method].label}, β = {METHODS[method].inverse_temperature:g}"
-        panels[title] = relaxed_sort(method, SCORES, P_K)
-    rows = math.ceil(len(panels) / 4)
-    figure, axes = pyplot.subplots(rows, 4, figsize=(PAGE, 2.25 * rows))
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
-        draw_panel(axis, *panel)
-        axis.set_title(title, fontsize=7.5)
-        axis.tick_params(labelleft=number % 4 == 0)
-    note(
-        figure,
-        "Relaxed permutation matrix P of one sample, ranks by classes (below each class its score). To the right the "
-        f"weights $w_r$ of $P_K$ = {shown_p_k(' '.join(map(str, P_K)))}, at the bottom the class probabilities "
-        "$p = w P$. β: inverse temperature; larger is closer to the hard sort.",
-    )
-    return save(figure, folder, "permutation_matrix")
-
-
-def paid_for(method: str) -> list[int]:
-    """Return the k that the loss of the gradient is made of: WITHIN alone, and 1 too where a method wants the softmax's
-    part; of cross-entropy, which has no other, 1.
-    """
+def ranks_of(method: str) -> list[int]:
+    """Return the k of the gradient's loss: WITHIN, with 1 where zeros need the softmax's part; cross-entropy: 1."""
     if getattr(METHODS[method].operator, "has_zeros", False):
         return [1, WITHIN]
     return [WITHIN] if method in RELAXATIONS or method in SINGLE_K else [1]
 
 
 def loss_of(method: str, inverse_temperature: float | None = None) -> ClassificationLoss:
-    """Return the loss whose gradient is shown, with equal shares for the k of paid_for()."""
-    ks = paid_for(method)
+    """Return the loss whose gradient is shown, with equal shares for the k of ranks_of()."""
+    ks = ranks_of(method)
     top1_mode = "sort" if method in RELAXATIONS and ks == [WITHIN] else None
     settings = {"inverse_temperature": inverse_temperature, "top1_mode": top1_mode, "reduction": "sum"}
     loss = make_loss(method, {k: 1 / len(ks) for k in ks}, len(SCORES), **settings)
@@ -99,36 +70,46 @@ def _draw_often(method: str, noisy: Any) -> None:
 
 
 def pull(loss: ClassificationLoss, own: Tensor) -> Tensor:
-    """Return -dL/ds_y, how strongly a loss pulls the true class up, for each score `own` (points,) that it may have.
-
-    The other classes keep their scores.
-    """
+    """Return -dL/ds_y for each score `own` (points,) of the true class; the other classes keep their scores."""
     own = own.detach().requires_grad_()
     logits = torch.tensor([SCORES] * len(own), dtype=own.dtype).index_copy(1, torch.tensor([TRUE]), own.unsqueeze(1))
     (gradient,) = torch.autograd.grad(loss(logits, torch.full((len(own),), TRUE)), own)
     return -gradient
 
 
+def draw_permutations(folder: Path) -> list[Path]:
+    """Draw permutation_matrix.png and .svg and return their paths."""
+    weights, order = rank_weights(P_K), torch.tensor(SCORES).argsort(descending=True)
+    hard = torch.eye(len(SCORES), dtype=torch.float64)[order[: len(P_K)]]  # (k, n)
+    panels = {"hard sort": (hard, weights, weights @ hard)}
+    panels |= {f"{m}, β = {METHODS[m].inverse_temperature:g}": relaxed_sort(m, SCORES, P_K) for m in RELAXATIONS}
+    rows = math.ceil(len(panels) / 4)
+    figure, axes = plt.subplots(rows, 4, figsize=(PAGE, 2.25 * rows))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
+        draw_panel(axis, *panel, title)
+        axis.tick_params(labelleft=number % 4 == 0)
+    told = f"P of one sample, ranks by classes; right: weights of P_K = {shown_p_k('.5 .5 0 0')}; below: p = w P"
+    return save(figure, folder, "permutation_matrix", told)
+
+
 def draw_method(method: str, folder: Path) -> list[Path]:
     """Draw METHOD.png and .svg, P (where it has one) and the gradient, and return their paths."""
     temperature, is_relaxed = METHODS[method].inverse_temperature, method in RELAXATIONS
-    figure, axes = pyplot.subplots(1, 1 + is_relaxed, figsize=(PAGE if is_relaxed else COLUMN, 2.6), squeeze=False)
+    figure, axes = plt.subplots(1, 1 + is_relaxed, figsize=(PAGE * (1 + is_relaxed) / 2, 2.6), squeeze=False)
     if is_relaxed:
-        draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K))
-        axes[0][0].set_title(f"P of one sample, β = {temperature:g}")
+        draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K), f"P of one sample, β = {temperature:g}")
     axis, own, highest = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64), 0.0
     for factor, line in ((0.25, ":"), (1, "-"), (4, "--")) if temperature else ((None, "-"),):
         value = factor and factor * temperature
         loss = loss_of(method, value)
-        pulls = pull(loss, own)
-        symbol = "τ" if hasattr(loss, "tau") else "β"  # of the smooth losses, as the paper has it
-        label = value and f"{symbol} = {value:g}"
-        axis.plot(own, pulls, color=STYLES[method].color, linestyle=line, label=label)
+        pulls, symbol = pull(loss, own), "τ" if hasattr(loss, "tau") else "β"  # τ: the smooth losses', as published
+        axis.plot(own, pulls, color=STYLE[method]["color"], linestyle=line, label=value and f"{symbol} = {value:g}")
         highest = max(highest, pulls.quantile(0.99).item())
     for score in SCORES[:TRUE] + SCORES[TRUE + 1 :]:
-        axis.axvline(score, color=GREY, linewidth=0.5, linestyle=(0, (1, 2)))
-    ks = paid_for(method)
-    title = f"pull on the true class, k = {' or '.join(map(str, ks))}" + " alone" * (len(ks) == 1)
+        axis.axvline(score, color="C7", linewidth=0.5, linestyle=(0, (1, 2)))
+    title = f"pull on the true class, k = {' or '.join(map(str, ranks_of(method)))}"
     title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic + ", half the margin" * (method == IMBALANCED)
     axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score", title=title)
     axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
@@ -137,20 +118,20 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     return save(figure, folder, method)
 
 
-def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor) -> None:
+def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor, title: str) -> None:
     """Draw P (k, n) with its weights (k,) to the right and p (n,) as a row below."""
     k, n = matrix.shape
     places = [*range(k), k + 0.35]  # p with a gap above it
     for y, row in zip(places, torch.cat([matrix, p.unsqueeze(0)]).tolist()):
         for x, value in enumerate(row):
-            style = {"facecolor": SHADES(value), "edgecolor": GREY, "linewidth": 0.4}
-            axis.add_patch(pyplot.Rectangle((x - 0.5, y - 0.5), 1, 1, **style))
-            text = f"{value:.2f}".removeprefix("0")  # as in the talk; 0 and 1 for what rounds to them
-            text, color = {".00": "0", "1.00": "1"}.get(text, text), "white" if value > 0.6 else "black"
-            axis.text(x, y, text, ha="center", va="center", fontsize=6, color=color)
+            axis.add_patch(
+                plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=plt.cm.Blues(value), edgecolor="C7", lw=0.4)
+            )
+            color = "white" if value > 0.6 else "black"
+            axis.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=6, color=color)
     for y, weight in enumerate(weights.tolist()):
-        axis.text(n - 0.25, y, f"×{weight:.3g}".replace("×0.", "×."), ha="left", va="center", fontsize=7)
-    axis.set(xlim=(-0.5, n + 0.75), ylim=(places[-1] + 0.5, -0.5), aspect="equal")
+        axis.text(n - 0.25, y, f"×{weight:.3g}", ha="left", va="center", fontsize=7)
+    axis.set(xlim=(-0.5, n + 0.75), ylim=(places[-1] + 0.5, -0.5), aspect="equal", title=title)
     labels = [f"{name}  {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
     axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=6.5)
     axis.set_yticks(places, [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=7)

@@ -1,12 +1,10 @@
-"""What the documentation takes from the repository when it is built (mkdocs.yml, hooks): no number is typed twice.
+"""What the documentation takes from the repository when it is built (hooks of mkdocs.yml).
 
-A line `[results](../results/table1.csv)` becomes the table of that file as scripts/report.py writes it, beside the
-published values, with its figures; without the file every row of it is "not run". `[results of dataset=digits](...)`
-takes these rows alone. Likewise `paired` (the rows minus softmax cross-entropy's by seed), `epochs` (what an epochs
-file says, with its curves), `temperatures of [0,0,0,0,1]` (the lines of that P_K of report.py --temperatures),
-`beam_search` (the tables of its arms), `benchmark` (a file of results/benchmarks/) and `include` (Markdown of
-the repository without its title). Where pages are read without being built, such a line is a link to the file. The
-figures are drawn anew; formulas become MathML, which browsers show without a script or a font from elsewhere.
+A line `[results](../results/table1.csv)` becomes the table of that file as scripts/report.py prints it, and its figure;
+`[results of dataset=digits](...)` takes these runs alone. Likewise `paired` (minus softmax cross-entropy by seed),
+`epochs`, `temperatures of [0,0,0,0,1]` (the lines of that P_K), `beam_search`, `benchmark` (a file of
+results/benchmarks/) and `include` (Markdown of the repository without its title). Where pages are read without being
+built, such a line is a link to the file. Formulas become MathML.
 """
 
 import functools
@@ -19,26 +17,25 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.shared.environment import ROOT
-from experiments.shared.run_record import chosen_rows
-from scripts import report
-from scripts.reporting import beam_search, epochs_figure, temperatures
-from scripts.reporting.formats import markdown
-from scripts.reporting.paired import paired
-from scripts.reporting.results import as_markdown
+from scripts.reporting import studies, tables
+from scripts.reporting.runs import read_runs
 from topk_losses import METHODS
 
+ROOT = Path(__file__).resolve().parents[2]
 MARK = re.compile(
     r"^\[(results|paired|epochs|temperatures|beam_search|benchmark|include)(?: of (.*))?\]\((?:\.\./)*(\S+)\)$",
     re.MULTILINE,
 )
 IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
-CAPTIONS = {
-    "accuracy": "Test accuracy of every row with 95 % intervals over seeds; published values hollow",
-    "accuracy_over_epochs": "Test accuracy over the training, with the band of a 95 % interval over seeds",
-}
+CAPTION = "Test accuracy of every line with 95 % intervals over seeds; published values hollow"
 P_K = re.compile(r"\[[^]|]*\]")  # which no narrow column shall break
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def results_table(path: Path, part: str | None = None) -> tables.Table:
+    """Return the table of a results file beside the published values; without the file every row is not run."""
+    runs = read_runs(path, [part] if part else []) if path.exists() else pd.DataFrame()
+    return tables.beside_published(path.stem, runs, tables.published_table(path, runs))
 
 
 def expand(text: str, has_figure: Callable[[str], bool], up: str = "", root: Path = ROOT) -> str:
@@ -51,35 +48,33 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", root: Pat
             body = IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
             return MARK.sub(replaced, body)
         if kind == "temperatures":
-            lines = temperatures.lines_of(temperatures.ordered(path, chosen_rows(path)))
-            return as_markdown(lines[lines.pop("P_K").str.replace(" ", "") == part])
+            lines = tables.shown(studies.temperatures(path.stem, read_runs(path)))
+            return tables.as_markdown(lines[lines.pop("P_K").str.replace(" ", "") == part])
         if kind == "beam_search":
-            return beam_search.text_of(path, chosen_rows(path))
+            return studies.beam_search(path.stem, read_runs(path))
         if kind == "benchmark":
-            return _measured(path)
+            return measured(path)
         if kind == "epochs":
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{path.stem}.svg)"
-            return f"{epochs_figure.text_of(path, chosen_rows(path))}\n\n{curves}"
+            return f"{studies.epochs_text(path, read_runs(path))}\n\n{curves}"
         if kind == "paired":
-            return paired(path.stem, chosen_rows(path), "softmax_cross_entropy")
-        table = report.table_of(path, chosen_rows(path, [part]) if part else None)
-        if not table.lines:
-            return f"`{mark[3]}`: not run."
-        text = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown(table))
-        for kind, caption in CAPTIONS.items():
-            if has_figure(file := f"{path.stem}_{kind}.svg"):
-                text += f"\n\n![{caption}]({up}figures/{file})\n\n*{caption}.*"
+            return tables.markdown(tables.paired(path.stem, read_runs(path), "softmax_cross_entropy"))
+        text = P_K.sub(
+            lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), tables.markdown(results_table(path, part))
+        )
+        if has_figure(file := f"{path.stem}_accuracy.svg"):
+            text += f"\n\n![{CAPTION}]({up}figures/{file})\n\n*{CAPTION}.*"
         return text
 
     return MARK.sub(replaced, text)
 
 
-def _measured(path: Path) -> str:
-    """What a benchmark's file holds, under what all its rows share; where and by what it was made, but not when."""
+def measured(path: Path) -> str:
+    """Return what a benchmark's file holds, under what all its rows share, but for when it was made."""
     rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop(columns=["python", "git_commit"], errors="ignore")
     shared = [column for column in rows if rows[column].nunique() == 1]
     told = ", ".join(f"{column} {rows[column][0]}" for column in shared if rows[column][0])
-    return f"`{path.name}`: {told}.\n\n{as_markdown(rows.drop(columns=shared))}"
+    return f"`{path.name}`: {told}.\n\n{tables.as_markdown(rows.drop(columns=shared))}"
 
 
 def mathml(html: str) -> str:
@@ -98,12 +93,8 @@ def mathml(html: str) -> str:
 
 @functools.cache  # once, however often `mkdocs serve` builds
 def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
-    """Return every figure of the documentation by its file name; marks: what pages show, (kind, part, path).
-
-    A part of a file has no figure.
-    """
-    from scripts.reporting.benchmark_figures import draw_benchmarks
-    from scripts.reporting.figures import draw_figures_of_table
+    """Return every figure of the documentation by its file name; marks: what pages show, (kind, part, path)."""
+    from scripts.reporting.figures import draw_accuracy, draw_benchmarks, draw_epochs
     from scripts.reporting.permutation_figure import draw_method, draw_permutations
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,9 +105,9 @@ def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
             draw_method(method, folder)
         for kind, path in {(kind, ROOT / name) for kind, part, name in marks if not part}:
             if kind == "epochs":
-                epochs_figure.draw(path, chosen_rows(path), folder)
-            elif kind == "results" and (table := report.table_of(path)).run_lines:
-                draw_figures_of_table(table, ROOT / "results" / "runs", folder)
+                draw_epochs(path, read_runs(path), folder)
+            elif kind == "results" and path.exists():
+                draw_accuracy(results_table(path), folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -125,8 +116,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pages = [Path(file.abs_src_path).read_text(encoding="utf-8") for file in files.documentation_pages()]
-    marks = frozenset(mark for page in pages for mark in MARK.findall(page))
-    for name, content in figures(marks).items():
+    for name, content in figures(frozenset(mark for page in pages for mark in MARK.findall(page))).items():
         files.append(File.generated(config, f"figures/{name}", content=content))
     return files
 

@@ -1,124 +1,50 @@
-"""Rows of a results file beside the published ones: grouped over seeds, compared where that is fair, or refused.
+"""A table of runs as one DataFrame: a line per experiment, beside the published values or minus another method.
 
-What makes runs comparable with a published value, the precise rule: every setting that results/paper/ states for the
-row (protocols.csv for the table, the row's own line for its loss and whatever is its own) is equal, no --limit_train,
---limit_test, --label_noise, --weight_decay (unless published) or --ema is set, the learning rate is constant, and the
-precision is fp32. A setting whose published value is unknown (an empty cell) is not asked for. Otherwise the row has no
-difference to the published value, and the caption gives the reason.
-
-What a table refuses: a cell whose runs differ in anything but the seed, and a table whose rows differ in anything but
-the loss and its settings, the learning rate and the embeddings. Thus a caption can say what all runs were.
+Accuracies are percentages in the frame. Markdown and LaTeX show mean ± sample standard deviation over the seeds; CSV
+has each number in a column of its own. What all lines share stands in the caption.
 """
 
 import math
-import shlex
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import pandas as pd
 
-from experiments.shared.command_line import CommandLineError
-from experiments.shared.environment import ROOT
-from experiments.shared.neighbours import UNTRAINED
-from experiments.shared.run_record import COLUMNS
-from scripts.reporting.results import KNOWN_METHODS, Row, check, differing, float_of
-from topk_losses import RELAXATIONS
+from scripts.reporting import runs as core
+from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, p_k_of, settings_of, short
+from topk_losses import METHODS, RELAXATIONS
 
-PAPER = ROOT / "results" / "paper"
-METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
-# Flags that leave the experiment what it is: where and how fast it is computed, and where files lie. nloglr is a way to
-# write lr; the order of the training rows goes with the seed.
-SAME_EXPERIMENT = frozenset(
-    {"data_dir", "mirror", "data_path", "batches", "device", "compile", "graph", "threads", "deterministic", "nloglr"}
-)
-SEEDS = ("seed", "order_seed")
-# Columns that are no flags but say which data a run saw.
-DATA_SEEN = ("num_classes", "train_images", "valid_images", "test_images")
-EMBEDDINGS = ("embeddings", "embedding_dtype", "backbone", "resolution")
-# What may differ between the rows of a table, though never within one.
-OF_A_ROW = (
-    *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode", "lr"),
-    *("loss", "sorted", "prediction", "num_candidates", "self_match"),
-    *EMBEDDINGS,
-)
-# And what a table of settings, report.py --paired, sets side by side besides.
-TRIED = ("n_epochs", "batch_size", "lr_schedule", "label_smoothing", "weight_decay", "margin", "ema")
+PAPER = Path(__file__).resolve().parents[2] / "results" / "paper"
+TABLES = [path.stem for path in sorted(PAPER.glob("*.csv")) if path.stem not in ("protocols", "network_depths")]
 VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifier: lines of one method of their own
-OF_ALL = {"loss": "mass", "prediction": "neighbours"}  # of which a line says nothing
 # On a published row's own line.
 LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k", "n_epochs", "num_candidates")
-# A run with another value is cheaper, or of other data, than any published one.
-WHOLE_RUN = {
-    **{name: (("", "0.0"), "") for name in ("limit_train", "limit_test", "label_noise")},
-    "precision": (("", "fp32"), " (not fp32)"),
-    **{name: (("",), "") for name in ("lr_schedule", "weight_decay", "ema")},
-}
-MEASURED = (
-    "Test accuracy in percent where validation accuracy was best, mean ± sample standard deviation over the seeds."
+# What no published run has.
+UNPUBLISHED = ("limit_train", "limit_test", "label_noise", "label_smoothing", "margin", "lr_schedule", "ema")
+UNPUBLISHED += ("weight_decay", "precision")
+SETTLED, MOST_SEEDS = 0.3, 1000  # half the width of an interval, in points, and the seeds that make it so narrow
+HEADINGS = {"p_k": "P_K", "inverse_temperature": "β", "lr": "rate", "n_epochs": "epochs", "n_seeds": "seeds"}
+LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "β": r"$\beta$"},
+        **{"±": r"$\pm$", "−": "$-$", "≈": r"$\approx$", "†": r"$^\dagger$", "Δ": r"$\Delta$"},
+    }
 )
-USUAL_SEEDS = 2  # per row, in scripts/table*.sh, where the paper does not say how many it took
 
 
-@dataclass
-class Line:
-    """A published row (empty: ours alone), another by others (rerun) and the runs of ours beside it (none: not run).
-
-    reasons: why the runs are not comparable; none if they are.
-    """
+class Table(NamedTuple):
+    """A frame, its caption, and the decimals of its percentages."""
 
     name: str
-    method: str
-    p_k: str
-    published: Row = field(default_factory=dict)
-    rerun: Row = field(default_factory=dict)
-    runs: list[Row] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-
-    @property
-    def own_p_k(self) -> str:
-        """That of its runs, or the published one where there are none."""
-        return self.runs[0].get("p_k", "") if self.runs else self.p_k
-
-    def value(self, metric: str) -> float | None:
-        """The published accuracy, a fraction; None where it is not known."""
-        return float(self.published[metric]) if self.published.get(metric) else None
-
-    def mean(self, metric: str) -> float:
-        """The mean over the seeds, a fraction."""
-        return statistics.fmean(float(run[metric]) for run in self.runs)
-
-    def std(self, metric: str) -> float | None:
-        """The sample standard deviation (n - 1) over the seeds; None for one seed."""
-        return statistics.stdev(float(run[metric]) for run in self.runs) if len(self.runs) > 1 else None
-
-    def difference(self, metric: str) -> float | None:
-        """Our mean minus the published value; None where there is none or they are not comparable."""
-        known = self.runs and not self.reasons and self.value(metric) is not None
-        return self.mean(metric) - self.value(metric) if known else None
-
-
-@dataclass(frozen=True)
-class Table:
-    """A whole table. decimals: of the percentages, by metric: METRICS that there are. protocol: the published one."""
-
-    name: str
-    lines: list[Line]
+    frame: pd.DataFrame
     caption: str
     decimals: dict[str, int]
-    num_seeds: int
-    implementation: str
-    protocol: Row
-
-    @property
-    def run_lines(self) -> list[Line]:
-        """The lines that have runs of ours."""
-        return [line for line in self.lines if line.runs]
 
 
-def read_published(table: str | None) -> tuple[list[Row], Row]:
+def read_published(table: str | None) -> tuple[list[dict[str, str]], dict[str, str]]:
     """Return the rows of a table of results/paper/ and its protocol; nothing where there is none."""
     if table is None:
         return [], {}
@@ -129,216 +55,210 @@ def read_published(table: str | None) -> tuple[list[Row], Row]:
     return rows, next(each for each in protocols if each["table"] == table)
 
 
-def build_table(name: str, runs: Sequence[Row], table: str | None) -> Table:
-    """Return the table of the runs (none: nothing has run yet) beside the rows of a published one (None: alone).
+def published_table(path: Path, runs: pd.DataFrame) -> str | None:
+    """Return the published table that belongs to a file, by its name or its data; None where there is none."""
+    name = path.stem.removesuffix("_short").replace("table2_3", "tables2_3").replace("cifar100", "table1")
+    dataset, classes = (" ".join(set(runs.get(column, ""))) for column in ("dataset", "num_classes"))
+    if "prediction" in runs:
+        name = f"knn_{dataset}"
+    elif name not in TABLES and "embeddings" in runs:
+        name = {"1000": "tables2_3_imagenet1k", "10450": "tables2_3_imagenet21k"}.get(classes, "")
+    return name if name in TABLES else None
 
-    Raises CommandLineError for runs that do not belong in one table.
+
+def not_as_published(run: pd.Series, published: dict[str, str], protocol: dict[str, str]) -> str:
+    """Return the settings of a run that are not the published ones, with those in brackets.
+
+    A setting whose published value is not known, an empty cell, is not compared.
     """
-    if runs:
-        _refuse(name, mixed_in(name, runs), "a table reports one schedule, subset, precision and implementation", runs)
-    published, protocol = read_published(table)
-    lines: dict[tuple, Line] = {}
-    for row in published:
-        key = _key(row) if row["method"] else (len(lines),)
-        stands_for = f" ({row['method']})" if row["method"] else ""
-        line = lines.setdefault(key, Line(row["published_name"] + stands_for, row["method"], row["p_k"], row))
-        if line.published is not row:
-            line.rerun = row
-    ours_alone = []
-    has_backbones = len({run.get("backbone") for run in runs}) > 1
-    groups: dict[tuple, list[Row]] = {}
-    for run in runs:
-        groups.setdefault(_key(run), []).append(run)
-    for key, group in groups.items():
-        first, (method, _, backbone, *variant) = group[0], key
-        what = f"the row {method} {shown_p_k(first.get('p_k', ''))}".rstrip()
-        mixed = differing(group, [each for each in OF_A_ROW if each != "p_k"])
-        rule = "a cell holds the seeds of one experiment (--paired and --temperatures set several side by side)"
-        _refuse(what, mixed, rule, group, f"{method}:")
-        seed, count = Counter(run["seed"] for run in group).most_common(1)[0]
-        if count > 1:
-            of_seed = [run for run in group if run["seed"] == seed]
-            orders = {"order_seed": [run.get("order_seed", "") for run in of_seed]}
-            rule = f"seed {seed} is there {count} times, and each seed counts once"
-            _refuse(what, orders, rule, of_seed, f"{method}:")
-        line = lines.get(key) or lines.get((method, (), backbone, *variant))  # one whose P_K is not known takes any
-        if line is None:
-            told = [cell for name, cell in zip(VARIANT, variant) if cell != OF_ALL.get(name)]
-            told = ["sorted" if cell == "true" else cell for cell in (*told, backbone * has_backbones)]
-            line = Line(", ".join(filter(None, [method, *told])), method, first.get("p_k", ""))
-            ours_alone.append(line)
-        mixed = differing([*line.runs[:1], first], ["p_k"])
-        _refuse(line.name, mixed, "it is one published row", group, f"{method}:")
-        line.runs = group
-        line.reasons = not_comparable(first, line.published, protocol) if line.published else []
-    ours_alone.sort(key=lambda line: (KNOWN_METHODS.index(line.method), p_k_of(line.p_k)))
-    every, num_seeds = [*lines.values(), *ours_alone], int(protocol.get("n_seeds") or USUAL_SEEDS)
-    metrics = [metric for metric in METRICS if not runs or metric in runs[0]]
-    decimals = {metric: max((digits(row[metric]) for row in published if row[metric]), default=2) for metric in metrics}
-    caption = _caption(name, runs, every, published, protocol, num_seeds)
-    implementation = (runs[0].get("implementation") if runs else None) or "ours"
-    return Table(name, every, caption, decimals, num_seeds, implementation, protocol)
-
-
-def digits(cell: str) -> int:
-    """Return how many digits the percentage of a fraction has that is given with so many."""
-    return max(len(cell.partition(".")[2]) - 2, 0)
-
-
-def mixed_in(name: str, runs: Sequence[Row], may: Sequence[str] = OF_A_ROW) -> dict[str, list[str]]:
-    """Return the cells of each column that differs between runs and must not in one table. may: those that may.
-
-    Raises CommandLineError.
-    """
-    # A majority of neighbours is one label, and a mass of k neighbours that of one k.
-    of_ranks = () if "prediction" in runs[0] else ("p_k", "test_top5")
-    check(Path(f"{name}.csv"), runs, ("method", *of_ranks, "seed", "test_top1"))
-    mixed: dict[str, list[str]] = {}
-    for column in identity_columns(runs[0]):  # what is not trained has no settings of training
-        if column not in may:
-            mixed |= differing([run for run in runs if run[column] or run["method"] not in UNTRAINED], [column])
-    return mixed
-
-
-def experiments_of(name: str, runs: Sequence[Row], may: Sequence[str] = OF_A_ROW) -> list[list[Row]]:
-    """Divide runs into those of one table each; what is not trained stands in each that it fits. may: as above."""
-    mixed = mixed_in(name, runs, may)
-    parts: dict[tuple[str, ...], list[Row]] = {}
-    for run in sorted(runs, key=lambda run: run["method"] in UNTRAINED):
-        cells = tuple(run[column] for column in mixed)
-        fitting = [key for key in parts if all(not cell or cell == other for cell, other in zip(cells, key))]
-        for key in fitting if run["method"] in UNTRAINED and fitting else [cells]:
-            parts.setdefault(key, []).append(run)
-    return list(parts.values())
-
-
-def _refuse(what: str, mixed: Mapping[str, list[str]], rule: str, runs: Sequence[Row], method: str = "") -> None:
-    """Raise CommandLineError if columns are mixed, with the advice to keep what most runs have of the first."""
-    if mixed:
-        told = ", ".join(f"{name} {_and([cell or '(empty)' for cell in cells])}" for name, cells in mixed.items())
-        column = next(iter(mixed))
-        choice = Counter(run.get(column, "") for run in runs).most_common(1)[0][0]
-        raise CommandLineError(
-            f"{what} mixes {told}: {rule}; choose with --where {shlex.quote(f'{method}{column}={choice}')}"
-        )
-
-
-def not_comparable(run: Row, published: Row, protocol: Row) -> list[str]:
-    """Return the settings of a run that are not the published ones, each as a phrase; see the head of this file."""
-    reasons = []
     expected = {name: cell for name, cell in protocol.items() if name not in ("table", "title", "n_seeds", "source")}
     expected |= {name: published[name] for name in LOSS_SETTINGS if published.get(name)}
-    for name, cell in expected.items():
-        if not cell or (name in ("m", "top1_mode") and run["method"] not in RELAXATIONS):
+    expected = {name: cell for name, cell in expected.items() if cell}
+    if run["method"] not in RELAXATIONS:
+        expected = {name: cell for name, cell in expected.items() if name not in ("m", "top1_mode")}
+    others = {name: cell for name, cell in expected.items() if not same(run.get(name, ""), cell)}
+    told = [f"{name} {short(run.get(name) or 'none')} ({cell})" for name, cell in others.items()]
+    more = {name: run.get(name, "") for name in UNPUBLISHED if name not in expected}
+    return ", ".join(told + [f"{name} {short(cell)}" for name, cell in more.items() if not same(cell, "none")])
+
+
+def same(cell: str, published: str) -> bool:
+    """Whether a cell says what is published; numbers to the digits that results/paper/ gives them."""
+    try:
+        return math.isclose(float(cell or 0), float(published.replace("none", "0")), rel_tol=1e-6)
+    except ValueError:
+        return cell == published or cell in ("fp32", "constant")
+
+
+def matches(run: dict[str, str], row: dict[str, str]) -> bool:
+    """Whether a run is of a published row; one whose P_K is not known takes any."""
+    same_data = all(run.get(name, "") == row.get(name, "") for name in ("method", "backbone", *VARIANT))
+    return same_data and p_k_of(row.get("p_k", "")) in ((), p_k_of(run.get("p_k", "")))
+
+
+def measured(lines: Sequence[pd.DataFrame], metrics: Sequence[str]) -> pd.DataFrame:
+    """Return mean and sample standard deviation of each metric, and the number of runs, a row per line."""
+    means = pd.DataFrame([{f"{metric}_mean": fmean(line[metric]) for metric in metrics} for line in lines])
+    stds = pd.DataFrame([{f"{metric}_std": line[metric].std() for metric in metrics} for line in lines])
+    return means.join(stds).assign(n_seeds=[len(line) for line in lines])
+
+
+def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
+    """Return every line beside the published row of its method and P_K; a row without runs is not run."""
+    metrics = [metric for metric in METRICS if metric in runs or runs.empty]
+    lines = lines_of(core.as_numbers(runs, metrics, 100)) if len(runs) else []
+    settings, shared = settings_of(lines) if lines else (pd.DataFrame(columns=["method", "p_k"]), {})
+    ours = settings.join(measured(lines, metrics)).to_dict("records") if lines else []
+    firsts = [line.iloc[0].to_dict() for line in lines]
+    published, protocol = read_published(table)
+    records: list[dict] = []
+    left = list(range(len(lines)))
+    for row in published:
+        values = {metric: 100 * float(row[metric]) if row[metric] else math.nan for metric in metrics}
+        if again := [each for each in records if row["method"] and matches(row, each["row"])]:
+            for record in again:  # the same row by others
+                record |= {f"rerun_{metric}": value for metric, value in values.items()}
             continue
-        if not _same(run.get(name, ""), "" if cell == "none" else cell):
-            reasons.append(f"{name} {run.get(name) or 'none'} (published: {cell})")
-    for name, (whole, rule) in WHOLE_RUN.items():
-        if not expected.get(name) and run.get(name, "") not in whole:
-            reasons.append(f"{name} {run[name]}{rule}")
-    return reasons
-
-
-def identity_columns(run: Row) -> list[str]:
-    """Return the columns that make another experiment, the seed left out: the data seen, and every flag that is not
-    known to leave the experiment what it is."""
-    no_flags = {*COLUMNS, *SAME_EXPERIMENT, *SEEDS} - {*DATA_SEEN, *EMBEDDINGS}
-    return [name for name in run if name not in no_flags]
-
-
-def p_k_of(cell: str) -> tuple[float, ...]:
-    """Return a cell's P_K without the zeros at its end."""
-    numbers = [float(each) for each in cell.split()]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
-
-
-def shown_p_k(cell: str) -> str:
-    """Return a cell's P_K as the paper writes it: [.5, 0, 0, 0, .5]."""
-    return f"[{', '.join(f'{float(each):g}'.removeprefix('0') or '0' for each in cell.split())}]" if cell else ""
-
-
-def run_summary(runs: Sequence[Row], protocol: Row, num_lines: int) -> str:
-    """Return in one sentence what the runs were: epochs, subset, precision, seeds, device, versions."""
-    first = next((run for run in runs if run["method"] not in UNTRAINED), runs[0])
-    number = first.get("n_epochs") or "an unknown number of"
-    of_published = protocol.get("n_epochs") and not _same(first.get("n_epochs", ""), protocol["n_epochs"])
-    settings = ("k", "limit_train", "limit_test", "label_noise", "weight_decay", "ema")
-    seeds = sorted({run.get("seed", "") for run in runs}, key=lambda seed: (float_of(seed) or 0, seed))
-    stores = (f"{run.get('embeddings')} ({run.get('backbone') or 'backbone not known'})" for run in runs)
-    devices = (run.get("device_name") or run.get("device") or "a device not recorded" for run in runs)
-    versions = [run["torch_version"] for run in runs if run.get("torch_version")]
-    parts = [
-        f"{first['dataset']}, {first.get('model', '')}" if first.get("dataset") and "title" not in protocol else "",
-        f"embeddings {_and(stores)}" if first.get("embeddings") else "",
-        f"{number} epoch{'s' * (number != '1')}"
-        + (f" of the published {protocol['n_epochs']}" if of_published else ""),
-        *(f"{name} {first[name]}" for name in settings if float_of(first.get(name, ""))),
-        f"{first['lr_schedule']} learning rate" if first.get("lr_schedule") else "",
-        first.get("precision", ""),
-        f"seed{'s' * (len(seeds) > 1)} {_and(seeds)}",
-        f"on {_and(devices)}",
-        f"PyTorch {_and(versions)}" if versions else "",
-    ]
-    which = "difftopk's losses, " if first.get("implementation") == "difftopk" else ""
-    return f"{which}{', '.join(filter(None, parts))}; {num_lines} row{'s' * (num_lines != 1)} run"
-
-
-def _caption(
-    name: str, runs: Sequence[Row], lines: Sequence[Line], published: Sequence[Row], protocol: Row, num_seeds: int
-) -> str:
-    run_lines = [line for line in lines if line.runs]
-    first_hand = [row for row in published if row["second_hand"] == "false"]
-    known = any(row["test_top1"] or row["test_top5"] for row in first_hand)
-    sources = list(dict.fromkeys(row["source"] for row in first_hand))
+        found = [number for number in left if row["method"] and matches(firsts[number], row)]
+        left = [number for number in left if number not in found]
+        called = row["published_name"] + f" ({row['method']})" * bool(row["method"])
+        called += "†" * (row["second_hand"] == "true") + "≈" * bool(row.get("approximate"))
+        not_run = {"n_seeds": 0 if row["method"] else None, "p_k": row.get("p_k", "")}
+        for line, first in [(ours[number], firsts[number]) for number in found] or [(not_run, {})]:
+            record = {**line, "row": row, "method": called, "public": row.get("public", "")}
+            record |= {f"published_{metric}": value for metric, value in values.items()}
+            record["not as published"] = not_as_published(first, row, protocol) if first else None
+            for metric in metrics if first and not record["not as published"] else []:
+                record[f"{metric}_difference"] = line[f"{metric}_mean"] - values[metric]
+            records.append(record)
+    place = {method: number for number, method in enumerate(METHODS)}
+    for number in sorted(left, key=lambda number: place.get(firsts[number]["method"], -1)):
+        records.append({**ours[number], "row": {}})
+    columns = [*settings, "public"]
+    for metric in metrics:
+        columns += [f"published_{metric}", f"rerun_{metric}", f"{metric}_mean", f"{metric}_std", f"{metric}_difference"]
+    frame = pd.DataFrame(records).reindex(columns=[*columns, "not as published", "n_seeds"])
+    sources = list(dict.fromkeys(row["source"] for row in published if row["second_hand"] == "false"))
     seeds = f", mean of {protocol['n_seeds']} seeds" if protocol.get("n_seeds") else ""
-    unknown = [line.name for line in run_lines if line.published and not line.p_k and line.runs[0].get("p_k")]
-    sentences = {  # each where its condition holds
-        f"{protocol.get('title') or name}.": True,
-        MEASURED: True,
-        f"Ours ({name}.csv): {run_summary(runs, protocol, len(run_lines)) if runs else 'not run'}.": True,
-        f"Rows with fewer than the {num_seeds} seeds that the table asks for say so.": any(
-            len(line.runs) < num_seeds for line in run_lines
-        ),
-        _reasons([line for line in run_lines if line.published]): any(line.reasons for line in run_lines),
-        f"Published: {''.join(sources[:1])}{seeds}{'' if known else '; its values are not known here'}.": published,
-        f"Rerun: {_and(sources[1:])}.": len(sources) > 1,
-        f"The published P_K of {_and(unknown)} is not known; the one shown is ours.": unknown,
+    told = {
+        f"{protocol.get('title') or name}. Test accuracy in percent where validation accuracy was best, mean ± sample "
+        f"standard deviation over the seeds. Ours ({name}.csv): {what_all_share(runs, shared)}.": True,
+        f"Published: {''.join(sources[:1])}{seeds}.": published,
+        f"Rerun: {', '.join(sources[1:])}.": len(sources) > 1,
         "†: second-hand, read in a note about a paper.": any(row["second_hand"] == "true" for row in published),
         "≈: approximate in the source.": any(row["approximate"] for row in published),
     }
-    return " ".join(sentence for sentence, holds in sentences.items() if holds)
+    digits = {each: max((len(row[each]) - 4 for row in published if row[each]), default=2) for each in metrics}
+    return told_once(Table(name, frame, " ".join(each for each, holds in told.items() if holds), digits))
 
 
-def _reasons(lines: Sequence[Line]) -> str:
-    """What every line shares is said once; the rest names its lines."""
-    refused = [line for line in lines if line.reasons]
-    shared = (
-        [reason for reason in refused[0].reasons if all(reason in line.reasons for line in lines)] if refused else []
+def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
+    """Return the lines as validation orders them, each minus the best line of a method in its experiment, by seed."""
+    metrics = [metric for metric in METRICS if metric in runs]
+    runs = core.as_numbers(runs, [*metrics, *VALID], 100)
+    lines = lines_of(runs.assign(valid=runs[VALID].mean(axis=1)))
+    lines.sort(key=lambda line: (core.experiment(line), -line["valid"].mean()))
+    best = {core.experiment(line): line for line in lines[::-1] if line["method"].iloc[0] == method}
+    if not best:
+        raise ReportError(f"{name} has no run of {method}; it has {', '.join(runs['method'].unique())}")
+    settings, shared = settings_of(lines)
+    gains = [gains_of(line, best.get(core.experiment(line)), metrics) for line in lines]
+    frame = settings.join(measured(lines, ["valid", *metrics])).join(pd.DataFrame(gains))
+    caption = (
+        f"{name}.csv: {what_all_share(runs, shared)}. Test accuracy in percent where validation was best; validation: "
+        f"the mean of its top-1 and top-5; ± sample standard deviation over seeds. Δ: minus {method}'s best by "
+        f"validation, in points, by seed, ± half of the 95 % interval (Student's t): where it holds 0, "
+        f"there is no clear difference. How settings were chosen is not in it."
     )
-    parts = [", ".join(shared)]
-    for line in refused:
-        if own := [reason for reason in line.reasons if reason not in shared]:
-            parts.append(f"{line.name} {shown_p_k(line.own_p_k)}".rstrip() + f": {', '.join(own)}")
-    whose = "These runs are not" if len(refused) == len(lines) else "Not"
-    return f"{whose} comparable with the published values, hence no difference: {'; '.join(filter(None, parts))}."
+    return told_once(Table(name, frame, caption, {}))
 
 
-def _key(row: Row) -> tuple:
-    """Method, P_K, backbone, and what VARIANT names."""
-    return row["method"], p_k_of(row.get("p_k", "")), row.get("backbone", ""), *(row.get(name, "") for name in VARIANT)
+def gains_of(line: pd.DataFrame, base: pd.DataFrame | None, metrics: Sequence[str]) -> dict[str, object]:
+    """Return the mean difference to a line by seed, half its interval, and how many seeds would make that narrow."""
+    if base is None or base is line or (gains := core.differences(line, base, metrics)).empty:
+        return {}
+    halves = core.half_width(gains.std(), len(gains)) if len(gains) > 1 else gains.std()
+    found = {f"{metric}_gain": gains[metric].mean() for metric in metrics}
+    found |= {f"{metric}_half": halves[metric] for metric in metrics} | {"pairs": len(gains)}
+    return found | {f"seeds for ± {SETTLED:g}": " / ".join(filter(None, map(seeds_to_settle, gains.std())))}
 
 
-def _same(cell: str, other: str) -> bool:
-    """Whether two cells say the same; numbers to the digits that results/paper/ gives them."""
-    numbers = float_of(cell), float_of(other)
-    if None not in numbers:
-        return math.isclose(*numbers, rel_tol=1e-6)
-    return cell == other or (not cell and numbers[1] == 0)
+def seeds_to_settle(std: float) -> str:
+    """Return how many pairs would make an interval of ± SETTLED, if they spread as these do."""
+    enough = (number for number in range(2, MOST_SEEDS + 1) if core.half_width(std, number) <= SETTLED)
+    return "" if math.isnan(std) else str(next(enough, f"more than {MOST_SEEDS}"))
 
 
-def _and(words: Iterable[str]) -> str:
-    """Different words in the order in which they come."""
-    words = list(dict.fromkeys(words))
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def what_all_share(runs: pd.DataFrame, shared: dict[str, str]) -> str:
+    """Return what all runs share, and the seeds, devices and versions that there are."""
+    if runs.empty:
+        return "not run"
+    given = [f"{name} {short(cell)}" for name, cell in shared.items() if cell not in ("0.0", "false")]
+    for name in ("seed", "device_name", "torch_version"):
+        cells = sorted(set(runs.get(name, "")) - {""}, key=lambda cell: (len(cell), cell))
+        given += [f"{name} {', '.join(cells)}"] if cells else []
+    return ", ".join(given)
+
+
+def told_once(table: Table) -> Table:
+    """Leave out columns without a cell; what is not as published in every run is told in the caption."""
+    frame = table.frame.replace("", None)
+    frame = frame[[name for name in frame if name.endswith("_mean") or frame[name].notna().any()]]
+    reasons = frame["not as published"][frame["n_seeds"] > 0] if "not as published" in frame else []
+    if len(reasons) and reasons.nunique(dropna=False) == 1:
+        frame = frame.drop(columns="not as published")
+        table = table._replace(caption=f"{table.caption} Not as published: {reasons.iloc[0]}.")
+    return table._replace(frame=frame)
+
+
+def shown(table: Table) -> pd.DataFrame:
+    """Return the cells as text, percentages with the decimals of the published ones."""
+    columns: dict[str, pd.Series] = {}
+    frame, labels = table.frame, {**METRICS, "valid": "validation"}
+    for name in frame:
+        metric = next((each for each in labels if name.startswith((each, f"published_{each}", f"rerun_{each}"))), "")
+        kind, digits = name.replace(metric, "").strip("_"), table.decimals.get(metric, 2)
+        if not metric:
+            cells = (
+                frame[name].map(lambda cell: "" if pd.isna(cell) else str(cell)).replace(r"(\d)\.0$", r"\1", regex=True)
+            )
+            columns[HEADINGS.get(name, name)] = cells.map(core.shown_p_k) if name == "p_k" else cells
+        elif kind not in ("std", "half"):
+            sign = "+" if kind in ("gain", "difference") else ""
+            cells = frame[name].map(f"{{:{sign}.{digits}f}}".format)
+            if (spread := {"gain": f"{metric}_half", "mean": f"{metric}_std"}.get(kind)) in frame:
+                cells += frame[spread].map(f" ± {{:.{digits}f}}".format)
+            cells = cells.str.replace(" ± nan", "").replace({"nan": "", "+nan": ""}).str.replace("-", "−")
+            cells = cells.mask(frame.get("n_seeds") == 0, "not run") if kind == "mean" else cells
+            kind = kind.replace("mean", "ours" if f"published_{metric}" in frame else "")
+            columns[f"Δ {labels[metric]}" if kind == "gain" else f"{labels[metric]} {kind}".strip()] = cells
+    return pd.DataFrame(columns)
+
+
+def as_markdown(table: pd.DataFrame) -> str:
+    """Return a table of text, numbers to the right."""
+    number = r"[+−≈]?[\d.,]+(e-\d+)?( ± [\d.]+)?|not run|"
+    sides = ["right" if table[name].str.fullmatch(number).all() else "left" for name in table]
+    return table.to_markdown(index=False, tablefmt="pipe", colalign=sides, disable_numparse=True)
+
+
+def markdown(table: Table) -> str:
+    """Return caption and table for README files."""
+    return f"{table.caption}\n\n{as_markdown(shown(table))}\n"
+
+
+def latex(table: Table) -> str:
+    """Return a table environment; it needs the package booktabs."""
+    cells = shown(table).map(lambda cell: cell.translate(LATEX)).rename(columns=lambda name: name.translate(LATEX))
+    text = cells.style.hide(axis="index").to_latex(
+        hrules=True, caption=table.caption.translate(LATEX), label=f"tab:{table.name}", position_float="centering"
+    )
+    return "% needs \\usepackage{booktabs}\n" + text.replace("P\\_K", "$P_K$")
+
+
+def as_csv(table: Table) -> str:
+    """Return the frame, percentages with all digits."""
+    return table.frame.to_csv(index=False, lineterminator="\n")
+
+
+FORMATS = {"markdown": markdown, "latex": latex, "csv": as_csv}

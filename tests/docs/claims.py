@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.reporting.paired import with_interval
+from scripts.reporting.runs import with_interval
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"

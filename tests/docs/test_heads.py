@@ -4,9 +4,8 @@ import pandas as pd
 import pytest
 import torch
 
-from scripts.reporting.paired import half_width
-from scripts.reporting.results import mean_std
-from scripts.sweeping.heads import LEVEL
+from scripts.heads import LEVEL
+from scripts.reporting.runs import half_width, mean_std
 from tests.docs.claims import (
     FIFTH,
     METRICS,

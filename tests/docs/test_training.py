@@ -7,9 +7,8 @@ from math import nan
 import pandas as pd
 import pytest
 
-from experiments.shared.run_record import chosen_rows
-from scripts.reporting import epochs_figure
-from scripts.reporting.paired import half_width
+from scripts.reporting import studies
+from scripts.reporting.runs import half_width, read_runs
 from tests.docs.claims import (
     EVEN,
     FIFTH,
@@ -226,7 +225,7 @@ def test_table_4_in_16_epochs():
 @cache
 def curves(name):
     path = RESULTS / f"{name}.csv"
-    return epochs_figure.read(path, chosen_rows(path)).astype({"seed": int}).set_index(["method", "seed", "epoch"])
+    return studies.epochs(path, read_runs(path)).astype({"seed": int}).set_index(["method", "seed", "epoch"])
 
 
 def after(end, method, seed=0, name="table1_epochs", kind="mean"):

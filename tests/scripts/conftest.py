@@ -1,30 +1,21 @@
-"""A report on rows that are made here."""
+"""A report on runs that are made here."""
 
 import pandas as pd
 import pytest
 
 from scripts import report
-from scripts.reporting import benchmark_figures, figures
 
 
 @pytest.fixture
 def write(tmp_path):
     """Write a results file, whose run ids count the rows, and return its path."""
 
-    def call(*rows, name="r.csv"):
-        pd.DataFrame([{"run_id": number, **row} for number, row in enumerate(rows)]).to_csv(
-            tmp_path / name, index=False
-        )
+    def call(*rows, name="r.csv", **how):
+        frame = pd.DataFrame([{"run_id": number, **row} for number, row in enumerate(rows)])
+        frame.to_csv(tmp_path / name, index=False, **how)
         return tmp_path / name
 
     return call
-
-
-@pytest.fixture
-def drawn_quickly(monkeypatch, tmp_path):
-    """Without the figures that are the same for every table; benchmarks would lie in tmp_path."""
-    monkeypatch.setattr(figures, "draw_permutations", lambda folder: [])
-    monkeypatch.setattr(benchmark_figures, "BENCHMARKS", tmp_path)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The epochs of runs, finished or not, in one file."""
+"""The epochs of runs, finished or not, in one file, and what the report says of them."""
 
 import csv
 import json
@@ -26,25 +26,29 @@ def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softm
     pd.DataFrame(rows).assign(train_loss=1).to_csv(run / "epochs.csv", index=False)
 
 
-def test_a_longer_history_takes_the_place_of_a_shorter_one_and_no_other(tmp_path):
+def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(tmp_path, capsys):
+    """A run folder that cannot be read is named and left out."""
     table, output = tmp_path / "t.csv", tmp_path / "t_epochs.csv"
     for a, b in ((2, 1), (1, 3)):  # a run that began anew has fewer epochs than are kept
         write_run(tmp_path, "a", a)
         write_run(tmp_path, "b", b)
         write_run(tmp_path, "c", 5, "results/other.csv")
-        assert epochs.gather([str(table)]) == 0
-    with pytest.raises(epochs.program.CommandLineError, match="holds no run"):  # though the file has rows
-        epochs.gather([str(table), "--runs", str(tmp_path / "absent")])
+        for number, content in enumerate(("", "{}", '{"results": "results/t.csv", "p_k": 3}')):
+            (tmp_path / "runs" / f"bad{number}").mkdir(exist_ok=True)
+            (tmp_path / "runs" / f"bad{number}" / "config.json").write_text(content)
+            (tmp_path / "runs" / f"bad{number}" / "epochs.csv").write_text("epoch\n1\n")
+        assert epochs.main([str(table)]) == 0
+        said = capsys.readouterr().err
+        assert all(f"bad{number} cannot be read and is left out" in said for number in range(3))
+        pd.read_csv(output, dtype=str).assign(my_note="mine").to_csv(output, index=False)
+    with pytest.raises(SystemExit, match="2"):  # though the file has rows
+        epochs.main([str(table), "--runs", str(tmp_path / "absent")])
+    assert "holds no run that writes to t.csv" in capsys.readouterr().err
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["run_id"] + row["epoch"] for row in rows] == ["a1", "a2", "b1", "b2", "b3"]
-    assert all(row["precision"] == "bf16" and row["test_top1"] == "0.5" for row in rows)
-
-
-def test_a_folder_without_runs_gets_a_sentence(tmp_path):
-    with pytest.raises(epochs.program.CommandLineError, match="holds no run that writes to t"):
-        epochs.gather([str(tmp_path / "t.csv")])
-    assert not (tmp_path / "t_epochs.csv").exists()
+    assert {row["precision"] for row in rows} == {"bf16"}
+    assert {row["my_note"] for row in rows} == {"mine"}
 
 
 def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(tmp_path, capsys):
@@ -57,33 +61,32 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
         write_run(tmp_path, f"c{seed}", end, "results/table1.csv", seed=seed)
         rising["test_top1"] = lambda epoch, seed=seed: 0.3 + 0.01 * seed + 0.005 * epoch
         write_run(tmp_path, f"d{seed}", 55, "results/table1.csv", method="splitter_selection", seed=seed, **rising)
-    assert epochs.gather([str(tmp_path / "table1.csv")]) == 0
+    assert epochs.main([str(tmp_path / "table1.csv")]) == 0
     capsys.readouterr()
     assert report.main([str(tmp_path / "table1_epochs.csv"), "--figures", str(tmp_path / "figures")]) == 0
     text = capsys.readouterr().out
-    softmax, rises = ([cell.strip() for cell in re.split(r" \| ", line)] for line in text.splitlines()[2:4])
-    assert len(text.splitlines()) == 2 + 6 + 1 + 6 + 3
-    # Means of five epochs: 25 is that of 21 to 25, .3 + .005 * 23; by validation: that of epoch 47; published.
-    assert softmax[2:] == ["50.0 \\| 50.0", "50.0 \\| 50.0", "50.0 \\| 50.0", "50.0 \\| 50.0", "61.3 \\| 85.3 |"]
-    assert rises[2:6] == ["41.5 \\| 40.0", "54.0 \\| 40.0", "56.5 \\| 40.0", "53.5 \\| 40.0"]
-    assert rises[6].strip("| ") == ""  # this P_K of the network's is not published
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    softmax, rises = rows[2:4]
+    assert (len(rows), text.count("\n- ")) == (2 + 6, 9)
+    # Means of five epochs: 25 is that of 21 to 25, .3 + .005 * 23; at the best validation epoch: 47; published.
+    assert softmax[3:] == ["50.0 / 50.0", "50.0 / 50.0", "50.0 / 50.0", "50.0 / 50.0", "61.3 / 85.3"]
+    assert rises[3:] == ["41.5 / 40.0", "54.0 / 40.0", "56.5 / 40.0", "53.5 / 40.0"]  # its P_K is not published
     assert "top-1 above softmax from epoch 43 to 55, at the end by 6.5" in text  # .3 + .005 * 41 > .5
     assert "top-5 below softmax from epoch 5 to 55, at the end by 10.0" in text
     # Three seeds, 1 apart: half of the interval is t(.975, 2) / sqrt 3. 52 is the last epoch that all have.
     assert re.findall("minus softmax after (.*)", text) == [
-        "25 epochs, 3 seeds: −7.50 ± 2.48 \\| −10.00 ± 0.00, by validation −18.50 ± 2.48 \\| −10.00 ± 0.00.",
-        "50 epochs, 3 seeds: +5.00 ± 2.48 \\| −10.00 ± 0.00, by validation +4.50 ± 2.48 \\| −10.00 ± 0.00.",
-        "52 epochs, 3 seeds: +6.00 ± 2.48 \\| −10.00 ± 0.00, by validation +4.50 ± 2.48 \\| −10.00 ± 0.00.",
+        f"{end} epochs, 3 seeds: top-1 {top1} ± 2.48, top-5 −10.00 ± 0.00; at the best validation epoch top-1 {best}"
+        " ± 2.48, top-5 −10.00 ± 0.00."
+        for end, top1, best in ((25, "−7.50", "−18.50"), (50, "+5.00", "+4.50"), (52, "+6.00", "+4.50"))
     ]
     assert all((tmp_path / "figures" / f"table1_epochs.{kind}").stat().st_size > 10_000 for kind in ("png", "svg"))
 
 
-def test_epochs_that_do_not_rise_get_a_sentence(tmp_path):
+def test_epochs_that_fall_get_a_sentence(tmp_path, capsys):
     write_run(tmp_path, "a", 3, "results/table1.csv")
-    epochs.gather([str(tmp_path / "table1.csv")])
+    epochs.main([str(tmp_path / "table1.csv")])
     path = tmp_path / "table1_epochs.csv"
     header, *lines = path.read_text().splitlines()
-    for spoilt in ([*lines, lines[-1]], lines[::-1]):
-        path.write_text("\n".join([header, *spoilt]))
-        with pytest.raises(epochs.program.CommandLineError, match="of a twice, or after a later one; gather it again"):
-            report.report(report.parse_arguments([str(path)]))
+    path.write_text("\n".join([header, *lines[::-1]]) + "\n")
+    assert report.main([str(path)]) == 2
+    assert "has an epoch after a later one; gather it again" in capsys.readouterr().err

@@ -5,16 +5,8 @@ import torch
 from PIL import Image
 
 from scripts.reporting import permutation_figure
-from scripts.reporting.figure_style import STYLES
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.methods import TOP1
-
-
-def test_every_method_has_a_look_of_its_own():
-    assert set(STYLES) == set(METHODS)
-    for kind in ("label", "color", "marker"):
-        assert len({getattr(style, kind) for style in STYLES.values()}) == len(METHODS)
-
 
 # their masks have zeros, so that their losses refuse top1_mode "sort"
 WANT_A_SOFTMAX = ("sparse_topk", "perturbed_topk")

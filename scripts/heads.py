@@ -1,0 +1,153 @@
+"""Train linear classifiers on embeddings with each method: trials, more epochs for the best, then ten other seeds.
+
+    scripts/heads.sh trials longer finals -d heads.pt --jobs 2      # launcher flags, too; --methods all: every method
+    scripts/heads.sh more finals -d heads.pt --around results/heads_trials.csv --trials results/heads_more_trials.csv \\
+        --results results/heads_more.csv
+
+trials: each setting of a method with four learning rates, 5 epochs. longer: the best of them, 22 epochs. more: 30
+trials around the best of --around, and 30 of a loss without order. finals: of each arm the trial with the highest
+validation top-1 + top-5, ten other seeds, to --results. An arm is a method, or the loss without order.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+
+from scripts.launch import launch
+from scripts.sweeps import one_pass
+from topk_losses import METHODS
+from topk_losses.methods import SINGLE_K, TOP1
+
+RATES = (0.0005, 0.001, 0.002, 0.004)
+SHORT, LONG = 5, 22  # epochs
+SEEDS = range(1, 11)  # of the finals; a trial's is 0
+P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
+SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
+SOFTMAX_SETTINGS = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
+LDR_KL_SETTINGS = [{"inverse_temperature": b, "margin": c} for b, c in product((0.5, 1, 2), (0, 1)) if b != 1 or c]
+MORE_RATES, MORE_DECAYS = (0.00025, 0.0005, 0.001), ({}, {"weight_decay": 1.0})
+MORE_SMOOTHING = (0, 0.1, 0.2, 0.4, 0.6)
+MORE_MARGINS = ((0.25, 1), (0.5, 1), (0.5, 2), (1, 1), (1, 2))  # with their inverse temperatures
+SOFTER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # inverse temperatures, in units of the default
+# -log(share softmax + (1 - share) 5 / 100): at this inverse temperature lapsum gives each class the indicator k / n.
+LEVEL = METHODS["lapsum"].inverse_temperature / 1024
+SHARES = (0.95, 0.8, 0.5, 0.3, 0.15)
+KNOWN = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
+STAGES = ("trials", "longer", "more", "finals")
+
+
+def settings_of(method: str) -> list[dict[str, object]]:
+    """Return the settings of a method that are tried first, as flags."""
+    if method in TOP1:
+        return [{"p_k": "1", **each} for each in (LDR_KL_SETTINGS if method == "ldr_kl" else SOFTMAX_SETTINGS)]
+    spec = METHODS[method]
+    temperatures = [{"inverse_temperature": spec.inverse_temperature}] if spec.inverse_temperature else [{}]
+    temperatures += [{"inverse_temperature": "auto"}] if spec.spread else []
+    if method in SINGLE_K:
+        return [{"p_k": P_KS[2], **each} for each in temperatures]
+    # Indicators with zeros need the softmax's part. The time of sinkhorn_sort grows with the cube of m.
+    p_ks = P_KS[:2] if getattr(spec.operator, "has_zeros", False) else P_KS
+    scores = (16, 50 if method == "sinkhorn_sort" else 100)
+    return [{"p_k": p_k, "m": m, **each} for p_k, m, each in product(p_ks, scores, temperatures)]
+
+
+def settings_around(method: str, chosen: dict[str, object]) -> list[dict[str, object]]:
+    """Return five settings around the best one, as flags; for lapsum also five of the loss without order."""
+    if method == "ldr_kl":
+        return [{"p_k": "1", "inverse_temperature": beta, "margin": c} for beta, c in MORE_MARGINS]
+    if method in TOP1:
+        return [{"p_k": "1", **({"label_smoothing": each} if each else {})} for each in MORE_SMOOTHING]
+    kept, default = {name: chosen[name] for name in ("p_k", "m")}, METHODS[method].inverse_temperature
+    without = [{"p_k": f"{share} 0 0 0 {1 - share:g}", "m": 100, "inverse_temperature": LEVEL} for share in SHARES]
+    return [{**kept, "inverse_temperature": default * by} for by in SOFTER] + without * (method == "lapsum")
+
+
+def read_trials(path: Path) -> pd.DataFrame:
+    """Read trials, the arm of each in a column, the setting of an empty cell not given."""
+    trials = pd.read_csv(path, dtype=dict.fromkeys(SETTINGS, str))
+    without_order = (trials["method"] == "lapsum") & (pd.to_numeric(trials["inverse_temperature"], "coerce") == LEVEL)
+    return trials.assign(arm=trials["method"].mask(without_order, "without_order"))
+
+
+def best(trials: pd.DataFrame, arm: str) -> tuple[dict[str, object], int]:
+    """Return the flags, with lr, and the epochs of an arm's best trial by validation. Raises ValueError."""
+    found = trials[trials["arm"] == arm]
+    if found.empty:
+        raise ValueError(f"there is no trial of {arm}: run the stage trials first")
+    row = found.loc[(found["valid_top1"] + found["valid_top5"]).idxmax()]
+    return {name: row[name] for name in (*SETTINGS, "lr") if pd.notna(row.get(name))}, int(row["n_epochs"])
+
+
+def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, files: argparse.Namespace) -> list[str]:
+    """Return a command per method, which trains its classifiers in one pass. Raises ValueError."""
+    rows = []
+    source = files.around if stage == "more" else files.trials
+    if stage != "trials" and not source.is_file():
+        raise ValueError(f"{stage} needs the trials in {source}, which is not there")
+    known = pd.DataFrame() if stage == "trials" else read_trials(source)
+    # no relaxed matrix to be softer
+    for method in methods if stage != "more" else [each for each in methods if each not in SINGLE_K]:
+        n_epochs, seeds, results = LONG, "0", files.trials
+        if stage == "trials":
+            n_epochs, tried = SHORT, [{**each, "lr": lr} for each, lr in product(settings_of(method), RATES)]
+        elif stage == "longer":
+            tried = [{**best(known[known["n_epochs"] == SHORT], method)[0], "lr": lr} for lr in RATES]
+        elif stage == "more":
+            around = product(settings_around(method, best(known, method)[0]), MORE_DECAYS, MORE_RATES)
+            tried = [{**each, **decay, "lr": lr} for each, decay, lr in around]
+        else:
+            arms = dict.fromkeys([method, *known.loc[known["method"] == method, "arm"]])
+            tried, epochs = zip(*(best(known, arm) for arm in arms))
+            if len(set(epochs)) > 1:
+                raise ValueError(f"the best trials of {', '.join(arms)} have {epochs} epochs; give each its --methods")
+            n_epochs, results = epochs[0], files.results
+            seeds = f"{' '.join(map(str, SEEDS))} --order_seed own"
+        heads = [
+            " ".join([f"--method {method}", *(f"--{name} {each}" for name, each in flags.items())]) for flags in tried
+        ]
+        valid = f" --num_valid {num_valid}" if num_valid else ""
+        record = f"--seeds {seeds} --results {shlex.quote(str(results))} -d {shlex.quote(data)}"
+        rows.append(one_pass(heads, f"--n_epochs {n_epochs} --batch_size 500{valid} --eval_freq 100000 {record}"))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run stages one after another; return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser("heads.py", allow_abbrev=False, description="Other flags: launch.py --help.")
+    parser.add_argument("stages", nargs="+", choices=STAGES, help="run one after another")
+    parser.add_argument("-d", "--data_path", required=True, help="embeddings: a file, or a published name")
+    parser.add_argument("--trials", type=Path, default="results/heads_trials.csv", help="file of trials (%(default)s)")
+    parser.add_argument(
+        "--around", type=Path, default="results/heads_trials.csv", help="trials before more (%(default)s)"
+    )
+    parser.add_argument("--results", type=Path, default="results/heads.csv", help="file of the finals (%(default)s)")
+    parser.add_argument("--num_valid", type=int, default=5000, help="rows that validate; 0: the data has its own")
+    four = ["softmax_cross_entropy", "ldr_kl", "lapsum", "splitter_selection"]
+    parser.add_argument("--methods", nargs="+", choices=["all", *KNOWN], metavar="METHOD", default=four)
+    args, flags = parser.parse_known_args(words)
+    if not Path(args.data_path).exists() and ("/" in args.data_path or Path(args.data_path).suffix):
+        parser.error(f"there is no file {args.data_path}")
+    if args.results in (args.trials, args.around):
+        parser.error(f"--results {args.results} must not be a file of trials")
+    methods = KNOWN if "all" in args.methods else args.methods
+    for number, stage in enumerate(args.stages):
+        if number and {"--dry-run", "--status"} & set(flags):
+            print(f"# {stage}: known when {args.stages[number - 1]} has run")
+            continue
+        try:
+            rows = commands(stage, methods, args.data_path, args.num_valid, args)
+        except (ValueError, KeyError) as error:
+            parser.error(str(error))
+        if status := launch(rows, ["--name", f"heads_{stage}", "--row-per-core", *flags]):
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What the columns of results/*.csv mean; the meanings of flags are in --help of their scripts.
+
+python -m scripts.reporting.columns      # writes the table of results/README.md anew
+"""
+
+from pathlib import Path
+
+README = Path(__file__).resolve().parents[2] / "results" / "README.md"
+HEAD = "| column | meaning |\n|---|---|\n"
+NUMBERS = {"{k}": (1, 3, 5, 10, 20), "{b}": (1, 4, 8)}  # ranks, beams
+COLUMNS = {
+    "run_id": "name of the configuration and of its folder in runs/: the readable part, then a hash",
+    "num_classes": "number of classes n",
+    "train_images": "images in the training split, after --limit_train",
+    "valid_images": "images in the validation split",
+    "test_images": "images in the test split, after --limit_test",
+    "embeddings": "content of the embedding store: classes x dimensions, then eight digits of a hash of its shards",
+    "embedding_dtype": "floating-point type of the stored embeddings; they are trained on in float32 or --precision",
+    "embeddings_checksum": "checksum of the published file: sha256, etag or unverified; empty for extracted embeddings",
+    "backbone": "network that made the embeddings, where it is known",
+    "resolution": "pixels of the images' sides when the embeddings were made, where it is known",
+    "batch_source": "where the training batches came from: device, ram or stream (from the disk)",
+    "processes": "processes of torchrun that divided each batch; peak_memory_mib is that of the first",
+    "num_heads": "heads trained in the last pass over the data; its train_seconds and eval_seconds are those of all",
+    "epoch": "of table1_epochs.csv: passes over the training split so far",
+    "train_top1": "of table1_epochs.csv: accuracy on the epoch's augmented training images, fraction in [0, 1]",
+    "test_top{k}": "test top-k accuracy, fraction in [0, 1], where validation's was best for this k",
+    "test_top{k}_epoch": "the epoch of that evaluation, counted from 1; the earliest of equals",
+    "test_top{k}_step": "the optimizer step of that evaluation, counted from 1; the earliest of equals",
+    "valid_top{k}": "best validation top-k accuracy, fraction in [0, 1]",
+    "last_test_top{k}": "test top-k accuracy of the last evaluation, fraction in [0, 1]",
+    "last_valid_top{k}": "validation top-k accuracy of the last evaluation, fraction in [0, 1]",
+    "last_train_loss": "mean training loss over the last epoch (beam search: since the last but one validation), nats",
+    "last_valid_loss": "mean validation loss of the last evaluation, nats",
+    "last_test_loss": "mean test loss of the last evaluation, nats",
+    "last_inverse_temperature": "where inverse_temperature is auto or from:to, what it was at the end",
+    "last_valid_logit_std": "standard deviation of a row's logits over the classes, mean over validation; a head's",
+    "last_test_logit_std": "standard deviation of a row's logits over the classes, mean over test; a head's",
+    "train_words": "words in the train split",
+    "valid_words": "words in the valid split",
+    "test_words": "words in the test split",
+    "test_per_beam{b}": "phoneme error rate of the best hypothesis, edits per phoneme; test, beam of 1, 4, 8",
+    "test_wer_beam{b}": "word error rate, share of words whose best hypothesis is no reading; test, beam of 1, 4, 8",
+    "test_gold_beam{b}": "share of words of which the last beam holds a reading; test, beam of 1, 4, 8",
+    "last_valid_per": "phoneme error rate of the best hypothesis, edits per phoneme; at the end, on validation",
+    "last_valid_wer": "word error rate, share of words whose best hypothesis is no reading; at the end, on validation",
+    "last_valid_gold": "share of words of which the last beam holds a reading; at the end, on validation",
+    "test_forced_accuracy": "share of right phonemes by position, the right ones before it given; the end is one",
+    "test_free_accuracy": "share of right phonemes by position after the model's own, of beam 1; the end is one",
+    "pretrained": "folder in runs/ of the pretraining that the run went on from",
+    "pretrain_seconds": "wall-clock seconds of that pretraining, evaluation and saving excluded",
+    "train_seconds": "wall-clock seconds spent in training epochs (compilation, too), evaluation and saving excluded",
+    "eval_seconds": "wall-clock seconds spent in evaluation",
+    "images_per_second": "training images (loading, forward, backward, step) per second of train_seconds",
+    "peak_memory_mib": "peak memory in MiB: tensors on the GPU, or the whole process on the CPU",
+    "device_name": "model of the GPU or CPU",
+    "python_version": "Python",
+    "torch_version": "PyTorch",
+    "torchvision_version": "torchvision",
+    "numpy_version": "NumPy",
+    "git_commit": "commit of this repository, -dirty if tracked files differed; a+b if resumed on another",
+    "times_resumed": "how often the run was continued from a checkpoint",
+    "started_utc": "when the run began, UTC, ISO 8601",
+    "finished_utc": "when the row was written, UTC, ISO 8601",
+}
+
+
+def names_of(column: str) -> list[str]:
+    """Return the columns that a name with {k} or {b} stands for."""
+    place = column[column.find("{") :][:3]
+    return [column.replace(place, str(number)) for number in NUMBERS[place]] if place in NUMBERS else [column]
+
+
+def with_table(text: str) -> str:
+    """Return the text of results/README.md with the table of COLUMNS."""
+    before, _, after = text.partition(HEAD)
+    rows = [f"| {', '.join(f'`{name}`' for name in names_of(key))} | {told} |" for key, told in COLUMNS.items()]
+    return before + HEAD + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2]
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")

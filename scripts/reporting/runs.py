@@ -1,0 +1,168 @@
+"""The runs of a results file: read once, grouped into lines once. All tables and figures start here.
+
+A line is every identity flag of the training scripts but the seed. Nothing else may share an average.
+"""
+
+import csv
+import io
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from scipy.special import stdtrit
+
+from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+
+SCRIPTS = (train_cifar100, finetune_imagenet, train_knn, train_beam_search)
+IDENTITY = tuple(dict.fromkeys(flag for script in SCRIPTS for flag in script.IDENTITY))
+SEEDS = ("seed", "order_seed")
+METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
+VALID = ["valid_top1", "valid_top5"]
+OWN = ("m", "inverse_temperature", "lr", "n_epochs")  # flags that have a column of their own where they differ
+# Settings of the loss and of its training: lines that differ in others are of another experiment.
+TRIED = (
+    *("method", "p_k", "distribution", "art_lambda", "top1_mode", "arm", "nll_weight", "loss", "sorted", "prediction"),
+    *("num_candidates", "self_match", "label_smoothing", "margin", "weight_decay", "batch_size", "lr_schedule", "ema"),
+    *OWN,
+)
+
+
+class ReportError(ValueError):
+    """What is wrong with a file or a flag, in one sentence."""
+
+
+def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the runs that meet every condition, each once, cells as text; raises ReportError.
+
+    The file may come back from a spreadsheet: commas, semicolons or tabs, any line ends, a byte order mark.
+    """
+    if not path.is_file():
+        raise ReportError(f"there is no file {path}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        separator = max(",;\t", key=text.partition("\n")[0].count)
+        header, *rows = filter(any, csv.reader(io.StringIO(text, newline=""), delimiter=separator))
+    except (ValueError, csv.Error) as error:
+        raise ReportError(f"{path} cannot be read as CSV in UTF-8: {error}") from None
+    if "method" not in header or len(set(header)) < len(header):
+        raise ReportError(f"{path}, read as separated by {separator!r}, must name each column once, method among them")
+    notes = {"the last line is cut short": rows[-1:] if rows and len(rows[-1]) < len(header) else []}
+    notes["lines repeat the first line"] = [row for row in rows if row == header]
+    rows = [row for row in rows[: len(rows) - len(notes["the last line is cut short"])] if row != header]
+    if wrong := [row for row in rows if len(row) != len(header)]:
+        raise ReportError(f"{path} has a line with {len(wrong[0])} cells under {len(header)} columns: {wrong[0][:3]}")
+    runs = pd.DataFrame(rows, columns=header, dtype=str)
+    clock = [name for name in ("epoch",) if name in runs]
+    flags = list(runs) if clock else [name for name in runs if name in IDENTITY]
+    for keys in [["run_id", *clock]] * ("run_id" in runs) + [flags] * ("seed" in runs):
+        notes[f"runs are there twice ({keys[0]}, ...), the last one counts"] = runs[runs.duplicated(keys, keep="last")]
+        runs = runs.drop_duplicates(keys, keep="last")
+    for told, lines in notes.items():
+        if len(lines):
+            print(f"note: {path}: {told}: {len(lines)} left out", file=sys.stderr)
+    for condition in where:
+        runs = chosen(path, runs, condition)
+    if runs.empty:
+        raise ReportError(f"{path} has no run")
+    return runs.reset_index(drop=True)
+
+
+def chosen(path: Path, runs: pd.DataFrame, condition: str) -> pd.DataFrame:
+    """Return the runs of which COLUMN=VALUE, or METHOD:COLUMN=VALUE, is true; raises ReportError."""
+    form = re.fullmatch("(?:([^=]+):)?([^:=]+)=(.*)", condition, re.DOTALL)
+    if not form or form[2] not in runs or (form[1] and form[1] not in set(runs["method"])):
+        raise ReportError(f"--where must be COLUMN=VALUE or METHOD:COLUMN=VALUE of {path}, got {condition!r}")
+    kept = runs[(runs[form[2]] == form[3]) | (runs["method"] != (form[1] or runs["method"]))]
+    if kept.empty:
+        raise ReportError(f"--where {condition} leaves no run of {path}; {form[2]} is {', '.join(set(runs[form[2]]))}")
+    return kept
+
+
+def as_numbers(runs: pd.DataFrame, columns: Iterable[str], scale: float = 1) -> pd.DataFrame:
+    """Return runs with these columns as numbers; an empty cell is NaN. scale 100: of fractions. Raises ReportError."""
+    runs = runs.copy()
+    for name in columns:
+        if name not in runs:
+            raise ReportError(f"the file has no column {name}")
+        values = pd.to_numeric(runs[name], errors="coerce").astype(float)
+        wrong = runs[name][(runs[name] != "") & ~values.between(0, 1 if scale > 1 else float("inf"))]
+        if len(wrong):
+            raise ReportError(
+                f"{name} must be a {'fraction in [0, 1]' if scale > 1 else 'number'}, got {wrong.iloc[0]!r}"
+            )
+        runs[name] = scale * values
+    return runs
+
+
+def lines_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> list[pd.DataFrame]:
+    """Return the runs of each line. besides: flags that may differ within one."""
+    flags = [name for name in runs if name in IDENTITY and name not in (*SEEDS, *besides)]
+    return [runs.loc[rows.index] for _, rows in runs.groupby(flags, sort=False)]
+
+
+def settings_of(lines: Sequence[pd.DataFrame], besides: Sequence[str] = ()) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return a row per line with the flags in which lines differ, and what all of them share.
+
+    A flag that differs between lines of one method, or is one of OWN, has a column; the others stand together in one.
+    """
+    firsts = pd.DataFrame([line.iloc[0] for line in lines]).reset_index(drop=True)
+    flags = [name for name in firsts if name in IDENTITY and name not in (*SEEDS, "method", "p_k", *besides)]
+    differ = [name for name in flags if firsts[name].nunique() > 1]
+    own = [name for name in differ if name in OWN or (firsts.groupby("method")[name].nunique() > 1).any()]
+    others = [name for name in differ if name not in own]
+    told = [", ".join(f"{name} {short(row[name])}" for name in others if row[name]) for _, row in firsts.iterrows()]
+    frame = firsts[["method", *{"p_k"} & set(firsts), *own]].assign(settings=told)
+    return frame, {name: firsts[name][0] for name in flags if name not in differ and firsts[name][0]}
+
+
+def experiment(line: pd.DataFrame) -> tuple[str, ...]:
+    """Return the flags that make runs comparable with one another: data, network, precision, ..."""
+    return tuple(line[name].iloc[0] for name in line if name in IDENTITY and name not in (*SEEDS, *TRIED))
+
+
+def differences(line: pd.DataFrame, base: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+    """Return a line minus another, a row per seed that both have."""
+    ours, theirs = (each.groupby("seed")[list(metrics)].mean() for each in (line, base))
+    return (ours - theirs).dropna()
+
+
+def half_width(std: Any, number: int) -> Any:
+    """Half of the 95 % interval of a mean of so many values with that sample standard deviation (Student's t)."""
+    return float(stdtrit(number - 1, 0.975)) * std / number**0.5
+
+
+def with_interval(values: pd.Series) -> str:
+    """Return the mean with its sign and, of two or more, half the width of its interval; nothing of none."""
+    spread = f" ± {half_width(values.std(), len(values)):.2f}" if len(values) > 1 else ""
+    return f"{values.mean():+.2f}{spread}".replace("-", "−") if len(values) else ""
+
+
+def mean_std(values: Iterable[float], decimals: int = 2) -> str:
+    """Return the mean and, of several values, the sample standard deviation."""
+    values = pd.Series(list(values), dtype=float).dropna()
+    spread = f" ± {values.std():.{decimals}f}" if len(values) > 1 else ""
+    return f"{values.mean():.{decimals}f}{spread}" if len(values) else ""
+
+
+def p_k_of(cell: str) -> tuple[float, ...]:
+    """Return a cell's P_K without the zeros at its end; raises ReportError."""
+    try:
+        return tuple(float(each) for each in re.sub(r"( 0(\.0*)?)+$", "", f" {cell}").split())
+    except ValueError:
+        raise ReportError(f"p_k must be numbers such as .5 0 0 0 .5, got {cell!r}") from None
+
+
+def shown_p_k(cell: str) -> str:
+    """Return a cell's P_K as the paper writes it: [.5, 0, 0, 0, .5]."""
+    return f"[{', '.join(f'{float(each):g}'.removeprefix('0') or '0' for each in cell.split())}]" if cell else ""
+
+
+def short(cell: str) -> str:
+    """Return a number with the digits that it needs, and any other text as it is."""
+    try:
+        return f"{float(cell):g}"
+    except ValueError:
+        return cell

@@ -1,0 +1,181 @@
+"""The tables of studies that are not runs beside published ones: temperatures, epochs, beam search."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from scripts.reporting import runs as core
+from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, mean_std, settings_of, short, with_interval
+from scripts.reporting.tables import PAPER, Table, as_markdown, read_published, told_once, what_all_share
+from topk_losses import METHODS
+
+SPREAD = "last_test_logit_std"
+MILESTONES, WINDOW = (25, 50, 100, 200), 5  # epochs; of a mean
+SOFTMAX = "softmax_cross_entropy"
+RATES = {
+    f"test_{short_name}_beam{K}": f"{label}{K}"
+    for short_name, label in (("wer", "WER, beam "), ("per", "PER, beam "), ("gold", "gold in beam "))
+    for K in (1, 4, 8)
+    if (short_name, K) != ("gold", 1)
+}
+
+
+def temperature_lines(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return the runs of each line but the temperature, by P_K and the library's order, with numbers in percent.
+
+    beta: the inverse temperature, NaN where it is none or changes. ended_at: what it was at the end.
+    """
+    runs = core.as_numbers(runs, [*METRICS, *VALID], 100)
+    runs = core.as_numbers(runs, [name for name in (SPREAD, "last_inverse_temperature") if name in runs])
+    beta = pd.to_numeric(runs["inverse_temperature"], errors="coerce")
+    runs = runs.assign(beta=beta, temperature=runs["inverse_temperature"].map(short))
+    runs["ended_at"] = runs.get("last_inverse_temperature", beta).fillna(beta).fillna(0)
+    place = runs["method"].map({method: number for number, method in enumerate(METHODS)})
+    runs = runs.assign(place=place).sort_values(["place", "ended_at"], kind="stable")
+    runs = runs.sort_values("p_k", key=lambda cells: cells.str.split(), ascending=False, kind="stable")
+    return lines_of(runs, besides=("inverse_temperature",))
+
+
+def temperatures(name: str, runs: pd.DataFrame) -> Table:
+    """Return each method's best inverse temperature by validation, beside the default and auto.
+
+    Best: by the mean over the seeds of P_K(1) top-1 + (1 - P_K(1)) top-5.
+    """
+    lines = temperature_lines(runs)
+    settings, shared = settings_of(lines, besides=("inverse_temperature",))
+    cells = pd.DataFrame([temperature_cells(line) for line in lines])
+    return told_once(Table(name, settings.join(cells), f"{name}.csv: {what_all_share(runs, shared)}.", {}))
+
+
+def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
+    """Return the cells of one method and P_K, by their headings."""
+    groups = dict(iter(line.groupby("temperature", sort=False)))
+    means = line.groupby("temperature", sort=False)[[*METRICS, *VALID, "beta"]].mean()
+    first = core.p_k_of(line["p_k"].iloc[0])[0]
+    aim = first * means["valid_top1"] + (1 - first) * means["valid_top5"]
+    is_schedule = aim.index.str.contains(":")
+    constant, schedules = aim[~is_schedule & (aim.index != "auto")], aim[is_schedule]
+    rows = groups[constant.idxmax()] if len(constant) else line[:0]
+    default = METHODS[line["method"].iloc[0]].inverse_temperature
+    best, auto, shown, times_spread = rows["beta"].mean(), groups.get("auto"), "—", ""
+    if best > 0 and default is not None:
+        end = ", the least" if best == means["beta"].min() else ", the largest" if best == means["beta"].max() else ""
+        shown = f"{best:g} ({best / default:g}x{end})"
+        times_spread = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
+    both = means["test_top1"].map("{:.2f}".format) + " / " + means["test_top5"].map("{:.2f}".format)
+    return {
+        **{"inverse temperature": shown, "times spread": times_spread},
+        **{label: mean_std(rows[metric]) for metric, label in METRICS.items()},
+        **{"default": both.get("" if default is None else f"{default:g}", ""), "auto": both.get("auto", "")},
+        "auto ended at": "" if auto is None else f"{auto['ended_at'].mean():.3g}",
+        "annealed": f"{schedules.idxmax()}: {both[schedules.idxmax()]}" if len(schedules) else "",
+        "seeds": str(len(rows)),
+    }
+
+
+def beam_search(name: str, runs: pd.DataFrame) -> str:
+    """Return Markdown: error rates of each arm, each arm minus the control by seed, accuracy by position."""
+    rates = [metric for metric in RATES if metric in runs and runs[metric].any()]
+    percent = [each for each in rates if "_per_" not in each]
+    runs = core.as_numbers(core.as_numbers(runs, percent, 100), [each for each in rates if each not in percent])
+    runs = runs.assign(**{each: 100 * runs[each] for each in rates if each not in percent})
+    arms = {name: place for place, name in enumerate(("cross_entropy", "retain", "soft_beam"))}
+    lines = lines_of(runs)
+    lines.sort(key=lambda line: (arms.get(line["arm"].iloc[0], 9), list(METHODS).index(line["method"].iloc[0])))
+    settings, shared = settings_of(lines)
+    settings = settings.drop(columns="p_k", errors="ignore").rename(columns={"inverse_temperature": "β"}).map(short)
+    settings = settings.loc[:, (settings != "").any()]
+    tables = {"mean ± sample standard deviation over the seeds": [], "minus the control (cross_entropy) by seed": []}
+    tables |= {"right phonemes by position (the end is one), after the right ones / after the model's own": []}
+    controls = {core.experiment(line): line for line in lines if line["arm"].iloc[0] == "cross_entropy"}
+    for line in lines:
+        base = controls.get(core.experiment(line), line)
+        gains = core.differences(line, base, rates) if base is not line else line[:0]
+        cells = (
+            {RATES[rate]: mean_std(line[rate]) for rate in rates},
+            {RATES[rate]: with_interval(gains[rate]) for rate in rates},
+        )
+        places = [accuracies(line, f"test_{kind}_accuracy") for kind in ("forced", "free")]
+        both = {str(n + 1): f"{forced:.1f} / {free:.1f}" for n, (forced, free) in enumerate(zip(*places))}
+        for rows, row in zip(
+            tables.values(), ({**cells[0], "seeds": str(len(line))}, {**cells[1], "pairs": str(len(gains))}, both)
+        ):
+            rows.append(row)
+    text = [f"{name}.csv: {what_all_share(runs, shared)}. WER, PER: word and phoneme error rate; in percent."]
+    for told, rows in tables.items():
+        text += [f"In percent, {told}:", as_markdown(settings.join(pd.DataFrame(rows)).fillna(""))]
+    return "\n\n".join(text) + "\n"
+
+
+def accuracies(line: pd.DataFrame, column: str) -> list[float]:
+    """Return the mean accuracy in percent of each position up to the longest word; behind it few words are left."""
+    cells = line[column].str.split(expand=True).apply(pd.to_numeric, errors="coerce")
+    return (100 * cells.mean()).tolist()[: int(line["max_letters"].iloc[0])]
+
+
+def epochs(path: Path, runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of a file of scripts/epochs.py, in percent, with what is read of a run that ends there.
+
+    mean_test_top1: of WINDOW epochs; chosen_test_top1: where validation was best so far. Likewise top-5.
+    """
+    table = core.as_numbers(runs, [*METRICS, *VALID], 100).astype({"epoch": int})
+    if (table.groupby("run_id")["epoch"].diff() <= 0).any():
+        raise ReportError(f"{path} has an epoch after a later one; gather it again by scripts/epochs.py")
+    for metric, valid in zip(METRICS, VALID):
+        table[f"mean_{metric}"] = table.groupby("run_id")[metric].transform(lambda each: each.rolling(WINDOW).mean())
+        best = table.groupby("run_id")[valid].cummax()
+        is_new = best > best.groupby(table["run_id"]).shift(fill_value=-1)
+        table[f"chosen_{metric}"] = table[metric].where(is_new).groupby(table["run_id"]).ffill()
+    return table
+
+
+def published_ends(path: Path, table: pd.DataFrame) -> pd.DataFrame:
+    """Return the published row of each run, in percent; NaN where a table is none of the paper's."""
+    name = path.stem.removesuffix("_epochs")
+    rows, _ = read_published(name if (PAPER / f"{name}.csv").exists() else None)
+    paper = pd.DataFrame(rows, columns=["method", "p_k", *METRICS]).drop_duplicates(["method", "p_k"])
+    paper = 100 * paper.set_index(["method", "p_k"]).apply(pd.to_numeric)
+    first = table.groupby("run_id", sort=False)[["method", "p_k"]].first()
+    return paper.reindex(pd.MultiIndex.from_frame(first)).set_axis(first.index)
+
+
+def epochs_text(path: Path, runs: pd.DataFrame) -> str:
+    """Return Markdown: a line per run, what crosses cross-entropy of the same seed, and means of such differences."""
+    table, (means, chosen) = epochs(path, runs), ([f"{kind}_{m}" for m in METRICS] for kind in ("mean", "chosen"))
+    published, lines, told, leads = published_ends(path, table), [], [], {}
+    for run_id, run in table.groupby("run_id", sort=False):
+        first, by_epoch = run.iloc[0], run.set_index("epoch")[means + chosen]
+        row = f"{first.method}, {core.shown_p_k(first.p_k)}"
+        values = [*by_epoch[means].reindex(MILESTONES).to_numpy(), by_epoch[means].iloc[-1], by_epoch[chosen].iloc[-1]]
+        cells = ["" if pd.isna(top1) else f"{top1:.1f} / {top5:.1f}" for top1, top5 in [*values, published.loc[run_id]]]
+        lines.append([row, first.seed, f"{by_epoch.index[-1]} epochs, {first.precision}, {first.device_name}", *cells])
+        base = table[(table.method == SOFTMAX) & (table.seed == first.seed)].set_index("epoch")[means + chosen]
+        lead = (by_epoch - base).dropna()
+        if first.method == SOFTMAX or lead.empty:
+            continue
+        leads.setdefault(row, []).append(lead)
+        for mean, metric in zip(means, METRICS.values()):
+            ahead = lead[mean] > 0
+            since, where = ahead.index[ahead != ahead.shift()][-1], "above" if ahead.iloc[-1] else "below"
+            end = f"to {lead.index[-1]}, at the end by {abs(lead[mean].iloc[-1]):.1f}"
+            told.append(f"{row}, seed {first.seed}: {metric} {where} softmax from epoch {since} {end}.")
+    for row, of_seeds in leads.items():
+        for end in sorted({*MILESTONES, min(lead.index[-1] for lead in of_seeds)}):  # the last that all have
+            there = pd.DataFrame([lead.loc[end] for lead in of_seeds if end in lead.index])
+            if len(there) > 1:
+                top1, top5, chosen1, chosen5 = (with_interval(each) for _, each in there.items())
+                at_end = f"{row} minus softmax after {end} epochs, {len(there)} seeds: top-1 {top1}, top-5 {top5}"
+                told.append(f"{at_end}; at the best validation epoch top-1 {chosen1}, top-5 {chosen5}.")
+    columns = [
+        "method",
+        "seed",
+        "so far",
+        *(f"after {each}" for each in MILESTONES),
+        "last",
+        "best validation",
+        "published, 200",
+    ]
+    frame = pd.DataFrame(lines, columns=columns)
+    head = f"{path.name}: test top-1 / top-5 in percent, mean of {WINDOW} epochs, or at the best validation epoch."
+    shown = as_markdown(frame.loc[:, (frame != "").any()])
+    return "\n".join([head, "", shown, "", *(f"- {each}" for each in told), ""])

@@ -1,0 +1,208 @@
+"""Run the runs of a study, each a command line, by scripts/launch.py.
+
+    scripts/table1.sh --short --jobs 2       # --short: 16 epochs, cosine schedule, bf16; also table4, beam_search
+    scripts/knn.sh digits own.pt             # data first, where a study takes some
+
+Each function returns the command lines of its study; they add their lines to results/STUDY.csv.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import product, takewhile
+from pathlib import Path
+
+from scripts.launch import launch
+from topk_losses import METHODS, RELAXATIONS
+from topk_losses.methods import TOP1
+
+TRAIN, HEADS, HEADS21K, KNN, BEAM = (
+    f".venv/bin/python experiments/{name}.py"
+    for name in ("train_cifar100", "finetune_imagenet", "finetune_imagenet21k", "train_knn", "train_beam_search")
+)
+SOFTMAX = "softmax_cross_entropy --p_k 1. 0. 0. 0. 0."
+K5, HALF, EVEN = "0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".2 .2 .2 .2 .2"
+SPLITTER = "splitter_selection --distribution logistic_phi --inverse_temperature {} --art_lambda .5"
+COSINE = "--n_epochs {} --lr_schedule cosine --precision bf16"
+DATASETS = ("mnist", "fashion_mnist", "cifar10", "cifar100", "digits")
+STUDIES = ("table1", "table4", "table2_3_imagenet1k", "table2_3_imagenet21k", "table5", "strong", "scratch", "knn")
+STUDIES += ("implementation", "quickstart", "temperature", "temperature_classes", "temperature_training", "beam_search")
+FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)  # of inverse temperatures
+
+
+def over_seeds(command, losses, record, seeds=(0, 1)):
+    """The command with each loss, seed by seed."""
+    return [f"{command} {loss} --seed {seed} {record}" for seed in seeds for loss in losses]
+
+
+def published(command, name, p_ks, sorts, networks, smooth=(K5,), seeds=(0, 1), more=""):
+    """Softmax cross-entropy, the smooth top-k loss and four relaxed methods at the paper's settings."""
+    relaxed = [f"neuralsort --inverse_temperature {sorts}", f"softsort --inverse_temperature {sorts}"]
+    relaxed += ["sinkhorn_sort", SPLITTER.format(networks)]
+    losses = [SOFTMAX, *(f"smooth_hard_topk --inverse_temperature 1. --p_k {p_k}" for p_k in smooth)]
+    losses += [f"{method} --p_k {p_k}" for p_k in p_ks for method in relaxed]
+    return over_seeds(f"{command} --method", losses, f"--results results/{name}.csv{more}", seeds)
+
+
+def table1(*, short: bool = False) -> list[str]:
+    """Table 1: ResNet-18 from scratch on CIFAR-100, two seeds; --short: 16 epochs, three seeds."""
+    name, seeds, more = ("table1_short", (0, 1, 2), f" {COSINE.format(16)}") if short else ("table1", (0, 1), "")
+    return published(TRAIN, name, [K5, EVEN], 0.0625, ".5", seeds=seeds, more=more)
+
+
+def table4(*, short: bool = False) -> list[str]:
+    """Table 4: as Table 1, each method over six P_K; of P_K = 1 0 0 0 0 softmax cross-entropy stands for all."""
+    p_ks = [K5, HALF, ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", EVEN]
+    name, more = ("table4_short", f" {COSINE.format(16)}") if short else ("table4", "")
+    return published(TRAIN, name, p_ks, 0.0625, ".5", smooth=("1. 0. 0. 0. 0.", K5), more=more)
+
+
+def table2_3_imagenet1k() -> list[str]:
+    """Tables 2 and 3, ImageNet-1K: a linear classifier on published embeddings (11 GB), two seeds."""
+    command = f"{HEADS} -d wsl-32x48d-320 --m 16 --nloglr 4.5"
+    return published(command, "table2_3_imagenet1k", [K5, HALF], ".5", "1.")
+
+
+def table2_3_imagenet21k() -> list[str]:
+    """Tables 2 and 3, ImageNet-21K-P: a linear classifier on published embeddings (50 GB), two seeds."""
+    command = f"{HEADS21K} -d wsl-32x48d-224-21k --m 50 --nloglr 4 --n_epochs 40"
+    return published(command, "table2_3_imagenet21k", [K5, HALF], ".5", "1.")
+
+
+def table5() -> list[str]:
+    """Table 5, our lines, two seeds (11 and 14 GB). The published P_K of SinkhornSort is not known."""
+    quarter, k_even = "--p_k .25 0. 0. 0. .75", f"--p_k {EVEN}"
+    large = f"splitter_selection --distribution logistic --inverse_temperature .5 {quarter}"
+    resnext = [SOFTMAX, f"sinkhorn_sort {k_even}", f"{SPLITTER.format('1.')} {k_even}"]
+    losses = [f"-d wsl-32x48d-320 --method {loss}" for loss in resnext]
+    losses += [f"-d efficientnet-l2-800 --method {loss}" for loss in (SOFTMAX, f"sinkhorn_sort {quarter}", large)]
+    return over_seeds(f"{HEADS} --m 16 --nloglr 4.5", losses, "--results results/table5.csv")
+
+
+def strong() -> list[str]:
+    """Three losses of Table 1 with 36 epochs, weight decay and averaged weights: not the paper's protocol."""
+    recipe = f"{COSINE.format(36)} --weight_decay .5 --ema .999"
+    losses = [SOFTMAX, f"{SPLITTER.format('.5')} --p_k {EVEN}", f"softsort --inverse_temperature 0.0625 --p_k {EVEN}"]
+    return over_seeds(f"{TRAIN} --method", losses, f"--results results/strong.csv {recipe}")
+
+
+def scratch() -> list[str]:
+    """Table 1's network in 16 epochs with other settings than the published ones, and with wrong labels."""
+    half, softmax = "--p_k .5 0 0 0 .5 --inverse_temperature", f"{SOFTMAX} --lr"
+    network, lapsum, df, softsort = (f"{m} {half}" for m in ("splitter_selection", "lapsum", "df_topk", "softsort"))
+    tried = [f"{network} .5", f"{network} .1", f"{lapsum} .1", f"{network} .25", f"{lapsum} .25", f"{network} .05"]
+    tried += [f"{df} .1", f"{df} .25", f"{softsort} 1", f"{softsort} 2", f"{softmax} .001"]
+    tried += [f"{softmax} .001 --label_smoothing .1", f"{softmax} .0005", f"{softmax} .002"]
+    best = [f"{softmax} .001", f"{network} .1", f"{df} .1", f"{softsort} 1", f"{lapsum} .25"]
+    noisy = [f"{softmax} .001", f"{network} .1", f"{softmax} .001 --label_smoothing .1", f"{lapsum} .1"]
+    groups = {"0": tried, "1": best, "2": best, "0 --label_noise .2": [*noisy, f"{network} .05", f"{network} .025"]}
+    command = f"{TRAIN} --results results/scratch.csv {COSINE.format(16)} --method"
+    return [f"{command} {loss} --seed {seed}" for seed, losses in groups.items() for loss in losses]
+
+
+def implementation() -> list[str]:
+    """Five epochs of the splitter selection network by the official loss, in mode sm and in fp32, two seeds."""
+    command = f"{TRAIN} --method splitter_selection --p_k {EVEN} --n_epochs 5"
+    settings, record = ("bf16", "bf16 --implementation difftopk", "bf16 --top1_mode sm", "fp32"), "implementation.csv"
+    return [f"{command} --seed {n} --results results/{record} --precision {each}" for n in (0, 1) for each in settings]
+
+
+def temperature(data: str) -> list[str]:
+    """Linear classifiers with each method over inverse temperatures, three seeds; DATA: embeddings of 100 classes."""
+    middles = {"neuralsort": 0.5, "softsort": 0.5, "sinkhorn_sort": 100, "soft_topk": 10}  # of the others 1
+    slow, runs = ("sinkhorn_sort", "perturbed_topk", "odd_even"), []  # slow: last
+    for method in sorted(METHODS, key=lambda method: method in slow):
+        default, follows = METHODS[method].inverse_temperature, METHODS[method].spread
+        betas = [f"{factor * middles.get(method, 1):g}" for factor in FACTORS] + ["auto"] * bool(follows)
+        if follows and method not in slow:
+            betas += [f"{0.25 * default:g}:{4 * default:g}", f"{4 * default:g}:{0.25 * default:g}"]
+        # A method whose indicators have zeros needs the softmax's part; a loss of a single k takes one.
+        p_ks = [EVEN, ".5 0 0 0 .5", "0 0 0 0 1"][: 2 if getattr(METHODS[method].operator, "has_zeros", False) else 3]
+        if method not in RELAXATIONS:
+            p_ks = ["1" if method in TOP1 else "0 0 0 0 1"]
+        m = 50 if method == "sinkhorn_sort" else 100  # its time grows with the cube
+        for p_k in p_ks:
+            flags = [f" --inverse_temperature {beta}" for beta in betas] if default is not None else [""]
+            heads = [f"--method {method} --p_k {p_k}{flag} --m {m}" for flag in flags]
+            runs.append(one_pass(heads, f"--seeds 0 1 2 --n_epochs 5 --results results/temperature.csv -d {data}"))
+    return runs
+
+
+def temperature_classes(data10: str, data100: str, data1000: str) -> list[str]:
+    """How the best temperature moves with classes and m; DATA: embeddings of 10, 100 and 1000 classes (heads.py)."""
+    runs, sets = [], {10: (data10, (10,)), 100: (data100, (16, 50, 100)), 1000: (data1000, (16, 50, 1000))}
+    for num_classes, (data, scores) in sets.items():
+        flags = f"--seeds 0 1 2 --n_epochs 5 -d {data} --results results/temperature_classes_{num_classes}.csv"
+        for method, m in product(("neuralsort", "softsort", "lml", "subset_topk", "splitter_selection"), scores):
+            head = f"--method {method} --p_k .5 0 0 0 .5 --inverse_temperature {{}} --m {m}"
+            betas = [f"{factor * METHODS[method].inverse_temperature:g}" for factor in FACTORS] + ["auto"]
+            runs.append(one_pass(map(head.format, betas), flags))
+    return runs
+
+
+def temperature_training() -> list[str]:
+    """Three methods from scratch over inverse temperatures, 6 epochs, two seeds."""
+    losses, factors = [SOFTMAX], [*((factor,) for factor in FACTORS), ("auto",), (0.25, 4), (4, 0.25)]
+    middles = (("neuralsort", 0.5), ("softsort", 0.5), ("splitter_selection", 1))
+    for p_k, each, (method, middle) in product((EVEN, "0 0 0 0 1"), factors, middles):
+        beta = ":".join(factor if factor == "auto" else f"{factor * middle:g}" for factor in each)
+        losses.append(f"{method} --p_k {p_k} --inverse_temperature {beta}")
+    losses = [f"{loss} {COSINE.format(6)}" for loss in losses]
+    return over_seeds(f"{TRAIN} --method", losses, "--results results/temperature_training.csv")
+
+
+def one_pass(heads: Iterable[str], flags: str) -> str:
+    """Return the command that trains many linear classifiers in one pass over the data."""
+    first, *others = heads
+    return " ".join([HEADS, first, *(f'--also "{each}"' for each in others), flags])
+
+
+def beam_search(*, short: bool = False) -> list[str]:
+    """Training through beam search, CMUdict: the control and three arms, five seeds; --short: a smaller network."""
+    more = " --hidden_dim 64 --pretrain_updates 1300 --n_updates 325" if short else ""
+    arms = ["cross_entropy --method softmax_cross_entropy", "retain --method softsort"]
+    arms += ["soft_beam --method softsort", "soft_beam --method soft_topk"]
+    return over_seeds(f"{BEAM} --arm", arms, f"--results results/beam_search{'_short' * short}.csv{more}", range(5))
+
+
+def knn(*data: str) -> list[str]:
+    """The nearest-neighbour classifier with each relaxation, three seeds; DATA: data sets or embeddings."""
+    losses = ["inputs", "pca", "softmax_cross_entropy", "softmax_cross_entropy --prediction network"]
+    losses += [f"{m} --loss {loss}" for loss in ("mass", "log_mass") for m in (*RELAXATIONS, "soft_topk --sorted")]
+    runs = []
+    for each in data or DATASETS[:3]:
+        command = f"{KNN} {'--dataset' if each in DATASETS else '--data_path'} {each} --method"
+        runs += over_seeds(command, losses, "--results results/knn.csv", range(3))
+    return runs
+
+
+def quickstart() -> list[str]:
+    """Four losses on scikit-learn's digits, three epochs."""
+    relaxed = ("splitter_selection", "neuralsort", "soft_topk")
+    losses = ["softmax_cross_entropy", *(f"{each} --p_k .5 0 .5" for each in relaxed)]
+    command = f"{TRAIN} --dataset digits --n_epochs 3 --batch_size 32 --results results/quickstart.csv"
+    return [f"{command} --method {loss}" for loss in losses]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a study; return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser("sweeps.py", description="Run a study; other flags: scripts/launch.py --help.")
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("data", nargs="*", help="files of embeddings, or data sets, where the study takes some")
+    head = list(takewhile(lambda word: not word.startswith("-"), words))
+    args, options = parser.parse_args(head or words), {"short": True} if "--short" in words else {}
+    if absent := [each for each in args.data if each not in DATASETS and not Path(each).exists()]:
+        parser.error(f"there is no file {absent[0]}")
+    try:
+        runs = globals()[args.study](*map(shlex.quote, args.data), **options)
+    except TypeError as error:  # too little data, or --short where there is none
+        parser.error(str(error))
+    at_once = [] if "-d wsl-32x48d" in runs[0] else ["--row-per-core"]  # embeddings of ImageNet fill the memory
+    name = args.study + "_short" * len(options)
+    return launch(runs, ["--name", name, *at_once, *(word for word in words[len(head) :] if word != "--short")])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
