@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from data.cifar100 import DIGITS_MEAN, DIGITS_STD, crop_and_flip, epoch_generator, epoch_order, load_dataset
-from data.cifar100 import sample_crops
+from data.cifar100 import (
+    DIGITS_MEAN,
+    DIGITS_STD,
+    crop_and_flip,
+    epoch_generator,
+    epoch_order,
+    load_dataset,
+    sample_crops,
+)
 from experiments import train_cifar100 as script
 from experiments.shared.loss_state import seed_noise
-from tests.experiments.oracle import check_choice, check_history, run, top_k
+from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k
 from topk_losses import make_loss
 
 FLAGS = "--dataset digits --limit_train 600 --limit_test 100 --batch_size 64 --n_epochs 3 --seed 1 "
@@ -96,12 +103,12 @@ def plain_loop(method, p_k, settings, label_noise=0.0, bf16=False, lr=0.001, cos
 def test_the_figures_are_those_of_a_plain_training_loop(case, results, monkeypatch):
     monkeypatch.setattr(script, "resnet_cifar", small_network)
     flags, options, settings = CASES[case]
-    row, history = run(script, FLAGS + flags, results)
+    (row,) = run(script, FLAGS + flags, results)
     method, p_k = flags.split()[1], [0.2] * 5
     if "--p_k" in flags:
         p_k = [float(word) for word in flags.split("--p_k ")[1].split()[:5]]
     expected = plain_loop(method, [1.0] if method == "softmax_cross_entropy" else p_k, settings, **options)
-    check_history(history, expected)
+    check_history(history_of(results, row), expected)
     check_choice(row, expected, "epoch")
     if case == "bf16":
         fp32 = plain_loop(method, p_k, settings)
