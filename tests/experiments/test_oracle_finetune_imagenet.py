@@ -118,8 +118,8 @@ def test_precision_and_noise_are_those_of_a_plain_loop(parts, store, results, ca
 
 def test_imagenet_21k_keeps_50_scores(parts, store, results):
     path = Path(script.__file__).with_name("finetune_imagenet21k.py")
-    words = [*FLAGS.split(), "-d", store, *"--method neuralsort --p_k .5 0 0 0 .5 --device cpu --threads 1".split()]
-    subprocess.run([sys.executable, path, *words, "--results", results], check=True, capture_output=True)
+    flags = f"{FLAGS} -d {store} --method neuralsort --p_k .5 0 0 0 .5 --device cpu --threads 1 --results {results}"
+    subprocess.run([sys.executable, path, *flags.split()], check=True, capture_output=True)
     (row,) = read(results)
     expected = plain_loop(parts, "neuralsort", HALF, {**SORTS, "m": 50}, 0)
     check_history(history_of(results, row, "step"), expected)
