@@ -28,16 +28,19 @@ BATCH, EPOCHS, SEED = 64, 3, 1
 # The published settings for CIFAR-100, whatever the script's defaults are: all scores, and cross-entropy beside P_K.
 SORTS = {"m": None, "inverse_temperature": 0.0625, "top1_mode": "smce"}
 NETWORK = {**SORTS, "inverse_temperature": 0.5, "distribution": "logistic_phi", "art_lambda": 0.5}
-CASES = {
-    "noise": ("--method softmax_cross_entropy --label_noise .5", {"label_noise": 0.5}, {}),
-    "bf16": ("--method neuralsort --p_k .5 0 0 0 .5 --precision bf16", {"bf16": True}, SORTS),
+HALF, QUARTER, EVEN, TOP5 = [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.2] * 5, [0, 0, 0, 0, 1.0]
+CASES = {  # the flags, and what they must come to
+    "noise": ("--method softmax_cross_entropy --label_noise .5", [1.0, 0, 0, 0, 0], {}, {"label_noise": 0.5}),
+    "bf16": ("--method neuralsort --p_k .5 0 0 0 .5 --precision bf16", HALF, SORTS, {"bf16": True}),
     "recipe": (
         "--method splitter_selection --p_k .25 0 0 0 .75 --lr .003 --lr_schedule cosine --weight_decay .5 --ema .7",
-        {"lr": 0.003, "cosine": True, "weight_decay": 0.5, "ema": 0.7},
+        QUARTER,
         NETWORK,
+        {"lr": 0.003, "cosine": True, "weight_decay": 0.5, "ema": 0.7},
     ),
-    "noised": ("--method noised_topk --p_k 0 0 0 0 1", {}, {}),
-    "sorts": ("--method softsort", {}, SORTS),
+    "noised": ("--method noised_topk --p_k 0 0 0 0 1", TOP5, {}, {}),
+    "sorts": ("--method softsort", EVEN, SORTS, {}),
+    "schedule": ("--method softsort --inverse_temperature .02:1", EVEN, SORTS, {"betas": (0.02, 1)}),
 }
 
 
@@ -53,7 +56,9 @@ def normalised(images: torch.Tensor) -> torch.Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def plain_loop(method, p_k, settings, label_noise=0.0, bf16=False, lr=0.001, cosine=False, weight_decay=0.0, ema=None):
+def plain_loop(
+    method, p_k, settings, label_noise=0.0, bf16=False, lr=0.001, cosine=False, weight_decay=0.0, ema=0.0, betas=None
+):
     """Return what a loop without any of the script's functions finds in each epoch."""
     clean = load_dataset("digits", "", seed=SEED, limit_train=600, limit_test=100)
     noisy = load_dataset("digits", "", seed=SEED, limit_train=600, limit_test=100, label_noise=label_noise)
@@ -72,13 +77,16 @@ def plain_loop(method, p_k, settings, label_noise=0.0, bf16=False, lr=0.001, cos
             images = normalised(crop_and_flip(noisy.train.images[rows], *crops[-1]))
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = model(images)
+            elapsed = taken / (EPOCHS * steps)
+            if betas:  # evenly in the logarithm
+                loss_fn.inverse_temperature = betas[0] * (betas[1] / betas[0]) ** elapsed
             loss = loss_fn(logits.float(), noisy.train.labels[rows])
             for group in optimizer.param_groups:
-                group["lr"] = lr * (1 + math.cos(math.pi * taken / (EPOCHS * steps))) / 2 if cosine else lr
+                group["lr"] = lr * (1 + math.cos(math.pi * elapsed)) / 2 if cosine else lr
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            share = 0 if ema is None or taken == 0 else ema  # the average begins with the weights after the first step
+            share = 0 if taken == 0 else ema  # the average begins with the weights after the first step
             for name, tensor in model.state_dict().items():
                 kept[name] = kept[name].lerp(tensor, 1 - share) if tensor.is_floating_point() else tensor.clone()
             losses.append(loss.item())
@@ -102,19 +110,16 @@ def plain_loop(method, p_k, settings, label_noise=0.0, bf16=False, lr=0.001, cos
 @pytest.mark.parametrize("case", CASES)
 def test_the_figures_are_those_of_a_plain_training_loop(case, results, monkeypatch):
     monkeypatch.setattr(script, "resnet_cifar", small_network)
-    flags, options, settings = CASES[case]
+    flags, p_k, settings, options = CASES[case]
     (row,) = run(script, FLAGS + flags, results)
-    method, p_k = flags.split()[1], [0.2] * 5
-    if "--p_k" in flags:
-        p_k = [float(word) for word in flags.split("--p_k ")[1].split()[:5]]
-    expected = plain_loop(method, [1.0] if method == "softmax_cross_entropy" else p_k, settings, **options)
+    expected = plain_loop(row["method"], p_k, settings, **options)
     check_history(history_of(results, row), expected)
     check_choice(row, expected, "epoch")
+    assert [float(share) for share in row["p_k"].split()] == p_k
+    assert float(row["last_train_loss"]) == float(history_of(results, row)[-1]["train_loss"])
     if case == "bf16":
-        fp32 = plain_loop(method, p_k, settings)
+        fp32 = plain_loop(row["method"], p_k, settings)
         assert fp32[-1]["valid_loss"] != pytest.approx(expected[-1]["valid_loss"], rel=1e-4)
-    if case == "noise":
-        assert row["label_noise"] == "0.5"
 
 
 def test_noise_of_a_loss_differs_between_epochs():
