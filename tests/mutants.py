@@ -146,7 +146,7 @@ FAULTS = r"""
 @ data/cifar100.py
 - generator=seeded(_SPLIT, seed)
 + generator=seeded(_SPLIT, 0)
-= tests/data/test_cifar100.py
+= tests/data/test_cifar100.py::test_limit_takes_validation_out_of_the_limited_images
 
 # test_chooses: the epoch of a row is the one where test accuracy is best
 @ experiments/shared/metrics.py
@@ -164,7 +164,7 @@ FAULTS = r"""
 @ experiments/shared/run.py
 - numbers = range(self.done + 1, self.end + 1)
 + numbers = range(max(self.done, 1), self.end + 1)
-= tests/experiments/test_train_cifar100.py
+= tests/experiments/test_train_cifar100.py::test_after_ctrl_c_the_same_command_ends_with_the_same_bits
 
 # beam_of_one: beam search holds one hypothesis, whatever --beam_size says
 @ models/beam_search.py
@@ -182,13 +182,13 @@ FAULTS = r"""
 @ data/cifar100.py
 - _VALID_SHARE = 0.05
 + _VALID_SHARE = 0.1
-= tests/data/test_cifar100.py
+= tests/data/test_cifar100.py::test_digits_need_no_files
 
 # wrong_deviation: pixels are divided by another standard deviation than the published code's
 @ data/cifar100.py
 - CIFAR_STD: Rgb = (0.2023, 0.1994, 0.2010)
 + CIFAR_STD: Rgb = (0.2470, 0.2435, 0.2616)
-= tests/data/test_cifar100.py
+= tests/data/test_cifar100.py::test_pixels_are_normalised_by_the_numbers_of_the_published_code
 
 # labels_reversed: the labels of embeddings are read from the end
 @ data/embeddings/store.py

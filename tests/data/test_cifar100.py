@@ -287,6 +287,12 @@ def test_arguments_out_of_range_are_sentences(data_dir, arguments, words):
         load_dataset("cifar100", data_dir, **arguments)
 
 
+def test_pixels_are_normalised_by_the_numbers_of_the_published_code(data_dir):
+    dataset = load_dataset("cifar100", data_dir)
+    assert dataset.mean == (0.4914, 0.4822, 0.4465)
+    assert dataset.std == (0.2023, 0.1994, 0.2010)
+
+
 def test_batch_is_indexing(data_dir):
     split = load_dataset("cifar100", data_dir).train
     indices = torch.tensor([5, 0, 379, 5])
