@@ -315,6 +315,12 @@ def test_digits_need_no_files():
     assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(DIGITS_STD, abs=1e-4)
 
 
+def test_a_seed_chooses_the_images_that_validate():
+    first, again, other = (load_dataset("digits", "/nowhere", seed=seed).valid.images for seed in (4, 4, 5))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
 def test_real_cifar100_where_a_copy_exists():
     folder = Path(os.environ.get("CIFAR100_DIR", REPOSITORY / "data" / "downloads"))
     if not (folder / "cifar-100-python" / "train").exists():
