@@ -287,6 +287,12 @@ def test_arguments_out_of_range_are_sentences(data_dir, arguments, words):
         load_dataset("cifar100", data_dir, **arguments)
 
 
+def test_pixels_are_normalised_by_the_numbers_of_the_published_code(data_dir):
+    dataset = load_dataset("cifar100", data_dir)
+    assert dataset.mean == (0.4914, 0.4822, 0.4465)
+    assert dataset.std == (0.2023, 0.1994, 0.2010)
+
+
 def test_batch_is_indexing(data_dir):
     split = load_dataset("cifar100", data_dir).train
     indices = torch.tensor([5, 0, 379, 5])
@@ -307,6 +313,12 @@ def test_digits_need_no_files():
     assert pixels.shape == (1437, 3, 32, 32)
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(DIGITS_MEAN, abs=1e-4)
     assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(DIGITS_STD, abs=1e-4)
+
+
+def test_a_seed_chooses_the_images_that_validate():
+    first, again, other = (load_dataset("digits", "/nowhere", seed=seed).valid.images for seed in (4, 4, 5))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_real_cifar100_where_a_copy_exists():
