@@ -3,7 +3,7 @@
 The colour is that of a method's family, the marker its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -30,9 +30,8 @@ FAMILIES = {
     "C3": ("df_topk", "recall_surrogate", "perturbed_topk"),
     "C0": ("odd_even", "bitonic", "splitter_selection"),
 }
-STYLE = {
-    name: {"color": color, "marker": "os^DvX"[i]} for color, family in FAMILIES.items() for i, name in enumerate(family)
-}
+PAIRS = [(color, mark, name) for color, names in FAMILIES.items() for mark, name in zip("os^DvX", names)]
+STYLE = {name: {"color": color, "marker": mark} for color, mark, name in PAIRS}
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
 SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 
@@ -49,39 +48,34 @@ def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]
 
 
 def lines(
-    frame: pd.DataFrame,
-    x: str,
-    ys: Mapping[str, str],
-    panel: str | None = None,
-    by: Sequence[str] = ("method",),
-    dotted: Mapping[str, str] = {},
-    **axes_settings: str,
+    frame: pd.DataFrame, x: str, ys: dict[str, str], panel: str = "", by: str = "method", dotted: str = "", **axes: str
 ) -> Figure:
     """Draw the mean of each y against x with its 95 % band, a row of panels per y, a column per value of `panel`.
 
-    by: what a line is. dotted: for a y, the column that is drawn dotted in the same colour.
+    by: the column that tells lines apart. dotted: the end of the name of a column beside y that is drawn dotted.
     """
-    parts = [(None, frame)] if panel is None else list(frame.groupby(panel, sort=False))
-    size = (PAGE, 0.9 + 2.1 * len(ys)) if len(parts) > 1 else (0.7 * PAGE, 0.9 + 2.1 * len(ys))
+    parts = list(frame.groupby(panel, sort=False)) if panel else [("", frame)]
+    size = (PAGE if len(parts) > 1 else 0.7 * PAGE, 0.9 + 2.1 * len(ys))
     figure, grid = plt.subplots(len(ys), len(parts), figsize=size, sharex="col", sharey="row", squeeze=False)
-    for (title, part), axes in zip(parts, grid.T):
-        for axis, (y, label) in zip(axes, ys.items()):
-            for key, rows in part.dropna(subset=[x, y]).groupby(list(by), sort=False):
-                found, style = rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"]), STYLE[key[0]]
-                half = half_width(found["std"], int(found["count"].min())) if found["count"].min() > 1 else 0
-                every = max(1, len(found) // 8)
-                axis.plot(found.index, found["mean"], label=key[0], markevery=every, **style)
-                axis.fill_between(
-                    found.index, found["mean"] - half, found["mean"] + half, alpha=0.2, color=style["color"]
+    for (title, part), column in zip(parts, grid.T):
+        for axis, (y, label) in zip(column, ys.items()):
+            for _, rows in part.dropna(subset=[x, y]).groupby(by, sort=False):
+                found, style = (
+                    rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"]),
+                    STYLE[rows["method"].iloc[0]],
                 )
-                if y in dotted:
-                    axis.plot(rows[x], rows[dotted[y]], linestyle=":", linewidth=0.8, color=style["color"])
-            axis.set(ylabel=label if axis in grid[:, 0] else "", **axes_settings)
+                half, every = half_width(found["std"], found["count"]), max(1, len(found) // 8)
+                axis.plot(found["mean"], label=rows["method"].iloc[0], markevery=every, **style)
+                band = found["mean"] - half, found["mean"] + half
+                axis.fill_between(found.index, *band, alpha=0.2, color=style["color"])
+                if dotted:
+                    axis.plot(rows[x], rows[y + dotted], linestyle=":", linewidth=0.8, color=style["color"])
+            axis.set(ylabel=label if axis in grid[:, 0] else "", **axes)
             axis.minorticks_off()
-        axes[0].set_title(title or "")
-        axes[-1].set_xlabel(x)
+        column[0].set_title(title)
+        column[-1].set_xlabel(x)
         if part[x].nunique() < 6:
-            axes[-1].set_xticks(ticks := sorted(part[x].unique()), [f"{tick:g}" for tick in ticks])
+            column[-1].set_xticks(ticks := sorted(part[x].unique()), [f"{tick:g}" for tick in ticks])
     handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4)
     return figure
@@ -101,12 +95,10 @@ def dots(frame: pd.DataFrame, panels: Sequence[tuple[str, str, str, str]]) -> Fi
             style = STYLE.get(row["method"], {"color": "black", "marker": "."}) | {"linestyle": ""}
             for name, face, interval in ((hollow, "none", ""), (value, style["color"], half)):
                 if row.get(name, float("nan")) < least:
-                    axis.text(
-                        0.02, place, f"◂ {row[name]:.0f}", transform=axis.get_yaxis_transform(), fontsize=6, va="center"
-                    )
+                    where = {"xy": (0.02, place), "xycoords": ("axes fraction", "data"), "va": "center"}
+                    axis.annotate(f"◂ {row[name]:.0f}" + " published" * (face == "none"), fontsize=6, **where)
                 elif name in row:
-                    error = row.get(interval) if pd.notna(row.get(interval)) else None
-                    axis.errorbar(row[name], place, xerr=error, capsize=2, markerfacecolor=face, **style)
+                    axis.errorbar(row[name], place, xerr=row.get(interval), capsize=2, markerfacecolor=face, **style)
         axis.set(title=title, xscale="linear" if half or values.max() < 5 * values.min() else "log")
         axis.set_xlim(left=least if half and values.min() < least else None)
         axis.minorticks_off()
@@ -120,8 +112,7 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     frame, panels = table.frame.copy(), []
     metrics = [metric for metric in METRICS if f"{metric}_mean" in frame]
     for metric in metrics:
-        pairs = zip(frame[f"{metric}_std"], frame["n_seeds"]) if f"{metric}_std" in frame else [(None, 1)] * len(frame)
-        frame[f"{metric}_half"] = [half_width(std, int(n)) if n > 1 else None for std, n in pairs]
+        frame[f"{metric}_half"] = half_width(frame.get(f"{metric}_std", float("nan")), frame["n_seeds"].astype(float))
         panels.append((f"test {METRICS[metric]} (%)", f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
     frame = frame.dropna(subset=[f"{metrics[0]}_mean"])
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
@@ -137,30 +128,28 @@ def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
     """Draw the mean of five epochs over the epochs, a line per run, with the published end points."""
     table = studies.epochs(path, runs)
     ys = {f"mean_{metric}": f"test {label} (%)" for metric, label in METRICS.items()}
-    figure, ends = lines(table, "epoch", ys, by=("method", "seed")), studies.published_ends(path, table)
+    figure, ends = lines(table, "epoch", ys, by="run_id"), studies.published_ends(path, table)
     for axis, metric in zip(figure.axes, METRICS):
         for run_id, method in table.groupby("run_id")["method"].first().items():
             axis.plot(200, ends[metric][run_id], markerfacecolor="none", **STYLE[method])
         axis.set_ylim(bottom={"test_top1": 45, "test_top5": 75}[metric])
-    return save(
-        figure, folder, path.stem, f"{path.name}: mean of 5 epochs, a line per run; hollow: published after 200 epochs."
-    )
+    return save(figure, folder, path.stem, f"{path.name}: mean of 5 epochs, a line per run; hollow: published, 200.")
 
 
 def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]:
     """Draw NAME_P_K for each P_K: accuracy over the inverse temperature, of heads times the spread of the logits."""
-    frame, drawn = pd.concat(studies.temperature_lines(runs)), []
+    frame, drawn = pd.concat(each.assign(line=n) for n, each in enumerate(studies.temperature_lines(runs))), []
     of_heads = studies.SPREAD in frame
     x = "inverse temperature" + " × standard deviation of the logits" * of_heads
     frame[x] = frame["beta"] * (frame[studies.SPREAD] if of_heads else 1)
     softmax = frame[frame["method"] == studies.SOFTMAX]
     for p_k, part in frame.dropna(subset="beta").groupby("p_k", sort=False):
-        part = part.groupby(["method", "beta"], sort=False)[[x, *METRICS]].mean().reset_index()
-        part = part.groupby("method").filter(lambda rows: len(rows) > 1)
+        part = part.groupby(["method", "line", "beta"], sort=False)[[x, *METRICS]].mean().reset_index()
+        part = part.groupby("line").filter(lambda rows: len(rows) > 1)
         if part.empty:
             continue
         ys = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
-        figure = lines(part, x, ys, xscale="log")
+        figure = lines(part, x, ys, by="line", xscale="log")
         for axis, metric in zip(figure.axes, METRICS):
             axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)
             axis.set_ylim(part[metric].max() - (5 if of_heads else 35), part[metric].max() + 1)
@@ -171,9 +160,8 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
 
 def draw_benchmarks(folder: Path) -> list[Path]:
     """Draw times (ours beside difftopk's) and cost_over_size (with its asymptotes, dotted) of results/benchmarks/."""
-    steps, losses, scaling = (
-        pd.read_csv(BENCHMARKS / f"{name}.csv") for name in ("training_step", "losses", "scaling")
-    )
+    names = ("training_step", "losses", "scaling")
+    steps, losses, scaling = (pd.read_csv(BENCHMARKS / f"{name}.csv") for name in names)
     frame = pd.DataFrame(index=[method for method in STYLE if method in set(losses["method"])])
     frame["step"] = steps.set_index("method")["ms_per_step"] * STEPS_PER_EPOCH / 1000
     panels = [("s per epoch\n(ResNet-18)", "step", "", "")]
@@ -183,25 +171,19 @@ def draw_benchmarks(folder: Path) -> list[Path]:
         panels.append((title, title, "", f"{title} difftopk"))
     first = losses.iloc[0]
     machine = f"{first['device']}, {first['threads']} threads, PyTorch {first['torch']}"
-    drawn = save(
-        dots(frame.assign(method=frame.index), panels),
-        folder,
-        "times",
-        f"Training, then ms of each loss by batch x n; medians on {machine}; hollow: difftopk.",
-    )
+    told = f"Training, then ms of each loss by batch x n; medians on {machine}; hollow: difftopk."
+    drawn = save(dots(frame.assign(method=frame.index), panels), folder, "times", told)
     base, parts = scaling[[*SIZES]].mode().iloc[0], []
     for axis, label in SIZES.items():
         others = [other for other in SIZES if other != axis]
         part = scaling[(scaling[others] == base[others]).all(axis=1)].sort_values(["method", axis])
         parts.append(part.assign(size=part[axis], panel=label))
     frame = pd.concat(parts).dropna(subset="ms")
-    frame["peak_mib"] = frame["peak_mib"].where(
-        frame["peak_mib"] >= 0.5
-    )  # what the system counts in pages says little below
+    frame["peak_mib"] = frame["peak_mib"].where(frame["peak_mib"] >= 0.5)  # the system counts in pages
     for y, work in (("ms", "operations"), ("peak_mib", "numbers")):  # through the last measured point
         expected = frame["batch"] * frame[work]
         last = frame.assign(ratio=frame[y] / expected).groupby(["method", "panel"])["ratio"].transform("last")
         frame[f"{y} expected"] = expected * last
     ys = {"ms": "time of a pass (ms)", "peak_mib": "peak memory (MiB)"}
-    figure = lines(frame, "size", ys, "panel", dotted={y: f"{y} expected" for y in ys}, xscale="log", yscale="log")
+    figure = lines(frame, "size", ys, "panel", dotted=" expected", xscale="log", yscale="log")
     return [*drawn, *save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")]

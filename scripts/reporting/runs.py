@@ -129,9 +129,9 @@ def differences(line: pd.DataFrame, base: pd.DataFrame, metrics: Sequence[str]) 
     return (ours - theirs).dropna()
 
 
-def half_width(std: Any, number: int) -> Any:
+def half_width(std: Any, number: Any) -> Any:
     """Half of the 95 % interval of a mean of so many values with that sample standard deviation (Student's t)."""
-    return float(stdtrit(number - 1, 0.975)) * std / number**0.5
+    return stdtrit(number - 1, 0.975) * std / number**0.5
 
 
 def with_interval(values: pd.Series) -> str:

@@ -58,9 +58,9 @@ def expand(text: str, has_figure: Callable[[str], bool], up: str = "", root: Pat
             curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{path.stem}.svg)"
             return f"{studies.epochs_text(path, read_runs(path))}\n\n{curves}"
         if kind == "paired":
-            return tables.markdown(tables.paired(path.stem, read_runs(path), "softmax_cross_entropy"))
+            return tables.FORMATS["markdown"](tables.paired(path.stem, read_runs(path), "softmax_cross_entropy"))
         text = P_K.sub(
-            lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), tables.markdown(results_table(path, part))
+            lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), tables.FORMATS["markdown"](results_table(path, part))
         )
         if has_figure(file := f"{path.stem}_accuracy.svg"):
             text += f"\n\n![{CAPTION}]({up}figures/{file})\n\n*{CAPTION}.*"

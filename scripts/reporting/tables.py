@@ -73,9 +73,8 @@ def not_as_published(run: pd.Series, published: dict[str, str], protocol: dict[s
     """
     expected = {name: cell for name, cell in protocol.items() if name not in ("table", "title", "n_seeds", "source")}
     expected |= {name: published[name] for name in LOSS_SETTINGS if published.get(name)}
-    expected = {name: cell for name, cell in expected.items() if cell}
-    if run["method"] not in RELAXATIONS:
-        expected = {name: cell for name, cell in expected.items() if name not in ("m", "top1_mode")}
+    skipped = () if run["method"] in RELAXATIONS else ("m", "top1_mode")
+    expected = {name: cell for name, cell in expected.items() if cell and name not in skipped}
     others = {name: cell for name, cell in expected.items() if not same(run.get(name, ""), cell)}
     told = [f"{name} {short(run.get(name) or 'none')} ({cell})" for name, cell in others.items()]
     more = {name: run.get(name, "") for name in UNPUBLISHED if name not in expected}
@@ -111,8 +110,7 @@ def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
     ours = settings.join(measured(lines, metrics)).to_dict("records") if lines else []
     firsts = [line.iloc[0].to_dict() for line in lines]
     published, protocol = read_published(table)
-    records: list[dict] = []
-    left = list(range(len(lines)))
+    records, left = [], list(range(len(lines)))
     for row in published:
         values = {metric: 100 * float(row[metric]) if row[metric] else math.nan for metric in metrics}
         if again := [each for each in records if row["method"] and matches(row, each["row"])]:
@@ -219,9 +217,8 @@ def shown(table: Table) -> pd.DataFrame:
         metric = next((each for each in labels if name.startswith((each, f"published_{each}", f"rerun_{each}"))), "")
         kind, digits = name.replace(metric, "").strip("_"), table.decimals.get(metric, 2)
         if not metric:
-            cells = (
-                frame[name].map(lambda cell: "" if pd.isna(cell) else str(cell)).replace(r"(\d)\.0$", r"\1", regex=True)
-            )
+            cells = frame[name].map(lambda cell: "" if pd.isna(cell) else str(cell))
+            cells = cells.str.replace(r"(\d)\.0$", r"\1", regex=True)
             columns[HEADINGS.get(name, name)] = cells.map(core.shown_p_k) if name == "p_k" else cells
         elif kind not in ("std", "half"):
             sign = "+" if kind in ("gain", "difference") else ""
@@ -242,11 +239,6 @@ def as_markdown(table: pd.DataFrame) -> str:
     return table.to_markdown(index=False, tablefmt="pipe", colalign=sides, disable_numparse=True)
 
 
-def markdown(table: Table) -> str:
-    """Return caption and table for README files."""
-    return f"{table.caption}\n\n{as_markdown(shown(table))}\n"
-
-
 def latex(table: Table) -> str:
     """Return a table environment; it needs the package booktabs."""
     cells = shown(table).map(lambda cell: cell.translate(LATEX)).rename(columns=lambda name: name.translate(LATEX))
@@ -256,9 +248,8 @@ def latex(table: Table) -> str:
     return "% needs \\usepackage{booktabs}\n" + text.replace("P\\_K", "$P_K$")
 
 
-def as_csv(table: Table) -> str:
-    """Return the frame, percentages with all digits."""
-    return table.frame.to_csv(index=False, lineterminator="\n")
-
-
-FORMATS = {"markdown": markdown, "latex": latex, "csv": as_csv}
+FORMATS = {
+    "markdown": lambda table: f"{table.caption}\n\n{as_markdown(shown(table))}\n",
+    "latex": latex,
+    "csv": lambda table: table.frame.to_csv(index=False, lineterminator="\n"),  # with all digits
+}
