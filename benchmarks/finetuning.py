@@ -82,7 +82,7 @@ def main() -> int:
     methods = list(dict.fromkeys([SOFTMAX, *args.methods]))
     for each in args.sizes:
         if len(each) != 4 or (each[3] or 5) < 5:
-            flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, with m of at least 5, got {each}")
+            flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, m at least 5, got {each}")
     set_up_device(args.device, args.threads, deterministic=False)
     keep_freed_memory()
     table = Table(args)

@@ -104,13 +104,10 @@ def run(*task: Any) -> dict[str, Any]:
 
 def work(method: str, n: int, k: int) -> tuple[float, float]:
     """Operations of one sample, and numbers that its backward pass needs, to leading order in n and k."""
-    if method in TOP1 or method in SINGLE_K:
-        return n, n
-    known = {"softsort": (n + k * k, n + k * k), "neuralsort": (n * math.log2(n) + n * k, n * k)}
-    known |= {"sinkhorn_sort": (n**3, n * n)}
     if method in ("odd_even", "bitonic", "splitter_selection"):
-        comparators = sum(make_operator(method, n, k).layer_sizes)
-        return comparators, comparators
+        return (sum(make_operator(method, n, k).layer_sizes),) * 2
+    known = {"softsort": (n + k * k, n + k * k), "neuralsort": (n * math.log2(n) + n * k, n * k)}
+    known |= {"sinkhorn_sort": (n**3, n * n), **dict.fromkeys([*TOP1, *SINGLE_K], (n, n))}
     return known.get(method, (n * k, n * k))
 
 
@@ -118,14 +115,12 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "losses.csv", repeats=7, limit_gib=16)
     flags.add_argument("--methods", nargs="+", choices=METHODS, help="default: all; with --scaling ten")
-    flags.add_argument(
-        "--sizes", nargs="+", type=size, default=[size(each) for each in SIZES], help="BATCHxN or BATCHxNmM"
-    )
+    flags.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="BATCHxN or BATCHxNmM")
     flags.add_argument("--limit_s", type=float, default=60, help="seconds of one measurement (default: %(default)s)")
     flags.add_argument("--scaling", action="store_true", help="vary n, k and the batch instead")
     flags.add_argument("--max_n", type=positive, default=max(NS), help="of --scaling (default: %(default)s)")
     arguments = flags.parse_args()
-    sizes, ks = arguments.sizes, {}
+    sizes = arguments.sizes
     if arguments.scaling:
         moved = [(128, n, 5) for n in NS] + [(128, 1000, k) for k in KS] + [(batch, 1000, 5) for batch in BATCHES]
         sizes = [(batch, n, None, k) for batch, n, k in dict.fromkeys(moved) if n <= arguments.max_n]

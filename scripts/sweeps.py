@@ -3,7 +3,7 @@
     scripts/table1.sh --short --jobs 2       # --short: 16 epochs, cosine schedule, bf16; also table4, beam_search
     scripts/knn.sh digits own.pt             # data first, where a study takes some
 
-Each function returns the command lines of its study; they add their lines to results/STUDY.csv.
+Each function returns the command lines of its study, which write results/STUDY.csv.
 """
 
 import argparse
