@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,11 +99,11 @@ def visible_gpus() -> list[str]:
     """Return the GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them. Raises ValueError."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # CUDA stops reading at the first number below 0
         return re.findall(r"[^, ]+", re.split(r"(?:^|,) *-", os.environ["CUDA_VISIBLE_DEVICES"])[0])
+    if not shutil.which("nvidia-smi"):
+        return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except FileNotFoundError:
-        return []
     except subprocess.TimeoutExpired:
         raise ValueError("nvidia-smi does not answer; name the GPUs by CUDA_VISIBLE_DEVICES (empty: none)") from None
     return done.stdout.split() if done.returncode == 0 else []

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import re
 from pathlib import Path
 
@@ -219,9 +220,15 @@ def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, said):
 
 def test_what_is_no_file_of_results_gets_a_sentence(tmp_path, capsys):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "uneven.csv").write_text("method,seed\na,1,2\nb,1\n")
-    for name, said in (("absent.csv", "no file"), ("binary.csv", "UTF-8"), ("uneven.csv", "3 cells under 2")):
-        assert report.main([str(tmp_path / name)]) == 2
+    for name, said in (
+        ("absent.csv", "no file"),
+        ("pipe.csv", "no file"),
+        ("binary.csv", "UTF-8"),
+        ("uneven.csv", "3 cells under 2"),
+    ):
+        assert report.main([str(tmp_path / f"{name}.csv")]) == 2
         assert said in capsys.readouterr().err
 
 
