@@ -77,7 +77,7 @@ def lines(
         if part[x].nunique() < 6:
             column[-1].set_xticks(ticks := sorted(part[x].unique()), [f"{tick:g}" for tick in ticks])
     handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4 if panel else 3)
     return figure
 
 

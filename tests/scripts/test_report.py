@@ -223,10 +223,10 @@ def test_what_is_no_file_of_results_gets_a_sentence(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "uneven.csv").write_text("method,seed\na,1,2\nb,1\n")
     for name, said in (
-        ("absent.csv", "no file"),
-        ("pipe.csv", "no file"),
-        ("binary.csv", "UTF-8"),
-        ("uneven.csv", "3 cells under 2"),
+        ("absent", "no file"),
+        ("pipe", "no file"),
+        ("binary", "UTF-8"),
+        ("uneven", "3 cells under 2"),
     ):
         assert report.main([str(tmp_path / f"{name}.csv")]) == 2
         assert said in capsys.readouterr().err
@@ -321,9 +321,9 @@ def test_the_table_of_columns_is_that_of_the_dictionary():
     assert names_of("test_top{k}_epoch")[2] == "test_top5_epoch"
 
 
-def test_every_file_of_results_has_a_table():
-    for path in sorted(RESULTS.glob("*.csv")):
-        assert report.main([str(path)]) == 0, path
+@pytest.mark.parametrize("name", ["scratch", "own_images", "beam_search_short", "implementation_epochs"])
+def test_each_kind_of_results_has_a_table(name):
+    assert report.main([str(RESULTS / f"{name}.csv")]) == 0
 
 
 def published(name):
