@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from benchmarks.runner import Table, parser, ratio, size, take_turns
-from experiments.shared.command_line import DEFAULT_P_K, build_loss, count
-from experiments.shared.environment import keep_freed_memory, set_up_device
-from experiments.shared.official_loss import IN_DIFFTOPK, executor_of
+from experiments.common.flags import positive_int as count
+from experiments.common.losses import DEFAULT_P_K, build_loss
+from experiments.common.official_loss import IN_DIFFTOPK, executor_of
+from experiments.common.processes import prepare_device
 from models.heads import head
 from topk_losses import METHODS, RELAXATIONS, resolve_settings
 
@@ -36,15 +37,14 @@ Timed = tuple[str, str, int]  # implementation (ours or difftopk), method, heads
 
 
 def loss_of(implementation: str, method: str, n: int, m: int | None, device: torch.device) -> nn.Module:
-    """Return the loss that the script builds for `method` without further flags. Raises ValueError."""
+    """Return the loss that the script builds for `method` without further flags. Raises SystemExit."""
     settings = {
         "method": method,
         "p_k": P_K[method],
         "m": m if method in RELAXATIONS else None,
         **resolve_settings(method, None, None, None, "sm" if method in RELAXATIONS else None),
     }
-    # As in the script: ours has a loss per sample, the official one knows the mean alone.
-    return build_loss(implementation, settings, n, device, "none" if implementation == "ours" else "mean")
+    return build_loss(settings, n, device, implementation)
 
 
 def steps_of(
@@ -104,14 +104,10 @@ def main() -> int:
     flags.add_argument("--compile", action="store_true", help="heads and our losses, as the script's --compile")
     arguments = flags.parse_args()
     methods = list(dict.fromkeys([SOFTMAX, *arguments.methods]))
-    try:
-        for _, _, n, m in arguments.sizes:
-            for method in methods:
-                loss_of("ours", method, n, m, torch.device("cpu"))
-    except ValueError as error:
-        flags.error(str(error))
-    set_up_device(arguments.device, arguments.threads, deterministic=False)
-    keep_freed_memory()
+    for _, _, n, m in arguments.sizes:
+        for method in methods:
+            loss_of("ours", method, n, m, torch.device("cpu"))
+    prepare_device(arguments.device, arguments.threads)
     table = Table(arguments)
     for each in arguments.sizes:
         batch, dim, n, m = each

@@ -1,9 +1,9 @@
 """Accuracy of heads whose inverse temperature is constant, follows the logits ("auto"), or is learned with them.
 
-    python benchmarks/learned_temperature.py -d cifar100.store
-    python benchmarks/learned_temperature.py -d cifar100.store --methods lml --p_k .5 0 0 0 .5 --seeds 0
+    python benchmarks/learned_temperature.py -d cifar100.pt
+    python benchmarks/learned_temperature.py -d cifar100.pt --methods lml --p_k .5 0 0 0 .5 --seeds 0
 
-A linear head on a store of embeddings, trained as scripts/temperature.sh does: the last epoch's test accuracies, mean
+A linear head on a file of embeddings, trained as scripts/temperature.sh does: the last epoch's test accuracies, mean
 over the seeds. Learned, log beta is a parameter of the same optimizer, which begins at the method's default, as the
 constant does. Writes --output (default results/benchmarks/learned_temperature.csv).
 """
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Table, parser
-from data.embeddings import open_or_fetch
-from experiments.shared.environment import keep_freed_memory
+from data.download import download
+from data.embeddings import load_embeddings
+from experiments.common.processes import keep_freed_memory
 from models.heads import head
 from topk_losses import METHODS, make_loss
 
@@ -51,7 +52,7 @@ def train(data: dict[str, tuple[Tensor, Tensor]], method: str, p_k: list[float],
 def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "learned_temperature.csv")
-    flags.add_argument("-d", "--data_path", required=True, help="a store of embeddings")
+    flags.add_argument("-d", "--data_path", required=True, help="a file of embeddings")
     following = [name for name, method in METHODS.items() if method.spread and not method.stochastic]
     flags.add_argument("--methods", nargs="+", choices=following, default=following)
     flags.add_argument("--p_k", nargs="+", type=float, help="one P_K; three without it")
@@ -60,15 +61,15 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     try:
-        store = open_or_fetch(arguments.data_path)
+        embeddings = load_embeddings(download(arguments.data_path))
         if arguments.p_k:
-            make_loss(arguments.methods[0], arguments.p_k, store.num_classes)
-    except ValueError as error:  # EmbeddingError is one
+            make_loss(arguments.methods[0], arguments.p_k, embeddings.num_classes)
+    except ValueError as error:
         flags.error(str(error))
     data = {}
     for name in ("train", "test"):
-        rows = store[name].read(torch.arange(len(store[name]))).float()
-        data[name] = (rows.to(arguments.device), store[name].labels().to(arguments.device))
+        split = embeddings[name]
+        data[name] = (split.embeddings.float().to(arguments.device), split.labels.to(arguments.device))
     table = Table(arguments)
     for method in arguments.methods:
         for p_k in [arguments.p_k] if arguments.p_k else P_KS:

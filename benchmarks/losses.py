@@ -25,9 +25,9 @@ import torch
 from torch.utils.benchmark import Timer
 
 from benchmarks.runner import Table, in_a_process, parser, size
-from experiments.shared.command_line import count
-from experiments.shared.environment import keep_freed_memory
-from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
+from experiments.common.flags import positive_int as count
+from experiments.common.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
+from experiments.common.processes import keep_freed_memory
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.methods import SINGLE_K, TOP1
 from topk_losses.operator import largest

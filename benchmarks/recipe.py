@@ -24,10 +24,10 @@ from torchvision import transforms
 
 from benchmarks import training_step
 from benchmarks.runner import Table, parser, ratio, take_turns
-from data.cifar100 import CIFAR_MEAN, CIFAR_STD
-from experiments.shared.command_line import DEFAULT_P_K
-from experiments.shared.environment import keep_freed_memory, set_up_device
-from experiments.shared.official_loss import executor_of, make_official_loss
+from data.cifar import CIFAR_MEAN, CIFAR_STD
+from experiments.common.losses import DEFAULT_P_K
+from experiments.common.official_loss import executor_of, make_official_loss
+from experiments.common.processes import prepare_device
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS
 
@@ -96,8 +96,7 @@ def main() -> int:
     arguments = flags.parse_args()
     torch.manual_seed(0)
     device, threads = arguments.device, arguments.threads
-    set_up_device(device, threads, deterministic=False)
-    keep_freed_memory()
+    prepare_device(device, threads)
     images = torch.randint(256, (training_step.NUM_IMAGES, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(NUM_CLASSES, (len(images),))
     table = Table(arguments)

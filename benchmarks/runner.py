@@ -18,11 +18,11 @@ import pandas as pd
 import torch
 from torch.utils.benchmark import Timer
 
-from data.atomic_file import atomic_write
-from data.program import CommandLineError
-from experiments.shared.command_line import count
-from experiments.shared.cores import usable_cores
-from experiments.shared.environment import device_name, git_commit, resolve_device
+from experiments.common.cores import usable_cores
+from experiments.common.environment import device_name, git_commit
+from experiments.common.flags import positive_int as count
+from experiments.common.processes import Processes
+from experiments.common.records import replace_file
 
 RESULTS = Path(__file__).parent.parent / "results/benchmarks"
 Key = TypeVar("Key", bound=Hashable)
@@ -31,9 +31,9 @@ Key = TypeVar("Key", bound=Hashable)
 def present_device(text: str) -> torch.device:
     """Argument type: a device that is there."""
     try:
-        return resolve_device(text)
-    except CommandLineError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--device ")) from None
+        return Processes().device(text)
+    except SystemExit as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("error: --device ")) from None
 
 
 def parser(told: str | None, name: str, *, device: str = "cpu", **numbers: int) -> argparse.ArgumentParser:
@@ -124,7 +124,6 @@ class Table:
 
     def write(self) -> int:
         """Replace the file by the rows, say so, and return the exit status."""
-        with atomic_write(self._output) as file:
-            pd.DataFrame(self.rows).to_csv(file, index=False, lineterminator="\n")
+        replace_file(self._output, pd.DataFrame(self.rows).to_csv(index=False, lineterminator="\n"))
         print(f"wrote {self._output}")
         return 0

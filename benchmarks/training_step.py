@@ -4,9 +4,8 @@
     python benchmarks/training_step.py --precision fp32 --methods softsort --device cuda
 
 The step is that of experiments/train_cifar100.py (gather, augment, forward, loss, backward, Adam) on random images of
-CIFAR-100's size; an epoch is 371 such steps and an evaluation that does not depend on the loss. On a GPU a method has
-two rows, of which the second launches the step as one graph (--graph there), but for the augmentation. The methods take
-turns, a few steps each; medians over the turns. Prints a table and writes --output (default
+CIFAR-100's size; an epoch is 371 such steps and an evaluation that does not depend on the loss. The methods take turns,
+a few steps each; medians over the turns. Prints a table and writes --output (default
 results/benchmarks/training_step.csv).
 """
 
@@ -18,52 +17,48 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Table, parser, ratio, take_turns
-from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, crop_and_flip, epoch_generator, normalise, sample_crops
-from experiments.shared.command_line import DEFAULT_P_K
-from experiments.shared.environment import keep_freed_memory, set_up_device
-from experiments.shared.graph import GraphedStep
+from data.cifar import CIFAR_MEAN, CIFAR_STD, Split, crop_and_flip, epoch_generator, normalise, sample_crops
+from experiments.common.losses import DEFAULT_P_K
+from experiments.common.processes import prepare_device
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
 BATCH, NUM_CLASSES, NUM_IMAGES = 128, 100, 5000
-SOFTMAX, GRAPH = "softmax_cross_entropy", ", graph"
+SOFTMAX = "softmax_cross_entropy"
 
 
 def our_steps(
     methods: list[str], images: Tensor, labels: Tensor, precision: str, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     """Return for each method a function that makes a training step, as experiments/train_cifar100.py does, of one
-    network, and on a GPU one that does so by a graph; and one that augments a batch. images (N, 3, 32, 32) uint8.
+    network; and one that augments a batch. images (N, 3, 32, 32) uint8.
     """
     split = Split(images.contiguous(memory_format=torch.channels_last), labels).to(device)
     generator = epoch_generator(0, 1, device)
     model = resnet_cifar("resnet18", NUM_CLASSES).to(device, memory_format=torch.channels_last)
-    on_gpu = device.type == "cuda"
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True, capturable=on_gpu)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True)
 
     def augmented() -> tuple[Tensor, Tensor]:
         batch, targets = split.batch(torch.randint(len(labels), (BATCH,), device=device))
         batch = crop_and_flip(batch, *sample_crops(BATCH, generator))
         return normalise(batch, CIFAR_MEAN, CIFAR_STD), targets  # (batch, 3, 32, 32)
 
-    def steps_of(method: str) -> list[Callable[[], object]]:
+    def step_of(method: str) -> Callable[[], object]:
         mode = {"top1_mode": "smce"} if method in RELAXATIONS else {}
         loss_fn = make_loss(method, DEFAULT_P_K.get(method), NUM_CLASSES, **mode).to(device)
 
-        def step(batch: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        def step() -> None:
+            batch, targets = augmented()
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 logits = model(batch)  # (batch, num_classes)
             optimizer.zero_grad(set_to_none=True)
             loss = loss_fn(logits.float(), targets)
             loss.backward()
             optimizer.step()
-            return loss.detach(), None
 
-        graphed = GraphedStep(step, device)
-        return [lambda: step(*augmented()), lambda: graphed(None, *augmented())][: 1 + on_gpu]
+        return step
 
-    steps = {name: step for method in methods for name, step in zip((method, method + GRAPH), steps_of(method))}
-    return {**steps, "augmentation": augmented}
+    return {**{method: step_of(method) for method in methods}, "augmentation": augmented}
 
 
 def main() -> int:
@@ -73,8 +68,7 @@ def main() -> int:
     flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     arguments = flags.parse_args()
     torch.manual_seed(0)
-    set_up_device(arguments.device, arguments.threads, deterministic=False)
-    keep_freed_memory()
+    prepare_device(arguments.device, arguments.threads)
     images = torch.randint(256, (NUM_IMAGES, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(NUM_CLASSES, (NUM_IMAGES,))
     methods = list(dict.fromkeys([SOFTMAX, *arguments.methods]))
@@ -82,7 +76,7 @@ def main() -> int:
     times = take_turns(steps, arguments.turns, arguments.steps, arguments.threads)
     table = Table(arguments)
     for name, each in times.items():
-        milliseconds, base = statistics.median(each), times[SOFTMAX + GRAPH * name.endswith(GRAPH)]
+        milliseconds, base = statistics.median(each), times[SOFTMAX]
         table.add(
             method=name,
             precision=arguments.precision,

@@ -7,7 +7,7 @@ Runs that the file has already stay, unless the folder has more of their epochs.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
-    from data import program
+    from scripts.shared import program
 
     program.begin()
 
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from data import program
-from data.atomic_file import atomic_write
-from data.file_lock import held, lock_beside
+from scripts.shared import program
+from scripts.shared.atomic_file import atomic_write
+from scripts.shared.file_lock import held, lock_beside
 
 OF_THE_RUN = ("run_id", "method", "p_k", "seed", "precision", "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")

@@ -3,13 +3,13 @@
 # brings along: extraction (5 minutes of a core), the same trials for each method, cross-entropy included (rates and
 # epochs: scripts/sweeping/heads.py), then ten seeds of each method's best, and their differences to cross-entropy's. Rows
 # are added to results/heads_trials.csv and results/heads.csv. --data_dir: where the images are, or are downloaded to. Flags
-# after these are the launcher's; another store, as the first argument, has results files of its own name:
+# after these are the launcher's; another file, as the first argument, has results files of its own name:
 #   scripts/heads.sh                                 # four methods, ten minutes on two cores
 #   scripts/heads.sh --all                           # every method, four hours
 #   scripts/heads.sh --label_noise .2 --all          # training labels partly wrong: results/heads_noise_.2.csv
 #   scripts/heads.sh --label_noise .2:100            # not among five classes but among all
 #   scripts/heads.sh --more                          # then 30 trials more of each: results/heads_more.csv
-#   scripts/heads.sh own.store --all --jobs 1        # results/heads_own.csv
+#   scripts/heads.sh own.pt --all --jobs 1        # results/heads_own.csv
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 store="" images=() noise=() more="" stages="trials longer finals"
@@ -26,14 +26,14 @@ while [ $# -gt 0 ]; do
   shift
 done
 if [ -z "$store" ]; then
-  store=data/downloads/embeddings/heads.store
+  store=data/downloads/embeddings/heads.pt
   .venv/bin/python experiments/extract_embeddings.py --dataset cifar100 --backbone tf_efficientnet_lite0 \
-    --weights efficientnet-lite0 --resolution 128 --precision bf16 --store $store ${images[@]+"${images[@]}"}
+    --weights efficientnet-lite0 --resolution 128 --precision bf16 --output $store ${images[@]+"${images[@]}"}
 fi
 if [ ${#noise[@]} -gt 0 ]; then
   store=$(.venv/bin/python -m scripts.sweeping.relabel "$store" "${noise[@]:1}")
 fi
-name=$(basename "$store" .store)$more
+name=$(basename "$store" .pt)$more
 [[ $name == heads* ]] || name=heads_$name
 results=results/$name.csv
 for stage in $stages; do

@@ -4,7 +4,7 @@
 # and embeddings run anywhere. Works from any directory; paths in arguments are relative to the repository.
 #   scripts/knn.sh                                   # mnist, fashion_mnist and cifar10, 200 epochs
 #   scripts/knn.sh digits --n_epochs 10              # data sets first: names, or stores of embeddings
-#   scripts/knn.sh FOLDER.store --dry-run            # flags as in table1.sh
+#   scripts/knn.sh own.pt --dry-run            # flags as in table1.sh
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 sets=()

@@ -18,7 +18,7 @@ started; 130, 143 and 129: stopped by Ctrl-C, SIGTERM or a closed terminal.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
-    from data import program
+    from scripts.shared import program
 
     program.begin()
 
@@ -42,10 +42,10 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data import program
-from data.file_lock import held_or_refused
-from data.program import CommandLineError
-from experiments.shared.cores import usable_cores
+from experiments.common.cores import usable_cores
+from scripts.shared import program
+from scripts.shared.file_lock import held_or_refused
+from scripts.shared.program import CommandLineError
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1

@@ -14,12 +14,12 @@ rows() {
   for method in splitter_selection neuralsort soft_topk; do row --method $method --p_k .5 0 .5; done
 }
 .venv/bin/python scripts/launch.py --name quickstart --row-per-core "$@" < <(rows)
-.venv/bin/python -m experiments.run_record show results/quickstart.csv --columns method p_k n_epochs test_top1 test_top3 train_seconds
+.venv/bin/python -c "import pandas; print(pandas.read_csv('results/quickstart.csv')['method p_k n_epochs test_top1 test_top3 train_seconds'.split()].to_string(index=False))"
 cat <<'TEXT'
 
 A row is a loss: softmax cross-entropy, then three that pay half for the first rank and half for the first three (P_K). test_top1 is
 the share of test digits whose class has the highest score, test_top3 that of those whose class is among the three highest.
 Three epochs on small digits compare nothing; they show that everything runs. Next:
   .venv/bin/python experiments/train_cifar100.py --method splitter_selection --p_k .5 0 0 0 .5 --n_epochs 2   # CIFAR-100
-  .venv/bin/python experiments/run_record.py show results/quickstart.csv --where method=neuralsort            # other columns
+  .venv/bin/python scripts/report.py results/quickstart.csv                                                  # as a table
 TEXT

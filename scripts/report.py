@@ -18,7 +18,7 @@ of this repository.
 """
 
 if __name__ == "__main__":  # from here on, what goes wrong is a sentence
-    from data import program
+    from scripts.shared import program
 
     program.begin()
 
@@ -28,15 +28,15 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from data import program
-from data.atomic_file import atomic_write
-from experiments.shared.command_line import check
-from experiments.shared.run_record import WHERE, chosen_rows, read_rows
 from scripts.reporting import beam_search, temperatures
 from scripts.reporting.formats import FORMATS
 from scripts.reporting.paired import paired
 from scripts.reporting.results import Row
 from scripts.reporting.tables import Table, build_table, experiments_of
+from scripts.shared import program
+from scripts.shared.atomic_file import atomic_write
+from scripts.shared.program import check
+from scripts.shared.run_record import WHERE, chosen_rows, read_rows
 
 TABLES = (
     *("table1", "table4", "tables2_3_imagenet1k", "tables2_3_imagenet21k", "table5"),

@@ -3,8 +3,8 @@
 # with its published settings, two seeds: 12 rows, added to results/table5.csv. The P_K published for SinkhornSort is
 # not known: it has that of the networks here. Arguments as in table1.sh. The embeddings (11 and 14 GB) are best there
 # before:
-#   .venv/bin/python -m data.embeddings fetch wsl-32x48d-320 --convert
-#   .venv/bin/python -m data.embeddings fetch efficientnet-l2-800 --convert
+#   .venv/bin/python -m data.download wsl-32x48d-320
+#   .venv/bin/python -m data.download efficientnet-l2-800
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 finetune=".venv/bin/python experiments/finetune_imagenet.py --m 16 --nloglr 4.5"

@@ -6,7 +6,7 @@
 # largest, as all would take hours. Embeddings of CIFAR-100 by a finished row:
 #   .venv/bin/python experiments/train_cifar100.py --method softmax_cross_entropy --n_epochs 16 --lr_schedule cosine
 #   .venv/bin/python experiments/extract_embeddings.py --help
-#   scripts/temperature.sh -d cifar100.store         # flags as in table1.sh
+#   scripts/temperature.sh -d cifar100.pt         # flags as in table1.sh
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 
 rows() {

@@ -3,11 +3,11 @@
 # temperature.sh, for five methods with P_K .5 0 0 0 .5, on sets made of its embeddings: their 100 classes as they are,
 # ten at a time as one, and each in ten parts, by which of ten random directions a row lies furthest along from the mean
 # of its class. Rows are added to results/temperature_classes_10.csv, _100.csv and _1000.csv. The first argument names
-# the store; others as in table1.sh:
-#   scripts/temperature_classes.sh cifar100.store --jobs 2
+# the file; others as in table1.sh:
+#   scripts/temperature_classes.sh cifar100.pt --jobs 2
 . "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then
-  echo "error: the first argument must be a store of embeddings, as scripts/temperature.sh takes with -d" >&2
+  echo "error: the first argument must be a file of embeddings, as scripts/temperature.sh takes with -d" >&2
   exit 2
 fi
 store=$1 && shift
@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from data.embeddings import EmbeddingStore, open_or_fetch
-from data.program import ProgramError
+from data.embeddings import Embeddings, load_embeddings
 from scripts.sweeping.heads import command
 from scripts.sweeping.relabel import relabelled
 from topk_losses import METHODS
@@ -29,26 +28,23 @@ FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)
 SCORES = {10: (10,), 100: (16, 50, 100), 1000: (16, 50, 1000)}  # sorted, by number of classes
 
 
-def other_labels(store: EmbeddingStore, num_classes: int) -> dict[str, torch.Tensor]:
+def other_labels(store: Embeddings, num_classes: int) -> dict[str, torch.Tensor]:
     """Ten classes in one, or a tenth of one."""
-    labels = {name: split.labels() for name, split in store.splits.items()}
+    labels = {name: split.labels for name, split in store.splits.items()}
     if num_classes < store.num_classes:
         return {name: each // 10 for name, each in labels.items()}
     directions = torch.randn(store.dim, 10, generator=torch.Generator().manual_seed(0))
-    rows = {name: split.read(torch.arange(len(split))) for name, split in store.splits.items()}
+    rows = {name: split.embeddings for name, split in store.splits.items()}
     means = torch.stack([rows["train"][labels["train"] == c].float().mean(0) for c in range(store.num_classes)])
     return {name: 10 * labels[name] + ((rows[name].float() - means[labels[name]]) @ directions).argmax(1) for name in rows}
 
 
-try:
-    store = open_or_fetch(sys.argv[1])
-except ProgramError as error:
-    sys.exit(f"error: {error}")
+store = load_embeddings(Path(sys.argv[1]))
 if store.num_classes != 100:
     sys.exit(f"error: the sets are made of 100 classes, and {sys.argv[1]} has {store.num_classes}; give another store")
 for num_classes, scores in SCORES.items():
     same = num_classes == store.num_classes
-    path = Path(f"{sys.argv[1].removesuffix('.store')}_of_{num_classes}.store")
+    path = Path(f"{sys.argv[1].removesuffix('.pt')}_of_{num_classes}.pt")
     data = sys.argv[1] if same else relabelled(store, other_labels(store, num_classes), path)
     for method in ("neuralsort", "softsort", "lml", "subset_topk", "splitter_selection"):
         for m in scores:

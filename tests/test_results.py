@@ -3,7 +3,7 @@
 import csv
 import pathlib
 
-from experiments.shared.run_record import COLUMNS
+from scripts.shared.run_record import COLUMNS
 
 RESULTS = pathlib.Path(__file__).parent.parent / "results"
 

@@ -13,13 +13,13 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from data.cmudict import END, load_words
-from experiments.shared.beam_objectives import rank_operator
-from experiments.shared.checkpoint import CURRENT, read_checkpoint
-from experiments.shared.command_line import CommandLineError
+from experiments.common.beam_objectives import rank_operator
+from experiments.common.run import load_checkpoint
 from models.beam_search import beam_search, soft_beam
 from models.encoder_decoder import EncoderDecoder
 from scripts.reporting.figure_style import GREY, PAGE, STYLES, note, pyplot, save
 from scripts.reporting.results import check, float_of
+from scripts.shared.program import CommandLineError
 
 LETTERS = 7  # of the word, or as many as words may have
 SHADES = pyplot.get_cmap("Blues")
@@ -31,10 +31,9 @@ def soft_beam_of(row: Mapping[str, str], folder: Path) -> tuple[str, list[str], 
     """The word, the names of the phonemes, and A of each step, (K, Q, V). Raises CommandLineError."""
     words, K = load_words(row["dataset"], int(row["max_letters"])), int(row["beam_size"])
     model = EncoderDecoder(words.num_letters, len(words.symbols), int(row["hidden_dim"]))
-    try:
-        model.load_state_dict(read_checkpoint(folder / CURRENT)["model"])
-    except FileNotFoundError:
-        raise CommandLineError(f"the figure needs {folder / CURRENT}, which train_beam_search.py left there") from None
+    if not (folder / "checkpoint.pt").exists():
+        raise CommandLineError(f"the figure needs {folder / 'checkpoint.pt'}, which train_beam_search.py left there")
+    model.load_state_dict(load_checkpoint(folder)["model"])
     lengths = (words.test.letters != END).sum(1)
     length = min(LETTERS, int(lengths.max()))
     letters = words.test.letters[lengths == length][:1]

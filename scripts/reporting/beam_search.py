@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from data.program import CommandLineError
 from scripts.reporting.paired import CONFIDENCE, with_interval
 from scripts.reporting.results import ARMS, Row, as_markdown, check, check_alike, float_of, mean_std
+from scripts.shared.program import CommandLineError
 from topk_losses import METHODS
 
 CONTROL = "cross-entropy"

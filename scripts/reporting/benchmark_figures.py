@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from experiments.shared.environment import ROOT
+from experiments.common.flags import ROOT
 from scripts.reporting.figure_style import PAGE, STYLES, key, leave_out, legend, look, note, points_of, pyplot, save
 
 BENCHMARKS = ROOT / "results" / "benchmarks"

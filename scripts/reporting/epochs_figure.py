@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from data.program import CommandLineError
 from scripts.reporting.figure_style import PAGE, STYLES, legend, look, points_of, pyplot, save
 from scripts.reporting.paired import with_interval
 from scripts.reporting.results import Row, as_markdown, check
 from scripts.reporting.tables import METRICS, PAPER, read_published, shown_p_k
+from scripts.shared.program import CommandLineError
 
 MILESTONES = (25, 50, 100, 200)
 WINDOW = 5

@@ -19,7 +19,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from data.atomic_file import atomic_write
+from scripts.shared.atomic_file import atomic_write
 
 COLUMN, PAGE = 3.35, 6.9  # inches: a column, and both with the gap between
 GREY = "#767676"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from data.points import Points, load_points
-from experiments.shared.checkpoint import CURRENT, read_checkpoint
-from experiments.shared.environment import ROOT
-from experiments.shared.neighbours import nearest
+from experiments.common.flags import ROOT
+from experiments.common.neighbours import nearest
+from experiments.common.run import load_checkpoint
 from models.embedders import embedder
 from scripts.reporting.figure_style import PAGE, note, pyplot, save
 
@@ -24,18 +24,18 @@ WRONG = "#D55E00"
 def has_images(folder: Path) -> bool:
     """Return whether a run folder is of neighbours that were trained on images, and still has its checkpoint."""
     config = _config(folder)
-    return bool(config.get("dataset") and config.get("loss") and (folder / CURRENT).exists())
+    return bool(config.get("dataset") and config.get("loss") and (folder / "checkpoint.pt").exists())
 
 
 def before_and_after(folder: Path) -> tuple[Points, list[Tensor]]:
     """Return the points of a run folder, and the rows (Q, k) of the nearest ones of its network, new and trained."""
     config = _config(folder)
-    limits = {each: config[f"limit_{each}"] for each in ("train", "test") if config[f"limit_{each}"]}
-    points = load_points(config["dataset"], ROOT / config["data_dir"], seed=config["seed"], limits=limits)
+    data_dir, limit = ROOT / config["data_dir"], config["limit_train"]
+    points = load_points(config["dataset"], data_dir, seed=config["seed"], limit_train=limit)
     torch.manual_seed(config["seed"])
     network = embedder(config["model"], points.input_shape, config["dim"], config["hidden_dims"] or ())
     found = [neighbours_of(points, network, config["k"])]  # (Q, k) each
-    weights = read_checkpoint(folder / CURRENT)["model"]
+    weights = load_checkpoint(folder)["model"]
     network.load_state_dict({key.removeprefix("embed."): each for key, each in weights.items() if "embed." in key})
     return points, [*found, neighbours_of(points, network, config["k"])]
 

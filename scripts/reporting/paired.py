@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 from scipy.special import stdtrit
 
-from data.program import CommandLineError
 from scripts.reporting.results import Row, as_markdown, check, float_of, mean_std
 from scripts.reporting.tables import METRICS, OF_A_ROW, TRIED, experiments_of, identity_columns, mixed_in, shown_p_k
+from scripts.shared.program import CommandLineError
 
 CONFIDENCE = 0.95
 SETTLED = 0.3  # points: the half width of an interval that is asked for

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from data.program import CommandLineError
-from experiments.shared.neighbours import METHODS as KNN_METHODS
-from experiments.shared.run_record import COLUMNS
+from experiments.common.neighbours import METHODS as KNN_METHODS
+from scripts.shared.program import CommandLineError
+from scripts.shared.run_record import COLUMNS
 from topk_losses import METHODS
 
 Row = Mapping[str, str]

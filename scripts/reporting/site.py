@@ -19,13 +19,13 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.shared.environment import ROOT
-from experiments.shared.run_record import chosen_rows
+from experiments.common.flags import ROOT
 from scripts import report
 from scripts.reporting import beam_search, epochs_figure, temperatures
 from scripts.reporting.formats import markdown
 from scripts.reporting.paired import paired
 from scripts.reporting.results import as_markdown
+from scripts.shared.run_record import chosen_rows
 from topk_losses import METHODS
 
 MARK = re.compile(

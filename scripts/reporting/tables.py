@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.shared.command_line import CommandLineError
-from experiments.shared.environment import ROOT
-from experiments.shared.neighbours import UNTRAINED
-from experiments.shared.run_record import COLUMNS
+from experiments.common.flags import ROOT
+from experiments.common.neighbours import UNTRAINED
 from scripts.reporting.results import KNOWN_METHODS, Row, check, differing, float_of
+from scripts.shared.program import CommandLineError
+from scripts.shared.run_record import COLUMNS
 from topk_losses import RELAXATIONS
 
 PAPER = ROOT / "results" / "paper"

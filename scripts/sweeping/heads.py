@@ -1,9 +1,9 @@
 """The rows of heads.sh, on standard output: trials of each setting of a method, more of its best, then the finals.
 
-    python -m scripts.sweeping.heads trials heads.store --methods softmax_cross_entropy lapsum
-    python -m scripts.sweeping.heads longer heads.store     # after the trials, and
-    python -m scripts.sweeping.heads finals heads.store     # after both, by the rows of results/heads_trials.csv
-    python -m scripts.sweeping.heads more heads.store --results results/heads_more.csv  # and finals of that file
+    python -m scripts.sweeping.heads trials heads.pt --methods softmax_cross_entropy lapsum
+    python -m scripts.sweeping.heads longer heads.pt     # after the trials, and
+    python -m scripts.sweeping.heads finals heads.pt     # after both, by the rows of results/heads_trials.csv
+    python -m scripts.sweeping.heads more heads.pt --results results/heads_more.csv  # and finals of that file
 
 Each method has the same trials, cross-entropy included: every setting with four learning rates for 5 epochs, the best
 one of them also for 22. Best is the highest sum of validation's top-1 and top-5, each at its best epoch: where test
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from data.embeddings.store import file_of
+from data.embeddings import load_embeddings
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
@@ -75,13 +75,13 @@ def more_of(method: str, chosen: Mapping[str, object]) -> list[dict[str, object]
 
 def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterator[str]:
     """One command per method, whose heads read each batch once. finals: the file; trials lie beside it."""
-    valid = "" if file_of(Path(store), "valid", "labels").exists() else f" --num_valid {NUM_VALID}"
+    valid = "" if "valid" in load_embeddings(Path(store)).splits else f" --num_valid {NUM_VALID}"
     trials = finals.with_stem(f"{finals.stem}_trials")
     more = finals.stem.endswith("_more")
     for method in methods:
         if more and method in SINGLE_K:  # no relaxed matrix to be softer
             continue
-        n_epochs, seeds, results, order = LONG, [0], trials, ""
+        n_epochs, seeds, results = LONG, [0], trials
         if stage == "trials":
             n_epochs, tried = SHORT, [{**each, "lr": lr} for each in settings_of(method) for lr in RATES]
         elif stage == "longer":
@@ -91,14 +91,14 @@ def rows_of(stage: str, store: str, methods: list[str], finals: Path) -> Iterato
             tried = [{**each, **of, "lr": lr} for each, of, lr in product(around, MORE_DECAYS, MORE_RATES)]
         else:
             chosen, n_epochs = best(trials, method, f"inverse_temperature != '{LEVEL}'")
-            tried, seeds, results, order = [chosen], SEEDS, finals, " --order_seed own"
+            tried, seeds, results = [chosen], SEEDS, finals
             if more and method == "lapsum":
                 tried += [best(trials, method, f"inverse_temperature == '{LEVEL}'")[0]]
         settings = (" ".join(f"--{name} {value}" for name, value in flags.items()) for flags in tried)
         yield command(
             [f"--method {method} {each}" for each in settings],
             f"--n_epochs {n_epochs} --batch_size 500{valid} --eval_freq 100000 --seeds "
-            f"{' '.join(map(str, seeds))}{order} --results {results} -d {shlex.quote(store)}",
+            f"{' '.join(map(str, seeds))} --results {results} -d {shlex.quote(store)}",
         )
 
 

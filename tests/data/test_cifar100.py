@@ -21,13 +21,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from PIL import Image
-from torchvision.datasets import CIFAR100
-from torchvision.transforms import functional as tvf
-
-from data import cifar100
 from data.cifar100 import (
     CIFAR_MEAN,
     CIFAR_STD,
@@ -43,6 +36,13 @@ from data.cifar100 import (
     normalise,
     sample_crops,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision.datasets import CIFAR100
+from torchvision.transforms import functional as tvf
+
+from data import cifar100
 from tests.processes import Program
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data.embeddings.__main__ import main
+from data.transfers import object_store
+from data.transfers.object_store import ObjectStoreError
 
 from data.embeddings import DTYPES, EmbeddingError, StoreWriter, convert, open_or_fetch, open_store
 from data.embeddings import store as stores
-from data.embeddings.__main__ import main
 from data.published import PUBLISHED
-from data.transfers import object_store
-from data.transfers.object_store import ObjectStoreError
 from tests.data.embedding_files import CLASSES, DIM, TEST, TRAIN, assert_holds, content, save, write_store
 
 REPOSITORY = Path(__file__).parents[2]

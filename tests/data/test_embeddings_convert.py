@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from data.embeddings.__main__ import main
 
 from data.embeddings import DTYPES, LAYOUTS, EmbeddingError, StoreWriter, convert, open_store
 from data.embeddings import formats as embedding_formats
-from data.embeddings.__main__ import main
 from tests.data.embedding_files import DIM, TEST, TRAIN, assert_holds, content, save
 
 REPOSITORY = Path(__file__).parents[2]

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from data.file_lock import held, held_or_refused, lock_beside
 
 HOLDER = "import sys; from pathlib import Path; from data.file_lock import held\nwith held(Path(sys.argv[1])): "

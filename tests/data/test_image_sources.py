@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import Image
-
 from data.cifar100 import DatasetUnavailableError, load_complete, load_dataset
 from data.image_sources import TORCHVISION, ImageBatches, ImageSourceError, collate, open_images
+from PIL import Image
 
 
 def grey(value: int) -> Image.Image:

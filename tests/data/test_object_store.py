@@ -19,9 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from data.transfers import object_store
 from data.transfers.object_store import (
     PUBLISHED,
@@ -32,6 +29,9 @@ from data.transfers.object_store import (
     resolve,
     upload,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.data.object_store_servers import PROBE
 from tests.processes import wait_for
 

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from data.atomic_file import atomic_write
 
 from data import program
-from data.atomic_file import atomic_write
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [

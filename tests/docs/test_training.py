@@ -7,9 +7,9 @@ from math import nan
 import pandas as pd
 import pytest
 
-from experiments.shared.run_record import chosen_rows
 from scripts.reporting import epochs_figure
 from scripts.reporting.paired import half_width
+from scripts.shared.run_record import chosen_rows
 from tests.docs.claims import (
     EVEN,
     FIFTH,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from experiments.shared import command_line
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.metrics import summary

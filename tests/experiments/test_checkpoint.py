@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-
 from data.atomic_file import atomic_write
 from data.program import ProgramError
 from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint

@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 import torch
-
 from data.program import CommandLineError
 from experiments.shared import cores, environment
 from experiments.shared.environment import (
@@ -16,6 +15,7 @@ from experiments.shared.environment import (
     peak_memory_mib,
     resolve_device,
 )
+
 from tests.processes import run
 
 

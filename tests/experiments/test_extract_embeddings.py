@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import timm
 import torch
+from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, load_dataset, normalise
+from data.image_sources import Images, open_images
+from experiments.shared.checkpoint import read_checkpoint, write_checkpoint
 from filelock import FileLock
+from models.backbones import backbone
 from PIL import Image
 
-from data.cifar100 import DIGITS_MEAN, DIGITS_STD, load_complete, load_dataset, normalise
 from data.embeddings import open_or_fetch, open_store
-from data.image_sources import Images, open_images
 from experiments import extract_embeddings as script
 from experiments import train_cifar100
-from experiments.shared.checkpoint import read_checkpoint, write_checkpoint
-from models.backbones import backbone
 from models.resnet_cifar import resnet_cifar
 from tests.experiments.runs import check_refused, stop
 from tests.processes import together, torchrun

@@ -10,16 +10,16 @@ from pathlib import Path
 import boto3
 import pytest
 import torch
-from torch import nn
-
-from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_rows
 from data.transfers.object_store import PUBLISHED
-from experiments import finetune_imagenet as script
-from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.shared import finetune_flags
 from experiments.shared.checkpoint import CURRENT, read_checkpoint
 from experiments.shared.metrics import TOP_K
 from experiments.shared.run_record import read_rows
+from torch import nn
+
+from data.embeddings import EmbeddingBatches, StoreWriter, open_store, split_rows
+from experiments import finetune_imagenet as script
+from experiments.finetune_imagenet21k import IMAGENET_21K
 from models.heads import head
 from tests.experiments import runs
 from tests.experiments.runs import check_columns, check_history, check_refused, check_resumes, only_run

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-
-from experiments import finetune_imagenet as script
 from experiments.shared import run as run_module
 from experiments.shared.run_record import read_rows
+
+from experiments import finetune_imagenet as script
 from tests.experiments.runs import believe_in, check_refused, outcome
 from tests.experiments.test_finetune_imagenet import made_store
 from tests.processes import together, torchrun

@@ -6,9 +6,9 @@ there when it was recorded: what a graph would keep for good is kept here, too.
 
 import pytest
 import torch
+from experiments.shared import command_line, graph
 
 from experiments import finetune_imagenet, train_cifar100
-from experiments.shared import command_line, graph
 from tests.experiments import runs
 from tests.experiments.test_finetune_imagenet import COMPARED, made_store
 from tests.experiments.test_finetune_imagenet import command as head_command

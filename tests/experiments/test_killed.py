@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.backbones import backbone
 from PIL import Image
 from torch import nn
 
 from data.embeddings import StoreWriter, convert
 from experiments import extract_embeddings, finetune_imagenet, train_cifar100
-from models.backbones import backbone
 from tests.crashes import content, states_of
 from tests.experiments.runs import outcome
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-
 from experiments.shared.command_line import DEFAULT_P_K
 from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
+
 from topk_losses import METHODS, make_loss
 
 P_K = {"softmax_cross_entropy": [1.0], "smooth_topk": [0.0, 0.0, 1.0], "smooth_hard_topk": [0.0, 0.0, 1.0]}

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-
 from data.program import ProgramError
 from experiments.run_record import main
 from experiments.shared.run_record import COLUMNS, find_row, read_rows, run_id, write_row
+
 from tests.experiments.runs import check_refused
 from tests.processes import SERVER
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from data.cmudict import load_words
-from experiments import train_beam_search as script
 from experiments.shared.beam_objectives import cross_entropy, retain
 from experiments.shared.checkpoint import CURRENT
 from experiments.shared.run_record import read_rows
+
+from data.cmudict import load_words
+from experiments import train_beam_search as script
 from models.encoder_decoder import END, EncoderDecoder
 from tests.experiments.runs import check_columns, check_refused, check_resumes, history_of, without
 from topk_losses import make_loss

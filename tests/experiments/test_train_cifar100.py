@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-from experiments import train_cifar100 as script
 from experiments.shared.checkpoint import CURRENT, read_checkpoint, write_checkpoint
 from experiments.shared.metrics import TOP_K
 from experiments.shared.run_record import read_rows
+from torch import nn
+
+from experiments import train_cifar100 as script
 from tests.experiments.runs import check_columns, check_history, check_refused, check_resumes, only_run, outcome, stop
 from tests.processes import Program
 from topk_losses import METHODS

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments.shared import ranks as ranks_module
+from experiments.shared import run as run_module
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import read_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from experiments import train_cifar100 as script
-from experiments.shared import ranks as ranks_module
-from experiments.shared import run as run_module
-from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import read_rows
 from tests.experiments.runs import check_refused, outcome
 from tests.experiments.test_train_cifar100 import QUICK, command, tiny_network
 from tests.processes import together, torchrun

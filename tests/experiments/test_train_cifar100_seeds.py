@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from experiments import train_cifar100 as script
 from experiments.shared import seed_processes
 from experiments.shared.command_line import AlreadyRecorded
 from experiments.shared.ranks import Ranks
 from experiments.shared.run_record import open_run, read_rows
 from experiments.shared.seed_processes import division
+
+from experiments import train_cifar100 as script
 from tests.experiments.runs import check_refused, outcome, stop
 from tests.experiments.test_train_cifar100 import command, tiny_network
 from tests.processes import Program, run

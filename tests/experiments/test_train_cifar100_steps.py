@@ -4,12 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-
-from experiments import train_cifar100 as script
 from experiments.shared import command_line
 from experiments.shared.ranks import Ranks
 from experiments.shared.run import Steps
 from experiments.shared.run_record import read_rows
+
+from experiments import train_cifar100 as script
 from tests.experiments.test_train_cifar100 import QUICK, command, tiny_network
 from topk_losses import METHODS
 

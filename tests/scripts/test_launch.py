@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.shared.cores import usable_cores
+from experiments.common.cores import usable_cores
 from scripts import launch
 from tests.processes import wait_for
 

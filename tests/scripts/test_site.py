@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data.program import CommandLineError
 from scripts.reporting import site
+from scripts.shared.program import CommandLineError
 from topk_losses import METHODS
 
 ROOT = Path(__file__).parents[2]

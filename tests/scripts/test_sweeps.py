@@ -12,13 +12,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from experiments.shared import command_line
+from experiments.shared.finetune_flags import BATCH_SIZE, IMAGENET_1K, recipes_of
 
 from data.embeddings import StoreWriter, open_or_fetch, split_rows
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.shared import command_line
-from experiments.shared.finetune_flags import BATCH_SIZE, IMAGENET_1K, recipes_of
-from experiments.shared.run_record import read_rows
+from scripts.shared.run_record import read_rows
 from scripts.sweeping import heads, relabel
 from tests.processes import wait_for
 from topk_losses import METHODS, RELAXATIONS

@@ -1,7 +1,7 @@
 """The edge of every program here: from its first import on, whatever goes wrong is a sentence and an exit status.
 
     if __name__ == "__main__":  # above the other imports
-        from data import program
+        from scripts.shared import program
 
         program.begin()
     ...
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data.atomic_file import is_special
+from scripts.shared.atomic_file import is_special
 
 DEBUG = "--debug"
 
@@ -229,3 +229,9 @@ def path(text: str) -> Path:
     if is_special(found):
         raise argparse.ArgumentTypeError(f"must be a file or a folder, and {text} is a device, a FIFO or a socket")
     return found
+
+
+def check(right: object, sentence: str) -> None:
+    """Raise CommandLineError, with a sentence on what is wrong, unless that is right."""
+    if not right:
+        raise CommandLineError(sentence)
