@@ -214,10 +214,11 @@ def pid_in(folder: Path) -> int:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm_are_passed_on_and_waited_for(start, patient, tmp_path, number, status):
     process = start([patient, python("open('second', 'w')")], "--jobs", "1")
-    pid_in(tmp_path)
+    pid = pid_in(tmp_path)
     process.send_signal(number)
     printed = process.communicate(timeout=30)[0]
     assert process.returncode == status
+    assert not alive(pid)
     assert (tmp_path / "saved").exists()
     assert not (tmp_path / "second").exists()  # no row is started any more
     assert "SIGINT to 1 running rows" in printed
@@ -249,7 +250,7 @@ def test_a_second_launcher_is_refused_and_kill_9_of_the_first_ends_its_rows(star
     assert "another launcher runs this sweep" in printed
     assert alive(pid)
     process.kill()
-    wait_for(lambda: not alive(pid))
+    wait_for(lambda: not alive(pid), seconds=20)  # a row that nobody ends would end of itself after a minute
     assert run([python("print('again')")])[0] == 0  # nothing of it is in the way
 
 

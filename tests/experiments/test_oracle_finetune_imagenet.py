@@ -1,0 +1,126 @@
+"""Heads on embeddings have the figures of a plain loop, for each method and seed of a command that trains several."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from data.embeddings import StoreWriter, split_rows
+from data.embeddings.batches import epoch_order
+from experiments import finetune_imagenet as script
+from experiments.shared.loss_state import seed_noise
+from tests.experiments.oracle import check_choice, check_history, history_of, read, run, top_k
+from topk_losses import make_loss
+
+DIM, CLASSES, TRAIN, VALID, TEST, BATCH, EPOCHS, EVERY, LR = 12, 64, 420, 110, 90, 35, 3, 3, 0.02
+FLAGS = f"--num_valid {VALID} --batch_size {BATCH} --n_epochs {EPOCHS} --eval_freq {EVERY} --lr {LR} "
+# The published settings for ImageNet: the default temperature, m and the softmax for the top-1 term.
+SORTS = {"m": 16, "inverse_temperature": 0.5, "top1_mode": "sm"}
+NETWORK = {**SORTS, "inverse_temperature": 1.0, "distribution": "logistic_phi", "art_lambda": 0.5}
+HALF, EVEN, TOP5 = [0.5, 0, 0, 0, 0.5], [0.2] * 5, [0, 0, 0, 0, 1.0]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Embeddings and labels of the splits; a class is a direction."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(CLASSES, DIM, generator=generator)
+    found = {}
+    for split, rows in (("train", TRAIN), ("test", TEST)):
+        labels = torch.randint(CLASSES, (rows,), generator=generator)
+        found[split] = (centres[labels] + torch.randn(rows, DIM, generator=generator)).half(), labels
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(parts, tmp_path_factory):
+    path = tmp_path_factory.mktemp("stores") / "some.store"
+    writer = StoreWriter(path, dim=DIM, dtype=torch.float16)
+    for split, (embeddings, labels) in parts.items():
+        writer.write(split, 0, embeddings, labels)
+    writer.finish()
+    return path
+
+
+def plain_loop(parts, method, p_k, settings, seed, order_seed=None, bf16=False, weight_decay=0.0, hidden=()):
+    """Return what a loop without any of the script's functions finds in each evaluation."""
+    train, valid = split_rows(TRAIN, VALID, 0)
+    torch.manual_seed(seed)
+    layers = [layer for width in hidden for layer in (nn.Linear(DIM, width), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(hidden[-1] if hidden else DIM, CLASSES))
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=weight_decay, fused=True)
+    loss_fn = make_loss(method, p_k, num_classes=CLASSES, **settings)
+    steps, found, losses, number = len(train) // BATCH, [], [], 0
+    for epoch in range(1, EPOCHS + 1):
+        order = epoch_order(len(train), seed if order_seed is None else order_seed, epoch)
+        for step, rows in enumerate(train[order].split(BATCH)[:steps], start=1):
+            number += 1
+            seed_noise(loss_fn, torch.device("cpu"), seed, 0, number, 0)
+            embeddings, labels = (part[rows] for part in parts["train"])
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                logits = model(embeddings.float())
+            loss = loss_fn(logits.float(), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if step not in (1, steps) and step % EVERY:
+                continue
+            found.append({"epoch": epoch, "step": number, "train_loss": sum(losses) / len(losses)})
+            losses = []
+            splits = {"valid": tuple(part[valid] for part in parts["train"]), "test": parts["test"]}
+            for name, (embeddings, labels) in splits.items():
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    logits = model(embeddings.float()).float()
+                total = 0.0
+                for batch, (some, right) in enumerate(zip(logits.split(BATCH), labels.split(BATCH))):
+                    seed_noise(loss_fn, torch.device("cpu"), seed, 1, batch, 0)
+                    total += loss_fn(some, right).item() * len(right)
+                found[-1] |= {f"{name}_loss": total / len(labels), f"{name}_logit_std": logits.std(1).mean().item()}
+                found[-1] |= {f"{name}_{key}": value for key, value in top_k(logits, labels).items()}
+    return found
+
+
+def test_heads_that_train_together_are_each_those_of_a_plain_loop(parts, store, results):
+    """Two seeds and three methods, which see the batches of the first seed."""
+    flags = f'{FLAGS} -d {store} --method softmax_cross_entropy --seeds 3 4 --also "--method splitter_selection"'
+    rows = run(script, f'{flags} --also "--method softsort --p_k .5 0 0 0 .5 --weight_decay .3"', results)
+    arms = [("softmax_cross_entropy", [1.0], {}, 0), ("splitter_selection", EVEN, NETWORK, 0)]
+    arms += [("softsort", HALF, SORTS, 0.3)]
+    assert len(rows) == 6
+    for method, p_k, settings, decay in arms:
+        for seed in (3, 4):
+            (row,) = (each for each in rows if (each["method"], each["seed"]) == (method, str(seed)))
+            expected = plain_loop(parts, method, p_k, settings, seed, order_seed=3, weight_decay=decay)
+            check_history(history_of(results, row, "step"), expected)
+            check_choice(row, expected, "step")
+
+
+CASES = {
+    "bf16": ("--precision bf16 --hidden_dims 20 --method neuralsort", EVEN, SORTS, {"bf16": True, "hidden": [20]}),
+    "noise": ("--method noised_topk --p_k 0 0 0 0 1", TOP5, {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_precision_and_noise_are_those_of_a_plain_loop(parts, store, results, case):
+    flags, p_k, settings, options = CASES[case]
+    (row,) = run(script, f"{FLAGS} -d {store} {flags} --seed 2", results)
+    expected = plain_loop(parts, row["method"], p_k, settings, 2, **options)
+    check_history(history_of(results, row, "step"), expected)
+    check_choice(row, expected, "step")
+    other = plain_loop(parts, row["method"], p_k, settings, 2, **{**options, "bf16": False})
+    assert (other[-1]["valid_loss"] == pytest.approx(expected[-1]["valid_loss"], rel=1e-5)) == (case != "bf16")
+
+
+def test_imagenet_21k_keeps_50_scores(parts, store, results):
+    path = Path(script.__file__).with_name("finetune_imagenet21k.py")
+    flags = f"{FLAGS} -d {store} --method neuralsort --p_k .5 0 0 0 .5 --device cpu --threads 1 --results {results}"
+    subprocess.run([sys.executable, path, *flags.split()], check=True, capture_output=True)
+    (row,) = read(results)
+    expected = plain_loop(parts, "neuralsort", HALF, {**SORTS, "m": 50}, 0)
+    check_history(history_of(results, row, "step"), expected)
+    assert (row["m"], row["p_k"]) == ("50", "0.5 0 0 0 0.5")

@@ -1,0 +1,128 @@
+"""Training through beam search has the figures of a plain loop, whose beam is a list of one word's hypotheses."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch.nn.functional import nll_loss
+
+from data.cifar100 import epoch_order
+from data.cmudict import END, load_words
+from experiments import train_beam_search as script
+from models.encoder_decoder import EncoderDecoder
+from tests.experiments.oracle import check_history, history_of, run
+from topk_losses import make_loss
+
+K, BATCH, SEED, PRETRAIN, UPDATES, EVERY = 3, 16, 1, 60, 10, 10
+FLAGS = (
+    f"--dataset reversal --max_letters 4 --hidden_dim 12 --batch_size {BATCH} --beam_size {K} --seed {SEED} "
+    f"--pretrain_updates {PRETRAIN} --pretrain_lr .02 --n_updates {UPDATES} --lr .005 --eval_freq {EVERY} "
+)
+
+
+def beam_of(model, letters, size, right=None):
+    """Yield the candidates (Q V,) of each step of one word's beam, the place of the right one, and what is kept.
+
+    right: the phonemes of a reading, which then stays in the beam; else it goes on until every hypothesis has ended.
+    """
+    V, encoded = model.num_phonemes, model.encode(letters.unsqueeze(0))
+    beam, gold = [((), torch.zeros(()), encoded.state)], 0  # phonemes, score, state
+    for step in range(len(right) if right else 30):
+        candidates = []
+        for phonemes, score, state in beam:
+            if phonemes and phonemes[-1] == END:
+                scores = torch.where(torch.arange(V) == END, score, -torch.inf)
+                candidates += [((*phonemes, p), scores[p], state) for p in range(V)]
+                continue
+            last = torch.tensor([[phonemes[-1] if phonemes else END]])
+            after = model.advance(model.phonemes(last), state.view(1, 1, -1))
+            log_probs = model.log_probs(after, encoded)[0, 0]
+            candidates += [((*phonemes, p), score + log_probs[p], after) for p in range(V)]
+        kept = sorted(range(len(candidates)), key=lambda place: -candidates[place][1].item())[:size]
+        place = None
+        if right:
+            place = gold * V + right[step]
+            kept = kept if place in kept else [*kept[:-1], place]
+            gold = kept.index(place)
+        beam = [candidates[each] for each in kept]
+        yield torch.stack([score for _, score, _ in candidates]), place, [phonemes for phonemes, _, _ in beam]
+        if right is None and all(phonemes[-1] == END for phonemes, _, _ in beam):
+            return
+
+
+@cache
+def edits(a, b):
+    """The fewest insertions, deletions and replacements from one sequence to another."""
+    if not a or not b:
+        return len(a) + len(b)
+    return min(edits(a[1:], b) + 1, edits(a, b[1:]) + 1, edits(a[1:], b[1:]) + (a[0] != b[0]))
+
+
+@torch.no_grad()
+def rates(model, split, size):
+    """Errors of beam search on a split whose words have one reading each."""
+    distance = wrong = held = 0
+    for letters, (reading,) in zip(split.letters, split.readings):
+        *_, (_, _, found) = beam_of(model, letters, size)
+        found = [tuple(p for p in phonemes if p != END) for phonemes in found]
+        distance, wrong = distance + edits(found[0], reading), wrong + (found[0] != reading)
+        held += reading in found
+    phonemes = sum(len(reading) for (reading,) in split.readings)
+    return {"per": distance / phonemes, "wer": wrong / len(split), "gold": held / len(split)}
+
+
+def batch_loss(model, letters, readings, loss_fn):
+    """The mean of -log p over the phonemes and ends; with a loss_fn 0.3 times that, and the loss in the beam."""
+    total, count, cross_entropy = torch.zeros(()), sum(map(len, readings)), torch.zeros(())
+    for word, reading in zip(letters, readings):
+        encoded = model.encode(word.unsqueeze(0))
+        log_probs = model.forced(encoded, torch.tensor([reading]))[0]
+        cross_entropy = cross_entropy + nll_loss(log_probs, torch.tensor(reading), reduction="sum") / count
+        for candidates, place, _ in beam_of(model, word, K, reading) if loss_fn else ():
+            total = total + loss_fn(candidates.unsqueeze(0), torch.tensor([place])) / count
+    return total + 0.3 * cross_entropy if loss_fn else cross_entropy
+
+
+def fit(model, words, loss_fn, before, updates, lr):
+    """Take the updates, and return what a validation after every EVERY of them finds."""
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    letters, phonemes = words.train.pairs()
+    readings = [[*(p for p in row if p != END), END] for row in phonemes.tolist()]
+    found, losses = [], []
+    for update in range(updates):
+        epoch, place = divmod(before + update, len(letters) // BATCH)
+        chosen = epoch_order(len(letters), SEED, epoch)[place * BATCH : (place + 1) * BATCH].tolist()
+        loss = batch_loss(model, letters[chosen], [readings[each] for each in chosen], loss_fn)
+        optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / updates)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if (update + 1) % EVERY == 0:
+            found.append({"update": update + 1, "train_loss": sum(losses[-EVERY:]) / EVERY})
+            found[-1] |= {f"valid_{name}": value for name, value in rates(model, words.valid, K).items()}
+    return found
+
+
+@pytest.mark.parametrize("arm", ["cross_entropy --method softmax_cross_entropy", "retain --method softsort"])
+def test_the_figures_are_those_of_a_plain_training_loop(arm, results, monkeypatch):
+    monkeypatch.setenv("TOPK_LOSSES_BACKEND", "torch")  # kernels would take longer to compile
+    (row,) = run(script, FLAGS + f"--arm {arm}", results)
+    words = load_words("reversal", 4)
+    torch.manual_seed(SEED)
+    model = EncoderDecoder(words.num_letters, len(words.symbols), 12)
+    pretrained = fit(model, words, None, 0, PRETRAIN, 0.02)
+    check_history(history_of(results, {"run_id": row["pretrained"]}, "update"), pretrained)
+    loss_fn = None
+    if row["method"] == "softsort":  # half of P_K on the best candidate, half on those that stay; all V are kept
+        settings = {"m": model.num_phonemes, "inverse_temperature": 0.5, "top1_mode": "sm"}
+        loss_fn = make_loss("softsort", [0.5, 0, 0.5], **settings, reduction="sum")
+    expected = fit(model, words, loss_fn, PRETRAIN, UPDATES, 0.005)
+    check_history(history_of(results, row, "update"), expected)
+    found = {size: rates(model, words.test, size) for size in (1, 4)}
+    for size in found:
+        for name, value in found[size].items():
+            assert float(row[f"test_{name}_beam{size}"]) == pytest.approx(value, rel=1e-6)
+    assert found[4]["gold"] > found[1]["gold"]  # a beam that is wider holds more

@@ -1,0 +1,366 @@
+r"""45 planted faults, each of which some test must see: python tests/mutants.py [name ...]
+
+Each fault is planted in a copy of the working tree, and the tests that should see it run there without it and with
+it. Prints killed, survived, broken (the tests fail without it) or stale (the text it changes is not there), and a
+total; the status is 1 unless all are killed. pytest does not collect this file; tests/test_mutants.py asks for stale.
+
+A fault is its name and what it is (#), the file (@), the text that stands there once (-), what takes its place (+), and
+the tests (=).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache", "runs", "logs", "site")
+LIMIT_SECONDS = 600
+FAULTS = r"""
+# swapped_splits: an evaluation takes the test images for validation, and the other way round
+@ experiments/train_cifar100.py
+- splits = {"valid": data.valid, "test": data.test}
++ splits = {"valid": data.test, "test": data.valid}
+= tests/experiments/test_oracle_train_cifar100.py
+
+# label_noise_not_applied: --label_noise is recorded, and the labels stay right
+@ experiments/train_cifar100.py
+- names = ("limit_train", "limit_test", "label_noise", "noise_groups", "mirror", "seed")
++ names = ("limit_train", "limit_test", "noise_groups", "mirror", "seed")
+= tests/experiments/test_oracle_train_cifar100.py
+
+# same_crops: every epoch sees the crops of the first
+@ experiments/train_cifar100.py
+- generator = epoch_generator(args.seed, epoch, device)
++ generator = epoch_generator(args.seed, 1, device)
+= tests/experiments/test_oracle_train_cifar100.py
+
+# same_noise: every epoch has the loss noise of the first
+@ experiments/train_cifar100.py
+- seed_noise(steps.loss_fn, device, args.seed, epoch, ranks.rank)
++ seed_noise(steps.loss_fn, device, args.seed, 1, ranks.rank)
+= tests/experiments/test_oracle_train_cifar100.py
+
+# bf16_ignored: --precision bf16 is recorded, and the network computes in fp32
+@ experiments/shared/run.py
+- enabled=self.flags["precision"] == "bf16"
++ enabled=False
+= tests/experiments/test_oracle_train_cifar100.py
+
+# test_rates_of_validation: the error rates of test words are those of the words that validate
+@ experiments/train_beam_search.py
+- error_rates(model, words.test, beam_size, device)
++ error_rates(model, words.valid, beam_size, device)
+= tests/experiments/test_oracle_train_beam_search.py
+
+# temperatures_exchanged: on ImageNet-1K sorts have the temperature of networks, and networks that of sorts
+@ scripts/table2_3_imagenet1k.sh
+- "$finetune" .5 1.
++ "$finetune" 1. .5
+= tests/scripts/test_published_rows.py
+
+# half_on_k_4: on ImageNet-21K half of P_K is on k = 4 instead of k = 5
+@ scripts/table2_3_imagenet21k.sh
+- ".5 0. 0. 0. .5"
++ ".5 0. 0. .5 0."
+= tests/scripts/test_published_rows.py
+
+# p_k_reversed: in Table 5 three quarters of P_K are on k = 1 instead of k = 5
+@ scripts/table5.sh
+- --inverse_temperature .5 --p_k .25 0. 0. 0. .75
++ --inverse_temperature .5 --p_k .75 0. 0. 0. .25
+= tests/scripts/test_published_rows.py
+
+# best_by_top_5: the best trial of a method is the one with the highest validation top-5
+@ scripts/sweeping/heads.py
+- (trials["valid_top1"] + trials["valid_top5"]).idxmax()
++ trials["valid_top5"].idxmax()
+= tests/scripts/test_heads_trials.py
+
+# trials_of_k_4: trials of top-5 alone are of top-4 alone
+@ scripts/sweeping/heads.py
+- P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
++ P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 1 0")
+= tests/scripts/test_heads_trials.py
+
+# top_5_in_the_panel_of_top_1: both panels of accuracy over epochs show top-5
+@ scripts/reporting/figures.py
+- _curve(axis, line.method, clock, histories, metric)
++ _curve(axis, line.method, clock, histories, "test_top5")
+= tests/scripts/test_what_figures_show.py
+
+# longer_epochs: seconds per epoch are of 470 steps
+@ scripts/reporting/benchmark_figures.py
+- STEPS_PER_EPOCH = 371
++ STEPS_PER_EPOCH = 470
+= tests/scripts/test_what_figures_show.py
+
+# training_word: the beam figure shows a word of the training split
+@ scripts/reporting/beam_figure.py
+- letters = words.test.letters[lengths == length][:1]
++ letters = words.train.letters[(words.train.letters != END).sum(1) == length][:1]
+= tests/scripts/test_what_figures_show.py
+
+# rows_outlive_the_launcher: a row goes on when its launcher is killed
+@ scripts/launch.py
+- PRCTL(DEATH_SIGNAL, signal.SIGTERM)
++ PRCTL(DEATH_SIGNAL, 0)
+= tests/scripts/test_launch.py::test_a_second_launcher_is_refused_and_kill_9_of_the_first_ends_its_rows
+
+# partial_batch_trains: the last, smaller batch of an epoch of embeddings is not dropped
+@ data/embeddings/batches.py
+- windows, start * self.batch_size), drop_last=True)
++ windows, start * self.batch_size), drop_last=False)
+= tests/experiments/test_oracle_finetune_imagenet.py tests/data/test_embeddings_batches.py
+
+# average_not_evaluated: with --ema the trained weights are evaluated instead of their average
+@ experiments/train_cifar100.py
+- evaluated = average.module
++ evaluated = model
+= tests/experiments/test_oracle_train_cifar100.py
+
+# constant_cosine: the cosine schedule stays at its beginning
+@ experiments/shared/run.py
+- (1 + math.cos(math.pi * elapsed)) / 2
++ (1 + math.cos(math.pi * 0)) / 2
+= tests/experiments/test_oracle_train_cifar100.py
+
+# no_weight_decay: --weight_decay is recorded and not applied to networks
+@ experiments/train_cifar100.py
+- rate, weight_decay=args.weight_decay, fused=True)
++ rate, weight_decay=0.0, fused=True)
+= tests/experiments/test_oracle_train_cifar100.py
+
+# no_weight_decay_of_heads: --weight_decay is recorded and not applied to heads
+@ experiments/finetune_imagenet.py
+- decay = run.flags["weight_decay"] or 0
++ decay = 0
+= tests/experiments/test_oracle_finetune_imagenet.py
+
+# one_split_for_all_seeds: the same images validate, whatever the seed
+@ data/cifar100.py
+- generator=seeded(_SPLIT, seed)
++ generator=seeded(_SPLIT, 0)
+= tests/data/test_cifar100.py::test_a_seed_chooses_the_images_that_validate
+
+# test_chooses: the epoch of a row is the one where test accuracy is best
+@ experiments/shared/metrics.py
+- key=lambda entry: entry[f"valid_top{k}"]
++ key=lambda entry: entry.get(f"test_top{k}", 0)
+= tests/experiments/test_oracle_train_cifar100.py
+
+# one_rank_fewer: top-k accuracy counts the k - 1 largest scores
+@ experiments/shared/metrics.py
+- (ranks <= min(k, n)).sum()
++ (ranks < min(k, n)).sum()
+= tests/experiments/test_oracle_finetune_imagenet.py
+
+# epoch_repeated: a resumed run takes its last epoch again
+@ experiments/shared/run.py
+- numbers = range(self.done + 1, self.end + 1)
++ numbers = range(max(self.done, 1), self.end + 1)
+= tests/experiments/test_train_cifar100.py::test_after_ctrl_c_the_same_command_ends_with_the_same_bits
+
+# beam_of_one: beam search holds one hypothesis, whatever --beam_size says
+@ models/beam_search.py
+- enumerate(search(model, encoded, K), start=1)
++ enumerate(search(model, encoded, 1), start=1)
+= tests/experiments/test_oracle_train_beam_search.py
+
+# fewer_neighbours_vote: the majority is of the k - 1 nearest
+@ experiments/train_knn.py
+- predicted = majority(points.train.labels[rows])
++ predicted = majority(points.train.labels[rows[:, :-1]])
+= tests/experiments/test_oracle_train_knn.py
+
+# too_many_validate: a tenth of the training images validates
+@ data/cifar100.py
+- _VALID_SHARE = 0.05
++ _VALID_SHARE = 0.1
+= tests/data/test_cifar100.py::test_digits_need_no_files
+
+# wrong_deviation: pixels are divided by another standard deviation than the published code's
+@ data/cifar100.py
+- CIFAR_STD: Rgb = (0.2023, 0.1994, 0.2010)
++ CIFAR_STD: Rgb = (0.2470, 0.2435, 0.2616)
+= tests/data/test_cifar100.py::test_pixels_are_normalised_by_the_numbers_of_the_published_code
+
+# labels_reversed: the labels of embeddings are read from the end
+@ data/embeddings/store.py
+- labels = torch.from_numpy(np.array(self.mapped("labels")))
++ labels = torch.from_numpy(np.array(self.mapped("labels"))).flip(0)
+= tests/experiments/test_oracle_finetune_imagenet.py
+
+# linear_schedule: an inverse temperature such as 0.25:4 goes evenly, not evenly in its logarithm
+@ experiments/shared/loss_state.py
+- value = ends[0] * (ends[1] / ends[0]) ** elapsed
++ value = ends[0] + (ends[1] - ends[0]) * elapsed
+= tests/experiments/test_oracle_train_cifar100.py
+
+# scores_of_imagenet_1k: heads on ImageNet-21K keep 16 scores instead of 50
+@ experiments/finetune_imagenet21k.py
+- m=50,
++ m=16,
+= tests/experiments/test_oracle_finetune_imagenet.py
+
+# temperature_of_imagenet: sorts of all 100 scores have the temperature published for 16
+@ experiments/train_cifar100.py
+- **dict.fromkeys(("neuralsort", "softsort"), 0.0625),
++ **dict.fromkeys(("neuralsort", "softsort"), 0.5),
+= tests/experiments/test_oracle_train_cifar100.py
+
+# no_momentum: the nearest-neighbour classifier is trained without momentum
+@ experiments/train_knn.py
+- momentum=0.9
++ momentum=0.0
+= tests/experiments/test_oracle_train_knn.py
+
+# a_query_meets_itself: a query counts among its own candidates without --self_match
+@ experiments/train_knn.py
+- same = None if args.self_match else
++ same = None if not args.self_match else
+= tests/experiments/test_oracle_train_knn.py
+
+# candidates_are_the_queries: candidates come in the order of the queries
+@ experiments/train_knn.py
+- epoch_order(len(train), args.seed, 2 * epoch + each)
++ epoch_order(len(train), args.seed, 2 * epoch)
+= tests/experiments/test_oracle_train_knn.py
+
+# long_gradients: the gradients of sequence models are not clipped
+@ experiments/train_beam_search.py
+- LARGEST_NORM = 1.0
++ LARGEST_NORM = 1e9
+= tests/experiments/test_oracle_train_beam_search.py
+
+# no_likelihood: --nll_weight is recorded and not applied
+@ experiments/shared/beam_objectives.py
+- return total / (labels != IGNORED).sum() + nll_weight *
++ return total / (labels != IGNORED).sum() + 0 *
+= tests/experiments/test_oracle_train_beam_search.py
+
+# right_hypothesis_lost: where it falls off the beam in training, the right hypothesis does not come back
+@ models/beam_search.py
+- torch.where(lost, gold, kept[:, -1])
++ kept[:, -1]
+= tests/experiments/test_oracle_train_beam_search.py
+
+# same_batches_again: the updates of an arm take the batches of its pretraining
+@ experiments/train_beam_search.py
+- fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
++ fit(run, model, objective, words, 0, args.n_updates, args.lr)
+= tests/experiments/test_oracle_train_beam_search.py
+
+# statistics_of_the_batch: evaluation normalises by the statistics of its batch
+@ experiments/train_cifar100.py
+- model.eval()
++ model.train()
+= tests/experiments/test_oracle_train_cifar100.py
+
+# same_order: heads see the embeddings in the order of the first epoch
+@ experiments/finetune_imagenet.py
+- batches.epoch(epoch, start=first, seed=seed)
++ batches.epoch(1, start=first, seed=seed)
+= tests/experiments/test_oracle_finetune_imagenet.py
+
+# validation_trains: the rows that validate are trained on, too
+@ experiments/shared/finetune_flags.py
+- chosen |= {"train": chosen["train"][train], "valid": chosen["train"][valid]}
++ chosen |= {"valid": chosen["train"][valid]}
+= tests/experiments/test_oracle_finetune_imagenet.py
+
+# narrow_deviation: the standard deviation of a table divides by the number of seeds instead of one fewer
+@ scripts/reporting/tables.py
+- statistics.stdev(
++ statistics.pstdev(
+= tests/scripts/test_report.py
+
+# narrow_interval: an interval divides by the number of differences instead of its root
+@ scripts/reporting/paired.py
+- * std / number**0.5
++ * std / number
+= tests/scripts/test_report.py
+
+# validation_words_train: the words that validate are trained on, too
+@ data/cmudict.py
+- train=split(order[num_test + num_valid :][:limit_train])
++ train=split(order[num_test:][:limit_train])
+= tests/data/test_cmudict.py
+"""
+
+
+class Fault(NamedTuple):
+    name: str
+    what: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def read_faults() -> list[Fault]:
+    faults = []
+    for block in FAULTS.strip().split("\n\n"):
+        lines = dict(zip("#@-+=", block.split("\n"), strict=True))
+        assert all(line.startswith(f"{mark} ") for mark, line in lines.items()), block
+        title, path, old, new, tests = (line[2:] for line in lines.values())
+        faults.append(Fault(*title.split(": ", 1), path, old, new, tuple(tests.split())))
+    return faults
+
+
+def is_stale(fault: Fault) -> bool:
+    """Whether the text that the fault changes does not occur exactly once in its file, or its tests are not there."""
+    path, tests = ROOT / fault.path, [ROOT / test.partition("::")[0] for test in fault.tests]
+    return not all(map(Path.is_file, (path, *tests))) or path.read_text(encoding="utf-8").count(fault.old) != 1
+
+
+@cache
+def status_of(tree: Path, tests: tuple[str, ...], planted: str = "") -> int:
+    """The status of pytest in a tree, planted: the name of the fault that is there; a test that hangs has failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=LIMIT_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        return 1
+
+
+def outcome_of(fault: Fault, tree: Path) -> str:
+    """Plant the fault in a copy of the tree, run its tests, and take the fault out again."""
+    if is_stale(fault):
+        return "stale"
+    if status_of(tree, fault.tests):
+        return "broken"
+    path = tree / fault.path
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    status = status_of(tree, fault.tests, fault.name)
+    path.write_text(text, encoding="utf-8")
+    return "killed" if status else "survived"
+
+
+def main(names: list[str]) -> int:
+    faults = {fault.name: fault for fault in read_faults()}
+    if unknown := [name for name in names if name not in faults]:
+        sys.exit(f"error: there is no fault {unknown[0]}; there are {', '.join(faults)}")
+    counts = dict.fromkeys(("killed", "survived", "broken", "stale"), 0)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        (tree / ".venv").symlink_to(ROOT / ".venv")  # of the scripts in scripts/
+        for fault in map(faults.get, names or faults):
+            started = time.perf_counter()
+            outcome = outcome_of(fault, tree)
+            counts[outcome] += 1
+            print(f"{outcome:8}  {time.perf_counter() - started:4.0f} s  {fault.name}: {fault.what}", flush=True)
+    print(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
+    return int(counts["killed"] < len(names or faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
