@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from experiments.shared import neighbours
-from experiments.shared.neighbours import LOSSES, majority, nearest, neighbour_loss, squared_distances
 from torch.autograd import gradcheck
 
+from experiments.common import neighbours
+from experiments.common.neighbours import LOSSES, majority, nearest, neighbour_loss, squared_distances
 from tests.methods import RELAXED
 from topk_losses import METHODS, make_operator
 

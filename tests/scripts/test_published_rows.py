@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from experiments.shared.finetune_flags import BATCH_SIZE
 
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.shared.finetune_flags import BATCH_SIZE
 from experiments.train_cifar100 import NLOGLR, Flags
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,193 @@
+"""data/embeddings.py: which files are taken, what the name of their content depends on, and the order of batches."""
+
+import mmap
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data.embeddings as embeddings_module
+from data.embeddings import batches, epoch_order, first_not_finite, load_embeddings, split_rows, streamed_batches
+
+CPU = torch.device("cpu")
+ROWS = 1000
+
+
+def content(rows: int = ROWS, test: int = 30) -> dict[str, torch.Tensor]:
+    """Row i holds i in its two columns (i // 256, i % 256), and the label i mod 7."""
+    numbers = torch.arange(rows)
+    embeddings = torch.stack((numbers // 256, numbers % 256), dim=1).half()
+    found = {"train_embeddings": embeddings, "train_labels": numbers % 7}
+    return found | {"test_embeddings": embeddings[:test], "test_labels": numbers[:test] % 7}
+
+
+@pytest.fixture
+def path(tmp_path):
+    torch.save(content(), tmp_path / "e.pt")
+    return tmp_path / "e.pt"
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    monkeypatch.setattr(embeddings_module, "WINDOW_ROWS", 64)
+
+
+PUBLISHED = {
+    "wsl": ("train", "test"),
+    "efficientnet": ("train", "val"),
+    "21k": ("imagenet21k_train", "imagenet21k_val"),
+}
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_published_layouts_are_read_also_from_files_of_old_versions(tmp_path, layout, zipped):
+    parts, (train, test) = content(), PUBLISHED[layout]
+    renamed = {key.replace("train_", f"{train}_").replace("test_", f"{test}_"): each for key, each in parts.items()}
+    torch.save(renamed, tmp_path / "e.p", _use_new_zipfile_serialization=zipped)
+    found = load_embeddings(tmp_path / "e.p")
+    assert (set(found.splits), found.num_classes, found.dim) == ({"train", "test"}, 7, 2)
+    for split in ("train", "test"):
+        assert torch.equal(found[split].embeddings, parts[f"{split}_embeddings"])
+        assert torch.equal(found[split].labels, parts[f"{split}_labels"])
+
+
+def test_a_file_is_mapped_not_read_and_need_not_be_writable(path):
+    path.chmod(0o444)
+    found = load_embeddings(path)
+    assert any(str(path) in line for line in open("/proc/self/maps"))
+    assert len(found["train"]) == ROWS
+
+
+def test_a_file_larger_than_the_memory_is_mapped_in_another_way(path, monkeypatch):
+    real, options = torch.load, []
+
+    def refused(*arguments, **others):
+        options.append(torch.serialization.get_default_mmap_options())
+        if options[-1] != mmap.MAP_SHARED:
+            raise RuntimeError("unable to mmap 99 bytes from file: Cannot allocate memory (12)")
+        return real(*arguments, **others)
+
+    monkeypatch.setattr(torch, "load", refused)
+    assert len(load_embeddings(path)["train"]) == ROWS
+    assert options[-1] == mmap.MAP_SHARED
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("train_labels"), r"must hold train_embeddings.*it has train_embeddings, test_embeddings"),
+        (
+            lambda c: c.update(test_labels=c["test_labels"] + 1),
+            "test .* has a label 7, and train has the classes 0 to 6",
+        ),
+        (lambda c: c.update(test_embeddings=torch.ones(30, 3)), "different width: 2 and 3"),
+        (lambda c: c.update(train_labels=c["train_labels"][1:]), r"float16 \(1000, 2\) and labels \(999,\)"),
+        (lambda c: c.update(train_labels=c["train_labels"] - 1), "whole numbers of at least 0"),
+        (lambda c: c.update(train_labels=c["train_labels"].float()), "whole numbers of at least 0"),
+        (lambda c: c.update(train_embeddings=torch.arange(ROWS)), "floating point"),
+        (lambda c: c.clear(), "it has nothing"),
+    ],
+)
+def test_files_that_do_not_hold_what_they_must_are_refused(tmp_path, change, message):
+    parts = content()
+    change(parts)
+    torch.save(parts, tmp_path / "e.pt")
+    with pytest.raises(SystemExit, match=message) as told:
+        load_embeddings(tmp_path / "e.pt")
+    assert str(tmp_path / "e.pt") in str(told.value)
+
+
+def write_other_things(path):
+    yield path.write_bytes(path.read_bytes()[:5000]), "a damaged one"
+    yield path.write_text("<html>Sign in</html>"), "not a torch file"
+    yield torch.save([1, 2], path), "it holds a list"
+    yield torch.save({"train_embeddings": os.getcwd}, path), "not a torch file of tensors"  # it asks to run code
+    yield path.unlink(), "there is no file"
+
+
+def test_other_files_are_refused(path):
+    for _, message in write_other_things(path):
+        with pytest.raises(SystemExit, match=message):
+            load_embeddings(path)
+
+
+@pytest.mark.parametrize("name", ["train_embeddings", "train_labels", "test_embeddings", "test_labels"])
+def test_the_fingerprint_is_of_every_row_and_of_nothing_else(tmp_path, name):
+    def fingerprint(parts, file):
+        torch.save(parts, tmp_path / file)
+        return load_embeddings(tmp_path / file).fingerprint()
+
+    first = fingerprint(content(), "a.pt")
+    assert fingerprint(content(), "b.pt") == first == "b256bf14"  # names of older runs depend on it
+    for row in (0, 17, -1):
+        changed = content()
+        value = changed[name][row].reshape(-1)[0].clone()
+        changed[name][row] = 6 if "embeddings" in name else (value + 1) % 7
+        assert fingerprint(changed, "a.pt") != first
+    swapped = content()
+    swapped[name][[0, 1]] = swapped[name][[1, 0]]
+    assert fingerprint(swapped, "a.pt") != first
+
+
+def row_numbers(found) -> list[list[int]]:
+    """The rows in each batch; checks that their labels came with them."""
+    numbers = []
+    for embeddings, labels in found:
+        rows = (embeddings[:, 0].float() * 256 + embeddings[:, 1].float()).long()
+        assert torch.equal(labels, rows % 7)
+        numbers.append(rows.tolist())
+    return numbers
+
+
+def test_the_order_stays_as_it_is_over_versions(monkeypatch):
+    assert epoch_order(20, 0, 0).tolist() == [11, 18, 15, 19, 16, 10, 3, 6, 2, 12, 0, 17, 4, 9, 14, 1, 13, 8, 7, 5]
+    monkeypatch.setattr(embeddings_module, "WINDOW_ROWS", 32)
+    assert epoch_order(100, 1, 2)[:10].tolist() == [67, 70, 85, 25, 5, 81, 2, 4, 27, 82]
+
+
+def test_a_set_within_one_window_is_shuffled_uniformly():
+    # Each of 16 rows (two blocks) must be as likely in each place: chi-square over 2,000 epochs, 225 degrees of
+    # freedom, standard deviation 21.
+    counts = torch.zeros(16, 16)
+    for epoch in range(2000):
+        counts[torch.arange(16), epoch_order(16, 0, epoch)] += 1
+    assert ((counts - 125) ** 2 / 125).sum() < 225 + 5 * 21
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.integers(1, 130), start=st.integers(0, 9), epoch=st.integers(0, 3), seed=st.integers(0, 2))
+def test_streamed_batches_are_the_others_from_any_start(tmp_path_factory, batch, start, epoch, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embeddings_module, "WINDOW_ROWS", 64)
+        path = tmp_path_factory.mktemp("set") / "e.pt"
+        torch.save(content(), path)
+        split, rows = load_embeddings(path)["train"], split_rows(ROWS, 300, seed)[0]
+        whole = row_numbers(batches(split, rows, batch, epoch, seed, CPU))
+        assert len(whole) == len(rows) // batch  # the last partial batch is dropped
+        flat = [row for numbers in whole for row in numbers]
+        assert len(set(flat)) == len(flat)
+        assert set(flat) <= set(rows.tolist())
+        for read in (batches, streamed_batches):
+            assert row_numbers(read(split, rows, batch, epoch, seed, CPU, start)) == whole[start:]
+
+
+def test_validation_and_training_rows_are_disjoint_and_complete():
+    for num_valid, seed in ((1, 0), (300, 7), (ROWS - 1, 1)):
+        train, valid = split_rows(ROWS, num_valid, seed)
+        assert (len(train), len(valid)) == (ROWS - num_valid, num_valid)
+        assert torch.cat((train, valid)).sort().values.equal(torch.arange(ROWS))
+    assert set(split_rows(ROWS, 10, 3)[1].tolist()) < set(split_rows(ROWS, 50, 3)[1].tolist())
+    for num_valid in (0, ROWS):
+        with pytest.raises(SystemExit, match="must leave 1 to train"):
+            split_rows(ROWS, num_valid, 0)
+
+
+def test_the_first_row_that_is_not_finite_is_named(path):
+    split, rows = load_embeddings(path)["train"], torch.arange(0, ROWS, 3)
+    assert first_not_finite(split, rows) is None
+    split.embeddings[601] = torch.nan  # not among them
+    split.embeddings[[903, 600]] = torch.inf
+    assert first_not_finite(split, rows) == 600
