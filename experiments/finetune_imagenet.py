@@ -240,11 +240,12 @@ def train_epoch(
             losses.check_convergence(each.loss_fn)
         train_seconds = time.perf_counter() - started
         for each, entry, result in zip(group, entries, evaluate(args, seed, group, data, rows, device, processes)):
-            if not all(math.isfinite(value) for value in (entry["train_loss"], result["valid_loss"])):
+            values = [entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))]
+            if not all(map(math.isfinite, values)):
                 refuse_broken_rows(args, data, rows)
                 raise SystemExit(
-                    f"error: the loss of {each.run.name} became {entry['train_loss']} (valid: {result['valid_loss']}), "
-                    f"in epoch {epoch}, step {step + 1}; nothing is recorded. Try a smaller --lr, or --precision fp32"
+                    f"error: the loss of {each.run.name} became {' / '.join(map(str, values))} in epoch {epoch}, step "
+                    f"{step + 1}; nothing is recorded. Try a smaller --lr, or --precision fp32"
                 )
             entry |= {**result, "train_seconds": train_seconds}
             entry |= losses.current_temperature(each.loss_fn, each.config["inverse_temperature"])
