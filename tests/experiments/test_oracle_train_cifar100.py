@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from data.cifar import (
-    DIGITS_MEAN,
-    DIGITS_STD,
-    crop_and_flip,
-    epoch_generator,
-    epoch_order,
-    load_dataset,
-    sample_crops,
-)
+from data.cifar import DIGITS_MEAN, DIGITS_STD, crop_and_flip, epoch_generator, epoch_order, load_dataset, sample_crops
 from experiments import train_cifar100 as script
 from experiments.common.losses import seed_noise
 from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k

