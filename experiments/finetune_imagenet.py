@@ -56,6 +56,7 @@ IDENTITY = (
     *losses.OWN_SETTINGS,
     *("implementation", "lr", "weight_decay", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
+BATCH_SIZE = 500  # published
 READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"
 
 
@@ -78,7 +79,9 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
         "--eval_freq", type=flags.positive_int, default=100, help="steps from one evaluation to the next"
     )
     parser.add_argument("--also", action="append", default=[], metavar='"FLAGS"', help="another loss in the same pass")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.also = [parse_also(text, args) for text in args.also]
+    return args
 
 
 def parse_also(text: str, args: argparse.Namespace) -> argparse.Namespace:
@@ -99,7 +102,7 @@ def fill_in_schedule(args: argparse.Namespace, protocol: Protocol, num_rows: int
     The published ones are for a million rows. A smaller set gets smaller batches and more epochs, until there are 2,000
     steps, and a learning rate of 2 / steps: with Adam a weight can then come as far as in the published runs.
     """
-    args.batch_size = args.batch_size or max(min(num_rows // 20, 500), 1)
+    args.batch_size = args.batch_size or max(min(num_rows // 20, BATCH_SIZE), 1)
     if args.batch_size > num_rows:
         raise SystemExit(f"error: --batch_size {args.batch_size} exceeds the {num_rows} training rows")
     steps_per_epoch = num_rows // args.batch_size
@@ -162,7 +165,7 @@ def finetune(
     )
     m = protocol.m if data.num_classes > protocol.m else None
     candidates = []
-    for each in [args, *(parse_also(text, args) for text in args.also)]:
+    for each in [args, *args.also]:
         settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=m)
         loss_fn = losses.build_loss(settings, data.num_classes, device, each.implementation)
         rate = flags.learning_rate(each, 0.0) if each.lr or each.nloglr is not None else default_rate
@@ -305,7 +308,7 @@ def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int
     args, processes = parse_arguments(argv, protocol), Processes()
     device = processes.device(args.device)
     prepare_device(device, args.threads)
-    for each in [args, *(parse_also(text, args) for text in args.also)]:  # refused before a download
+    for each in [args, *args.also]:  # refused before a download
         settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=each.m or protocol.m)
         losses.build_loss(settings, max(protocol.num_classes, settings["m"] or 0), device, each.implementation)
     path = processes.from_first(lambda: download(args.data_path, args.cache_dir, args.sha256, args.requester_pays))

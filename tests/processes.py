@@ -24,7 +24,7 @@ SERVER.set_forkserver_preload(
     [
         *("sklearn.datasets", "sklearn.model_selection", "moto.server", "torch.distributed.run"),
         *(f"experiments.{name}" for name in ("train_cifar100", "finetune_imagenet", "extract_embeddings")),
-        *(f"benchmarks.{name}" for name in ("batch_sources", "finetuning", "machine")),
+        *(f"benchmarks.{name}" for name in ("finetuning", "machine")),
         *(f"benchmarks.{name}" for name in ("recipe", "scaling", "transport")),
     ]
 )

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_published_layouts_are_read_also_from_files_of_old_versions(tmp_path, la
 def test_a_file_is_mapped_not_read_and_need_not_be_writable(path):
     path.chmod(0o444)
     found = load_embeddings(path)
-    assert any(str(path) in line for line in open("/proc/self/maps"))
+    assert str(path) in Path("/proc/self/maps").read_text()
     assert len(found["train"]) == ROWS
 
 

@@ -87,7 +87,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_decoded_is_refused_by_its_path(name, tmp_path):
     BROKEN[name](tmp_path / name)
-    with pytest.raises(ValueError, match="cannot read .*Repair or delete it") as told:
+    with pytest.raises(ValueError, match=r"cannot read .*Repair or delete it") as told:
         load_rgb(str(tmp_path / name))
     assert str(tmp_path / name) in str(told.value)
     assert "_io" not in str(told.value)
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path):
     make(tmp_path, ["a/deep/1.png", "a/2.png"])
     (tmp_path / "a" / "deep").chmod(0)
     try:
-        with pytest.raises(SystemExit, match="cannot read the folder .*deep"):
+        with pytest.raises(SystemExit, match=r"cannot read the folder .*deep"):
             ImageFolder(tmp_path)
     finally:
         (tmp_path / "a" / "deep").chmod(0o755)

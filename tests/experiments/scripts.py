@@ -12,14 +12,15 @@ from experiments import finetune_imagenet, train_beam_search, train_cifar100, tr
 TIMES = ("train_seconds", "eval_seconds", "pretrain_seconds", "images_per_second", "peak_memory_mib", "git_commit")
 TIMES += ("started_utc", "finished_utc", "times_resumed")
 SCRIPTS: dict[ModuleType, str] = {
-    train_cifar100: "--dataset digits --limit_train 60 --batch_size 16 --n_epochs 3 --method perturbed_topk --p_k .5 0 .5 "
-    "--ema .9 --lr_schedule cosine --inverse_temperature auto",
-    finetune_imagenet: "-d EMBEDDINGS --batch_size 25 --n_epochs 3 --eval_freq 2 --lr .01 --apply_dropout --method noised_topk "
-    '--inverse_temperature auto --also "--method softsort --p_k .5 0 .5 --inverse_temperature .5:2"',
-    train_knn: "--dataset digits --limit_train 120 --batch_size 20 --num_candidates 20 --n_epochs 3 --method perturbed_topk "
-    "--model mlp --dim 6 --hidden_dims 8",
-    train_beam_search: "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 4 "
-    "--n_updates 4 --eval_freq 2 --arm retain --method perturbed_topk",
+    train_cifar100: "--dataset digits --limit_train 60 --batch_size 16 --n_epochs 3 --method perturbed_topk "
+    "--p_k .5 0 .5 --ema .9 --lr_schedule cosine --inverse_temperature auto",
+    finetune_imagenet: "-d EMBEDDINGS --batch_size 25 --n_epochs 3 --eval_freq 2 --lr .01 --apply_dropout "
+    "--method noised_topk --inverse_temperature auto "
+    '--also "--method softsort --p_k .5 0 .5 --inverse_temperature .5:2"',
+    train_knn: "--dataset digits --limit_train 120 --batch_size 20 --num_candidates 20 --n_epochs 3 "
+    "--method perturbed_topk --model mlp --dim 6 --hidden_dims 8",
+    train_beam_search: "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 "
+    "--pretrain_updates 4 --n_updates 4 --eval_freq 2 --arm retain --method perturbed_topk",
 }
 MACHINE = "--device cpu --threads 1 --checkpoint_seconds 0"
 

@@ -77,9 +77,9 @@ def test_seeds_are_runs_of_their_own(run, script, tmp_path):
 def test_a_run_that_another_process_has_is_refused(run, script, tmp_path):
     rows = run(script)
     (tmp_path / "r.csv").unlink()
-    with FileLock(tmp_path / "runs" / rows[0]["run_id"] / "run.lock"):
-        with pytest.raises(SystemExit, match="is being run by another process"):
-            run(script)
+    lock = FileLock(tmp_path / "runs" / rows[0]["run_id"] / "run.lock")
+    with lock, pytest.raises(SystemExit, match="is being run by another process"):
+        run(script)
     assert not (tmp_path / "r.csv").exists()
 
 
@@ -212,7 +212,7 @@ def test_embeddings_with_a_row_that_is_not_finite_are_named(run, embeddings, tmp
 
 def test_cifar_that_is_absent_without_a_network_says_what_to_place_where(run, tmp_path, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    with pytest.raises(SystemExit, match="put cifar-100-python.tar.gz"):
+    with pytest.raises(SystemExit, match=r"put cifar-100-python.tar.gz"):
         run(train_cifar100, flags=f"--data_dir {tmp_path / 'empty'} {NEITHER}")
 
 
@@ -220,7 +220,7 @@ def test_a_results_file_with_a_damaged_line_is_not_rewritten(run, tmp_path):
     run(train_knn)
     text = (tmp_path / "r.csv").read_text()
     (tmp_path / "r.csv").write_text(text + "cut,sho")
-    with pytest.raises(SystemExit, match="line 3 of .*repair or delete"):
+    with pytest.raises(SystemExit, match=r"line 3 of .*repair or delete"):
         run(train_knn, "--seed 1")
     assert (tmp_path / "r.csv").read_text() == text + "cut,sho"
 
@@ -271,7 +271,8 @@ def test_baselines_of_neighbours_and_untrained_ones(run, tmp_path):
 
 
 def test_arms_of_a_seed_share_their_pretraining(run, tmp_path):
-    base = "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 4 --n_updates 2"
+    base = "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 4"
+    base += " --n_updates 2"
     arms = ("cross_entropy --method softmax_cross_entropy", "soft_beam --method softsort", "retain --method neuralsort")
     for arm in arms:
         rows = run(train_beam_search, flags=f"{base} --arm {arm}")

@@ -1,6 +1,5 @@
-"""Extraction: features are those of the network, one per image in order; it resumes, and takes no old image for a new."""
+"""Extraction: features of the network, one per image in order; it resumes, and takes no old image for a new one."""
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -76,7 +75,7 @@ def test_a_damaged_image_is_named_and_what_is_done_is_kept(images, tmp_path):
     whole = broken.read_bytes()
     broken.write_text("broken")
     for workers in (0, 1):
-        with pytest.raises(SystemExit, match="cannot read .*7.png.*Repair or delete it"):
+        with pytest.raises(SystemExit, match=r"cannot read .*7.png.*Repair or delete it"):
             extract("--dataset", images, "--output", tmp_path / "e.pt", "--workers", workers)
     assert not (tmp_path / "e.pt").exists()
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "e.pt.parts").iterdir()}
@@ -110,11 +109,11 @@ def test_shards_of_other_settings_are_not_taken(images, tmp_path, change):
 def test_features_that_the_type_cannot_hold_are_refused(images, tmp_path):
     network = timm.create_model("test_resnet", pretrained=False)
     state = network.state_dict()
-    last = max((name for name in state if name.endswith("bn2.bias") or name.endswith("bn3.bias")))
+    last = max(name for name in state if name.endswith("bn2.bias") or name.endswith("bn3.bias"))
     state[last] += 1e6
     torch.save(state, tmp_path / "weights.pt")
     flags = QUICK.replace("none", str(tmp_path / "weights.pt"))
-    with pytest.raises(SystemExit, match="not finite in float16.*--dtype float32"):
+    with pytest.raises(SystemExit, match=r"not finite in float16.*--dtype float32"):
         extract("--dataset", images, "--output", tmp_path / "e.pt", flags=flags)
     extract("--dataset", images, "--output", tmp_path / "e.pt", "--dtype", "float32", flags=flags)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from experiments.finetune_imagenet import parse_arguments
 from scripts.sweeping import heads
@@ -14,8 +15,10 @@ from topk_losses.methods import SINGLE_K
 
 def asked(stage: str, methods: list[str], results: Path) -> list:
     """The configurations of each command of a stage."""
+    content = {"train_embeddings": torch.ones(2, 2), "train_labels": torch.arange(2)}
+    torch.save(content, results.parent / "e.pt")
     found = []
-    for row in heads.rows_of(stage, "a store", methods, results):
+    for row in heads.rows_of(stage, str(results.parent / "e.pt"), methods, results):
         args = parse_arguments(shlex.split(row)[2:])
         found += [args, *args.also]
     return found

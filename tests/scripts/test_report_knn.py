@@ -76,7 +76,7 @@ def test_a_set_without_published_values_stands_alone(made):
 @pytest.fixture
 def run_on_digits(tmp_path):
     """Rows of a small network, and of baselines, which have no neighbours that were trained."""
-    words = ["--dataset", "digits", "--limit_train", "300", "--limit_test", "60", "--device", "cpu", "--threads", "1"]
+    words = ["--dataset", "digits", "--limit_train", "300", "--device", "cpu", "--threads", "1"]
     flags = [*words, "--k", "4", "--model", "linear", "--dim", "8", "--n_epochs", "4", "--lr", ".01"]
     before = torch.get_num_threads()
     for method in ("pca", "softmax_cross_entropy", "neuralsort"):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from experiments.shared import command_line
-from experiments.shared.finetune_flags import BATCH_SIZE, IMAGENET_1K, recipes_of
 
-from data.embeddings import StoreWriter, open_or_fetch, split_rows
+from data.embeddings import load_embeddings, split_rows
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common import losses
+from experiments.finetune_imagenet import BATCH_SIZE, IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts.shared.run_record import read_rows
 from scripts.sweeping import heads, relabel
@@ -37,6 +37,24 @@ PARSE = {
     "experiments/finetune_imagenet21k.py": lambda words: finetune_imagenet.parse_arguments(words, IMAGENET_21K),
 }
 P_KS = ["1. 0. 0. 0. 0.", "0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", ".2 .2 .2 .2 .2"]
+
+
+def recipes_of(args, protocol, num_classes: int) -> list[dict]:
+    """The loss settings of each head of a command, each of which can be built."""
+    found = []
+    for each in (args, *getattr(args, "also", [])):
+        settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
+        losses.build_loss(settings, num_classes, torch.device("cpu"), each.implementation)
+        found.append({**settings, "lr": each.lr, "weight_decay": each.weight_decay or None})
+    return found
+
+
+def embeddings(path: Path, labels: torch.Tensor, dim: int, *more: str) -> Path:
+    content = {"info": {"backbone": "some"}}
+    for split in ("train", "test", *more):
+        content |= {f"{split}_embeddings": torch.randn(len(labels), dim).half(), f"{split}_labels": labels}
+    torch.save(content, path)
+    return path
 
 
 def commands(table: str, *flags: str) -> list[str]:
@@ -63,8 +81,7 @@ def test_every_row_is_a_command_of_its_script_for_its_file(rows_of, table):
         assert words[0] == ".venv/bin/python"
         args = PARSE[words[1]](words[2:])
         assert str(args.results) == f"results/{table}.csv"
-        settings = command_line.loss_settings(args, top1_mode="sm", inverse_temperatures={})
-        command_line.build_loss("ours", settings, 1000, torch.device("cpu"))
+        recipes_of(args, IMAGENET_1K, 1000)
     # Each row is there with both seeds, and no other; in scratch.sh with one, what was chosen with three.
     of_scratch = table == "scratch"
     without_seed = Counter(re.sub(r"--seed \d", "", row) for row in rows)
@@ -103,8 +120,7 @@ def test_the_settings_of_the_heads_are_the_published_ones_and_those_of_a_seed_ca
         # None: what `settle` fills in, of published data that
         assert args.n_epochs in (None, defaults.n_epochs)
         assert args.batch_size in (None, BATCH_SIZE)
-        found = recipes_of(args, defaults, defaults.num_classes, torch.device("cpu"))
-        return [{**recipe.flags, "also": None} for recipe in found]
+        return recipes_of(args, defaults, defaults.num_classes)
 
     rows = [shlex.split(row)[2:] for row in rows_of[table] if "--seed 0" in row]
     alone = [recipes(words) for words in rows]
@@ -118,14 +134,14 @@ def test_the_settings_of_the_heads_are_the_published_ones_and_those_of_a_seed_ca
 
 def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baselines():
     """Of data sets by name, and of a store: rows of one and of the other, each seed with the same."""
-    words = [ROOT / "scripts" / "knn.sh", "digits", "a folder/some.store", "--n_epochs", "3", "--dry-run"]
+    words = [ROOT / "scripts" / "knn.sh", "digits", "a folder/some.pt", "--n_epochs", "3", "--dry-run"]
     *rows, total = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    lines = {"digits": [], "a folder/some.store": []}
+    lines = {"digits": [], "a folder/some.pt": []}
     for row in rows:
         python, script, *flags = shlex.split(row)
         assert (python, script) == (".venv/bin/python", "experiments/train_knn.py")
         args = train_knn.parse_arguments(flags)
-        train_knn.configuration(args)
+        train_knn.configuration(args, args.seed, torch.device("cpu"))
         assert (str(args.results), args.n_epochs) == ("results/knn.csv", 3)
         loss = args.loss if args.method in RELAXATIONS else ""
         lines[args.dataset or args.data_path].append((args.seed, args.method, loss, args.sorted, args.prediction))
@@ -140,22 +156,23 @@ def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baseli
 
 def test_temperatures_are_heads_of_every_method_and_none_is_refused():
     seen = set()
-    for row in commands("temperature", "-d", "some.store"):
+    for row in commands("temperature", "-d", "some.pt"):
         args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
-        recipes = recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))
-        seen |= {recipe.flags["method"] for recipe in recipes}
+        recipes = recipes_of(args, IMAGENET_1K, 100)
+        seen |= {recipe["method"] for recipe in recipes}
         assert len(recipes) == 1 + len(args.also)
     assert seen == set(METHODS)
 
 
 def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
     finals, path = tmp_path / "heads.csv", tmp_path / "heads_trials.csv"
+    path_of_embeddings = embeddings(tmp_path / "e.pt", torch.arange(9), 2)
     methods = [name for name in METHODS if name != "imbalanced_noised_topk"]
 
     def asked(stage: str, results: Path = finals) -> dict[str, tuple]:
-        rows = [shlex.split(row)[2:] for row in heads.rows_of(stage, "a store", methods, results)]
-        found = [(args, recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))) for args in map(PARSE[HEADS], rows)]
-        return {args.method: (args, [recipe.flags for recipe in recipes]) for args, recipes in found}
+        rows = [shlex.split(row)[2:] for row in heads.rows_of(stage, str(path_of_embeddings), methods, results)]
+        found = [(args, recipes_of(args, IMAGENET_1K, 100)) for args in map(PARSE[HEADS], rows)]
+        return {args.method: (args, recipes) for args, recipes in found}
 
     def trial(flags: dict, n_epochs: int, top5: float) -> dict:
         cells = {name: flags[name] for name in ("method", *heads.SETTINGS, "lr")}
@@ -164,7 +181,7 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
     trials, chosen = [], {}
     for method, (args, flags) in asked("trials").items():
         assert (args.n_epochs, args.seeds, {each["lr"] for each in flags}) == (5, [0], set(heads.RATES))
-        assert (args.data_path, args.num_valid) == ("a store", heads.NUM_VALID)
+        assert (args.data_path, args.num_valid) == (str(path_of_embeddings), heads.NUM_VALID)
         chosen[method] = trial(flags[-2], 5, 0.9)
         trials += [chosen[method], *(trial(each, 5, 0.5) for each in flags if each is not flags[-2])]
     pd.DataFrame(trials, dtype=object).assign(valid_top1=0.6).to_csv(path, index=False)
@@ -177,7 +194,7 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
     pd.DataFrame(trials, dtype=object).assign(valid_top1=0.6).to_csv(path, index=False)
     for method, (args, (flags,)) in asked("finals").items():
         n_epochs, lr = (22, 0.0005) if method == "lapsum" else (5, 0.002)
-        assert (args.n_epochs, args.seeds, args.order_seed) == (n_epochs, list(range(1, 11)), "own")
+        assert (args.n_epochs, args.seeds) == (n_epochs, list(range(1, 11)))
         assert trial(flags, 5, 0.9) == {**chosen[method], "lr": lr}
     more, asked_more = tmp_path / "heads_more.csv", []
     for method, (args, flags) in asked("more", more).items():
@@ -198,16 +215,12 @@ def test_heads_are_the_best_trial_of_each_method_and_none_is_refused(tmp_path):
     found = [trial(each, 22, 0.9) for _, flags in asked("finals", more).values() for each in flags]
     assert found == [each for each in asked_more if each["valid_top5"] == 0.9]
     with pytest.raises(SystemExit, match=r"none_trials.csv has no trial of neuralsort: run heads.sh with it"):
-        next(heads.rows_of("more", "a store", ["neuralsort"], tmp_path / "none_more.csv"))
+        next(heads.rows_of("more", str(path_of_embeddings), ["neuralsort"], tmp_path / "none_more.csv"))
 
 
 def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
-    path = tmp_path / "some.store"
-    writer = StoreWriter(path, dim=6, dtype=torch.float16)
     labels = torch.arange(300) % 100
-    for split in ("train", "test"):
-        writer.write(split, 0, torch.randn(300, 6).half(), labels)
-    writer.finish()
+    path = embeddings(tmp_path / "some.pt", labels, 6)
     rows = [finetune_imagenet.parse_arguments(shlex.split(row)[2:]) for row in commands("temperature_classes", path)]
     asked = Counter((str(args.results), args.m) for args in rows)
     assert asked == {
@@ -215,11 +228,11 @@ def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
         for n, scores in ((10, (10,)), (100, (16, 50, 100)), (1000, (16, 50, 1000)))
         for m in scores
     }
-    few, many = (open_or_fetch(tmp_path / f"some_of_{n}.store") for n in (10, 1000))
+    few, many = (load_embeddings(tmp_path / f"some_of_{n}.pt") for n in (10, 1000))
     for split in ("train", "test"):
-        assert torch.equal(few[split].labels(), labels // 10)
-        assert torch.equal(many[split].labels() // 10, labels)
-    for arguments, words in (([], "the first argument"), ([tmp_path / "none.store"], "error: there is no file")):
+        assert torch.equal(few[split].labels, labels // 10)
+        assert torch.equal(many[split].labels // 10, labels)
+    for arguments, words in (([], "the first argument"), ([tmp_path / "none.pt"], "error: there is no file")):
         done = subprocess.run(
             [ROOT / "scripts" / "temperature_classes.sh", *arguments], capture_output=True, text=True, check=False
         )
@@ -229,52 +242,46 @@ def test_temperatures_over_classes_are_of_sets_made_of_the_same_rows(tmp_path):
 
 
 def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path, capsys):
-    def made_of(labels: torch.Tensor, name: str, *more: str) -> Path:
-        writer = StoreWriter(tmp_path / name, dim=2, dtype=torch.float16, backbone="some")
-        for split in ("train", "test", *more):
-            writer.write(split, 0, torch.randn(len(labels), 2).half(), labels)
-        writer.finish()
-        return tmp_path / name
-
     labels = torch.arange(15_000) % 10
-    path = made_of(labels, "some.store")
+    path = embeddings(tmp_path / "some.pt", labels, 2)
     assert relabel.main([str(path), "0.4"]) == 0
-    made = tmp_path / "some_noise_.4.store"
+    made = tmp_path / "some_noise_.4.pt"
     assert capsys.readouterr().out == f"{made}\n"
-    clean, noisy = open_or_fetch(path), open_or_fetch(made)
+    clean, noisy = load_embeddings(path), load_embeddings(made)
     train, valid = split_rows(15_000, heads.NUM_VALID, seed=0)
-    found = noisy["train"].labels()
+    found = noisy["train"].labels
     assert torch.equal(found[valid], labels[valid])
     assert torch.equal(found // 5, labels // 5)
     wrong = (found != labels)[train].double().mean().item()
     assert wrong == pytest.approx(0.4 * 4 / 5, abs=0.02)  # of those drawn anew a fifth stays
-    rows = torch.arange(15_000)
     for split in ("train", "test"):
-        assert torch.equal(noisy[split].read(rows), clean[split].read(rows))
-    assert torch.equal(noisy["test"].labels(), labels)
-    assert noisy.backbone == "some"
+        assert torch.equal(noisy[split].embeddings, clean[split].embeddings)
+    assert torch.equal(noisy["test"].labels, labels)
+    assert noisy.info["backbone"] == "some"
     assert relabel.main([str(path), ".4:10"]) == 0
-    found = open_or_fetch(tmp_path / "some_noise_.4_of_10.store")["train"].labels()
+    found = load_embeddings(tmp_path / "some_noise_.4_of_10.pt")["train"].labels
     assert (found != labels)[train].double().mean().item() == pytest.approx(0.4 * 9 / 10, abs=0.02)
     assert set((found - labels).tolist()) == {*range(-9, 10)}
     for wrong_noise in (".4:", "2", ".4:0"):
-        with pytest.raises(command_line.CommandLineError, match="argument noise: must be"):
+        with pytest.raises(SystemExit):
             relabel.main([str(path), wrong_noise])
     # Where a store says which rows validate, all of train do train.
-    rows = heads.rows_of("trials", str(made_of(labels, "divided.store", "valid")), ["softmax_cross_entropy"], made)
+    rows = heads.rows_of(
+        "trials", str(embeddings(tmp_path / "divided.pt", labels, 2, "valid")), ["softmax_cross_entropy"], made
+    )
     assert "--num_valid" not in next(rows)
-    found = relabel.wrong_labels(open_or_fetch(tmp_path / "divided.store"), 1.0)
+    found = relabel.wrong_labels(load_embeddings(tmp_path / "divided.pt"), 1.0)
     assert (found["train"] != labels)[valid].any()
     assert torch.equal(found["valid"], labels)
-    with pytest.raises(command_line.CommandLineError, match="5 classes do not divide 7 classes"):
-        relabel.wrong_labels(open_or_fetch(made_of(labels % 7, "seven.store")), 0.4)
+    with pytest.raises(SystemExit, match="5 classes do not divide 7 classes"):
+        relabel.wrong_labels(load_embeddings(embeddings(tmp_path / "seven.pt", labels % 7, 2)), 0.4)
 
 
 @pytest.mark.parametrize(("flags", "file"), [([], "beam_search"), (["--short"], "beam_search_short")])
 def test_each_arm_of_beam_search_has_five_seeds_and_a_pretraining_with_the_others(flags, file):
     rows = [train_beam_search.parse_arguments(shlex.split(row)[2:]) for row in commands("beam_search", *flags)]
     assert {str(row.results) for row in rows} == {f"results/{file}.csv"}
-    resolved = [train_beam_search.configuration(row)[1] for row in rows]
+    resolved = [vars(row) for row in rows]
     arms = Counter((row["arm"], row["method"]) for row in resolved)
     assert set(arms.values()) == {5}
     assert ("cross_entropy", "softmax_cross_entropy") in arms
@@ -340,7 +347,7 @@ def test_evidence_runs_at_low_priority_and_says_where_it_stands(tmp_path):
 
 # Killed in the middle.
 
-QUICK = "--dataset digits --limit_train 24 --limit_test 8 --batch_size 8 --n_epochs 3 --device cpu --threads 1"
+QUICK = "--dataset digits --limit_train 24 --batch_size 8 --n_epochs 3 --device cpu --threads 1"
 # What a clock decides, and what a continued run says of itself.
 TIMES = (
     *("train_seconds", "eval_seconds", "images_per_second", "peak_memory_mib", "started_utc", "finished_utc"),
