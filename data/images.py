@@ -17,9 +17,7 @@ SPLIT_FOLDERS = {"train": ("train", "training"), "valid": ("val", "valid", "vali
 
 
 def load_rgb(path: str) -> Image.Image:
-    """The image in a file as 8-bit RGB, upright, the first frame of several.
-
-    16-bit grey is scaled to 8 bits; transparency is dropped, as torchvision does.
+    """The image in a file as 8-bit RGB, upright, the first frame of several; transparency is dropped.
 
     Raises:
         ValueError: it cannot be decoded, or has a mode whose range is not known (float, 32-bit), with its path.
@@ -35,13 +33,9 @@ def load_rgb(path: str) -> Image.Image:
             elif image.mode in ("I", "F"):
                 raise OSError(f"the range of its mode {image.mode} is not known: save it with 8 or 16 bits")
             return image.convert("RGB")
-    except MemoryError:
-        raise
     except Exception as error:  # what a decoder meets in a damaged file has no common class
-        reason = str(error).partition(" <_io.")[0] or type(error).__name__
-        raise ValueError(
-            f"cannot read {printable(path)}: {reason}. Repair or delete it, and give the command again"
-        ) from None
+        told = f"cannot read {printable(path)}: {str(error).partition(' <_io.')[0] or type(error).__name__}"
+        raise ValueError(f"{told}. Repair or delete it, and give the command again") from None
 
 
 def printable(path: str | Path) -> str:
@@ -101,10 +95,9 @@ def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Te
     first, *others = opened
     for other in others:
         if differing := sorted({*opened[first].classes} ^ {*opened[other].classes}):
-            raise SystemExit(
-                f"error: {printable(folders[first])} and {printable(folders[other])} must have the same class folders; "
-                f"{len(differing)} are in one alone: {', '.join(map(printable, differing[:5]))}"
-            )
+            told = f"{printable(folders[first])} and {printable(folders[other])} must have the same class folders"
+            names = ", ".join(map(printable, differing[:5]))
+            raise SystemExit(f"error: {told}; {len(differing)} are in one alone: {names}")
     return opened
 
 

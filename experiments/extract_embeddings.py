@@ -17,11 +17,12 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -76,11 +77,9 @@ def open_backbone(args: argparse.Namespace) -> tuple[Backbone, dict[str, Any]]:
 def open_splits(args: argparse.Namespace, backbone: Backbone, config: dict[str, Any]) -> dict[str, Dataset]:
     """The images of each split, transformed, and their labels."""
     if args.dataset not in DATASETS:
-        folders = {"train": args.train_dir, "test": args.test_dir}
-        if args.dataset:
-            folders = find_splits(flags.path(args.dataset))
-        folders = {split: folder for split, folder in folders.items() if folder}
-        return open_folders(folders, backbone.transform)
+        given = {"train": args.train_dir, "test": args.test_dir}
+        folders = find_splits(flags.path(args.dataset)) if args.dataset else given
+        return open_folders({split: folder for split, folder in folders.items() if folder}, backbone.transform)
     splits: dict[str, Split] = dict(zip(("train", "test"), load_complete(args.dataset, args.data_dir)))
     if config.get("dataset") == args.dataset:
         # Divided as when the network was trained, so that its validation images are still unseen.
@@ -121,27 +120,18 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         return
     parts = Path(f"{args.output}.parts")
     parts.mkdir(parents=True, exist_ok=True)
+    lock = processes.is_first and take(parts / "lock")
 
     # The shards that are missing, this process its share of them.
     missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard[0]).exists()])
     processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {device}")
     backbone.network.to(device, memory_format=torch.channels_last)
     mine = missing[processes.rank :: processes.count]
-    images = iter(  # across shards, so that the processes that read images never pause
-        DataLoader(
-            Decoded(splits),
-            batch_sampler=[
-                [(split, index) for index in batch]
-                for _, split, rows in mine
-                for batch in batches_of(rows, args.batch_size)
-            ],
-            collate_fn=list,
-            num_workers=args.workers,
-        )
-    )
-    for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
-        num_batches = len(batches_of(rows, args.batch_size))
-        save(extract_shard(images, num_batches, backbone, args, device), parts / name)
+    batches = [batches_of(split, rows, args.batch_size) for _, split, rows in mine]
+    keys = list(itertools.chain(*batches))  # of all shards, so that the processes that read images never pause
+    images = iter(DataLoader(Decoded(splits), batch_sampler=keys, collate_fn=list, num_workers=args.workers))
+    for (name, _, _), some in zip(tqdm(mine, unit="shard", disable=None if processes.is_first else True), batches):
+        save(extract_shard(itertools.islice(images, len(some)), backbone, args, device), parts / name)
     processes.sum(torch.zeros(1))  # all have finished
 
     if processes.is_first:
@@ -150,9 +140,20 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         info |= {"weights": Path(args.weights).name if args.backbone else "checkpoint", "precision": args.precision}
         info |= {"num_classes": num_classes or DATASETS.get(args.dataset), "shard_rows": args.shard_rows}
         save({"info": info | {"digest": digest}, **merge(parts, shards, list(splits))}, args.output)
+        lock.release()
         shutil.rmtree(parts)
         rows = ", ".join(f"{len(split)} {name}" for name, split in splits.items())
         print(f"{args.output}: {rows} rows\ntrain on it: python experiments/finetune_imagenet.py -d {args.output}")
+
+
+def take(path: Path) -> FileLock:
+    """Keep other commands from making the same file."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise SystemExit(f"error: another process is writing to {path.parent}") from None
+    return lock
 
 
 def is_made(output: Path, digest: str) -> bool:
@@ -168,24 +169,23 @@ def is_made(output: Path, digest: str) -> bool:
     return True
 
 
-def batches_of(rows: range, batch_size: int) -> list[range]:
-    return [rows[begin : begin + batch_size] for begin in range(0, len(rows), batch_size)]
+def batches_of(split: str, rows: range, batch_size: int) -> list[list[tuple[str, int]]]:
+    keys = [(split, row) for row in rows]
+    return [keys[begin : begin + batch_size] for begin in range(0, len(keys), batch_size)]
 
 
 @torch.inference_mode()
 def extract_shard(
-    images: Iterator[list[tuple[Tensor | str, int]]],
-    num_batches: int,
+    batches: Iterable[list[tuple[Tensor | str, int]]],
     backbone: Backbone,
     args: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The embeddings (R, d) and labels (R,) of the next batches. Raises SystemExit for an image that is damaged."""
+    """The embeddings (R, d) and labels (R,) of some batches. Raises SystemExit for an image that is damaged."""
     features, labels = [], []
-    for items in itertools.islice(images, num_batches):
-        for image, _ in items:
-            if isinstance(image, str):
-                raise SystemExit(f"error: {image}")
+    for items in batches:
+        if broken := [image for image, _ in items if isinstance(image, str)]:
+            raise SystemExit(f"error: {broken[0]}")
         batch = torch.stack([image for image, _ in items]).to(device, memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             found = backbone.features(batch)  # (batch, d)
@@ -193,11 +193,8 @@ def extract_shard(
             raise SystemExit(f"error: {backbone.name} has no single vector before its classifier: {tuple(found.shape)}")
         stored = found.to(DTYPES[args.dtype])
         if not stored.isfinite().all():
-            largest = found.float().abs().max().item()
-            raise SystemExit(
-                f"error: features of up to {largest:.3g} are not finite in {args.dtype} with --precision "
-                f"{args.precision}: try --precision fp32, or --dtype float32"
-            )
+            told = f"features of up to {found.float().abs().max().item():.3g} are not finite in {args.dtype}"
+            raise SystemExit(f"error: {told}: try --precision fp32, or --dtype float32")
         features.append(stored.cpu())
         labels += [label for _, label in items]
     return {"embeddings": torch.cat(features), "labels": torch.tensor(labels)}

@@ -147,12 +147,7 @@ class Candidate:
 
 
 def finetune(
-    args: argparse.Namespace,
-    seed: int,
-    protocol: Protocol,
-    data: Embeddings,
-    about: dict[str, Any],
-    processes: Processes,
+    args: argparse.Namespace, seed: int, protocol: Protocol, data: Embeddings, about: dict, processes: Processes
 ) -> None:
     """Train the command's heads with one seed, all on the same batches, and record their rows."""
     device = processes.device(args.device)
@@ -189,24 +184,18 @@ def finetune(
     last_step = args.n_epochs * (counts["train"] // args.batch_size)
     while (done := min((each.run.done for each in candidates), default=last_step)) < last_step:
         group = [each for each in candidates if each.run.done == done]
-        train_epoch(args, seed, group, data, rows, device, processes)
+        train_epoch(group, data, rows)
     sizes = {f"{name}_images": count for name, count in counts.items()}
     for each in candidates:
         columns = {"num_classes": data.num_classes, "processes": processes.count, **sizes}
         each.run.record(columns, last_step * args.batch_size)
 
 
-def train_epoch(
-    args: argparse.Namespace,
-    seed: int,
-    group: list[Candidate],
-    data: Embeddings,
-    rows: dict[str, Tensor],
-    device: torch.device,
-    processes: Processes,
-) -> None:
+def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> None:
     """Train heads that are at the same step to the end of its epoch, with evaluations on the way."""
-    batch_size, num_steps, done = args.batch_size, len(rows["train"]) // args.batch_size, group[0].run.done
+    run, args, seed = group[0].run, group[0].run.args, group[0].config["seed"]
+    processes, device, batch_size = run.processes, run.device, args.batch_size
+    num_steps, done = len(rows["train"]) // batch_size, run.done
     epoch, first = done // num_steps + 1, done % num_steps
     share, weight = processes.share(batch_size), processes.weight(batch_size)
     read = streamed_batches if args.stream else batches
@@ -242,7 +231,7 @@ def train_epoch(
             each.losses.clear()
             losses.check_convergence(each.loss_fn)
         train_seconds = time.perf_counter() - started
-        for each, entry, result in zip(group, entries, evaluate(args, seed, group, data, rows, device, processes)):
+        for each, entry, result in zip(group, entries, evaluate(group, data, rows)):
             values = [entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))]
             if not all(map(math.isfinite, values)):
                 refuse_broken_rows(args, data, rows)
@@ -258,17 +247,10 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(
-    args: argparse.Namespace,
-    seed: int,
-    group: list[Candidate],
-    data: Embeddings,
-    rows: dict[str, Tensor],
-    device: torch.device,
-    processes: Processes,
-) -> list[dict[str, float]]:
+def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> list[dict[str, float]]:
     """For each head the mean loss, standard deviation of the logits and accuracies on the whole of valid and test."""
-    started = time.perf_counter()
+    started, run, args, seed = time.perf_counter(), group[0].run, group[0].run.args, group[0].config["seed"]
+    processes, device = run.processes, run.device
     results: list[dict[str, float]] = [{} for _ in group]
     for each in group:
         each.head.eval()

@@ -141,9 +141,9 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     pretraining.begin(wait=True)
     torch.manual_seed(seed)
     model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
-    fit(args, seed, pretraining, model, cross_entropy, words, 0, args.pretrain_updates, args.pretrain_lr)
+    fit(pretraining, model, cross_entropy, words, 0, args.pretrain_updates, args.pretrain_lr)
     pretraining.lock.release()
-    fit(args, seed, run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
+    fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
 
     started = time.perf_counter()
     columns: dict[str, Any] = {"pretrained": pretraining.name}
@@ -159,17 +159,10 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
 
 
 def fit(
-    args: argparse.Namespace,
-    seed: int,
-    run: Run,
-    model: EncoderDecoder,
-    objective: Objective,
-    words: Words,
-    before: int,
-    num_updates: int,
-    lr: float,
+    run: Run, model: EncoderDecoder, objective: Objective, words: Words, before: int, num_updates: int, lr: float
 ) -> None:
     """Train for so many updates, whose batches follow the first `before`; validate, and save."""
+    args, seed = run.args, run.config["seed"]
     optimizer = torch.optim.Adam(model.parameters(), lr)
     run.resume(model=model, optimizer=optimizer)
     letters, phonemes = (part.to(run.device) for part in words.train.pairs())  # (M, L), (M, T)

@@ -98,18 +98,19 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     torch.manual_seed(seed)
     model = resnet_cifar(args.model, data.num_classes).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), config["lr"], weight_decay=args.weight_decay, fused=True)
-    evaluated, average, more = model, None, {}
+    evaluated, more = model, {}
     if args.ema:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
         evaluated, more = average.module, {"trained": model, "average": average}
     run.resume(model=evaluated, optimizer=optimizer, loss=loss_fn, **more)
     network = losses.compiled(model, args.compile, device)
 
     for epoch in range(run.done + 1, args.n_epochs + 1):
-        entry = train_epoch(epoch, args, config, data, network, loss_fn, optimizer, average, processes)
+        entry = train_epoch(epoch, run, data, network, loss_fn, optimizer)
         processes.copy_from_first(evaluated.buffers())  # the running statistics of batch norm
         processes.copy_from_first(model.buffers())
-        entry |= evaluate(args, evaluated, loss_fn, data, processes)
+        entry |= evaluate(run, evaluated, loss_fn, data)
         entry |= losses.current_temperature(loss_fn, config["inverse_temperature"])
         run.save(entry, last=epoch == args.n_epochs, say=f"epoch {epoch}/{args.n_epochs}")
     sizes = {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
@@ -118,18 +119,11 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
 
 
 def train_epoch(
-    epoch: int,
-    args: argparse.Namespace,
-    config: dict,
-    data: Dataset,
-    network: nn.Module,
-    loss_fn: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: AveragedModel | None,
-    processes: Processes,
+    epoch: int, run: Run, data: Dataset, network: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1; return its mean loss, accuracies (fractions) and seconds."""
-    started, device, batch_size = time.perf_counter(), data.train.labels.device, args.batch_size
+    started, device, batch_size = time.perf_counter(), run.device, run.args.batch_size
+    args, config, processes = run.args, run.config, run.processes
     num_steps, share = len(data.train) // batch_size, processes.share(batch_size)
     order = epoch_order(len(data.train), config["seed"], epoch).to(device)
     generator = epoch_generator(config["seed"], epoch, device)
@@ -160,8 +154,6 @@ def train_epoch(
         loss.backward()
         processes.sum_gradients(network.parameters())
         optimizer.step()
-        if average:
-            average.update_parameters(network)
         step_losses.append(loss.detach())
         hits += count_hits(logits.detach(), labels)
     mean_loss = math.fsum(processes.sum(torch.stack(step_losses)).tolist()) / num_steps
@@ -174,20 +166,18 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(
-    args: argparse.Namespace, model: nn.Module, loss_fn: nn.Module, data: Dataset, processes: Processes
-) -> dict[str, float]:
+def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
     """Mean loss and top-k accuracies (fractions) on the whole validation and test set, without augmentation."""
-    started = time.perf_counter()
+    started, device, processes = time.perf_counter(), run.device, run.processes
     model.eval()
     loss_fn.eval()
     result = {}
     for name, split in (("valid", data.valid), ("test", data.test)):
-        share, device = processes.share(len(split)), split.labels.device
+        share = processes.share(len(split))
         sums = torch.zeros(1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits
         size = EVAL_BATCH[device.type]
         for images, labels in zip(split.images[share].split(size), split.labels[share].split(size)):
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=run.args.precision == "bf16"):
                 logits = model(normalise(images, data.mean, data.std)).float()  # (size, num_classes)
             sums[0] += loss_fn(logits, labels) * len(labels)
             sums[1:] += count_hits(logits, labels)

@@ -187,7 +187,7 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     for epoch in range(run.done + 1, n_epochs + 1):
         entry: dict[str, Any] = {"epoch": epoch, "train_loss": None, "train_seconds": 0.0}
         if optimizer:
-            entry = train_epoch(epoch, args, config, points, model, embed, operator, optimizer)
+            entry = train_epoch(epoch, run, points, model, embed, operator, optimizer)
         entry |= evaluate(args, points, model)
         entry |= losses.current_temperature(operator, config["inverse_temperature"])
         run.save(entry, last=epoch == n_epochs, say=f"epoch {epoch}/{n_epochs}")
@@ -208,18 +208,11 @@ def check_points(points: Points, args: argparse.Namespace) -> None:
 
 
 def train_epoch(
-    epoch: int,
-    args: argparse.Namespace,
-    config: dict[str, Any],
-    points: Points,
-    model: nn.ModuleDict,
-    embed: nn.Module,
-    operator: nn.Module | None,
-    optimizer: torch.optim.Optimizer,
+    epoch: int, run: Run, points: Points, model: nn.ModuleDict, embed: nn.Module, operator: Any, optimizer: Any
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1: each training point is a query once, but for the last partial batch."""
-    started, train, seed = time.perf_counter(), points.train, config["seed"]
-    device, num_steps = train.labels.device, len(train) // args.batch_size
+    started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
+    num_steps, seed = len(train) // args.batch_size, config["seed"]
     # Two independent orders; candidates go round where a step has more of them than queries.
     queries, candidates = (epoch_order(len(train), seed, 2 * epoch + each).to(device) for each in (0, 1))  # (N,)
     generator = epoch_generator(seed, 2 * epoch, device) if points.augmented else None

@@ -80,10 +80,8 @@ def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None
         try:
             network = timm.create_model(timm_name, pretrained=weights == "pretrained", **arguments)
         except Exception as error:  # four libraries are at work below, each with exceptions of its own
-            raise SystemExit(
-                f"error: cannot build {name} ({str(error).splitlines()[0] if str(error) else type(error).__name__}). "
-                "Where the weights cannot be downloaded, give --weights FILE or --weights none"
-            ) from None
+            told = f"cannot build {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            raise SystemExit(f"error: {told}. Without a network give --weights FILE or --weights none") from None
     if weights == LITE:
         load_weights(network, _lite_file(), in_order=True)
     elif weights not in ("pretrained", "none"):
@@ -108,30 +106,24 @@ def cifar_backbone(config: dict[str, Any], weights: dict[str, Tensor], resolutio
     # Bytes until they are on the device; both steps leave an image of the right size as it is.
     transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
     name = f"{config['dataset']}-{config['model']}"
-    return Backbone(
-        name, network.eval(), lambda images: network.features(normalise(images, mean, std)), transform, size
-    )
+    return Backbone(name, network.eval(), lambda x: network.features(normalise(x, mean, std)), transform, size)
 
 
 def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None:
-    """Load a state dict; the classifier's tensors count on neither side.
+    """Load a state dict, in which the classifier may differ. Raises SystemExit where it does not fit.
 
-    Args:
-        in_order: its tensors are those of the network one after another, under other names.
-
-    Raises:
-        SystemExit: there is no such file, or it does not fit.
+    in_order: its tensors are those of the network one after another, under other names.
     """
     heads = network.pretrained_cfg.get("classifier") or ()
-    heads = (heads,) if isinstance(heads, str) else tuple(heads)
+    heads = tuple(f"{head}." for head in ((heads,) if isinstance(heads, str) else heads))
     try:
         found = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
         if in_order:
             found = dict(zip(network.state_dict(), found.values(), strict=True))
-        found = {key: value for key, value in found.items() if not key.startswith(tuple(f"{head}." for head in heads))}
+        found = {key: value for key, value in found.items() if not key.startswith(heads)}
         for key, value in network.state_dict().items():
             # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
-            if key.startswith(tuple(f"{head}." for head in heads)) or key.endswith("num_batches_tracked"):
+            if key.startswith(heads) or key.endswith("num_batches_tracked"):
                 found.setdefault(key, value)
         network.load_state_dict(found)
     except Exception as error:  # torch, pickle and safetensors fail with many kinds on a file that is none

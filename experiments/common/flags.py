@@ -18,6 +18,9 @@ def make_parser(docstring: str) -> ArgumentParser:
     return ArgumentParser(description=docstring, formatter_class=formatter, allow_abbrev=False)
 
 
+# Argument types.
+
+
 def positive_int(text: str) -> int:
     if int(text) < 1:
         raise ValueError
@@ -30,22 +33,20 @@ def seed(text: str) -> int:
     return int(text)
 
 
-def positive_float(text: str) -> float:
-    if not 0 < float(text) < math.inf:
+def non_negative_float(text: str, highest: float = math.inf) -> float:
+    if not 0 <= float(text) <= highest or math.isinf(float(text)):
         raise ValueError
     return float(text)
 
 
-def non_negative_float(text: str) -> float:
-    if not 0 <= float(text) < math.inf:
+def positive_float(text: str) -> float:
+    if non_negative_float(text) == 0:
         raise ValueError
     return float(text)
 
 
 def fraction(text: str) -> float:
-    if not 0 <= float(text) <= 1:
-        raise ValueError
-    return float(text)
+    return non_negative_float(text, highest=1)
 
 
 def path(text: str) -> Path:
@@ -76,15 +77,14 @@ def method_among(names: Iterable[str]) -> Callable[[str], str]:
     return method
 
 
+# Groups of flags.
+
+
 def add_operator_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("relaxation", "A setting that is not given takes the method's default.")
-    group.add_argument(
-        "--inverse_temperature",
-        type=temperature,
-        metavar="BETA",
-        help="larger is closer to hard sorting: a number; auto (follows the spread of the scores); or 0.25:4 (a "
-        "schedule over the training). Of smooth_topk and smooth_hard_topk it is tau, where larger is softer",
-    )
+    told = "larger is closer to hard sorting: a number; auto (follows the spread of the scores); or 0.25:4 (a schedule "
+    told += "over the training). Of smooth_topk and smooth_hard_topk it is tau, where larger is softer"
+    group.add_argument("--inverse_temperature", type=temperature, metavar="BETA", help=told)
     group.add_argument("--distribution", choices=DISTRIBUTIONS, help="sigmoid family of the sorting networks")
     group.add_argument("--art_lambda", type=non_negative_float, help="exponent of logistic_phi, in [0, 1)")
 
@@ -93,20 +93,15 @@ def add_loss_flags(parser: ArgumentParser) -> None:
     """Add --method and its settings. What a single loss takes is listed in losses.OWN_SETTINGS, too."""
     add_operator_flags(parser)
     group = parser.add_argument_group("loss", "A setting that is not given takes the method's default.")
-    group.add_argument(
-        "--method", type=method_among(METHODS), required=True, metavar="NAME", help=f"one of {', '.join(METHODS)}"
-    )
+    told = f"one of {', '.join(METHODS)}"
+    group.add_argument("--method", type=method_among(METHODS), required=True, metavar="NAME", help=told)
     group.add_argument("-p_k", "--p_k", type=fraction, nargs="+", help="P_K, the weights of top-1, top-2, ...; sum 1")
     group.add_argument("-m", "--m", type=positive_int, help="scores to sort: the true class's and the m - 1 largest")
     group.add_argument("--top1_mode", choices=TOP1_MODES, help="how the k = 1 term is computed")
     group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over all classes")
     group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl, in units of the logits")
-    group.add_argument(
-        "--implementation",
-        choices=("ours", "difftopk"),
-        default="ours",
-        help="difftopk: the official loss, for comparison (default: ours)",
-    )
+    told = "difftopk: the official loss, for comparison (default: ours)"
+    group.add_argument("--implementation", choices=("ours", "difftopk"), default="ours", help=told)
 
 
 def add_optimization_flags(parser: ArgumentParser) -> None:
@@ -130,36 +125,25 @@ def add_seed_flags(parser: argparse._ActionsContainer) -> None:
     seeds.add_argument("--seeds", type=seed, nargs="+", help="several runs, one after another")
 
 
+def add_network_flags(parser: ArgumentParser) -> None:
+    told = "of the network; the loss is fp32 (default: fp32)"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=told)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the network")
+
+
 def add_run_flags(parser: ArgumentParser, results: str) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     group.add_argument("--threads", type=positive_int, help="CPU threads (default: one per core)")
     group.add_argument("--results", type=path, default=ROOT / "results" / results, help="CSV file that gets the row")
     group.add_argument("--force", action="store_true", help="repeat a run that --results already has")
-    group.add_argument(
-        "--checkpoint_seconds",
-        type=non_negative_float,
-        default=60,
-        help="from one checkpoint to the next (default: 60)",
-    )
+    told = "between checkpoints (default: 60)"
+    group.add_argument("--checkpoint_seconds", type=non_negative_float, default=60, help=told)
 
 
-def add_network_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("network")
-    group.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="of the network; the loss is fp32 (default: fp32)"
-    )
-    group.add_argument("--compile", action="store_true", help="torch.compile the network and the loss")
-
-
-def add_embedding_flags(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "-d",
-        "--data_path",
-        metavar="SOURCE",
-        help="embeddings: a published short name (python -m data.download --list), a torch file, or the https:// or "
-        "s3:// address of one",
-    )
+def add_embedding_flags(parser: ArgumentParser) -> None:
+    told = "a published short name (python -m data.download --list), a torch file, or an https:// or s3:// address"
+    parser.add_argument("-d", "--data_path", metavar="SOURCE", help=told)
     parser.add_argument("--cache_dir", type=path, help="of downloads (default: $TOPK_CACHE, or data/downloads)")
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
@@ -178,6 +162,6 @@ def learning_rate(args: Namespace, nloglr: float) -> dict[str, float | None]:
     return {"lr": 10**-nloglr, "nloglr": nloglr}
 
 
-def portable(source: Path | str) -> str:
+def portable(source: Path) -> str:
     """A path as a row shows it: relative to the repository where it lies within."""
-    return str(source.relative_to(ROOT) if isinstance(source, Path) and source.is_relative_to(ROOT) else source)
+    return str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source)

@@ -24,11 +24,7 @@ DEFAULT_P_K = {
 def loss_settings(
     args: Namespace, top1_mode: str, inverse_temperatures: Mapping[str, float], m: int | None = None
 ) -> dict[str, Any]:
-    """Fill in the arguments of make_loss: the script's defaults (top1_mode, temperatures, m), then the library's.
-
-    Raises:
-        SystemExit: a setting that does not fit the method, with the library's sentence.
-    """
+    """Fill in the arguments of make_loss: the script's defaults (top1_mode, temperatures, m), then the library's."""
     relaxed = args.method in RELAXATIONS
     settings = {
         "method": args.method,
@@ -37,21 +33,19 @@ def loss_settings(
         **operator_settings(args, inverse_temperatures, args.top1_mode or (top1_mode if relaxed else None)),
         **{name: getattr(args, name) for name in OWN_SETTINGS},
     }
-    for name in ("label_smoothing", "margin"):  # at 0 it is the loss without
-        settings[name] = settings[name] or None
-    return settings
+    # At 0 it is the loss without.
+    return settings | {name: settings[name] or None for name in ("label_smoothing", "margin")}
 
 
 def operator_settings(
     args: Namespace, inverse_temperatures: Mapping[str, float], top1_mode: str | None = None
 ) -> dict[str, Any]:
-    """Fill in inverse_temperature, distribution, art_lambda and top1_mode. Raises SystemExit as loss_settings."""
+    """Fill in inverse_temperature, distribution, art_lambda, top1_mode. Raises SystemExit where one does not fit."""
     beta = args.inverse_temperature or inverse_temperatures.get(args.method)
     ends = schedule_ends(beta)
+    shape = (args.distribution, args.art_lambda, top1_mode)
     try:
-        settings = resolve_settings(
-            args.method, ends[0] if ends else beta, args.distribution, args.art_lambda, top1_mode
-        )
+        settings = resolve_settings(args.method, ends[0] if ends else beta, *shape)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     return settings | ({"inverse_temperature": beta} if ends else {})
@@ -62,12 +56,9 @@ def build_loss(
     num_classes: int | None,
     device: torch.device,
     implementation: str = "ours",
-    reduction: str = "mean",
+    **more: str,
 ) -> nn.Module:
-    """Build the loss that loss_settings describes.
-
-    Args:
-        num_classes: number of logits; None where it varies.
+    """Build the loss that loss_settings describes. num_classes: None where it varies; more: reduction.
 
     Raises:
         SystemExit: settings that do not fit one another or the number of classes, with a sentence.
@@ -76,20 +67,19 @@ def build_loss(
     given = {name: value for name, value in settings.items() if value is not None}
     try:
         if implementation == "difftopk":
-            if unknown := [name for name in OWN_SETTINGS if name in given] + ["a temperature schedule"] * bool(ends):
+            if unknown := [name for name in OWN_SETTINGS if name in given] + ["temperature schedule"] * bool(ends):
                 raise ValueError(f"difftopk has no {unknown[0]}: leave it out, or take --implementation ours")
             from experiments.common.official_loss import make_official_loss
 
             return make_official_loss(**given, num_classes=num_classes, device=device)
-        if ends:
-            given["inverse_temperature"] = ends[0]
-        loss_fn = make_loss(**given, num_classes=num_classes, reduction=reduction).to(device)
-        if ends and not hasattr(loss_fn, "inverse_temperature"):
-            raise ValueError(f"the temperature of {settings['method']} is fixed: give one number")
+        given |= {"inverse_temperature": ends[0]} if ends else {}
+        loss_fn = make_loss(**given, num_classes=num_classes, **more).to(device)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except TypeError as error:  # an argument that this loss does not have
         raise SystemExit(f"error: {settings['method']} does not take these flags: {error}") from None
+    if ends and not hasattr(loss_fn, "inverse_temperature"):
+        raise SystemExit(f"error: the temperature of {settings['method']} is fixed: give one number")
     return loss_fn
 
 
@@ -122,8 +112,7 @@ def current_temperature(loss_fn: nn.Module | None, beta: float | str | None) -> 
 
 
 def is_stochastic(method: str) -> bool:
-    """Whether the loss of a method draws noise."""
-    return METHODS[method].stochastic
+    return METHODS[method].stochastic  # whether its loss draws noise
 
 
 def seed_noise(loss_fn: nn.Module, device: torch.device, *numbers: int) -> None:

@@ -101,7 +101,6 @@ class Processes:
 
 
 def prepare_device(device: torch.device, threads: int | None) -> None:
-    """Apply --threads, and let memory and convolutions be fast."""
     torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
     if device.type == "cuda":
         torch.cuda.set_device(device)

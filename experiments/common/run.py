@@ -60,10 +60,9 @@ class Run:
     ) -> None:
         self.name = run_id({name: config[name] for name in identity}, readable)
         self.config = {name: value for name, value in config.items() if name not in NOT_COLUMNS}
-        self.results, self.force, self.processes, self.clock = args.results, args.force, processes, clock
+        self.args, self.processes, self.clock, self.results = args, processes, clock, args.results
         self.folder = args.results.parent / "runs" / self.name
         self.device = torch.device(config["device"])
-        self.checkpoint_seconds = args.checkpoint_seconds
         self.history: list[dict[str, Any]] = []  # one entry per evaluation
         self.info = {"started_utc": utc_now(), "times_resumed": 0, "git_commit": git_commit()}
         self.state: dict[str, Any] = {}
@@ -98,7 +97,7 @@ class Run:
 
     def is_recorded(self) -> bool:
         """Whether the results file has the row, and --force does not ask for it again; says so."""
-        skipped = not self.force and any(row["run_id"] == self.name for row in read_rows(self.results))
+        skipped = not self.args.force and any(row["run_id"] == self.name for row in read_rows(self.results))
         if skipped:
             print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
         return skipped
@@ -168,7 +167,7 @@ class Run:
         self.history.append({**entry, "peak_memory_mib": peak_memory_mib(self.device)})
         if not self.processes.is_first:
             return
-        if last or time.monotonic() - self.saved_at >= self.checkpoint_seconds:
+        if last or time.monotonic() - self.saved_at >= self.args.checkpoint_seconds:
             training = {name: part.state_dict() for name, part in self.state.items() if name != "model"}
             saved = {"model": self.state["model"].state_dict(), "training": None if last else training}
             content = io.BytesIO()  # torch.save into a file would hide that the disk is full
