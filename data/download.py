@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -78,9 +79,7 @@ def download(source: str, cache: Path | None = None, sha256: str | None = None, 
                     is_s3 = address.startswith("s3://")
                     fetch(s3_reader(address, requester_pays) if is_s3 else http_reader(address), path, shown(address))
         except OSError as error:
-            raise SystemExit(
-                f"error: cannot write {path}: {error.strerror or error}; finished parts are kept"
-            ) from None
+            raise SystemExit(f"error: cannot write {path}: {error.strerror}; finished parts are kept") from None
     if sha256 and (found := sha256_of(path)) != sha256.lower():
         advice = "delete it to download it again" if "://" in address else "it is another file, or a damaged one"
         raise SystemExit(f"error: {path} has the SHA-256 {found}, not {sha256}: {advice}")
@@ -108,35 +107,39 @@ def fetch(read: Read, path: Path, name: str) -> None:
     done = {int(line) for line in lines[1:]}
     missing = [number for number in range(-(-size // PART_BYTES)) if number not in done]
     sizes = {number: min(PART_BYTES, size - number * PART_BYTES) for number in missing}
-    if (free := shutil.disk_usage(path.parent).free) < sum(sizes.values()):
-        raise SystemExit(
-            f"error: {name}: {sum(sizes.values()):,} bytes are to come, and {free:,} free in {path.parent}"
-        )
+    to_come, free = sum(sizes.values()), shutil.disk_usage(path.parent).free
+    if free < to_come:
+        raise SystemExit(f"error: {name}: {to_come:,} bytes are to come, and {free:,} are free in {path.parent}")
     with open(partial, "ab") as file:
         file.truncate(size)
 
+    stop = threading.Event()
+
+    def read_unless_stopped(begin: int, end: int) -> Answer:
+        if stop.is_set():
+            raise SystemExit("another part has failed")
+        return read(begin, end, version)
+
     def bring(number: int) -> int:
         begin = number * PART_BYTES
-        answer = retried(lambda: read(begin, begin + sizes[number], version), name)
+        answer = retried(lambda: read_unless_stopped(begin, begin + sizes[number]), name)
         with open(partial, "r+b") as file:
             file.seek(begin)
             file.write(answer.content)
             file.flush()
             os.fsync(file.fileno())
-        return number
+        with open(progress, "a") as log:
+            log.write(f"{number}\n")
+        return sizes[number]
 
     pool = ThreadPoolExecutor(CONNECTIONS)
     try:
-        with (
-            open(progress, "a") as log,
-            tqdm(total=size, initial=size - sum(sizes.values()), unit="B", unit_scale=True, disable=None) as bar,
-        ):
+        with tqdm(total=size, initial=size - to_come, unit="B", unit_scale=True, disable=None) as bar:
             for future in as_completed([pool.submit(bring, number) for number in missing]):
-                log.write(f"{future.result()}\n")
-                log.flush()
-                bar.update(sizes[future.result()])
+                bar.update(future.result())
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        stop.set()
+        pool.shutdown(cancel_futures=True)
     os.replace(partial, path)
     progress.unlink()
 
@@ -179,10 +182,10 @@ def http_reader(address: str) -> Read:
         if status not in (200, 206):
             raise SystemExit(f"error: {name}: the server answered {status} {answer.reason}")
         if not size or not now or "text/html" in found.get("Content-Type", "") or found.get("Content-Encoding"):
-            raise SystemExit(
-                f"error: {name}: the server sends no ranges of a file with a version but "
-                f"{found.get('Content-Type', 'something else')}. Download it by other means, and give its path"
+            told = (
+                f"the server sends no ranges of a file with a version but {found.get('Content-Type', 'other things')}"
             )
+            raise SystemExit(f"error: {name}: {told}. Download it by other means, and give its path")
         if len(content) != end - begin:
             raise Again(f"{len(content)} bytes came instead of {end - begin}")
         return Answer(content, int(size[1]), now)

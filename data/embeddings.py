@@ -117,30 +117,25 @@ def load_embeddings(path: Path) -> Embeddings:
     if any(len(parts) < 2 for parts in tensors.values()) or "train" not in tensors:
         raise SystemExit(f"error: {path} must hold {NEEDED}; it has {', '.join(map(str, content)) or 'nothing'}")
     splits = {name: Split(parts["embeddings"], parts["labels"]) for name, parts in tensors.items()}
-    for name, split in splits.items():
-        rows, labels = split.embeddings, split.labels
+    info = content.get("info") or {}
+    dim, num_classes = splits["train"].embeddings.shape[-1], info.get("num_classes")
+    for name in (name for name in SPLITS if name in splits):
+        rows, labels = splits[name].embeddings, splits[name].labels
         if rows.dim() != 2 or not rows.is_floating_point() or labels.shape != rows.shape[:1] or not rows.numel():
+            told = f"{rows.dtype} {tuple(rows.shape)} and labels {tuple(labels.shape)}"
             raise SystemExit(
-                f"error: {name} in {path} must have embeddings (N, d), floating point, and N labels; it has "
-                f"{rows.dtype} {tuple(rows.shape)} and labels {tuple(labels.shape)}"
+                f"error: {name} in {path} must have embeddings (N, d), floating point, and N labels: {told}"
             )
         if labels.is_floating_point() or labels.dtype == torch.bool or int(labels.min()) < 0:
             raise SystemExit(f"error: the labels of {name} in {path} must be whole numbers of at least 0")
-        if rows.shape[1] != splits["train"].embeddings.shape[1]:
-            raise SystemExit(
-                f"error: train and {name} in {path} have embeddings of different width: "
-                f"{splits['train'].embeddings.shape[1]} and {rows.shape[1]}"
-            )
-        split.labels = labels.long()
-    highest = {name: int(split.labels.max()) for name, split in splits.items()}
-    num_classes = (content.get("info") or {}).get("num_classes") or 1 + highest["train"]
-    for name, label in highest.items():
-        if label >= num_classes:
-            raise SystemExit(
-                f"error: {name} in {path} has a label {label}, and train has the classes 0 to {num_classes - 1}: the "
-                "splits are of different sets of classes"
-            )
-    return Embeddings(splits, num_classes, content.get("info") or {})
+        if rows.shape[1] != dim:
+            raise SystemExit(f"error: splits of {path} have different width: {dim} and {rows.shape[1]} ({name})")
+        num_classes = num_classes or 1 + int(labels.max())  # train comes first
+        if labels.max() >= num_classes:
+            told = f"a label {int(labels.max())}, and train has the classes 0 to {num_classes - 1}"
+            raise SystemExit(f"error: {name} in {path} has {told}: the splits are of different sets of classes")
+        splits[name].labels = labels.long()
+    return Embeddings(splits, num_classes, info)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -192,8 +192,8 @@ FAULTS = r"""
 
 # labels_reversed: the labels of embeddings are read from the end
 @ data/embeddings.py
-- split.labels = labels.long()
-+ split.labels = labels.long().flip(0)
+- splits[name].labels = labels.long()
++ splits[name].labels = labels.long().flip(0)
 = tests/experiments/test_oracle_finetune_imagenet.py
 
 # linear_schedule: an inverse temperature such as 0.25:4 goes evenly, not evenly in its logarithm

@@ -42,7 +42,6 @@ class Run:
     """One configuration, one folder, one row.
 
     Args:
-        args: the command line; results, force and checkpoint_seconds are read.
         config: every flag with its default filled in; "seed" and "device" among them.
         identity: the names in config that make it another experiment.
         readable: template of the readable part of its name.
@@ -50,14 +49,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        args: Namespace,
-        config: Mapping[str, Any],
-        identity: Sequence[str],
-        readable: str,
-        processes: Processes,
+        self, args: Namespace, config: dict, identity: Sequence[str], readable: str, processes: Processes,
         clock: str = "epoch",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = run_id({name: config[name] for name in identity}, readable)
         self.config = {name: value for name, value in config.items() if name not in NOT_COLUMNS}
         self.args, self.processes, self.clock, self.results = args, processes, clock, args.results
@@ -70,10 +64,7 @@ class Run:
     def begin(self, wait: bool = False) -> bool:
         """Take the folder; return False where the results file has the row already, which is said.
 
-        The operating system gives the lock back after any end. wait: for another process that has it.
-
-        Raises:
-            SystemExit: another process runs this configuration.
+        wait: for another process that has it. Raises SystemExit where one has it. The lock ends with the process.
         """
         return self.processes.from_first(lambda: self._begin(wait))
 
@@ -110,11 +101,8 @@ class Run:
     def resume(self, **state: Any) -> None:
         """Continue from the checkpoint, if there is one; otherwise begin alike in all processes.
 
-        Args:
-            state: modules and optimizers (or None) by name; "model" is what the last checkpoint keeps.
-
-        Raises:
-            SystemExit: a checkpoint that does not load, with the folder to delete.
+        state: modules and optimizers (or None) by name; "model" is what the last checkpoint keeps. Raises SystemExit
+        for a checkpoint that does not load, with the folder to delete.
         """
         self.state = {name: part for name, part in state.items() if part is not None}
         self.saved_at = time.monotonic()
@@ -150,14 +138,10 @@ class Run:
         return None if started == [saved["info"]["started_utc"]] else saved  # with --force: of the recorded run
 
     def save(self, entry: Mapping[str, Any], last: bool = False, say: str = "") -> None:
-        """Append an evaluation to the history, and write the checkpoint if the last one is a minute old.
+        """Append an evaluation to the history, and write the checkpoint if it is time.
 
-        Args:
-            last: nothing continues the run after this: its checkpoint keeps the model alone.
-            say: when that was, printed with the figures.
-
-        Raises:
-            SystemExit: weights that are not finite, or no space left.
+        last: nothing continues the run after this: its checkpoint keeps the model alone. say: when that was, printed
+        with the figures. Raises SystemExit for weights that are not finite, and without space.
         """
         if not all(is_finite(part) for part in self.state.values() if isinstance(part, nn.Module)):
             raise SystemExit(
@@ -179,11 +163,7 @@ class Run:
             print("  ".join([say, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
 
     def record(self, columns: Mapping[str, Any], num_images: int | None = None) -> None:
-        """Add the row to the results file, in place of an earlier row of this run, and give the folder back.
-
-        Args:
-            num_images: of all training steps together.
-        """
+        """Add the row, in place of an earlier one of this run. num_images: of all training steps together."""
         if not self.processes.is_first:
             return
         row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
