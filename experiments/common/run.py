@@ -35,7 +35,8 @@ from experiments.common.records import read_rows, replace_file, run_id, utc_now,
 
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by what they count
 SHOWN = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # printed after an evaluation
-NOT_COLUMNS = ("seeds", "also", "results", "force", "checkpoint_seconds", "cache_dir", "sha256", "requester_pays")
+NOT_COLUMNS = ("seeds", "also", "results", "force", "checkpoint_seconds")
+NOT_COLUMNS += ("cache_dir", "sha256", "requester_pays", "stream")
 
 
 class Run:

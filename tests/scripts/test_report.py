@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from experiments import finetune_imagenet, train_cifar100, train_knn
+from experiments.common.run import NOT_COLUMNS
 from scripts.reporting.tables import PAPER, SEEDS, identity_columns
 
 FIVE = "0.2 0.2 0.2 0.2 0.2"
@@ -267,8 +268,8 @@ def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, said):
 @pytest.mark.parametrize("script", [train_cifar100, finetune_imagenet, train_knn])
 def test_what_makes_another_experiment_is_what_the_scripts_say(script):
     flags = vars(script.parse_arguments(["--method", "softsort"]))
-    not_recorded = {"results", "force", "seeds", "also", "cache_dir", "endpoint_url"}
-    row = dict.fromkeys([*flags, "embeddings"], "")
+    not_recorded = set(NOT_COLUMNS)
+    row = dict.fromkeys([*flags, *script.IDENTITY, "embeddings"], "")
     identity = {name for name in identity_columns(row) if name not in not_recorded}
     expected = set(script.IDENTITY) - set(SEEDS) | {"embeddings"}
     assert identity == expected
