@@ -19,7 +19,7 @@ import math
 import shlex
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,9 +141,7 @@ class Candidate:
     optimizer: torch.optim.Optimizer
     losses: list[Tensor] = field(default_factory=list)  # each (), since the last evaluation
 
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.run.config
+    config = property(lambda self: self.run.config)
 
 
 def finetune(
@@ -154,10 +152,8 @@ def finetune(
     rows = choose_rows(data, args, protocol)
     counts = {name: len(chosen) for name, chosen in rows.items()}
     default_rate = fill_in_schedule(args, protocol, counts["train"])
-    processes.print(
-        f"{', '.join(f'{count} {name}' for name, count in counts.items())} rows; batch size {args.batch_size}, "
-        f"{args.n_epochs} epochs"
-    )
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items())
+    processes.print(f"{shown} rows; batch size {args.batch_size}, {args.n_epochs} epochs")
     m = protocol.m if data.num_classes > protocol.m else None
     candidates = []
     for each in [args, *args.also]:
@@ -166,6 +162,7 @@ def finetune(
         rate = flags.learning_rate(each, 0.0) if each.lr or each.nloglr is not None else default_rate
         config = vars(each) | settings | rate | about | {"seed": seed, "order_seed": seed, "device": str(device)}
         config |= {"num_valid": counts["valid"], "weight_decay": each.weight_decay or None}
+        config |= {"batch_size": args.batch_size, "n_epochs": args.n_epochs}
         run = Run(args, config, IDENTITY, READABLE, processes, clock="step")
         if any(run.name == other.run.name for other in candidates) or not run.begin():
             continue
@@ -201,10 +198,9 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
     read = streamed_batches if args.stream else batches
     stream = read(data["train"], rows["train"], batch_size, epoch, seed, device, first)
     hidden = None if processes.is_first else True
+    bar = tqdm(stream, f"epoch {epoch}", num_steps, initial=first, leave=False, disable=hidden)
     started = time.perf_counter()
-    for step, (embeddings, labels) in enumerate(
-        tqdm(stream, f"epoch {epoch}", num_steps, initial=first, leave=False, disable=hidden), first
-    ):
+    for step, (embeddings, labels) in enumerate(bar, first):
         number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
         embeddings, labels = embeddings[share].float(), labels[share]
         for each in group:

@@ -200,7 +200,7 @@ FAULTS = r"""
 @ experiments/common/losses.py
 - ends[0] * (ends[1] / ends[0]) ** progress
 + ends[0] + (ends[1] - ends[0]) * progress
-= tests/experiments/test_oracle_train_cifar100.py
+= tests/experiments/test_losses.py
 
 # scores_of_imagenet_1k: heads on ImageNet-21K keep 16 scores instead of 50
 @ experiments/finetune_imagenet21k.py

@@ -227,7 +227,10 @@ def test_a_results_file_with_a_damaged_line_is_not_rewritten(run, tmp_path):
 
 def test_the_schedule_of_heads_goes_by_the_number_of_rows(run, tmp_path):
     flags = "-d EMBEDDINGS --method softmax_cross_entropy"
-    (row,) = run(finetune_imagenet, flags=flags)
+    row, also = run(finetune_imagenet, flags=f'{flags} --also "--method softsort --lr .5"')
+    names = ("train_images", "valid_images", "batch_size", "n_epochs")
+    assert [also[name] for name in names] == [row[name] for name in names]
+    assert also["lr"] == "0.5"
     # Of 130 rows a fifth validates; a twentieth of the rest is a batch, and there are 2,000 steps.
     assert [row[name] for name in ("train_images", "valid_images", "batch_size", "n_epochs")] == [
         "104",
