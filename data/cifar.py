@@ -83,13 +83,9 @@ def load_dataset(
 
     Args:
         data_dir: folder that holds cifar-100-python/ or cifar-10-batches-py/, or receives them.
-        seed: chooses the validation images, the subset and the label noise.
         limit_train: use so many random training images; 5 % of them validate.
         label_noise: probability with which a training label is drawn anew from its block of NOISE_BLOCK consecutive
             classes, itself included (Berrada, Zisserman and Kumar 2018). Other labels stay clean.
-
-    Raises:
-        SystemExit: limit_train does not fit the set, or the files are absent and cannot be had.
     """
     train, test = load_complete(name, data_dir)
     count = limit_train or len(train)
@@ -120,11 +116,7 @@ def load_dataset(
 
 
 def noisy_labels(labels: Tensor, groups: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Replace each label (N,), with this probability, by one drawn uniformly from its group, itself included.
-
-    Args:
-        groups: (G, S) int64, each class id once; a line holds the S classes of a group.
-    """
+    """Replace each label (N,), with this probability, by one of its group; groups: (G, S), each class id once."""
     group_of = torch.empty(groups.numel(), dtype=torch.int64)  # (classes,)
     group_of[groups] = torch.arange(len(groups))[:, None].expand_as(groups)
     replaced = torch.rand(len(labels), generator=generator) < probability  # (N,)

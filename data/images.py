@@ -4,6 +4,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,13 @@ class ImageFolder(Dataset):
 
     def stamps(self) -> list[bytes]:
         """Of each image a line that changes when it is replaced: name, label, size, time of its last change."""
-        found = []
-        for path, label in self.samples:
-            status = os.stat(path)
-            name = os.fsencode(os.path.relpath(path, self.folder))
-            found.append(b"%s\n%d %d %d\n" % (name, label, status.st_size, status.st_mtime_ns))
-        return found
+
+        def stamp(sample: tuple[str, int]) -> bytes:
+            status, name = os.stat(sample[0]), os.fsencode(os.path.relpath(sample[0], self.folder))
+            return b"%s\n%d %d %d\n" % (name, sample[1], status.st_size, status.st_mtime_ns)
+
+        with ThreadPoolExecutor(16) as threads:  # a file server answers several questions at a time
+            return list(threads.map(stamp, self.samples))
 
 
 def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Tensor]) -> dict[str, ImageFolder]:

@@ -62,11 +62,7 @@ class Points:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def inputs(self, chosen: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """What a network takes of some of a split's inputs (B, ...): float32, normalised.
-
-        Args:
-            generator: crops and flips images first, as in training.
-        """
+        """What a network takes of some inputs (B, ...): float32, normalised. generator: crops and flips them first."""
         if chosen.dtype != torch.uint8:
             return chosen.float()
         if generator is not None:
@@ -75,14 +71,7 @@ class Points:
 
 
 def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | None = None) -> Points:
-    """Load one of POINT_SETS, on the CPU.
-
-    Args:
-        seed: chooses the images that validate, and those that limit_train leaves over.
-
-    Raises:
-        SystemExit: limit_train does not fit, or the files are absent and cannot be had.
-    """
+    """Load one of POINT_SETS, on the CPU. seed: of the images that validate, and that limit_train leaves over."""
     means, stds, valid_share, augmented = POINT_SETS[name]
     if "mnist" in name:
         kind = FashionMNIST if name == "fashion_mnist" else MNIST

@@ -228,13 +228,10 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             losses.check_convergence(each.loss_fn)
         train_seconds = time.perf_counter() - started
         for each, entry, result in zip(group, entries, evaluate(group, data, rows)):
-            values = [entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))]
-            if not all(map(math.isfinite, values)):
-                refuse_broken_rows(args, data, rows)
-                raise SystemExit(
-                    f"error: the loss of {each.run.name} became {' / '.join(map(str, values))} in epoch {epoch}, step "
-                    f"{step + 1}; nothing is recorded. Try a smaller --lr, or --precision fp32"
-                )
+            for value in (entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))):
+                if not math.isfinite(value):
+                    refuse_broken_rows(args, data, rows)
+                losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {each.run.name}")
             entry |= {**result, "train_seconds": train_seconds}
             entry |= losses.current_temperature(each.loss_fn, each.config["inverse_temperature"])
             said = f"{each.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""

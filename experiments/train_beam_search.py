@@ -187,8 +187,7 @@ def fit(
             optimizer.step()
             step_losses.append(loss.detach())
         mean_loss = math.fsum(torch.stack(step_losses).tolist()) / len(step_losses)
-        if not math.isfinite(mean_loss):
-            raise SystemExit(f"error: the loss became {mean_loss} before update {end}. Try a smaller --lr")
+        losses.check_finite(mean_loss, f"before update {end}")
         trained = time.perf_counter()
         rates = error_rates(model, words.valid, args.beam_size, run.device)
         entry = {"update": end, "train_loss": mean_loss} | {f"valid_{rate}": value for rate, value in rates.items()}

@@ -157,9 +157,7 @@ def train_epoch(
         step_losses.append(loss.detach())
         hits += count_hits(logits.detach(), labels)
     mean_loss = math.fsum(processes.sum(torch.stack(step_losses)).tolist()) / num_steps
-    if not math.isfinite(mean_loss):
-        advice = "Try a smaller --lr, or --precision fp32"
-        raise SystemExit(f"error: the loss became {mean_loss} in epoch {epoch}; nothing is recorded. {advice}")
+    losses.check_finite(mean_loss, f"in epoch {epoch}")
     losses.check_convergence(loss_fn)
     accuracies = hit_fractions("train", processes.sum(hits).tolist(), num_steps * batch_size)
     return {"epoch": epoch, "train_loss": mean_loss, **accuracies, "train_seconds": time.perf_counter() - started}
@@ -182,8 +180,7 @@ def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> d
             sums[0] += loss_fn(logits, labels) * len(labels)
             sums[1:] += count_hits(logits, labels)
         loss, *hits = processes.sum(sums).tolist()
-        if not math.isfinite(loss):
-            raise SystemExit(f"error: the loss on {name} became {loss}. Try a smaller --lr, or --precision fp32")
+        losses.check_finite(loss, f"on {name}")
         result |= {f"{name}_loss": loss / len(split), **hit_fractions(name, hits, len(split))}
     return {**result, "eval_seconds": time.perf_counter() - started}
 

@@ -245,8 +245,7 @@ def train_epoch(
         optimizer.step()
         step_losses.append(loss.detach())
     mean_loss = math.fsum(torch.stack(step_losses).tolist()) / num_steps
-    if not math.isfinite(mean_loss):
-        raise SystemExit(f"error: the loss became {mean_loss} in epoch {epoch}. Try a smaller --lr")
+    losses.check_finite(mean_loss, f"in epoch {epoch}")
     return {"epoch": epoch, "train_loss": mean_loss, "train_seconds": time.perf_counter() - started}
 
 

@@ -2,10 +2,10 @@
 # The published rows on one GPU that is at hand for half an hour, perhaps on a machine without network or our packages.
 #   scripts/gpu.sh pack ../shared/data          # here: packages and CIFAR-100 to data/downloads/gpu, in parts of 50 MB
 #   scripts/gpu.sh unpack                       # there: makes .venv beside that machine's PyTorch, and the data
-#   scripts/gpu.sh check                        # what only a GPU shows: losses, kernels, graph beside loop
-#   scripts/gpu.sh rows 5 [--graph ...]         # evidence.sh's rows, five at a time under MPS, on after this returns
+#   scripts/gpu.sh check                        # what only a GPU shows: losses, kernels, compiled networks
+#   scripts/gpu.sh rows 5                     # evidence.sh's rows, five at a time under MPS, on after this returns
 #   scripts/gpu.sh collect 500 $OUT             # after 500 s, or when all are done: rows and histories to a folder, one file
-#   scripts/gpu.sh times $OUT                   # alone: a step with each loss, as a loop and as a graph
+#   scripts/gpu.sh times $OUT                   # alone: a step with each loss
 # Arguments of rows are train_cifar100.py's and the launcher's; --n_epochs 1 --limit_train 512 tries it on a CPU.
 folder=data/downloads/gpu stage=${1:-none}
 if [ "$stage" = unpack ]; then
@@ -32,7 +32,7 @@ case $stage in
     ;;
   check)
     .venv/bin/python -m pytest -q tests/topk_losses/test_on_cuda.py tests/topk_losses/test_kernels.py \
-      tests/experiments/test_graph.py tests/experiments/test_train_cifar100_steps.py "$@"
+      tests/experiments/test_commands.py "$@"
     ;;
   rows)
     jobs=${1:?give the number of rows at a time}

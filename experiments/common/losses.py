@@ -1,5 +1,6 @@
 """From the loss flags to a loss, and what some losses need in training: noise, class counts, a temperature schedule."""
 
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -119,6 +120,13 @@ def seed_noise(loss_fn: nn.Module, device: torch.device, *numbers: int) -> None:
     """Let a loss or operator draw the same noise whenever these numbers (seed, epoch, rank) are the same."""
     state = int(SeedSequence(numbers).generate_state(1, "uint64")[0] >> 1)
     loss_fn.generator = torch.Generator(device).manual_seed(state)
+
+
+def check_finite(value: float, where: str) -> None:
+    """Raise SystemExit, with advice, for a loss that is not finite."""
+    if not math.isfinite(value):
+        told = f"the loss became {value} {where}; nothing is recorded"
+        raise SystemExit(f"error: {told}. Try a smaller --lr, --precision fp32, or another --inverse_temperature")
 
 
 def compiled(module: nn.Module, wanted: bool, device: torch.device) -> nn.Module:
