@@ -120,10 +120,8 @@ class Run:
                 ) from None
             commits = dict.fromkeys([*saved["info"]["git_commit"].split("+"), self.info["git_commit"]])
             self.history, self.info = saved["history"], saved["info"]
-            self.info |= {
-                "times_resumed": self.info["times_resumed"] + 1,
-                "git_commit": "+".join(filter(None, commits)),
-            }
+            self.info["times_resumed"] += 1
+            self.info["git_commit"] = "+".join(filter(None, commits))
             if self.processes.is_first:
                 write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
         else:
@@ -144,7 +142,8 @@ class Run:
         last: nothing continues the run after this: its checkpoint keeps the model alone. say: when that was, printed
         with the figures. Raises SystemExit for weights that are not finite, and without space.
         """
-        if not all(is_finite(part) for part in self.state.values() if isinstance(part, nn.Module)):
+        networks = [part for name, part in self.state.items() if isinstance(part, nn.Module) and name != "loss"]
+        if not all(map(is_finite, networks)):
             raise SystemExit(
                 f"error: weights of {self.name} are not finite at {self.clock} {entry[self.clock]}; nothing is "
                 "recorded. Try a smaller --lr, or --precision fp32"
