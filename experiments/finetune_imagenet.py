@@ -252,7 +252,8 @@ def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) 
         split, chosen = data.splits.get(name, data["train"]), rows[name][processes.share(len(rows[name]))]
         sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=device)  # losses, deviations, hits
         for number, some in enumerate(chosen.to(split.embeddings.device).split(args.batch_size)):
-            embeddings, labels = split.embeddings[some].to(device).float(), split.labels[some].to(device)
+            embeddings = split.embeddings.index_select(0, some).to(device).float()  # (rows, d)
+            labels = split.labels.index_select(0, some).to(device)
             for each, total in zip(group, sums):
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                     logits = each.head(embeddings).float()  # (rows, num_classes)
