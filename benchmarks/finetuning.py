@@ -19,8 +19,8 @@ from torch import nn
 from benchmarks.contenders import difftopk
 from benchmarks.losses import make_ours
 from benchmarks.runner import SOFTMAX, Table, parser, positive, ratio, size, take_turns
-from experiments.shared.command_line import DEFAULT_P_K
-from experiments.shared.environment import keep_freed_memory, set_up_device
+from experiments.common.losses import DEFAULT_P_K
+from experiments.common.processes import prepare_device
 from models.heads import head
 from topk_losses import METHODS, RELAXATIONS
 
@@ -83,8 +83,7 @@ def main() -> int:
     for each in args.sizes:
         if len(each) != 4 or (each[3] or 5) < 5:
             flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, m at least 5, got {each}")
-    set_up_device(args.device, args.threads, deterministic=False)
-    keep_freed_memory()
+    prepare_device(args.device, args.threads)
     table = Table(args)
     for each in args.sizes:
         batch, dim, n, m = each

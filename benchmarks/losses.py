@@ -27,7 +27,7 @@ from torch.utils.benchmark import Timer
 
 from benchmarks import contenders
 from benchmarks.runner import SOFTMAX, Table, parser, positive, size
-from experiments.shared.environment import keep_freed_memory
+from experiments.common.processes import keep_freed_memory
 from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
 from topk_losses.methods import SINGLE_K, TOP1
 

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch.utils.benchmark import Timer
 
-from experiments.shared.environment import device_name, git_commit
+from experiments.common.environment import device_name, git_commit
 
 RESULTS = Path(__file__).parent.parent / "results" / "benchmarks"
 SOFTMAX = "softmax_cross_entropy"

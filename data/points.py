@@ -1,47 +1,34 @@
 """Labelled points, images or embeddings, whole in memory, in three splits: what a nearest-neighbour classifier takes.
 
-    points = load_points("mnist", data_dir, seed=0)      one of POINT_SETS
-    points = points_of_store(store, seed=0)              embeddings (data/embeddings)
-
 Protocol of Grover et al. 2019: of MNIST and Fashion-MNIST 5,000 training images validate, of CIFAR-10 likewise; of
-other sets here a tenth. Pixels are in [0, 1], normalised as in the published code: not at all for MNIST. Digits and the
-MNISTs have one channel.
+other sets here a tenth. Pixels are normalised as in the published code: not at all for MNIST. Digits and the MNISTs
+have one channel.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torchvision.datasets import MNIST, FashionMNIST
 
-from data.cifar100 import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, crop_and_flip, load_complete, sample_crops
-from data.embeddings import EmbeddingStore, split_rows
-from data.image_sources import open_images
+from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, crop_and_flip, load_complete, sample_crops
+from data.embeddings import Embeddings, split_rows
 
-
-@dataclass(frozen=True)
-class PointSet:
-    """How the images of a set become inputs. valid_share: of the training images; augmented: cropped and flipped."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    valid_share: float = 1 / 10
-    augmented: bool = False
-
-
-POINT_SETS: dict[str, PointSet] = {
-    "mnist": PointSet((0.0,), (1.0,), valid_share=1 / 12),
-    "fashion_mnist": PointSet((0.2860,), (0.3530,), valid_share=1 / 12),
-    "cifar10": PointSet(CIFAR_MEAN, CIFAR_STD, augmented=True),
-    "cifar100": PointSet(CIFAR_MEAN, CIFAR_STD, augmented=True),
-    "digits": PointSet(DIGITS_MEAN[:1], DIGITS_STD[:1]),
+# Name -> mean and standard deviation of the pixels in [0, 1], share of the training images that validate, and whether
+# images are cropped and flipped in training.
+POINT_SETS: dict[str, tuple[tuple[float, ...], tuple[float, ...], float, bool]] = {
+    "mnist": ((0.0,), (1.0,), 1 / 12, False),
+    "fashion_mnist": ((0.2860,), (0.3530,), 1 / 12, False),
+    "cifar10": (CIFAR_MEAN, CIFAR_STD, 1 / 10, True),
+    "cifar100": (CIFAR_MEAN, CIFAR_STD, 1 / 10, True),
+    "digits": (DIGITS_MEAN[:1], DIGITS_STD[:1], 1 / 10, False),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """inputs: (N, C, H, W) uint8 or (N, d) of any floating dtype; labels: (N,) int64 in [0, num_classes)."""
+    """inputs: (N, C, H, W) uint8, or (N, d) floating point; labels: (N,) int64."""
 
     inputs: Tensor
     labels: Tensor
@@ -50,7 +37,6 @@ class Samples:
         return len(self.labels)
 
     def to(self, device: torch.device) -> "Samples":
-        """The same samples on `device`."""
         return Samples(self.inputs.to(device), self.labels.to(device))
 
 
@@ -72,15 +58,11 @@ class Points:
         return tuple(self.train.inputs.shape[1:])
 
     def to(self, device: torch.device) -> "Points":
-        """The same points on `device`."""
-        moved = {name: getattr(self, name).to(device) for name in ("train", "valid", "test", "shift", "scale")}
-        return replace(self, **moved)
+        names = ("train", "valid", "test", "shift", "scale")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def inputs(self, chosen: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """What a network takes, float32, of some of a split's inputs (B, ...): (B, *input_shape).
-
-        generator: crops and flips the images first, as in training; on their device. Without one they stay as they are.
-        """
+        """What a network takes of some inputs (B, ...): float32, normalised. generator: crops and flips them first."""
         if chosen.dtype != torch.uint8:
             return chosen.float()
         if generator is not None:
@@ -88,62 +70,44 @@ class Points:
         return chosen * self.scale - self.shift
 
 
-def load_points(
-    name: str,
-    data_dir: str | Path,
-    *,
-    mirror: str | None = None,
-    seed: int = 0,
-    limits: Mapping[str, int] | None = None,
-) -> Points:
-    """Load one of POINT_SETS into memory, on the CPU.
-
-    data_dir, mirror: as for load_dataset (mirror: of CIFAR alone). seed: of the images that validate, and of those that
-    limits, {"train": N, "test": N}, leave over. Raises ValueError, DatasetUnavailableError among them.
-    """
-    of_set = POINT_SETS[name]
+def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | None = None) -> Points:
+    """Load one of POINT_SETS, on the CPU. seed: of the images that validate, and that limit_train leaves over."""
+    means, stds, valid_share, augmented = POINT_SETS[name]
     if "mnist" in name:
-        splits = open_images(name, data_dir).splits
-        # (N, 28, 28) uint8 and (N,) int64 in memory, under torchvision's names
-        train, test = (
-            Samples(each.data.unsqueeze(1), each.targets) for each in (splits["train"].dataset, splits["test"].dataset)
-        )
-        class_names = range(10)
+        kind = FashionMNIST if name == "fashion_mnist" else MNIST
+        try:
+            both = [kind(data_dir, train=train, download=True) for train in (True, False)]
+        except (OSError, RuntimeError) as error:
+            raise SystemExit(f"error: {name} is not in {data_dir}, and cannot be downloaded ({error})") from None
+        train, test = (Samples(each.data.unsqueeze(1), each.targets) for each in both)  # (N, 1, 28, 28)
     else:
-        *images, class_names = load_complete(name, data_dir, mirror=mirror)
-        channels = len(of_set.mean)
-        train, test = (Samples(each.images[:, :channels].contiguous(), each.labels) for each in images)
-    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (of_set.mean, of_set.std))
-    splits = _splits(train, test, of_set.valid_share, seed, limits or {})
-    return Points(len(class_names), *splits, mean / std, 1 / (255 * std), of_set.augmented)
+        images = load_complete(name, data_dir)
+        train, test = (Samples(each.images[:, : len(means)].contiguous(), each.labels) for each in images)
+    train, valid = divide(train, valid_share, seed, limit_train)
+    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (means, stds))
+    num_classes = 1 + int(train.labels.max())
+    return Points(num_classes, train, valid, test, mean / std, 1 / (255 * std), augmented)
 
 
-def points_of_store(store: EmbeddingStore, *, seed: int = 0, limits: Mapping[str, int] | None = None) -> Points:
-    """The splits of a store, in their own dtype, on the CPU; without valid, a tenth of train. Else as load_points."""
-    train, test, *valid = (
-        Samples(store[name].read(torch.arange(len(store[name]))), store[name].labels())
-        for name in ("train", "test", *(["valid"] if "valid" in store.splits else []))
-    )
+def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: int | None = None) -> Points:
+    """The splits of a file of embeddings; without a valid split a tenth of train validates. Else as load_points."""
+    if "test" not in embeddings.splits:
+        raise SystemExit("error: these embeddings have no test split")
+    parts = {name: Samples(split.embeddings, split.labels) for name, split in embeddings.splits.items()}
+    train, valid = divide(parts["train"], 0 if "valid" in parts else 1 / 10, seed, limit_train)
     none = torch.zeros(1, 1, 1)
-    return Points(store.num_classes, *_splits(train, test, 1 / 10, seed, limits or {}, *valid), none, none, False)
+    return Points(embeddings.num_classes, train, parts.get("valid", valid), parts["test"], none, none, False)
 
 
-def _splits(
-    train: Samples, test: Samples, valid_share: float, seed: int, limits: Mapping[str, int], own: Samples | None = None
-) -> list[Samples]:
-    """Those that train, validate (`own`, or a share of those that train) and test."""
-    kept = {}
-    for name, samples in (("train", train), ("test", test)):
-        limit = limits.get(name, len(samples))
-        if limit > len(samples):
-            raise ValueError(f"--limit_{name} must not exceed the {len(samples)} samples of {name}, got {limit}")
-        everything = limit == len(samples)
-        kept[name] = torch.arange(limit) if everything else split_rows(len(samples), limit, seed)[1]
-    chosen = kept["train"]
-    if own is None:
-        learn, valid = (chosen[rows] for rows in split_rows(len(chosen), round(len(chosen) * valid_share), seed))
-        own = Samples(train.inputs[valid], train.labels[valid])
-    else:
-        learn = chosen
-    trains, tests = (Samples(of.inputs[rows], of.labels[rows]) for of, rows in ((train, learn), (test, kept["test"])))
-    return [trains, own, tests]
+def divide(train: Samples, valid_share: float, seed: int, limit_train: int | None) -> tuple[Samples, Samples]:
+    """The samples that train, and those that validate."""
+    if (limit_train or 0) > len(train):
+        raise SystemExit(f"error: --limit_train {limit_train} exceeds the {len(train)} training points")
+    rows = torch.arange(len(train))
+    if limit_train and limit_train < len(train):
+        rows = split_rows(len(train), limit_train, seed)[1]
+    valid = rows[:0]
+    if valid_share:
+        learn, validate = split_rows(len(rows), round(len(rows) * valid_share), seed)
+        rows, valid = rows[learn], rows[validate]
+    return Samples(train.inputs[rows], train.labels[rows]), Samples(train.inputs[valid], train.labels[valid])

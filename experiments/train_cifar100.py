@@ -1,39 +1,28 @@
 """Tables 1 and 4: ResNet-18 trained from scratch on CIFAR-100 with each loss and each P_K.
 
-    python experiments/train_cifar100.py --method softmax_cross_entropy --p_k 1. 0. 0. 0. 0.
-    python experiments/train_cifar100.py --method splitter_selection --distribution logistic_phi \\
-        --inverse_temperature .5 --art_lambda .5 --p_k .2 .2 .2 .2 .2
+    python experiments/train_cifar100.py --method softmax_cross_entropy
+    python experiments/train_cifar100.py --method splitter_selection --p_k .2 .2 .2 .2 .2 --seeds 0 1
     python experiments/train_cifar100.py --method neuralsort --dataset digits --n_epochs 3      # no download
-    python experiments/train_cifar100.py --method softsort --seeds 0 1 2                        # three rows
     torchrun --nproc_per_node 2 -- experiments/train_cifar100.py --method softsort              # two GPUs, one row
 
-Protocol: 5% of the training images for validation, random crop and flip, batch 128, Adam with learning rate 1e-3,
-200 epochs, evaluation after each; a row reports test accuracy where validation accuracy was best, per k.
-
-The row is added to results/cifar100.csv (--results); config.json, epochs.csv and the checkpoint lie in
-results/runs/<run id>/. A command that was stopped, killed even, continues when it is given again; on the CPU, with
-as many threads, it ends with the same bits. A configuration that the file already has is skipped (--force repeats it).
-What --seeds and torchrun divide, and what is not published, says docs/reproduce.md.
+Protocol: 5 % of the training images validate, random crop and flip, batch 128, Adam with learning rate 1e-3, 200
+epochs. Validation and test are evaluated after each epoch. The row in results/cifar100.csv has, for each k, the test
+accuracy where validation accuracy was best; the run's folder is results/runs/<run id>. A command that was stopped or
+killed continues when it is given again; a run that the file already has is skipped.
 """
 
-if __name__ == "__main__":  # from here on, what goes wrong is a sentence
-    from data import program
-
-    program.begin()
-
+import argparse
+import math
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm import tqdm
 
-from data.cifar100 import (
+from data.cifar import (
     DATASETS,
-    NOISE_GROUPS,
     Dataset,
-    DatasetUnavailableError,
     crop_and_flip,
     epoch_generator,
     epoch_order,
@@ -41,194 +30,168 @@ from data.cifar100 import (
     normalise,
     sample_crops,
 )
-from experiments.shared import command_line as cli
-from experiments.shared.command_line import flag
-from experiments.shared.environment import ROOT
-from experiments.shared.loss_state import count_classes, is_stateless, seed_noise, temperature_of
-from experiments.shared.metrics import TOP_K, count_hits, hit_fractions
-from experiments.shared.ranks import Ranks
-from experiments.shared.run import Run, Steps, check_finite
-from experiments.shared.seed_processes import each_seed
+from experiments.common import flags, losses
+from experiments.common.metrics import TOP_K, count_hits, hit_fractions
+from experiments.common.processes import Processes, prepare_device
+from experiments.common.run import Run
 from models.resnet_cifar import resnet_cifar
 
-NUM_CLASSES = {"cifar100": 100, "cifar10": 10, "digits": 10}  # known before the data is: refused without a download
 NLOGLR = 3.0  # published: learning rate 1e-3
-# Published for CIFAR-100, where all 100 scores are sorted; a method that is not here takes the library's default.
+# Published for CIFAR-100, where all 100 scores are sorted; other methods take the library's default.
 INVERSE_TEMPERATURES = {
     **dict.fromkeys(("neuralsort", "softsort"), 0.0625),
     **dict.fromkeys(("odd_even", "bitonic", "splitter_selection"), 0.5),
 }
-# What makes it another experiment. Where and how fast it is computed (device, threads, compile, deterministic) and
-# where files lie does not; nor does --force.
+# Flags that make it another experiment: the run's name has a hash of them.
 IDENTITY = (
-    *("dataset", "limit_train", "limit_test", "label_noise", "noise_groups", "model", "precision"),
+    *("dataset", "limit_train", "label_noise", "noise_groups", "model", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *cli.CLASSIFIER_FLAGS,
+    *losses.OWN_SETTINGS,
     *("implementation", "lr", "lr_schedule", "weight_decay", "ema", "batch_size", "n_epochs", "seed"),
 )
-READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"  # the run id, before its hash
-# Of the evaluation, on which the result does not depend: a CPU's caches hold little, a GPU waits for launches.
-EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the first layers hold two activations of 0.5 GB
+READABLE = "{dataset}-{model}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"
+EVAL_BATCH = {"cpu": 500, "cuda": 2000}  # the result does not depend on it
 
 
-@dataclass
-class Flags(cli.RecordFlags, cli.MachineFlags, cli.DataFlags, cli.OptimizationFlags, cli.ClassifierFlags):
-    """of this script: Adam with default betas and, without --lr, a learning rate of 10^-3"""
-
-    n_epochs: int = 200
-    batch_size: int = 128
-    lr_schedule: str = flag("constant", ("constant", "cosine"), "half a cosine from the learning rate down to 0")
-    ema: float | None = flag(
-        None,
-        cli.number("a number above 0 and below 1", lambda value: 0 < value < 1),
-        "evaluate, choose and keep an exponential moving average of weights and batch-norm statistics, in which "
-        "each step counts for 1 - this (none, as published)",
-    )
-    dataset: str = flag("cifar100", DATASETS, "digits needs no download")
-    label_noise: float = flag(0.0, cli.fraction, "probability that a training label is drawn anew from its group")
-    noise_groups: str = flag("blocks", NOISE_GROUPS, "blocks are of five consecutive ids")
-    model: str = flag("resnet18", ("resnet18", "resnet34", "resnet50"))
-    graph: bool = flag(False, bool, "record the training step as one CUDA graph; no GPU has run it yet")
-    results: Path = ROOT / "results" / "cifar100.csv"
-
-
-def parse_arguments(argv: list[str] | None = None) -> Flags:
-    """Return the flags, each checked on its own. Raises CommandLineError."""
-    return cli.parse(Flags, argv, __doc__)
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = flags.make_parser(__doc__)
+    flags.add_loss_flags(parser)
+    flags.add_optimization_flags(parser)
+    flags.add_network_flags(parser)
+    flags.add_run_flags(parser, results="cifar100.csv")
+    parser.set_defaults(n_epochs=200, batch_size=128)
+    parser.add_argument("--lr_schedule", choices=("constant", "cosine"), default="constant", help="default: constant")
+    parser.add_argument("--ema", type=flags.fraction, help="evaluate an average of the weights with this decay")
+    parser.add_argument("--dataset", choices=DATASETS, default="cifar100", help="default: cifar100")
+    parser.add_argument("--data_dir", type=flags.path, default=flags.ROOT / "data" / "downloads", help="of the images")
+    parser.add_argument("--limit_train", type=flags.positive_int, help="use only so many training images")
+    parser.add_argument("--label_noise", type=flags.fraction, default=0.0, help="share of training labels drawn anew")
+    parser.add_argument("--model", choices=("resnet18", "resnet34", "resnet50"), default="resnet18")
+    args = parser.parse_args(argv)
+    if args.ema is not None and not 0 < args.ema < 1:
+        parser.error(f"--ema must be above 0 and below 1, got {args.ema}")
+    return args
 
 
-def begin(args: Flags, ranks: Ranks) -> tuple[Run, nn.Module, Dataset]:
-    """Return what a run begins with: what can be refused is refused here. Raises AlreadyRecorded, too."""
-    device = cli.training_device(args, ranks)
-    told = f"--batch_size must be at least the number of processes: got {args.batch_size} and {ranks.count} processes"
-    cli.check(args.batch_size >= ranks.count, told)
-    with cli.refusing(DatasetUnavailableError):
-        settings = cli.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
-        loss_fn = cli.build_loss(args.implementation, settings, NUM_CLASSES[args.dataset], device)
-        flags = {  # with nothing left to a default
-            **{name: value for name, value in vars(args).items() if name != "seeds"},  # they have a row each
-            **settings,
-            **cli.learning_rate(args, NLOGLR),
-            # Empty where as published (so is ema): ids of rows from before there was a choice stay.
-            "lr_schedule": args.lr_schedule if args.lr_schedule != "constant" else None,
-            "weight_decay": args.weight_decay or None,
-            "data_dir": cli.portable(args.data_dir),
-            "noise_groups": args.noise_groups if args.label_noise > 0 else None,
-        }
-        run = Run(args, flags, IDENTITY, READABLE, device, ranks)
-        names = ("limit_train", "limit_test", "label_noise", "noise_groups", "mirror", "seed")
-        data = load_dataset(args.dataset, args.data_dir, **{name: getattr(args, name) for name in names})
-    told = f"--batch_size must not exceed the {len(data.train)} training images, got {args.batch_size}"
-    cli.check(args.batch_size <= len(data.train), told)
-    return run, loss_fn, data
+def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
+    device = processes.device(args.device)
+    prepare_device(device, args.threads)
+    settings = losses.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
+    loss_fn = losses.build_loss(settings, DATASETS[args.dataset], device, args.implementation)
+    config = vars(args) | settings | flags.learning_rate(args, NLOGLR) | {"seed": seed, "device": str(device)}
+    config["data_dir"] = flags.portable(args.data_dir)
+    # None where as published: the names of older rows stay.
+    config["lr_schedule"] = None if args.lr_schedule == "constant" else args.lr_schedule
+    config["weight_decay"] = args.weight_decay or None
+    config["noise_groups"] = "blocks" if args.label_noise else None  # of five consecutive classes
+    run = Run(args, config, IDENTITY, READABLE, processes)
+    if not run.begin():
+        return
+
+    data = load_dataset(
+        args.dataset, args.data_dir, seed=seed, limit_train=args.limit_train, label_noise=args.label_noise
+    ).to(device)
+    num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
+    if not num_steps:
+        raise SystemExit(f"error: --batch_size {args.batch_size} exceeds the {len(data.train)} training images")
+    losses.count_classes(loss_fn, args.method, data.train.labels, data.num_classes)
+    torch.manual_seed(seed)
+    model = resnet_cifar(args.model, data.num_classes).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), config["lr"], weight_decay=args.weight_decay, fused=True)
+    evaluated, more = model, {}
+    if args.ema:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+        evaluated, more = average.module, {"trained": model, "average": average}
+    run.resume(model=evaluated, optimizer=optimizer, loss=loss_fn, **more)
+    network = losses.compiled(model, args.compile, device)
+
+    for epoch in range(run.done + 1, args.n_epochs + 1):
+        entry = train_epoch(epoch, run, data, network, loss_fn, optimizer)
+        processes.copy_from_first(evaluated.buffers())  # the running statistics of batch norm
+        processes.copy_from_first(model.buffers())
+        entry |= evaluate(run, evaluated, loss_fn, data)
+        entry |= losses.current_temperature(loss_fn, config["inverse_temperature"])
+        run.save(entry, last=epoch == args.n_epochs, say=f"epoch {epoch}/{args.n_epochs}")
+    sizes = {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
+    num_images = args.n_epochs * num_steps * args.batch_size
+    run.record({"num_classes": data.num_classes, "processes": processes.count, **sizes}, num_images)
 
 
-def train(args: Flags, ranks: Ranks) -> int:
-    """Train one configuration with --seed and record its row; return the exit status."""
-    run, loss_fn, data = begin(args, ranks)
-    with run.held():
-        # Data, whole on the device as uint8; model and optimizer.
-        data = data.to(run.device)
-        count_classes(loss_fn, args.method, data.train.labels, data.num_classes)
-        model = resnet_cifar(args.model, data.num_classes).to(run.device, memory_format=torch.channels_last)
-        rate = run.flags["lr"]
-        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=args.weight_decay, fused=True)
-        evaluated, average = model, None
-        if args.ema:
-            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
-            evaluated = average.module
-        training = {"model": model, "optimizer": optimizer, "average": average, "loss": loss_fn}
-        run.track(evaluated, training, end=args.n_epochs)
-
-        # Loop. Only the training step is compiled: eval mode and its partial batches would each be compiled again.
-        steps_model = run.compiled(model)
-        stateless = args.implementation == "ours" and is_stateless(run.flags)
-        steps_loss = run.compiled(loss_fn) if stateless else loss_fn
-        num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
-        steps = Steps(run, optimizer, loss_fn, num_steps, args.n_epochs, lr_schedule=args.lr_schedule)
-        if average:
-            steps.after = lambda: average.update_parameters(model)
-        for epoch in run.remaining():
-            trained = train_epoch(epoch, steps, steps_model, steps_loss, data)
-            for part in (model, average) if average else (model,):
-                ranks.copy_from_first(part.buffers())  # the running statistics
-            measured = {**trained, **evaluate(epoch, run, evaluated, loss_fn, data)}
-            measured |= temperature_of(loss_fn, run.flags["inverse_temperature"])
-            run.save(measured, f"epoch {epoch}/{args.n_epochs}")
-
-        columns = {"processes": ranks.count, "num_classes": data.num_classes}
-        columns |= {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
-        run.record(columns, args.n_epochs * num_steps * args.batch_size)
-    return 0
-
-
-def train_epoch(epoch: int, steps: Steps, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
-    """Train for one epoch, counted from 1; return its loss, accuracies as fractions, seconds and images/s.
-
-    Losses and hits stay on the device until it is over, so that no step waits for a GPU. Raises Diverged.
-    """
-    started, run = time.perf_counter(), steps.run
-    args, device, ranks = run.args, run.device, run.ranks
-    share = ranks.share(args.batch_size)
-
-    def batch_loss(rows: Tensor, *crops: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss () and the hits (5,) of training images, each of them by its row and its crop, (share,)."""
-        images, labels = data.train.batch(rows)
-        images = normalise(crop_and_flip(images, *crops), data.mean, data.std)
-        with run.autocast():
-            logits = model(images)  # (share, num_classes)
-        logits = logits.float()
-        # Summed over the processes, the mean over the batch.
-        return loss_fn(logits, labels) * ranks.weight(args.batch_size), count_hits(logits.detach(), labels)
-
-    order = epoch_order(len(data.train), args.seed, epoch)  # (N,)
-    if device.type == "cuda":
-        order = order.pin_memory()  # copied without waiting
-    order = order.to(device, non_blocking=True)
-    generator = epoch_generator(args.seed, epoch, device)
-    seed_noise(steps.loss_fn, device, args.seed, epoch, ranks.rank)
+def train_epoch(
+    epoch: int, run: Run, data: Dataset, network: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, float]:
+    """Train for one epoch, counted from 1; return its mean loss, accuracies (fractions) and seconds."""
+    started, device, batch_size = time.perf_counter(), run.device, run.args.batch_size
+    args, config, processes = run.args, run.config, run.processes
+    num_steps, share = len(data.train) // batch_size, processes.share(batch_size)
+    order = epoch_order(len(data.train), config["seed"], epoch).to(device)
+    generator = epoch_generator(config["seed"], epoch, device)
+    if losses.is_stochastic(args.method):
+        losses.seed_noise(loss_fn, device, config["seed"], epoch, processes.rank)
+    step_losses = []  # they stay on the device, so that no step waits for a GPU
     hits = torch.zeros(len(TOP_K), dtype=torch.int64, device=device)
-    model.train()
+    network.train()
     loss_fn.train()
-    for step in steps.of(epoch):
-        rows = order[step * args.batch_size : (step + 1) * args.batch_size][share]
-        # Drawn for the whole batch, so that an image is cropped alike by any number of processes.
-        crops = [each[share] for each in sample_crops(args.batch_size, generator)]
-        hits += steps.take(batch_loss, rows, *crops)
-    loss, hits, num_images = steps.mean(), ranks.total(hits).tolist(), steps.num_steps * args.batch_size
-    seconds = time.perf_counter() - started
-    speed = {"train_seconds": seconds, "images_per_second": num_images / seconds}
-    return {"epoch": epoch, "train_loss": loss, **hit_fractions("train", hits, num_images), **speed}
+    for step in tqdm(range(num_steps), f"epoch {epoch}", leave=False, disable=None if processes.is_first else True):
+        progress = (epoch - 1 + step / num_steps) / args.n_epochs  # from 0 to almost 1
+        losses.set_temperature(loss_fn, config["inverse_temperature"], progress)
+        if args.lr_schedule == "cosine":
+            for group in optimizer.param_groups:
+                group["lr"] = config["lr"] * (1 + math.cos(math.pi * progress)) / 2
+
+        # Crops are drawn for the whole batch, so that they do not depend on the number of processes.
+        rows = order[step * batch_size : (step + 1) * batch_size][share]
+        tops, lefts, flips = (drawn[share] for drawn in sample_crops(batch_size, generator))
+        images, labels = data.train.batch(rows)
+        images = normalise(crop_and_flip(images, tops, lefts, flips), data.mean, data.std)  # (share, 3, 32, 32)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = network(images)  # (share, num_classes)
+        logits = logits.float()
+        loss = loss_fn(logits, labels) * processes.weight(batch_size)
+
+        optimizer.zero_grad()
+        loss.backward()
+        processes.sum_gradients(network.parameters())
+        optimizer.step()
+        step_losses.append(loss.detach())
+        hits += count_hits(logits.detach(), labels)
+    mean_loss = math.fsum(processes.sum(torch.stack(step_losses)).tolist()) / num_steps
+    losses.check_finite(mean_loss, f"in epoch {epoch}")
+    losses.check_convergence(loss_fn)
+    accuracies = hit_fractions("train", processes.sum(hits).tolist(), num_steps * batch_size)
+    return {"epoch": epoch, "train_loss": mean_loss, **accuracies, "train_seconds": time.perf_counter() - started}
 
 
 @torch.no_grad()
-def evaluate(epoch: int, run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
-    """Return mean loss and accuracies (fractions) on the whole of valid and test, unaugmented. Raises Diverged."""
-    started, device, ranks = time.perf_counter(), run.device, run.ranks
+def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
+    """Mean loss and top-k accuracies (fractions) on the whole validation and test set, without augmentation."""
+    started, device, processes = time.perf_counter(), run.device, run.processes
     model.eval()
     loss_fn.eval()
-    splits = {"valid": data.valid, "test": data.test}
-    sums = torch.zeros(len(splits), 1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits
-    for of_split, split in zip(sums, splits.values()):
-        share, size = ranks.share(len(split)), EVAL_BATCH[device.type]
-        for first in range(share.start, share.stop, size):
-            batch = slice(first, min(first + size, share.stop))
-            images, labels = split.images[batch], split.labels[batch]
-            with run.autocast():
-                logits = model(normalise(images, data.mean, data.std))  # (batch, num_classes)
-            logits = logits.float()
-            of_split[0] += loss_fn(logits, labels) * len(labels)
-            of_split[1:] += count_hits(logits, labels)
     result = {}
-    for (name, split), (loss, *hits) in zip(splits.items(), ranks.total(sums).tolist()):
+    for name, split in (("valid", data.valid), ("test", data.test)):
+        share = processes.share(len(split))
+        sums = torch.zeros(1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits
+        size = EVAL_BATCH[device.type]
+        for images, labels in zip(split.images[share].split(size), split.labels[share].split(size)):
+            with torch.autocast(device.type, torch.bfloat16, enabled=run.args.precision == "bf16"):
+                logits = model(normalise(images, data.mean, data.std)).float()  # (size, num_classes)
+            sums[0] += loss_fn(logits, labels) * len(labels)
+            sums[1:] += count_hits(logits, labels)
+        loss, *hits = processes.sum(sums).tolist()
+        losses.check_finite(loss, f"on {name}")
         result |= {f"{name}_loss": loss / len(split), **hit_fractions(name, hits, len(split))}
-    check_finite(run, result["valid_loss"], f"in the validation after epoch {epoch}")
     return {**result, "eval_seconds": time.perf_counter() - started}
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli.finish(lambda ranks: each_seed(begin, train, parse_arguments(argv), ranks))
+    args, processes = parse_arguments(argv), Processes()
+    for seed in flags.seeds_of(args):
+        train(args, seed, processes)
+    processes.close()
+    return 0
 
 
 if __name__ == "__main__":
-    program.end(main())
+    main()

@@ -106,7 +106,7 @@ def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, file
             if len(set(epochs)) > 1:
                 raise ValueError(f"the best trials of {', '.join(arms)} have {epochs} epochs; give each its --methods")
             n_epochs, results = epochs[0], files.results
-            seeds = f"{' '.join(map(str, SEEDS))} --order_seed own"
+            seeds = f"{' '.join(map(str, SEEDS))}"
         heads = [
             " ".join([f"--method {method}", *(f"--{name} {each}" for name, each in flags.items())]) for flags in tried
         ]

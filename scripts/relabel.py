@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.cifar100 import noisy_labels
+from data.cifar import noisy_labels
 from data.embeddings import split_rows
 
 

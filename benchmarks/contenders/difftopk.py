@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
+from experiments.common.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
 from topk_losses import RELAXATIONS
 
 

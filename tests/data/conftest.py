@@ -1,8 +1,6 @@
 """Servers on loopback for what is fetched, and nothing of whoever runs the tests in their way."""
 
-import errno
 import os
-from contextlib import contextmanager
 
 import boto3
 import pytest
@@ -23,27 +21,6 @@ def own_network(monkeypatch):
 
 
 @pytest.fixture
-def disk_that_fills_up(monkeypatch):
-    """A context in which the tenth file that is synchronised finds no room."""
-
-    @contextmanager
-    def full():
-        fsync, calls = os.fsync, []
-
-        def failing(descriptor):
-            calls.append(descriptor)
-            if len(calls) > 9:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            fsync(descriptor)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", failing)
-            yield
-
-    return full
-
-
-@pytest.fixture
 def server():
     """A server of whatever a test gives it as `content`."""
     running = FaultyServer(b"")
@@ -56,6 +33,7 @@ def bucket(moto, own_network, monkeypatch):
     """A client with credentials, and an empty private bucket `store`."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    client = boto3.client("s3", endpoint_url=moto)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
+    client = boto3.client("s3")
     client.create_bucket(Bucket="store")
     return client

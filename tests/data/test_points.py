@@ -7,8 +7,8 @@ import torch
 import torchvision
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from data.embeddings import StoreWriter
-from data.points import POINT_SETS, load_points, points_of_store
+from data.embeddings import load_embeddings
+from data.points import POINT_SETS, load_points, points_of_embeddings
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stores") / "some.store"
+def content():
+    """Row i of train and test holds 2 i and 2 i + 1."""
     rows = torch.arange(40, dtype=torch.float16).view(20, 2)
-    writer = StoreWriter(path, dim=2, dtype=torch.float16)
-    writer.write("train", 0, rows, torch.arange(20) % 3)
-    writer.write("test", 0, rows[:6], torch.arange(6) % 3)
-    return writer.finish()
+    train = {"train_embeddings": rows, "train_labels": torch.arange(20) % 3}
+    return train | {"test_embeddings": rows[:6], "test_labels": torch.arange(6) % 3}
 
 
 @pytest.mark.parametrize(
@@ -68,14 +66,14 @@ def test_digits_have_one_channel_and_a_tenth_validates(tmp_path):
 
 def test_a_seed_chooses_who_validates_and_a_limit_takes_some(tmp_path):
     whole, other, limited = (
-        load_points("digits", tmp_path, seed=seed, limits=limits)
-        for seed, limits in ((0, {}), (1, {}), (0, {"train": 100, "test": 7}))
+        load_points("digits", tmp_path, seed=seed, limit_train=limit)
+        for seed, limit in ((0, None), (1, None), (0, 100))
     )
     assert not torch.equal(whole.valid.inputs, other.valid.inputs)
-    assert [len(each) for each in (limited.train, limited.valid, limited.test)] == [90, 10, 7]
+    assert [len(each) for each in (limited.train, limited.valid, limited.test)] == [90, 10, 360]
     assert torch.equal(whole.test.inputs, other.test.inputs)
-    with pytest.raises(ValueError, match=r"--limit_train must not exceed the 1437 samples of train, got 1438"):
-        load_points("digits", tmp_path, limits={"train": 1438})
+    with pytest.raises(SystemExit, match=r"--limit_train 1438 exceeds the 1437 training points"):
+        load_points("digits", tmp_path, limit_train=1438)
 
 
 def test_augmentation_crops_and_flips_before_it_normalises(tmp_path):
@@ -88,11 +86,12 @@ def test_augmentation_crops_and_flips_before_it_normalises(tmp_path):
     assert not torch.equal(first, plain)
     black = points.inputs(torch.zeros_like(chosen))[0, 0, 0, 0]
     assert (first == black).float().mean() > (plain == black).float().mean()  # the frame is black
-    assert [name for name, each in POINT_SETS.items() if each.augmented] == ["cifar10", "cifar100"]
+    assert [name for name, each in POINT_SETS.items() if each[3]] == ["cifar10", "cifar100"]
 
 
-def test_a_store_is_read_whole_in_its_own_dtype(store):
-    points = points_of_store(store)
+def test_embeddings_keep_their_dtype_and_a_tenth_validates(content, tmp_path):
+    torch.save(content, tmp_path / "e.pt")
+    points = points_of_embeddings(load_embeddings(tmp_path / "e.pt"))
     assert (points.num_classes, points.input_shape) == (3, (2,))
     assert [len(each) for each in (points.train, points.valid, points.test)] == [18, 2, 6]
     assert points.test.inputs.dtype == torch.float16
@@ -101,3 +100,14 @@ def test_a_store_is_read_whole_in_its_own_dtype(store):
     assert values.tolist() == list(range(0, 40, 2))
     pairs = zip(points.train.inputs[:, 0].tolist(), points.train.labels.tolist())
     assert all(label == value // 2 % 3 for value, label in pairs)
+
+
+def test_a_valid_split_of_the_embeddings_own_validates(content, tmp_path):
+    content |= {"valid_embeddings": content["test_embeddings"][:4] + 1, "valid_labels": content["test_labels"][:4]}
+    torch.save(content, tmp_path / "e.pt")
+    points = points_of_embeddings(load_embeddings(tmp_path / "e.pt"))
+    assert (len(points.train), points.valid.inputs[:, 0].tolist()) == (20, [1, 3, 5, 7])
+    del content["test_embeddings"], content["test_labels"]
+    torch.save(content, tmp_path / "e.pt")
+    with pytest.raises(SystemExit, match="no test split"):
+        points_of_embeddings(load_embeddings(tmp_path / "e.pt"))

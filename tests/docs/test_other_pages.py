@@ -113,7 +113,6 @@ def test_the_times_of_the_benchmarks():
         + ", ".join(f"{name} {wide[name]:.1f}" for name in of_masks),
         f"splitter_selection {memory[SPLITTER]:.1f} MiB (at most 200 were asked for), softsort "
         f"{memory['softsort']:.1f}, smooth_topk {memory['smooth_topk']:.1f};",
-        f"adds {rows('benchmarks/batch_sources').above_start_mib[0]:.0f} MiB of memory",
     )
 
 

@@ -1,107 +1,61 @@
-"""Killed before any of its file operations, a command that is given again ends as if nobody had stopped it.
+"""Killed at any moment, a command that is given again ends with the bits of one that nobody disturbed."""
 
-The same rows, histories and weights to the bit, and not one file more.
-"""
-
-import os
-from collections.abc import Callable
+import random
+import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
-from PIL import Image
-from torch import nn
 
-from data.embeddings import StoreWriter, convert
-from experiments import extract_embeddings, finetune_imagenet, train_cifar100
-from models.backbones import backbone
-from tests.crashes import content, states_of
-from tests.experiments.runs import outcome
+from tests.experiments import scripts
+from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+KILLS = 3
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch, saved_often):
-    # The kernel outlives the process: what it was told to write to the disk at once makes no difference.
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+def killed_and_repeated(command: list[str], seconds: float) -> None:
+    """Kill the command at random moments of its work, then let it end."""
+    moments = random.Random(0)
+    for _ in range(KILLS):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            process.wait(timeout=moments.uniform(0.5, 0.95) * seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+    subprocess.run(command, check=True, capture_output=True)
 
 
-def left(results: Path, history: str) -> tuple:
-    """Rows, histories, weights, and the names of all files; heads that a kill left at other steps go on apart."""
-    files = sorted(str(path.relative_to(results.parent)) for path in results.parent.rglob("*"))
-    return outcome(results, file=history, apart=["git_commit", "num_heads"]), files
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_training(script, tmp_path):
+    flags = SCRIPTS[script].replace("EMBEDDINGS", str(scripts.embeddings(tmp_path / "e.pt")))
+    command = [sys.executable, str(EXPERIMENTS / f"{name_of(script)}.py"), *shlex.split(flags), *MACHINE.split()]
+    started = time.monotonic()
+    subprocess.run([*command, "--results", str(tmp_path / "whole" / "r.csv")], check=True, capture_output=True)
+    killed_and_repeated([*command, "--results", str(tmp_path / "killed" / "r.csv")], time.monotonic() - started)
+    assert outcome(tmp_path / "killed" / "r.csv") == outcome(tmp_path / "whole" / "r.csv")
+    names = [
+        {path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*")} for name in ("killed", "whole")
+    ]
+    assert {path for path in names[0] if path.suffix != ".tmp"} == names[1]
 
 
-def check_every_state(tmp_path: Path, main: Callable, command: Callable, history: str, fewest: int) -> None:
-    undisturbed = tmp_path / "undisturbed"
-    with states_of(undisturbed, tmp_path / "killed") as states:
-        assert main(command(undisturbed / "r.csv")) == 0
-    assert len(states) >= fewest
-    expected = left(undisturbed / "r.csv", history)
-    for state in states:
-        results = state / "undisturbed" / "r.csv"
-        assert main(command(results)) == 0
-        assert left(results, history) == expected, state.name
-
-
-def test_heads_trained_together(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    writer = StoreWriter(tmp_path / "s.store", dim=6, dtype=torch.float16)
-    for split, rows in (("train", 120), ("test", 30)):
-        writer.write(split, 0, torch.randn(rows, 6, generator=generator).half(), torch.arange(rows) % 5)
-    writer.finish()
-
-    def command(results: Path) -> list[str]:
-        flags = "--method softmax_cross_entropy --seeds 0 1 --n_epochs 2 --batch_size 30 --nloglr 2 --apply_dropout"
-        return [*flags.split(), *f"-d {tmp_path / 's.store'} --device cpu --threads 1 --results {results}".split()]
-
-    check_every_state(tmp_path, finetune_imagenet.main, command, "evaluations.csv", fewest=30)
-
-
-def test_training(tmp_path, monkeypatch):
-    def network(name: str, num_classes: int) -> nn.Module:
-        # Dropout draws from the global generator, whose state is saved.
-        return nn.Sequential(nn.MaxPool2d(8), nn.Flatten(), nn.Dropout(0.1), nn.Linear(48, num_classes))
-
-    monkeypatch.setattr(train_cifar100, "resnet_cifar", network)
-
-    def command(results: Path) -> list[str]:
-        flags = "--method softmax_cross_entropy --dataset digits --limit_train 64 --limit_test 20 --batch_size 32"
-        return [*flags.split(), *f"--n_epochs 3 --device cpu --threads 1 --results {results}".split()]
-
-    check_every_state(tmp_path, train_cifar100.main, command, "epochs.csv", fewest=20)
-
-
-def check_every_state_of_a_store(tmp_path: Path, make: Callable, fewest: int) -> None:
-    undisturbed = tmp_path / "undisturbed"
-    with states_of(undisturbed, tmp_path / "killed") as states:
-        make(undisturbed / "s.store")
-    assert len(states) >= fewest
-    expected = content(undisturbed)
-    assert not [name for name in expected if name.endswith((".shard.json", "unfinished.json", ".tmp"))]
-    for state in states:
-        make(state / "undisturbed" / "s.store")
-        assert content(state / "undisturbed") == expected, state.name
-
-
-def test_conversion(tmp_path):
-    sizes = {"train": 40, "test": 9}
-    tensors = {f"{split}_embeddings": torch.rand(rows, 4) for split, rows in sizes.items()}
-    torch.save(tensors | {f"{split}_labels": torch.arange(rows) for split, rows in sizes.items()}, tmp_path / "f.pt")
-    check_every_state_of_a_store(tmp_path, lambda store: convert(tmp_path / "f.pt", store, shard_bytes=320), fewest=25)
-
-
-def test_extraction(tmp_path, monkeypatch):
-    network = backbone("test_resnet", "none", resolution=32)
-    monkeypatch.setattr(extract_embeddings, "backbone", lambda *_, **__: network)
-    for split, images in (("train", 5), ("test", 3)):
-        for number in range(images):
-            path = tmp_path / "images" / split / "class" / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (32, 32), (number * 40, 0, 0)).save(path)
-    (tmp_path / "images" / "train" / "class" / "2.png").write_text("broken")
-
-    def make(store: Path) -> None:
-        flags = f"--dataset {tmp_path / 'images'} --backbone test_resnet --on_error skip --shard_rows 3 --workers 0"
-        assert extract_embeddings.main([*flags.split(), *f"--device cpu --threads 1 --store {store}".split()]) == 0
-
-    check_every_state_of_a_store(tmp_path, make, fewest=20)
+def test_extraction(tmp_path):
+    flags = "--dataset digits --backbone test_resnet --weights none --resolution 32 --shard_rows 200 --workers 0"
+    command = [
+        sys.executable,
+        str(EXPERIMENTS / "extract_embeddings.py"),
+        *flags.split(),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ]
+    started = time.monotonic()
+    subprocess.run([*command, "--output", str(tmp_path / "whole" / "e.pt")], check=True, capture_output=True)
+    killed_and_repeated([*command, "--output", str(tmp_path / "killed" / "e.pt")], time.monotonic() - started)
+    assert (tmp_path / "killed" / "e.pt").read_bytes() == (tmp_path / "whole" / "e.pt").read_bytes()
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["e.pt"]

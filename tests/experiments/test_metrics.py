@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.shared.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments.common.metrics import TOP_K, count_hits, hit_fractions, summary
 
 # Few distinct values, so that ties are frequent; NaN and infinities among them.
 SCORES = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 2.0, math.inf, math.nan])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from experiments.shared import neighbours
-from experiments.shared.neighbours import LOSSES, majority, nearest, neighbour_loss, squared_distances
+from experiments.common import neighbours
+from experiments.common.neighbours import LOSSES, majority, nearest, neighbour_loss, squared_distances
 from tests.methods import RELAXED
 from topk_losses import METHODS, make_operator
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from experiments.shared.command_line import DEFAULT_P_K
-from experiments.shared.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
+from experiments.common.losses import DEFAULT_P_K
+from experiments.common.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
 from topk_losses import METHODS, make_loss
 
 P_K = {"softmax_cross_entropy": [1.0], "smooth_topk": [0.0, 0.0, 1.0], "smooth_hard_topk": [0.0, 0.0, 1.0]}
@@ -28,7 +28,7 @@ def test_value_and_gradient_agree(method):
 
 def test_nothing_is_printed():
     program = (
-        "from experiments.shared.official_loss import make_official_loss as make\n"
+        "from experiments.common.official_loss import make_official_loss as make\n"
         "for method in ('splitter_selection', 'bitonic', 'softsort'): make(method, [.5, .5], 12)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from data.embeddings import StoreWriter, split_rows
-from data.embeddings.batches import epoch_order
+from data.embeddings import epoch_order, split_rows
 from experiments import finetune_imagenet as script
-from experiments.shared.loss_state import seed_noise
+from experiments.common.losses import seed_noise
 from tests.experiments.oracle import check_choice, check_history, history_of, read, run, top_k
 from topk_losses import make_loss
 
@@ -37,15 +36,14 @@ def parts():
 
 @pytest.fixture(scope="module")
 def store(parts, tmp_path_factory):
-    path = tmp_path_factory.mktemp("stores") / "some.store"
-    writer = StoreWriter(path, dim=DIM, dtype=torch.float16)
+    path, content = tmp_path_factory.mktemp("embeddings") / "some.pt", {}
     for split, (embeddings, labels) in parts.items():
-        writer.write(split, 0, embeddings, labels)
-    writer.finish()
+        content |= {f"{split}_embeddings": embeddings, f"{split}_labels": labels}
+    torch.save(content, path)
     return path
 
 
-def plain_loop(parts, method, p_k, settings, seed, order_seed=None, bf16=False, weight_decay=0.0, hidden=()):
+def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0, hidden=()):
     """Return what a loop without any of the script's functions finds in each evaluation."""
     train, valid = split_rows(TRAIN, VALID, 0)
     torch.manual_seed(seed)
@@ -55,7 +53,7 @@ def plain_loop(parts, method, p_k, settings, seed, order_seed=None, bf16=False, 
     loss_fn = make_loss(method, p_k, num_classes=CLASSES, **settings)
     steps, found, losses, number = len(train) // BATCH, [], [], 0
     for epoch in range(1, EPOCHS + 1):
-        order = epoch_order(len(train), seed if order_seed is None else order_seed, epoch)
+        order = epoch_order(len(train), seed, epoch)
         for step, rows in enumerate(train[order].split(BATCH)[:steps], start=1):
             number += 1
             seed_noise(loss_fn, torch.device("cpu"), seed, 0, number, 0)
@@ -85,7 +83,7 @@ def plain_loop(parts, method, p_k, settings, seed, order_seed=None, bf16=False, 
 
 
 def test_heads_that_train_together_are_each_those_of_a_plain_loop(parts, store, results):
-    """Two seeds and three methods, which see the batches of the first seed."""
+    """Two seeds and three methods; the batches are those of the seed."""
     flags = f'{FLAGS} -d {store} --method softmax_cross_entropy --seeds 3 4 --also "--method splitter_selection"'
     rows = run(script, f'{flags} --also "--method softsort --p_k .5 0 0 0 .5 --weight_decay .3"', results)
     arms = [("softmax_cross_entropy", [1.0], {}, 0), ("splitter_selection", EVEN, NETWORK, 0)]
@@ -94,7 +92,7 @@ def test_heads_that_train_together_are_each_those_of_a_plain_loop(parts, store, 
     for method, p_k, settings, decay in arms:
         for seed in (3, 4):
             (row,) = (each for each in rows if (each["method"], each["seed"]) == (method, str(seed)))
-            expected = plain_loop(parts, method, p_k, settings, seed, order_seed=3, weight_decay=decay)
+            expected = plain_loop(parts, method, p_k, settings, seed, weight_decay=decay)
             check_history(history_of(results, row, "step"), expected)
             check_choice(row, expected, "step")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import nll_loss
 
-from data.cifar100 import epoch_order
+from data.cifar import epoch_order
 from data.cmudict import END, load_words
 from experiments import train_beam_search as script
 from models.encoder_decoder import EncoderDecoder

@@ -9,21 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from data.cifar100 import (
-    DIGITS_MEAN,
-    DIGITS_STD,
-    crop_and_flip,
-    epoch_generator,
-    epoch_order,
-    load_dataset,
-    sample_crops,
-)
+from data.cifar import DIGITS_MEAN, DIGITS_STD, crop_and_flip, epoch_generator, epoch_order, load_dataset, sample_crops
 from experiments import train_cifar100 as script
-from experiments.shared.loss_state import seed_noise
+from experiments.common.losses import seed_noise
 from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k
 from topk_losses import make_loss
 
-FLAGS = "--dataset digits --limit_train 600 --limit_test 100 --batch_size 64 --n_epochs 3 --seed 1 "
+FLAGS = "--dataset digits --limit_train 600 --batch_size 64 --n_epochs 3 --seed 1 "
 BATCH, EPOCHS, SEED = 64, 3, 1
 # The published settings for CIFAR-100, whatever the script's defaults are: all scores, and cross-entropy beside P_K.
 SORTS = {"m": None, "inverse_temperature": 0.0625, "top1_mode": "smce"}
@@ -60,8 +52,8 @@ def plain_loop(
     method, p_k, settings, label_noise=0.0, bf16=False, lr=0.001, cosine=False, weight_decay=0.0, ema=0.0, betas=None
 ):
     """Return what a loop without any of the script's functions finds in each epoch."""
-    clean = load_dataset("digits", "", seed=SEED, limit_train=600, limit_test=100)
-    noisy = load_dataset("digits", "", seed=SEED, limit_train=600, limit_test=100, label_noise=label_noise)
+    clean = load_dataset("digits", "", seed=SEED, limit_train=600)
+    noisy = load_dataset("digits", "", seed=SEED, limit_train=600, label_noise=label_noise)
     torch.manual_seed(SEED)
     model = small_network("resnet18", 10).to(memory_format=torch.channels_last)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # what is evaluated

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from data.cifar100 import epoch_order
+from data.cifar import epoch_order
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.shared.loss_state import seed_noise
+from experiments.common.losses import seed_noise
 from models.embedders import embedder
 from tests.experiments.oracle import check_choice, check_history, history_of, run
 from topk_losses import make_operator
 
-K, QUERIES, CANDIDATES, EPOCHS, SEED, LIMITS = 4, 30, 40, 3, 2, {"train": 300, "test": 90}
+K, QUERIES, CANDIDATES, EPOCHS, SEED, LIMIT = 4, 30, 40, 3, 2, 300
 FLAGS = (
-    f"--dataset digits --limit_train 300 --limit_test 90 --model linear --dim 6 --k {K} --batch_size {QUERIES} "
+    f"--dataset digits --limit_train 300 --model linear --dim 6 --k {K} --batch_size {QUERIES} "
     f"--num_candidates {CANDIDATES} --n_epochs {EPOCHS} --seed {SEED} "
 )
 CASES = {
@@ -40,7 +40,7 @@ def majority(labels: list[int]) -> int:
 
 def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, bf16=False):
     """Return what a loop without any of the script's functions finds in each epoch."""
-    points = load_points("digits", "", seed=SEED, limits=LIMITS)
+    points = load_points("digits", "", seed=SEED, limit_train=LIMIT)
     train, inputs = points.train, points.inputs(points.train.inputs)
     torch.manual_seed(SEED)
     embed = embedder("linear", points.input_shape, 6)

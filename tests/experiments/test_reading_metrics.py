@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.cmudict import END, WordSplit, padded
-from experiments.shared import reading_metrics
-from experiments.shared.reading_metrics import edit_distance, error_rates, nearest, token_accuracies
+from experiments.common import reading_metrics
+from experiments.common.reading_metrics import edit_distance, error_rates, nearest, token_accuracies
 from models.beam_search import Beam
 
 CPU = torch.device("cpu")

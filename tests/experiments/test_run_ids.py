@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
-from experiments.shared.run_record import read_rows, run_id
+from experiments.common.records import read_rows, run_id
 
 FILES = sorted(
     path

@@ -4,15 +4,13 @@ import csv
 import re
 import shlex
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from experiments.finetune_imagenet import IMAGENET_1K
+from experiments.finetune_imagenet import BATCH_SIZE, IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.shared.finetune_flags import BATCH_SIZE
-from experiments.train_cifar100 import NLOGLR, Flags
+from experiments.train_cifar100 import NLOGLR, parse_arguments
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -25,11 +23,12 @@ BACKBONES = {  # and the resolution, of the data that a row names
     "wsl-32x48d-224-21k": ("resnext101_32x48d_wsl", "224"),
 }
 # What a script does where a row does not say it.
-CIFAR100 = {name: Flags.__dataclass_fields__[name].default for name in ("n_epochs", "batch_size", "dataset", "model")}
+PARSED = vars(parse_arguments(["--method", "softsort"]))
+CIFAR100 = {name: PARSED[name] for name in ("n_epochs", "batch_size", "dataset", "model")}
 DEFAULTS = {
     "experiments/train_cifar100.py": {**CIFAR100, "nloglr": NLOGLR, "m": "none"},
-    "experiments/finetune_imagenet.py": {**asdict(IMAGENET_1K), "batch_size": BATCH_SIZE},
-    "experiments/finetune_imagenet21k.py": {**asdict(IMAGENET_21K), "batch_size": BATCH_SIZE},
+    "experiments/finetune_imagenet.py": {**IMAGENET_1K._asdict(), "batch_size": BATCH_SIZE},
+    "experiments/finetune_imagenet21k.py": {**IMAGENET_21K._asdict(), "batch_size": BATCH_SIZE},
 }
 SETTINGS = ("method", "p_k", "backbone", "resolution", "inverse_temperature", "distribution", "art_lambda")
 

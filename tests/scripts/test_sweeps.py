@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common import losses
+from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from experiments.shared import command_line
-from experiments.shared.finetune_flags import IMAGENET_1K, recipes_of
 from scripts import heads, relabel, sweeps
 from tests.processes import wait_for
 from topk_losses import METHODS, RELAXATIONS
@@ -32,6 +32,16 @@ PARSE = {
     HEADS: finetune_imagenet.parse_arguments,
     "experiments/finetune_imagenet21k.py": lambda words: finetune_imagenet.parse_arguments(words, IMAGENET_21K),
 }
+
+
+def recipes_of(args, protocol=IMAGENET_1K, num_classes=100) -> list[dict]:
+    """The settings of each loss of a command, each of which can be built."""
+    found = []
+    for each in [args, *args.also]:
+        settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
+        losses.build_loss(settings, num_classes, torch.device("cpu"), each.implementation)
+        found.append({**settings, "lr": each.lr, "weight_decay": each.weight_decay or None})
+    return found
 
 
 def called(script: str, *words: object) -> subprocess.CompletedProcess:
@@ -50,8 +60,8 @@ def test_every_run_is_a_command_of_its_script_for_its_file(study):
         assert words[0] == ".venv/bin/python"
         args = PARSE[words[1]](words[2:])
         assert str(args.results) == f"results/{study}.csv"
-        settings = command_line.loss_settings(args, top1_mode="sm", inverse_temperatures={})
-        command_line.build_loss("ours", settings, 1000, torch.device("cpu"))
+        settings = losses.loss_settings(args, top1_mode="sm", inverse_temperatures={})
+        losses.build_loss(settings, 1000, torch.device("cpu"))
     of_seeds = Counter(re.sub(r"--seed \d", "", row) for row in rows)
     assert set(of_seeds.values()) <= {"scratch": {1, 3}, "quickstart": {1}}.get(study, {2})
 
@@ -88,11 +98,10 @@ def test_the_losses_of_a_seed_can_be_one_command(study):
     defaults = IMAGENET_21K if "21k" in script else IMAGENET_1K
 
     def recipes(words: list[str]) -> list[dict]:
-        found = recipes_of(PARSE[script](words), defaults, defaults.num_classes, torch.device("cpu"))
-        return [{**recipe.flags, "also": None} for recipe in found]
+        return recipes_of(PARSE[script](words), defaults, defaults.num_classes)
 
-    losses = [re.search(r"(--method .*) --seed", row)[1] for row in rows]
-    together = recipes([*words, *(word for loss in losses[1:] for word in ("--also", loss))])
+    flags = [re.search(r"(--method .*) --seed", row)[1] for row in rows]
+    together = recipes([*words, *(word for loss in flags[1:] for word in ("--also", loss))])
     assert together == [recipe for row in rows for recipe in recipes(shlex.split(row)[2:])]
     assert len(together) == 10
 
@@ -102,7 +111,7 @@ def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baseli
     lines = {"digits": [], str(data): []}
     for row in sweeps.knn("digits", shlex.quote(str(data))):
         args = train_knn.parse_arguments(shlex.split(row)[2:])
-        train_knn.configuration(args)
+        train_knn.configuration(args, args.seed, torch.device("cpu"))
         loss = args.loss if args.method in RELAXATIONS else ""
         lines[args.dataset or str(args.data_path)].append((args.seed, args.method, loss, args.sorted, args.prediction))
     relaxed = [(method, False) for method in RELAXATIONS] + [("soft_topk", True)]
@@ -117,8 +126,8 @@ def test_temperatures_are_heads_of_every_method_and_none_is_refused():
     seen, results = set(), Counter()
     for row in [*sweeps.temperature("some.pt"), *sweeps.temperature_classes("a.pt", "b.pt", "c.pt")]:
         args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
-        recipes = recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))
-        seen |= {recipe.flags["method"] for recipe in recipes}
+        recipes = recipes_of(args)
+        seen |= {recipe["method"] for recipe in recipes}
         assert len(recipes) == 1 + len(args.also)
         results[f"{args.results.stem} {args.data_path}"] += 1
     assert seen == set(METHODS)
@@ -164,8 +173,8 @@ def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, caps
         flags = ["-d", data, "--methods", "all", "--results", tmp_path / "finals.csv", "--dry-run"]
         assert heads.main([str(word) for word in (*words, *flags)]) == 0
         rows = [shlex.split(row)[2:] for row in capsys.readouterr().out.splitlines() if row[0] != "#"]
-        found = [(args, recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))) for args in map(PARSE[HEADS], rows)]
-        return {args.method: (args, [recipe.flags for recipe in recipes]) for args, recipes in found}
+        found = [(args, recipes_of(args)) for args in map(PARSE[HEADS], rows)]
+        return {args.method: (args, recipes) for args, recipes in found}
 
     def trial(flags: dict, n_epochs: int, top5: float) -> dict:
         cells = {name: flags[name] for name in ("method", *heads.SETTINGS, "lr")}
@@ -187,7 +196,7 @@ def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, caps
     pd.DataFrame(rows, dtype=object).to_csv(trials, index=False)
     for method, (args, (flags,)) in asked("finals", "--trials", trials).items():
         n_epochs, lr = (22, 0.0005) if method == "lapsum" else (5, 0.002)
-        assert (args.n_epochs, args.seeds, args.order_seed) == (n_epochs, list(range(1, 11)), "own")
+        assert (args.n_epochs, args.seeds) == (n_epochs, list(range(1, 11)))
         assert (trial(flags, 5, 0.9), args.results.name) == ({**chosen[method], "lr": lr}, "finals.csv")
     rows, best = [], []
     for method, (args, flags) in asked("more", "--around", trials, "--trials", more).items():
@@ -201,7 +210,7 @@ def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, caps
     finals = heads.main(["finals", "-d", str(data), "--trials", str(more), "--dry-run", "--methods", *methods])
     assert finals == 0
     found = [PARSE[HEADS](shlex.split(row)[2:]) for row in capsys.readouterr().out.splitlines() if row[0] != "#"]
-    recipes = [each.flags for args in found for each in recipes_of(args, IMAGENET_1K, 100, torch.device("cpu"))]
+    recipes = [each for args in found for each in recipes_of(args)]
     assert [trial(flags, 22, 0.9) for flags in recipes] == best
 
 

@@ -7,7 +7,7 @@ The smooth top-k losses are compared in test_smooth_svm.py.
 import pytest
 import torch
 
-from experiments.shared.official_loss import make_official_loss
+from experiments.common.official_loss import make_official_loss
 from topk_losses import DISTRIBUTIONS, TOP1_MODES, make_loss
 
 P_KS = ([0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)

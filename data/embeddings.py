@@ -1,0 +1,239 @@
+"""Embeddings in a torch file, as published: train_embeddings (N, d), train_labels (N,), test_embeddings, test_labels.
+
+    embeddings = load_embeddings(Path("own.pt"))
+    train, valid = split_rows(len(embeddings["train"]), 50_000, seed=0)
+    for x, y in batches(embeddings["train"], train, batch_size=500, epoch=1, seed=0, device=device): ...
+
+The file is mapped, not read: it opens at once whatever its size, and rows that fit into memory stay in the page cache.
+The order of an epoch is a function of the seed, the epoch and the number of rows alone, and is made for disks: blocks
+of 8 neighbouring rows are shuffled over the whole set, single rows within windows of 131,072. A set no larger than a
+window is in a uniformly random order.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.cifar import seeded
+
+BLOCK_ROWS = 8  # neighbouring rows that stay in one window, so that a disk reads 32 KB at a time, not 4
+WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16; two windows are in memory
+CHECKED_ROWS = 8192  # at a time
+SPLITS = ("train", "valid", "test")
+NPY_TYPES = {
+    torch.float16: "<f2",
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.bfloat16: "<u2",
+    torch.int64: "<i8",
+}
+SPLIT, ORDER = 0, 1  # purposes of random numbers
+KEY = re.compile(r"(?:.*_)?(train|valid|val|test)_(embeddings|labels)")
+NEEDED = (
+    "train_embeddings (N, d) and train_labels (N,), and likewise test_... and valid_... where there are such splits"
+)
+
+
+@dataclass
+class Split:
+    """embeddings (N, d), floating point; labels (N,) int64."""
+
+    embeddings: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass
+class Embeddings:
+    """Splits by name: train, and valid and test where there are such. info: what the file says of itself."""
+
+    splits: dict[str, Split]
+    num_classes: int
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, split: str) -> Split:
+        return self.splits[split]
+
+    @property
+    def dim(self) -> int:
+        return self.splits["train"].embeddings.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(split.embeddings.nbytes for split in self.splits.values())
+
+    def to(self, device: torch.device) -> "Embeddings":
+        moved = {name: Split(each.embeddings.to(device), each.labels.to(device)) for name, each in self.splits.items()}
+        return Embeddings(moved, self.num_classes, self.info)
+
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits that every row, label and their order determine. Reads the file once, in threads.
+
+        They are a hash of the SHA-256 of .npy files of so many rows: what the names of older runs were made of.
+        """
+        split_rows = self.info.get("shard_rows") or max(1, 2**27 // (self.dim * self["train"].embeddings.itemsize))
+        content = []
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+            for name in (name for name in SPLITS if name in self.splits):
+                parts = (self[name].embeddings.split(split_rows), self[name].labels.split(split_rows))
+                sums = zip(*(threads.map(_sha256_of_npy, part) for part in parts))
+                content.append([name, str(parts[0][0].dtype).removeprefix("torch."), [list(pair) for pair in sums]])
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
+
+
+def _sha256_of_npy(rows: Tensor) -> str:
+    header = f"{{'descr': '{NPY_TYPES[rows.dtype]}', 'fortran_order': False, 'shape': {tuple(rows.shape)}, }}"
+    digest = hashlib.sha256(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117).encode() + b"\n")
+    digest.update(rows.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def load_embeddings(path: Path) -> Embeddings:
+    """Map a torch file whose tensors are named [prefix_]SPLIT_embeddings and [prefix_]SPLIT_labels.
+
+    SPLIT is train, test or valid; "val" is how some published files call their test set.
+
+    Raises:
+        SystemExit: it is not such a file, with what it holds instead.
+    """
+    content = _load(path)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for key, value in content.items():
+        if isinstance(value, Tensor) and (match := KEY.fullmatch(str(key))):
+            tensors.setdefault("test" if match[1] == "val" else match[1], {})[match[2]] = value
+    if any(len(parts) < 2 for parts in tensors.values()) or "train" not in tensors:
+        raise SystemExit(f"error: {path} must hold {NEEDED}; it has {', '.join(map(str, content)) or 'nothing'}")
+    splits = {name: Split(parts["embeddings"], parts["labels"]) for name, parts in tensors.items()}
+    info = content.get("info") or {}
+    dim, num_classes = splits["train"].embeddings.shape[-1], info.get("num_classes")
+    for name in (name for name in SPLITS if name in splits):
+        rows, labels = splits[name].embeddings, splits[name].labels
+        if rows.dim() != 2 or not rows.is_floating_point() or labels.shape != rows.shape[:1] or not rows.numel():
+            told = f"{rows.dtype} {tuple(rows.shape)} and labels {tuple(labels.shape)}"
+            raise SystemExit(
+                f"error: {name} in {path} must have embeddings (N, d), floating point, and N labels: {told}"
+            )
+        if labels.is_floating_point() or labels.dtype == torch.bool or int(labels.min()) < 0:
+            raise SystemExit(f"error: the labels of {name} in {path} must be whole numbers of at least 0")
+        if rows.shape[1] != dim:
+            raise SystemExit(f"error: splits of {path} have different width: {dim} and {rows.shape[1]} ({name})")
+        num_classes = num_classes or 1 + int(labels.max())  # train comes first
+        if labels.max() >= num_classes:
+            told = f"a label {int(labels.max())}, and train has the classes 0 to {num_classes - 1}"
+            raise SystemExit(f"error: {name} in {path} has {told}: the splits are of different sets of classes")
+        splits[name].labels = labels.long()
+    return Embeddings(splits, num_classes, info)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise SystemExit(
+            f"error: there is no file {path}; -d takes a torch file, an address, or a published short name"
+        )
+    mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are read whole
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        except RuntimeError as error:
+            if "(12)" not in str(error):  # ENOMEM: a private map of a file larger than memory is refused
+                raise
+            with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+                content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:  # a damaged file raises one of a dozen types
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        raise SystemExit(f"error: {path} is not a torch file of tensors, or a damaged one ({reason})") from None
+    if not isinstance(content, dict):
+        raise SystemExit(f"error: {path} must hold a dictionary with {NEEDED}; it holds a {type(content).__name__}")
+    return content
+
+
+def first_not_finite(split: Split, rows: Tensor) -> int | None:
+    """The first of these rows (R,) whose embedding has a number that is not finite."""
+    for some in rows.split(CHECKED_ROWS):
+        finite = split.embeddings[some.to(split.embeddings.device)].isfinite().all(1)  # (rows,)
+        if not finite.all():
+            return int(some[(~finite).nonzero()[0, 0].cpu()])
+    return None
+
+
+def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Divide rows at random into those that train and the `num_valid` that validate, both ascending.
+
+    A smaller num_valid under the same seed takes a subset of the rows.
+
+    Raises:
+        SystemExit: one of the two would be empty.
+    """
+    if not 0 < num_valid < num_rows:
+        raise SystemExit(
+            f"error: validation needs at least 1 row and must leave 1 to train: of {num_rows} rows, got {num_valid}"
+        )
+    order = torch.randperm(num_rows, generator=seeded(SPLIT, seed))
+    return order[num_valid:].sort().values, order[:num_valid].sort().values
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch visits its rows, (num_rows,) int64."""
+    return torch.cat([positions[within] for positions, within in shuffled_windows(num_rows, seed, epoch)])
+
+
+def batches(
+    split: Split, rows: Tensor, batch_size: int, epoch: int, seed: int, device: torch.device, start: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The shuffled whole batches of an epoch, for embeddings on a GPU or in the page cache.
+
+    Args:
+        rows: of the split that are used, (R,) int64, ascending.
+        start: batches to leave out, as a run does that continues within an epoch.
+    """
+    order = rows[epoch_order(len(rows), seed, epoch)].to(split.embeddings.device)
+    for begin in range(start * batch_size, len(order) - batch_size + 1, batch_size):
+        chosen = order[begin : begin + batch_size]
+        yield split.embeddings.index_select(0, chosen).to(device), split.labels.index_select(0, chosen).to(device)
+
+
+def streamed_batches(
+    split: Split, rows: Tensor, batch_size: int, epoch: int, seed: int, device: torch.device, start: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches from a file larger than memory: the next window is read while this one is used."""
+    windows, skip = [], start * batch_size
+    for positions, within in shuffled_windows(len(rows), seed, epoch):
+        if skip < len(within):
+            windows.append((rows[positions], within[skip:]))
+        skip = max(skip - len(within), 0)
+    batch = nothing = split.embeddings[:0], split.labels[:0]  # a batch may begin in one window and end in the next
+    with ThreadPoolExecutor(1) as reader:
+        pending = [reader.submit(split.embeddings.index_select, 0, chosen) for chosen, _ in windows[:1]]
+        for number, (chosen, within) in enumerate(windows):
+            window, labels = pending.pop().result(), split.labels[chosen]
+            if number + 1 < len(windows):
+                pending.append(reader.submit(split.embeddings.index_select, 0, windows[number + 1][0]))
+            while len(within):
+                part, within = within.tensor_split([batch_size - len(batch[1])])
+                batch = torch.cat([batch[0], window[part]]), torch.cat([batch[1], labels[part]])
+                if len(batch[1]) == batch_size:
+                    yield batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
+                    batch = nothing
+
+
+def shuffled_windows(num_rows: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Positions of each window (W,), ascending, and the order (W,) in which they are used."""
+    generator = seeded(ORDER, seed, epoch)
+    blocks = torch.randperm(-(-num_rows // BLOCK_ROWS), generator=generator)
+    for chosen in blocks.split(WINDOW_ROWS // BLOCK_ROWS):
+        positions = (chosen.sort().values[:, None] * BLOCK_ROWS + torch.arange(BLOCK_ROWS)).flatten()
+        positions = positions[positions < num_rows]  # the last block may be shorter
+        yield positions, torch.randperm(len(positions), generator=generator)

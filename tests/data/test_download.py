@@ -1,0 +1,282 @@
+"""data/download.py: the file that the server has comes whole, through faults and kills, or a sentence says why not."""
+
+import functools
+import hashlib
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import boto3
+import pytest
+
+from data import download as module
+from data.download import download, main
+from data.published import PUBLISHED_FILES, published_info
+from tests.processes import Program
+
+PART = 10_000
+
+
+@pytest.fixture(autouse=True)
+def _small_parts_and_short_waits(monkeypatch, own_network):
+    monkeypatch.setattr(module, "PART_BYTES", PART)
+    monkeypatch.setattr(module, "TIMEOUT", 1)
+    monkeypatch.setattr(time, "sleep", functools.partial(lambda sleep, seconds: sleep(seconds / 100), time.sleep))
+
+
+@pytest.fixture
+def body():
+    return random.Random(0).randbytes(8 * PART + 17)
+
+
+@pytest.fixture
+def source(server, body):
+    server.content = body
+    return server
+
+
+def left(cache: Path) -> set[str]:
+    return {path.suffix for path in cache.iterdir()} - {".lock"}
+
+
+def test_a_file_comes_once_and_is_then_used_without_the_network(source, body, tmp_path):
+    path = download(source.url, tmp_path)
+    assert path.read_bytes() == body
+    assert path.name.endswith("-file.bin")
+    asked = len(source.spans)
+    source.close()
+    assert download(source.url, tmp_path) == path
+    assert len(source.spans) == asked
+    assert left(tmp_path) == {".bin"}
+
+
+FAULTS = ["503", "429", "500", "408", "truncate", "stall", "reset"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_pass_are_tried_again(source, body, tmp_path, fault):
+    source.faults.extend([fault] * 5)
+    source.probe_faults.extend([fault] * 2)
+    assert download(source.url, tmp_path).read_bytes() == body
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.faults.extend(["404"] * 9), "the server answered 404"),
+        (lambda s: s.faults.extend(["503"] * 99), "the server answered 503. Finished parts are kept"),
+        (lambda s: s.faults.append("page"), "Download it by other means"),
+        (lambda s: s.faults.append("shifted"), "Download it by other means|changed"),
+        (lambda s: setattr(s, "ranges", False), "sends no ranges"),
+        (lambda s: setattr(s, "etag", None), "sends no ranges of a file with a version"),
+        (lambda s: s.headers.update({"Content-Type": "text/html; charset=utf-8"}), "text/html"),
+        (lambda s: s.headers.update({"Content-Encoding": "gzip"}), "Download it by other means"),
+    ],
+)
+def test_what_is_no_file_does_not_stay(source, tmp_path, change, message):
+    change(source)
+    with pytest.raises(SystemExit, match=message):
+        download(source.url, tmp_path)
+    assert ".bin" not in left(tmp_path)
+
+
+@pytest.mark.parametrize("by", ["etag", "weak etag", "date"])
+def test_parts_of_another_version_are_never_mixed(source, body, tmp_path, by):
+    if by == "date":
+        source.etag, source.last_modified = None, "Mon, 01 Jan 2024 00:00:00 GMT"
+    if by == "weak etag":
+        source.etag = 'W/"1"'
+    other = random.Random(1).randbytes(len(body))
+
+    def replace_file(number):
+        if number == 3:
+            source.content = other
+            source.etag = {"etag": '"2"', "weak etag": 'W/"2"', "date": None}[by]
+            source.last_modified = "Mon, 01 Jan 2023 00:00:00 GMT" if by == "date" else None  # older than before
+
+    source.on_request = replace_file
+    with pytest.raises(SystemExit, match="has changed on the server"):
+        download(source.url, tmp_path)
+    assert download(source.url, tmp_path).read_bytes() == other
+
+
+def test_finished_parts_are_not_asked_for_again(source, body, tmp_path):
+    source.faults.extend([None] * 4 + ["404"] * 99)
+    with pytest.raises(SystemExit):
+        download(source.url, tmp_path)
+    source.faults.clear()
+    before = {span for span in source.part_spans[:4]}
+    source.spans.clear()
+    assert download(source.url, tmp_path).read_bytes() == body
+    assert not before & set(source.part_spans)
+
+
+def test_a_sha256_decides_wherever_the_file_comes_from(source, body, tmp_path):
+    right, wrong = hashlib.sha256(body).hexdigest(), "0" * 64
+    path = download(source.url, tmp_path, right.upper())
+    for place in (source.url, str(path)):
+        assert download(place, tmp_path, right) == path
+        with pytest.raises(SystemExit, match=f"has the SHA-256 {right}, not {wrong}"):
+            download(place, tmp_path, wrong)
+
+
+def test_messages_show_neither_passwords_nor_signatures(tmp_path):
+    for address in (
+        "http://user:secret@127.0.0.1:9/file.bin",
+        "http://127.0.0.1:9/file.bin?X-Amz-Signature=secret&X-Amz-Credential=secret",
+    ):
+        with pytest.raises(SystemExit) as told:
+            download(address, tmp_path)
+        assert "secret" not in str(told.value)
+        assert "127.0.0.1:9/file.bin" in str(told.value)
+
+
+def test_no_login_of_netrc_goes_beside_a_signature(source, tmp_path, monkeypatch):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    seen = []
+    monkeypatch.setattr(module.requests.Session, "send", _recording(module.requests.Session.send, seen))
+    download(f"{source.url}?X-Amz-Signature=abc", tmp_path)
+    assert seen
+    assert not any("Authorization" in headers for headers in seen)
+
+
+def _recording(send, seen):
+    def recorded(self, request, **options):
+        seen.append(request.headers)
+        return send(self, request, **options)
+
+    return recorded
+
+
+def test_two_processes_download_once(source, body, tmp_path):
+    source.gate_from = 2
+    words = [source.url, "--cache_dir", tmp_path / "cache"]
+    both = [Program(main, words, folder=tmp_path) for _ in range(2)]
+    while len(source.spans) < 1:
+        time.sleep(0.01)
+    source.gate.set()
+    assert [program.end().returncode for program in both] == [0, 0]
+    (path,) = (path for path in (tmp_path / "cache").iterdir() if path.suffix == ".bin")
+    assert path.read_bytes() == body
+    spans = source.part_spans
+    assert len(spans) == len(set(spans))
+
+
+def test_killed_it_continues(source, tmp_path):
+    source.content = random.Random(2).randbytes(40 * PART)
+    for number in (3, 11, 19):
+        stop = multiprocessing.get_context("fork").Event()
+        source.on_request = lambda asked, number=number, stop=stop: stop.set() if asked >= number else None
+        program = (
+            f"import data.download as d; d.PART_BYTES = {PART}; d.main({[source.url, '--cache_dir', str(tmp_path)]})"
+        )
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+        assert stop.wait(60)
+        process.kill()
+        process.wait()
+    source.on_request = lambda asked: None
+    assert download(source.url, tmp_path).read_bytes() == source.content
+    assert left(tmp_path) == {".bin"}
+
+
+def test_a_local_path_is_returned_and_an_unknown_name_lists_the_published(tmp_path):
+    (tmp_path / "own.pt").touch()
+    assert download(str(tmp_path / "own.pt")) == tmp_path / "own.pt"
+    with pytest.raises(SystemExit, match="Published are wsl-32x48d-320"):
+        download("wsl-32x48d-32")
+
+
+def test_published_files_are_known_by_short_name_and_by_their_own(capsys):
+    assert published_info("efficientnet-l2-800") == {"backbone": "tf_efficientnet_l2_ns", "resolution": 800}
+    for name, (file, backbone, resolution, _) in PUBLISHED_FILES.items():
+        assert published_info(f"/somewhere/{file}") == {"backbone": backbone, "resolution": resolution}
+        main(["--list"])
+        assert name in capsys.readouterr().out
+    assert published_info("own.pt") == {}
+
+
+# S3
+
+
+def test_an_object_comes_with_the_user_s_credentials(bucket, body, tmp_path):
+    bucket.put_object(Bucket="store", Key="some folder/own.pt", Body=body)
+    path = download("s3://store/some folder/own.pt", tmp_path)
+    assert path.read_bytes() == body
+    assert path.name.endswith("-own.pt")
+
+
+def test_an_object_that_is_replaced_meanwhile_is_never_mixed(bucket, body, tmp_path, monkeypatch):
+    bucket.put_object(Bucket="store", Key="own.pt", Body=body)
+    read, other = module.s3_reader, random.Random(3).randbytes(len(body))
+
+    def replacing(address, requester_pays):
+        inner = read(address, requester_pays)
+
+        def replaced(begin, end, version):
+            if begin == 3 * PART:
+                bucket.put_object(Bucket="store", Key="own.pt", Body=other)
+            return inner(begin, end, version)
+
+        return replaced
+
+    monkeypatch.setattr(module, "s3_reader", replacing)
+    with pytest.raises(SystemExit, match="has changed on the server"):
+        download("s3://store/own.pt", tmp_path)
+    monkeypatch.setattr(module, "s3_reader", read)
+    assert download("s3://store/own.pt", tmp_path).read_bytes() == other
+
+
+@pytest.mark.parametrize(
+    ("address", "code"), [("s3://store/absent.pt", "NoSuchKey"), ("s3://nowhere/a", "NoSuchBucket")]
+)
+def test_a_refusal_names_reason_region_and_what_to_set(bucket, tmp_path, address, code):
+    with pytest.raises(SystemExit, match=rf"{address}: {code}.*region us-east-1.*AWS_PROFILE") as told:
+        download(address, tmp_path)
+    assert "--requester_pays" in str(told.value)
+    assert left(tmp_path) == set()
+
+
+def test_who_pays_is_told_and_no_login_of_netrc_is_sent(source, tmp_path, monkeypatch):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    for name, value in {"NETRC": tmp_path / "netrc", "AWS_ENDPOINT_URL": source.endpoint}.items():
+        monkeypatch.setenv(name, str(value))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    sent = []
+    client = boto3.Session.client
+
+    def listening(self, *arguments, **options):
+        made = client(self, *arguments, **options)
+        made.meta.events.register("before-send.s3.GetObject", lambda request, **_: sent.append(dict(request.headers)))
+        return made
+
+    monkeypatch.setattr(boto3.Session, "client", listening)
+    assert download("s3://store/own.pt", tmp_path, requester_pays=True).read_bytes() == source.content
+    assert {headers["x-amz-request-payer"] for headers in map(_lower, sent)} == {b"requester"}
+    assert not any(_lower(headers)["authorization"].startswith(b"Basic") for headers in sent)
+
+
+def _lower(headers: dict) -> dict[str, bytes]:
+    return {name.lower(): value if isinstance(value, bytes) else value.encode() for name, value in headers.items()}
+
+
+def test_an_expired_token_is_named(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", source.endpoint)
+    source.probe_faults.extend(["400"] * 9)
+    source.error = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+    with pytest.raises(SystemExit, match=r"ExpiredToken: The provided token has expired.*no credentials were found"):
+        download("s3://store/own.pt", tmp_path)
+
+
+def test_the_same_address_on_another_server_is_another_file(bucket, source, body, tmp_path, monkeypatch):
+    bucket.put_object(Bucket="store", Key="own.pt", Body=b"first")
+    first = download("s3://store/own.pt", tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", source.endpoint)
+    second = download("s3://store/own.pt", tmp_path)
+    assert (first.read_bytes(), second.read_bytes()) == (b"first", body)
+    assert os.environ["AWS_ENDPOINT_URL"] != first

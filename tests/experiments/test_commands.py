@@ -1,0 +1,282 @@
+"""What holds for each training script: its row, a second and a forced time, seeds, locks, damage, refusals."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common.records import read_rows
+from tests.experiments import scripts
+from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome, rows_of
+
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+
+
+@pytest.fixture(scope="module")
+def embeddings(tmp_path_factory):
+    return scripts.embeddings(tmp_path_factory.mktemp("set") / "e.pt")
+
+
+@pytest.fixture
+def run(embeddings, monkeypatch, tmp_path):
+    """Run a script in this process, quickly; more: further flags."""
+    monkeypatch.setattr(train_cifar100, "resnet_cifar", scripts.small_network)
+
+    def call(script, more="", flags=None, results=tmp_path / "r.csv"):
+        words = shlex.split((flags or SCRIPTS[script]).replace("EMBEDDINGS", str(embeddings)))
+        words = [*MACHINE.split(), "--results", str(results), *words, *more.split()]
+        assert script.main(words) == 0
+        return rows_of(results)
+
+    return call
+
+
+@each_script
+def test_a_row_has_its_flags_and_a_second_command_is_skipped(run, script, tmp_path, capsys):
+    rows = run(script)
+    for row in rows:
+        assert {*script.IDENTITY, "num_classes" if script is not train_beam_search else "test_words"} <= row.keys()
+        assert not {"results", "seeds", "force", "also", "checkpoint_seconds"} & row.keys()
+        assert (row["device"], row["threads"], row["seed"]) == ("cpu", "1", "0")
+        assert (tmp_path / "runs" / row["run_id"] / "config.json").exists()
+    before = (tmp_path / "r.csv").read_bytes()
+    capsys.readouterr()
+    assert run(script) == rows
+    assert (tmp_path / "r.csv").read_bytes() == before
+    assert capsys.readouterr().out.count("skipped:") == len(rows)
+    assert rows == read_rows(tmp_path / "r.csv")
+
+
+@each_script
+def test_force_repeats_the_run_with_the_same_bits(run, script, tmp_path):
+    rows, first = run(script), outcome(tmp_path / "r.csv")
+    again = run(script, "--force")
+    assert outcome(tmp_path / "r.csv") == first
+    assert [row["times_resumed"] for row in again] == ["0"] * len(rows)
+    assert {row["started_utc"] for row in again}.isdisjoint({row["started_utc"] for row in rows})
+
+
+@each_script
+def test_seeds_are_runs_of_their_own(run, script, tmp_path):
+    run(script, "--seeds 2 5")
+    together, apart = outcome(tmp_path / "r.csv"), {}
+    for seed in (5, 2):
+        run(script, f"--seed {seed}", results=tmp_path / str(seed) / "r.csv")
+        apart |= outcome(tmp_path / str(seed) / "r.csv")
+    assert together == apart
+    assert len({str(weights) for _, _, weights in together.values()}) == len(together)
+
+
+@each_script
+def test_a_run_that_another_process_has_is_refused(run, script, tmp_path):
+    rows = run(script)
+    (tmp_path / "r.csv").unlink()
+    lock = FileLock(tmp_path / "runs" / rows[0]["run_id"] / "run.lock")
+    with lock, pytest.raises(SystemExit, match="is being run by another process"):
+        run(script)
+    assert not (tmp_path / "r.csv").exists()
+
+
+@each_script
+@pytest.mark.parametrize("damage", ["truncated", "other weights", "no file of torch"])
+def test_a_checkpoint_that_does_not_load_names_the_folder_to_delete(run, script, tmp_path, damage):
+    folder = tmp_path / "runs" / run(script)[0]["run_id"]
+    (tmp_path / "r.csv").unlink()
+    path = folder / "checkpoint.pt"
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "no file of torch":
+        path.write_text("nothing")
+    else:
+        saved = torch.load(path, weights_only=True)
+        saved["model"].popitem()
+        torch.save(saved, path)
+    with pytest.raises(SystemExit, match="delete") as told:
+        run(script)
+    assert str(folder) in str(told.value)
+    assert not (tmp_path / "r.csv").exists()
+
+
+DIVERGING = {train_beam_search: "--pretrain_lr 3e37 --lr 3e37"}
+
+
+@each_script
+def test_what_is_not_finite_is_never_recorded(run, script, tmp_path):
+    with pytest.raises(SystemExit, match=r"(loss|weights|embedding).* Try a smaller --lr"):
+        run(script, DIVERGING.get(script, "--lr 1e38"))
+    assert not (tmp_path / "r.csv").exists()
+    for path in tmp_path.rglob("checkpoint.pt"):
+        assert all(tensor.isfinite().all() for tensor in torch.load(path, weights_only=True)["model"].values())
+
+
+@each_script
+def test_a_disk_that_is_full_is_a_sentence_and_the_command_continues(script, embeddings, tmp_path):
+    """The system refuses files above 4 KB, as a full disk refuses any."""
+    program = f"""if True:
+        import resource, sys
+        from experiments import {name_of(script)} as script
+        from tests.experiments.scripts import small_network
+        if hasattr(script, "resnet_cifar"):
+            script.resnet_cifar = small_network
+        if sys.argv.pop(1) == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        sys.exit(script.main())"""
+    words = [*shlex.split(SCRIPTS[script].replace("EMBEDDINGS", str(embeddings))), *MACHINE.split()]
+    for disk, status in (("full", 1), ("free", 0)):
+        command = [sys.executable, "-c", program, disk, *words, "--results", tmp_path / "r.csv"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        assert done.returncode == status, done.stderr
+        assert (tmp_path / "r.csv").exists() == (status == 0)
+        assert "Traceback" not in done.stderr
+        assert ("cannot write" in done.stderr) == (status == 1)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+NEITHER = "--method splitter_selection"
+REFUSED = [
+    (train_cifar100, "--dataset digits --method softsort --p_k .5 .2", "must sum to 1|sum"),
+    (train_cifar100, "--dataset digits --method softmax_cross_entropy --p_k 0 1", "softmax_cross_entropy"),
+    (train_cifar100, "--dataset digits --method neuralsort --p_k .5 0 0 0 .5 --m 3", "m"),
+    (train_cifar100, "--dataset digits --method softsort --distribution cauchy", "distribution applies to"),
+    (train_cifar100, "--dataset digits --method softmax_cross_entropy --margin 1", "does not take"),
+    (train_cifar100, "--dataset digits --method splitter_selecton", "did you mean splitter_selection"),
+    (train_cifar100, f"--dataset digits --batch_size 2000 {NEITHER}", "2000 exceeds the 1365 training images"),
+    (train_cifar100, f"--dataset digits --device cuda:9 {NEITHER}", "this machine has . GPUs"),
+    (train_cifar100, f"--dataset digits --device tpu7 {NEITHER}", "--device is auto, cpu, cuda"),
+    (train_cifar100, f"--dataset digits --ema 1 {NEITHER}", "--ema must be above 0 and below 1"),
+    (train_cifar100, f"--dataset digits --seed 1 --seeds 2 {NEITHER}", "not allowed with"),
+    (train_cifar100, f"--dataset digits --lr 0 {NEITHER}", "--lr"),
+    (train_cifar100, "--dataset digits --implementation difftopk --method lml", "difftopk has no lml"),
+    (train_cifar100, "--dataset digits --implementation difftopk --method ldr_kl --margin 1", "difftopk has no margin"),
+    (train_cifar100, "--dataset digits --method sinkhorn_sort --inverse_temperature 1:2:3", "--inverse_temperature"),
+    (finetune_imagenet, f"-d EMBEDDINGS --batch_size 500 {NEITHER}", "500 exceeds the .* training rows"),
+    (finetune_imagenet, f"-d EMBEDDINGS --limit_train 500 {NEITHER}", "500 exceeds the 130 training rows"),
+    (finetune_imagenet, f"-d EMBEDDINGS --num_valid 130 {NEITHER}", "must leave 1 to train"),
+    (finetune_imagenet, f"-d /nowhere/e.pt {NEITHER}", "there is no file /nowhere/e.pt"),
+    (finetune_imagenet, f"-d EMBEDDINGS --sha256 00 {NEITHER}", "has the SHA-256"),
+    (finetune_imagenet, f'-d EMBEDDINGS {NEITHER} --also "--method softsort --n_epochs 3"', "unrecognized arguments"),
+    (finetune_imagenet, f'-d EMBEDDINGS {NEITHER} --also "--method softsort --p_k .1"', "sum"),
+    (finetune_imagenet, "-d EMBEDDINGS --method softsort --p_k 0 0 0 0 0 0 0 0 1", "p_k|m"),
+    (train_knn, "--dataset digits --method inputs --distribution cauchy", "is of a relaxed top-k, not of"),
+    (train_knn, "--dataset digits --method neuralsort --prediction network", "--prediction network is of"),
+    (train_knn, "--dataset digits --method neuralsort --sorted", "--sorted is of soft_topk alone"),
+    (train_knn, "--dataset digits --method neuralsort --k 100", "--k must be below --num_candidates"),
+    (train_knn, "--dataset digits --method neuralsort --dim 3", "--dim is of linear and mlp"),
+    (train_knn, "--dataset digits --method neuralsort --limit_train 50", "exceeds the 45 training points"),
+    (train_knn, "--dataset digits -d EMBEDDINGS --method neuralsort", "by --dataset or by -d"),
+    (
+        train_knn,
+        "-d EMBEDDINGS --method neuralsort --model cnn --num_candidates 20 --batch_size 20",
+        "cnn takes images",
+    ),
+    (train_knn, "--dataset digits --method softmax_cross_entrop", "did you mean softmax_cross_entropy"),
+    (train_beam_search, "--arm retain --method smooth_topk", "--arm retain goes with --method"),
+    (train_beam_search, "--arm soft_beam --method softsort --m 4", "soft_beam uses the operator alone"),
+    (train_beam_search, "--arm retain --method softsort --inverse_temperature auto", "must be a number"),
+    (train_beam_search, "--arm retain --method softsort --dataset reversal --max_letters 9", "at most 7, got 9"),
+    (
+        train_beam_search,
+        "--arm retain --method softsort --dataset reversal --beam_size 9",
+        "must not exceed the 6 phonemes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "message"), REFUSED, ids=[f"{name_of(s)} {f}" for s, f, _ in REFUSED])
+def test_a_command_that_cannot_be_is_refused_with_a_sentence(run, script, flags, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as told:
+        run(script, flags=flags)
+    said = f"{told.value} {capsys.readouterr().err}"
+    assert told.value.code not in (0, None)
+    assert re.search(message, said), said
+    assert not (tmp_path / "r.csv").exists()
+
+
+def test_embeddings_with_a_row_that_is_not_finite_are_named(run, embeddings, tmp_path):
+    for script in (finetune_imagenet, train_knn):
+        content = torch.load(embeddings, weights_only=True)
+        content["test_embeddings"][7] = torch.nan
+        torch.save(content, tmp_path / "e.pt")
+        flags = f"-d {tmp_path / 'e.pt'} --method softsort --batch_size 20"
+        flags += " --num_candidates 20 --k 3" if script is train_knn else ""
+        with pytest.raises(SystemExit, match=r"test.* not finite"):
+            run(script, flags=flags)
+        assert not (tmp_path / "r.csv").exists()
+
+
+def test_cifar_that_is_absent_without_a_network_says_what_to_place_where(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    with pytest.raises(SystemExit, match=r"put cifar-100-python.tar.gz"):
+        run(train_cifar100, flags=f"--data_dir {tmp_path / 'empty'} {NEITHER}")
+
+
+def test_a_results_file_with_a_damaged_line_is_not_rewritten(run, tmp_path):
+    run(train_knn)
+    text = (tmp_path / "r.csv").read_text()
+    (tmp_path / "r.csv").write_text(text + "cut,sho")
+    with pytest.raises(SystemExit, match=r"line 3 of .*repair or delete"):
+        run(train_knn, "--seed 1")
+    assert (tmp_path / "r.csv").read_text() == text + "cut,sho"
+
+
+def test_the_schedule_of_heads_goes_by_the_number_of_rows(run, tmp_path):
+    flags = "-d EMBEDDINGS --method softmax_cross_entropy"
+    row, also = run(finetune_imagenet, flags=f'{flags} --also "--method softsort --lr .5"')
+    names = ("train_images", "valid_images", "batch_size", "n_epochs")
+    assert [also[name] for name in names] == [row[name] for name in names]
+    assert also["lr"] == "0.5"
+    # Of 130 rows a fifth validates; a twentieth of the rest is a batch, and there are 2,000 steps.
+    assert [row[name] for name in ("train_images", "valid_images", "batch_size", "n_epochs")] == [
+        "104",
+        "26",
+        "5",
+        "100",
+    ]
+    assert (row["lr"], row["nloglr"], row["m"], row["test_images"]) == ("0.001", "", "", "40")
+    (row,) = run(finetune_imagenet, "--nloglr 2 --n_epochs 1 --seed 1", flags=flags, results=tmp_path / "2" / "r.csv")
+    assert (row["lr"], row["nloglr"], row["n_epochs"]) == ("0.01", "2.0", "1")
+
+
+def test_streamed_embeddings_give_the_same_row(run, tmp_path):
+    run(finetune_imagenet)
+    run(finetune_imagenet, "--stream", results=tmp_path / "streamed" / "r.csv")
+    assert outcome(tmp_path / "r.csv") == outcome(tmp_path / "streamed" / "r.csv")
+
+
+def test_heads_in_company_are_those_of_commands_of_their_own(run, tmp_path):
+    run(finetune_imagenet)
+    together, apart = outcome(tmp_path / "r.csv"), {}
+    base = "-d EMBEDDINGS --batch_size 25 --n_epochs 3 --eval_freq 2 --lr .01 --apply_dropout "
+    for number, loss in enumerate(
+        ("noised_topk --inverse_temperature auto", "softsort --p_k .5 0 .5 --inverse_temperature .5:2")
+    ):
+        results = tmp_path / str(number) / "r.csv"
+        run(finetune_imagenet, flags=f"{base} --method {loss}", results=results)
+        apart |= outcome(results)
+    assert together == apart
+
+
+def test_baselines_of_neighbours_and_untrained_ones(run, tmp_path):
+    flags = "--dataset digits --limit_train 300 --k 3 --method "
+    for method in ("inputs", "pca"):
+        (row,) = run(train_knn, flags=flags + method, results=tmp_path / method / "r.csv")
+        assert float(row["test_top1"]) > 0.8
+        assert (row["lr"], row["n_epochs"], row["loss"], row["last_train_loss"]) == ("", "", "", "")
+
+
+def test_arms_of_a_seed_share_their_pretraining(run, tmp_path):
+    base = "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 4"
+    base += " --n_updates 2"
+    arms = ("cross_entropy --method softmax_cross_entropy", "soft_beam --method softsort", "retain --method neuralsort")
+    for arm in arms:
+        rows = run(train_beam_search, flags=f"{base} --arm {arm}")
+    assert len({row["pretrained"] for row in rows}) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 1 + len(arms)
+    histories = [(tmp_path / "runs" / row["pretrained"] / "updates.csv").read_text() for row in rows]
+    assert len(set(histories)) == 1
