@@ -57,8 +57,8 @@ def test_selects_every_input_of_zeros_and_ones(construct, n):
     for k in {1, min(2, n - 1), min(5, n - 1), n - 1, n}:
         network = construct(n, k)
         want = (torch.arange(k).unsqueeze(1) < x.sum(0)).float()  # (k, 2^n)
-        assert torch.equal(run_hard(network, x)[list(network.output_lanes)], want)
-        assert torch.equal(run_hard(network.pruned(), x)[list(network.output_lanes)], want)
+        assert torch.equal(run_hard(network, x)[list(network.output_wires)], want)
+        assert torch.equal(run_hard(network.pruned(), x)[list(network.output_wires)], want)
 
 
 @given(st.sampled_from(CONSTRUCTIONS), st.integers(2, 200), st.data())
@@ -67,7 +67,7 @@ def test_selects_the_top_k_in_order(construct, n, data):
     k = data.draw(st.integers(1, min(n, 20)))
     network = construct(n, k)
     x = torch.randn(n, 32, generator=torch.Generator().manual_seed(n * 31 + k))
-    assert torch.equal(run_hard(network.pruned(), x)[list(network.output_lanes)], x.topk(k, dim=0).values)
+    assert torch.equal(run_hard(network.pruned(), x)[list(network.output_wires)], x.topk(k, dim=0).values)
     for layer in network.layers:
         assert len({lane for pair in layer for lane in pair}) == 2 * len(layer), "lanes of one layer are disjoint"
 
@@ -103,8 +103,8 @@ def test_bitonic_sorts_where_difftopk_does_not():
         official = torch.minimum(a, b) @ combine_min.T + torch.maximum(a, b) @ combine_max.T
     want = x.topk(k, dim=0).values
     network = bitonic(n, k)
-    assert not torch.equal(official[:, list(network.output_lanes)].T, want)
-    assert torch.equal(run_hard(network, x)[list(network.output_lanes)], want)
+    assert not torch.equal(official[:, list(network.output_wires)].T, want)
+    assert torch.equal(run_hard(network, x)[list(network.output_wires)], want)
     assert network.depth == 15
 
 
