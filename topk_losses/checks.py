@@ -89,7 +89,7 @@ def check_positive(name: str, value: float, or_zero: bool = False) -> float:
 
 
 def check_positive_now(value: Any) -> Any:
-    """Return an inverse temperature; raise ValueError if it is a tensor that has come to 0 or below, as training may."""
+    """Return an inverse temperature; raise ValueError for a tensor that training has brought to 0 or below."""
     if isinstance(value, Tensor) and has_known_values(value):
         check_positive("inverse_temperature", float(value.detach()))
     return value

@@ -2,11 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from topk_losses.checks import (
     check_choice,
@@ -48,6 +47,36 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class Given(NamedTuple):
+    """What a call has beside logits and labels: the inverse temperature, read once, and P_K of each row, or None."""
+
+    beta: Any = None
+    p_k: Tensor | None = None
+
+    def of(self, rows: Any) -> "Given":
+        """Select rows."""
+        return self if self.p_k is None else Given(self.beta, self.p_k[rows])
+
+
+class Recomputed(torch.autograd.Function):
+    """A function of tensors, of which the backward pass computes again what it needs, in place of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        create_graph = torch.is_grad_enabled()  # for second derivatives
+        with torch.enable_grad(), full_precision(grad.device):
+            inputs = [each.view_as(each) if each.requires_grad else each for each in ctx.saved_tensors]
+            wanted = [each for each in inputs if each.requires_grad]
+            found = iter(torch.autograd.grad(ctx.function(*inputs), wanted, grad, create_graph=create_graph))
+        return None, *(next(found) if each.requires_grad else None for each in inputs)
 
 
 class ClassificationLoss(nn.Module):
@@ -125,7 +154,7 @@ class ClassificationLoss(nn.Module):
         """The inverse temperature as it is now. Raises ValueError where training has brought it to 0 or below."""
         if self.auto is not None:
             return self.auto.value()
-        return fixed_beta(check_positive_now(self.inverse_temperature))
+        return fixed_beta(check_positive_now(getattr(self, "inverse_temperature", None)))
 
     def extra_repr(self) -> str:
         settings = ((name, getattr(self, name)) for name in self.shown)
@@ -158,8 +187,8 @@ class ClassificationLoss(nn.Module):
         """
         return self._reduced(logits, labels, None)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
-        """The loss of each row of scores (rows, n), with p_k (rows, K) where it was given.
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+        """The loss of each row of scores (rows, n).
 
         target: labels (rows,) int64 in [0, n) -> (rows,); a set of right answers, mass (rows, n) in [0, 1] -> (rows,),
         from losses that know sets; None -> (rows, n), the loss of every class as the label, or None where that is not
@@ -167,9 +196,9 @@ class ClassificationLoss(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} does not define _losses")
 
-    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, p_k: Tensor | None) -> Tensor:
+    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
         """The loss of pairs of a row of scores (rows, n) and a class as its label, (pairs,)."""
-        return self._losses(scores[row], column, None if p_k is None else p_k[row])
+        return self._losses(scores[row], column, given.of(row))
 
     def _width(self, n: int) -> int:
         """The number of scores that one pair of a row and a class is worked out from."""
@@ -201,32 +230,31 @@ class ClassificationLoss(nn.Module):
             counts = None if is_mass else labels.reshape(-1) != self.ignore_index  # (rows,)
             if self.auto is not None:
                 self.auto.observe(scores, counts)
+            given = Given(self._beta(), p_k)
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
             if counts is None:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses = self._losses(scores, mass, p_k) if several else self._expected(scores, mass, weight, p_k)
+                losses = self._losses(scores, mass, given) if several else self._expected(scores, mass, weight, given)
                 counted = scores.new_full((), scores.shape[0])
             else:
-                losses, counted = self._of_labels(scores, labels.reshape(-1), counts, weight, p_k)
+                losses, counted = self._of_labels(scores, labels.reshape(-1), counts, weight, given)
             if self.reduction == "none":
                 return losses.reshape(shape)
             return losses.sum() if self.reduction == "sum" else losses.sum() / counted
 
-    def _of_labels(
-        self, scores: Tensor, labels: Tensor, counts: Tensor, weight: Tensor | None, p_k: Tensor | None
-    ) -> Any:
+    def _of_labels(self, scores: Tensor, labels: Tensor, counts: Tensor, weight: Tensor | None, given: Given) -> Any:
         """The losses (rows,), 0 where the label is ignored, and the weight of all that count ()."""
         if not has_known_values(counts) or not bool(counts.all()):
             # what is ignored may hold anything, and gets no gradient
             scores, labels = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, labels, 0)
         share = counts.to(scores.dtype) if weight is None else counts * weight[labels]
         if self.label_smoothing:
-            losses = self._expected(scores, mass_of(scores, labels), weight, p_k)
+            losses = self._expected(scores, mass_of(scores, labels), weight, given)
         else:
-            losses = self._losses(scores, labels, p_k) * share
+            losses = self._losses(scores, labels, given) * share
         return torch.where(counts, losses, 0), share.sum()
 
-    def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
+    def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, given: Given) -> Tensor:
         """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""
         if self.label_smoothing:
             live = (scores > -torch.inf).to(scores.dtype)  # (rows, n); no part goes to classes that are masked out
@@ -235,7 +263,7 @@ class ClassificationLoss(nn.Module):
         mass = mass if weight is None else mass * weight
         known = has_known_values(mass) and not mass.requires_grad
         if not known or int(mass.count_nonzero()) > MANY * len(mass):
-            losses = self._losses(scores, None, p_k)  # (rows, n)
+            losses = self._losses(scores, None, given)  # (rows, n)
             if losses is not None:
                 # an infinite loss of a class without mass counts as 0; a finite one is the gradient of its mass
                 return torch.where((mass > 0) | losses.isfinite(), losses * mass, 0).sum(1)
@@ -245,8 +273,8 @@ class ClassificationLoss(nn.Module):
             pairs = torch.arange(mass.shape[0] * mass.shape[1], device=mass.device)
             row, column = pairs // mass.shape[1], pairs % mass.shape[1]
 
-        def summed(scores: Tensor, row: Tensor, column: Tensor, share: Tensor, p_k: Tensor | None) -> Tensor:
-            losses = self._losses_of_pairs(scores, row, column, p_k)
+        def summed(row: Tensor, column: Tensor, scores: Tensor, share: Tensor, *given: Any) -> Tensor:
+            losses = self._losses_of_pairs(scores, row, column, Given(*given))
             losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
             return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
 
@@ -254,17 +282,23 @@ class ClassificationLoss(nn.Module):
         size = max(AT_ONCE // self._width(scores.shape[1]), 1)  # pairs at a time
         in_parts = not torch.compiler.is_compiling() and is_ordinary(scores) and is_ordinary(mass)
         if not in_parts or len(row) <= size or self.draws_noise:
-            return summed(scores, row, column, share, p_k)
+            return summed(row, column, scores, share, *given)
         total = torch.zeros_like(scores[:, 0])
         for start in range(0, len(row), size):
             part = slice(start, start + size)
             ends = start, min(start + size, len(row)) - 1
             first, last = (int(row[pair]) if known else pair // mass.shape[1] for pair in ends)
-            rows = slice(first, last + 1)
-            # what lies in between is computed again in the backward pass
-            arguments = (scores[rows], row[part] - first, column[part], share[part], None if p_k is None else p_k[rows])
-            of_rows = checkpoint(summed, *arguments, use_reentrant=False, preserve_rng_state=False)
-            total = total.index_add(0, torch.arange(first, last + 1, device=row.device), of_rows)
+            own = given.of(slice(first, last + 1))
+            tensors = [scores[first : last + 1], share[part], as_tensor(1.0 if own.beta is None else own.beta, scores)]
+            tensors += [] if own.p_k is None else [own.p_k]
+
+            def of_part(scores: Tensor, share: Tensor, *given: Any, pairs: Any = (row[part] - first, column[part]),
+                        beta: Any = own.beta) -> Tensor:  # fmt: skip
+                given = given if isinstance(beta, Tensor) else (beta, *given[1:])
+                return summed(*pairs, scores, share, *given)
+
+            rows = torch.arange(first, last + 1, device=row.device)
+            total = total.index_add(0, rows, Recomputed.apply(of_part, *tensors))
         return total
 
     @property
@@ -276,7 +310,7 @@ class ClassificationLoss(nn.Module):
 class SoftmaxCrossEntropyLoss(ClassificationLoss):
     """torch.nn.CrossEntropyLoss that refuses what the other losses refuse, and computes in float32 as they do."""
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         return -log_softmax(scores, target)
 
 
@@ -314,8 +348,8 @@ class LDRKLLoss(ClassificationLoss):
             return self._checked_temperature(value, None)
         return check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
-        beta, live = as_tensor(self._beta(), scores), scores != -torch.inf  # (), (rows, n)
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+        beta, live = as_tensor(given.beta, scores), scores != -torch.inf  # (), (rows, n)
         log_n = live.sum(1).clamp(min=1).to(scores.dtype).log()  # (rows,)
         z = torch.where(live, beta * centered(scores), MASKED)
         if target is None:

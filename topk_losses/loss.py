@@ -15,7 +15,7 @@ from topk_losses.checks import (
     check_several,
     has_known_values,
 )
-from topk_losses.classification import ClassificationLoss
+from topk_losses.classification import ClassificationLoss, Given
 from topk_losses.methods import METHODS, TOP1, any_operator, is_relaxation, resolve_method, resolve_settings
 from topk_losses.networks import RelaxedNetwork
 from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, log_mixture, log_softmax, pick_ranks
@@ -120,8 +120,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         self.p_k = p_k  # type: ignore[assignment]
         if self._num_scores(self.num_classes) == 2 and getattr(self.operator, "whitens", False):
             warnings.warn(
-                f"{self.method or self.operator} whitens the scores, and two scores are the same two numbers then: they "
-                "get next to no gradient. Sort three or more, or take another method",
+                f"{self.method or self.operator} whitens the scores, and two scores are the same two numbers then: "
+                "they get next to no gradient. Sort three or more, or take another method",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -242,32 +242,39 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         rows = rows if rows.dim() == 2 else rows.unsqueeze(0)
         return rows.unsqueeze(2) if target is None else rows
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         sorts_few = self.m is not None and self.m < scores.shape[1]
         if target is None and (sorts_few or self.operator.pairwise):
             return None  # with m each class has scores of its own
-        shares = self._shares(p_k, scores, target)
-        if isinstance(self.operator, RelaxedNetwork) and self.operator.n is None and has_known_values(scores):
-            return self._of_live_classes(scores, target, shares, p_k)
-        return self._of_scores(scores, target, shares, p_k)
+        shares = self._shares(given.p_k, scores, target)
+        if self._sorts_live_classes(scores):
+            return self._of_live_classes(scores, target, shares, given)
+        return self._of_scores(scores, target, shares, given)
 
-    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, p_k: Tensor | None) -> Tensor:
-        if self.m is None or self.m >= scores.shape[1]:
-            return super()._losses_of_pairs(scores, row, column, p_k)
-        shares = self._shares(p_k if p_k is None else p_k[row], scores, column)
-        index = true_and_largest(largest(scores, self.m)[row], column)  # (pairs, m)
+    def _sorts_live_classes(self, scores: Tensor) -> bool:
+        """Whether a network is built anew for the classes that are not masked out; other operators ignore these."""
+        return isinstance(self.operator, RelaxedNetwork) and self.operator.n is None and has_known_values(scores)
+
+    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
+        m = scores.shape[1] if self.m is None else min(self.m, scores.shape[1])
+        few = self._sorts_live_classes(scores) and bool(((scores != -torch.inf).sum(1) <= m).any())
+        if few or m == scores.shape[1]:
+            return super()._losses_of_pairs(scores, row, column, given)
+        given = given.of(row)
+        shares = self._shares(given.p_k, scores, column)
+        index = true_and_largest(largest(scores, m)[row], column)  # (pairs, m)
         kept = scores[row.unsqueeze(1), index]
-        return self._mixed(kept, torch.zeros_like(column), shares, p_k)
+        return self._mixed(kept, torch.zeros_like(column), shares, given)
 
-    def _of_live_classes(self, scores: Tensor, target: Tensor | None, shares: Tensor, p_k: Tensor | None) -> Tensor:
+    def _of_live_classes(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
         """`_of_scores` by a network of as many wires as a row has live classes, for rows of equal number together."""
         live = scores != -torch.inf  # (rows, n)
         if bool(live.all()):
-            return self._of_scores(scores, target, shares, p_k)
+            return self._of_scores(scores, target, shares, given)
         number = live.sum(1)
         if target is not None and not is_mass(target):  # a row whose true class is masked out is left as it is
             number = number.where(live.gather(1, target.unsqueeze(1)).squeeze(1), scores.shape[1])
-        number = number.where(number >= (self.k if p_k is None else p_k.shape[1]), scores.shape[1])
+        number = number.where(number >= (self.k if given.p_k is None else given.p_k.shape[1]), scores.shape[1])
         losses = scores.new_full((len(scores),) if target is not None else scores.shape, torch.inf)
         for n in number.unique().tolist():
             rows = (number == n).nonzero().squeeze(1)
@@ -278,27 +285,27 @@ class TopKCrossEntropyLoss(ClassificationLoss):
                 own = target[rows]
                 own = own.gather(1, columns) if is_mass(own) else (columns == own.unsqueeze(1)).int().argmax(1)
             share = shares if shares.shape[0] == 1 else shares[rows]
-            found = self._of_scores(scores[rows].gather(1, columns), own, share, p_k)
+            found = self._of_scores(scores[rows].gather(1, columns), own, share, given)
             places = (rows,) if target is not None else (rows.unsqueeze(1), columns)
             losses = losses.index_put(places, found)
         return losses
 
-    def _of_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, p_k: Tensor | None) -> Tensor:
+    def _of_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
         if self.m is not None and self.m < scores.shape[1]:
             assert target is not None
             scores, target = top_m(scores, target, self.m)
-        return self._mixed(scores, target, shares, p_k)
+        return self._mixed(scores, target, shares, given)
 
-    def _mixed(self, scores: Tensor, target: Tensor | None, shares: Tensor, p_k: Tensor | None) -> Tensor:
+    def _mixed(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
         """The loss of the scores that are sorted (rows, m or n): -log of the mixture of P(rank <= k), by P_K."""
-        ranks = self.ranks if p_k is None else list(range(1, p_k.shape[1] + 1))
+        ranks = self.ranks if given.p_k is None else list(range(1, given.p_k.shape[1] + 1))
         if ranks[-1] > scores.shape[1]:
             raise ValueError(
                 f"p_k reaches rank {ranks[-1]}, but only {scores.shape[1]} scores are sorted (n, or m); shorten p_k"
             )
         operator = self.operator
         softmax = self.top1_mode != "sort" and ranks[0] == 1
-        within = operator.within(scores, target, ranks[softmax:], self._beta(), self.generator)  # (rows, J[, n])
+        within = operator.within(scores, target, ranks[softmax:], given.beta, self.generator)  # (rows, J[, n])
         log_top1 = log_softmax(scores, target) if softmax else None  # (rows[, n])
         first, shares = shares[:, 0], shares[:, 1:] if softmax else shares
         if target is not None and is_mass(target):
@@ -313,7 +320,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             if log_top1 is not None and self.top1_mode == "sm":
                 within = torch.cat([log_top1.unsqueeze(1), within], dim=1)
                 shares = torch.cat([first.unsqueeze(1), shares], dim=1)
-            mixture = log_mixture(within, shares, all_positive=p_k is None and self.p_k.dim() == 1)
+            mixture = log_mixture(within, shares, all_positive=given.p_k is None and self.p_k.dim() == 1)
         if log_top1 is None or self.top1_mode == "sm":
             return -mixture
         return -first * log_top1 - (1 - first) * mixture

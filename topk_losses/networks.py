@@ -20,7 +20,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_integer, check_k
 from topk_losses.kernels import kernel
-from topk_losses.operator import TopKOperator, as_tensor, finite, mass_of
+from topk_losses.operator import TopKOperator, as_tensor, centered, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 
 Layer = Sequence[tuple[int, int]]  # comparators (lo, hi)
@@ -186,15 +186,15 @@ _layer_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _compare(
-    x: Tensor, wires: Tensor, offset: Tensor, distribution: str, beta: float | Tensor, art_lambda: float | None
+    x: Tensor, wires: Tensor, distribution: str, beta: float | Tensor, art_lambda: float | None
 ) -> tuple[Tensor, Tensor]:
     """Tell which comparators of a layer are out of order, and the share that they mix: (c, rows) each.
 
-    x (n, rows): the scores less their maximum, whose size is offset (rows,). wires (2c,): the wires hi, then lo.
+    x (n, rows): the scores less their maximum. wires (2c,): the wires hi, then lo.
     """
     b, a = x.index_select(0, wires).chunk(2)  # (c, rows) each
     d = a - b
-    rounding = distance_of_rounding(x.dtype) * (torch.maximum(a.abs(), b.abs()) + offset)
+    rounding = distance_of_rounding(x.dtype) * (torch.maximum(a.abs(), b.abs()) + 1)
     d = torch.where(d.abs() <= rounding, d - d.detach(), d)  # equal, with the derivative of d
     out = d > 0
     # e = |d|, but at 0 with a derivative, for which sigmoid(-e) has that of sigmoid(d)
@@ -210,13 +210,6 @@ def _exchange(x: Tensor, wires: Tensor, out: Tensor, mix: Tensor) -> Tensor:
     return x.index_copy(0, wires, torch.cat([hi - moved, lo + moved]))
 
 
-def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores less their maximum (n, rows), and the maximum's size (rows,), by which values count as equal."""
-    scores = finite(scores)
-    largest = scores.detach().amax(1, keepdim=True)  # (rows, 1)
-    return (scores - largest).T, largest.abs().squeeze(1)
-
-
 def carry_mass(
     scores: Tensor, target: Tensor, beta: Tensor, comparators: Tensor, layer_sizes: list[int], k: int,
     distribution: str, art_lambda: float | None,
@@ -225,11 +218,10 @@ def carry_mass(
 
     scores (rows, n); target: labels (rows,) or a mass (rows, n); comparators (2, C): the wires hi and the wires lo.
     """
-    x, offset = centred(scores)
-    x = torch.stack([x, mass_of(scores, target).T], dim=1)  # (n, 2, rows)
+    x = torch.stack([centered(scores).T, mass_of(scores, target).T], dim=1)  # (n, 2, rows)
     for layer in comparators.split(layer_sizes, dim=1):
         wires = layer.flatten()
-        x = _exchange(x, wires, *_compare(x[:, 0], wires, offset, distribution, beta, art_lambda))
+        x = _exchange(x, wires, *_compare(x[:, 0], wires, distribution, beta, art_lambda))
     return [x[x.shape[0] - k :, 1].flip(0).T]
 
 
@@ -291,11 +283,10 @@ class RelaxedNetwork(TopKOperator):
         """
         comparators, sizes = self._tables(scores, k)
         layers = [layer.flatten() for layer in comparators.split(sizes, dim=1)]
-        x, offset = centred(scores)
-        n, x = x.shape[0], x.unsqueeze(1)  # (n, 1, rows)
+        n, x = scores.shape[1], centered(scores).T.unsqueeze(1)  # (n, 1, rows)
         compared = []
         for wires in layers:
-            compared.append(_compare(x[:, 0], wires, offset, self.distribution, beta, self.art_lambda))
+            compared.append(_compare(x[:, 0], wires, self.distribution, beta, self.art_lambda))
             x = _exchange(x, wires, *compared[-1])
         units = torch.eye(n, dtype=scores.dtype, device=scores.device)[:, n - k :].flip(1)  # (n, k)
         P = units.unsqueeze(2).expand(-1, -1, scores.shape[0])  # (n, k, rows)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from topk_losses.checks import check_fraction, check_positive
-from topk_losses.classification import ClassificationLoss
+from topk_losses.classification import ClassificationLoss, Given
+from topk_losses.operator import MASKED, finite
 
 
 class RobustLoss(ClassificationLoss):
@@ -32,8 +33,8 @@ class RobustLoss(ClassificationLoss):
         """The loss for log p of the labels (rows, 1), or of every class (rows, n); every: (rows, n)."""
         raise TypeError(f"{type(self).__name__} does not define _of_log_p")
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
-        every = scores.log_softmax(1)  # (rows, n)
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+        every = finite(scores.log_softmax(1))  # (rows, n)
         if target is None:
             return self._of_log_p(every, every)
         return self._of_log_p(every.gather(1, target.unsqueeze(1)), every).squeeze(1)
@@ -79,9 +80,9 @@ class ForwardCorrectionLoss(RobustLoss):
             return matrix
         return super()._checked_setting(name, value)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         if self.T is None:
-            return super()._losses(scores, target, p_k)
+            return super()._losses(scores, target, given)
         if len(self.T) != scores.shape[1]:
             raise ValueError(f"T is for {len(self.T)} classes, but the logits have {scores.shape[1]}")
         # in float64, where the device has it, which autocast leaves alone in the backward pass too
@@ -92,7 +93,7 @@ class ForwardCorrectionLoss(RobustLoss):
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         if not self.noise_rate:
             return -log_p
-        live = (every > -math.inf).sum(1, keepdim=True)  # (rows, 1)
+        live = (every > MASKED).sum(1, keepdim=True)  # (rows, 1)
         kept, wrong = math.log1p(-self.noise_rate), self.noise_rate / live.clamp(min=1)
         return -torch.logaddexp(kept + log_p, wrong.to(log_p.dtype).log().expand_as(log_p))
 
@@ -170,8 +171,9 @@ class NCEAndRCELoss(_SumLoss):
         super().__init__(alpha, beta, A, **others)
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
-        total = every.masked_fill(every == -math.inf, 0).sum(1, keepdim=True)  # (rows, 1), below 0 for n > 1
-        return self.alpha * log_p / total.clamp(max=-torch.finfo(total.dtype).tiny) + self.beta * self._reverse(log_p)
+        total = every.masked_fill(every == MASKED, 0).sum(1, keepdim=True)  # (rows, 1), below 0
+        total = total.masked_fill(total == 0, -1)  # of one class alone, whose log p is 0
+        return self.alpha * log_p / total + self.beta * self._reverse(log_p)
 
 
 class PHuberCrossEntropyLoss(RobustLoss):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from topk_losses.checks import check_inverse_temperature, check_k, check_positive, check_positive_now
+from topk_losses.classification import Given
 from topk_losses.kernels import kernel
 from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, fixed_beta, pick_ranks
 from topk_losses.single_k import SingleKLoss
@@ -94,11 +95,14 @@ class SmoothTopKLoss(SingleKLoss):
             return super()._checked_setting(name, value)
         return check_inverse_temperature(value) if isinstance(value, Tensor) else check_positive(name, value)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _beta(self) -> Any:
+        return fixed_beta(check_positive_now(self.tau))
+
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         check_k(self.k, scores.shape[1] - 1)
         if target is None:
             return None
-        tau = fixed_beta(check_positive_now(self.tau))
+        tau = given.beta
         find = kernel("kth_largest", scores, tau) or kth_largest
         smooth, hard, top, *_ = find(scores, target, [self.k], as_tensor(self.k * tau, scores))
         smooth, hard = smooth.squeeze(1), hard.squeeze(1)

@@ -1,9 +1,9 @@
 """Top-k by a threshold: indicator_k(s)_i = f(beta s_i - theta_k), with theta_k such that the indicator sums to k.
 
 There is one f for each class of operators. theta falls as k grows, so that the indicators are nested: row r of P is
-indicator_r - indicator_{r-1}, rows sum to 1, and a loss is a mixture of indicators, of the k that P_K has mass on and no
-others. f sees the logits as they are: far from theta its logarithm has slope beta, and so has the loss. Where k or fewer
-classes are not masked out, all of them are within k.
+indicator_r - indicator_{r-1}, rows sum to 1, and a loss is a mixture of indicators, of the k that P_K has mass on and
+no others. f sees the logits as they are: far from theta its logarithm has slope beta, and so has the loss. Where k or
+fewer classes are not masked out, all of them are within k.
 
 Gradients are those of the equation that defines theta (implicit function theorem), never of a solver: with
 w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and differentiable in turn. f' comes from the
@@ -161,10 +161,10 @@ def _power_of_clipped(t: Tensor, power: int) -> Tensor:
 class Family(NamedTuple):
     """The formulas of a family of thresholds.
 
-    value: log f of t or, for those that reach 0, f. root: theta (rows, J) of z (rows, n), the largest of which is 0, and
-    k (rows, J), none of which exceeds a third argument. slopes: f' relative to a factor, and the factor, of t
-    (rows, J, n). last: whose indicator falls below 1 as k comes down from n: by their tails, exp(-z), all of them, or
-    the lowest class alone.
+    value: log f of t or, for those that reach 0, f. root: theta (rows, J) of z (rows, n), the largest of which is 0,
+    and k (rows, J), none of which exceeds a third argument. slopes: f' relative to a factor, and the factor, of t
+    (rows, J, n). lowest_alone: as k comes down from n, the indicator of the lowest class alone falls below 1; else all
+    do, by their tails, exp(-z).
     """
 
     value: Callable[[Tensor], Tensor]

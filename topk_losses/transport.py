@@ -61,7 +61,7 @@ def whiten_and_squash(scores: Tensor) -> Tensor:
 
 
 class _Plan(torch.autograd.Function):
-    """P = softmax over target points of h - C / epsilon, (rows, n, A), with h such that its sums over scores are `mass`.
+    """P = softmax over target points of h - C / epsilon, (rows, n, A), with h such that its sums are `mass`.
 
     logits (rows, n, A): -C / epsilon. mass (rows, A), summing to the number of live scores, 0 for points that are out.
     live (rows, n, 1): 1, and 0 for scores that are masked out. start (rows, A): h to begin with. Also returned: the
@@ -238,7 +238,7 @@ def _plan(
 
 
 def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
-    """Compute what the kernel computes: P[1..k, y], (rows, k), of the whitened scores x (rows, n), and errors (rows,)."""
+    """Compute what the kernel computes: P[1..k, y], (rows, k), of whitened scores x (rows, n), and errors (rows,)."""
     P, error = _plan(x, beta, x.shape[1], tolerance, max_iterations)
     return [at_target(P[:, :k], labels), error]
 

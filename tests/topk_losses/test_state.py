@@ -198,7 +198,9 @@ def test_a_network_of_ones_own_is_held_to_its_size():
     logits, labels = random_batch()
     network = RelaxedNetwork(bitonic(12, 3), 2.0)
     loss = TopKCrossEntropyLoss(p_k=[0.5, 0, 0.5], operator=network)
-    torch.testing.assert_close(loss(logits, labels), make_loss("bitonic", [0.5, 0, 0.5], inverse_temperature=2.0)(logits, labels))
+    torch.testing.assert_close(
+        loss(logits, labels), make_loss("bitonic", [0.5, 0, 0.5], inverse_temperature=2.0)(logits, labels)
+    )
     loss.p_k = [0.5, 0, 0, 0.5]
     with pytest.raises(ValueError, match="built for the ranks 1 to 3, got 4"):
         loss(logits, labels)
