@@ -256,12 +256,12 @@ class RelaxedNetwork(TopKOperator):
     def _tables(self, scores: Tensor, k: int) -> Tables:
         """The comparators where the scores are, (2, C), and the sizes of the layers."""
         if self._fixed_tables is None:
-            device, construct = str(scores.device), self.network
+            construct: Any = self.network
+            device = str(scores.device)
             if not torch.compiler.is_compiling():
-                return _tables(construct, scores.shape[1], k, device)  # type: ignore[arg-type]
+                return _tables(construct, scores.shape[1], k, device)
             n = range(scores.shape[1]).stop  # a number, in place of the compiler's symbol
-            sizes = _layer_sizes(construct, n, k)  # type: ignore[arg-type]
-            return _comparators(construct, n, k, device), [int(size) for size in sizes.split()]  # type: ignore[arg-type]
+            return _comparators(construct, n, k, device), [int(size) for size in _layer_sizes(construct, n, k).split()]
         if scores.shape[1] != self.n:  # a kernel would read what does not exist
             raise ValueError(f"this network was built for n={self.n} scores, got {scores.shape[1]}")
         if k > self.k:

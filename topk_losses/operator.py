@@ -293,8 +293,10 @@ class TopKOperator:
         generator: torch.Generator | None = None,
     ) -> Tensor:  # fmt: skip
         k = max(ks, default=1)
-        arguments = (scores,) if target is None else (scores, target)
-        P = (self._matrix if target is None else self._column)(*arguments, k, beta, generator)  # (rows, k[, n])
+        if target is None:
+            P = self._matrix(scores, k, beta, generator)  # (rows, k, n)
+        else:
+            P = self._column(scores, target, k, beta, generator)  # (rows, k)
         return pick_ranks(P.cumsum(1), ks)
 
 

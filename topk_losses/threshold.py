@@ -174,8 +174,8 @@ class Family(NamedTuple):
 
 
 def _power_family(power: int) -> Family:
-    functions = (partial(each, power=power) for each in (_power_of_clipped, _power_root, _power_slopes))
-    return Family(*functions, lowest_alone=True)  # type: ignore[arg-type]
+    value, root, slopes = (partial(each, power=power) for each in (_power_of_clipped, _power_root, _power_slopes))
+    return Family(value, root, slopes, True)  # type: ignore[arg-type]
 
 
 _logistic_slopes = partial(_exponential_slopes, factor=1.0, above=True, logistic=True)

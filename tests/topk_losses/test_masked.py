@@ -93,7 +93,7 @@ def test_an_offset_costs_no_digits(method, m, dtype):
     value, gradient = value_and_gradient(loss, shifted, labels)
     want, of_want = value_and_gradient(loss, shifted.double() - 1e4, labels)
     torch.testing.assert_close(value.double(), want, rtol=2e-5, atol=2e-6)
-    torch.testing.assert_close(gradient.double(), of_want, rtol=5e-4, atol=1e-4)
+    torch.testing.assert_close(gradient.double(), of_want, rtol=5e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize("method", RELAXATIONS)
