@@ -55,6 +55,15 @@ def refuse_forward_mode(tensor: Tensor) -> None:
         )
 
 
+def static(tensor: Tensor) -> Tensor:
+    """Let torch.compile take a constant's shape as fixed: with dynamic shapes it may take it for the batch size.
+
+    What torch._dynamo.mark_static does, without importing the compiler, which takes a second.
+    """
+    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+    return tensor
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Autocast switched off: no matrix product within the library runs in half precision."""
     if device.type == "meta":  # which knows no autocast
@@ -197,7 +206,8 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
             f"p_k has mass on rank {K}, but only {num_scores} scores are sorted (m, or the number of classes without "
             "m); take ranks away from p_k, or raise m"
         )
-    return (flat[:, :K] / sums.unsqueeze(1)).reshape(*rows.shape[:-1], K)
+    scaled = flat[:, :K] / sums.unsqueeze(1)
+    return scaled if rows.dim() == 2 else scaled[0].clone()  # no view, whose base torch.compile would look at
 
 
 def check_logits(logits: Tensor) -> None:

@@ -22,6 +22,7 @@ from topk_losses.checks import (
     full_precision,
     has_known_values,
     is_ordinary,
+    static,
 )
 from topk_losses.operator import (
     MASKED,
@@ -129,7 +130,7 @@ class ClassificationLoss(nn.Module):
         value = self._checked_setting(name, value)
         if not isinstance(value, nn.Parameter) and name in self.__dict__.get("_parameters", ()):
             del self._parameters[name]  # a number, "auto" or a plain tensor takes the place of a learned setting
-        super().__setattr__(name, value)
+        super().__setattr__(name, static(value) if name in self.constants and isinstance(value, Tensor) else value)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "soft_labels" and value == "any" and not self.knows_sets:
@@ -177,7 +178,7 @@ class ClassificationLoss(nn.Module):
             if tensor is not None:
                 device = fn(torch.empty(0, device=tensor.device)).device
                 exact = tensor.float() if device.type == "mps" and tensor.dtype == torch.float64 else tensor
-                self.__dict__[name] = exact.to(device)  # checked already
+                self.__dict__[name] = static(exact.to(device))  # checked already
         return self
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -142,7 +142,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if name == "p_k":  # read here, once: where P_K is on a GPU its numbers would have to be waited for
             has_mass = (self.p_k.reshape(-1, self.k) > 0).any(0).tolist()
             self.ranks = [k for k, any_mass in enumerate(has_mass, start=1) if any_mass]
-            self.shares = pick_ranks(self.p_k.reshape(-1, self.k), self.ranks).reshape(*self.p_k.shape[:-1], -1)
+            shares = pick_ranks(self.p_k.reshape(-1, self.k), self.ranks)
+            self.shares = shares.reshape(*self.p_k.shape[:-1], -1).clone()
             if self.method is not None:
                 self.__dict__["operator"] = any_operator(self.method, self.k, self.distribution, self.art_lambda)
         elif name == "operator":  # an own one comes with its inverse temperature

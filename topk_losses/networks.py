@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from topk_losses.checks import check_integer, check_k
+from topk_losses.checks import check_integer, check_k, static
 from topk_losses.kernels import kernel
 from topk_losses.operator import TopKOperator, as_tensor, centered, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
@@ -168,15 +168,20 @@ def _tables_of(network: Network, device: str = "cpu") -> Tables:
     layers = network.pruned().layers
     wires = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]
     with torch.inference_mode(False):  # training may follow a first call for inference
-        return torch.tensor(wires, dtype=torch.int64, device=device), [len(layer) for layer in layers]
+        return static(torch.tensor(wires, dtype=torch.int64, device=device)), [len(layer) for layer in layers]
 
 
-def _comparators(construct: Callable[..., Network], n: int, k: int, device: str) -> Tensor:
-    return _tables(construct, n, k, device)[0]
+CONSTRUCTIONS: dict[str, Callable[..., Network]] = {
+    each.__name__: each for each in (odd_even, bitonic, splitter_selection)
+}
 
 
-def _layer_sizes(construct: Callable[..., Network], n: int, k: int) -> str:
-    return " ".join(map(str, _tables(construct, n, k, "cpu")[1]))  # a form that torch.compile takes as a constant
+def _comparators(construction: str, n: int, k: int, device: str) -> Tensor:
+    return _tables(CONSTRUCTIONS[construction], n, k, device)[0]
+
+
+def _layer_sizes(construction: str, n: int, k: int) -> str:  # a form that torch.compile takes as a constant
+    return " ".join(map(str, _tables(CONSTRUCTIONS[construction], n, k, "cpu")[1]))
 
 
 # What torch.compiler.assume_constant_result sets, without importing the compiler, which takes a second: a network is
@@ -260,8 +265,11 @@ class RelaxedNetwork(TopKOperator):
             device = str(scores.device)
             if not torch.compiler.is_compiling():
                 return _tables(construct, scores.shape[1], k, device)
-            n = range(scores.shape[1]).stop  # a number, in place of the compiler's symbol
-            return _comparators(construct, n, k, device), [int(size) for size in _layer_sizes(construct, n, k).split()]
+            n, name = (
+                range(scores.shape[1]).stop,
+                f"{construct.__name__}",
+            )  # constants, in place of the compiler's symbols
+            return _comparators(name, n, k, device), [int(size) for size in _layer_sizes(name, n, k).split()]
         if scores.shape[1] != self.n:  # a kernel would read what does not exist
             raise ValueError(f"this network was built for n={self.n} scores, got {scores.shape[1]}")
         if k > self.k:

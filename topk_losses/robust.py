@@ -87,7 +87,8 @@ class ForwardCorrectionLoss(RobustLoss):
             raise ValueError(f"T is for {len(self.T)} classes, but the logits have {scores.shape[1]}")
         # in float64, where the device has it, which autocast leaves alone in the backward pass too
         wide = scores.dtype if scores.device.type == "mps" else torch.float64
-        predicted = (scores.to(wide).softmax(1) @ self.T.to(scores.device, wide)).log().to(scores.dtype)  # (rows, n)
+        predicted = scores.to(wide).softmax(1) @ self.T.to(scores.device, wide)  # (rows, n)
+        predicted = predicted.clamp(min=torch.finfo(wide).tiny).log().to(scores.dtype)
         return -predicted if target is None else -predicted.gather(1, target.unsqueeze(1)).squeeze(1)
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
