@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import math
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch.autograd import gradcheck
 
 from tests import reference
 from tests.methods import random_batch, value_and_gradient
@@ -20,7 +21,6 @@ with contextlib.redirect_stdout(io.StringIO()):
     import difftopk.smooth_topk
 
 LOSSES = (SmoothTopKLoss, SmoothHardTopKLoss)
-inf, nan = math.inf, math.nan
 
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "chosen by the device"])
@@ -37,31 +37,24 @@ def _backend(request):
     ids=["smooth", "nearly hard", "hard", "subset"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_second_derivatives_where_a_sample_is_sure_and_classes_take_no_part(loss, dtype):
+def test_second_derivatives_where_a_sample_is_sure(loss, dtype):
     logits, labels = random_batch(4, 8, 3.0, dtype)
     logits[0, labels[0]] += 1e4  # its gradient is 0
-
-    def second(logits):
-        leaf = logits.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss(leaf, labels), leaf, create_graph=True)
-        return torch.autograd.grad((gradient[:, :8] * torch.arange(8).sin()).sum(), leaf)[0]
-
-    alone, beside = second(logits), second(torch.cat([logits, torch.full((4, 2), -inf, dtype=dtype)], dim=1))
-    assert bool(alone.isfinite().all())
-    assert not bool(alone[0].any())
-    torch.testing.assert_close(beside[:, :8], alone, rtol=1e-3, atol=1e-6)
-    assert not bool(beside[:, 8:].any())
+    leaf = logits.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf, labels), leaf, create_graph=True)
+    (second,) = torch.autograd.grad((gradient * torch.arange(8).sin()).sum(), leaf)
+    assert bool(second.isfinite().all())
+    assert not bool(second[0].any())
+    assert bool(second[1:].any())
 
 
-@pytest.mark.parametrize("tau", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("n", range(2, 10))
-def test_is_the_definition_over_all_subsets(n, tau):
+def test_is_the_definition_over_all_subsets(n):
     logits, labels = random_batch(6, n, 3.0, seed=n)
-    for k in range(1, n):
-        for alpha in (0.3, 1.0):
-            got = value_and_gradient(SmoothTopKLoss(k, tau, alpha, reduction="none"), logits, labels)
-            want = value_and_gradient(partial(reference.smooth_topk, k=k, tau=tau, alpha=alpha), logits, labels)
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for k, tau, alpha in itertools.product(range(1, n), (0.1, 1.0, 10.0), (0.3, 1.0)):
+        got = value_and_gradient(SmoothTopKLoss(k, tau, alpha, reduction="none"), logits, labels)
+        want = value_and_gradient(partial(reference.smooth_topk, k=k, tau=tau, alpha=alpha), logits, labels)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -75,14 +68,14 @@ def test_without_a_margin_it_is_the_loss_of_a_random_subset(k, scale):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradcheck_for_every_k_with_ties_and_wide_gaps(loss):
-    for n in range(2, 10):
+    for n in range(2, 9):
         logits, labels = random_batch(2, n, 1.0, seed=n)
         for k in range(1, n):
-            assert torch.autograd.gradcheck(loss(k, tau=0.2, reduction="none"), (logits.requires_grad_(), labels))
+            assert gradcheck(loss(k, tau=0.2, reduction="none"), (logits.requires_grad_(), labels))
     scores = [[0.1, 1, 1, 1, 1, 1], [0, 40, 3, 0, 0, -40], [0, 30, 30, 30, 0, 0]]
     logits, labels = torch.tensor(scores, dtype=torch.float64, requires_grad=True), torch.zeros(3, dtype=torch.long)
     for k in range(1, 5):
-        assert torch.autograd.gradcheck(SmoothTopKLoss(k, tau=1 / k, reduction="none"), (logits, labels))
+        assert gradcheck(SmoothTopKLoss(k, tau=1 / k, reduction="none"), (logits, labels))
 
 
 @st.composite
@@ -102,7 +95,7 @@ def problems(draw):
 
 @given(problems())
 @example((torch.tensor([[0.0, 0, 0, -1e4, 1e4]]), torch.tensor([1]), 2, 0.01))  # a highest score far above the k-th
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_agrees_with_the_recurrence_at_any_scale(problem):
     logits, labels, k, tau = problem
     got, got_grad = value_and_gradient(SmoothTopKLoss(k, tau, reduction="none"), logits, labels)
@@ -119,7 +112,7 @@ def test_agrees_with_the_recurrence_at_any_scale(problem):
 
 
 @given(problems(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_gradient_weighs_the_others_against_the_true_class_and_follows_permutations(problem, random):
     """The gradient is -c for the true class and a distribution over the others times c, 0 <= c <= 1 / k."""
     logits, labels, k, tau = problem
@@ -157,7 +150,7 @@ def test_ties_in_closed_form(n, k, dtype):
     torch.testing.assert_close(gradient, want, rtol=300 * rtol, atol=10 * rtol / n)
 
 
-def shaped_scores(n: int, k: int) -> Tensor:
+def shaped_scores(n, k):
     """(9, n) float64 scores whose rest, beyond the leaves of the kernel, is hard for alternating power sums."""
     place = torch.arange(n, dtype=torch.float64)
     noise = random_batch(3, n, 1.0)[0]
@@ -194,40 +187,25 @@ def test_the_rest_by_power_sums_against_the_recurrence(k, dtype):
         torch.testing.assert_close(got_grad.double(), want_grad, rtol=0, atol=20 * slack / k)
 
 
-# What difftopk 0.2.0 does, seen while these tests were written:
-# - Values are right to float32 rounding everywhere it runs, up to logits of 1e4.
-# - For k = 1 every gradient is wrong: e_0 = 1 is given the derivative 1 in each score.
-# - It needs n >= k + 1 + int(k / 5) and stops with a bare AssertionError otherwise (n = 6, k = 5).
-# - Gradients mix an alternating recursion with an alternating series. At the scale of fresh logits (tau = 1) they are
-#   right to 1e-4 or so of the largest entry; at tau = .01 to .1 or logits of 3 to 10 they are wrong by .2 to 2 %, now
-#   and then 20 % (k = 3, tau = .01), at logits of 1e4 by 1 to 50 %, and for k = 2, n = 6, tau = .1, logits of 100
-#   one was off by 1e11. The float64 recurrence and finite differences side with this library each time.
-# - Both losses return the mean alone, and alpha is 1.
-PAIRS = ((SmoothTopKLoss, difftopk.smooth_topk.SmoothTopKLoss),)
-PAIRS += ((SmoothHardTopKLoss, difftopk.smooth_topk.SmoothHardTopKLoss),)
+# difftopk 0.2.0: values are right to float32 rounding. Gradients are wrong for k = 1, and at small tau or large logits off
+# by 0.2 to 50 %, where float64 sides with this library. It needs n >= k + 1 + int(k / 5); alpha is 1; it returns means.
+PAIRS = [(SmoothTopKLoss, difftopk.smooth_topk.SmoothTopKLoss)]
+PAIRS += [(SmoothHardTopKLoss, difftopk.smooth_topk.SmoothHardTopKLoss)]
 
 
 @pytest.mark.parametrize(("ours", "official"), PAIRS)
-@pytest.mark.parametrize(
-    ("n", "k"), [(4, 2), (10, 2), (10, 3), (10, 5), (100, 2), (100, 5), (100, 10), (100, 20), (300, 5)]
-)
-def test_agrees_with_difftopk(ours, official, n, k):
-    logits, labels = random_batch(4, n, 1.0, torch.float32, seed=k)
-    for tau in (1.0, 3.0):
-        got, got_grad = value_and_gradient(ours(k, tau), logits, labels)
-        want, want_grad = value_and_gradient(official(n, k, tau), logits, labels)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(got_grad, want_grad, rtol=1e-3, atol=1e-3 * float(got_grad.abs().max()))
-
-
-@pytest.mark.parametrize(("ours", "official"), PAIRS)
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 10.0, 1e4])
-@pytest.mark.parametrize("tau", [0.01, 0.1, 1.0])
-def test_values_agree_with_difftopk_at_any_scale(ours, official, scale, tau):
-    logits, labels = random_batch(32, 50, scale, torch.float32)
-    for k in (1, 5):
+def test_agrees_with_difftopk(ours, official):
+    for n, k in ((4, 2), (10, 2), (10, 3), (10, 5), (100, 2), (100, 5), (100, 10), (100, 20), (300, 5)):
+        logits, labels = random_batch(4, n, 1.0, torch.float32, seed=k)
+        for tau in (1.0, 3.0):
+            got, got_grad = value_and_gradient(ours(k, tau), logits, labels)
+            want, want_grad = value_and_gradient(official(n, k, tau), logits, labels)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(got_grad, want_grad, rtol=1e-3, atol=1e-3 * float(got_grad.abs().max()))
+    for k, tau, scale in itertools.product((1, 5), (0.01, 0.1, 1.0), (1e-4, 1.0, 10.0, 1e4)):
         if (k, ours, scale) == (1, SmoothHardTopKLoss, 1e4):
             continue  # every sample is hard there, and the official smooth branch has nothing to return
+        logits, labels = random_batch(32, 50, scale, torch.float32)
         want = official(50, k, tau)(logits, labels)
         torch.testing.assert_close(ours(k, tau)(logits, labels), want, rtol=1e-5, atol=1e-6)
 
@@ -267,27 +245,3 @@ def test_smooth_hard_decides_sample_by_sample():
     hinge, smooth = reference.hard_topk_hinge(logits, labels, 3), reference.smooth_topk(logits, labels, 3, 0.2)
     want = torch.where(hard, hinge, smooth)
     torch.testing.assert_close(SmoothHardTopKLoss(3, 0.2, reduction="none")(logits, labels), want)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_masked_classes_are_absent_classes(loss, dtype):
-    logits, labels = random_batch(6, 5, 1.0, dtype)
-    wide = torch.full((6, 9), -inf, dtype=dtype)
-    columns = torch.tensor([1, 3, 4, 6, 8])
-    wide[:, columns] = logits
-    for k in (1, 2, 4):
-        want, want_grad = value_and_gradient(loss(k, 0.3, reduction="none"), logits, labels)
-        got, got_grad = value_and_gradient(loss(k, 0.3, reduction="none"), wide, columns[labels])
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(got_grad[:, columns], want_grad)
-        assert int(got_grad.count_nonzero(1).max()) <= 5
-
-    # Fewer than k other classes: the true one is among the k guesses for sure.
-    got, got_grad = value_and_gradient(loss(5, reduction="none"), wide, columns[labels])
-    assert not bool(got.any() or got_grad.any())
-
-    # The true class masked: it can never be among them. Both at once: no limit.
-    masked = torch.tensor([[-inf, 1, 2, 3], [-inf, 1, 2, -inf], [-inf, -inf, 2, -inf], [-inf] * 4], dtype=dtype)
-    got = loss(2, reduction="none")(masked, torch.zeros(4, dtype=torch.long))
-    torch.testing.assert_close(got, torch.tensor([inf, inf, nan, nan], dtype=dtype), equal_nan=True)
