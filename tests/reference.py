@@ -250,9 +250,12 @@ def _reverse(log_p: Tensor, y: int, A: float) -> Tensor:
     return -A * (1 - log_p[y].exp())
 
 
-# Robust losses of log p of the classes that are not masked out (n,) and the true class.
+# Losses of log p of the classes that are not masked out (n,) and the true class.
 ROBUST = {
-    "forward_correction": lambda log_p, y, noise_rate: -((1 - noise_rate) * log_p.exp()[y] + noise_rate / len(log_p)).log(),
+    "softmax_cross_entropy": lambda log_p, y: -log_p[y],
+    "forward_correction": lambda log_p, y, noise_rate: (
+        -((1 - noise_rate) * log_p.exp()[y] + noise_rate / len(log_p)).log()
+    ),
     "forward_correction by T": lambda log_p, y, T: -(log_p.exp() @ T[:, y]).log(),
     "generalized_cross_entropy": lambda log_p, y, q: (1 - (q * log_p[y]).exp()) / q,
     "symmetric_cross_entropy": lambda log_p, y, alpha, beta, A: -alpha * log_p[y] + beta * _reverse(log_p, y, A),

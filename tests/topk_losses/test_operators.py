@@ -10,31 +10,14 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy
 
 from tests import reference
-from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import (
-    DISTRIBUTIONS,
-    LML,
-    METHODS,
-    CappedSoftmax,
-    LapSum,
-    RelaxedNetwork,
-    SparseTopK,
-    TopKCrossEntropyLoss,
-    make_loss,
-    make_operator,
-    soft_topk_values,
-    topk_mask,
-)
+from tests.methods import RELAXED, random_batch, value_and_gradient
+from topk_losses import DISTRIBUTIONS, METHODS, RelaxedNetwork, SparseTopK, TopKCrossEntropyLoss, make_operator
+from topk_losses.functional import soft_topk_values, topk_mask
 
 INF = math.inf
 NETWORKS = reference.NETWORKS
-THRESHOLDS = {
-    "lml": LML,
-    "lapsum": LapSum,
-    "sparse_topk": SparseTopK,
-    "sparse_topk 4/3": lambda k, beta: SparseTopK(k, beta, p=4 / 3),
-    "capped_softmax": CappedSoftmax,
-}
+THRESHOLDS = {name: METHODS[name].operator for name in ("lml", "lapsum", "sparse_topk", "capped_softmax")}
+THRESHOLDS["sparse_topk 4/3"] = lambda k, beta: SparseTopK(k, beta, p=4 / 3)
 NAMES = (*RELAXED, "sparse_topk 4/3")
 OTHERS = [name for name in NAMES if name not in NETWORKS]
 WITHOUT_A_SUM = ("df_topk", "recall_surrogate")  # their indicators do not sum to k, nor do rows of P to 1
@@ -96,34 +79,27 @@ def test_derivatives(name, distribution, n, k):
         assert gradgradcheck(lambda s: operator.rank_probabilities(s, labels), (logits,))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ties", [False, True])
-def test_the_column_has_the_gradient_of_the_matrix(name, ties):
-    if ties and name == "softsort":
-        return  # |s_[k] - s_j| has no derivative at a tie, and the column takes the one from below
-    operator, labels = build(name, 20, 5, 3.0), torch.arange(8)
-    logits = (2 * random_logits(8, 20)).round() if ties else random_logits(8, 20)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "softsort"])
+def test_at_ties_the_column_has_the_gradient_of_the_matrix(name):
+    """But for softsort: |s_[k] - s_j| has no derivative there, and the column takes the one from below."""
+    operator, labels, logits = build(name, 20, 5, 3.0), torch.arange(8), (2 * random_logits(8, 20)).round()
     weights = torch.tensor([1.0, 0.8, 0.5, 0.3, 0.1], dtype=torch.float64)
     _, column = value_and_gradient(lambda s: operator.rank_probabilities(s, labels) * weights, logits)
     _, matrix = value_and_gradient(lambda s: true_class(operator(s), labels) * weights, logits)
     torch.testing.assert_close(column, matrix, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", [4, 16, 37])
-def test_approaches_the_hard_permutation(name, n):
-    k = min(5, n)
-    operator = build(name, n, k, 1e7 if name in WHITENED else 1e6)
-    logits = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]).double()
-    want = reference.hard_permutation(logits)[:, :k]
-    if name == "recall_surrogate":  # the outer of its two sigmoids does not become steep
-        rank = n - logits.unsqueeze(1)
-        masks = torch.sigmoid(torch.arange(k + 1).view(1, -1, 1) - rank)
-        masks[:, 0] = 0
-        want = masks.diff(dim=1)
-    torch.testing.assert_close(operator.permutation_matrix(logits), want)
-    column = operator.rank_probabilities(logits, torch.zeros(4, dtype=torch.long))
-    torch.testing.assert_close(column, want[:, :, 0])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "recall_surrogate"]
+)  # whose outer sigmoid stays soft
+def test_approaches_the_hard_permutation(name):
+    for n in (4, 16, 37):
+        operator = build(name, n, min(5, n), 1e7 if name in WHITENED else 1e6)
+        logits = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]).double()
+        want = reference.hard_permutation(logits)[:, : min(5, n)]
+        torch.testing.assert_close(operator.permutation_matrix(logits), want)
+        column = operator.rank_probabilities(logits, torch.zeros(4, dtype=torch.long))
+        torch.testing.assert_close(column, want[:, :, 0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,57 +145,37 @@ def test_stays_finite_and_close_to_float64(name, scale, dtype):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_ties_do_not_blow_up_the_gradient_of_art(name):
-    """difftopk's slope at a tie is 25,000 beta, an artefact of its epsilon; here it is that of a small difference."""
-    operator, labels = make_operator(name, 20, 5, 0.5), torch.zeros(64, dtype=torch.long)
-    logits = random_logits(64, 20, dtype=torch.float32)
-    rounded = logits.bfloat16().float()
-    assert min(len(row.unique()) for row in rounded) < len(logits[0].unique()) == 20
-    apart, tied = (value_and_gradient(operator.rank_probabilities, each, labels)[1] for each in (logits, rounded))
-    assert float(tied.norm(dim=1).max()) < 10 * float(apart.norm(dim=1).max())
-    # equal scores that a network parts by a rounding
+    """difftopk's slope at a tie is 25,000 beta, by its epsilon; here it is that of a small difference.
+
+    Some of the equal scores are parted by a rounding within the network.
+    """
     for scores in ([2.0, 1, 1, 0], [3.0, 1, 1, 1, 0, 0], [0.1, 0.1, 0.1, 0.7], [1e3, 1e3 + 1, 1e3, 1e3 - 1]):
-        n = len(scores)
-        operator, labels = RelaxedNetwork(NETWORKS[name](n, 2), 1.0), torch.arange(n)
+        operator, labels = RelaxedNetwork(NETWORKS[name](len(scores), 2), 1.0), torch.arange(len(scores))
         for rank in range(2):
             for dtype in (torch.float32, torch.float64):
-                leaf = torch.tensor([scores] * n, dtype=dtype, requires_grad=True)
+                leaf = torch.tensor([scores] * len(scores), dtype=dtype, requires_grad=True)
                 operator.rank_probabilities(leaf, labels)[:, rank].sum().backward()
                 assert float(leaf.grad.abs().max()) < 20
 
 
 @pytest.mark.parametrize(("name", "distribution"), CASES)
-def test_a_nan_or_infinite_score_never_gives_a_wrong_number(name, distribution):
-    column, others = build(name, 9, 3, 2.0, distribution).rank_probabilities, [0, 2, 3]
-    clean, labels = random_logits(4, 9, dtype=torch.float32), torch.arange(4)
+def test_broken_scores_never_give_a_wrong_number_and_masked_ones_take_no_part(name, distribution):
+    operator, others, labels = build(name, 9, 3, 2.0, distribution), [0, 2, 3], torch.tensor([1, 0, 2, 0])
+    clean = random_logits(4, 9, dtype=torch.float32)
     for bad in (math.nan, INF):
         logits = clean.clone()
         logits[1, 5] = bad
-        got = column(logits, labels)
-        torch.testing.assert_close(got[others], column(clean[others], labels[others]))
+        got = operator.rank_probabilities(logits, labels)
+        torch.testing.assert_close(got[others], operator.rank_probabilities(clean[others], labels[others]))
         assert bool(got[1].isnan().any())
-
-
-@pytest.mark.parametrize(("name", "distribution"), CASES)
-def test_a_class_at_minus_infinity_is_the_limit_of_ever_lower_scores(name, distribution):
-    operator = build(name, 9, 3, 2.0, distribution)
     logits, out = random_logits(4, 9), torch.tensor([[2], [5], [0], [1]])
-    # the true class may be out itself; for one of the n target points of sinkhorn_sort -inf is no limit
-    labels = torch.tensor([1, 5, 2, 0] if name != "sinkhorn_sort" else [1, 4, 2, 0])
-    results = []
-    for low in (-1e13, -INF):
-        scores = logits.scatter(1, out, low)
-        _, gradient = value_and_gradient(lambda s: operator.rank_probabilities(s, labels).square(), scores)
-        column = operator.rank_probabilities(scores, labels)
-        results.append((column, gradient.scatter(1, out, 0.0), operator(scores)))
-    if name != "sinkhorn_sort":
-        for lower, limit in zip(*results):
-            torch.testing.assert_close(limit, lower, rtol=1e-4, atol=1e-6)
-    in_float32 = operator.rank_probabilities(scores.float(), labels)
-    torch.testing.assert_close(in_float32.double(), column, rtol=1e-4, atol=1e-5)
-    if name not in NETWORKS:  # whose values depend on the wires
+    P = operator(logits.scatter(1, out, -INF))
+    if name in NETWORKS:  # the limit of ever lower scores: values depend on the wires
+        torch.testing.assert_close(P, operator(logits.scatter(1, out, -1e13)), rtol=1e-4, atol=1e-6)
+    else:
         live = torch.ones_like(logits, dtype=torch.bool).scatter(1, out, False)
         alone = build(name, 8, 3, 2.0)(logits[live].view(4, 8))
-        torch.testing.assert_close(results[1][2].movedim(1, 2)[live].view(4, 8, 3).mT, alone)
+        torch.testing.assert_close(P.mT[live].view(4, 8, 3).mT, alone)
     for number in (2, 0):  # fewer classes than ranks are left
         few = logits.masked_fill(torch.arange(9) >= number, -INF)
         assert bool(operator(few).isfinite().all())
@@ -300,55 +256,27 @@ def test_topk_mask_is_the_sum_of_the_ranks_along_any_dimension(method):
 # Corners.
 
 
-def computed(method, p_k, logits, labels, dtype, **settings):
-    """The mean loss, and its gradient."""
-    loss = TopKCrossEntropyLoss(method, p_k, **settings)
-    return value_and_gradient(loss, torch.tensor(logits, dtype=dtype), torch.tensor(labels))
-
-
-@both_precisions
-@pytest.mark.parametrize("method", RELAXED)
-def test_where_k_exceeds_the_classes_that_take_part_all_of_them_are_within_it(method, dtype):
-    if method != "recall_surrogate":  # whose indicators are never 1
-        value, gradient = computed(method, [0.5, 0, 0.5], [[1, 0, -INF, -INF]], [0], dtype)
-        softmax = torch.tensor([1.0, 0.0], dtype=dtype).softmax(0)
-        torch.testing.assert_close(value, -torch.log(0.5 + 0.5 * softmax[0]), rtol=0, atol=2e-6)
-        slope = 0.5 * softmax[0] * softmax[1] / (0.5 + 0.5 * softmax[0])
-        want = torch.stack([-slope, slope, *torch.zeros(2, dtype=dtype)]).unsqueeze(0)
-        torch.testing.assert_close(gradient, want)
-    # one such row spoils no gradient of the batch
-    logits = [[1, 0, -INF, -INF], [1, -INF, -INF, -INF], [0.3, 0.1, -0.2, 0.7]]
-    _, gradient = computed(method, [0.4, 0.2, 0.4], logits, [0, 0, 2], dtype)
-    assert bool(gradient.isfinite().all())
-    assert not bool(gradient[:2, 2:].any())
-    assert bool(gradient[2].any())
-    if method in THRESHOLDS:  # a single class is among the highest for sure
-        logits = torch.tensor([[0.3], [-INF]], dtype=dtype)
-        for P in (make_operator(method, 1, 1), lambda s: topk_mask(s, 1.0, method)):
-            value, gradient = value_and_gradient(P, logits)
-            assert (value.flatten().tolist(), gradient.flatten().tolist()) == ([1, 1], [0, 0])
-
-
 @both_precisions
 def test_slopes_of_thresholds_at_ties_and_in_gaps(dtype):
+    def computed(method, p_k, logits, label, top1_mode="sort"):
+        loss = TopKCrossEntropyLoss(method, p_k, inverse_temperature=1.0, top1_mode=top1_mode)
+        return value_and_gradient(loss, torch.tensor([logits], dtype=dtype), torch.tensor([label]))
+
     # theta = -1: the indicators are 1 at t = 5 and t = 1, without a slope; what is left is the softmax's part
-    _, gradient = computed("sparse_topk", [0.5, 0.5], [[4, 0, -3]], [1], dtype, inverse_temperature=1.0)
+    _, gradient = computed("sparse_topk", [0.5, 0.5], [4.0, 0.0, -3.0], 1, "sm")
     logits = torch.tensor([[4.0, 0, -3]], dtype=dtype)
     _, want = value_and_gradient(lambda s: -torch.log(0.5 * s.softmax(1)[0, 1] + 0.5), logits)
     torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-6)
     # theta in the middle of two scores, so that -log of the lower indicator is log(1 + exp(gap / 2)), or its like
-    settings = {"top1_mode": "sort", "inverse_temperature": 1.0}
     for gap in (0.0, 30.0, 80.0, 100.0, 300.0, 1e4):
         small = math.exp(-gap / 2)
-        for method, want, size in (
-            ("lml", math.log1p(small) + gap / 2, 0.5 / (1 + small)),
-            ("lapsum", gap / 2 + math.log(2), 0.5),
-        ):
-            value, gradient = computed(method, 1, [[gap, 0.0]], [1], dtype, **settings)
+        lml, lapsum = (math.log1p(small) + gap / 2, 0.5 / (1 + small)), (gap / 2 + math.log(2), 0.5)
+        for method, (want, size) in (("lml", lml), ("lapsum", lapsum)):
+            value, gradient = computed(method, 1, [gap, 0.0], 1)
             assert float(value) == pytest.approx(want, rel=1e-6)
             assert gradient[0].tolist() == pytest.approx([size, -size], rel=1e-5)
     # a far score leaves the slopes alone: theta is the middle of 300 and of log(exp 0 + exp -1)
-    _, gradient = computed("lml", 2, [[500.0, 300.0, 0.0, -1.0]], [2], dtype, **settings)
+    _, gradient = computed("lml", 2, [500.0, 300.0, 0.0, -1.0], 2)
     lower = torch.tensor([0.0, -1.0]).softmax(0)[0].item()
     assert gradient[0].tolist() == pytest.approx([0, 0.5, 0.5 * lower - 1, 0.5 * (1 - lower)], rel=1e-4)
 
@@ -366,55 +294,35 @@ def test_sparse_rows_of_integers_have_the_gradient_of_float64(seed):
 
 @both_precisions
 def test_where_scores_lie_far_apart_theta_is_the_kth(dtype):
-    logits = random_logits(4000, 8, 100.0, dtype)
-    top, places = logits.topk(5, dim=1)
-    apart = (top[:, :-1] - top[:, 1:] > 20).all(1)
-    logits, places = logits[apart], places[apart]
-    assert len(logits) > 100
-    loss = TopKCrossEntropyLoss("capped_softmax", 2, inverse_temperature=1.0, top1_mode="sort")
-    _, gradient = value_and_gradient(loss, logits, places[:, 4])
-    want = torch.zeros_like(logits).scatter(1, places[:, 1:2], 1).scatter(1, places[:, 4:], -1) / len(logits)
+    logits = torch.arange(8).mul(-30.3).to(dtype).expand(8, 8)
+    loss = TopKCrossEntropyLoss("capped_softmax", 2, inverse_temperature=1.0, top1_mode="sort", reduction="sum")
+    _, gradient = value_and_gradient(loss, logits, torch.arange(8))
+    want = -torch.eye(8, dtype=dtype)
+    want[2:, 1] = 1
+    want[:2] = 0
     torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-8)
-
-
-@both_precisions
-@pytest.mark.parametrize(
-    "method", [name for name in DETERMINISTIC if "smooth" not in name and METHODS[name].inverse_temperature]
-)
-def test_a_temperature_learns_beside_classes_that_take_no_part(method, dtype):
-    for masked in (1, 6):
-        logits, labels = random_batch(4, 8, dtype=dtype)
-        beta = torch.tensor(METHODS[method].inverse_temperature, dtype=dtype, requires_grad=True)
-        logits[:, :masked] = -INF
-        make_loss(method, p_k_of(method, 3), inverse_temperature=beta)(logits, labels.clamp(min=masked)).backward()
-        assert bool(beta.grad.isfinite())
 
 
 # Published identities.
 
 
 @pytest.mark.parametrize("method", ["capped_softmax", "subset_topk"])
-@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
-def test_at_k_1_it_is_cross_entropy_whatever_the_logits(method, scale):
-    logits, labels = random_batch(16, 12, scale)
+def test_at_k_1_it_is_cross_entropy_whatever_the_logits(method):
     loss = TopKCrossEntropyLoss(method, 1, inverse_temperature=1.0, top1_mode="sort", reduction="none")
-    want = value_and_gradient(lambda s: cross_entropy(s, labels, reduction="none"), logits)
-    torch.testing.assert_close(value_and_gradient(loss, logits, labels), want, rtol=1e-6, atol=1e-9)
+    for scale in (0.1, 3.0, 30.0):
+        logits, labels = random_batch(16, 12, scale)
+        want = value_and_gradient(lambda s, y: cross_entropy(s, y, reduction="none"), logits, labels)
+        torch.testing.assert_close(value_and_gradient(loss, logits, labels), want, rtol=1e-6, atol=1e-9)
 
 
-def test_lapsum_at_k_1_is_softmax_while_no_class_has_half_of_the_mass():
+def test_lapsum_at_k_1_is_softmax_while_no_class_has_half_of_the_mass_and_sparse_topk_is_sparsemax():
     logits = random_logits(64, 6, 1.5)
     softmax, mask = logits.softmax(1), topk_mask(logits, 1, "lapsum", 1.0)
     spread = softmax.amax(1) <= 0.5
-    assert 0 < int(spread.sum()) < 64
     torch.testing.assert_close(mask[spread], softmax[spread])
     assert bool(((mask - softmax).abs().amax(1) > 1e-6)[~spread].all())
-
-
-def test_sparse_topk_at_k_1_is_sparsemax_and_has_k_entries_in_the_end():
-    logits = random_logits(5, 20)
     ordered = logits.sort(1, descending=True).values
-    support = 1 + torch.arange(1, 21) * ordered > ordered.cumsum(1)  # Martins and Astudillo 2016
+    support = 1 + torch.arange(1, 7) * ordered > ordered.cumsum(1)  # Martins and Astudillo 2016
     size = support.sum(1, keepdim=True)
     tau = (ordered.cumsum(1).gather(1, size - 1) - 1) / size
     torch.testing.assert_close(topk_mask(logits, 1, "sparse_topk", 1.0), (logits - tau).clamp(min=0))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck
 
 from tests import reference
 from tests.methods import random_batch, value_and_gradient
@@ -57,38 +56,22 @@ def test_is_the_definition_over_all_subsets(n):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
-def test_without_a_margin_it_is_the_loss_of_a_random_subset(k, scale):
-    logits, labels = random_batch(8, 9, scale)
-    loss = TopKCrossEntropyLoss("subset_topk", k, top1_mode="sort", inverse_temperature=1.0, reduction="none")
-    want = k * reference.smooth_topk(logits, labels, k, 1 / k, alpha=0.0)
-    torch.testing.assert_close(loss(logits, labels), want, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradcheck_for_every_k_with_ties_and_wide_gaps(loss):
-    for n in range(2, 9):
-        logits, labels = random_batch(2, n, 1.0, seed=n)
-        for k in range(1, n):
-            assert gradcheck(loss(k, tau=0.2, reduction="none"), (logits.requires_grad_(), labels))
-    scores = [[0.1, 1, 1, 1, 1, 1], [0, 40, 3, 0, 0, -40], [0, 30, 30, 30, 0, 0]]
-    logits, labels = torch.tensor(scores, dtype=torch.float64, requires_grad=True), torch.zeros(3, dtype=torch.long)
-    for k in range(1, 5):
-        assert gradcheck(SmoothTopKLoss(k, tau=1 / k, reduction="none"), (logits, labels))
-
-
 @st.composite
 def problems(draw):
-    """(logits, labels, k, tau): any size, scale and half, single or double precision; often with ties."""
+    """(logits, labels, k, tau): any size, shape, scale and precision."""
     n = draw(st.integers(2, 40) | st.integers(41, 400))
     batch = draw(st.integers(1, 5))
     k = draw(st.integers(1, min(n - 1, 40)))
     tau = draw(st.sampled_from([0.01, 0.1, 1.0, 10.0]))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
     logits, labels = random_batch(batch, n, 1.0, seed=draw(st.integers(0, 10**6)))
-    if draw(st.booleans()):
+    place, shape = torch.arange(n), draw(st.sampled_from(["normal", "ties", "equal", "top", "step", "ramp"]))
+    if shape == "ties":
         logits = logits.round()
+    elif shape != "normal":  # hard for alternating power sums: equal up to noise, a step behind k or 4 k, a ramp
+        steps = {"equal": 0 * place, "top": 50 * (place < k), "step": 200 * (place < 4 * k), "ramp": -place / k}
+        logits = 1e-3 * logits + steps[shape]
+        labels[0] = min(k, n - 1)
     logits = logits * draw(st.sampled_from([1e-4, 1e-2, 1.0, 10.0, 100.0, 1e4])) + draw(st.sampled_from([0.0, 5e3]))
     return logits.to(dtype), labels, k, tau
 
@@ -111,29 +94,6 @@ def test_agrees_with_the_recurrence_at_any_scale(problem):
     torch.testing.assert_close(got_grad.double(), want_grad.double(), rtol=0, atol=slack / k)
 
 
-@given(problems(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
-def test_the_gradient_weighs_the_others_against_the_true_class_and_follows_permutations(problem, random):
-    """The gradient is -c for the true class and a distribution over the others times c, 0 <= c <= 1 / k."""
-    logits, labels, k, tau = problem
-    for loss in LOSSES:
-        losses, grad = value_and_gradient(loss(k, tau, reduction="none"), logits.float(), labels)
-        true = grad.gather(1, labels.unsqueeze(1))
-        others = grad.scatter(1, labels.unsqueeze(1), 0)
-        assert bool((losses >= 0).all())
-        assert bool((true <= 0).all())
-        assert bool((true * k >= -1 - 1e-5).all())
-        assert bool((others * k >= -1e-6 * k).all())
-        torch.testing.assert_close(others.sum(1, keepdim=True), -true, rtol=1e-4, atol=1e-5)
-    logits, order = logits.double(), list(range(logits.shape[1]))
-    random.shuffle(order)
-    order, loss, size = torch.tensor(order), SmoothTopKLoss(k, tau, reduction="none"), float(logits.abs().max()) + 1
-    losses, grad = value_and_gradient(loss, logits, labels)
-    moved, moved_grad = value_and_gradient(loss, logits[:, order], order.argsort()[labels])
-    torch.testing.assert_close(moved, losses, rtol=1e-12, atol=1e-13 * size)
-    torch.testing.assert_close(moved_grad, grad[:, order], rtol=0, atol=1e-12 * (1 + size / tau))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 1), (2, 2), (7, 3), (100, 99), (300, 300), (310, 300), (1000, 128), (20001, 5)]
@@ -150,45 +110,8 @@ def test_ties_in_closed_form(n, k, dtype):
     torch.testing.assert_close(gradient, want, rtol=300 * rtol, atol=10 * rtol / n)
 
 
-def shaped_scores(n, k):
-    """(9, n) float64 scores whose rest, beyond the leaves of the kernel, is hard for alternating power sums."""
-    place = torch.arange(n, dtype=torch.float64)
-    noise = random_batch(3, n, 1.0)[0]
-    shapes = (
-        torch.zeros(n),
-        1e-3 * noise[0],  # equal up to noise
-        torch.where(place < 4 * k, 0.0, -2.0),  # a step behind 4 k
-        torch.where(place < k, 50.0, 0.0),  # few at the top, then equal
-        torch.where(place < 7 * k, 0.0, -200.0),  # few equal, then nothing
-        -place / k,
-        -5 * place,
-        noise[1],
-        1e3 * noise[2],
-    )
-    return torch.stack([each.double() for each in shapes])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("k", [1, 2, 5, 10, 32])
-def test_the_rest_by_power_sums_against_the_recurrence(k, dtype):
-    n = 20 * k + 3
-    scores = shaped_scores(n, k)[:, torch.randperm(n, generator=torch.Generator().manual_seed(k))].to(dtype)
-    labels = torch.full((len(scores),), n)
-    for temperature in (0.1, 1.0, 5.0):
-        tau = temperature / k
-        # the true class at the k-th score, so that the loss sees where the smooth one lies
-        logits = torch.cat([scores, scores.topk(k).values[:, -1:]], dim=1)
-        got, got_grad = value_and_gradient(SmoothTopKLoss(k, tau, reduction="none"), logits, labels)
-        oracle = partial(reference.smooth_topk_by_recurrence, k=k, tau=tau)
-        want, want_grad = value_and_gradient(oracle, logits.double(), labels)
-        # the recurrence in log space loses digits itself where scores are large
-        slack = 100 * torch.finfo(dtype).eps + 1e-14 * float(scores.abs().max()) / temperature
-        torch.testing.assert_close(got.double(), want, rtol=slack, atol=slack * tau)
-        torch.testing.assert_close(got_grad.double(), want_grad, rtol=0, atol=20 * slack / k)
-
-
-# difftopk 0.2.0: values are right to float32 rounding. Gradients are wrong for k = 1, and at small tau or large logits off
-# by 0.2 to 50 %, where float64 sides with this library. It needs n >= k + 1 + int(k / 5); alpha is 1; it returns means.
+# difftopk 0.2.0: values are right to float32 rounding. Gradients are wrong for k = 1, and off by 0.2 to 50 % at small tau
+# or large logits, where float64 sides with this library. It needs n >= k + 1 + int(k / 5); alpha is 1; it returns means.
 PAIRS = [(SmoothTopKLoss, difftopk.smooth_topk.SmoothTopKLoss)]
 PAIRS += [(SmoothHardTopKLoss, difftopk.smooth_topk.SmoothHardTopKLoss)]
 
