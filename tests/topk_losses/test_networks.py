@@ -60,8 +60,7 @@ def test_selects_the_top_k_in_order(construct, n, data):
     network = construct(n, k)
     x = torch.randn(n, 32, generator=torch.Generator().manual_seed(n * 31 + k))
     assert torch.equal(run_hard(network.pruned(), x)[list(network.output_wires)], x.topk(k, dim=0).values)
-    for layer in network.layers:
-        assert len({wire for pair in layer for wire in pair}) == 2 * len(layer), "wires of one layer are disjoint"
+    assert all(len({wire for pair in layer for wire in pair}) == 2 * len(layer) for layer in network.layers)
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 16, 50, 100])
@@ -89,12 +88,10 @@ def test_bitonic_sorts_where_difftopk_does_not():
     """For n = 22 the official network drops comparators that it needs; ours sorts at the same depth."""
     n, k = 22, 5
     x = torch.randn(n, 200, generator=torch.Generator().manual_seed(0))
-    official = x.T
+    official, want, network = x.T, x.topk(k, dim=0).values, bitonic(n, k)
     for split_a, split_b, combine_min, combine_max in difftopk.networks.get_sorting_network("bitonic", n, "cpu"):
         a, b = official @ split_a.T, official @ split_b.T
         official = torch.minimum(a, b) @ combine_min.T + torch.maximum(a, b) @ combine_max.T
-    want = x.topk(k, dim=0).values
-    network = bitonic(n, k)
     assert not torch.equal(official[:, list(network.output_wires)].T, want)
     assert torch.equal(run_hard(network, x)[list(network.output_wires)], want)
     assert network.depth == 15

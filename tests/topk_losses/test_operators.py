@@ -181,15 +181,14 @@ def test_broken_scores_never_give_a_wrong_number_and_masked_ones_take_no_part(na
         assert bool(operator(few).isfinite().all())
 
 
-@pytest.mark.parametrize("n", [4, 5, 8, 100])
-@pytest.mark.parametrize(("name", "beta"), [("sinkhorn_sort", 100.0), ("soft_topk", 10.0)])
-def test_a_class_far_below_does_not_blunt_the_others(name, beta, n):
-    column, labels = make_operator(name, n, 3, beta).rank_probabilities, torch.zeros(8, dtype=torch.long)
-    logits = random_logits(8, n)
-    logits[:, 0] = logits.amax(1) + 1
-    clean = column(logits, labels)[:, 0]
-    logits[:, -1] = -1e4
-    assert bool((column(logits, labels)[:, 0] > 0.8 * clean).all())
+@pytest.mark.parametrize("name", WHITENED)
+def test_a_class_far_below_does_not_blunt_the_others(name):
+    for n in (4, 5, 8, 100):
+        column, logits = make_operator(name, n, 3).rank_probabilities, random_logits(8, n)
+        logits[:, 0] = logits.amax(1) + 1
+        clean = column(logits, torch.zeros(8, dtype=torch.long))[:, 0]
+        logits[:, -1] = -1e4
+        assert bool((column(logits, torch.zeros(8, dtype=torch.long))[:, 0] > 0.8 * clean).all())
 
 
 @pytest.mark.parametrize("name", [*THRESHOLDS, "soft_topk", "subset_topk"])
@@ -279,17 +278,6 @@ def test_slopes_of_thresholds_at_ties_and_in_gaps(dtype):
     _, gradient = computed("lml", 2, [500.0, 300.0, 0.0, -1.0], 2)
     lower = torch.tensor([0.0, -1.0]).softmax(0)[0].item()
     assert gradient[0].tolist() == pytest.approx([0, 0.5, 0.5 * lower - 1, 0.5 * (1 - lower)], rel=1e-4)
-
-
-@given(st.integers(0, 10**6))
-@settings(max_examples=50, deadline=None)
-def test_sparse_rows_of_integers_have_the_gradient_of_float64(seed):
-    """A corner of the indicator in every second row."""
-    generator = torch.Generator().manual_seed(seed)
-    logits, labels = torch.randint(-4, 5, (40, 6), generator=generator).float(), torch.arange(40) % 6
-    loss = TopKCrossEntropyLoss("sparse_topk", [0.5, 0.5], inverse_temperature=1.0, reduction="sum")
-    got, want = (value_and_gradient(loss, each, labels)[1].double() for each in (logits, logits.double()))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @both_precisions

