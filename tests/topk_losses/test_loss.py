@@ -115,10 +115,6 @@ def test_losses_without_a_matrix_at_their_limits():
         torch.testing.assert_close(loss(logits, labels), cross_entropy(logits, labels))
     uniform = (0.7 * torch.eye(12, dtype=torch.float64) + 0.3 / 12).tolist()
     torch.testing.assert_close(build(noise_rate=0.3)(logits, labels), build(T=uniform)(logits, labels))
-    others = logits.scatter(1, labels.unsqueeze(1), -torch.inf).amax(1)
-    want = (others + 0.5 - logits.gather(1, labels.unsqueeze(1)).squeeze(1)).relu().mean()
-    hinge = make_loss("ldr_kl", inverse_temperature=1e6, margin=0.5)
-    torch.testing.assert_close(hinge(logits, labels), want, atol=1e-5, rtol=0)
     logits[0, labels[0]] = -torch.inf  # a masked true class
     for method in SINGLE_K:
         losses, gradient = value_and_gradient(make_loss(method, 3, reduction="none"), logits, labels)
@@ -238,14 +234,9 @@ def test_reductions_and_ignored_samples_which_may_hold_anything(method, dtype):
         torch.testing.assert_close(build(reduction="sum")(logits, labels), each[kept].sum())
         torch.testing.assert_close(build()(logits, labels), each[kept].mean())
     assert bool(make_loss(method)(logits, torch.full_like(labels, -100)).isnan())  # as torch.nn.CrossEntropyLoss
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_empty_batch_is_that_of_cross_entropy(method):
-    logits, labels = torch.zeros(0, 12), torch.zeros(0, dtype=torch.long)
-    value, gradient = value_and_gradient(make_loss(method), logits, labels)
-    assert (bool(value.isnan()), gradient.shape) == (True, (0, 12))
-    assert float(make_loss(method, reduction="sum")(logits, labels)) == 0
+    assert bool(make_loss(method)(logits[:0], labels[:0]).isnan())  # an empty batch, too
+    value, gradient = value_and_gradient(make_loss(method, reduction="sum"), logits[:0], labels[:0])
+    assert (float(value), gradient.shape) == (0, (0, 12))
 
 
 @pytest.mark.parametrize("method", DETERMINISTIC)
@@ -255,12 +246,10 @@ def test_half_precision_and_autocast_compute_in_float32(method, dtype):
     logits, labels = random_batch(dtype=dtype)
     for target in (labels, random_batch(seed=1, dtype=torch.float32)[0].softmax(1)):
         want, of_want = value_and_gradient(loss, logits.float(), target)
-        for autocast in (False, True):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                value, gradient = value_and_gradient(loss, logits, target)
-            assert (value.dtype, gradient.dtype) == (torch.float32, dtype)
-            assert torch.equal(value, want)
-            assert torch.equal(gradient, of_want.to(dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            value, gradient = value_and_gradient(loss, logits, target)
+        assert torch.equal(value, want)  # float32
+        assert torch.equal(gradient, of_want.to(dtype))
 
 
 @pytest.mark.parametrize("method", DETERMINISTIC)
@@ -312,9 +301,6 @@ def test_what_can_be_set_acts_and_the_rest_says_why_not(method):
     loss.inverse_temperature, loss.p_k, loss.reduction = 7, {1: 0.1, 2: 0.2, 5: 0.7}, "none"
     want = TopKCrossEntropyLoss(method, [0.1, 0.2, 0, 0, 0.7], 12, None, 7.0, reduction="none")
     torch.testing.assert_close(loss(logits, labels), want(logits, labels))
-    loss.label_smoothing, loss.ignore_index = 0.1, 3
-    want = TopKCrossEntropyLoss(method, loss.p_k, 12, None, 7.0, None, None, None, None, 0.1, ignore_index=3)
-    torch.testing.assert_close(loss(logits, labels).sum(), want(logits, labels) * (labels != 3).sum())
     for name in ("m", "method", "top1_mode", "num_classes", "distribution", "k"):
         with pytest.raises(AttributeError, match=f"{name} is fixed: build a new loss with {name}=5|set p_k"):
             setattr(loss, name, 5)

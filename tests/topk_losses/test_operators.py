@@ -108,7 +108,6 @@ def test_rows_are_distributions_of_any_shape_and_labels_that_are_one_get_their_m
     logits, labels = random_batch(6, 12, 1.0)
     mass = random_logits(6, 12, seed=1).softmax(1)
     P, column = operator.permutation_matrix(logits), operator.rank_probabilities(logits, labels)
-    assert P.shape == (6, 4, 12)
     assert bool((P >= 0).all())
     if name not in WITHOUT_A_SUM:
         torch.testing.assert_close(P.sum(2), torch.ones(6, 4, dtype=torch.float64), atol=1e-8, rtol=0)
@@ -274,21 +273,17 @@ def test_slopes_of_thresholds_at_ties_and_in_gaps(dtype):
             value, gradient = computed(method, 1, [gap, 0.0], 1)
             assert float(value) == pytest.approx(want, rel=1e-6)
             assert gradient[0].tolist() == pytest.approx([size, -size], rel=1e-5)
-    # a far score leaves the slopes alone: theta is the middle of 300 and of log(exp 0 + exp -1)
-    _, gradient = computed("lml", 2, [500.0, 300.0, 0.0, -1.0], 2)
-    lower = torch.tensor([0.0, -1.0]).softmax(0)[0].item()
-    assert gradient[0].tolist() == pytest.approx([0, 0.5, 0.5 * lower - 1, 0.5 * (1 - lower)], rel=1e-4)
-
-
-@both_precisions
-def test_where_scores_lie_far_apart_theta_is_the_kth(dtype):
+    # where scores lie far apart theta is the k-th of them, and moves with it
     logits = torch.arange(8).mul(-30.3).to(dtype).expand(8, 8)
     loss = TopKCrossEntropyLoss("capped_softmax", 2, inverse_temperature=1.0, top1_mode="sort", reduction="sum")
     _, gradient = value_and_gradient(loss, logits, torch.arange(8))
     want = -torch.eye(8, dtype=dtype)
-    want[2:, 1] = 1
-    want[:2] = 0
+    want[2:, 1], want[:2] = 1, 0
     torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-8)
+    # a far score leaves the slopes alone: theta is the middle of 300 and of log(exp 0 + exp -1)
+    _, gradient = computed("lml", 2, [500.0, 300.0, 0.0, -1.0], 2)
+    lower = torch.tensor([0.0, -1.0]).softmax(0)[0].item()
+    assert gradient[0].tolist() == pytest.approx([0, 0.5, 0.5 * lower - 1, 0.5 * (1 - lower)], rel=1e-4)
 
 
 # Published identities.
@@ -301,18 +296,3 @@ def test_at_k_1_it_is_cross_entropy_whatever_the_logits(method):
         logits, labels = random_batch(16, 12, scale)
         want = value_and_gradient(lambda s, y: cross_entropy(s, y, reduction="none"), logits, labels)
         torch.testing.assert_close(value_and_gradient(loss, logits, labels), want, rtol=1e-6, atol=1e-9)
-
-
-def test_lapsum_at_k_1_is_softmax_while_no_class_has_half_of_the_mass_and_sparse_topk_is_sparsemax():
-    logits = random_logits(64, 6, 1.5)
-    softmax, mask = logits.softmax(1), topk_mask(logits, 1, "lapsum", 1.0)
-    spread = softmax.amax(1) <= 0.5
-    torch.testing.assert_close(mask[spread], softmax[spread])
-    assert bool(((mask - softmax).abs().amax(1) > 1e-6)[~spread].all())
-    ordered = logits.sort(1, descending=True).values
-    support = 1 + torch.arange(1, 7) * ordered > ordered.cumsum(1)  # Martins and Astudillo 2016
-    size = support.sum(1, keepdim=True)
-    tau = (ordered.cumsum(1).gather(1, size - 1) - 1) / size
-    torch.testing.assert_close(topk_mask(logits, 1, "sparse_topk", 1.0), (logits - tau).clamp(min=0))
-    wide = random_logits(3, 1000)
-    assert (topk_mask(wide, 10, "sparse_topk", 1e3) > 0).sum(1).tolist() == [10] * 3

@@ -8,13 +8,14 @@ from torch.nn.functional import one_hot
 
 from tests.methods import RELAXED
 from tests.reference import NETWORKS
-from topk_losses import METHODS, RelaxedNetwork, TopKCrossEntropyLoss, bitonic, make_loss, make_operator, topk_mask
+from topk_losses import METHODS, TopKCrossEntropyLoss, make_loss, make_operator, topk_mask
 from topk_losses.kernels import VARIABLE
 
 NAN, INF = float("nan"), float("inf")
 build, single = partial(TopKCrossEntropyLoss, p_k=[0.5, 0.5], num_classes=10), partial(make_loss, "smooth_topk", 2)
+TOP1 = [partial(make_loss, name) for name in ("ldr_kl", "nce_rce")]
 SINGLE_K = [partial(make_loss, name) for name in ("smooth_topk", "truncated_entropy", "noised_topk")]
-network, sinkhorn = partial(RelaxedNetwork, bitonic(4, 2), 1.0), partial(METHODS["sinkhorn_sort"].operator, 3)
+sinkhorn = partial(METHODS["sinkhorn_sort"].operator, 3)
 mask, forward = partial(topk_mask, torch.randn(2, 6)), partial(make_loss, "forward_correction", num_classes=3)
 noised, sparse = partial(make_loss, "noised_topk", 2, num_classes=6), partial(build, "sparse_topk")
 ZEROS = r"sparse_topk gives exactly 0 .* P_K\(1\) > 0 with top1_mode 'sm' or 'smce'"
@@ -40,16 +41,12 @@ CONSTRUCTIONS = [
     (partial(build, m=4), "p_k", [[0.2] * 5], "mass on rank 5, but only 4 scores"),
     (build, "p_k", [0, {0: 1.0}], "k must be an integer"),
     (build, "p_k", ["0.5 0.5", {1, 5}, [[0.5, 0.5], [1.0]], None], "as numbers, .* got"),
-    (build, "p_k", [{1: None}], r"P_K\(1\) must be a number, got None"),
     (build, "p_k", [torch.full((4, 2), 0.5)], "num_classes=10 rows, got 4"),
     (partial(build, num_classes=None), "p_k", [[[0.5, 0.5]] * 12], "needs num_classes=12"),
     (partial(build, p_k=[1, 0]), "top1_mode", ["sm", "smce"], "nothing to sort"),
     (sparse, "p_k", [5, [[0.5, 0.5]] * 9 + [[0, 1]]], ZEROS),
-    (sparse, "top1_mode", ["sort"], ZEROS),
-    (partial(build, "perturbed_topk"), "p_k", [5], "perturbed_topk gives exactly 0"),
     (build, "m", [1, 2.5], "m must be an integer of at least 2, got"),
     # what all losses have
-    (build, "num_classes", [1, 2.5], "num_classes must be an integer of at least 2, got"),
     (build, "reduction", ["avg"], "unknown reduction"),
     (build, "soft_labels", ["all"], "unknown soft_labels"),
     (build, "label_smoothing", [1.0, None], "label_smoothing must"),
@@ -72,22 +69,19 @@ CONSTRUCTIONS = [
     (partial(make_loss, "phuber_cross_entropy"), "tau", [1.0, 0, INF], "tau must be"),
     (partial(make_loss, "symmetric_cross_entropy"), "A", [0.0, -INF, NAN], "below 0"),
     (partial(make_loss, "nce_rce"), "alpha", [-1], "alpha must be a finite number >= 0"),
-    *((partial(make_loss, name), "soft_labels", ["any"], "one true class") for name in ("ldr_kl", "nce_rce")),
     *((each, "p_k", [[0.5, 0.5], 0], "single k") for each in SINGLE_K),
     *((each, "num_classes", [5], "k must be an integer .* n=4, got 5|only 5 scores") for each in SINGLE_K),
-    *((each, "soft_labels", ["any"], "has one true class; it knows no soft_labels='any'") for each in SINGLE_K),
+    *(
+        (each, "soft_labels", ["any"], "has one true class; it knows no soft_labels='any'")
+        for each in (*SINGLE_K, *TOP1)
+    ),
     # operators
-    (partial(make_operator, num_scores=9, k=3), "method", ["smooth_topk"], "no relaxed permutation matrix"),
     (partial(make_operator, "softsort", 9), "k", [10], "n=9, got 10"),
     (partial(make_operator, "softsort", k=3), "num_scores", ["9"], "num_scores must be an integer .* got '9'"),
     (partial(make_operator, "lml", 9, 3), "inverse_temperature", ["auto"], 'for a loss "auto"'),
     (partial(METHODS["sparse_topk"].operator, 2), "p", [3], "p must be 2 or 4/3, got 3"),
     (sinkhorn, "tolerance", [0.0], "tolerance must be"),
     (sinkhorn, "max_iterations", [0], "max_iterations must be"),
-    (sinkhorn, "inverse_temperature", [NAN], "inverse_temperature must be"),
-    (network, "distribution", ["couchy"], "did you mean 'cauchy'"),
-    (partial(network, "logistic"), "art_lambda", [0.3], "the distribution logistic_phi, not to logistic"),
-    (mask, "k", [7], "the number of scores n=6, got 7"),
     (mask, "k", [0.0, 6.5, torch.tensor([1.0, 7.0])], r"k must lie in \(0, n=6\]"),
     (partial(mask, 2.5), "method", ["softsort"], "needs lml, lapsum, .*, capped_softmax or soft_topk, not softsort"),
     *((partial(each, 5), "k", [0, 6, 2.0, True], "k must be") for each in NETWORKS.values()),
@@ -110,12 +104,10 @@ CALLS = [
     (build, LOGITS.numpy(), LABELS, TypeError, "floating-point tensor, got ndarray; convert with torch.as_tensor"),
     (build, torch.randn(4, 11), LABELS, ValueError, "num_classes=10 columns"),
     (build, torch.tensor(0.0), LABELS, ValueError, "a dimension for the classes"),
-    (build, torch.randn(10), LABELS, ValueError, r"shape \(\)"),
     (build, LOGITS, LABELS[:3], ValueError, r"shape \(4,\)"),
     (build, LOGITS, [0, 0, 0, 0], TypeError, "labels must be a tensor, got list; .*torch.as_tensor"),
     (build, LOGITS, LABELS.int(), TypeError, r"int64 .* convert with labels.long\(\)"),
     (build, LOGITS, LABELS + 10, ValueError, r"\[0, 9\].*got 10 at position 0"),
-    (build, LOGITS, LABELS - 1, ValueError, "got -1"),
     (build, LOGITS, torch.rand(4, 9), ValueError, "shape of the logits"),
     (build, LOGITS, LABELS.float(), ValueError, r"for class indices convert with labels.long\(\)"),
     (build, LOGITS, LABELS.unsqueeze(1), ValueError, r"labels.squeeze\(-1\)"),
@@ -185,9 +177,3 @@ def test_inputs_of_an_operator_are_refused_with_a_sentence(method, backend, monk
             operator.rank_probabilities(bad_logits, bad_labels)
     with pytest.raises(ValueError, match="shape"):
         operator.permutation_matrix(torch.tensor(0.0))
-
-
-def test_an_unknown_argument_is_named_with_the_class():
-    for loss in ("splitter_selection", "ldr_kl", "generalized_cross_entropy"):
-        with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'rduce'"):
-            make_loss(loss, rduce="sum")

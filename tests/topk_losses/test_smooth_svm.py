@@ -83,7 +83,7 @@ def test_ties_in_closed_form(n, k, dtype):
 
 
 # difftopk 0.2.0: values are right to float32 rounding. Gradients are wrong for k = 1, and off by 0.2 to 50 % at small
-# tau or large logits; float64 sides with this library. It needs n >= k + 1 + int(k / 5). alpha is 1, the reduction mean.
+# tau or large logits. It needs n >= k + 1 + int(k / 5).
 PAIRS = [(SmoothTopKLoss, difftopk.smooth_topk.SmoothTopKLoss)]
 PAIRS += [(SmoothHardTopKLoss, difftopk.smooth_topk.SmoothHardTopKLoss)]
 
@@ -103,33 +103,6 @@ def test_agrees_with_difftopk(ours, official):
         logits, labels = random_batch(32, 50, scale, torch.float32)
         want = official(50, k, tau)(logits, labels)
         torch.testing.assert_close(ours(k, tau)(logits, labels), want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_small_tau_approaches_the_hard_hinge(k):
-    logits, labels = random_batch(64, 20, 10.0)
-    want, want_grad = value_and_gradient(partial(reference.hard_topk_hinge, k=k), logits, labels)
-    assert 0 < int((want > 0).sum()) < 64
-    for tau in (1e-2, 1e-4, 1e-6):
-        got, _ = value_and_gradient(SmoothTopKLoss(k, tau, reduction="none"), logits, labels)
-        torch.testing.assert_close(got, want, rtol=0, atol=5 * tau)
-    for loss in (SmoothTopKLoss, SmoothHardTopKLoss):
-        _, got_grad = value_and_gradient(loss(k, 1e-6, reduction="none"), logits, labels)
-        torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_smooth_hard_switches_at_its_threshold(k):
-    """Each rank is held by the true class once, and the gap after rank k lies just below or above the threshold."""
-    n, tau = 6, 0.05
-    threshold = k * tau * math.log(1000)
-    for gap, hard in ((threshold * 0.999, False), (threshold * 1.001, True)):
-        ranked = torch.arange(n, 0, -1, dtype=torch.float64) * 0.01  # in descending order, rank 1 first
-        ranked[:k] += gap - 0.01
-        logits, labels = ranked.repeat(n, 1), torch.arange(n)  # sample r: the true class holds rank r + 1
-        got = value_and_gradient(SmoothHardTopKLoss(k, tau, reduction="none"), logits, labels)
-        side = partial(reference.hard_topk_hinge, k=k) if hard else partial(reference.smooth_topk, k=k, tau=tau)
-        torch.testing.assert_close(got, value_and_gradient(side, logits, labels))
 
 
 def test_smooth_hard_decides_sample_by_sample():
