@@ -111,13 +111,8 @@ def test_noised_losses_equal_the_authors_package(k, epsilon, draws, monkeypatch)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_without_noise_it_is_the_calibrated_hinge_with_the_widest_margin_for_rare_classes():
-    logits, labels = random_batch(8, 9)
-    want = (1 + logits.sort(dim=1, descending=True).values[:, 3] - logits.gather(1, labels.unsqueeze(1))[:, 0]).relu()
-    for counts in (None, [7] * 9):
-        loss = NoisedTopKLoss(3, 1e12, num_samples=1, class_counts=counts, reduction="none")
-        torch.testing.assert_close(loss(logits, labels), want)
-    loss = make_loss("imbalanced_noised_topk", 2, inverse_temperature=1e30)  # with the digits of float64
+def test_noised_losses_keep_the_digits_of_float64():
+    loss = make_loss("imbalanced_noised_topk", 2, inverse_temperature=1e30)
     loss.class_counts = torch.tensor([3, 7, 11, 20])
     logits = torch.tensor([[0.0, 0.1, 0.2, 0.3]], dtype=torch.float64)
     assert float(loss(logits, torch.tensor([2]))) == pytest.approx((3 / 11) ** 0.25 + 0.1 - 0.2, rel=1e-14)
