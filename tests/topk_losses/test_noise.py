@@ -47,7 +47,7 @@ def indicators_of(logits, beta, draws, k):
 
 
 @given(st.integers(2, 20), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_perturbed_rows_are_means_of_one_hot_rows_and_gradients_covariances_over_the_draws(n, data):
     k = data.draw(st.integers(1, n))
     beta = data.draw(st.sampled_from([0.1, 1.0, 30.0]), "inverse temperature")

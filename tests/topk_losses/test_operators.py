@@ -42,7 +42,7 @@ def true_class(P, labels):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_equals_its_definition(name, data):
     n = data.draw(st.integers(2, 12), "n")
     k = data.draw(st.integers(1, n), "k")
@@ -62,7 +62,7 @@ def test_equals_its_definition(name, data):
 
 @pytest.mark.parametrize(
     ("name", "distribution", "n", "k"),
-    [(*case, 7, 3) for case in CASES] + [(name, None, *size) for name in OTHERS for size in ((2, 1), (6, 5))],
+    [(*case, 7, 3) for case in CASES] + [(name, None, *size) for name in OTHERS for size in ((2, 1), (5, 4))],
 )
 def test_derivatives(name, distribution, n, k):
     """Of logits, masses and temperature, twice; the column has those of the matrix."""
@@ -75,7 +75,7 @@ def test_derivatives(name, distribution, n, k):
     if hasattr(operator, "tolerance"):
         operator.tolerance = 1e-13
     assert gradcheck(lambda s, beta: operator.rank_probabilities(s, labels, beta), (logits, beta))
-    if n == 6 or (n == 7 and distribution == "logistic_phi"):
+    if n == 5 or (n == 7 and distribution == "logistic_phi"):
         assert gradgradcheck(lambda s: operator.rank_probabilities(s, labels), (logits,))
 
 
@@ -192,7 +192,7 @@ def test_a_class_far_below_does_not_blunt_the_others(name):
 
 @pytest.mark.parametrize("name", [*THRESHOLDS, "soft_topk", "subset_topk"])
 @given(st.integers(2, 40), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_indicators_sum_to_k_are_nested_and_equal_bisection(name, n, data):
     beta = data.draw(st.sampled_from([0.1, 1.0, 1e3 if name == "soft_topk" else 30.0]), "inverse temperature")
     scale = data.draw(st.sampled_from([1e-4, 1.0, 1e4]), "scale")
