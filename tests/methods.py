@@ -3,16 +3,19 @@
 import torch
 from torch import Tensor
 
-from topk_losses import METHODS, RELAXATIONS
+from topk_losses import METHODS, RELAXATIONS, TOP1_MODES
 from topk_losses.methods import TOP1
 
 # without noise: functions of their arguments
 DETERMINISTIC = tuple(name for name, method in METHODS.items() if not method.stochastic)
 STOCHASTIC = tuple(name for name, method in METHODS.items() if method.stochastic)
-# with the official guard, log(p (1 - 2e-7) + 1e-7); the others stay in exact logarithms
+# with the official epsilon, log(p (1 - 2e-7) + 1e-7); the others stay in exact logarithms
 GUARDED = {"neuralsort", "softsort", "sinkhorn_sort", "sparse_topk", "perturbed_topk"}
 GUARDED |= {name for name, method in METHODS.items() if method.network}
 RELAXED = tuple(name for name in RELAXATIONS if name in DETERMINISTIC)
+# whose indicators have zeros: their losses want a part of the softmax
+HAVE_ZEROS = {"sparse_topk", "perturbed_topk"}
+MODES = [(method, mode) for method in RELAXED for mode in TOP1_MODES if mode != "sort" or method not in HAVE_ZEROS]
 
 
 def p_k_of(method: str, k: int = 5):

@@ -101,12 +101,12 @@ def whitened(scores: Tensor) -> Tensor:
 
 
 def sinkhorn(
-    logits: Tensor, anchors: Tensor, sizes: Tensor, inverse_temperature: float, iterations: int = 50_000
+    logits: Tensor, points: Tensor, sizes: Tensor, inverse_temperature: float, iterations: int = 50_000
 ) -> Tensor:
     """n times the entropic transport plan by plain Sinkhorn iterations: (batch, A, n)."""
     x = torch.stack([whitened(row) for row in logits.double()])  # (batch, n)
     n = x.shape[1]
-    minus_cost = -inverse_temperature * (anchors.double().view(1, -1, 1) - x.unsqueeze(1)) ** 2  # (batch, A, n)
+    minus_cost = -inverse_temperature * (points.double().view(1, -1, 1) - x.unsqueeze(1)) ** 2  # (batch, A, n)
     log_mass = (sizes.double() / n).log().view(1, -1, 1)
     f = torch.zeros_like(x).unsqueeze(1)
     for iteration in range(iterations):
@@ -118,13 +118,13 @@ def sinkhorn(
 
 
 def sinkhorn_sort(logits: Tensor, inverse_temperature: float) -> Tensor:
-    """Cuturi et al. 2019: an anchor for each rank."""
+    """Cuturi et al. 2019: a target point for each rank."""
     n = logits.shape[1]
     return sinkhorn(logits, torch.linspace(1, 0, n), torch.ones(n), inverse_temperature)
 
 
 def soft_topk_mask(logits: Tensor, k: int, inverse_temperature: float) -> Tensor:
-    """Xie et al. 2020: an anchor for the k highest, and one for the others."""
+    """Xie et al. 2020: a target point for the k highest, and one for the others."""
     n = logits.shape[1]
     if k == n:
         return torch.ones(logits.shape, dtype=torch.float64)
@@ -204,7 +204,8 @@ def topk_cross_entropy(
 ) -> Tensor:
     """The loss per sample from the full P (batch, >= K, n), in loops over the batch and over k as the paper writes it.
 
-    p_k (batch, K). The guard is that of the official code, which exact logarithms do without.
+    p_k (batch, K). The epsilon is that of the official code, which exact logarithms do without; it is for probabilities
+    of at most 1, which columns of NeuralSort and SoftSort may exceed.
     """
     losses = []
     for b, y in enumerate(labels.tolist()):
@@ -214,7 +215,7 @@ def topk_cross_entropy(
             total = total + p_k[b, k] * sum(P[b, r, y] for r in range(k + 1))
         if top1_mode == "sm":
             total = total + p_k[b, 0] * softmax_y
-        loss = -torch.log(total * (1 - 2e-7) + 1e-7 if guarded else total)
+        loss = -torch.log(total.clamp(max=1) * (1 - 2e-7) + 1e-7 if guarded else total)
         if top1_mode == "smce":
             # P_K(1) = 1 leaves nothing to sort
             loss = -p_k[b, 0] * torch.log(softmax_y) + (1 - p_k[b, 0]) * (loss if p_k[b, 0] < 1 else 0)
@@ -229,20 +230,50 @@ def top_m(scores: Tensor, label: int, m: int) -> list[int]:
 
 
 def truncated_entropy(logits: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Lapin et al. 2016, (batch,): the classes below rank k beside the true one."""
+    """Lapin et al. 2016, (batch,): log(1 + sum of exp(s_j - s_y)) over the other classes but the k - 1 highest."""
     losses = []
     for row, y in zip(logits.double(), labels.tolist()):
-        below = [row[j] - row[y] for j in row.argsort(descending=True).tolist()[k:] if j != y]
-        losses.append(torch.stack([row[y] * 0, *below]).logsumexp(0))
+        left = top_m(row, y, len(row))[k:]  # the true class comes first
+        losses.append(torch.cat([torch.zeros(1), row[left] - row[y]]).logsumexp(0))
     return torch.stack(losses)
 
 
 def ldr_kl(logits: Tensor, labels: Tensor, inverse_temperature: float, margin: float) -> Tensor:
-    """Zhu, Ying and Yang 2023, (batch,)."""
-    s, n = logits.double(), logits.shape[1]
-    margins = margin * (torch.arange(n) != labels.unsqueeze(1))
+    """Zhu, Ying and Yang 2023, (batch,); n counts the classes that are not masked out."""
+    s, n = logits.double(), (logits > -math.inf).sum(1)
+    margins = margin * (torch.arange(logits.shape[1]) != labels.unsqueeze(1))
     exponents = inverse_temperature * (s - s.gather(1, labels.unsqueeze(1)) + margins)
-    return (exponents.logsumexp(1) - math.log(n)) / inverse_temperature
+    return (exponents.logsumexp(1) - n.double().log()) / inverse_temperature
+
+
+def _reverse(log_p: Tensor, y: int, A: float) -> Tensor:
+    return -A * (1 - log_p[y].exp())
+
+
+# Losses of log p of the classes that are not masked out (n,) and the true class.
+ROBUST = {
+    "softmax_cross_entropy": lambda log_p, y: -log_p[y],
+    "forward_correction": lambda log_p, y, noise_rate: (
+        -((1 - noise_rate) * log_p.exp()[y] + noise_rate / len(log_p)).log()
+    ),
+    "forward_correction by T": lambda log_p, y, T: -(log_p.exp() @ T[:, y]).log(),
+    "generalized_cross_entropy": lambda log_p, y, q: (1 - (q * log_p[y]).exp()) / q,
+    "symmetric_cross_entropy": lambda log_p, y, alpha, beta, A: -alpha * log_p[y] + beta * _reverse(log_p, y, A),
+    "nce_rce": lambda log_p, y, alpha, beta, A: alpha * log_p[y] / log_p.sum() + beta * _reverse(log_p, y, A),
+    "phuber_cross_entropy": lambda log_p, y, tau: (
+        -log_p[y] if log_p[y].exp() > 1 / tau else 1 - tau * log_p[y].exp() + math.log(tau)
+    ),
+}
+
+
+def robust(logits: Tensor, labels: Tensor, method: str, **settings) -> Tensor:
+    """A loss of ROBUST, (batch,)."""
+    losses = []
+    for row, y in zip(logits.double(), labels.tolist()):
+        live = (row > -math.inf).nonzero().flatten().tolist()
+        own = {name: value[live][:, live] if name == "T" else value for name, value in settings.items()}
+        losses.append(ROBUST[method](row[live].log_softmax(0), live.index(y), **own))
+    return torch.stack(losses)
 
 
 def smooth_topk(logits: Tensor, labels: Tensor, k: int, tau: float, alpha: float = 1.0) -> Tensor:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from topk_losses import METHODS
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = {"lightning", "torchmetrics", "transformers"}  # what docs/requirements.txt installs for the snippets
@@ -66,8 +68,12 @@ BLOCKS = [block for page in PAGES for block in blocks(page, page.read_text(encod
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path, monkeypatch):
-    """What a snippet writes, it writes elsewhere."""
+    """What a snippet writes, it writes elsewhere; a method that it registers is gone afterwards."""
     monkeypatch.chdir(tmp_path)
+    before = {*METHODS}
+    yield
+    for name in {*METHODS} - before:
+        del METHODS[name]
 
 
 def test_there_are_blocks():

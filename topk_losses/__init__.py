@@ -6,7 +6,7 @@ loss(logits, labels).backward()
 
 from importlib.metadata import PackageNotFoundError, version
 
-from topk_losses.classification import LDRKLLoss, SoftmaxCrossEntropyLoss
+from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCrossEntropyLoss
 from topk_losses.functional import soft_topk_values, topk_cross_entropy, topk_mask
 from topk_losses.loss import TopKCrossEntropyLoss, make_loss
 from topk_losses.methods import (
@@ -15,18 +15,27 @@ from topk_losses.methods import (
     RELAXATIONS,
     TOP1_MODES,
     make_operator,
+    register_method,
     resolve_method,
     resolve_settings,
 )
-from topk_losses.networks import RelaxedNetwork, bitonic, odd_even, splitter_selection
-from topk_losses.operator import TopKOperator
+from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.operator import MaskOperator, TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
+from topk_losses.robust import (
+    ForwardCorrectionLoss,
+    GeneralizedCrossEntropyLoss,
+    NCEAndRCELoss,
+    PHuberCrossEntropyLoss,
+    SymmetricCrossEntropyLoss,
+)
 from topk_losses.sigmoids import DISTRIBUTIONS
 from topk_losses.single_k import NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
-from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
+from topk_losses.temperature import AutoTemperature
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, PointwiseMasks, SparseTopK, ThresholdOperator
 from topk_losses.transport import SinkhornSort, SoftTopK, SortedSoftTopK
 
 try:
@@ -36,11 +45,13 @@ except PackageNotFoundError:  # a copy of the folder
 
 # fmt: off
 __all__ = [
-    "ALIASES", "DISTRIBUTIONS", "LML", "METHODS", "RELAXATIONS", "TOP1_MODES", "CappedSoftmax", "DFTopK",
-    "LDRKLLoss", "LapSum", "NeuralSort", "NoisedTopKLoss", "PerturbedTopK", "RecallSurrogate", "RelaxedNetwork",
-    "SinkhornSort", "SmoothHardTopKLoss", "SmoothTopKLoss", "SoftSort", "SoftTopK", "SoftmaxCrossEntropyLoss",
-    "SortedSoftTopK", "SparseTopK", "SubsetTopK", "TopKCrossEntropyLoss", "TopKOperator", "TruncatedEntropyLoss",
-    "bitonic", "make_loss", "make_operator", "odd_even", "resolve_method", "resolve_settings", "soft_topk_values",
-    "splitter_selection", "topk_cross_entropy", "topk_mask",
+    "ALIASES", "DISTRIBUTIONS", "LML", "METHODS", "RELAXATIONS", "TOP1_MODES", "AutoTemperature", "CappedSoftmax",
+    "ClassificationLoss", "DFTopK", "ForwardCorrectionLoss", "GeneralizedCrossEntropyLoss", "LDRKLLoss", "LapSum",
+    "MaskOperator", "NCEAndRCELoss", "Network", "NeuralSort", "NoisedTopKLoss", "PHuberCrossEntropyLoss",
+    "PerturbedTopK", "PointwiseMasks", "RecallSurrogate", "RelaxedNetwork", "SinkhornSort", "SmoothHardTopKLoss",
+    "SmoothTopKLoss", "SoftSort", "SoftTopK", "SoftmaxCrossEntropyLoss", "SortedSoftTopK", "SparseTopK", "SubsetTopK",
+    "SymmetricCrossEntropyLoss", "ThresholdOperator", "TopKCrossEntropyLoss", "TopKOperator", "TruncatedEntropyLoss",
+    "bitonic", "make_loss", "make_operator", "odd_even", "register_method", "resolve_method", "resolve_settings",
+    "soft_topk_values", "splitter_selection", "topk_cross_entropy", "topk_mask",
 ]
 # fmt: on

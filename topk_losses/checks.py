@@ -1,4 +1,4 @@
-"""The refusals of the library: each says the rule, the value received and how to mend it."""
+"""The error messages of the library: each names the rule, the value received and the repair."""
 
 import contextlib
 import difflib
@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 AS_TENSOR = "torch.as_tensor"
@@ -17,18 +18,50 @@ AUTO = "auto"  # the inverse temperature that follows the logits
 PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, see check_p_k
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether torch.func transforms this tensor: vmap, grad and their like."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is an ordinary one, or a compiler's: not of torch.func, nor fake, nor with a tangent."""
+    """Whether a tensor is an ordinary one, or a compiler's: neither of torch.func nor fake."""
     if torch.compiler.is_compiling():
         return True
-    if type(tensor) not in (Tensor, nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is None
+    return type(tensor) in (Tensor, nn.Parameter) and not is_wrapped(tensor)
 
 
 def has_known_values(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be looked at without waiting for a device or breaking a compiler's graph."""
+    """Whether a tensor's numbers can be read without waiting for a device or breaking a compiler's graph."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_ordinary(tensor)
+
+
+def _uses_forward_mode() -> bool:
+    """Whether torch.func.jvp, jacfwd or hessian is at work, at any level of nesting."""
+    stack = get_interpreter_stack()
+    return stack is not None and any(each.key() == TransformType.Jvp for each in stack)
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler, which takes a second.
+_uses_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_forward_mode(tensor: Tensor) -> None:
+    """Raise NotImplementedError under forward-mode differentiation."""
+    dual = not torch.compiler.is_compiling() and not is_wrapped(tensor)
+    if _uses_forward_mode() or (dual and forward_ad.unpack_dual(tensor).tangent is not None):
+        raise NotImplementedError(
+            "topk_losses has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, "
+            "torch.func.grad or jacrev; for a Hessian jacrev(jacrev(...))"
+        )
+
+
+def static(tensor: Tensor) -> Tensor:
+    """Let torch.compile take a constant's shape as fixed: with dynamic shapes it may take it for the batch size.
+
+    What torch._dynamo.mark_static does, without importing the compiler, which takes a second.
+    """
+    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+    return tensor
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -64,10 +97,17 @@ def check_positive(name: str, value: float, or_zero: bool = False) -> float:
     return value
 
 
-def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False) -> float | Tensor | str:
-    """Return a positive float, or a tensor of one floating-point number as it is: learned or scheduled.
+def check_positive_now(value: Any) -> Any:
+    """Return an inverse temperature; raise ValueError for a tensor that training has brought to 0 or below."""
+    if isinstance(value, Tensor) and has_known_values(value):
+        check_positive("inverse_temperature", float(value.detach()))
+    return value
 
-    or_auto: "auto" too, which a loss knows, as it is. Raises ValueError for anything else.
+
+def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False) -> float | Tensor | str:
+    """Return a positive float, or a tensor () of one floating-point number as it is, which is learned or scheduled.
+
+    or_auto: "auto" is returned as it is. Raises ValueError for anything else.
     """
     if isinstance(value, str):
         if or_auto and value == AUTO:
@@ -83,9 +123,7 @@ def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False
             "inverse_temperature as a tensor must hold one floating-point number, of shape (), "
             f"got {value.dtype} of shape {tuple(value.shape)}"
         )
-    if has_known_values(value):
-        check_positive("inverse_temperature", float(value.detach()))
-    return value
+    return check_positive_now(value)
 
 
 def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: bool) -> Tensor:
@@ -168,17 +206,22 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
             f"p_k has mass on rank {K}, but only {num_scores} scores are sorted (m, or the number of classes without "
             "m); take ranks away from p_k, or raise m"
         )
-    return (flat[:, :K] / sums.unsqueeze(1)).reshape(*rows.shape[:-1], K)
+    scaled = flat[:, :K] / sums.unsqueeze(1)
+    return scaled if rows.dim() == 2 else scaled[0].clone()  # no view, whose base torch.compile would look at
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise TypeError unless `logits` is a floating-point tensor, ValueError if it has no dimension for classes."""
+    """Raise TypeError unless `logits` is a floating-point tensor, ValueError if it has no dimension for classes.
+
+    Raises NotImplementedError under forward-mode differentiation.
+    """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         is_tensor = isinstance(logits, Tensor)
         kind, how = (logits.dtype, "logits.float()") if is_tensor else (type(logits).__name__, AS_TENSOR)
         raise TypeError(f"logits must be a floating-point tensor, got {kind}; convert with {how}")
     if logits.dim() == 0:
         raise ValueError("logits must have a dimension for the classes, got a tensor of shape ()")
+    refuse_forward_mode(logits)
 
 
 def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_index: int | None = None) -> None:
@@ -190,8 +233,9 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}; convert with {AS_TENSOR}")
     got, hint = tuple(labels.shape), ""
-    if got == (*shape, 1):
-        hint = "; take the last dimension off with labels.squeeze(-1)"
+    extra = [d for d in range(len(got) - 1, -1, -1) if got[d] == 1 and got[:d] + got[d + 1 :] == tuple(shape)]
+    if extra:
+        hint = f"; take the extra dimension out with labels.squeeze({extra[0] if extra[0] < len(got) - 1 else -1})"
     elif labels.dim() > len(shape) and num_classes in got:
         hint = "; a column per class is a distribution (labels.float()) or, with soft_labels='any', a set of answers"
     if labels.dtype != torch.int64:

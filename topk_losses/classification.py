@@ -1,10 +1,11 @@
 """What every loss here shares with torch.nn.CrossEntropyLoss: shapes, kinds of labels, weights, reductions."""
 
-import math
-from typing import Any, SupportsIndex
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from topk_losses.checks import (
     check_choice,
@@ -16,48 +17,102 @@ from topk_losses.checks import (
     check_logits,
     check_per_class,
     check_positive,
+    check_positive_now,
     check_several,
     full_precision,
     has_known_values,
+    is_ordinary,
+    static,
 )
-from topk_losses.operator import Constants, finite, log_softmax, mass_of, to_compute_dtype
+from topk_losses.operator import (
+    MASKED,
+    as_tensor,
+    centered,
+    fixed_beta,
+    log_softmax,
+    log_sum_of_others,
+    mass_of,
+    to_compute_dtype,
+)
 from topk_losses.temperature import AutoTemperature
 
 CHOICES = {"reduction": ("mean", "sum", "none"), "soft_labels": ("expected", "any")}
-MANY = 8  # classes with mass, per sample, from which on all columns of P together cost less than each alone
+MANY = 8  # classes with mass, per sample, from which on every class at once costs less than each alone
+AT_ONCE = 2**16  # scores that are worked on at a time where each pair of a sample and a class has scores of its own
 
 
-class ClassificationLoss(Constants):
+def _shown(value: Any) -> str:
+    """A setting as a module prints it: numbers to six digits, long tensors by their shape."""
+    if isinstance(value, Tensor):
+        value = f"<{tuple(value.shape)}>" if value.dim() > 1 else value.detach().cpu().double().tolist()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class Given(NamedTuple):
+    """What a call has beside logits and labels: the inverse temperature, read once, and P_K of each row, or None."""
+
+    beta: Any = None
+    p_k: Tensor | None = None
+
+    def of(self, rows: Any) -> "Given":
+        """Select rows."""
+        return self if self.p_k is None else Given(self.beta, self.p_k[rows])
+
+
+class Recomputed(torch.autograd.Function):
+    """A function of tensors, of which the backward pass computes again what it needs, in place of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        create_graph = torch.is_grad_enabled()  # for second derivatives
+        with torch.enable_grad(), full_precision(grad.device):
+            inputs = [each.view_as(each) if each.requires_grad else each for each in ctx.saved_tensors]
+            wanted = [each for each in inputs if each.requires_grad]
+            found = iter(torch.autograd.grad(ctx.function(*inputs), wanted, grad, create_graph=create_graph))
+        return None, *(next(found) if each.requires_grad else None for each in inputs)
+
+
+class ClassificationLoss(nn.Module):
     """A loss with the interface of torch.nn.CrossEntropyLoss: loss(logits, labels).
 
     Args:
         num_classes: n; None takes it from the logits.
         weight: (n,) >= 0, the weight of each class, as in CrossEntropyLoss.
-        label_smoothing: in [0, 1): the share of the label that is spread over all classes. That takes the loss of every
-            class: n times the cost of one, or, for a relaxed operator without m, that of its permutation matrix.
-        soft_labels: what labels (batch, n) mean. "expected" (default): a distribution q, the loss is
-            sum_j q_j L(s, j), as in CrossEntropyLoss: what mixup and label smoothing need; the cost is that of the
-            classes with mass. "any": several right answers (k-hot, bool or numbers in [0, 1]), any of which is fine:
-            -log of the probability that one of them is among the k highest, bounded by the sum of theirs.
+        label_smoothing: in [0, 1): the share of the label that is spread over all classes that are not masked out. It
+            takes the loss of every class: up to n times the cost of one.
+        soft_labels: the meaning of labels (batch, n). "expected" (default): a distribution q, the loss is
+            sum_j q_j L(s, j), as in CrossEntropyLoss, for mixup and label smoothing. "any": several right answers
+            (k-hot, bool or numbers in [0, 1]): -log of the probability that one of them is among the k highest,
+            bounded by the sum of theirs.
         ignore_index: label of samples that do not count.
         reduction: "mean" (of the samples that count, weighted by their classes' weights), "sum", or "none" (0 where
             ignored).
 
-    Shapes: logits (batch, n), (n,), or (batch, n, d1, ...); labels int64 without the dimension n, or of the same shape
-    as the logits. Half-precision logits are computed in float32 and give a float32 loss, under autocast too.
+    Shapes: logits (batch, n), (n,), or (batch, n, d1, ...); labels int64 without the dimension n, or like the logits,
+    with a gradient if they want one. Half-precision logits are computed in float32, under autocast too. A class whose
+    logit is -inf is masked out: the loss is that of the other classes.
+
+    To write a loss, define `_losses`.
     """
 
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
-    constants: tuple[str, ...] = ("weight",)
+    constants: tuple[str, ...] = ("weight",)  # tensors that move with the module, and are never cast nor saved
     per_class: tuple[str, ...] = ("weight",)  # settings with a number for each class
     shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
     fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
     knows_sets = True  # of right answers: soft_labels "any"
 
     def __init__(
-        self, num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
+        self, num_classes: SupportsIndex | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
+        soft_labels: str = "expected", ignore_index: int = -100, reduction: str = "mean",
     ) -> None:  # fmt: skip
         super().__init__()
         self.auto: AutoTemperature | None = None  # where the inverse temperature is "auto"
@@ -69,10 +124,13 @@ class ClassificationLoss(Constants):
         self.reduction = reduction
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Settings act from the next call on, checked as on construction; those in `fixed` can't be changed."""
+        """Check a setting as on construction; it acts from the next call on. Those in `fixed` can't be changed."""
         if name in self.fixed and name in self.__dict__:
             raise AttributeError(f"{name} is fixed: build a new loss with {name}={value!r}")
-        super().__setattr__(name, self._checked_setting(name, value))
+        value = self._checked_setting(name, value)
+        if not isinstance(value, nn.Parameter) and name in self.__dict__.get("_parameters", ()):
+            del self._parameters[name]  # a number, "auto" or a plain tensor takes the place of a learned setting
+        super().__setattr__(name, static(value) if name in self.constants and isinstance(value, Tensor) else value)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "soft_labels" and value == "any" and not self.knows_sets:
@@ -87,21 +145,65 @@ class ClassificationLoss(Constants):
             return check_per_class(name, value, self.num_classes, or_zero=True)
         return value
 
+    def _checked_temperature(self, value: Any, auto: AutoTemperature | None) -> Any:
+        """Check an inverse temperature; where it is "auto", take what it follows the logits by."""
+        value = check_inverse_temperature(value, or_auto=auto is not None)
+        self.auto = auto if isinstance(value, str) else None
+        return value
+
+    def _beta(self) -> Any:
+        """The inverse temperature as it is now. Raises ValueError where training has brought it to 0 or below."""
+        if self.auto is not None:
+            return self.auto.value()
+        return fixed_beta(check_positive_now(getattr(self, "inverse_temperature", None)))
+
+    def extra_repr(self) -> str:
+        settings = ((name, getattr(self, name)) for name in self.shown)
+        return ", ".join(f"{name}={_shown(value)}" for name, value in settings if value is not None)
+
+    def __copy__(self) -> "ClassificationLoss":
+        """A copy whose settings are its own; tensors are shared."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        for name in ("_parameters", "_buffers", "_modules"):
+            copied.__dict__[name] = dict(self.__dict__[name])
+        if self.auto is not None:
+            copied._modules["auto"] = copy.deepcopy(self.auto)
+        return copied
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassificationLoss":
+        super()._apply(fn, recurse)
+        for name in self.constants:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                device = fn(torch.empty(0, device=tensor.device)).device
+                exact = tensor.float() if device.type == "mps" and tensor.dtype == torch.float64 else tensor
+                self.__dict__[name] = static(exact.to(device))  # checked already
+        return self
+
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss: () for reduction mean and sum, the shape of int64 labels for none.
+        """Compute the loss: () for reduction mean and sum, the shape of int64 labels for none.
 
         float32, or float64 for float64 logits. Raises TypeError or ValueError for inputs that do not fit.
         """
         return self._reduced(logits, labels, None)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
-        """The loss of each row of scores (rows, n), with p_k (rows, K) where it was given.
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+        """The loss of each row of scores (rows, n).
 
         target: labels (rows,) int64 in [0, n) -> (rows,); a set of right answers, mass (rows, n) in [0, 1] -> (rows,),
-        from losses that know it; None -> (rows, n), the loss of every class as the label, or None where that is not
-        cheaper than n times the loss of one.
+        from losses that know sets; None -> (rows, n), the loss of every class as the label, or None where that is not
+        cheaper than each class alone.
         """
         raise TypeError(f"{type(self).__name__} does not define _losses")
+
+    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
+        """The loss of pairs of a row of scores (rows, n) and a class as its label, (pairs,)."""
+        return self._losses(scores[row], column, given.of(row))
+
+    def _width(self, n: int) -> int:
+        """The number of scores that one pair of a row and a class is worked out from."""
+        return n
 
     def _reduced(self, logits: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         check_logits(logits)
@@ -126,57 +228,90 @@ class ClassificationLoss(Constants):
             check_labels(labels, shape, n, self.ignore_index)
         with full_precision(logits.device):
             scores = to_compute_dtype(rows.reshape(-1, n))  # (rows, n)
+            counts = None if is_mass else labels.reshape(-1) != self.ignore_index  # (rows,)
             if self.auto is not None:
-                self.auto.observe(scores)
+                self.auto.observe(scores, counts)
+            given = Given(self._beta(), p_k)
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
-            if is_mass:
+            if counts is None:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses = self._losses(scores, mass, p_k) if several else self._expected(scores, mass, weight, p_k)
-                counted = scores.new_full((), len(scores))
+                losses = self._losses(scores, mass, given) if several else self._expected(scores, mass, weight, given)
+                counted = scores.new_full((), scores.shape[0])
             else:
-                losses, counted = self._of_labels(scores, labels.reshape(-1), weight, p_k)
+                losses, counted = self._of_labels(scores, labels.reshape(-1), counts, weight, given)
             if self.reduction == "none":
                 return losses.reshape(shape)
             return losses.sum() if self.reduction == "sum" else losses.sum() / counted
 
-    def _of_labels(self, scores: Tensor, labels: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Any:
+    def _of_labels(self, scores: Tensor, labels: Tensor, counts: Tensor, weight: Tensor | None, given: Given) -> Any:
         """The losses (rows,), 0 where the label is ignored, and the weight of all that count ()."""
-        counts = labels != self.ignore_index  # (rows,)
         if not has_known_values(counts) or not bool(counts.all()):
             # what is ignored may hold anything, and gets no gradient
             scores, labels = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, labels, 0)
         share = counts.to(scores.dtype) if weight is None else counts * weight[labels]
         if self.label_smoothing:
-            losses = self._expected(scores, mass_of(scores, labels), weight, p_k)
+            losses = self._expected(scores, mass_of(scores, labels), weight, given)
         else:
-            losses = self._losses(scores, labels, p_k) * share
+            losses = self._losses(scores, labels, given) * share
         return torch.where(counts, losses, 0), share.sum()
 
-    def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, p_k: Tensor | None) -> Tensor:
+    def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, given: Given) -> Tensor:
         """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""
-        number, n = scores.shape
         if self.label_smoothing:
-            mass = (1 - self.label_smoothing) * mass + self.label_smoothing / n
+            live = (scores > -torch.inf).to(scores.dtype)  # (rows, n); no part goes to classes that are masked out
+            uniform = live / live.sum(1, keepdim=True).clamp(min=1)
+            mass = (1 - self.label_smoothing) * mass + self.label_smoothing * uniform
         mass = mass if weight is None else mass * weight
-        known = has_known_values(mass)
-        if not known or int(mass.count_nonzero()) > MANY * number:
-            losses = self._losses(scores, None, p_k)  # (rows, n)
+        known = has_known_values(mass) and not mass.requires_grad
+        if not known or int(mass.count_nonzero()) > MANY * len(mass):
+            losses = self._losses(scores, None, given)  # (rows, n)
             if losses is not None:
-                # 0 times an infinite loss is 0: a class without mass
-                return torch.where(mass > 0, losses * mass, 0).sum(1)
+                # an infinite loss of a class without mass counts as 0; a finite one is the gradient of its mass
+                return torch.where((mass > 0) | losses.isfinite(), losses * mass, 0).sum(1)
         if known:
             row, column = mass.nonzero(as_tuple=True)  # (pairs,) each
         else:
-            pairs = torch.arange(number * n, device=mass.device)
-            row, column = pairs // n, pairs % n
-        share, losses = mass[row, column], self._losses(scores[row], column, None if p_k is None else p_k[row])
-        return torch.zeros_like(scores[:, 0]).index_add(0, row, torch.where(share > 0, losses * share, 0))
+            pairs = torch.arange(mass.shape[0] * mass.shape[1], device=mass.device)
+            row, column = pairs // mass.shape[1], pairs % mass.shape[1]
+
+        def summed(row: Tensor, column: Tensor, scores: Tensor, share: Tensor, *given: Any) -> Tensor:
+            losses = self._losses_of_pairs(scores, row, column, Given(*given))
+            losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
+            return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
+
+        share = mass[row, column]
+        size = max(AT_ONCE // self._width(scores.shape[1]), 1)  # pairs at a time
+        in_parts = not torch.compiler.is_compiling() and is_ordinary(scores) and is_ordinary(mass)
+        if not in_parts or len(row) <= size or self.draws_noise:
+            return summed(row, column, scores, share, *given)
+        total = torch.zeros_like(scores[:, 0])
+        for start in range(0, len(row), size):
+            part = slice(start, start + size)
+            ends = start, min(start + size, len(row)) - 1
+            first, last = (int(row[pair]) if known else pair // mass.shape[1] for pair in ends)
+            own = given.of(slice(first, last + 1))
+            tensors = [scores[first : last + 1], share[part], as_tensor(1.0 if own.beta is None else own.beta, scores)]
+            tensors += [] if own.p_k is None else [own.p_k]
+
+            def of_part(scores: Tensor, share: Tensor, *given: Any, pairs: Any = (row[part] - first, column[part]),
+                        beta: Any = own.beta) -> Tensor:  # fmt: skip
+                given = given if isinstance(beta, Tensor) else (beta, *given[1:])
+                return summed(*pairs, scores, share, *given)
+
+            rows = torch.arange(first, last + 1, device=row.device)
+            total = total.index_add(0, rows, Recomputed.apply(of_part, *tensors))
+        return total
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether two calls differ: what is computed in parts would differ between the two passes."""
+        return False
 
 
 class SoftmaxCrossEntropyLoss(ClassificationLoss):
     """torch.nn.CrossEntropyLoss that refuses what the other losses refuse, and computes in float32 as they do."""
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         return -log_softmax(scores, target)
 
 
@@ -184,14 +319,17 @@ class LDRKLLoss(ClassificationLoss):
     """Cross-entropy with a temperature and a margin: label-distributionally robust, KL (Zhu, Ying and Yang 2023).
 
     L(s, y) = log(1/n sum_j exp(beta (s_j - s_y + margin [j != y]))) / beta, consistent for top-k for every k. At beta 1
-    without a margin it is cross-entropy less log n. Below 0 where the true class is far above the others.
+    without a margin it is cross-entropy less log n. Below 0 where the true class is far above the others. It works on
+    the logits themselves, as the paper's formula does; the authors' release divides softplus(logits) by their mean
+    first. n counts the classes that are not masked out.
 
     Args:
         inverse_temperature: beta, 1 / lambda of the paper, above 0; a tensor () that requires a gradient is learned.
         margin: of the true class over each other one, in units of the logits, at least 0.
         Others: as for ClassificationLoss.
 
-    Raises TypeError or ValueError for settings and inputs that do not fit.
+    Raises:
+        TypeError, ValueError: for settings and inputs that do not fit.
     """
 
     shown = ("inverse_temperature", "margin", *ClassificationLoss.shown)
@@ -208,13 +346,17 @@ class LDRKLLoss(ClassificationLoss):
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
-            return check_inverse_temperature(value)
+            return self._checked_temperature(value, None)
         return check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+        beta, live = as_tensor(given.beta, scores), scores != -torch.inf  # (), (rows, n)
+        log_n = live.sum(1).clamp(min=1).to(scores.dtype).log()  # (rows,)
+        z = torch.where(live, beta * centered(scores), MASKED)
         if target is None:
-            return None  # the margins of each class are others
-        beta, margin = self.inverse_temperature, scores.new_full((len(scores), 1), self.margin)
-        lowered = scores.scatter_add(1, target.unsqueeze(1), -margin)  # the true class's, as if the others were raised
-        z = torch.where(lowered > -math.inf, beta * finite(lowered), lowered)  # beta times -inf has no gradient
-        return (-log_softmax(z, target) - math.log(scores.shape[1])) / beta
+            total = torch.logaddexp(log_sum_of_others(z) + beta * self.margin, z)  # (rows, n)
+            return (total - z - log_n.unsqueeze(1)) / beta
+        raised = z + beta * self.margin
+        own = z.gather(1, target.unsqueeze(1))  # (rows, 1)
+        raised = raised.scatter(1, target.unsqueeze(1), own)
+        return (raised.logsumexp(1) - own.squeeze(1) - log_n) / beta

@@ -15,11 +15,18 @@ def topk_cross_entropy(
     logits: Tensor, labels: Tensor, p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2), method: str = "splitter_selection",
     m: SupportsIndex | None = None, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """The top-k cross-entropy of logits (batch, n), (n,) or (batch, n, d1, ...) and labels, as TopKCrossEntropyLoss.
+    """Compute the top-k cross-entropy, as TopKCrossEntropyLoss does.
 
-    settings: the other arguments of that class (inverse_temperature, top1_mode, weight, label_smoothing, soft_labels,
-    ignore_index, reduction, ...). Returns () or, with reduction="none", the shape of int64 labels. Raises TypeError or
-    ValueError for what does not fit.
+    Args:
+        logits: (batch, n), (n,) or (batch, n, d1, ...), floating point.
+        labels: int64 of the same shape without n, or like the logits.
+        settings: the other arguments of that class (inverse_temperature, top1_mode, weight, label_smoothing, ...).
+
+    Returns:
+        () or, with reduction="none", the shape of int64 labels.
+
+    Raises:
+        TypeError, ValueError: for what does not fit.
     """
     return TopKCrossEntropyLoss(method, p_k, m=m, **settings)(logits, labels)
 
@@ -28,14 +35,27 @@ def topk_mask(
     x: Tensor, k: float | Tensor, method: str = "lapsum", inverse_temperature: float | Tensor | None = None,
     dim: int = -1, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """A soft k-hot of x along a dimension: in [0, 1] and near 1 for the k largest, of the shape of x.
+    """Compute a soft top-k indicator along a dimension: in [0, 1], near 1 for the k largest, of the shape of x.
 
-    k: an integer from 1 to x.shape[dim]; for lml, lapsum, sparse_topk, capped_softmax and soft_topk any number above 0
-    up to that, or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient. method: any that
-    sorts (METHODS); the masks of networks, NeuralSort and SoftSort, sums of their rows, may pass 1.
-    inverse_temperature: larger = closer to the hard mask, default the method's; a tensor () receives its gradient.
-    settings: distribution and art_lambda of a network. float32 for half precision. Raises TypeError or ValueError for
-    what does not fit.
+    Args:
+        x: floating point; an entry of -inf is masked out.
+        k: an integer from 1 to x.shape[dim]; for lml, lapsum, sparse_topk, capped_softmax and soft_topk any number
+            above 0 up to that, or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient.
+        method: any that sorts (METHODS); the indicators of networks, NeuralSort and SoftSort, sums of their rows, may
+            exceed 1.
+        inverse_temperature: larger = closer to the hard indicator, default the method's; a tensor () receives its
+            gradient.
+        settings: distribution and art_lambda of a network.
+
+    Returns:
+        The indicator, float32 for half precision.
+
+    Raises:
+        TypeError, ValueError: for what does not fit.
+
+    Example:
+        >>> topk_mask(torch.tensor([3.0, 1.0, 2.0, -1.0]), k=2, inverse_temperature=10.0).round()
+        tensor([1., 0., 1., 0.])
     """
     check_logits(x)
     rows = x.movedim(dim, -1)  # (..., n)
@@ -55,9 +75,9 @@ def soft_topk_values(
     x: Tensor, k: SupportsIndex, method: str = "lapsum", inverse_temperature: float | Tensor | None = None,
     dim: int = -1, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """The k largest values of x along a dimension, relaxed: sum_j P[r, j] x_j for the ranks r = 1..k, in its place.
+    """Compute the k largest values of x along a dimension, relaxed: sum_j P[r, j] x_j for the ranks r = 1..k.
 
-    Arguments as for topk_mask, k an integer. An entry of -inf takes no part. Raises TypeError or ValueError.
+    Arguments as for topk_mask, k an integer; x of -inf is masked out. Raises TypeError or ValueError.
     """
     check_logits(x)
     rows = x.movedim(dim, -1)

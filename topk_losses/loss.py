@@ -1,50 +1,46 @@
 """The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from topk_losses.checks import AS_TENSOR, PK, check_integer, check_logits, check_p_k, check_several, has_known_values
-from topk_losses.classification import ClassificationLoss
-from topk_losses.methods import METHODS, RELAXATIONS, TOP1, make_operator, resolve_method, resolve_settings
-from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, pick_ranks
-
-
-def log_mixture(logs: Tensor, shares: Tensor, positive: bool) -> Tensor:
-    """log sum_j shares_j exp(logs_j) over dimension 1, which is dropped; 0 where there is no share at all.
-
-    positive: no share is 0. Where some may be it is written as a linear function of them, which has finite gradients.
-    """
-    if positive:
-        return (logs + shares.log()).logsumexp(1)
-    shares = shares.expand_as(logs)
-    if not logs.shape[1]:
-        return torch.zeros_like(logs.sum(1))
-    paid = shares > 0
-    highest = logs.detach().masked_fill(~paid, -torch.inf).amax(1, keepdim=True)
-    highest = highest.masked_fill(highest == -torch.inf, 0)
-    total = ((logs - highest).clamp(max=50).exp() * shares).sum(1)  # what is above the highest has no share
-    return total.masked_fill(~paid.any(1), 1).log() + highest.squeeze(1)
+from topk_losses.checks import (
+    AS_TENSOR,
+    PK,
+    check_integer,
+    check_logits,
+    check_p_k,
+    check_several,
+    has_known_values,
+)
+from topk_losses.classification import ClassificationLoss, Given
+from topk_losses.methods import METHODS, TOP1, any_operator, is_relaxation, resolve_method, resolve_settings
+from topk_losses.networks import RelaxedNetwork
+from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, log_mixture, log_softmax, pick_ranks
 
 
 def top_m(scores: Tensor, target: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The scores that are sorted, (rows, m), and the target among them (Petersen et al. 2022, section 3.4).
+    """Keep m scores (rows, m) of each row, and the target among them (Petersen et al. 2022, section 3.4).
 
-    Of labels: the true class's score, then the m - 1 largest others, falling. Of a set, no right answer is left out.
+    For labels: the true class's score, then the m - 1 largest others, falling. For a set, no right answer is left out.
     Among equal scores the choice is arbitrary.
     """
     if not is_mass(target):
-        index, true = largest(scores, m), target.unsqueeze(1)
-        behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is among those before, or here
-        index = torch.cat([true, torch.where(behind, index[:, 1:], index[:, :-1])], dim=1)
+        index = true_and_largest(largest(scores, m), target)
         return scores.gather(1, index), torch.zeros_like(target)
     if has_known_values(target) and target.numel() and int((target > 0).sum(1).max()) > m:
         raise ValueError(f"m={m} scores cannot hold {int((target > 0).sum(1).max())} right answers; raise m")
     index = largest(scores.detach().masked_fill(target > 0, torch.inf), m)
     return scores.gather(1, index), target.gather(1, index)
+
+
+def true_and_largest(index: Tensor, labels: Tensor) -> Tensor:
+    """Put the true class first, then the m - 1 largest others, of the classes of the m largest scores (rows, m)."""
+    true = labels.unsqueeze(1)
+    at_or_behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is at this place or before
+    return torch.cat([true, torch.where(at_or_behind, index[:, 1:], index[:, :-1])], dim=1)
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):
@@ -53,58 +49,91 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y], P the relaxed permutation matrix (Petersen et al. 2022).
 
     Args:
-        method: a relaxation, one of topk_losses.RELAXATIONS.
+        method: a relaxation, one of topk_losses.RELAXATIONS; default "splitter_selection".
         p_k: P_K, the distribution that k is drawn from: p_k[j] = P(k = j + 1), (K,) for all, or (num_classes, K) with
-            one row per class, non-negative, each row summing to 1; or an integer, for that k alone; or a mapping,
-            {1: .5, 5: .5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
+            one row per class, non-negative, each row summing to 1; or an integer, for top-k only; or a mapping,
+            {1: 0.5, 5: 0.5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
             (batch, K) to the call.
-        num_classes: n, the number of logits; None takes it from them. (torch.compile wants it said, or m.)
-        m: keep the true class and the m - 1 largest others, m >= 2; None (default) and all that is larger than n keep
-            all. The softmax term sees the m scores too.
+        num_classes: n, the number of logits; None takes it from them.
+        m: keep the true class and the m - 1 largest others, m >= 2; None (default), or m >= n, keeps all. The softmax
+            term sees the m scores too.
         inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
-            learned; "auto" follows the spread of the logits (AutoTemperature). It can be set at any time. None: the
-            method's default (topk_losses.METHODS).
-        distribution: networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
-        art_lambda: logistic_phi only: in [0, 1), default .5.
-        top1_mode: who answers for P_K(1). "sort": the relaxed permutation matrix, L exactly as above. "sm"
+            learned; "auto" follows the standard deviation of the logits (AutoTemperature). It can be set at any time.
+            None: the method's default (topk_losses.METHODS).
+        distribution: sorting networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
+        art_lambda: logistic_phi only: in [0, 1), default 0.5.
+        top1_mode: how the k = 1 term is computed. "sort": from the relaxed permutation matrix, L exactly as above. "sm"
             (default): softmax(logits)_y inside the same logarithm. "smce": a cross-entropy of its own,
             P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
         weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
+        operator: a TopKOperator of your own, in place of method; its inverse temperature is the default.
 
-    log P(rank <= k) is log(p (1 - 2e-7) + 1e-7), the official code's guard, where P is a number: for sorts, networks,
-    sinkhorn_sort, sparse_topk and perturbed_topk. The others stay in exact logarithms. sparse_topk and perturbed_topk
-    want P_K(1) > 0 with top1_mode "sm" or "smce". A NaN or +inf logit makes the loss of its sample NaN and touches no
-    other; a logit of -inf is a class that takes no part.
-    Raises ValueError on construction for settings that do not fit, with a sentence saying which.
+    log P(rank <= k) is log(p (1 - 2e-7) + 1e-7), the official code's epsilon, where P is a number (`guarded`): for
+    sorts, networks, sinkhorn_sort, sparse_topk and perturbed_topk; p counts as 1 where a relaxation exceeds it. The
+    others stay in exact logarithms. sparse_topk and perturbed_topk want P_K(1) > 0 with top1_mode "sm" or "smce". A NaN
+    or +inf logit makes the loss of its sample NaN and touches no other. A class at -inf is masked out; networks without
+    m then sort the other classes alone on a CPU, and elsewhere (CUDA, torch.compile, torch.func) as many as before,
+    which relaxes otherwise: leave masked columns out there, or give m.
+
+    Raises:
+        ValueError: on construction for settings that do not fit, with a sentence saying which.
+
+    Example:
+        >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
+        >>> loss_fn(torch.randn(8, 100), torch.randint(100, (8,))).shape
+        torch.Size([])
     """
 
     constants = ("weight", "p_k", "shares")
     fixed = ("num_classes", "method", "m", "distribution", "art_lambda", "top1_mode")
     shown = ("p_k", "inverse_temperature", *fixed[1:], *ClassificationLoss.shown)
+    operator: TopKOperator
+    p_k: Tensor
 
     def __init__(
-        self, method: str = "splitter_selection", p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2),
+        self, method: str | None = None, p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2),
         num_classes: SupportsIndex | None = None, m: SupportsIndex | None = None,
         inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
         art_lambda: float | None = None, top1_mode: str | None = None,
         weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
+        ignore_index: int = -100, reduction: str = "mean", operator: TopKOperator | None = None,
     ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-        settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode, relaxed=True)
+        if operator is not None and (method, distribution, art_lambda) != (None, None, None):
+            raise ValueError("an operator takes the place of method, distribution and art_lambda: leave them out")
+        named = "splitter_selection" if method is None else method
+        # an own operator is checked like the first method of all; of it only top1_mode is used
+        settings = resolve_settings(
+            "softsort" if operator is not None else named, inverse_temperature if operator is None else None,
+            distribution, art_lambda, top1_mode, relaxed=True,
+        )  # fmt: skip
         beta, self.distribution, self.art_lambda, self.top1_mode = settings.values()
-        self.method, self.m = resolve_method(method), check_several("m", m)
-        self.operator: TopKOperator | None = None
-        self.inverse_temperature: float | Tensor | str = beta
-        self.p_k: Tensor = p_k  # type: ignore[assignment]
-        num_scores = self._num_scores(self.num_classes)
-        if num_scores is not None:
-            self._operator_for(num_scores, self.k)
+        self.method = resolve_method(named) if operator is None else None
+        self.m = check_several("m", m)
+        if operator is None:
+            self.__dict__["operator"] = any_operator(named, 1, self.distribution, self.art_lambda)
+            self.inverse_temperature: Any = beta
+        else:
+            self.operator = operator
+            if inverse_temperature is not None:
+                self.inverse_temperature = inverse_temperature
+        self.p_k = p_k  # type: ignore[assignment]
+        if self._num_scores(self.num_classes) == 2 and getattr(self.operator, "whitens", False):
+            warnings.warn(
+                f"{self.method or self.operator} whitens the scores, and two scores are the same two numbers then: "
+                "they get next to no gradient. Sort three or more, or take another method",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def k(self) -> int:
-        """K, the largest rank that P_K pays for."""
+        """K, the largest rank that has a share in P_K."""
         return self.p_k.shape[-1]
+
+    @property
+    def draws_noise(self) -> bool:
+        return self.operator.stochastic
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "k":
@@ -113,16 +142,23 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if name == "p_k":  # read here, once: where P_K is on a GPU its numbers would have to be waited for
             has_mass = (self.p_k.reshape(-1, self.k) > 0).any(0).tolist()
             self.ranks = [k for k, any_mass in enumerate(has_mass, start=1) if any_mass]
-            self.shares = pick_ranks(self.p_k.reshape(-1, self.k), self.ranks).reshape(*self.p_k.shape[:-1], -1)
-        operator = self.__dict__.get("operator")
-        if operator is not None and name in ("generator", "inverse_temperature"):
-            self._bind(operator)
+            shares = pick_ranks(self.p_k.reshape(-1, self.k), self.ranks)
+            self.shares = shares.reshape(*self.p_k.shape[:-1], -1).clone()
+            if self.method is not None:
+                self.__dict__["operator"] = any_operator(self.method, self.k, self.distribution, self.art_lambda)
+        elif name == "operator":  # an own one comes with its inverse temperature
+            self.__dict__["method"] = None
+            self.inverse_temperature = value.inverse_temperature
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
-            value = resolve_settings(self.method, value)["inverse_temperature"]
-            self.auto = METHODS[self.method].auto() if isinstance(value, str) else None
-            return value
+            auto = None
+            if isinstance(value, str) and self.method is not None:
+                value = resolve_settings(self.method, value)["inverse_temperature"]
+                auto = METHODS[self.method].auto()
+            return self._checked_temperature(value, auto)
+        if name == "operator" and not isinstance(value, TopKOperator):
+            raise TypeError(f"operator must be a TopKOperator, got {type(value).__name__}")
         return self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
 
     def _num_scores(self, n: int | None) -> int | None:
@@ -144,29 +180,33 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return rows if before is None else rows.to(before.device, before.dtype)
 
     def _check_top1(self, p_k: Tensor) -> None:
-        """Refuse a P_K (..., K) that leaves classes without a gradient where the method's masks have zeros."""
-        has_zeros = getattr(METHODS[self.method].operator, "has_zeros", False)
-        if has_zeros and (self.top1_mode == "sort" or bool((p_k[..., 0] <= 0).any())):
+        """Refuse a P_K (..., K) that leaves classes without a gradient where P has zeros."""
+        if self.operator.has_zeros and (self.top1_mode == "sort" or bool((p_k[..., 0] <= 0).any())):
             raise ValueError(
-                f"{self.method} gives exactly 0 to a class far below the k highest, where the loss would have no "
-                f"gradient; give the softmax a part, P_K(1) > 0 with top1_mode 'sm' or 'smce': got "
+                f"{self.method or self.operator} gives exactly 0 to a class far below the k highest, where the loss "
+                f"would have no gradient; give the softmax a part, P_K(1) > 0 with top1_mode 'sm' or 'smce': got "
                 f"p_k={p_k.tolist()} with top1_mode={self.top1_mode!r}"
             )
 
     def check_convergence(self) -> float:
-        """The operator's largest relative error since the last call; warns if it is above the tolerance.
+        """Return the operator's largest relative error since the last call; warn if it is above the tolerance.
 
         On the CPU each call does this by itself. On CUDA it waits for the device: call it once per epoch, say.
         """
-        return 0.0 if self.operator is None else self.operator.check_convergence()
+        return self.operator.check_convergence()
 
     def forward(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
-        """The loss: () for reduction mean and sum, the shape of int64 labels for none.
+        """Compute the loss: () for reduction mean and sum, the shape of int64 labels for none.
 
-        logits (batch, n), (n,) or (batch, n, d1, ...) floating point; labels int64 of the same shape without n, or a
-        distribution over classes (or a set of right answers: soft_labels) of the shape of the logits. p_k: P_K of each
-        sample in place of the loss's own, (..., K) where labels are (...): non-negative, rows summing to 1; it receives
-        a gradient if it wants one. Raises TypeError or ValueError for shapes, types and values that do not fit.
+        Args:
+            logits: (batch, n), (n,) or (batch, n, d1, ...), floating point.
+            labels: int64 of the same shape without n; or like the logits, a distribution over classes or a set of right
+                answers (soft_labels).
+            p_k: P_K of each sample in place of the loss's own, (..., K) where labels are (...): non-negative, rows
+                summing to 1; it receives a gradient if it wants one.
+
+        Raises:
+            TypeError, ValueError: for shapes, types and values that do not fit.
         """
         if p_k is None:
             return self._reduced(logits, labels, None)
@@ -184,38 +224,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             self._check_top1(rows)
         return self._reduced(logits, labels, rows)
 
-    def _operator_for(self, num_scores: int, k: int) -> TopKOperator:
-        """The operator for that many scores and k ranks, built anew only where these change."""
-        if k > num_scores:
-            raise ValueError(f"p_k reaches rank {k}, but only {num_scores} scores are sorted (n, or m); shorten p_k")
-        operator = self.operator
-        if operator is None or operator.k != k or getattr(operator, "n", num_scores) != num_scores:
-            if num_scores == 2 and METHODS[self.method].family == "transports":
-                warnings.warn(
-                    f"{self.method} whitens the scores, and two scores are the same two numbers then: they get next to "
-                    "no gradient. Sort three or more, or take another method",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            beta = None if isinstance(self.inverse_temperature, str) else self.inverse_temperature
-            settings = (beta, self.distribution, self.art_lambda)
-            with torch.inference_mode(False):  # training may follow a first call for inference
-                operator = make_operator(self.method, num_scores, k, *settings).to(self.p_k.device)
-            # Not a submodule: it comes and goes, and a learned temperature is saved once.
-            object.__setattr__(self, "operator", self._bind(operator))
-        return operator
-
-    def _bind(self, operator: TopKOperator) -> TopKOperator:
-        """Hand an operator what can be set of the loss."""
-        beta: Any = self.inverse_temperature if self.auto is None else self.auto.beta
-        operator.generator, operator.inverse_temperature = self.generator, beta
-        return operator
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKCrossEntropyLoss":
-        super()._apply(fn, recurse)
-        if self.operator is not None:
-            self._bind(self.operator)._apply(fn, recurse)
-        return self
+    def _width(self, n: int) -> int:
+        return n if self.m is None else min(self.m, n)
 
     def _shares(self, p_k: Tensor | None, scores: Tensor, target: Tensor | None) -> Tensor:
         """P_K(k) of the ranks with mass, in the scores' dtype: (1 or rows, J), or (1 or rows, J, 1 or n) for all.
@@ -226,21 +236,79 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if p_k is None and rows.dim() == 2:
             if target is None:
                 return rows.T.unsqueeze(0)
-            return (target / target.sum(1, keepdim=True)) @ rows if is_mass(target) else rows[target]
+            if is_mass(target):
+                share = target / target.sum(1, keepdim=True)
+                return (share.unsqueeze(2) * rows).sum(1)
+            return rows[target]
         rows = rows if rows.dim() == 2 else rows.unsqueeze(0)
         return rows.unsqueeze(2) if target is None else rows
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
-        ranks = self.ranks if p_k is None else list(range(1, p_k.shape[1] + 1))
-        shares = self._shares(p_k, scores, target)
-        if self.m is not None:
-            if target is None:
-                return None  # each class has scores of its own
-            scores, target = top_m(scores, target, min(self.m, scores.shape[1]))
-        operator = self._operator_for(scores.shape[1], self.k if p_k is None else max(p_k.shape[1], self.k))
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+        sorts_few = self.m is not None and self.m < scores.shape[1]
+        if target is None and (sorts_few or self.operator.pairwise):
+            return None  # with m each class has scores of its own
+        shares = self._shares(given.p_k, scores, target)
+        if self._sorts_live_classes(scores):
+            return self._of_live_classes(scores, target, shares, given)
+        return self._of_scores(scores, target, shares, given)
+
+    def _sorts_live_classes(self, scores: Tensor) -> bool:
+        """Whether a network is built anew for the classes that are not masked out; other operators ignore these."""
+        return isinstance(self.operator, RelaxedNetwork) and self.operator.n is None and has_known_values(scores)
+
+    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
+        m = scores.shape[1] if self.m is None else min(self.m, scores.shape[1])
+        few = self._sorts_live_classes(scores) and bool(((scores != -torch.inf).sum(1) <= m).any())
+        if few or m == scores.shape[1]:
+            return super()._losses_of_pairs(scores, row, column, given)
+        given = given.of(row)
+        shares = self._shares(given.p_k, scores, column)
+        index = true_and_largest(largest(scores, m)[row], column)  # (pairs, m)
+        kept = scores[row.unsqueeze(1), index]
+        return self._mixed(kept, torch.zeros_like(column), shares, given)
+
+    def _of_live_classes(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
+        """`_of_scores` by a network of as many wires as a row has live classes, for rows of equal number together."""
+        live = scores != -torch.inf  # (rows, n)
+        if bool(live.all()):
+            return self._of_scores(scores, target, shares, given)
+        number = live.sum(1)
+        if target is not None and not is_mass(target):  # a row whose true class is masked out is left as it is
+            number = number.where(live.gather(1, target.unsqueeze(1)).squeeze(1), scores.shape[1])
+        number = number.where(number >= (self.k if given.p_k is None else given.p_k.shape[1]), scores.shape[1])
+        losses = scores.new_full((len(scores),) if target is not None else scores.shape, torch.inf)
+        for n in number.unique().tolist():
+            rows = (number == n).nonzero().squeeze(1)
+            every = torch.arange(n).expand(len(rows), n)
+            columns = every if n == scores.shape[1] else live[rows].nonzero()[:, 1].view(-1, n)  # (some, n)
+            own = target
+            if target is not None:
+                own = target[rows]
+                own = own.gather(1, columns) if is_mass(own) else (columns == own.unsqueeze(1)).int().argmax(1)
+            share = shares if shares.shape[0] == 1 else shares[rows]
+            found = self._of_scores(scores[rows].gather(1, columns), own, share, given)
+            places = (rows,) if target is not None else (rows.unsqueeze(1), columns)
+            losses = losses.index_put(places, found)
+        return losses
+
+    def _of_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
+        if self.m is not None and self.m < scores.shape[1]:
+            assert target is not None
+            scores, target = top_m(scores, target, self.m)
+        return self._mixed(scores, target, shares, given)
+
+    def _mixed(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
+        """The loss of the scores that are sorted (rows, m or n): -log of the mixture of P(rank <= k), by P_K."""
+        ranks = self.ranks if given.p_k is None else list(range(1, given.p_k.shape[1] + 1))
+        if ranks[-1] > scores.shape[1]:
+            raise ValueError(
+                f"p_k reaches rank {ranks[-1]}, but only {scores.shape[1]} scores are sorted (n, or m); shorten p_k"
+            )
+        operator = self.operator
         softmax = self.top1_mode != "sort" and ranks[0] == 1
-        within, log_top1 = operator.within(scores, target, ranks[softmax:], softmax)  # (rows, J[, n]), (rows[, n])
-        first, shares = (shares[:, 0], shares[:, 1:]) if softmax else (shares[:, 0], shares)
+        within = operator.within(scores, target, ranks[softmax:], given.beta, self.generator)  # (rows, J[, n])
+        log_top1 = log_softmax(scores, target) if softmax else None  # (rows[, n])
+        first, shares = shares[:, 0], shares[:, 1:] if softmax else shares
         if target is not None and is_mass(target):
             # the sum over a set counts how many are expected within k; above 1, one is
             within = within.clamp(max=1 if operator.guarded else 0)
@@ -248,12 +316,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             total = (within * shares).sum(1)
             if log_top1 is not None and self.top1_mode == "sm":
                 total = total + first * log_top1.exp()
-            mixture = guarded_log(total)
+            mixture = guarded_log(total.clamp(max=1))  # columns of NeuralSort and SoftSort may sum to more
         else:
             if log_top1 is not None and self.top1_mode == "sm":
                 within = torch.cat([log_top1.unsqueeze(1), within], dim=1)
                 shares = torch.cat([first.unsqueeze(1), shares], dim=1)
-            mixture = log_mixture(within, shares, p_k is None and self.p_k.dim() == 1)
+            mixture = log_mixture(within, shares, all_positive=given.p_k is None and self.p_k.dim() == 1)
         if log_top1 is None or self.top1_mode == "sm":
             return -mixture
         return -first * log_top1 - (1 - first) * mixture
@@ -266,15 +334,20 @@ def make_loss(
 ) -> ClassificationLoss:  # fmt: skip
     """Build the loss of any method in METHODS, as loss(logits, labels). None means the method's default.
 
-    Relaxations give TopKCrossEntropyLoss (p_k default .2 x5). softmax_cross_entropy and ldr_kl take p_k None or
-    [1, 0, ..], the other losses one with all mass on one k (default k = 5); the inverse_temperature of smooth_topk and
-    smooth_hard_topk is tau itself, the one exception the paper made. m is accepted for all methods, since published
-    commands pass it to every row of a table, and has an effect on relaxations alone: the others see all scores.
-    settings: what else the class takes, such as weight or reduction. Raises ValueError with a sentence for an unknown
-    method (naming the nearest) and for settings that do not fit it.
+    Args:
+        method: a name of METHODS. Relaxations give TopKCrossEntropyLoss.
+        p_k: as there, default 0.2 on each of 1 to 5. Losses without a k take None or [1, 0, ..], losses of one k a P_K
+            with all mass on it (default k = 5).
+        m: accepted for all methods, since published commands pass it to every run of a table; it acts on relaxations
+            alone, the others see all scores.
+        inverse_temperature: of smooth_topk and smooth_hard_topk it is tau itself, as in the paper.
+        settings: what else the class takes, such as weight, reduction, margin, noise_rate or q.
+
+    Raises:
+        ValueError: with a sentence for an unknown method (naming the nearest) and for settings that do not fit it.
     """
     method = resolve_method(method)
-    if method in RELAXATIONS:
+    if is_relaxation(method):
         p_k = (0.2,) * 5 if p_k is None else p_k
         of_sort = (m, inverse_temperature, distribution, art_lambda, top1_mode)
         return TopKCrossEntropyLoss(method, p_k, num_classes, *of_sort, **settings)
@@ -283,7 +356,7 @@ def make_loss(
     assert build is not None
     rows = check_p_k((5 if has_k else 1) if p_k is None else p_k, n, n)
     if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (not has_k and len(rows) > 1):
-        which = "for instance 0 0 0 0 1 for k = 5" if has_k else "the first: P_K = [1, 0, ..]"
+        which = "for instance 0 0 0 0 1 for top-5 only" if has_k else "the first: P_K = [1, 0, ..]"
         raise ValueError(
             f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
         )

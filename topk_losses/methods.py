@@ -3,7 +3,7 @@
 Default temperatures are the published ones for ImageNet (the paper's README), where m = 16 scores are sorted; the
 CIFAR-100 ones (all 100 scores) are in the training script. Transport methods, whose settings were not published,
 take the defaults of OTT (SinkhornSort) and of Xie et al. (SOFT top-k). Those of thresholds, subsets, ranks and noised
-losses, and what "auto" aims at, are from results/temperature.csv (docs/temperature.md).
+losses, and the targets of "auto", are from results/temperature.csv (docs/temperature.md).
 """
 
 from collections.abc import Callable
@@ -16,6 +16,13 @@ from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCro
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.operator import TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
+from topk_losses.robust import (
+    ForwardCorrectionLoss,
+    GeneralizedCrossEntropyLoss,
+    NCEAndRCELoss,
+    PHuberCrossEntropyLoss,
+    SymmetricCrossEntropyLoss,
+)
 from topk_losses.sigmoids import check_sigmoid
 from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
@@ -29,13 +36,14 @@ TOP1_MODES = ("sm", "smce", "sort")
 
 
 class Method(NamedTuple):
-    """A method: its family, its default inverse temperature (None: it has none), and what it is built from.
+    """What a method is built from.
 
-    operator: for k ranks of any number of scores; network: for n scores and k ranks; loss: without a relaxed
-    permutation matrix, of a single k or, in TOP1, of none. stochastic: it draws noise, from the `generator` of its loss
-    or operator. spread: what "auto" holds the inverse temperature times the spread of the logits at; None: "auto" is
-    the default, since the method whitens the scores or hardly depends on their spread (odd_even and ldr_kl: no better
-    one was found, or sought).
+    family: for tables and figures. inverse_temperature: the default; None: it has none. operator: of any number of
+    scores, built from k and an inverse temperature; network: of n scores and k ranks; loss: without a relaxed
+    permutation matrix, of a single k or, in TOP1, without a k. stochastic: it draws noise from the `generator` of the
+    loss or the call. spread: what "auto" holds the inverse temperature times the standard deviation of the logits at;
+    None: "auto" is the default, since the method whitens the scores or hardly depends on their spread (odd_even and
+    ldr_kl: no better one was found, or sought).
     """
 
     family: str
@@ -46,11 +54,15 @@ class Method(NamedTuple):
     stochastic: bool = False
     spread: float | None = None
 
-    def auto(self) -> AutoTemperature:
-        """An inverse temperature that follows the logits. The method must have a `spread`."""
-        assert self.spread is not None
-        assert self.inverse_temperature is not None
+    def auto(self) -> AutoTemperature | None:
+        """Build an inverse temperature that follows the logits; None where the default does as well."""
+        if self.spread is None or self.inverse_temperature is None:
+            return None
         return AutoTemperature(self.spread, self.inverse_temperature)
+
+
+def _of(family: str, operator: type[TopKOperator], spread: float | None = None) -> Method:
+    return Method(family, operator.default_inverse_temperature, operator, None, None, operator.stochastic, spread)
 
 
 METHODS: dict[str, Method] = {
@@ -62,27 +74,63 @@ METHODS: dict[str, Method] = {
     "noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
     # the same with class_counts
     "imbalanced_noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
-    "neuralsort": Method("sorts", 0.5, NeuralSort, spread=0.8),
-    "softsort": Method("sorts", 0.5, SoftSort, spread=3.0),
-    "sinkhorn_sort": Method("transports", 100.0, SinkhornSort),
-    "soft_topk": Method("transports", 10.0, SoftTopK),
-    "lml": Method("thresholds", 0.25, LML, spread=3.0),
-    "lapsum": Method("thresholds", 0.25, LapSum, spread=2.7),
-    "sparse_topk": Method("thresholds", 0.1, SparseTopK, spread=0.7),
-    "capped_softmax": Method("thresholds", 0.25, CappedSoftmax, spread=2.2),
-    "subset_topk": Method("subsets", 0.25, SubsetTopK, spread=3.0),
-    "df_topk": Method("ranks", 0.25, DFTopK, spread=2.0),
-    "recall_surrogate": Method("ranks", 0.25, RecallSurrogate, spread=2.2),
-    "perturbed_topk": Method("ranks", 0.1, PerturbedTopK, stochastic=True, spread=1.2),
+    "forward_correction": Method("robust", None, loss=ForwardCorrectionLoss),
+    "generalized_cross_entropy": Method("robust", None, loss=GeneralizedCrossEntropyLoss),
+    "symmetric_cross_entropy": Method("robust", None, loss=SymmetricCrossEntropyLoss),
+    "nce_rce": Method("robust", None, loss=NCEAndRCELoss),
+    "phuber_cross_entropy": Method("robust", None, loss=PHuberCrossEntropyLoss),
+    "neuralsort": _of("sorts", NeuralSort, 0.8),
+    "softsort": _of("sorts", SoftSort, 3.0),
+    "sinkhorn_sort": _of("transports", SinkhornSort),
+    "soft_topk": _of("transports", SoftTopK),
+    "lml": _of("thresholds", LML, 3.0),
+    "lapsum": _of("thresholds", LapSum, 2.7),
+    "sparse_topk": _of("thresholds", SparseTopK, 0.7),
+    "capped_softmax": _of("thresholds", CappedSoftmax, 2.2),
+    "subset_topk": _of("subsets", SubsetTopK, 3.0),
+    "df_topk": _of("ranks", DFTopK, 2.0),
+    "recall_surrogate": _of("ranks", RecallSurrogate, 2.2),
+    "perturbed_topk": _of("ranks", PerturbedTopK, 1.2),
     "odd_even": Method("networks", 1.0, network=odd_even),
     "bitonic": Method("networks", 1.0, network=bitonic, spread=13.0),
     "splitter_selection": Method("networks", 1.0, network=splitter_selection, spread=6.0),
 }
-TOP1 = ("softmax_cross_entropy", "ldr_kl")  # without a k, as P_K = [1, 0, ..]
+# Without a k, as P_K = [1, 0, ..].
+TOP1 = tuple(name for name, method in METHODS.items() if method.family == "robust")
+TOP1 = ("softmax_cross_entropy", "ldr_kl", *TOP1)
 SINGLE_K = tuple(name for name, method in METHODS.items() if method.loss and name not in TOP1)
 RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
 # Published commands name the official code's dense path; here one evaluation serves both.
 ALIASES = {"bitonic__non_sparse": "bitonic"}
+
+
+def is_relaxation(method: str) -> bool:
+    """Whether a method of METHODS has a relaxed permutation matrix."""
+    return METHODS[method].operator is not None or METHODS[method].network is not None
+
+
+def register_method(
+    name: str, operator: Callable[..., TopKOperator], inverse_temperature: float | None = None,
+    spread: float | None = None, stochastic: bool = False, family: str = "own",
+) -> None:  # fmt: skip
+    """Make an operator of your own a method: make_loss, TopKCrossEntropyLoss and topk_mask take its name.
+
+    Args:
+        name: not yet a name of METHODS.
+        operator: its class, or a function of (k, inverse_temperature).
+        inverse_temperature: default, above 0; None: the class's `default_inverse_temperature`.
+        spread: the inverse temperature times the standard deviation of the logits that "auto" holds; None: no "auto".
+        stochastic: it draws noise.
+        family: for tables and figures.
+
+    Raises:
+        ValueError: for a name that is taken.
+    """
+    if name in METHODS or name in ALIASES:
+        raise ValueError(f"there is a method {name!r} already; choose another name")
+    beta = getattr(operator, "default_inverse_temperature", 1.0) if inverse_temperature is None else inverse_temperature
+    check_inverse_temperature(beta)
+    METHODS[name] = Method(family, beta, operator, None, None, stochastic, spread)
 
 
 def resolve_method(method: str, relaxed: bool = False) -> str:
@@ -91,10 +139,10 @@ def resolve_method(method: str, relaxed: bool = False) -> str:
     relaxed: refuse a method that has no relaxed permutation matrix.
     """
     method = check_choice("method", ALIASES.get(method, method), METHODS)
-    if relaxed and method not in RELAXATIONS:
+    if relaxed and not is_relaxation(method):
         raise ValueError(
             f"{method} has no relaxed permutation matrix; build its loss with make_loss({method!r}, ...), or choose "
-            f"one of: {', '.join(RELAXATIONS)}"
+            f"one of: {', '.join(filter(is_relaxation, METHODS))}"
         )
     return method
 
@@ -114,7 +162,7 @@ def resolve_settings(
         ("inverse_temperature", beta, spec.inverse_temperature, "methods with a temperature"),
         ("distribution", distribution, spec.network, "relaxed networks (odd_even, bitonic, splitter_selection)"),
         ("art_lambda", art_lambda, spec.network, "relaxed networks with the distribution logistic_phi"),
-        ("top1_mode", top1_mode, method in RELAXATIONS or None, "methods with a relaxed permutation matrix"),
+        ("top1_mode", top1_mode, is_relaxation(method) or None, "methods with a relaxed permutation matrix"),
     ):
         if value is not None and applies is None:
             raise ValueError(f"{name} applies to {where}, not to {method}; leave it out, got {value!r}")
@@ -124,10 +172,19 @@ def resolve_settings(
         beta = spec.inverse_temperature
     if spec.network is not None:
         distribution, art_lambda = check_sigmoid(distribution, art_lambda)
-    if method in RELAXATIONS:
+    if is_relaxation(method):
         top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
     names = ("inverse_temperature", "distribution", "art_lambda", "top1_mode")
     return dict(zip(names, (beta, distribution, art_lambda, top1_mode)))
+
+
+def any_operator(method: str, k: int, distribution: str | None = None, art_lambda: float | None = None) -> TopKOperator:
+    """Build the operator of a method for k ranks of any number of scores, with its default inverse temperature."""
+    spec = METHODS[resolve_method(method, relaxed=True)]
+    if spec.network is not None:
+        return RelaxedNetwork(spec.network, spec.inverse_temperature, distribution, art_lambda, k)
+    assert spec.operator is not None
+    return spec.operator(k, spec.inverse_temperature)
 
 
 def make_operator(

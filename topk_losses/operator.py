@@ -1,11 +1,11 @@
-"""The common signature of the relaxed top-k operators, and what they are written with."""
+"""The interface of the relaxed top-k operators, and the functions that they are written with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 
 from topk_losses.checks import (
     check_inverse_temperature,
@@ -13,154 +13,204 @@ from topk_losses.checks import (
     check_label_masses,
     check_labels,
     check_logits,
+    check_positive_now,
     full_precision,
 )
-from topk_losses.kernels import kernel
 
-# Stands in for a score of -inf, a class that takes no part. All operators have reached their limit there, to rounding,
-# and its square is a float32 number still.
+# Stands in for the score -inf of a class that is masked out. All operators have reached their limit there, up to
+# rounding, and its square is still a float32 number.
 MASKED = -1e18
-MOST_BY_KERNEL, LEAST_SCORES, LEAST_SHARE = 64, 256, 16  # a kernel pays for m <= 64 of more than 256 or 16 m scores
 
 
 def to_compute_dtype(logits: Tensor) -> Tensor:
-    """float64 and float32 stay; half precision is computed in float32."""
+    """Return the logits as float64 or float32; half precision becomes float32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def finite(scores: Tensor) -> Tensor:
-    """`scores` with MASKED in place of -inf; NaN and inf stay, and spoil their sample alone."""
+    """Replace -inf by MASKED; NaN and +inf stay, and spoil their own sample only."""
     return scores.clamp(min=MASKED)
 
 
+def centered(scores: Tensor) -> Tensor:
+    """Subtract the maximum of each row (rows, n), so that an offset of the logits costs no digits; -inf is MASKED.
+
+    A row with NaN or +inf becomes NaN as a whole.
+    """
+    highest = scores.detach().amax(1, keepdim=True)  # (rows, 1)
+    highest = highest.masked_fill(highest == -torch.inf, 0)
+    return finite(scores) - (highest + 0 * highest)
+
+
 def largest(scores: Tensor, m: int) -> Tensor:
-    """The classes of the m largest scores of each row (rows, n), falling: (rows, m) int64. Ties fall either way."""
-    pays = m <= MOST_BY_KERNEL and scores.shape[1] > max(LEAST_SCORES, LEAST_SHARE * m)
-    find = kernel("largest", scores) if pays else None
-    return scores.detach().topk(m, dim=1).indices if find is None else find(scores.detach(), m)[0]
+    """Return the classes of the m largest scores of each row (rows, n), falling: (rows, m) int64."""
+    return scores.detach().topk(m, dim=1).indices
 
 
 def pick_ranks(cumulative: Tensor, ks: Sequence[int]) -> Tensor:
-    """The entries of `cumulative` (rows, K, ...) for the k of interest, (rows, len(ks), ...); no index to be moved."""
+    """Select the entries k - 1 of dimension 1, (rows, K, ...) to (rows, len(ks), ...), without copying an index."""
     if len(ks) in (0, cumulative.shape[1]):
         return cumulative[:, : len(ks)]
     return torch.stack([cumulative[:, k - 1] for k in ks], dim=1)
 
 
+def ranks_like(ks: Sequence[int], like: Tensor) -> Tensor:
+    """Return ks as numbers like a tensor's, (1, len(ks)), made on its device."""
+    return pick_ranks(torch.arange(1, max(ks, default=0) + 1, dtype=like.dtype, device=like.device).unsqueeze(0), ks)
+
+
+def as_tensor(beta: float | Tensor, like: Tensor) -> Tensor:
+    """Return an inverse temperature as a tensor () like another, made on its device."""
+    return beta.to(like) if isinstance(beta, Tensor) else like.new_full((), beta)
+
+
 def is_mass(target: Tensor | None) -> bool:
-    """Whether a target is a mass per class (rows, n), rather than labels (rows,) or None, all classes."""
+    """Tell a target that is a mass per class (rows, n) from labels (rows,) and from None, which is every class."""
     return target is not None and target.is_floating_point()
 
 
 def mass_of(scores: Tensor, target: Tensor) -> Tensor:
-    """The mass on each class (rows, n) that a target stands for: labels (rows,) or itself."""
+    """Return the mass per class (rows, n) of labels (rows,), their one-hot, or of a mass, itself."""
     return target.to(scores.dtype) if is_mass(target) else torch.zeros_like(scores).scatter(1, target.unsqueeze(1), 1)
 
 
 def at_target(values: Tensor, target: Tensor) -> Tensor:
-    """Of values (rows, J, n) those of the labels (rows,), or their sums by a mass (rows, n): (rows, J)."""
-    if is_mass(target):
-        return (values @ target.to(values.dtype).unsqueeze(2)).squeeze(2)
+    """Of values (rows, J, n) pick those of the labels (rows,), or sum them by a mass (rows, n): (rows, J)."""
+    if is_mass(target):  # a sum, not a matrix product, whose backward pass autocast would round
+        return (values * target.to(values.dtype).unsqueeze(1)).sum(2)
     return values.gather(2, target.view(-1, 1, 1).expand(-1, values.shape[1], 1)).squeeze(2)
 
 
+def log_mixture(logs: Tensor, shares: Tensor, dim: int = 1, all_positive: bool = False) -> Tensor:
+    """Return log sum_j shares_j exp(logs_j) over a dimension, which is dropped; 0 where there is no share at all.
+
+    Shares may be 0, and have a finite gradient there: exp(logs_j) over the sum. all_positive: none is 0.
+    """
+    if all_positive:
+        return (logs + shares.log()).logsumexp(dim)
+    shares = shares.expand_as(logs)
+    if not logs.shape[dim]:
+        return torch.zeros_like(logs.sum(dim))
+    has_share = shares > 0
+    highest = logs.detach().masked_fill(~has_share, -torch.inf).amax(dim, keepdim=True)
+    highest = highest.masked_fill(highest == -torch.inf, 0)
+    total = ((logs - highest).clamp(max=50).exp() * shares).sum(dim)  # what is above the highest has no share
+    return total.masked_fill(~has_share.any(dim), 1).log() + highest.squeeze(dim)
+
+
 def log_softmax(scores: Tensor, target: Tensor | None) -> Tensor:
-    """log softmax of the labels (rows,), of a set of classes, mass (rows, n), or, for None, of each class (rows, n)."""
+    """Return log softmax of the labels (rows,), of a set of classes by its mass (rows, n), or of every class."""
     if target is None:
         return scores.log_softmax(1)
     if is_mass(target):
-        return (scores + target.log()).logsumexp(1) - scores.logsumexp(1)
+        return log_mixture(scores.log_softmax(1), target)
     return -cross_entropy(scores, target, reduction="none")
 
 
+class LogCumSumExp(torch.autograd.Function):
+    """torch.logcumsumexp of (rows, n) over n, with second derivatives also where a gradient is 0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.logcumsumexp(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, sums = ctx.saved_tensors
+        return _sums(grad.flip(1), -sums.flip(1), x.flip(1)).flip(1)
+
+
+def _sums(values: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+    """sum_{j<=i} values_j exp(inner_j + outer_i), (rows, n), however large the exponents."""
+
+    def of_positive(part: Tensor) -> Tensor:
+        logs = torch.where(part > 0, torch.where(part > 0, part, 1).log(), -1e30)
+        return (LogCumSumExp.apply(logs + inner) + outer).exp()
+
+    return of_positive(values) - of_positive(-values)
+
+
+def log_sum_of_others(z: Tensor) -> Tensor:
+    """Return log sum_{i != j} exp(z_i) for every class j of z (rows, n): sums from both ends, nothing is subtracted."""
+    before = pad(LogCumSumExp.apply(z[:, :-1]), (1, 0), value=MASKED)
+    behind = pad(LogCumSumExp.apply(z[:, 1:].flip(1)).flip(1), (0, 1), value=MASKED)
+    return torch.logaddexp(before, behind)
+
+
 def guarded_log(p: Tensor) -> Tensor:
-    """log(p (1 - 2e-7) + 1e-7), the official code's guard against log 0: finite for p in [0, 1]."""
+    """Return log(p (1 - 2e-7) + 1e-7), which is finite for p in [0, 1]: the epsilon of the official code."""
     return torch.log(p * (1 - 2e-7) + 1e-7)
 
 
 def normal_noise(like: Tensor, *shape: int, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers of a shape, of the dtype and on the device of another tensor."""
-    if generator is None:  # which torch.compile does not pass on beside a size that is a symbol
+    """Draw standard normal numbers of a shape, with the dtype and on the device of another tensor."""
+    if generator is None:  # torch.compile does not accept generator=None beside a symbolic size
         return torch.randn(shape, dtype=like.dtype, device=like.device)
     return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
-def _written(value: Any) -> str:
-    """A setting as a module prints it: numbers to six digits, long tensors by their shape."""
-    if isinstance(value, Tensor):
-        value = f"<{tuple(value.shape)}>" if value.dim() > 1 else value.detach().cpu().double().tolist()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def fixed_beta(beta: Any) -> Any:
+    """Copy an inverse temperature that is a tensor: writing into it later leaves this graph alone."""
+    return beta.clone() if isinstance(beta, Tensor) else beta
 
 
-class Constants(nn.Module):
-    """A module whose tensors named in `constants` move with it, but are never cast, emptied or saved.
+class TopKOperator:
+    """A relaxed permutation matrix P, of which the first k rows are used: P[r, j] = P(class j has rank r + 1).
 
-    They are made anew from what the module was built with, so that state dicts do without them; buffers would come out
-    rounded of .bfloat16(), and as garbage of .to_empty(). Printed, it says the settings that `shown` names, if it has
-    them.
+    An operator is a description: it holds settings and no state. The inverse temperature and the generator of noise
+    are arguments of each call.
+
+    Args:
+        k: number of ranks, 1 <= k <= n.
+        inverse_temperature: used where a call gives none; above 0, larger = closer to the hard operator. None: the
+            default of the class.
+
+    Raises:
+        ValueError: for an inverse temperature that is not above 0 and, at the call, for k > n.
+
+    Subclasses define one method, `_matrix(scores, k, beta, generator)` -> P (rows, k, n), of scores (rows, n) in
+    float32 or float64 with autocast off. Two more may be defined where they cost less: `_column`, P of the true class,
+    and `_within`, P(rank <= k).
     """
 
-    constants: tuple[str, ...] = ()
-    shown: tuple[str, ...] = ()
-
-    def extra_repr(self) -> str:
-        settings = ((name, getattr(self, name)) for name in self.shown)
-        return ", ".join(f"{name}={_written(value)}" for name, value in settings if value is not None)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Constants":
-        super()._apply(fn, recurse)
-        for name in self.constants:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                device = fn(torch.empty(0, device=tensor.device)).device
-                exact = tensor.float() if device.type == "mps" and tensor.dtype == torch.float64 else tensor
-                object.__setattr__(self, name, exact.to(device))  # checked already
-        return self
-
-
-class TopKOperator(Constants):
-    """A relaxed permutation matrix P restricted to its first k rows, P[r, j] = P(class j holds rank r + 1).
-
-    k: ranks, from 1 to n. inverse_temperature: above 0, larger = closer to the hard operator; a tensor of shape () that
-    requires a gradient gets it, and an nn.Parameter is learned. It can be set at any time.
-
-    Raises ValueError for a non-positive inverse temperature, and of k outside 1..n at the call.
-
-    Subclasses compute on rows, scores (rows, n) float32 or float64, with autocast off. They have two hooks:
-    `_matrix(scores)` -> P (rows, k, n), and `_within(scores, target, ks)` -> P(rank <= k), which by default is taken
-    from P, or from `_column`, a part of P that may cost less.
-    """
-
-    shown: tuple[str, ...] = ("k", "inverse_temperature")
-    inverse_temperature: float | Tensor
-    # `_within` is a probability, whose logarithm in a loss has the official guard; False: it is log P(rank <= k), exact
-    guarded = True
+    default_inverse_temperature = 1.0
+    guarded = True  # `within` gives a probability, whose logarithm needs an epsilon; False: it gives exact logarithms
     has_zeros = False  # some entries of P are exactly 0, with a gradient of 0, at any temperature
-    generator: torch.Generator | None = None  # of operators that draw noise, on the logits' device; None: PyTorch's own
+    stochastic = False  # draws noise from the generator
+    pairwise = False  # all classes at once cost (rows, n, n)
+    settings: tuple[str, ...] = ("k", "inverse_temperature")  # what repr shows
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor) -> None:
-        super().__init__()
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None) -> None:
         self.k = check_k(k)
-        self.inverse_temperature = inverse_temperature
+        beta = self.default_inverse_temperature if inverse_temperature is None else inverse_temperature
+        self.inverse_temperature: Any = check_inverse_temperature(beta)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        checked: Any = check_inverse_temperature(value) if name == "inverse_temperature" else value
-        super().__setattr__(name, checked)
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in self.settings)})"
 
-    @property
-    def beta(self) -> float | Tensor:
-        """The inverse temperature as it is now: what is changed in place does not change for a graph that is built."""
-        beta = self.inverse_temperature
-        return beta.clone() if isinstance(beta, Tensor) else beta
+    def rank_probabilities(
+        self, logits: Tensor, labels: Tensor, inverse_temperature: float | Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute P of the true class without building P.
 
-    def rank_probabilities(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """P[:, y], the column of the true class, by true-class evaluation: P is never built.
+        Args:
+            logits: (..., n), floating point.
+            labels: (...,) int64 in [0, n); or (..., n), a mass per class, over which P is summed.
+            inverse_temperature: above 0, a number or a tensor () that receives its gradient; None: the operator's.
+            generator: for operators that draw noise, on the device of the logits; None: PyTorch's own.
 
-        logits (..., n) floating point; labels (...,) int64 in [0, n), or (..., n), the mass on each class, a
-        distribution say, that is carried in place of the one-hot. Returns (..., k), entry r: P(rank = r + 1), float32
-        for half-precision logits. Raises TypeError or ValueError for shapes and labels that do not fit.
+        Returns:
+            (..., k), entry r: P(rank = r + 1); float32 for half-precision logits.
+
+        Raises:
+            TypeError, ValueError: for shapes, types and labels that do not fit.
         """
         scores = self._checked(logits)
         several = isinstance(labels, Tensor) and labels.is_floating_point()
@@ -168,88 +218,128 @@ class TopKOperator(Constants):
             check_label_masses(labels, logits, -1, several)
         else:
             check_labels(labels, logits.shape[:-1], logits.shape[-1])
-        target = labels.reshape(scores.shape if several else -1)
+        target, beta = labels.reshape(scores.shape if several else -1), self._beta(inverse_temperature)
         with full_precision(logits.device):
-            return self._column(scores, target).reshape(*logits.shape[:-1], self.k)
+            return self._column(scores, target, self.k, beta, generator).reshape(*logits.shape[:-1], self.k)
 
-    def permutation_matrix(self, logits: Tensor) -> Tensor:
-        """P, the first k rows of the relaxed permutation matrix: (..., k, n), row 0 is rank 1 (top-1).
+    def permutation_matrix(
+        self, logits: Tensor, inverse_temperature: float | Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the first k rows of P, (..., k, n), of logits (..., n); row 0 is rank 1. Else as above."""
+        scores = self._checked(logits)
+        with full_precision(logits.device):
+            P = self._matrix(scores, self.k, self._beta(inverse_temperature), generator)
+        return P.reshape(*logits.shape[:-1], self.k, logits.shape[-1])
 
-        logits (..., n) floating point. float32 for half-precision logits. Raises TypeError or ValueError.
+    __call__ = permutation_matrix
+
+    def mask(
+        self, logits: Tensor, k: Any = None, inverse_temperature: float | Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the soft top-k indicator, P(class j is among the k highest): like the logits (..., n).
+
+        k: an integer from 1 to n, None for the operator's own. The rows of P sum to it. Else as above.
         """
         scores = self._checked(logits)
+        k = self.k if k is None else check_k(k, scores.shape[1])
         with full_precision(logits.device):
-            return self._matrix(scores).reshape(*logits.shape[:-1], self.k, logits.shape[-1])
-
-    def mask(self, logits: Tensor) -> Tensor:
-        """The soft k-hot: P(class j is among the k highest), of the shape of the logits; the rows of P sum to it."""
-        scores = self._checked(logits)
-        with full_precision(logits.device):
-            within = self._within(scores, None, [self.k])  # (rows, 1, n)
+            within = self._within(scores, None, [k], self._beta(inverse_temperature), generator)  # (rows, 1, n)
         return (within if self.guarded else within.exp()).reshape(logits.shape)
 
-    forward = permutation_matrix
+    def within(
+        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: float | Tensor,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute P(rank <= k) for several k, which is what a loss asks for; its logarithm if not `guarded`.
+
+        Args:
+            scores: (rows, n), float32 or float64, -inf for classes that are masked out.
+            target: labels (rows,) int64; a mass per class (rows, n), for the sum over the classes; None: every class.
+            ks: the ranks k, rising, at most n.
+            beta: inverse temperature, above 0.
+            generator: for operators that draw noise.
+
+        Returns:
+            (rows, len(ks)), or (rows, len(ks), n) for every class.
+        """
+        return self._within(scores, target, ks, beta, generator)
 
     def check_convergence(self) -> float:
-        """The largest error that an iterative solver left so far; 0 for an operator in closed form."""
+        """Return the largest error that an iterative solver left since the last call; 0 for a closed form."""
         return 0.0
-
-    def within(
-        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """What a loss takes: `_within` and, if wanted, log softmax, in the shape of one k."""
-        return self._within(scores, target, ks), log_softmax(scores, target) if softmax else None
 
     def _checked(self, logits: Tensor) -> Tensor:
         check_logits(logits)
         check_k(self.k, logits.shape[-1])
         return to_compute_dtype(logits).reshape(-1, logits.shape[-1])  # (rows, n)
 
-    def _matrix(self, scores: Tensor) -> Tensor:
+    def _beta(self, inverse_temperature: float | Tensor | None) -> Any:
+        beta = self.inverse_temperature if inverse_temperature is None else inverse_temperature
+        return fixed_beta(check_positive_now(check_inverse_temperature(beta)))
+
+    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: torch.Generator | None = None) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define _matrix")
 
-    def _column(self, scores: Tensor, target: Tensor) -> Tensor:
+    def _column(
+        self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: torch.Generator | None = None
+    ) -> Tensor:
         """P of the labels (rows,), or its sums by a mass (rows, n): (rows, k)."""
-        return at_target(self._matrix(scores), target)
+        return at_target(self._matrix(scores, k, beta, generator), target)
 
-    def _within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """P(rank <= k), or its logarithm if not `guarded`, for the k of interest, rising: (rows, J).
-
-        target: labels (rows,) int64; a mass per class (rows, n), for the sum over the classes; or None, for every
-        class, (rows, J, n).
-        """
-        P = self._matrix(scores) if target is None else self._column(scores, target)
+    def _within(
+        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: Any,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        k = max(ks, default=1)
+        if target is None:
+            P = self._matrix(scores, k, beta, generator)  # (rows, k, n)
+        else:
+            P = self._column(scores, target, k, beta, generator)  # (rows, k)
         return pick_ranks(P.cumsum(1), ks)
 
 
 class MaskOperator(TopKOperator):
-    """An operator made of masks, P(rank <= k), each for its k alone: row r of P is mask_r - mask_{r-1}.
+    """An operator made of soft top-k indicators, one for each k; row r of P is indicator_r - indicator_{r-1}.
 
-    Subclasses define `_values`: the masks, if `guarded`, or else their logarithms, for the k of interest, rising, of
-    labels (rows,), (rows, J), or of all classes for None, (rows, J, n).
+    Subclasses define `_values(scores, labels, ks, beta, generator)`: the indicators if `guarded`, else their
+    logarithms, of labels (rows,), (rows, len(ks)), or of every class for None, (rows, len(ks), n).
     """
 
     guarded = False
 
-    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _values(
+        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
         raise TypeError(f"{type(self).__name__} does not define _values")
 
-    def _within(self, scores: Tensor, target: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _within(
+        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: Any,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
         if target is None or not is_mass(target):
-            return self._values(scores, target, ks)
-        values = self._values(scores, None, ks)  # (rows, J, n)
+            return self._values(scores, target, ks, beta, generator)
+        values = self._values(scores, None, ks, beta, generator)  # (rows, J, n)
         if self.guarded:
             return at_target(values, target)
-        return (values + target.to(scores.dtype).log().unsqueeze(1)).logsumexp(2)
+        return log_mixture(values, target.to(scores.dtype).unsqueeze(1), dim=2)
 
-    def _matrix(self, scores: Tensor) -> Tensor:
-        return self._rows_of(scores, None)
+    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: torch.Generator | None = None) -> Tensor:
+        return self._rows_of(scores, None, k, beta, generator)
 
-    def _column(self, scores: Tensor, target: Tensor) -> Tensor:
-        return super()._column(scores, target) if is_mass(target) else self._rows_of(scores, target)
+    def _column(
+        self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: torch.Generator | None = None
+    ) -> Tensor:
+        if is_mass(target):
+            return super()._column(scores, target, k, beta, generator)
+        return self._rows_of(scores, target, k, beta, generator)
 
-    def _rows_of(self, scores: Tensor, labels: Tensor | None) -> Tensor:
-        """Rows of P, since masks are nested in k: (rows, k[, n]), not below 0 for a rounding."""
-        values = self._values(scores, labels, range(1, self.k + 1))
-        masks = values if self.guarded else values.exp()
-        return torch.cat([masks[:, :1], masks.diff(dim=1).clamp(min=0)], dim=1)
+    def _rows_of(
+        self, scores: Tensor, labels: Tensor | None, k: int, beta: Any, generator: torch.Generator | None
+    ) -> Tensor:
+        """Rows of P (rows, k[, n]), which rounding does not make negative, since indicators rise with k."""
+        values = self._values(scores, labels, range(1, k + 1), beta, generator)
+        indicators = values if self.guarded else values.exp()
+        return torch.cat([indicators[:, :1], indicators.diff(dim=1).clamp(min=0)], dim=1)

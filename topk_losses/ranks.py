@@ -1,42 +1,43 @@
-"""Top-k by ranks: mask_k(s)_i estimates P(rank of i <= k), without a threshold that would make masks sum to k.
+"""Top-k by ranks: indicator_k(s)_i estimates P(rank of i <= k), without a threshold that makes indicators sum to k.
 
 All are nested in k; those of PerturbedTopK sum to k as well, up to rounding.
 """
 
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from topk_losses.checks import check_integer
-from topk_losses.operator import MaskOperator, finite, normal_noise, pick_ranks
-from topk_losses.threshold import PointwiseMasks, ranks_like
+from topk_losses.operator import MaskOperator, centered, normal_noise, pick_ranks, ranks_like
+from topk_losses.threshold import PointwiseMasks
 
 # Numbers of noise drawn at a time: what a CPU's caches hold, and what a GPU draws in one launch.
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
 
 
 class DFTopK(PointwiseMasks):
-    """DFTopK (Zhu et al. 2025): mask_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
+    """DFTopK (Zhu et al. 2025): indicator_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
 
-    The mask of the k-th score and that of the (k+1)-th sum to 1, and nothing else does; the gradient reaches the true
-    class, s_[k] and s_[k+1] alone. For k = n the mask is 1.
+    The indicators of the k-th and the (k+1)-th score sum to 1, and nothing else does; the gradient reaches the true
+    class, s_[k] and s_[k+1] alone. For k = n the indicator is 1. Default inverse temperature: 0.25.
     """
 
     family = "middle"
-    operation = "middles"  # which a CPU has no kernel for: the operations are as fast
 
 
 class RecallSurrogate(PointwiseMasks):
-    """The mask of the recall@k surrogate (Patel, Tolias and Matas 2022): sigmoid(k - r_i), r the soft rank.
+    """The indicator of the recall@k surrogate (Patel, Tolias and Matas 2022): sigmoid(k - r_i), r the soft rank.
 
     r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
-    grows r tends to the rank, and the mask to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the true
-    class, no sort; the masks of all classes compare all pairs, O(n^2). Published beta: 100, for cosine similarities.
+    grows r tends to the rank, and the indicator to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the
+    true class, no sort; the indicators of all classes compare all pairs, O(n^2). Published inverse temperature: 100,
+    for cosine similarities; default 0.25.
     """
 
     family = "ranks"
+    pairwise = True
 
 
 class PerturbedTopK(MaskOperator):
@@ -47,30 +48,41 @@ class PerturbedTopK(MaskOperator):
     draws agree, since the mean of their Z is not 0. Rows sum to 1. The true class's column counts who is above it in
     each draw, in O(n K) memory per sample; the permutation matrix keeps its draws, O(n num_samples).
 
-    A class that no draw puts among the k highest has the mask 0 and no gradient. A loss therefore takes the official
-    guard here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
+    A class that no draw puts among the k highest has the indicator 0 and no gradient. A loss therefore takes the
+    official epsilon here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
 
-    inverse_temperature: beta = 1 / sigma. num_samples: at least 2, default 100.
+    Args:
+        k: number of ranks.
+        inverse_temperature: beta = 1 / sigma; default 0.1.
+        num_samples: at least 2, default 100.
     """
 
-    guarded = has_zeros = True
+    default_inverse_temperature = 0.1
+    guarded = has_zeros = stochastic = True
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor, num_samples: SupportsIndex = 100) -> None:
+    def __init__(
+        self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None, num_samples: SupportsIndex = 100
+    ) -> None:
         super().__init__(k, inverse_temperature)
         self.num_samples = check_integer("num_samples", num_samples, 2)
 
-    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
+    def _values(
+        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any, generator: Any = None
+    ) -> Tensor:
         if labels is None:
-            return pick_ranks(self._matrix(scores).cumsum(1), ks)
-        z = finite(scores) * self.beta  # (rows, n)
+            return pick_ranks(self._matrix(scores, max(ks, default=1), beta, generator).cumsum(1), ks)
+        z = centered(scores) * beta  # (rows, n)
         fixed, k = z.detach(), ranks_like(ks, z)  # (1, J)
-        value = z.new_zeros(len(z), len(ks))  # (rows, J), the sum over the draws of who is within k
-        slope = z.new_zeros(len(z), len(ks), z.shape[1])  # (rows, J, n), that of its product with the noise
+        batch, n = z.shape
+        value = z.new_zeros(batch, len(ks))  # (rows, J), the sum over the draws of who is within k
+        slope = z.new_zeros(batch, len(ks), n)  # (rows, J, n), that of its product with the noise
         drawn = torch.zeros_like(fixed)  # (rows, n), that of the noise
-        at_once = max(AT_ONCE.get(z.device.type, AT_ONCE["cpu"]) // max(z.numel(), 1), 1)
+        at_once = self.num_samples  # a compiler would bind the number of samples to one batch size
+        if not torch.compiler.is_compiling():
+            at_once = max(AT_ONCE.get(z.device.type, AT_ONCE["cpu"]) // max(z.numel(), 1), 1)
         for first in range(0, self.num_samples, at_once):
             draws = min(at_once, self.num_samples - first)
-            noise = normal_noise(z, len(z), draws, z.shape[1], generator=self.generator)  # (rows, draws, n)
+            noise = normal_noise(z, batch, draws, n, generator=generator)  # (rows, draws, n)
             noised = fixed.unsqueeze(1) + noise
             own = noised.gather(2, labels.view(-1, 1, 1).expand(-1, draws, 1))
             rank = 1 + (noised > own).sum(2)  # (rows, draws)
@@ -78,18 +90,18 @@ class PerturbedTopK(MaskOperator):
             value += inside.sum(2)
             slope.baddbmm_(inside, noise)
             drawn += noise.sum(1)
-        spoilt = 0 * fixed.amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         value /= self.num_samples
         slope.addcmul_(value.unsqueeze(2), drawn.unsqueeze(1), value=-1)
-        change = (slope @ (z - fixed).unsqueeze(2)).squeeze(2) / (self.num_samples - 1)  # (rows, J): 0, with gradient
-        return value + change + spoilt
+        # 0, with a gradient; a sum, not a matrix product, whose backward pass autocast would round
+        change = (slope * (z - fixed).unsqueeze(1)).sum(2) / (self.num_samples - 1)  # (rows, J)
+        return value + change + 0 * fixed[:, :1]  # NaN for a row with NaN or +inf
 
-    def _matrix(self, scores: Tensor) -> Tensor:
-        z = finite(scores) * self.beta  # (rows, n)
-        noise = normal_noise(z, len(z), self.num_samples, z.shape[1], generator=self.generator)  # (rows, draws, n)
-        index = (z.detach().unsqueeze(1) + noise).topk(self.k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
+    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
+        z = centered(scores) * beta  # (rows, n)
+        noise = normal_noise(z, z.shape[0], self.num_samples, z.shape[1], generator=generator)  # (rows, draws, n)
+        index = (z.detach().unsqueeze(1) + noise).topk(k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
         # 0, with the noise as its gradient: an indicator times that, less its mean, has their covariance
-        change = (noise - noise.mean(1, keepdim=True)) @ (z - z.detach()).unsqueeze(2)  # (rows, draws, 1)
-        share = (1 / self.num_samples + change / (self.num_samples - 1)).mT.expand_as(index)
-        P = torch.zeros_like(z).unsqueeze(1).repeat(1, self.k, 1).scatter_add(2, index, share)
-        return P + 0 * z.detach().amax(1)[:, None, None]  # NaN for a row with NaN or +inf
+        change = ((noise - noise.mean(1, keepdim=True)) * (z - z.detach()).unsqueeze(1)).sum(2)  # (rows, draws)
+        share = (1 / self.num_samples + change / (self.num_samples - 1)).unsqueeze(1).expand_as(index)
+        P = torch.zeros_like(z).unsqueeze(1).repeat(1, k, 1).scatter_add(2, index, share)
+        return P + 0 * z.detach()[:, :1].unsqueeze(2)  # NaN for a row with NaN or +inf

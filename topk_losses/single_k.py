@@ -5,11 +5,11 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, relu
+from torch.nn.functional import relu
 
-from topk_losses.checks import check_integer, check_inverse_temperature, check_k, check_per_class, check_positive
-from topk_losses.classification import ClassificationLoss
-from topk_losses.operator import MASKED, finite, largest, normal_noise
+from topk_losses.checks import check_integer, check_k, check_per_class, check_positive
+from topk_losses.classification import ClassificationLoss, Given
+from topk_losses.operator import MASKED, centered, finite, largest, log_softmax, log_sum_of_others, normal_noise
 from topk_losses.temperature import AutoTemperature
 
 BETA = 0.1  # default inverse temperature of the noised losses (results/temperature.csv, as SPREAD)
@@ -32,23 +32,27 @@ class SingleKLoss(ClassificationLoss):
 
 
 class TruncatedEntropyLoss(SingleKLoss):
-    """The truncated top-k entropy (Lapin, Hein and Schiele 2016): cross-entropy beside the classes below rank k alone.
+    """The truncated top-k entropy (Lapin, Hein and Schiele 2016): cross-entropy without the k - 1 highest others.
 
-    L = log(1 + sum_{j in J} exp(s_j - s_y)), J the classes below rank k of all, without y: the true class need not be
-    above the k highest. At k = 1 it is cross-entropy where the true class is highest. Positive; it tends to 0 once the
-    true class is above all that are not among the k highest. Among equal scores at rank k the choice is arbitrary.
-    Arguments as for SingleKLoss.
+    L = log(1 + sum_{j in J} exp(s_j - s_y)), J the classes other than y but for the k - 1 highest of these. At k = 1 it
+    is cross-entropy. Positive; it tends to 0 once the true class is above all of J. Among equal scores the choice is
+    arbitrary. Arguments as for SingleKLoss.
     """
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         check_k(self.k, scores.shape[1] - 1)
-        if target is None:
-            return None
-        places = largest(scores, self.k)  # (rows, k)
-        top = scores.gather(1, places)
-        spoilt = 0 * finite(top[:, 0].detach())  # NaN for a row with NaN or +inf
-        top = torch.where(places == target.unsqueeze(1), top, MASKED)  # but for the true class they pay nothing
-        return cross_entropy(scores.scatter(1, places, top), target, reduction="none") + spoilt
+        z = centered(scores)  # (rows, n)
+        if target is not None:
+            own = target.unsqueeze(1)  # (rows, 1)
+            places = largest(z.scatter(1, own, -torch.inf), self.k - 1)  # (rows, k - 1), without the true class
+            left = z.scatter(1, places, MASKED)
+            return -log_softmax(left, target) + 0 * z[:, 0].detach()  # NaN for a row with NaN or +inf
+        # Of a class that is not among the k - 1 highest these are left out; of one of them the k highest are.
+        places = largest(z, self.k)  # (rows, k)
+        without_k = z.scatter(1, places, MASKED).logsumexp(1, keepdim=True)  # (rows, 1)
+        left = z.scatter(1, places[:, :-1], MASKED)
+        among = torch.zeros_like(z, dtype=torch.bool).scatter(1, places[:, :-1], True)
+        return torch.logaddexp(torch.where(among, without_k, log_sum_of_others(left)), z) - z
 
 
 class NoisedTopKLoss(SingleKLoss):
@@ -90,24 +94,26 @@ class NoisedTopKLoss(SingleKLoss):
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
-            value = check_inverse_temperature(value, or_auto=True)
-            self.auto = AutoTemperature(SPREAD, BETA) if isinstance(value, str) else None
-            return value
+            return self._checked_temperature(value, AutoTemperature(SPREAD, BETA) if isinstance(value, str) else None)
         if name == "class_counts" and value is not None:
             return check_per_class(name, value, self.num_classes, or_zero=False)
         return super()._checked_setting(name, value)
 
-    def _next_largest(self, scores: Tensor) -> Tensor:
+    @property
+    def draws_noise(self) -> bool:
+        return True
+
+    def _next_largest(self, scores: Tensor, beta: Any) -> Tensor:
         """E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
         total = torch.zeros_like(scores[:, :1])
-        scores, beta = finite(scores), self.inverse_temperature if self.auto is None else self.auto.value()
+        scores = finite(scores)
         for _ in range(self.num_samples):
             noised = scores + normal_noise(scores, *scores.shape, generator=self.generator) / beta  # (rows, n)
             total = total + noised.gather(1, largest(noised, self.k + 1)[:, -1:])
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         return total / self.num_samples + spoilt
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         check_k(self.k, scores.shape[1] - 1)
         margins: float | Tensor = self.max_margin
         if self.class_counts is not None:
@@ -115,5 +121,5 @@ class NoisedTopKLoss(SingleKLoss):
             rarity = (counts.min() / counts).pow(0.25)  # (n,), at most 1
             margins = self.max_margin * (rarity if target is None else rarity[target])
         own = scores if target is None else scores.gather(1, target.unsqueeze(1))  # (rows, n or 1)
-        gap = self._next_largest(scores) - own
+        gap = self._next_largest(scores, given.beta) - own
         return self.scale * relu(margins + (gap if target is None else gap.squeeze(1)))

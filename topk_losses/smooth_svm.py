@@ -13,53 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
-from topk_losses.checks import check_k, check_positive
+from topk_losses.checks import check_inverse_temperature, check_k, check_positive, check_positive_now
+from topk_losses.classification import Given
 from topk_losses.kernels import kernel
-from topk_losses.operator import MASKED, finite, log_softmax, pick_ranks
+from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, fixed_beta, pick_ranks
 from topk_losses.single_k import SingleKLoss
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
-LEAST = -1e30  # of a logarithm
-
-
-class LogCumSumExp(torch.autograd.Function):
-    """torch.logcumsumexp of (rows, n) over n; with second derivatives where a gradient is 0, too."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.logcumsumexp(1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-        ctx.save_for_forward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, sums = ctx.saved_tensors
-        return _sums(grad.flip(1), -sums.flip(1), x.flip(1)).flip(1)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        x, sums = ctx.saved_tensors
-        return _sums(tangent, x, -sums)
-
-
-def _sums(values: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
-    """sum_{j<=i} values_j exp(inner_j + outer_i), (rows, n), however large the exponents."""
-
-    def of_positive(part: Tensor) -> Tensor:
-        logs = torch.where(part > 0, torch.where(part > 0, part, 1).log(), LEAST)
-        return (LogCumSumExp.apply(logs + inner) + outer).exp()
-
-    return of_positive(values) - of_positive(-values)
 
 
 def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
-    """log e_j of exp(z), z (rows, n), for j = 0..k <= n: each of the first j, j + 1, ..., n numbers, (rows, n - j + 1).
+    """Compute log e_j of exp(z), z (rows, n), for j = 0..k <= n: of the first j, ..., n numbers, (rows, n - j + 1).
 
     O(n k) per row, by a recurrence over j on logarithms.
     """
@@ -69,15 +34,12 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
     return e
 
 
-def kth_largest(
-    scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor, softmax: bool = False
-) -> list[Tensor]:
-    """The smooth and the hard k-th largest score of the other classes, less the true class's: (rows, J) each.
+def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
+    """Compute the smooth and the hard k-th largest score of the other classes, less the true class's: (rows, J) each.
 
-    temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others / temperature). Also
-    returned: the largest scores of the others, falling, (rows, K + 1) or as many as there are, without a gradient, and,
-    if softmax, its logarithm for the labels, (rows, 1). scores (rows, n), labels (rows,) int64, ks rising up to K.
-    O(n K) per row.
+    The smooth one is temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of
+    exp(others / temperature). Also returned: the largest scores of the others, falling, (rows, K + 1) or as many as
+    there are, without a gradient. scores (rows, n), labels (rows,) int64, ks rising up to K. O(n K) per row.
     """
     true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
     # The last class takes the true one's place. (A score of -inf there has no second derivatives: 0 times infinity.)
@@ -93,8 +55,7 @@ def kth_largest(
     smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
     too_few = -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
-    beside = log_softmax(scores, labels).unsqueeze(1) if softmax else scores[:, :0]
-    return [torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top, beside]
+    return [torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top]
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -104,42 +65,59 @@ class SmoothTopKLoss(SingleKLoss):
     polynomials of exp(o / (k tau)), o the scores of the other classes. Positive; as tau -> 0 it tends to the hard hinge
     relu(alpha + (o_[k] - s_y) / k). The authors advise to cross-validate tau over powers of ten.
 
-    k: the number of guesses, 1 <= k < number of classes. tau: temperature, above 0; the smaller, the closer to the hard
-    hinge: the paper's tau, *not* an inverse temperature as elsewhere in this library. alpha: margin in units of the
-    logits, above 0. Other arguments and shapes as in ClassificationLoss.
+    Args:
+        k: the number of guesses, 1 <= k < number of classes.
+        tau: temperature, above 0, a number or a tensor () that is learned; the smaller, the closer to the hard hinge:
+            the paper's tau, *not* an inverse temperature as elsewhere in this library.
+        alpha: margin in units of the logits, above 0.
+        Others: as for ClassificationLoss.
 
-    A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A logit of -inf is a class that
-    cannot be chosen, which is the limit of ever lower scores: loss 0 if fewer than k other classes remain, +inf if the
-    true class is the masked one. Raises TypeError or ValueError for settings and inputs that do not fit.
+    A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A class at -inf is masked out: loss 0
+    if fewer than k other classes remain, +inf if the true class is the masked one.
+
+    Raises:
+        TypeError, ValueError: for settings and inputs that do not fit.
     """
 
     shown = ("tau", "alpha", *SingleKLoss.shown)
 
     def __init__(
-        self, k: SupportsIndex, tau: float = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
+        self, k: SupportsIndex, tau: float | Tensor = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
         weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
         ignore_index: int = -100, reduction: str = "mean",
     ) -> None:  # fmt: skip
         super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-        self.tau = check_positive("tau", tau)
+        self.tau: Any = tau
         self.alpha = check_positive("alpha", alpha)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, p_k: Tensor | None) -> Any:
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if name != "tau":
+            return super()._checked_setting(name, value)
+        return check_inverse_temperature(value) if isinstance(value, Tensor) else check_positive(name, value)
+
+    def _beta(self) -> Any:
+        return fixed_beta(check_positive_now(self.tau))
+
+    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         check_k(self.k, scores.shape[1] - 1)
         if target is None:
             return None
-        find = kernel("kth_largest", scores) or kth_largest
-        smooth, hard, top, *_ = find(scores, target, [self.k], scores.new_full((), self.k * self.tau), False)
+        tau = given.beta
+        find = kernel("kth_largest", scores, tau) or kth_largest
+        smooth, hard, top, *_ = find(scores, target, [self.k], as_tensor(self.k * tau, scores))
         smooth, hard = smooth.squeeze(1), hard.squeeze(1)
         true = scores.gather(1, target.unsqueeze(1)).squeeze(1).detach()  # (rows,)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
         spoilt = torch.zeros_like(true).where(torch.maximum(top[:, 0], true) < math.inf, math.nan)  # (rows,)
-        return self._hinge(self.alpha + smooth / self.k + spoilt, self.alpha + hard / self.k + spoilt, top, true)
+        smooth, hard = (self.alpha + each / self.k + spoilt for each in (smooth, hard))
+        return self._hinge(smooth, hard, top, true, tau)
 
-    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
+    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor, tau: Any) -> Tensor:
         """The loss (rows,) from alpha + (kth - s_y) / k, smooth or hard (rows,); the rest serves SmoothHardTopKLoss."""
         # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
-        return F.softplus(smooth, beta=1 / self.tau, threshold=40)
+        if isinstance(tau, Tensor):
+            return tau * F.softplus(smooth / tau, threshold=40)
+        return F.softplus(smooth, beta=1 / tau, threshold=40)
 
 
 class SmoothHardTopKLoss(SmoothTopKLoss):
@@ -151,12 +129,12 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     loss is not continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
     """
 
-    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor) -> Tensor:
+    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor, tau: Any) -> Tensor:
         # Insert the true class's score into the ranking of the others: s_[r] is the median of o_[r], s_y, o_[r-1].
         kth, following = top[:, self.k - 1], top[:, self.k]  # (rows,)
         kth_of_all = torch.maximum(kth, true)  # (rows,)
         if self.k > 1:
             kth_of_all = torch.minimum(kth_of_all, top[:, self.k - 2])
         next_of_all = torch.maximum(following, torch.minimum(kth, true))  # (rows,)
-        far_apart = kth_of_all - next_of_all >= self.k * self.tau * math.log(HARD_RATIO)  # (rows,)
-        return torch.where(far_apart, F.relu(hard), super()._hinge(smooth, hard, top, true))
+        far_apart = kth_of_all - next_of_all >= self.k * tau * math.log(HARD_RATIO)  # (rows,)
+        return torch.where(far_apart, F.relu(hard), super()._hinge(smooth, hard, top, true, tau))

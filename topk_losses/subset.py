@@ -1,68 +1,63 @@
-"""Top-k by a random subset: mask_k(s)_i = P(i in S) for a k-subset S drawn with weight exp(beta sum of its scores).
+"""Top-k by a random subset: indicator_k(s)_i = P(i in S), S a k-subset drawn with weight exp(beta sum of its scores).
 
-With e_k the elementary symmetric polynomials of exp(beta s), mask_k = d log e_k / d (beta s): the top-k of largest
-entropy over subsets (Vivier-Ardisson et al. 2026, dynamic programming with Shannon's entropy; Su 2024, GradTopK). Masks
-sum to k and are nested in k; at k = 1 the mask is softmax. For the true class y, with e of the other classes,
+With e_k the elementary symmetric polynomials of exp(beta s), indicator_k = d log e_k / d (beta s): the top-k of largest
+entropy over subsets (Vivier-Ardisson et al. 2026, dynamic programming with Shannon's entropy; Su 2024, GradTopK).
+Indicators sum to k and are nested in k; at k = 1 they are softmax. For the true class y, with e of the other classes,
 
-    -log mask_k[y] = softplus(kth - beta s_y),    kth = log e_k - log e_{k-1},
+    -log indicator_k[y] = softplus(kth - beta s_y),    kth = log e_k - log e_{k-1},
 
 which is the smooth top-k SVM loss of Berrada et al. (2018) without a margin, at k tau = 1 / beta: one number per
-sample and k, from smooth_svm.py. A loss over a P_K with several k mixes them, -log sum_k P_K(k) mask_k[y]; no
+sample and k, from smooth_svm.py. A loss over a P_K with several k mixes them, -log sum_k P_K(k) indicator_k[y]; no
 publication of that was found.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.kernels import kernel
-from topk_losses.operator import MASKED, MaskOperator, finite, is_mass, log_softmax, pick_ranks
+from topk_losses.operator import MASKED, MaskOperator, as_tensor, centered, finite, pick_ranks
 from topk_losses.smooth_svm import kth_largest, log_polynomials
-from topk_losses.threshold import as_tensor
 
 
 class SubsetTopK(MaskOperator):
-    """The marginals of a random k-subset; the formulas are at the top of this file.
+    """The marginals of a random k-subset; the formulas are at the top of this file. O(n k) for each k with mass.
 
-    beta multiplies the logits. O(n k) for each k that P_K has mass on.
+    beta multiplies the logits; default 0.25.
     """
 
-    def within(
-        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """As for every operator; the kernel takes the softmax along."""
-        if target is None or is_mass(target):
-            return super().within(scores, target, ks, softmax)
-        beta, proper = self.beta, [k for k in ks if k < scores.shape[1]]
+    default_inverse_temperature = 0.25
+
+    def _values(
+        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any, generator: Any = None
+    ) -> Tensor:
+        if labels is None:
+            return self._values_of_all(scores, ks, beta)
+        proper = [k for k in ks if k < scores.shape[1]]
         if not proper:  # among n classes all are within n
-            sure = (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
-            return sure, log_softmax(scores, target) if softmax else None
-        find = kernel("kth_largest", scores, self.inverse_temperature) or kth_largest
+            return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
+        find = kernel("kth_largest", scores, beta) or kth_largest
         # kth / beta - s_y
-        distance, _, top, beside, *_ = find(scores, target, proper, 1 / as_tensor(beta, scores), softmax)
-        true = scores.gather(1, target.unsqueeze(1)).detach()  # (rows, 1)
+        distance, _, top, *_ = find(scores, labels, proper, 1 / as_tensor(beta, scores))
+        true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)
         spoilt = torch.zeros_like(true).where(torch.maximum(top[:, :1], true) < math.inf, math.nan)  # by a NaN or +inf
         distance = torch.where(true == -math.inf, -MASKED, distance)  # (rows, J)
         few = pick_ranks(top, proper) == -math.inf  # fewer than k others: the true class is within k for sure
         distance = torch.where(few, MASKED, distance) + spoilt  # beta times -inf would have no gradient
-        logs = pad(logsigmoid(-beta * distance), (0, len(ks) - len(proper)))
-        return logs, beside.squeeze(1) if softmax else None
+        return pad(logsigmoid(-beta * distance), (0, len(ks) - len(proper)))
 
-    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return self._values_of_all(scores, ks) if labels is None else self.within(scores, labels, ks, False)[0]
-
-    def _values_of_all(self, scores: Tensor, ks: Sequence[int]) -> Tensor:
+    def _values_of_all(self, scores: Tensor, ks: Sequence[int], beta: Any) -> Tensor:
         """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
 
         Without i: sum over j of e_j of the classes before i times e_{k-1-j} of those behind.
         """
         n = scores.shape[1]
         wide = scores.dtype if scores.device.type == "mps" else torch.float64
-        z = finite(scores).to(wide) * self.beta
-        z = z - z.detach().amax(1, keepdim=True)
+        z = centered(scores.to(wide)) * beta
         most = max(ks, default=0)
         # e_j of the first i classes, (rows, n + 1): -inf, none, for i < j
         before, behind = (

@@ -1,72 +1,98 @@
-"""inverse_temperature="auto": one that follows the spread of the logits, so that there is none to guess.
+"""inverse_temperature="auto": an inverse temperature that follows the standard deviation of the logits.
 
-What a temperature does depends on the distances between the scores that it divides, and these grow in training and
-differ between networks. Times the standard deviation of the logits over the classes, the best inverse temperatures of a
-method agree (docs/temperature.md).
+The effect of a temperature depends on the distances between the scores, which grow in training and differ between
+networks. Multiplied by the standard deviation of the logits over the classes, the best inverse temperatures of a method
+agree (docs/temperature.md).
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 
-from topk_losses.checks import check_positive, is_ordinary
-from topk_losses.operator import Constants
+from topk_losses.checks import check_positive, is_ordinary, is_wrapped
 
 MOMENTUM = 0.1  # of the running mean: fast, since logits grow fast in the first steps
-ROWS = 64  # of a batch that are looked at: the running mean is over ten batches
-# Times the default. Where beta times the spread is held, nothing in the loss makes the logits grow: a network learns
-# less the harder it begins, and one whose last layer begins at zero has no spread at all (docs/temperature.md).
+# The inverse temperature never exceeds this times the default. Without a bound nothing in the loss makes the logits
+# grow: a network learns less the harder it begins, and a last layer of zeros has no standard deviation at all.
 MOST = 2.0
+# A class that lies this deep below the highest one, and ten times as deep as the other classes reach, holds a mask
+# value, such as -1e4 or the lowest number of a format.
+DEPTH_OF_MASK = 500.0
 
 
-class AutoTemperature(Constants):
-    """beta = target / spread, the running mean over batches of the standard deviation of a sample's logits.
+def live_classes(scores: Tensor) -> Tensor:
+    """Tell the classes (rows, n) bool that take part from those at -inf or at a large negative mask value."""
+    depth = scores.amax(1, keepdim=True) - scores  # (rows, n), NaN or inf for a row that is spoilt
+    reach = depth.masked_fill(depth >= DEPTH_OF_MASK, 0).amax(1, keepdim=True)  # (rows, 1)
+    return (scores > -torch.inf) & ((depth < DEPTH_OF_MASK) | (depth <= 10 * reach))
 
-    target: beta times the spread. default: beta before the first batch; beta never exceeds twice that. The spread
-    is saved with the state dict and never cast; where torch.distributed is initialised, it is that of all processes.
+
+class AutoTemperature(nn.Module):
+    """An inverse temperature that is `target` over the running standard deviation of a sample's logits.
+
+    The running mean is over batches in training mode, over all rows that count, and over all processes of
+    torch.distributed. It is kept in two float32 buffers, which the state dict and an average of buffers take along:
+    `spread`, the mean times `weight`, and `weight`, which is 0 before the first batch and 1 from then on.
+
+    Args:
+        target: inverse temperature times standard deviation.
+        default: inverse temperature before the first batch; never exceeded more than twice.
     """
 
-    constants, shown = ("spread", "beta"), ("target", "default")
+    spread: Tensor
+    weight: Tensor
 
     def __init__(self, target: float, default: float) -> None:
         super().__init__()
         self.target, self.default = check_positive("target", target), check_positive("default", default)
-        self.spread = torch.full((), torch.nan)
-        self.beta = torch.full((), self.default)  # (), as it is now: both are written in place, for graphs to read
+        for name in ("spread", "weight"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float32, device="cpu"))
 
-    def get_extra_state(self) -> Tensor:
-        """What the state dict holds: the spread ()."""
-        return self.spread
+    def extra_repr(self) -> str:
+        return f"target={self.target:g}, default={self.default:g}"
 
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take the spread () from a state dict."""
-        self._set(state)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AutoTemperature":
+        """Move to another device, and stay float32: half precision would stop the running mean."""
+        before = {name: buffer for name, buffer in self.named_buffers()}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            device = getattr(self, name).device
+            made_anew = buffer.is_meta and device.type != "meta"
+            setattr(self, name, torch.zeros_like(buffer, device=device) if made_anew else buffer.to(device))
+        return self
 
     @torch.no_grad()
-    def observe(self, scores: Tensor) -> None:
-        """Take in a batch of logits (rows, n), in training mode alone, without a wait for the device.
+    def observe(self, scores: Tensor, counts: Tensor | None = None) -> None:
+        """Take a batch of logits into the running mean, in training mode only, without waiting for the device.
 
-        What is -inf does not count, nor does a row with NaN.
+        scores (rows, n) float. counts (rows,) bool: rows that count; None: all. Rows with NaN or +inf, classes at -inf
+        and at a mask value do not count. Under torch.func only a buffer that is transformed itself is updated.
         """
-        if not self.training or not scores.numel() or not is_ordinary(scores):
+        if not self.training or not (is_ordinary(scores) or is_wrapped(self.spread)):
             return
-        scores = scores[:ROWS].float()
-        taking_part = scores != -torch.inf  # (rows, n)
-        number = taking_part.sum(1).clamp(min=2)  # (rows,)
-        mean = scores.where(taking_part, 0).sum(1) / number
-        squares = (scores - mean.unsqueeze(1)).where(taking_part, 0).square().sum(1)
-        spread = (squares / (number - 1)).sqrt().nanmean()
+        if self.spread.device != scores.device:
+            self.to(scores.device)
+        live = live_classes(scores)  # (rows, n)
+        number = live.sum(1)  # (rows,)
+        values = scores.where(live, 0).float()
+        mean = values.sum(1) / number.clamp(min=1)
+        squares = (values - mean.unsqueeze(1)).where(live, 0).square().sum(1)
+        spreads = (squares / (number - 1).clamp(min=1)).sqrt()  # (rows,)
+        valid = spreads.isfinite() & scores.amax(1).isfinite() & (number > 1)
+        if counts is not None:
+            valid = valid & counts
+        totals = torch.stack([spreads.where(valid, 0).sum(), valid.sum().float()])  # sum and number of rows
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(spread)
-            spread = spread / torch.distributed.get_world_size()
-        spread = torch.where(self.spread.isnan(), spread, self.spread.lerp(spread, MOMENTUM))
-        self._set(torch.where(spread.isfinite(), spread, self.spread))
+            torch.distributed.all_reduce(totals)
+        batch_mean, rows = totals[0] / totals[1].clamp(min=1), totals[1]
+        first = (self.weight == 0).float()
+        share = (first + (1 - first) * MOMENTUM) * (rows > 0)
+        self.spread.copy_(self.spread.lerp(batch_mean, share))
+        self.weight.copy_(self.weight.lerp(torch.ones_like(self.weight), share))
 
     def value(self) -> Tensor:
-        """beta, (), on the device of the logits that were seen, as it is now."""
-        return self.beta.clone()
-
-    def _set(self, spread: Tensor) -> None:
-        self.spread.copy_(spread)
-        beta = (self.target / self.spread).clamp(max=MOST * self.default)
-        self.beta.copy_(torch.where(self.spread.isnan(), self.default, beta))
+        """Return the inverse temperature, (), on the device of the buffers."""
+        beta = (self.target * self.weight / self.spread).clamp(max=MOST * self.default)
+        return torch.where(self.weight > 0, beta, self.default)

@@ -1,8 +1,9 @@
-"""Top-k by a threshold: mask_k(s)_i = f(beta s_i - theta_k), theta_k such that the mask sums to k. One f, one class.
+"""Top-k by a threshold: indicator_k(s)_i = f(beta s_i - theta_k), with theta_k such that the indicator sums to k.
 
-theta falls as k grows, so that the masks are nested: row r of P is mask_r - mask_{r-1}, rows sum to 1, and a loss is a
-mixture of masks, of the k that P_K has mass on and no others. f sees the logits as they are: far from theta its
-logarithm has slope beta, and so has the loss. Where k or fewer classes take part, all of them are within k.
+There is one f for each class of operators. theta falls as k grows, so that the indicators are nested: row r of P is
+indicator_r - indicator_{r-1}, rows sum to 1, and a loss is a mixture of indicators, of the k that P_K has mass on and
+no others. f sees the logits as they are: far from theta its logarithm has slope beta, and so has the loss. Where k or
+fewer classes are not masked out, all of them are within k.
 
 Gradients are those of the equation that defines theta (implicit function theorem), never of a solver: with
 w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and differentiable in turn. f' comes from the
@@ -19,30 +20,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import full_precision, has_known_values
-from topk_losses.kernels import kernel
-from topk_losses.operator import MASKED, MaskOperator, at_target, finite, is_mass, largest, log_softmax, pick_ranks
+from topk_losses.operator import MASKED, MaskOperator, at_target, centered, largest, pick_ranks, ranks_like
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
-MOST_RANKS = 32  # for which the kernel of masks looks at few scores one by one
-
-
-# For PyTorch and, bound to other names, for the kernels (sigmoids.py has `bind`): of each power its formula and slope;
-# then slopes of exponential tails, near: exp(least |t| - |t|), e: exp(-|t|).
-POWERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "linear": (lambda p: p, lambda p: 0.0 * p + 1.0),
-    "cubic": (lambda p: p * p * p, lambda p: 3.0 * (p * p)),
-}
-
-
-def logistic_slope(near: Any, e: Any) -> Any:
-    """Of sigmoid(t), relative to exp(-least |t|)."""
-    return near / ((1.0 + e) * (1.0 + e))
-
-
-def exponential_slope(near: Any, e: Any) -> Any:
-    """Of an exponential tail, relative to that of the least |t|."""
-    return near
 
 
 def _top_and_rest(z: Tensor, M: int) -> Tensor:
@@ -83,8 +64,8 @@ def _newton(
 
 
 def _laplace_root(z: Tensor, k: Tensor, most: int) -> Tensor:
-    """A quadratic equation: with m scores above theta, A = sum_{i<=m} exp(-z_i), B = sum_{i>m} exp z_i, the sum of f is
-    m - A exp(theta) / 2 + B exp(-theta) / 2. At most 2 k scores are above theta, since f is above a half there.
+    """Solve a quadratic equation: with m scores above theta, A = sum_{i<=m} exp(-z_i), B = sum_{i>m} exp z_i, the sum
+    of f is m - A exp(theta) / 2 + B exp(-theta) / 2. At most 2 k scores are above theta, where f is above a half.
     """
     points = _top_and_rest(z, 2 * most)
     top = points[:, :-1]
@@ -100,7 +81,7 @@ def _laplace_root(z: Tensor, k: Tensor, most: int) -> Tensor:
 
 
 def _logistic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
-    """By Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
+    """Newton's method on the logarithm of the odds of the mean, which is nearly straight where scores are close.
 
     The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart.
     """
@@ -135,28 +116,33 @@ def _capped_root(z: Tensor, k: Tensor, most: int) -> Tensor:
     return torch.where(left > 0, roots, torch.inf).amin(2)
 
 
-def _power_root(z: Tensor, k: Tensor, most: int, power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Tensor:
-    """By Newton's method between the score at rank k, rounded up, and 1 below."""
+def _power_root(z: Tensor, k: Tensor, most: int, power: int) -> Tensor:
+    """Newton's method between the score at rank k, rounded up, and 1 below."""
     kth = z.topk(min(most, z.shape[1]), dim=1).values.gather(1, k.ceil().long() - 1)  # (rows, J)
     distance = z.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
 
     def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
         t = distance - theta.unsqueeze(2)
-        excess = power(t.clamp(0, 1)).sum(2) - k
-        return excess, excess / _power_slopes(t, slope)[0].sum(2)
+        excess = (t.clamp(0, 1) ** power).sum(2) - k
+        return excess, excess / _power_slopes(t, power)[0].sum(2)
 
     zero = torch.zeros_like(kth)
     return _newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(z.dtype).eps) + kth
 
 
-def _power_slopes(t: Tensor, slope: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
-    return torch.where((t > 0) & (t < 1), slope(t.clamp(0, 1)), 0), torch.ones_like(t[..., 0])
+def _power_slopes(t: Tensor, power: int) -> tuple[Tensor, Tensor]:
+    slopes = power * t.clamp(0, 1) ** (power - 1)
+    return torch.where((t > 0) & (t < 1), slopes, 0), torch.ones_like(t[..., 0])
 
 
-def _exponential_slopes(t: Tensor, of_tail: Callable[[Any, Any], Any], factor: float, both: bool = True) -> Any:
-    away = t.abs() if both else torch.where(t <= 0, -t, torch.inf)  # (rows, J, n)
+def _exponential_slopes(t: Tensor, factor: float, above: bool, logistic: bool = False) -> tuple[Tensor, Tensor]:
+    """Slopes of exponential tails, relative to that of the least |t|; above: f has a tail above theta, too."""
+    away = t.abs() if above else torch.where(t <= 0, -t, torch.inf)  # (rows, J, n)
     nearest = away.detach().amin(2, keepdim=True).clamp(max=-MASKED)
-    return of_tail((nearest - away).exp(), (-away).exp()), factor * (-nearest).squeeze(2).exp()
+    slopes = (nearest - away).exp()
+    if logistic:  # the slope of sigmoid is e / (1 + e)^2 with e = exp(-|t|)
+        slopes = slopes / (1 + (-away).exp()).square()
+    return slopes, factor * (-nearest).squeeze(2).exp()
 
 
 def _log_laplace(t: Tensor) -> Tensor:
@@ -167,36 +153,40 @@ def _log_capped(t: Tensor) -> Tensor:
     return torch.where(t >= 0, 0, t)
 
 
-def _power_of_clipped(t: Tensor, power: Callable[[Any], Any]) -> Tensor:
+def _power_of_clipped(t: Tensor, power: int) -> Tensor:
     """Where f is 0 or 1 it has no slope, whatever a gradient of clamp is there."""
-    return power(torch.where((t <= 0) | (t >= 1), (t >= 1).to(t.dtype), t))
+    return torch.where((t <= 0) | (t >= 1), (t >= 1).to(t.dtype), t) ** power
 
 
 class Family(NamedTuple):
-    """A family of thresholds: its formulas.
+    """The formulas of a family of thresholds.
 
-    value: log f of t or, of those that reach 0, f. root: theta (rows, J) of z (rows, n), the largest of which is 0, and
-    k (rows, J), none of which exceeds a third argument. slopes: f' relative to a factor, and the factor, of t
-    (rows, J, n).
+    value: log f of t or, for those that reach 0, f. root: theta (rows, J) of z (rows, n), the largest of which is 0,
+    and k (rows, J), none of which exceeds a third argument. slopes: f' relative to a factor, and the factor, of t
+    (rows, J, n). lowest_alone: as k comes down from n, the indicator of the lowest class alone falls below 1; else all
+    do, by their tails, exp(-z).
     """
 
     value: Callable[[Tensor], Tensor]
     root: Callable[[Tensor, Tensor, int], Tensor]
     slopes: Callable[[Tensor], tuple[Tensor, Tensor]]
+    lowest_alone: bool
 
 
-def _power_family(power: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Family:
-    of_power = partial(_power_root, power=power, slope=slope), partial(_power_slopes, slope=slope)
-    return Family(partial(_power_of_clipped, power=power), *of_power)
+def _power_family(power: int) -> Family:
+    value, root, slopes = (partial(each, power=power) for each in (_power_of_clipped, _power_root, _power_slopes))
+    return Family(value, root, slopes, True)  # type: ignore[arg-type]
 
 
-_laplace_slopes = partial(_exponential_slopes, of_tail=exponential_slope, factor=0.5)
-_capped_slopes = partial(_exponential_slopes, of_tail=exponential_slope, factor=1.0, both=False)
+_logistic_slopes = partial(_exponential_slopes, factor=1.0, above=True, logistic=True)
+_laplace_slopes = partial(_exponential_slopes, factor=0.5, above=True)
+_capped_slopes = partial(_exponential_slopes, factor=1.0, above=False)
 FAMILIES = {
-    "logistic": Family(logsigmoid, _logistic_root, partial(_exponential_slopes, of_tail=logistic_slope, factor=1.0)),
-    "laplace": Family(_log_laplace, _laplace_root, _laplace_slopes),
-    "capped": Family(_log_capped, _capped_root, _capped_slopes),
-    **{name: _power_family(*formulas) for name, formulas in POWERS.items()},
+    "logistic": Family(logsigmoid, _logistic_root, _logistic_slopes, False),
+    "laplace": Family(_log_laplace, _laplace_root, _laplace_slopes, False),
+    "capped": Family(_log_capped, _capped_root, _capped_slopes, True),
+    "linear": _power_family(1),
+    "cubic": _power_family(3),
 }
 
 
@@ -215,43 +205,30 @@ class Threshold(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], output)
-        ctx.save_for_forward(inputs[0], output)
         ctx.family = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        slopes, total, factor = _slopes_at_root(ctx.saved_tensors, ctx.family)
-        return ((grad / total).unsqueeze(1) @ slopes).squeeze(1), -grad / total / factor, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, of_z: Tensor | None, of_k: Tensor | None, *_: None) -> Tensor:
-        slopes, total, factor = _slopes_at_root(ctx.saved_tensors, ctx.family)
-        by_z = 0 if of_z is None else (slopes @ of_z.unsqueeze(2)).squeeze(2)
-        return (by_z - (0 if of_k is None else of_k / factor)) / total
-
-
-def _slopes_at_root(saved: Sequence[Tensor], family: str) -> tuple[Tensor, Tensor, Tensor]:
-    """f' of all (rows, J, n), relative to a factor (rows, J), their sum, and the factor; saved: z and theta."""
-    z, theta = saved
-    slopes, factor = FAMILIES[family].slopes(z.unsqueeze(1) - theta.unsqueeze(2))
-    return slopes, slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny * 2**26), factor
+        z, theta = ctx.saved_tensors
+        with full_precision(z.device):
+            slopes, factor = FAMILIES[ctx.family].slopes(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n), (rows, J)
+            total = slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny * 2**26)  # (rows, J)
+            return ((grad / total).unsqueeze(1) @ slopes).squeeze(1), -grad / total / factor, None, None
 
 
 def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor, most: int, family: str) -> Tensor:
-    """t = z - theta for z = beta x, (rows, J) of the labels (rows,), or of all classes, (rows, J, n), for None.
+    """Compute t = z - theta for z = beta x, (rows, J) of the labels (rows,), or of every class, (rows, J, n), for None.
 
-    x (rows, n), -inf for classes that take no part. k (rows, J) or (1, J), above 0, none above `most`. Where k or fewer
-    classes take part, t is inf: they are within k; that of the others is MASKED times beta, about.
+    x (rows, n), -inf for classes that are masked out. k (rows, J) or (1, J), above 0, none above `most`. Where k or
+    fewer classes are left, t is inf: they are within k; that of the others is MASKED times beta, about.
     """
-    z, takes_part = finite(x) * beta, x > -torch.inf  # (rows, n)
-    number = takes_part.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
+    z, live = centered(x) * beta, x != -torch.inf  # (rows, n)
+    number = live.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
     all_within = k >= number  # (rows, J)
-    highest = z.detach().amax(1, keepdim=True).masked_fill(number == 0, 0)  # (rows, 1)
-    z = z - (highest + 0 * highest)  # NaN for all of a row with +inf; theta is to have the digits of the highest scores
     theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
-    theta = theta.masked_fill(number == 0, 0)  # where no class takes part, none is within k
-    takes_part, all_of_n = takes_part.unsqueeze(1), (k >= z.shape[1]).unsqueeze(2)
-    certain = all_within.unsqueeze(2) & takes_part | all_of_n  # (rows, J, n)
+    theta = theta.masked_fill(number == 0, 0)  # where no class is left, none is within k
+    live, all_of_n = live.unsqueeze(1), (k >= z.shape[1]).unsqueeze(2)
+    certain = all_within.unsqueeze(2) & live | all_of_n  # (rows, J, n)
     if labels is None:
         t, theta = z.unsqueeze(1) - theta.unsqueeze(2), theta.unsqueeze(2)
     else:
@@ -261,111 +238,77 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
 
 def soft_ranks(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
     """k less the soft rank 1 + sum_{j != i} sigmoid(beta (s_j - s_i)), as `arguments`: (rows, J) or (rows, J, n)."""
-    k, x = ranks_like(ks, scores), finite(scores)  # (1, J), (rows, n)
-    spoilt = 0 * x.detach().amax(1, keepdim=True)  # (rows, 1), NaN for a row with NaN or +inf
+    k, x = ranks_like(ks, scores), centered(scores)  # (1, J), (rows, n)
     own = x if labels is None else x.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
     # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
     higher = torch.sigmoid((x.unsqueeze(1) - own.unsqueeze(2)) * beta)  # (rows, n or 1, n)
-    rank = higher.sum(2) + 0.5 + spoilt  # (rows, n or 1)
+    rank = higher.sum(2) + 0.5  # (rows, n or 1)
     return k - rank if labels is not None else k.unsqueeze(2) - rank.unsqueeze(1)
 
 
 def beyond_middles(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
     """z less the middle of its k-th and (k+1)-th largest, as `arguments`: (rows, J) or (rows, J, n)."""
     K = max(ks, default=0)
+    scores = centered(scores)
     places = largest(scores, min(K + 1, scores.shape[1]))
     if labels is None:
         top, own = scores.gather(1, places), scores
     else:  # in one, for one gradient
         own, top = scores.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
-    top, own = pad(finite(top), (0, K + 1 - places.shape[1]), value=MASKED), finite(own)  # (rows, K + 1)
+    top = pad(top, (0, K + 1 - places.shape[1]), value=MASKED)  # (rows, K + 1)
     middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
-    middle = middle + 0 * top[:, :1].detach()  # NaN for a row with NaN or +inf
     t = own.unsqueeze(1) - middle.unsqueeze(2) if labels is None else own - middle
     return t * beta
 
 
-def arguments_of_ranks(
-    scores: Tensor, labels: Tensor | None, beta: float | Tensor, ks: Sequence[int], family: str
-) -> Tensor:
-    """`arguments` for the k of interest, rising, of a family of thresholds, or those of "ranks" and "middle"."""
-    if family == "ranks":
-        return soft_ranks(scores, beta, labels, ks)
-    if family == "middle":
-        return beyond_middles(scores, beta, labels, ks)
-    return arguments(scores, beta, labels, ranks_like(ks, scores), max(ks, default=1), family)
-
-
-def masks(scores: Tensor, labels: Tensor, beta: Tensor, ks: Sequence[int], family: str, softmax: bool) -> list[Tensor]:
-    """What the kernel of masks computes: t (rows, J) and, if wanted, log softmax (rows, 1)."""
-    t = arguments_of_ranks(scores, labels, beta, ks, family)
-    return [t, log_softmax(scores, labels).unsqueeze(1)] if softmax else [t]
-
-
 class PointwiseMasks(MaskOperator):
-    """Masks f(t), one for each class and k. f is a sigmoid unless the family has another.
+    """Soft top-k indicators f(t), one for each class and k. f is a sigmoid unless the family has another.
 
     family: of thresholds, "ranks" for soft ranks, or "middle" for the middle of two ranks.
     """
 
+    default_inverse_temperature = 0.25
     family: str
-    operation = "masks"  # of the kernels
 
     def _value(self, t: Tensor) -> Tensor:
         """f(t), if the operator is `guarded`, else log f(t)."""
         return FAMILIES[self.family].value(t) if self.family in FAMILIES else logsigmoid(t)
 
-    def _arguments(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        """t of the labels (rows,), (rows, J), or of all classes for None, (rows, J, n)."""
-        x, beta = self._scaled(scores)
-        return arguments_of_ranks(x, labels, beta, ks, self.family)
+    def _values(
+        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any, generator: Any = None
+    ) -> Tensor:
+        if self.family in ("ranks", "middle"):
+            function = soft_ranks if self.family == "ranks" else beyond_middles
+            return self._value(function(scores, beta, labels, ks))
+        x, beta = self._scaled(scores, beta)
+        return self._value(arguments(x, beta, labels, ranks_like(ks, scores), max(ks, default=1), self.family))
 
-    def _values(self, scores: Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-        return self._value(self._arguments(scores, labels, ks))
-
-    def _scaled(self, scores: Tensor) -> tuple[Tensor, float | Tensor]:
-        """x (rows, n) and beta, with z = beta x."""
-        return scores, self.beta
-
-    def within(
-        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], softmax: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """As for every operator; by a kernel where there is one, which takes the softmax along."""
-        fused = kernel(self.operation, scores, self.inverse_temperature)
-        known = target is not None and not is_mass(target) and max(ks, default=MOST_RANKS) <= MOST_RANKS
-        if fused is None or not known:
-            return super().within(scores, target, ks, softmax)
-        x, beta = self._scaled(scores)
-        beside = softmax and x is scores
-        t, top1, *_ = fused(x, target, as_tensor(beta, scores), list(ks), self.family, beside)
-        if not softmax:
-            return self._value(t), None
-        return self._value(t), top1.squeeze(1) if beside else log_softmax(scores, target)
-
-
-def ranks_like(ks: Sequence[int], like: Tensor) -> Tensor:
-    """The k of interest as numbers like a tensor's, (1, J), without a copy from the host."""
-    most = max(ks, default=0)
-    return pick_ranks(torch.arange(1, most + 1, dtype=like.dtype, device=like.device).unsqueeze(0), ks)
-
-
-def as_tensor(beta: float | Tensor, like: Tensor) -> Tensor:
-    """The inverse temperature as a tensor () like another, without a copy from the host."""
-    return beta.to(like) if isinstance(beta, Tensor) else like.new_full((), beta)
+    def _scaled(self, scores: Tensor, beta: Any) -> tuple[Tensor, Any]:
+        """x (rows, n), -inf where scores are, and beta, with z = beta x."""
+        return scores, beta
 
 
 class ThresholdOperator(PointwiseMasks):
     """What the operators with a threshold share. Subclasses name their family; beta multiplies the logits."""
 
-    def mask(self, logits: Tensor, k: float | Tensor | None = None) -> Tensor:
-        """The soft k-hot of logits (..., n): in [0, 1], of the same shape, sums over n to k.
+    def mask(
+        self, logits: Tensor, k: float | Tensor | None = None, inverse_temperature: float | Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the soft top-k indicator of logits (..., n): in [0, 1], of the same shape, sums over n to k.
 
-        k: in (0, n], any real number, or a tensor that broadcasts to (...,) and receives a gradient if it wants one;
-        default the operator's own. Raises TypeError or ValueError.
+        Args:
+            logits: (..., n), floating point.
+            k: in (0, n], any real number, or a tensor that broadcasts to (...,) and receives a gradient if it wants
+                one; default the operator's own. At k = n all indicators are 1, and the gradient is that from below.
+            inverse_temperature, generator: as in every operator.
+
+        Raises:
+            TypeError, ValueError: for what does not fit.
         """
         if k is None:
-            return super().mask(logits)
-        scores = self._checked(logits)  # (rows, n)
+            return super().mask(logits, None, inverse_temperature, generator)
+        scores, beta = self._checked(logits), self._beta(inverse_temperature)  # (rows, n)
         n = scores.shape[1]
         wanted = torch.as_tensor(k, dtype=scores.dtype, device=scores.device).expand(logits.shape[:-1]).reshape(-1, 1)
         most = n
@@ -374,14 +317,30 @@ class ThresholdOperator(PointwiseMasks):
                 raise ValueError(f"k must lie in (0, n={n}], got {k if wanted.numel() == 1 else wanted.tolist()}")
             most = math.ceil(float(wanted.detach().max()))
         with full_precision(logits.device):
-            values = self._value(arguments(*self._scaled(scores), None, wanted, most, self.family))
+            x, scale = self._scaled(scores, beta)
+            values = self._value(arguments(x, scale, None, wanted, most, self.family))  # (rows, 1, n)
+            if wanted.requires_grad:
+                values = values + self._slope_at_n(x, scale, wanted).unsqueeze(1)
         return (values if self.guarded else values.exp()).reshape(logits.shape)
+
+    def _slope_at_n(self, x: Tensor, beta: Any, k: Tensor) -> Tensor:
+        """0 (rows, n), with the derivative by k (rows, 1) of the indicators where they are all 1, from below."""
+        live, z = x != -torch.inf, (centered(x) * beta).detach()  # (rows, n)
+        at_n = (k == live.sum(1, keepdim=True)) & live
+        depth = (-z).masked_fill(~live, MASKED)
+        if FAMILIES[self.family].lowest_alone:
+            lowest = (depth == depth.amax(1, keepdim=True)).to(z.dtype)
+            share = lowest / lowest.sum(1, keepdim=True)
+        else:
+            share = depth.softmax(1)
+        return torch.where(at_n, share, 0) * (k - k.detach())
 
 
 class LML(ThresholdOperator):
-    """The limited multi-label projection (Amos, Koltun and Kolter 2019): f = sigmoid, the mask of largest entropy.
+    """The limited multi-label projection (Amos, Koltun and Kolter 2019): f = sigmoid, the indicator of largest entropy.
 
-    A class far below theta has -log mask = beta (theta - s), far above it next to nothing. At k = 1 it is no softmax.
+    A class far below theta has -log indicator = beta (theta - s), far above it next to nothing. At k = 1 it is no
+    softmax.
     """
 
     family = "logistic"
@@ -401,25 +360,30 @@ class CappedSoftmax(ThresholdOperator):
     """Capped softmax (Su 2024): f = min(1, exp t), which at k = 1 is softmax, and its loss cross-entropy.
 
     theta in closed form, from the k largest scores and the sum of exp of the others. A class within the k highest for
-    sure has the mask 1, and a loss without a gradient.
+    sure has the indicator 1, and a loss without a gradient.
     """
 
     family = "capped"
 
 
 class SparseTopK(ThresholdOperator):
-    """Sparse top-k (Sander et al. 2023): f = clip(t, 0, 1) for p = 2, the Euclidean projection onto the masks of sum k
-    (at k = 1 sparsemax), and f = clip(t, 0, 1)^3 for p = 4/3.
+    """Sparse top-k (Sander et al. 2023): f = clip(t, 0, 1) for p = 2, the Euclidean projection onto the indicators of
+    sum k (at k = 1 sparsemax), and f = clip(t, 0, 1)^3 for p = 4/3.
 
-    Classes 1 / beta or more below the k-th score have the mask 0: -log of it would be infinite, and has no gradient. A
-    loss therefore takes the official guard, log(p (1 - 2e-7) + 1e-7), here, and wants P_K(1) > 0 in the top1_mode "sm"
-    or "smce": the softmax term carries the gradient of such classes. p: 2 (default) or 4/3; ValueError for another.
+    Classes 1 / beta or more below the k-th score have the indicator 0: -log of it would be infinite, and has no
+    gradient. A loss therefore takes the official epsilon here, and wants P_K(1) > 0 in the top1_mode "sm" or "smce":
+    the softmax term carries the gradient of such classes.
+
+    Args:
+        k, inverse_temperature: as in every operator; default 0.1.
+        p: 2 (default) or 4/3; ValueError for another.
     """
 
-    guarded = has_zeros = True
-    shown = (*ThresholdOperator.shown, "p")
+    default_inverse_temperature = 0.1
+    guarded, has_zeros = True, True
+    settings = (*ThresholdOperator.settings, "p")
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor, p: float = 2) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None, p: float = 2) -> None:
         super().__init__(k, inverse_temperature)
         if p not in (2, 4 / 3):
             raise ValueError(f"p must be 2 or 4/3, got {p!r}")

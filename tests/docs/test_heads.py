@@ -1,5 +1,7 @@
 """What the pages say of heads on stored features is what their rows say."""
 
+import math
+
 import pandas as pd
 import pytest
 import torch
@@ -22,7 +24,7 @@ from tests.docs.claims import (
     where,
     written,
 )
-from topk_losses import METHODS, TopKCrossEntropyLoss
+from topk_losses import METHODS, ForwardCorrectionLoss, TopKCrossEntropyLoss
 from topk_losses.methods import SINGLE_K
 
 
@@ -105,8 +107,8 @@ def test_heads_with_30_trials_more_of_each_method():
         "docs/evidence/heads.md",
         f"gains {' | '.join(decay)} on the one above",
         f"is {' | '.join(written(gains[clean]['ldr_kl']))} before",
-        f"minus the loss without order is {order[blocks, SPLITTER]} within blocks and {order[every, SPLITTER]} among "
-        f"all; `lapsum` minus that is {order[blocks, 'lapsum']} and {order[every, 'lapsum']}.",
+        f"minus forward correction is {order[blocks, SPLITTER]} within blocks and {order[every, SPLITTER]} among "
+        f"all; `lapsum` minus forward correction is {order[blocks, 'lapsum']} and {order[every, 'lapsum']}.",
     )
     wrong = {arm: " and ".join(signed(gains[name][arm]) for name in (blocks, every)) for arm in arms}
     stands(
@@ -115,17 +117,19 @@ def test_heads_with_30_trials_more_of_each_method():
         f"decay of 1: {decay[0]} of top-1",
         f"`lapsum` {signed(gains[clean]['lapsum'])}, the splitter network {signed(gains[clean][SPLITTER])}",
         f"splitter network {wrong[SPLITTER]}; `lapsum` {wrong['lapsum']} |",
-        f"| {wrong['without']} | the same | most of it is not: the splitter network minus that is "
+        f"| {wrong['without']} | the same | most of it is not: the splitter network minus forward correction is "
         f"{order[blocks, SPLITTER]} and {order[every, SPLITTER]} |",
     )
 
 
-def test_lapsum_between_level_scores_is_a_bounded_loss_without_order():
+def test_lapsum_between_level_scores_is_forward_correction_up_to_a_constant():
     logits = 5 * torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(64)
     bounded = -(0.8 * logits.softmax(1)[labels, labels] + 0.01).log().mean()
     loss = TopKCrossEntropyLoss("lapsum", p_k={1: 0.8, 5: 0.2}, m=100, inverse_temperature=LEVEL)(logits, labels)
     assert loss.item() == pytest.approx(bounded.item(), rel=0.01)
+    corrected = ForwardCorrectionLoss(noise_rate=5 / 9)(logits, labels) - math.log(0.8 * 9 / 4)
+    assert corrected.item() == pytest.approx(bounded.item(), rel=1e-5)
 
 
 def test_heads_on_pretrained_features():
@@ -136,7 +140,8 @@ def test_heads_on_pretrained_features():
     of_odd_even = where("heads_trials", method="odd_even", m=100, p_k=FIFTH)
     stands("docs/evidence/heads.md", f"alone on k = 5 it stays at {short(of_odd_even.test_top1.max())} %")
     several, alone, lost = len(topk), len(of_one_k), f"{span(-means.test_top1[of_one_k], 1)} points of top-1"
-    assert {*METHODS} - {*where("heads").method} == {"imbalanced_noised_topk"}
+    robust = {method for method, spec in METHODS.items() if spec.family == "robust"}
+    assert {*METHODS} - {*where("heads").method} == {"imbalanced_noised_topk", *robust}
     assert (topk.test_top1 + halves.test_top1[topk.index] < 0).all()
     ahead = topk.index[topk.test_top5 > halves.test_top5[topk.index]].drop("lapsum")
     assert means.test_top5["ldr_kl"] < halves.test_top5["ldr_kl"]

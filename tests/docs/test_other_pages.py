@@ -7,12 +7,28 @@ from functools import partial
 import pytest
 import torch
 
+import topk_losses
 from tests.docs.claims import METRICS, ROOT, SOFTMAX, SPLITTER, page, rows, short, span, stands, where
-from topk_losses import NoisedTopKLoss, SmoothHardTopKLoss, SmoothTopKLoss, TopKCrossEntropyLoss, TruncatedEntropyLoss
+from topk_losses import (
+    ForwardCorrectionLoss,
+    GeneralizedCrossEntropyLoss,
+    LDRKLLoss,
+    NCEAndRCELoss,
+    NoisedTopKLoss,
+    PHuberCrossEntropyLoss,
+    SmoothHardTopKLoss,
+    SmoothTopKLoss,
+    SymmetricCrossEntropyLoss,
+    TopKCrossEntropyLoss,
+    TruncatedEntropyLoss,
+)
+
+LOSSES = (TopKCrossEntropyLoss, SmoothTopKLoss, SmoothHardTopKLoss, TruncatedEntropyLoss, NoisedTopKLoss, LDRKLLoss)
+ROBUST = (ForwardCorrectionLoss, GeneralizedCrossEntropyLoss, SymmetricCrossEntropyLoss, NCEAndRCELoss)
 
 
 def test_odd_even_lets_nothing_of_the_true_class_through_100_layers():
-    logits = 3 * torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
+    logits = 3 * torch.randn(8, 120, generator=torch.Generator().manual_seed(0))
     labels = logits.argmax(1)
     logits[range(8), labels] += 3
     logits.requires_grad_()
@@ -180,8 +196,10 @@ def test_the_api_page_has_every_argument_and_its_default():
     for names, defaults, of in re.findall(r"^\| (`\w+`.*?) \| (.+?) \| (.+?) \|", text, re.MULTILINE):
         for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", defaults) or ["no default"]):
             listed.add((name, default.replace('"', "'"), of))
-    for loss in (TopKCrossEntropyLoss, SmoothTopKLoss, SmoothHardTopKLoss, TruncatedEntropyLoss, NoisedTopKLoss):
+    for loss in (*LOSSES, *ROBUST, PHuberCrossEntropyLoss):
         for name, parameter in inspect.signature(loss).parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:  # those of every loss
+                continue
             default = "no default" if parameter.default is parameter.empty else repr(parameter.default)
             ofs = [of for one, value, of in listed if (one, value) == (name, default)]
             assert any(loss.__name__ in of or of in ("every loss", "losses of one k") for of in ofs), (
@@ -189,3 +207,9 @@ def test_the_api_page_has_every_argument_and_its_default():
                 name,
                 default,
             )
+
+
+def test_the_api_page_has_every_export():
+    pattern = r"^::: topk_losses\.(\w+)$|^\| `([A-Z\d_]+)` \|"
+    shown = set(re.findall(pattern, (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"".join(names) for names in shown} >= {*topk_losses.__all__}

@@ -1,32 +1,23 @@
-"""The losses against their definitions: P_K, m and top1_mode, derivatives, extreme, masked and broken logits."""
+"""The losses against their definitions: P_K, m and top1_mode, derivatives, any logits, precision, and settings."""
 
 import functools
+import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn.functional import cross_entropy, one_hot, pad
+from torch.nn.functional import cross_entropy, logsigmoid, pad
 
+import topk_losses
 from tests import reference
-from tests.methods import DETERMINISTIC, GUARDED, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import (
-    METHODS,
-    RELAXATIONS,
-    TOP1_MODES,
-    LDRKLLoss,
-    SoftmaxCrossEntropyLoss,
-    TopKCrossEntropyLoss,
-    TruncatedEntropyLoss,
-    make_loss,
-    topk_mask,
-)
+from tests.methods import DETERMINISTIC, GUARDED, HAVE_ZEROS, MODES, RELAXED, p_k_of, random_batch, value_and_gradient
+from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, TopKCrossEntropyLoss, make_loss, topk_cross_entropy, topk_mask
 from topk_losses.kernels import VARIABLE
+from topk_losses.methods import SINGLE_K
 
-# A method whose masks have zeros wants a part of the softmax.
-HAVE_ZEROS = {"sparse_topk", "perturbed_topk"}
-MODES = [(method, mode) for method in RELAXED for mode in TOP1_MODES if mode != "sort" or method not in HAVE_ZEROS]
 P_KS = ([1, 0, 0, 0, 0], [0, 0, 0, 0, 1], [0.5, 0, 0, 0, 0.5], [0.25, 0, 0, 0, 0.75], [0.1, 0, 0, 0, 0.9], [0.2] * 5)
 
 
@@ -41,7 +32,7 @@ def by_definition(loss, logits, labels, p_k):
     for b, y in enumerate(labels.tolist()):
         kept = reference.top_m(logits[b], y, loss.m) if loss.m else list(range(logits.shape[1]))
         scores, label = logits[b : b + 1, kept], torch.tensor([kept.index(y)])
-        P = loss.operator.permutation_matrix(scores)
+        P = loss.operator.permutation_matrix(scores, loss.inverse_temperature)
         share, guarded = p_k[b : b + 1, : P.shape[1]].double(), loss.method in GUARDED
         losses.append(reference.topk_cross_entropy(P, scores, label, share, loss.top1_mode, guarded))
     return torch.cat(losses)
@@ -53,117 +44,96 @@ def assert_is_by_definition(loss, logits, labels, share, **options):
     for dtype, tolerance in ((torch.float64, {}), (torch.float32, {"rtol": 1e-4, "atol": 1e-5})):
         got, got_gradient = value_and_gradient(lambda s: loss(s, labels, **options), logits.to(dtype))
         torch.testing.assert_close(got.double(), want, **tolerance)
+        assert bool((got >= 0).all())
         slack = 1e-3 * float(gradient.abs().max()) if dtype == torch.float32 else 1e-7
         torch.testing.assert_close(got_gradient.double(), gradient, rtol=1e-6, atol=slack)
 
 
 @pytest.mark.parametrize(("method", "top1_mode"), MODES)
 @pytest.mark.parametrize("m", [None, 8])
-def test_equals_its_definition(method, top1_mode, m):
+def test_equals_its_definition_however_p_k_is_given(method, top1_mode, m):
     logits, labels = random_batch()
+    build = functools.partial(TopKCrossEntropyLoss, method, num_classes=12, m=m, top1_mode=top1_mode, reduction="none")
     for p_k in p_ks_for(method, top1_mode):
-        loss = TopKCrossEntropyLoss(method, p_k, 12, m, top1_mode=top1_mode, reduction="none")
-        assert_is_by_definition(loss, logits, labels, torch.tensor([p_k] * 6))
+        assert_is_by_definition(build(p_k), logits, labels, torch.tensor([p_k] * 6))
+        want, shares = build(p_k)(logits, labels), {k: share for k, share in enumerate(p_k, start=1) if share}
+        same = [[*p_k, 0, 0, 0], tuple(p_k), np.array(p_k), torch.tensor(p_k, dtype=torch.float64), shares]
+        for other in same + ([5, np.int64(5)] if p_k[4] == 1 else []):
+            assert torch.equal(build(other)(logits, labels), want)
+        tied = (logits / 2).round()
+        want_of_tied = by_definition(build(p_k), tied, labels, torch.tensor([p_k] * 6))
+        torch.testing.assert_close(build(p_k)(tied, labels), want_of_tied)
+        if p_k[0] < 1:  # a continuous function
+            moved = [(1 - 1e-7) * share + 1e-7 * (k == 1) for k, share in enumerate(p_k)]
+            torch.testing.assert_close(build(moved)(logits, labels), want, rtol=0, atol=1e-5)
+    rows = random_batch(12, 4)[0].softmax(1)
+    rows[3] = torch.tensor([1.0, 0, 0, 0])  # a class for which only top-1 counts
+    assert_is_by_definition(build(rows), logits, labels, rows[labels])
+    assert_is_by_definition(build([0.25] * 4), logits, labels, rows[labels], p_k=rows[labels])
 
 
-@pytest.mark.parametrize(
-    ("name", "loss", "options"),
-    [
-        ("truncated_entropy", TruncatedEntropyLoss, {"k": [1, 2, 5]}),
-        ("ldr_kl", LDRKLLoss, {"inverse_temperature": [1e-2, 0.5, 1.0, 20.0], "margin": [0.0, 0.1, 3.0]}),
-        ("softmax_cross_entropy", SoftmaxCrossEntropyLoss, {}),
-    ],
-)
+WITHOUT_A_MATRIX = {
+    "softmax_cross_entropy": {},
+    "truncated_entropy": {"k": [1, 2, 4]},
+    "ldr_kl": {"inverse_temperature": [1e-2, 0.5, 1.0, 20.0], "margin": [0.0, 0.1, 3.0]},
+    "forward_correction": {"noise_rate": [0.01, 0.2, 0.6, 0.99]},
+    "forward_correction by T": {"T": [random_batch(6, 6, seed=3)[0].softmax(1)]},
+    "generalized_cross_entropy": {"q": [1e-3, 0.5, 0.7, 1.0]},
+    "symmetric_cross_entropy": {"alpha": [6.0, 0.0], "beta": [0.1, 1.0], "A": [-4.0, -1.0]},
+    "nce_rce": {"alpha": [10.0, 0.0], "beta": [0.1, 1.0], "A": [-4.0, -1.0]},
+    "phuber_cross_entropy": {"tau": [1.1, 10.0, 50.0]},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_MATRIX)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_loss_without_a_matrix_equals_its_definition(name, loss, options, data):
-    options = {key: data.draw(st.sampled_from(values), key) for key, values in options.items()}
-    n = data.draw(st.integers(1 + options.get("k", 1), 12), "n")
-    scale = data.draw(st.sampled_from([1e-4, 1.0, 1e4]), "scale")
+@settings(max_examples=40, deadline=None)
+def test_a_loss_without_a_matrix_equals_its_definition(name, data):
+    options = {key: data.draw(st.sampled_from(values), key) for key, values in WITHOUT_A_MATRIX[name].items()}
+    n = 6 if "T" in options else data.draw(st.integers(5, 12), "n")
+    scale = data.draw(st.sampled_from([1e-4, 1.0, 30.0, 1e4]), "scale")
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     logits, labels = random_batch(5, n, scale, dtype, seed=data.draw(st.integers(0, 99)))
-    definition = getattr(reference, name, functools.partial(cross_entropy, reduction="none"))
-    got, want = loss(**options, reduction="none")(logits, labels), definition(logits.double(), labels, **options)
+    if data.draw(st.booleans(), "masked"):
+        logits[:, -1], labels = -torch.inf, labels.clamp(max=n - 2)
+    definition = getattr(reference, name, functools.partial(reference.robust, method=name))
+    loss = functools.partial(make_loss, name.split()[0], reduction="none")
+    loss = loss(options["k"]) if "k" in options else loss(**options)
+    got, of_got = value_and_gradient(loss, logits, labels)
+    want, of_want = value_and_gradient(lambda s: definition(s, labels, **options), logits.double())
     size = max(scale, 1 / options.get("inverse_temperature", 1))
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6 * size)
+    slack = 1e-3 if scale == 1e4 else 1e-4  # rounding of the logits, which exponentials see
+    torch.testing.assert_close(of_got.double(), of_want, rtol=slack, atol=slack * max(float(of_want.abs().max()), 1))
 
 
-@pytest.mark.parametrize(("method", "top1_mode"), MODES)
-def test_is_one_continuous_function_of_p_k_however_it_is_given(method, top1_mode):
+def test_losses_without_a_matrix_at_their_limits():
+    logits = torch.tensor([[3.0, 1, 0, -1]], dtype=torch.float64)
+    for label, k, want in ((1, 1, 2.185), (3, 3, 1.313)):  # log(1 + exp 2 + exp -1 + exp -2), log(1 + exp 1)
+        loss = make_loss("truncated_entropy", k)
+        assert float(loss(logits, torch.tensor([label]))) == pytest.approx(want, abs=5e-4)
     logits, labels = random_batch()
-    build = functools.partial(TopKCrossEntropyLoss, method, num_classes=12, top1_mode=top1_mode, reduction="none")
-    for p_k in p_ks_for(method, "sm"):
-        want = build(p_k)(logits, labels)
-        torch.testing.assert_close(build(p_k)(logits, labels, p_k=torch.tensor([p_k] * 6).double()), want)
-        torch.testing.assert_close(build([p_k] * 12)(logits, labels), want)
-        assert torch.equal(build([*p_k, 0, 0, 0])(logits, labels), want)
-        assert torch.equal(build({k: share for k, share in enumerate(p_k, start=1) if share})(logits, labels), want)
-        moved = [(1 - 1e-7) * share + 1e-7 * (k == 1) for k, share in enumerate(p_k)]
-        torch.testing.assert_close(build(moved)(logits, labels), want, rtol=0, atol=1e-5)
+    build = functools.partial(make_loss, "forward_correction", None, 12)
+    for loss in (build(noise_rate=0), build(T=torch.eye(12)), make_loss("symmetric_cross_entropy", alpha=1, beta=0)):
+        torch.testing.assert_close(loss(logits, labels), cross_entropy(logits, labels))
+    uniform = (0.7 * torch.eye(12, dtype=torch.float64) + 0.3 / 12).tolist()
+    torch.testing.assert_close(build(noise_rate=0.3)(logits, labels), build(T=uniform)(logits, labels))
+    logits[0, labels[0]] = -torch.inf  # a masked true class
+    for method in SINGLE_K:
+        losses, gradient = value_and_gradient(make_loss(method, 3, reduction="none"), logits, labels)
+        assert (losses > 1e17).tolist() == [True] + [False] * 5
+        assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize(("method", "top1_mode"), MODES)
-def test_p_k_per_class_and_per_sample(method, top1_mode):
-    logits, labels = random_batch()
-    rows = torch.rand(12, 4, generator=torch.Generator().manual_seed(0))
-    rows = (rows / rows.sum(1, keepdim=True)).double()
-    rows[3] = torch.tensor([1.0, 0, 0, 0])  # a class for which only top-1 counts
-    loss = TopKCrossEntropyLoss(method, rows, 12, top1_mode=top1_mode, reduction="none")
-    assert_is_by_definition(loss, logits, labels, rows[labels])
-    assert_is_by_definition(loss, logits, labels, rows[labels], p_k=rows[labels])
-    torch.testing.assert_close(loss(logits, one_hot(labels, 12).double()), loss(logits, labels))
-
-
-def test_p_k_can_be_learned_even_where_it_has_zeros():
-    for method in ("softsort", "lml"):
-        loss, p_k = TopKCrossEntropyLoss(method, [0.2, 0.3, 0.5], 6), torch.full((2, 3), 1 / 3, requires_grad=True)
-        assert bool(torch.autograd.grad(loss(torch.zeros(2, 6), torch.tensor([0, 5]), p_k), p_k)[0].any())
-        for top1_mode in TOP1_MODES:
-            loss = TopKCrossEntropyLoss(method, [0.2, 0.3, 0.5], 6, top1_mode=top1_mode, inverse_temperature=1.0)
-            p_k = torch.tensor([[1.0, 0, 0], [0, 0.5, 0.5]], requires_grad=True)
-            far = torch.tensor([[0.0, 1000, 2000, 3000, 3000, 3000]] * 2)  # log P of -1000 and less
-            gradient = torch.autograd.grad(loss(far, torch.tensor([0, 1]), p_k), p_k)[0]
-            assert bool(gradient.isfinite().all())
-
-
-@given(st.integers(2, 30) | st.integers(300, 400), st.data())
-@settings(max_examples=80, deadline=None)
-def test_top_m_keeps_the_true_class_and_the_largest_others(n, data):
-    m = data.draw(st.integers(2, min(n, 20)) | st.just(n + 4))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    logits, labels = random_batch(8, n, dtype=dtype, seed=data.draw(st.integers(0, 999)))
-    logits = logits.round() if data.draw(st.booleans(), "ties") else logits
-    kept = torch.stack([logits[b, reference.top_m(logits[b], y, m)] for b, y in enumerate(labels.tolist())])
-    build = functools.partial(TopKCrossEntropyLoss, "softsort", [0.5, 0.5], reduction="none")
-    value, gradient = value_and_gradient(build(m=m), logits, labels)
-    want, of_kept = value_and_gradient(build(), kept, torch.zeros_like(labels))
-    torch.testing.assert_close(value, want)
-    # among equal scores it is arbitrary which are kept
-    of_kept = pad(of_kept, (0, n - kept.shape[1]))
-    torch.testing.assert_close(gradient.sort(1).values, of_kept.sort(1).values)
-
-
-@pytest.mark.parametrize("method", RELAXED)
-def test_m_beyond_the_classes_keeps_all_of_them(method):
-    logits, labels = random_batch(8, 10)
-    want = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 10, m=10)(logits, labels)
-    torch.testing.assert_close(TopKCrossEntropyLoss(method, [0.5, 0, 0.5], m=16)(logits, labels), want)
-    if not METHODS[method].network:  # whose values depend on the lanes that the classes start on
-        torch.testing.assert_close(TopKCrossEntropyLoss(method, [0.5, 0, 0.5])(logits, labels), want)
-
-
-@pytest.mark.parametrize("method", RELAXED)
-def test_all_classes_are_sorted_if_asked(method):
-    if method in HAVE_ZEROS:
-        return  # it refuses to be asked without the softmax
-    logits, labels = random_batch()
-    loss = TopKCrossEntropyLoss(method, [1 / 12] * 12, top1_mode="sort", reduction="none")
-    column = TopKCrossEntropyLoss(method, 12, top1_mode="sort", reduction="none")(logits, labels)
-    torch.testing.assert_close(column, torch.zeros_like(column), rtol=0, atol=0.5)  # among 12 of 12 for sure, about
-    assert bool(loss(logits, labels).isfinite().all())
-
-
-# Derivatives.
+@pytest.mark.parametrize("method", ["softsort", "lml"])
+def test_p_k_can_be_learned_even_where_it_has_zeros(method):
+    far = torch.tensor([[0.0, 1000, 2000, 3000, 3000, 3000]] * 2)  # log P of -1000 and less
+    for top1_mode, logits in itertools.product(TOP1_MODES, (far, torch.zeros(2, 6))):
+        loss = TopKCrossEntropyLoss(method, [0.2, 0.3, 0.5], 6, top1_mode=top1_mode, inverse_temperature=1.0)
+        p_k = torch.tensor([[1.0, 0, 0], [0, 0.5, 0.5]], requires_grad=True)
+        (gradient,) = torch.autograd.grad(loss(logits, torch.tensor([0, 1]), p_k), p_k)
+        assert bool(gradient.isfinite().all())
+        assert bool(gradient.any()) or logits is far
 
 
 @pytest.mark.parametrize(
@@ -172,35 +142,23 @@ def test_all_classes_are_sorted_if_asked(method):
 @pytest.mark.parametrize("m", [None, 6])
 def test_first_and_second_derivatives(method, top1_mode, m):
     p_k = [0.5, 0, 0.2, 0.3] if method in RELAXED else p_k_of(method, 3)
-    loss, logits = make_loss(method, p_k, 9, m, top1_mode=top1_mode), random_batch(3, 9)[0]
+    loss, logits = make_loss(method, p_k, None, m, top1_mode=top1_mode), random_batch(3, 9)[0]
     labels = torch.tensor([0, 8, 4])  # wherever the true class stands
     assert gradcheck(lambda s: loss(s, labels), (logits.requires_grad_(),))
     mass = random_batch(3, 9, seed=1)[0].softmax(1)
     assert gradcheck(lambda s: loss(s, mass), (logits,))
     if method not in RELAXED:  # whose operators are asked by themselves
         assert gradgradcheck(lambda s: loss(s, labels), (logits,))
+    logits = pad(logits.detach(), (0, 2), value=-torch.inf)  # masked classes
+    logits[0, 0] += 1e4  # a sample that is sure
     seconds = []
-    for leaf in (logits.detach().float().requires_grad_(), logits):
+    for leaf in (logits.float().requires_grad_(), logits.requires_grad_()):
         (first,) = torch.autograd.grad(loss(leaf, labels), leaf, create_graph=True)
         seconds.append(torch.autograd.grad(first.square().sum(), leaf)[0].double())
     torch.testing.assert_close(*seconds, rtol=1e-3, atol=1e-3 * float(seconds[1].abs().max()))
 
 
-@pytest.mark.parametrize("method", [name for name in DETERMINISTIC if METHODS[name].inverse_temperature is not None])
-def test_a_temperature_that_is_learned_is_a_parameter_of_the_loss(method):
-    if method in ("smooth_topk", "smooth_hard_topk"):
-        return  # whose temperature is a number
-    logits, labels = random_batch(dtype=torch.float32)
-    build = functools.partial(make_loss, method, p_k_of(method, 3), 12)
-    loss = build(inverse_temperature=torch.nn.Parameter(torch.tensor(2.0)))
-    assert [name for name, _ in loss.named_parameters()] == list(loss.state_dict()) == ["inverse_temperature"]
-    loss(logits, labels).backward()
-    assert float(loss.inverse_temperature.grad.abs()) > 0
-    scheduled = build(inverse_temperature=torch.tensor(2.0))
-    torch.testing.assert_close(scheduled(logits, labels), loss(logits, labels).detach(), rtol=1e-4, atol=1e-5)
-
-
-# Logits of any size, masked and broken ones.
+# Logits of any size, broken and far ones.
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -225,37 +183,18 @@ def test_a_nan_or_infinite_logit_spoils_its_sample_only(method, backend, monkeyp
         return value_and_gradient(loss, logits, labels)
 
     clean, of_clean = computed(logits)
-    for bad in (float("nan"), float("inf")):
-        for column in (int(labels[2]), int(labels[2] + 1) % 12, 11):
-            spoilt = logits.clone()
-            spoilt[2, column] = bad
-            value, gradient = computed(spoilt)
-            assert value.isnan().nonzero().flatten().tolist() == [2]
-            torch.testing.assert_close(value[keep], clean[keep])
-            torch.testing.assert_close(gradient[keep], of_clean[keep])
-
-
-@pytest.mark.parametrize("method", DETERMINISTIC)
-def test_classes_masked_with_minus_infinity_take_no_part(method):
-    """As a class far below all others, with a finite loss and no gradient of its own."""
-    logits, labels = random_batch()
-    labels, masked = labels % 8, torch.arange(12) >= 8
-    loss = make_loss(method, None, 12)
-    value, gradient = value_and_gradient(loss, logits.masked_fill(masked, -torch.inf), labels)
-    assert bool(gradient.isfinite().all())
-    assert not bool(gradient[:, 8:].any())
-    if method not in ("sinkhorn_sort", "soft_topk"):  # a third of the classes far below is no limit for their whitening
-        torch.testing.assert_close(value, loss(logits.masked_fill(masked, -1e9), labels), rtol=1e-5, atol=1e-6)
-    if method in RELAXED:  # m leaves them out
-        few = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 8, 7)(logits[:, :8], labels)
-        loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12, 7)
-        torch.testing.assert_close(loss(logits.masked_fill(masked, -torch.inf), labels), few)
+    for bad, column in itertools.product((torch.nan, torch.inf), (int(labels[2]), int(labels[2] + 1) % 12, 11)):
+        spoilt = logits.clone()
+        spoilt[2, column] = bad
+        value, gradient = computed(spoilt)
+        assert value.isnan().nonzero().flatten().tolist() == [2]
+        torch.testing.assert_close((value[keep], gradient[keep]), (clean[keep], of_clean[keep]))
 
 
 @pytest.mark.parametrize("method", ["lml", "lapsum", "capped_softmax"])
 @pytest.mark.parametrize("top1_mode", TOP1_MODES)
 def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, top1_mode):
-    """There -log mask = beta times the distance, with its gradient; a guard would end at 16.1 without one."""
+    """There -log of the indicator is beta times the distance; an epsilon would end at 16.1 without a gradient."""
     logits, label = torch.tensor([[0.0, -1, -2, -3, -200, -90]]), torch.tensor([4])
     loss = make_loss(method, [0.5, 0, 0.5], inverse_temperature=1.0, top1_mode=top1_mode)
     value, gradient = value_and_gradient(loss, logits, label)
@@ -265,18 +204,125 @@ def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, to
     torch.testing.assert_close(value.double(), loss(logits.double(), label), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("top1_mode", ["sm", "smce"])
-def test_a_class_that_the_softmax_rules_out_has_a_finite_loss(top1_mode):
-    logits, label = torch.tensor([[1e4, 0.0, -1e4, 3.0, 2.0]]), torch.tensor([2])
-    loss = TopKCrossEntropyLoss("softsort", [0.5, 0.5], 5, top1_mode=top1_mode)
-    value, gradient = value_and_gradient(loss, logits, label)
-    torch.testing.assert_close(value.double(), loss(logits.double(), label), rtol=1e-6, atol=0)
-    assert bool(gradient.isfinite().all())
+# What users of torch.nn.CrossEntropyLoss expect.
 
 
-def test_where_a_mask_is_0_the_gradient_is_the_softmax_s():
-    logits, labels = random_batch(2, 6, 1.0)
-    far = logits.index_fill(1, labels, -8.0)
-    _, gradient = value_and_gradient(TopKCrossEntropyLoss("sparse_topk", [0.5, 0, 0.5]), far, labels)
-    assert float(topk_mask(far, 3, "sparse_topk")[0, labels[0]]) == 0
-    assert float(gradient[0, labels[0]]) < -0.1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_reductions_and_ignored_samples_which_may_hold_anything(method, dtype):
+    logits, labels = random_batch(dtype=dtype)
+    each, of_each = value_and_gradient(make_loss(method, None, 12, reduction="none"), logits, labels)
+    torch.testing.assert_close(make_loss(method, None, 12)(logits, labels), each.mean())
+    logits[1] = torch.nan
+    for ignore_index in (-100, 7):
+        labels[[1, 4]] = ignore_index
+        kept, build = labels != ignore_index, functools.partial(make_loss, method, ignore_index=ignore_index)
+        value, gradient = value_and_gradient(build(reduction="none"), logits, labels)
+        torch.testing.assert_close(value, each * kept)
+        torch.testing.assert_close(gradient, of_each * kept.unsqueeze(1))
+        torch.testing.assert_close(build(reduction="sum")(logits, labels), each[kept].sum())
+        torch.testing.assert_close(build()(logits, labels), each[kept].mean())
+    assert bool(make_loss(method)(logits, torch.full_like(labels, -100)).isnan())  # as torch.nn.CrossEntropyLoss
+    assert bool(make_loss(method)(logits[:0], labels[:0]).isnan())  # an empty batch, too
+    value, gradient = value_and_gradient(make_loss(method, reduction="sum"), logits[:0], labels[:0])
+    assert (float(value), gradient.shape) == (0, (0, 12))
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast_compute_in_float32(method, dtype):
+    loss = make_loss(method, None, 12)
+    logits, labels = random_batch(dtype=dtype)
+    for target in (labels, random_batch(seed=1, dtype=torch.float32)[0].softmax(1)):
+        want, of_want = value_and_gradient(loss, logits.float(), target)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            value, gradient = value_and_gradient(loss, logits, target)
+        assert torch.equal(value, want)  # float32
+        assert torch.equal(gradient, of_want.to(dtype))
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_leaves_its_inputs_alone_and_can_go_back_twice_whatever_the_defaults_of_pytorch(method):
+    logits, labels = random_batch(dtype=torch.float32)
+    before, other = logits.clone(), logits.T.contiguous().T.requires_grad_()  # another order in memory
+    loss = make_loss(method, m=8)
+    with torch.inference_mode():  # what is built and kept there serves training too
+        loss(logits, labels)
+    want = value_and_gradient(loss, logits, labels)
+    value = loss(other, labels)
+    for retain in (True, False):  # nothing saved is written over
+        torch.testing.assert_close(torch.autograd.grad(value, other, retain_graph=retain)[0], want[1])
+    torch.testing.assert_close(value.detach(), want[0])
+    assert torch.equal(logits, before)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):  # the default device
+            got = value_and_gradient(loss, logits, labels)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, want)  # and of the same dtype and device; sums round by where tensors lie
+    for cast in (loss.bfloat16(), loss.to_empty(device="cpu")):
+        assert torch.equal(cast(logits, labels), want[0])
+    wider = random_batch(n=20)  # the number of classes is that of the logits
+    torch.testing.assert_close(loss(*wider), make_loss(method, num_classes=20, m=8)(*wider))
+
+
+# Settings and names.
+
+
+def test_the_function_is_the_module_and_names_are_the_published_ones():
+    logits, labels = random_batch()
+    settings = {"m": 8, "top1_mode": "smce", "reduction": "none", "num_classes": np.int64(12)}
+    for method in RELAXED:
+        want = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], **settings)(logits, labels)
+        assert torch.equal(topk_cross_entropy(logits, labels, {1: 0.5, 3: 0.5}, method, **settings), want)
+    assert make_loss("bitonic__non_sparse").method == make_loss("bitonic").method == "bitonic"
+    assert repr(make_loss("smooth_hard_topk", [0, 0, 0, 0, 1], 12, 8, inverse_temperature=0.5)) == (
+        "SmoothHardTopKLoss(tau=0.5, alpha=1, k=5, num_classes=12, label_smoothing=0, soft_labels=expected, "
+        "ignore_index=-100, reduction=mean)"
+    )
+
+
+@pytest.mark.parametrize("method", RELAXED)
+def test_what_can_be_set_acts_and_the_rest_says_why_not(method):
+    logits, labels = random_batch()
+    loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12)
+    loss.inverse_temperature, loss.p_k, loss.reduction = 7, {1: 0.1, 2: 0.2, 5: 0.7}, "none"
+    want = TopKCrossEntropyLoss(method, [0.1, 0.2, 0, 0, 0.7], 12, None, 7.0, reduction="none")
+    torch.testing.assert_close(loss(logits, labels), want(logits, labels))
+    for name in ("m", "method", "top1_mode", "num_classes", "distribution", "k"):
+        with pytest.raises(AttributeError, match=f"{name} is fixed: build a new loss with {name}=5|set p_k"):
+            setattr(loss, name, 5)
+    for name, value in (("p_k", [0.5, 0.6]), ("inverse_temperature", -1), ("reduction", "avg"), ("p_k", 13)):
+        with pytest.raises(ValueError, match=name):
+            setattr(loss, name, value)
+
+
+class Mine(topk_losses.MaskOperator):
+    """Sigmoids of the distance from the k-th score."""
+
+    default_inverse_temperature = 2.0
+
+    def _values(self, scores, labels, ks, beta, generator=None):
+        kth = scores.sort(dim=1, descending=True).values[:, [k - 1 for k in ks]]  # (rows, J)
+        t = beta * (scores.unsqueeze(1) - kth.unsqueeze(2))
+        return logsigmoid(t if labels is None else t[torch.arange(len(t)), :, labels])
+
+
+def test_a_registered_operator_is_a_method_like_all_others():
+    logits, labels = random_batch()
+    t = 2 * (logits - logits.sort(dim=1, descending=True).values[:, 2:3])
+    try:
+        topk_losses.register_method("mine", Mine, spread=3.0)
+        for build in (make_loss, TopKCrossEntropyLoss):
+            loss = build("mine", 3, top1_mode="sort")
+            torch.testing.assert_close(loss(logits, labels), -logsigmoid(t)[torch.arange(6), labels].mean())
+            assert gradcheck(lambda s, loss=loss: loss(s, labels), (logits.clone().requires_grad_(),))
+        torch.testing.assert_close(topk_mask(logits, 3, "mine"), t.sigmoid())
+        for name in ("mine", "lml", "bitonic__non_sparse"):
+            with pytest.raises(ValueError, match=f"there is a method '{name}' already"):
+                topk_losses.register_method(name, Mine)
+    finally:
+        METHODS.pop("mine", None)
+    for base in ("TopKOperator", "MaskOperator", "PointwiseMasks", "ThresholdOperator"):
+        assert issubclass(topk_losses.LapSum, getattr(topk_losses, base))

@@ -17,32 +17,24 @@ with contextlib.redirect_stdout(io.StringIO()):
 CONSTRUCTIONS = (odd_even, bitonic, splitter_selection)
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "depth", "num_comparators"),
-    [
-        (1000, 5, 22, 5085),
-        (1024, 5, 22, 5273),
-        (10450, 5, 27, 68085),
-        (100, 5, 17, 385),
-        (100, 10, 27, 528),
-        (50, 5, 15, 181),
-        (16, 5, 10, 50),
-    ],
-)
-def test_splitter_selection_has_the_published_size(n, k, depth, num_comparators):
-    network = splitter_selection(n, k)
-    assert (network.depth, network.num_comparators) == (depth, num_comparators)
-    assert network.pruned().depth == depth
+# n, k: depth and number of comparators of splitter selection; n: depth of bitonic
+PUBLISHED = {(1000, 5): (22, 5085), (1024, 5): (22, 5273), (10450, 5): (27, 68085)}
+PUBLISHED |= {(100, 5): (17, 385), (100, 10): (27, 528), (50, 5): (15, 181), (16, 5): (10, 50)}
+DEPTHS = {16: 10, 50: 21, 100: 28, 1024: 55, 10450: 105}
 
 
-@pytest.mark.parametrize(("n", "depth"), [(16, 10), (50, 21), (100, 28), (1024, 55), (10450, 105)])
-def test_bitonic_has_the_published_depth(n, depth):
-    assert bitonic(n, 5).depth == depth
-    assert bitonic(n, 5).pruned().depth == depth
+def test_networks_have_the_published_size():
+    for (n, k), size in PUBLISHED.items():
+        network = splitter_selection(n, k)
+        assert (network.depth, network.num_comparators) == size
+        assert network.pruned().depth == network.depth
+    for n, depth in DEPTHS.items():
+        assert bitonic(n, 5).depth == bitonic(n, 5).pruned().depth == depth
+    assert repr(splitter_selection(1000, 5)) == "Network(n=1000, k=5)"
 
 
 def run_hard(network, x):
-    """Lanes (n, samples) through min and max."""
+    """Wires (n, samples) through min and max."""
     x = x.clone()
     for lo, hi in (torch.tensor(layer).T for layer in network.layers):
         x[lo], x[hi] = torch.minimum(x[lo], x[hi]), torch.maximum(x[lo], x[hi])
@@ -57,8 +49,8 @@ def test_selects_every_input_of_zeros_and_ones(construct, n):
     for k in {1, min(2, n - 1), min(5, n - 1), n - 1, n}:
         network = construct(n, k)
         want = (torch.arange(k).unsqueeze(1) < x.sum(0)).float()  # (k, 2^n)
-        assert torch.equal(run_hard(network, x)[list(network.output_lanes)], want)
-        assert torch.equal(run_hard(network.pruned(), x)[list(network.output_lanes)], want)
+        assert torch.equal(run_hard(network, x)[list(network.output_wires)], want)
+        assert torch.equal(run_hard(network.pruned(), x)[list(network.output_wires)], want)
 
 
 @given(st.sampled_from(CONSTRUCTIONS), st.integers(2, 200), st.data())
@@ -67,9 +59,8 @@ def test_selects_the_top_k_in_order(construct, n, data):
     k = data.draw(st.integers(1, min(n, 20)))
     network = construct(n, k)
     x = torch.randn(n, 32, generator=torch.Generator().manual_seed(n * 31 + k))
-    assert torch.equal(run_hard(network.pruned(), x)[list(network.output_lanes)], x.topk(k, dim=0).values)
-    for layer in network.layers:
-        assert len({lane for pair in layer for lane in pair}) == 2 * len(layer), "lanes of one layer are disjoint"
+    assert torch.equal(run_hard(network.pruned(), x)[list(network.output_wires)], x.topk(k, dim=0).values)
+    assert all(len({wire for pair in layer for wire in pair}) == 2 * len(layer) for layer in network.layers)
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 16, 50, 100])
@@ -85,37 +76,9 @@ def test_comparators_are_those_of_difftopk(n):
     for construct, layers in official.items():
         theirs = []
         for _, _, combine_min, combine_max in layers:
-            # A lane that passes a layer untouched is stored as a comparator with itself, at one half.
+            # A wire that passes a layer untouched is stored as a comparator with itself, at one half.
             both = (combine_min == 1).any(0) & (combine_max == 1).any(0)
             pairs = zip(combine_min[:, both].argmax(0).tolist(), combine_max[:, both].argmax(0).tolist())
             theirs.append({pair for pair in pairs if pair[0] != pair[1]})
         ours = [set(layer) for layer in construct(n, k).layers]
         assert ours == [layer for layer in theirs if layer], construct.__name__
-
-
-def test_bitonic_sorts_where_difftopk_does_not():
-    """For n = 22 the official network drops comparators that it needs; ours sorts at the same depth."""
-    n, k = 22, 5
-    x = torch.randn(n, 200, generator=torch.Generator().manual_seed(0))
-    official = x.T
-    for split_a, split_b, combine_min, combine_max in difftopk.networks.get_sorting_network("bitonic", n, "cpu"):
-        a, b = official @ split_a.T, official @ split_b.T
-        official = torch.minimum(a, b) @ combine_min.T + torch.maximum(a, b) @ combine_max.T
-    want = x.topk(k, dim=0).values
-    network = bitonic(n, k)
-    assert not torch.equal(official[:, list(network.output_lanes)].T, want)
-    assert torch.equal(run_hard(network, x)[list(network.output_lanes)], want)
-    assert network.depth == 15
-
-
-def test_networks_can_be_compared_and_shown():
-    assert bitonic(9, 3) == bitonic(9, 3) != bitonic(9, 4)
-    assert repr(splitter_selection(1000, 5)) == "Network(n=1000, k=5)"
-
-
-def test_networks_are_integers_whatever_the_default_device_is():
-    odd_even.cache_clear()
-    with torch.device("meta"):
-        network = odd_even(6, 2)
-    assert network == odd_even(6, 2)
-    assert network.layers[0] == ((0, 1), (2, 3), (4, 5))

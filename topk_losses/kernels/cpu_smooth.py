@@ -1,119 +1,125 @@
-"""The smooth k-th largest score on the CPU, compiled by Numba: a ratio of elementary symmetric polynomials, row by row.
+"""The smooth k-th largest score on the CPU, compiled by Numba: a ratio of elementary symmetric polynomials.
 
 With x_i = scale exp(o_i / temperature), whatever the scale, e_k / e_{k-1} is that of the exponentials times the scale.
-The e_j come from sums and products of non-negative numbers alone, so that nothing is cancelled:
-
-The rest, all but the true class and the 2 k largest, are polynomials 1 + x_i t, multiplied two by two and cut off at
-t^k. The 2 k largest, the leaves, are added to the product one by one, as trials with p_i = x_i / (1 + x_i): P(N = j),
-with N the number of successes, is e_j but for a common factor, however far apart the scores lie.
+The 2 k largest others, the leaves, are added to those of the rest one by one, as trials with p_i = x_i / (1 + x_i):
+P(N = j), with N the number of successes, is e_j but for a common factor, however far apart the scores lie. Those of the
+rest come from sums of powers by Newton's identities; what cancels there is small beside the e_j with the leaves.
 
 By a score, e_k has the derivative x_i e_{k-1} of all the others. Those of the leaves come backward through the trials.
 A score of the rest is divided out of the product: e_j without it is e_j - x_i (e_{j-1} without it), a polynomial in
-x_i, the same for all of the rest, and for several k the sum of theirs: its coefficients are all that the backward pass
-has to know. Since 2 k scores are at least as large, no term is larger than the one before, and hardly a digit is lost.
-O(n k).
+x_i, the same for all of the rest, and for several k the sum of theirs: the backward pass needs its coefficients alone.
+Since 2 k scores are at least as large, no term is larger than the one before, and hardly a digit is lost. O(n k).
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
 from topk_losses import smooth_svm
 from topk_losses.kernels import register
-from topk_losses.kernels.cpu_largest import largest_of_rows
-from topk_losses.kernels.numba_support import exps_without, in_threads, jit, softmax_sum, subtract_softmax, sum_of
+from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
+from topk_losses.operator import MASKED
 
 MAX_K_WITH_REST = 64  # e^k is a float32 number
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
-LANES = 16
 _f32 = np.float32
+_MASKED, _INF = _f32(MASKED), _f32(np.inf)
 
 
 @jit
-def _product(factors):
-    """The product of polynomials, factors (k + 1, number), coefficients in rows, into the first column.
-
-    They are 1 + x t, with x in row 1. The number is a multiple of LANES, so that it is vector code.
-    """
-    k, width, degree = len(factors) - 1, factors.shape[1], 1
-    while width > 1:
-        half = (width // 2 + LANES - 1) // LANES * LANES if width > LANES else width // 2
-        pairs = width - half  # column i takes in that half a width further on
-        for j in range(min(2 * degree, k), 0, -1):
-            of_j, other = factors[j, :half], factors[j, half:width]
-            if j <= degree:
-                for i in range(pairs):
-                    of_j[i] += other[i]
-            else:
-                of_j[:] = _f32(0)
-            for below in range(max(1, j - degree), min(j - 1, degree) + 1):
-                a, b = factors[below, :pairs], factors[j - below, half:width]
-                for i in range(pairs):
-                    of_j[i] += a[i] * b[i]
-        width, degree = half, 2 * degree
+def _find_largest(x, columns, values):
+    """Write the columns of the m largest scores x (n,), falling, to columns (m,); values (m,) is room. NaN is inf."""
+    held, last = 0, len(columns) - 1
+    for j in range(len(x)):
+        if held > last and x[j] <= values[last]:  # nearly always
+            continue
+        score, place = _INF if x[j] != x[j] else x[j], min(held, last)
+        while place > 0 and values[place - 1] < score:
+            values[place], columns[place] = values[place - 1], columns[place - 1]
+            place -= 1
+        values[place], columns[place] = score, j
+        held += 1
 
 
 @jit
-def _forward(
-    scores, labels, temperature, softmax, ks, first, last,
-    smooth, hard, top, log_softmax, index, origin, powers, of_leaves,
-):  # fmt: skip
-    """Rows first..last of scores (batch, n) for ks (J,) rising up to K.
+def _exponentials(x, without, scale, origin, out):
+    """Write exp(scale (x - origin)) to out (n,), but 0 for some columns; no other x is above the origin."""
+    origin = max(origin, _MASKED)
+    for i in range(len(x)):
+        v = scale * ((_MASKED if x[i] < _MASKED else x[i]) - origin)
+        out[i] = _f32(0) if v < _f32(-87) else exp(_f32(0) if v > _f32(0) else v)
+    for column in without:
+        out[column] = _f32(0)
 
-    To smooth and hard (batch, J), top (batch, some) and, if softmax, log_softmax (batch, 1). For their derivatives:
-    index (batch, leaves + 1): the leaves, falling, and the true class; origin (batch, 2): that of x = exp((score -
-    origin) / temperature), and what softmax_sum gave; powers (batch, J, K): the coefficients of x, x^2, ... for the
-    rest; of_leaves (batch, J, leaves).
+
+@partial(jit, fastmath=IN_ANY_ORDER)
+def _sum_and_multiply(values, x):
+    """Return the sum of values (n,), float64 for no denormal numbers, and multiply them by x (n,) in place."""
+    total = 0.0
+    for i in range(len(values)):  # an iterator would not become vector code
+        total += values[i]
+        values[i] *= x[i]
+    return total
+
+
+@jit
+def _forward(scores, labels, temperature, ks, first, last, smooth, hard, top, index, origin, powers, leaf_slopes):
+    """Rows first..last of scores (batch, n), for ks (J,) rising up to K, to smooth and hard (batch, J) and top.
+
+    For the backward pass: index (batch, leaves + 1), the columns of the leaves, falling, and the true class; origin
+    (batch, 1), with x = exp((score - origin) / temperature); powers (batch, J, K), the coefficients of x, x^2, ... for
+    the rest; leaf_slopes (batch, J, leaves).
     """
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, ks[-1]
-    x, factors = np.empty(n, _f32), np.empty((K + 1, -(-n // LANES) * LANES), _f32)
-    p, q, g = np.empty(num_leaves), np.empty(num_leaves), np.empty(K + 1)
+    x, power, sums, rest = np.empty(n, _f32), np.empty(n), np.zeros(K + 1), np.zeros(K + 1)
+    p, q, g, largest = np.empty(num_leaves), np.empty(num_leaves), np.empty(K + 1), np.empty(num_leaves + 1, _f32)
     counts = np.zeros((num_leaves + 1, K + 1))  # row i: the distribution of successes, i leaves added
-    largest_of_rows(scores, first, last, index)
-    powers[first:last], of_leaves[first:last] = _f32(0), _f32(0)
+    powers[first:last], leaf_slopes[first:last] = _f32(0), _f32(0)
     for row in range(first, last):
         o, true, leaves = scores[row], labels[row], index[row]
+        _find_largest(o, leaves, largest)
         held = 0
-        for column in leaves:
+        for column in leaves:  # the true class moves to the end
             if column != true and held < num_leaves:
                 leaves[held] = column
                 held += 1
         leaves[num_leaves] = true
         for r in range(top.shape[1]):
-            top[row, r] = o[leaves[r]] if r < held else _f32(-np.inf)
+            top[row, r] = o[leaves[r]] if r < num_leaves else -_INF
         place = K - 1
-        while place > 0 and top[row, place] == _f32(-np.inf):
+        while place > 0 and top[row, place] == -_INF:
             place -= 1
         least = top[row, place]
-
-        # e_0, ..., e_K of the rest
-        scale, counts[0, 0] = 1.0, 1
-        if num_leaves < n - 1:
-            exps_without(leaves, o, _f32(1 / temperature), least, x)
-            scale = 1 / max(1.0, sum_of(x) / K)
-            factors[1, n:] = _f32(0)
-            for j in range(n):
-                factors[1, j] = x[j] * _f32(scale)
-            _product(factors)
         origin[row, 0] = least
-        if softmax:
-            highest = max(top[row, 0], o[true])
-            origin[row, 1] = softmax_sum(o, highest, x)
-            log_softmax[row, 0] = (np.float64(o[true]) - highest) - origin[row, 1]
+
+        # e_0, ..., e_K of the rest, by Newton's identities
+        scale, rest[0], counts[0, 0] = 1.0, 1.0, 1.0
+        if num_leaves < n - 1:
+            _exponentials(o, leaves, _f32(1 / temperature), least, x)
+            power[:] = x
+            for m in range(1, K + 1):
+                sums[m] = _sum_and_multiply(power, x)
+                scale = 1 / max(1.0, sums[1] / K) if m == 1 else scale
+                sums[m] *= scale**m
+                total = 0.0
+                for i in range(1, m + 1):
+                    total += rest[m - i] * (sums[i] if i % 2 else -sums[i])
+                rest[m] = max(total / m, 0.0)
 
         for which in range(len(ks)):
             k = ks[which]
             kth = top[row, k - 1]
             hard[row, which] = smooth[row, which] = kth - o[true]
-            if kth == _f32(-np.inf):
+            if kth == -_INF:
                 continue
 
             # with one leaf after the other; exponentials are relative to the k-th now
             shrunk = math.exp((np.float64(least) - np.float64(kth)) / temperature)  # at most 1
             for j in range(1, k + 1):
-                counts[0, j] = factors[j, 0] * shrunk**j if num_leaves < n - 1 else 0.0
-            for i in range(held):
+                counts[0, j] = rest[j] * shrunk**j
+            for i in range(num_leaves):
                 z = (np.float64(o[leaves[i]]) - np.float64(kth)) / temperature
                 odds = scale * math.exp(min(z, FAR))
                 q[i] = 1 / (1 + odds)
@@ -121,7 +127,7 @@ def _forward(
                 counts[i + 1, 0] = counts[i, 0] * q[i]
                 for j in range(1, k + 1):
                     counts[i + 1, j] = counts[i, j] * q[i] + counts[i, j - 1] * p[i]
-            e = counts[held]
+            e = counts[num_leaves]
             difference = np.float64(kth) - np.float64(o[true])
             smooth[row, which] = difference + temperature * math.log(e[k] / e[k - 1] / scale)
 
@@ -130,70 +136,65 @@ def _forward(
             for m in range(1, k + 1):
                 c = e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0)
                 powers[row, which, m - 1] = -c * (-shrunk * scale) ** m
-            for i in range(held - 1, -1, -1):
-                of_success = 0.0
+            for i in range(num_leaves - 1, -1, -1):
+                success = 0.0  # the slope by p[i]
                 for j in range(1, k + 1):
-                    of_success += g[j] * counts[i, j - 1]
+                    success += g[j] * counts[i, j - 1]
                     g[j - 1] = g[j - 1] * q[i] + g[j] * p[i]
                 g[k] *= q[i]
-                of_leaves[row, which, i] = p[i] * of_success
+                leaf_slopes[row, which, i] = p[i] * success
 
 
 @jit
 def _backward(
-    scores, labels, temperature, softmax, ks, top, index, origin, powers, of_leaves, grad, grad_hard, of_softmax,
-    first, last, grad_scores,
-):  # fmt: skip
-    """Rows first..last of the gradients of smooth and hard (batch, J) and log_softmax (batch, 1) to that (batch, n)."""
+    scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_hard, first, last, grad_scores
+):
+    """Rows first..last of the gradients of smooth and hard (batch, J) to that of scores (batch, n)."""
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, powers.shape[2]
-    x, c, of_leaf = np.empty(n, _f32), np.empty(K, _f32), np.empty(num_leaves, _f32)
+    x, c, leaves = np.empty(n, _f32), np.empty(K, _f32), np.empty(num_leaves, _f32)
     for row in range(first, last):
-        slope, of_true, any_grad = grad_scores[row], _f32(0), False
-        slope[:], c[:], of_leaf[:] = _f32(0), _f32(0), _f32(0)
+        slope, true, has_gradient = grad_scores[row], _f32(0), False
+        slope[:], c[:], leaves[:] = _f32(0), _f32(0), _f32(0)
         for which in range(len(ks)):
             share = grad[row, which]
-            if share != 0 and top[row, ks[which] - 1] != _f32(-np.inf):  # an unused branch may hold NaN or inf
+            if share != 0 and top[row, ks[which] - 1] != -_INF:  # an unused branch may hold NaN or inf
                 c += share * powers[row, which]
-                of_leaf += share * of_leaves[row, which]
-                of_true -= share
-                any_grad = True
-        if any_grad and num_leaves < n - 1:
-            exps_without(index[row], scores[row], _f32(1 / temperature), origin[row, 0], x)
+                leaves += share * leaf_slopes[row, which]
+                true -= share
+                has_gradient = True
+        if has_gradient and num_leaves < n - 1:
+            _exponentials(scores[row], index[row], _f32(1 / temperature), origin[row, 0], x)
             for m in range(K - 1, -1, -1):  # c_0 x + c_1 x^2 + ..., by Horner's rule
                 for j in range(n):
                     slope[j] = (c[m] + slope[j]) * x[j]
         for r in range(num_leaves):
-            slope[index[row, r]] = of_leaf[r]
-        slope[labels[row]] = of_true
+            slope[index[row, r]] = leaves[r]
+        slope[labels[row]] = true
         for which in range(len(ks)):
-            if top[row, ks[which] - 1] != _f32(-np.inf):
+            if top[row, ks[which] - 1] != -_INF:
                 slope[index[row, ks[which] - 1]] += grad_hard[row, which]
                 slope[labels[row]] -= grad_hard[row, which]
-        if softmax and of_softmax[row, 0] != 0:
-            highest = max(top[row, 0], scores[row, labels[row]])
-            subtract_softmax(of_softmax[row, 0], scores[row], highest, origin[row, 1], x, slope)
-            slope[labels[row]] += of_softmax[row, 0]
 
 
-def _outputs(scores, labels, ks, temperature, softmax):
-    """smooth, hard, top and log_softmax; then, for the backward pass, index, origin, powers and of_leaves."""
+def _outputs(scores, labels, ks, temperature):
+    """smooth, hard and top; then, for the backward pass, index, origin, powers and leaf_slopes."""
     (batch, n), J, K = scores.shape, len(ks), ks[-1]
     leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
-    shapes = ((J,), (J,), (min(K + 1, n),), (int(softmax),), (leaves + 1,), (2,), (J, K), (J, leaves))
+    shapes = ((J,), (J,), (min(K + 1, n),), (leaves + 1,), (1,), (J, K), (J, leaves))
     outputs = [scores.new_empty(batch, *shape) for shape in shapes]
-    outputs[4] = labels.new_empty(outputs[4].shape)
+    outputs[3] = labels.new_empty(outputs[3].shape)
     return outputs
 
 
-def _kth_largest(made, scores, labels, ks, temperature, softmax):
-    """As smooth_svm.kth_largest, for scores (rows, n) float32."""
-    inputs = (scores, labels, temperature.item(), softmax, np.array(ks))
+def _kth_largest(made, scores, labels, ks, temperature):
+    """As smooth_svm.kth_largest, for scores (batch, n) float32."""
+    inputs = (scores, labels, temperature.item(), np.array(ks))
     in_threads(_forward, scores.numel(), WORK_OF_A_THREAD, len(scores), inputs, made)
 
 
-def _kth_largest_backward(grad_scores, grads, made, scores, labels, ks, temperature, softmax):
-    inputs = (scores, labels, temperature.item(), softmax, np.array(ks), *made[2:3], *made[4:], *grads[:2], grads[3])
+def _kth_largest_backward(grad_scores, grads, made, scores, labels, ks, temperature):
+    inputs = (scores, labels, temperature.item(), np.array(ks), *made[2:], *grads)
     in_threads(_backward, scores.numel(), WORK_OF_A_THREAD, len(scores), inputs, [grad_scores])
 
 
-register("kth_largest", "cpu", _outputs, _kth_largest, _kth_largest_backward, smooth_svm.kth_largest, 4)
+register("kth_largest", "cpu", 2, _outputs, _kth_largest, _kth_largest_backward, smooth_svm.kth_largest)

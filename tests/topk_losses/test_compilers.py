@@ -1,0 +1,158 @@
+"""torch.compile, torch.export, torch.func and devices where no number can be read."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.methods import DETERMINISTIC, p_k_of, random_batch, value_and_gradient
+from topk_losses import METHODS, RELAXATIONS, make_loss
+from topk_losses.kernels import VARIABLE
+
+WITH_M = [(method, None) for method in METHODS] + [(method, 8) for method in RELAXATIONS]
+LEARNED = [name for name in DETERMINISTIC if METHODS[name].inverse_temperature is not None]
+
+
+@pytest.mark.parametrize("kind", ["labels", "distributions"])
+@pytest.mark.parametrize("method", METHODS)
+def test_one_graph_serves_all_batch_sizes(method, kind):
+    """By the kernels and with a learned temperature, forward and backward; and by operations in float64, smoothed."""
+    labels_only, m, settings = kind == "labels", None, {}
+    if labels_only and method in LEARNED:
+        settings["inverse_temperature"] = nn.Parameter(torch.tensor(0.7))
+    if not labels_only:
+        settings["label_smoothing"], m = 0.1, 8 if method in RELAXATIONS else None
+    loss = make_loss(method, p_k_of(method, 3), None, m, **settings)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        backend = "aot_eager" if labels_only else "eager"
+        compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
+        for batch in range(3, 23):
+            logits, target = random_batch(batch, dtype=torch.float32 if labels_only else torch.float64)
+            if not labels_only:
+                target = random_batch(batch, seed=1)[0].softmax(1)
+            results = []
+            for call in (loss, compiled):
+                torch.manual_seed(0)
+                leaf = logits.clone().requires_grad_()
+                value = call(leaf, target)
+                wanted = [leaf, *loss.parameters()]
+                results.append((value.detach(), *torch.autograd.grad(value, wanted)))
+            torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)  # compiled, the transport is not looked at
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_can_be_exported_with_a_dynamic_batch_and_a_fake_call_leaves_nothing_behind(method):
+    logits, labels = random_batch(dtype=torch.float32)
+    loss = make_loss(method, None, 12, 8)
+    if method in DETERMINISTIC:
+        want = loss(logits, labels)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert loss(mode.from_tensor(logits), mode.from_tensor(labels)).shape == ()
+    batch = torch.export.Dim("batch", min=2, max=1024)
+    program = torch.export.export(loss, (logits, labels), dynamic_shapes=({0: batch}, {0: batch})).module()
+    if method in DETERMINISTIC:
+        assert torch.equal(loss(logits, labels), want)
+        for size in (5, 17):
+            others = random_batch(size, dtype=torch.float32)
+            torch.testing.assert_close(program(*others), loss(*others), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", ""])
+@pytest.mark.parametrize("m", [None, 8])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_gradients_of_each_sample_by_torch_func(method, m, backend, monkeypatch):
+    monkeypatch.setenv(VARIABLE, backend)
+    logits, labels = random_batch(dtype=torch.float32)
+    loss = make_loss(method, None, 12, m)
+    _, want = value_and_gradient(make_loss(method, None, 12, m, reduction="sum"), logits, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of functions that vmap takes row by row
+        each = vmap(grad(loss))(logits, labels)
+    torch.testing.assert_close(each, want, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(grad(loss)(logits, labels) * 6, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_hessians_by_reverse_mode(method):
+    logits, labels = random_batch(3, 6)
+    loss = make_loss(method, p_k_of(method, 3), 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = vmap(jacrev(jacrev(loss)))(logits, labels)
+    want = [torch.autograd.functional.hessian(partial(loss, labels=label), row) for row, label in zip(logits, labels)]
+    torch.testing.assert_close(got, torch.stack(want), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_forward_mode_is_refused_with_the_way_out(method):
+    logits, labels = random_batch(3, 6, dtype=torch.float32)
+    loss = make_loss(method, p_k_of(method, 3), 6)
+    of_logits = partial(loss, labels=labels)
+    calls = [lambda: jvp(of_logits, (logits,), (logits,)), lambda: hessian(of_logits)(logits)]
+    calls += [lambda: torch.compile(lambda s: jvp(of_logits, (s,), (s,))[1], backend="aot_eager")(logits)]
+    for call in calls:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"(?s)no forward-mode derivatives.*jacrev"):
+            call()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        loss(forward_ad.make_dual(logits, logits), labels)
+
+
+# Devices, without one. Tensors on "meta" have no numbers: an .item() or a branch on one raises, where a GPU would have
+# to be waited for. A step that copies from the host, or binds a tensor anew that the next step reads, would be captured
+# in a CUDA graph with the values of that step.
+
+
+class Crossings(TorchDispatchMode):
+    """Notes the operations whose tensors lie on several devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        devices = {each.device.type for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)}
+        if len(devices) > 1:
+            self.found.append(func.overloadpacket.__name__)
+        return result
+
+
+def tensors_of(module):
+    """The tensors that a loss is bound to, by name."""
+    own = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    return own | dict(module.named_buffers())
+
+
+AUTO = [(method, None, "auto") for method, spec in METHODS.items() if spec.spread is not None]
+
+
+@pytest.mark.parametrize(("method", "m", "beta"), [*((*case, None) for case in WITH_M), *AUTO])
+def test_a_second_step_reads_no_number_copies_nothing_and_binds_nothing_anew(method, m, beta, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    with torch.device("meta"):  # constants are made on the CPU, whatever the default is
+        loss = make_loss(method, p_k_of(method), 20, m, beta)
+    if method == "imbalanced_noised_topk":
+        loss.class_counts = torch.ones(20, dtype=torch.int64)
+    loss.to("meta")
+    logits = torch.empty(8, 20, device="meta", requires_grad=True)
+    labels = torch.empty(8, dtype=torch.int64, device="meta")
+    loss(logits, labels).backward()
+    before = tensors_of(loss)
+    with Crossings() as crossings:
+        loss(logits, labels).backward()
+    assert crossings.found == []
+    after = tensors_of(loss)
+    assert {name for name, tensor in after.items() if before.get(name) is not tensor} == set()
+    loss(logits, torch.empty(8, 20, device="meta")).backward()
+    if method in RELAXATIONS:
+        loss(logits, labels, p_k=torch.empty(8, 5, device="meta")).backward()
+    assert logits.grad.shape == (8, 20)

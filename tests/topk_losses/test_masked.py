@@ -1,0 +1,203 @@
+"""Kinds of trouble: classes that are masked out, offsets, memory, gradients of labels and of k, autocast."""
+
+import functools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import one_hot
+
+from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch, value_and_gradient
+from topk_losses import RELAXATIONS, TopKCrossEntropyLoss, make_loss, topk_mask
+from topk_losses.kernels import VARIABLE, is_installed
+
+INF = math.inf
+BACKENDS = [("torch", torch.float64), ("torch", torch.float32)]
+BACKENDS += [("numba", torch.float32)] if is_installed("numba") else []
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda each: f"{each[0]}-{each[1]}")
+def dtype(request, monkeypatch):
+    monkeypatch.setenv(VARIABLE, request.param[0])
+    return request.param[1]
+
+
+# Classes that are masked out.
+
+
+@pytest.mark.parametrize("m", [None, 9])
+@pytest.mark.parametrize("kind", ["labels", "smoothed", "soft", "any"])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_the_loss_with_masked_classes_is_that_without_their_columns(method, kind, m, dtype):
+    """In value and gradient, for a number of live classes that differs from row to row, below m, too."""
+    if kind == "any" and method not in RELAXATIONS:
+        return
+    logits, labels = random_batch(6, 14, dtype=dtype)
+    settings = {"label_smoothing": 0.1} if kind == "smoothed" else {"soft_labels": "any"} if kind == "any" else {}
+    loss = make_loss(method, p_k_of(method, 3), m=m, reduction="none", **settings)
+    live = torch.rand(6, 14, generator=torch.Generator().manual_seed(3)) < 0.6
+    live[torch.arange(6), labels] = True
+    live[:, :4] = True
+    live[:2] = True
+    mass = random_batch(6, 14, seed=1)[0].exp().masked_fill(~live, 0).to(dtype)
+    target = {"soft": mass / mass.sum(1, keepdim=True), "any": ((mass > 2) | one_hot(labels, 14).bool())}
+    target = target.get(kind, labels)
+    value, gradient = value_and_gradient(loss, logits.masked_fill(~live, -INF), target)
+    assert not bool(gradient[~live].any())
+    tolerance = {"rtol": 1e-6, "atol": 1e-8} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
+    for row in range(6):
+        columns = live[row].nonzero().squeeze(1)
+        own = target[row : row + 1, columns] if target.dim() == 2 else (columns == target[row]).nonzero()[0]
+        want, of_want = value_and_gradient(loss, logits[row : row + 1, columns], own)
+        torch.testing.assert_close(value[row : row + 1], want, **tolerance)
+        torch.testing.assert_close(gradient[row, columns], of_want[0], **tolerance)
+
+
+@pytest.mark.parametrize("method", RELAXED)
+def test_where_k_exceeds_the_live_classes_all_of_them_are_within_it(method, dtype):
+    if method == "recall_surrogate":
+        return  # whose indicators are never 1
+    loss = TopKCrossEntropyLoss(method, [0.5, 0, 0.5])
+    value, gradient = value_and_gradient(loss, torch.tensor([[1, 0, -INF, -INF]], dtype=dtype), torch.tensor([0]))
+    softmax = torch.tensor([1.0, 0.0], dtype=dtype).softmax(0)
+    torch.testing.assert_close(value, -torch.log(0.5 + 0.5 * softmax[0]), rtol=0, atol=2e-6)
+    slope = 0.5 * softmax[0] * softmax[1] / (0.5 + 0.5 * softmax[0])
+    torch.testing.assert_close(gradient, torch.stack([-slope, slope, *torch.zeros(2, dtype=dtype)]).unsqueeze(0))
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_rows_with_few_or_no_live_classes_spoil_no_gradient_of_the_batch(method, dtype):
+    logits = torch.tensor([[1, 0, -INF, -INF], [1, -INF, -INF, -INF], [0.3, 0.1, -0.2, 0.7]], dtype=dtype)
+    loss = make_loss(method, p_k_of(method, 3), reduction="none")
+    leaf = logits.requires_grad_()
+    losses = loss(leaf, torch.tensor([0, 0, 2]))
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    assert bool(losses.isfinite().all())
+    assert bool(gradient.isfinite().all())
+    assert not bool(gradient[:2, 2:].any())
+    assert bool(gradient[2].any()) or method.startswith("truncated")
+
+
+# Offsets of the logits.
+
+
+@pytest.mark.parametrize("m", [None, 9])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_an_offset_costs_no_digits(method, m, dtype):
+    logits, labels = random_batch(16, 12, dtype=torch.float32)
+    shifted = (logits + 1e4).to(dtype)  # float32 numbers, in any precision
+    loss = make_loss(method, p_k_of(method, 3), m=m, reduction="none")
+    value, gradient = value_and_gradient(loss, shifted, labels)
+    want, of_want = value_and_gradient(loss, shifted.double() - 1e4, labels)
+    torch.testing.assert_close(value.double(), want, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), of_want, rtol=5e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("method", RELAXATIONS)
+def test_a_loss_is_never_below_0(method):
+    logits, _ = random_batch(64, 12, 3.0, torch.float32)
+    labels = logits.argmax(1)
+    for p_k in ({1: 0.5, 5: 0.5}, {2: 0.5, 1: 0.5}, {1: 0.1, 9: 0.9}):
+        for beta in (0.05, 1.0, 10.0):
+            loss = make_loss(method, p_k, inverse_temperature=beta, reduction="none")
+            assert float(loss(logits, labels).min()) >= 0
+
+
+# Gradients that someone asks for.
+
+
+@pytest.mark.parametrize("m", [None, 8])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_the_gradient_of_labels_is_the_loss_of_each_class(method, m):
+    logits, labels = random_batch()
+    loss = make_loss(method, p_k_of(method, 3), m=m, reduction="sum")
+    mass = one_hot(labels, 12).double().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(logits, mass), mass)
+    every = [make_loss(method, p_k_of(method, 3), m=m, reduction="none")(logits, labels * 0 + j) for j in range(12)]
+    torch.testing.assert_close(gradient, torch.stack(every, dim=1))
+
+
+@pytest.mark.parametrize("method", RELAXED)
+def test_the_gradient_of_a_set_is_that_of_differences(method):
+    logits, labels = random_batch()
+    right = one_hot(labels, 12).double()
+    loss = TopKCrossEntropyLoss(method, p_k_of(method, 3), soft_labels="any", reduction="sum")
+    leaf = right.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(logits, leaf), leaf)
+    for row, column in ((0, 3), (2, 7)):
+        step = torch.zeros_like(right)
+        step[row, column] = 1e-6
+        slope = (loss(logits, right + step) - loss(logits, right)) / 1e-6
+        torch.testing.assert_close(gradient[row, column], slope, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 7])
+@pytest.mark.parametrize("method", ["lml", "lapsum", "sparse_topk", "capped_softmax", "soft_topk"])
+def test_the_gradient_of_k_at_n_is_that_from_below(method, n):
+    x = random_batch(3, n)[0]
+    if n > 1:
+        x[0, 0] = -INF  # one live class less
+    k = (x > -INF).sum(1).double().requires_grad_()
+    weights = torch.arange(1.0, n + 1, dtype=torch.float64)
+    indicator = functools.partial(topk_mask, x, method=method, inverse_temperature=1.0)
+    value = indicator(k=k)
+    torch.testing.assert_close(value, (x > -INF).double(), rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad((value * weights).sum(), k)
+    step = 1e-3 if method != "sparse_topk" else 1e-6
+    want = [((value - indicator(k=k.detach() - h)) * weights).sum(1) / h for h in (step, step / 2)]
+    torch.testing.assert_close(gradient, 2 * want[1] - want[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.autograd.grad(indicator(k=k).sum(), k)[0], torch.ones_like(k))
+
+
+@pytest.mark.parametrize("kind", ["labels", "smoothed", "soft"])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_a_backward_pass_within_autocast_stays_in_full_precision(method, kind):
+    logits, labels = random_batch(16, 12, dtype=torch.float32)
+    target = random_batch(16, 12, dtype=torch.float32, seed=1)[0].softmax(1) if kind == "soft" else labels
+    p_k = torch.tensor([[0.3, 0.1, 0.6]] * 12) if method in RELAXATIONS else p_k_of(method, 3)
+    loss = make_loss(method, p_k, 12, label_smoothing=0.1 if kind == "smoothed" else 0.0)
+    want = value_and_gradient(loss, logits, target)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = value_and_gradient(loss, logits, target)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-7)
+
+
+# Memory.
+
+MEASURE = """
+import resource, sys, torch
+from topk_losses import make_loss
+method, smoothing, batch, n, m = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:])
+torch.manual_seed(0)
+loss = make_loss(method, {1: 0.5, 5: 0.5} if m else None, m=m or None, label_smoothing=smoothing)
+logits, labels = torch.randn(batch, n, requires_grad=True), torch.randint(n, (batch,))
+make_loss(method, {1: 0.5, 5: 0.5} if m else None, m=m or None)(logits, labels).backward()  # what is loaded once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loss(logits, labels).backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("method", ["splitter_selection", "lapsum", "softsort", "ldr_kl"])
+def test_smoothing_takes_little_more_memory_than_the_call_without(method):
+    command = [sys.executable, "-c", MEASURE, method, "0.1", "64", "1000", "0" if method == "ldr_kl" else "16"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert float(run.stdout) < 16  # MiB
+
+
+@pytest.mark.parametrize("method", RELAXED)
+def test_what_is_worked_out_in_parts_has_the_derivatives_of_the_whole(method, monkeypatch):
+    logits, labels = random_batch(5, 9)
+    results = []
+    for at_once in (2**16, 40):  # all pairs of a row and a class, or a few
+        monkeypatch.setattr("topk_losses.classification.AT_ONCE", at_once)
+        loss, leaf = make_loss(method, p_k_of(method, 3), m=6, label_smoothing=0.1), logits.clone().requires_grad_()
+        value = loss(leaf, labels)
+        (first,) = torch.autograd.grad(value, leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), leaf)
+        results.append((value.detach(), first.detach(), second))
+    torch.testing.assert_close(*results)

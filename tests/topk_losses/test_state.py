@@ -1,0 +1,341 @@
+"""Settings belong to the loss alone: what swaps, copies, moves or learns them acts on it, and on no other."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.utils.parametrize import register_parametrization
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch, value_and_gradient
+from topk_losses import METHODS, MaskOperator, RelaxedNetwork, TopKCrossEntropyLoss, TopKOperator, bitonic, make_loss
+from topk_losses.operator import guarded_log
+from topk_losses.temperature import MOMENTUM, AutoTemperature
+
+LEARNABLE = [name for name in DETERMINISTIC if METHODS[name].inverse_temperature is not None]
+FOLLOW = [name for name, method in METHODS.items() if method.spread]
+
+
+def build(method, beta, **settings):
+    return make_loss(method, p_k_of(method, 3), 12, inverse_temperature=beta, **settings)
+
+
+def name_of(method):
+    """What the inverse temperature is called in the loss."""
+    return "tau" if method.startswith("smooth") else "inverse_temperature"
+
+
+# Swapped, stacked, copied.
+
+
+@pytest.mark.parametrize("method", LEARNABLE)
+def test_functional_call_uses_the_temperature_that_it_is_given(method):
+    logits, labels = random_batch()
+    for start in (nn.Parameter(torch.tensor(0.7)), torch.tensor(0.7)):
+        loss = build(method, start)
+        loss(logits, labels)
+        other = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+        value = functional_call(loss, {name_of(method): other}, (logits, labels))
+        torch.testing.assert_close(value, build(method, 1.3)(logits, labels), rtol=1e-8, atol=1e-10)
+        (gradient,) = torch.autograd.grad(value, other)
+        step = 1e-6
+        slope = build(method, 1.3 + step)(logits, labels) - build(method, 1.3 - step)(logits, labels)
+        torch.testing.assert_close(gradient, slope / (2 * step), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(loss(logits, labels), build(method, 0.7)(logits, labels), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", LEARNABLE)
+def test_an_ensemble_has_a_temperature_for_each_member(method):
+    logits, labels = random_batch(dtype=torch.float32)
+    losses = [build(method, nn.Parameter(torch.tensor(beta))) for beta in (0.4, 0.9, 2.0)]
+    parameters, buffers = stack_module_state(losses)
+
+    def call(parameters, buffers):
+        return functional_call(losses[0], (parameters, buffers), (logits, labels))
+
+    want = torch.stack([loss(logits, labels) for loss in losses])
+    torch.testing.assert_close(vmap(call)(parameters, buffers), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", FOLLOW)
+def test_an_ensemble_of_temperatures_that_follow_the_logits(method):
+    logits, labels = random_batch(dtype=torch.float32)
+    losses = [build(method, "auto") for _ in range(2)]
+    for loss, scale in zip(losses, (3.0, 9.0)):
+        loss.generator = torch.Generator().manual_seed(0)
+        loss(logits * scale, labels)
+    parameters, buffers = stack_module_state(losses)
+    if METHODS[method].stochastic:  # whose noise vmap refuses
+        return
+    call = lambda *state: functional_call(losses[0], state, (logits, labels))  # noqa: E731
+    got = vmap(call)(parameters, buffers)
+    want = torch.stack([loss(logits, labels) for loss in losses])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert torch.equal(buffers["auto.spread"], torch.stack([loss.auto.spread for loss in losses]))
+
+
+@pytest.mark.parametrize("method", LEARNABLE)
+def test_a_copy_is_a_loss_of_its_own(method):
+    logits, labels = random_batch()
+    name = name_of(method)
+    for start in (0.7, nn.Parameter(torch.tensor(0.7))):
+        for copied in (copy.copy, copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))):
+            loss = build(method, start)
+            before, other = loss(logits, labels), copied(loss)
+            setattr(other, name, 2.0)
+            torch.testing.assert_close(other(logits, labels), build(method, 2.0)(logits, labels))
+            assert torch.equal(loss(logits, labels), before)
+
+
+@pytest.mark.parametrize("method", LEARNABLE)
+def test_a_replica_of_data_parallel_works_with_the_parameter_that_it_gets(method):
+    """As torch.nn.parallel.replicate does it, which needs GPUs."""
+    logits, labels = random_batch()
+    loss = build(method, nn.Parameter(torch.tensor(0.7)))
+    loss(logits, labels)
+    replica = loss._replicate_for_data_parallel()
+    for name, parameter in loss.named_parameters():
+        setattr(replica, name, parameter * 1.0)  # a copy through which gradients come back
+    value = replica(logits, labels)
+    torch.testing.assert_close(value, loss(logits, labels))
+    value.backward()
+    assert float(getattr(loss, name_of(method)).grad.abs()) > 0
+
+
+@pytest.mark.parametrize("method", LEARNABLE)
+def test_a_temperature_that_is_parametrized_trains(method):
+    class Exp(nn.Module):
+        def forward(self, log):
+            return log.exp()
+
+        def right_inverse(self, value):
+            return value.log()
+
+    logits, labels = random_batch(dtype=torch.float32)
+    loss, name = build(method, nn.Parameter(torch.tensor(0.7))), name_of(method)
+    register_parametrization(loss, name, Exp())
+    optimizer, seen = torch.optim.SGD(loss.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(logits, labels).backward()
+        optimizer.step()
+        seen.append(getattr(loss, name).item())
+    assert len(set(seen)) == 3
+    want = build(method, seen[-1])(logits, labels)
+    torch.testing.assert_close(loss(logits, labels), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", LEARNABLE)
+def test_a_learned_temperature_is_an_ordinary_parameter_which_can_be_replaced(method):
+    logits, labels = random_batch(dtype=torch.float32)
+    name, beta = name_of(method), nn.Parameter(torch.tensor(0.7))
+    loss = build(method, beta)
+    assert [each for each, _ in loss.named_parameters()] == list(loss.state_dict()) == [name]
+    loss(logits, labels).backward()
+    assert float(beta.grad.abs()) > 0
+    setattr(loss, name, 2.0)
+    torch.testing.assert_close(loss(logits, labels), build(method, 2.0)(logits, labels))
+    assert not loss.state_dict()
+    if method in FOLLOW:
+        loss.inverse_temperature = "auto"
+        loss(logits, labels)
+        assert list(loss.state_dict()) == ["auto.spread", "auto.weight"]
+    setattr(loss, name, beta)
+    assert [each for each, _ in loss.named_parameters()] == [name]
+    with torch.no_grad():
+        beta.fill_(-0.1)  # as an optimizer may
+    with pytest.raises(ValueError, match="must be a finite number above 0, got -0.1"):
+        loss(logits, labels)
+
+
+# Operators.
+
+
+class Reversed(TopKOperator):
+    """An operator with a setting of its own: the scores, turned over or not."""
+
+    default_inverse_temperature = 3.0
+
+    def __init__(self, k, sign, inverse_temperature=None):
+        super().__init__(k, inverse_temperature)
+        self.sign = sign
+
+    def _matrix(self, scores, k, beta, generator=None):
+        top = (self.sign * scores).topk(k, dim=1).values
+        return (-beta * (top.unsqueeze(2) - self.sign * scores.unsqueeze(1)).square()).softmax(2)
+
+
+def test_an_own_operator_stays_with_its_settings():
+    logits, labels = random_batch()
+    operator = Reversed(2, -1.0, 0.5)
+    loss = TopKCrossEntropyLoss(p_k=[0.5, 0.5], top1_mode="sort", operator=operator)
+
+    def by_definition(weights, beta):
+        P = operator._matrix(logits, len(weights), beta).cumsum(1)[range(6), :, labels]
+        return -guarded_log(P @ torch.tensor(weights, dtype=torch.float64)).mean()
+
+    torch.testing.assert_close(loss(logits, labels), by_definition([0.5, 0.5], 0.5))
+    loss.p_k = [0.2, 0.2, 0.6]  # another k
+    loss = copy.deepcopy(loss.to("cpu").double())
+    torch.testing.assert_close(loss(logits, labels), by_definition([0.2, 0.2, 0.6], 0.5), rtol=1e-5, atol=1e-6)
+    loss.inverse_temperature = 2.0
+    torch.testing.assert_close(loss(logits, labels), by_definition([0.2, 0.2, 0.6], 2.0), rtol=1e-5, atol=1e-6)
+    loss.operator = Reversed(2, -1.0)  # comes with its own
+    torch.testing.assert_close(loss(logits, labels), by_definition([0.2, 0.2, 0.6], 3.0), rtol=1e-5, atol=1e-6)
+    assert (operator.k, operator.inverse_temperature) == (2, 0.5)
+    for settings in ({"method": "softsort"}, {"distribution": "cauchy"}):
+        with pytest.raises(ValueError, match="takes the place of method"):
+            TopKCrossEntropyLoss(operator=operator, **settings)
+    with pytest.raises(TypeError, match="must be a TopKOperator, got int"):
+        TopKCrossEntropyLoss(operator=3)
+
+
+def test_a_network_of_ones_own_is_held_to_its_size():
+    logits, labels = random_batch()
+    network = RelaxedNetwork(bitonic(12, 3), 2.0)
+    loss = TopKCrossEntropyLoss(p_k=[0.5, 0, 0.5], operator=network)
+    torch.testing.assert_close(
+        loss(logits, labels), make_loss("bitonic", [0.5, 0, 0.5], inverse_temperature=2.0)(logits, labels)
+    )
+    loss.p_k = [0.5, 0, 0, 0.5]
+    with pytest.raises(ValueError, match="built for the ranks 1 to 3, got 4"):
+        loss(logits, labels)
+    with pytest.raises(ValueError, match="built for n=12 scores, got 11"):
+        TopKCrossEntropyLoss(p_k=[0.5, 0, 0.5], operator=network)(logits[:, :11], labels.clamp(max=10))
+
+
+@pytest.mark.parametrize("method", RELAXED)
+def test_an_operator_has_the_default_of_its_method_and_takes_another_at_the_call(method):
+    if METHODS[method].network:
+        return  # built from a network
+    logits, labels = random_batch()
+    operator = METHODS[method].operator(3)
+    assert operator.inverse_temperature == METHODS[method].inverse_temperature
+    other, beta = METHODS[method].operator(3, 0.8), torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    for call in ("rank_probabilities", "permutation_matrix", "mask"):
+        arguments = (logits, labels) if call == "rank_probabilities" else (logits,)
+        got = getattr(operator, call)(*arguments, inverse_temperature=beta)
+        torch.testing.assert_close(got, getattr(other, call)(*arguments))
+        assert bool(torch.autograd.grad(got.square().sum(), beta)[0].isfinite())
+    assert isinstance(operator, MaskOperator) or not hasattr(operator, "_values")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_m_of_n_or_more_is_no_m(method):
+    logits, labels = random_batch(n=10)
+    for target in (labels, random_batch(n=10, seed=1)[0].softmax(1)):
+        results = []
+        for m in (None, 10, 50):
+            loss = make_loss(method, p_k_of(method), m=m)
+            loss.generator = torch.Generator().manual_seed(0)
+            results.append(value_and_gradient(loss, logits, target))
+        assert all(torch.equal(*each) for other in results[1:] for each in zip(other, results[0]))
+
+
+# The inverse temperature that follows the logits.
+
+
+def spread_of(logits):
+    return logits.double().std(1).mean().item()
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_auto_is_the_target_over_a_running_mean_in_float32(default):
+    torch.set_default_dtype(default)
+    try:
+        for cast in (lambda auto: auto, lambda auto: auto.bfloat16(), lambda auto: auto.half(), nn.Module.double):
+            auto, mean = cast(AutoTemperature(3.0, 2.0)), math.nan
+            assert auto.value() == 2.0
+            for seed, scale in enumerate((1.0, 3.0, 9.0)):
+                logits, _ = random_batch(73, 12, scale, torch.float32, seed)
+                auto.observe(logits)
+                mean = spread_of(logits) if math.isnan(mean) else (1 - MOMENTUM) * mean + MOMENTUM * spread_of(logits)
+                assert auto.value().item() == pytest.approx(3.0 / mean, rel=1e-5)
+            assert auto.spread.dtype == torch.float32
+            before = auto.value()
+            auto.eval().observe(logits)
+            assert auto.value() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mask", [-math.inf, -1e4, -1e9, -65504.0, torch.finfo(torch.float32).min])
+def test_auto_counts_live_classes_of_rows_that_count(mask):
+    logits, labels = random_batch(6, 12, dtype=torch.float32)
+    want = 3.0 / spread_of(logits)
+    wider = torch.cat([logits, torch.full((6, 50), mask)], dim=1)
+    auto = AutoTemperature(3.0, 100.0)
+    auto.observe(torch.cat([wider, torch.full((1, 62), math.nan)]))
+    assert auto.value().item() == pytest.approx(want, rel=1e-5)
+    for nothing in (torch.full((2, 12), math.nan), torch.full((2, 12), math.inf), torch.zeros(0, 12)):
+        auto.observe(nothing)
+    assert auto.value().item() == pytest.approx(want, rel=1e-5)
+    flat = AutoTemperature(3.0, 0.5)
+    flat.observe(torch.zeros(4, 12))
+    assert flat.value() == 1.0  # twice the default
+    loss = build("lml", "auto")
+    loss(torch.cat([logits, 1e3 * logits]), torch.cat([labels, torch.full((6,), -100)]))
+    assert loss.auto.spread.item() == pytest.approx(spread_of(logits), rel=1e-5)
+
+
+def test_auto_counts_all_positions_of_dense_maps():
+    logits = torch.randn(2, 12, 20, 20) * torch.linspace(0.1, 4, 400).view(1, 1, 20, 20)
+    loss = build("lml", "auto")
+    loss(logits, torch.zeros(2, 20, 20, dtype=torch.long))
+    assert loss.auto.spread.item() == pytest.approx(spread_of(logits.movedim(1, -1).reshape(-1, 12)), rel=1e-4)
+
+
+def test_auto_is_averaged_with_the_buffers_of_a_model():
+    logits, labels = random_batch(dtype=torch.float32)
+    loss = build("lml", "auto")
+    average = AveragedModel(loss, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    average.update_parameters(loss)  # before the first batch: it does not count
+    for _ in range(3):
+        loss(logits, labels)
+        average.update_parameters(loss)
+    assert average.module.auto.value().item() == pytest.approx(loss.auto.value().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", FOLLOW)
+def test_auto_is_saved_moved_and_copied_with_its_loss(method):
+    logits, labels = random_batch(40, 12, 20.0)
+    loss, other = (build(method, "auto") for _ in range(2))
+    loss(logits, labels)
+    beta = loss.auto.value().item()
+    assert beta == pytest.approx(METHODS[method].spread / logits.std(1).mean().item(), rel=1e-5)
+    other.bfloat16().load_state_dict(loss.state_dict())
+    copies = copy.deepcopy(loss), copy.copy(loss), pickle.loads(pickle.dumps(loss))
+    for each in (other, *copies):
+        assert each.auto.value() == beta
+        each(logits * 3, labels)
+        assert each.auto.value() != beta == loss.auto.value().item()  # each has its own
+    fixed = build(method, beta)
+    loss.eval()
+    for each in (loss, fixed):
+        each.generator = torch.Generator().manual_seed(0)
+    torch.testing.assert_close(loss(logits / 9, labels), fixed(logits / 9, labels), rtol=1e-5, atol=1e-6)
+    loss.inverse_temperature = 0.3
+    assert loss.auto is None
+    assert make_loss("sinkhorn_sort", 5, inverse_temperature="auto").inverse_temperature == 100.0
+
+
+def _train_in_two_processes(rank, results):
+    torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:29541", rank=rank, world_size=2)
+    logits, labels = random_batch(6, 12, dtype=torch.float32)
+    loss = build("lml", "auto", reduction="sum")
+    rows = slice(0, 6 * (1 - rank))  # the second process has an empty batch
+    loss(logits[rows], labels[rows])
+    results[rank] = loss.auto.spread.item(), spread_of(logits)
+    torch.distributed.destroy_process_group()
+
+
+def test_auto_is_that_of_all_processes_one_with_an_empty_batch():
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_train_in_two_processes, (results,), nprocs=2)
+        for got, want in dict(results).values():
+            assert got == pytest.approx(want, rel=1e-5)
