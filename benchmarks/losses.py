@@ -28,7 +28,7 @@ from torch.utils.benchmark import Timer
 from benchmarks import contenders
 from benchmarks.runner import SOFTMAX, Table, parser, positive, size
 from experiments.common.processes import keep_freed_memory
-from topk_losses import METHODS, RELAXATIONS, make_loss, make_operator
+from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.methods import SINGLE_K, TOP1
 
 SIZES = ("128x100", "500x1000m16", "500x10450m50", "128x1000", "128x10450")
@@ -105,7 +105,7 @@ def run(*task: Any) -> dict[str, Any]:
 def work(method: str, n: int, k: int) -> tuple[float, float]:
     """Operations of one sample, and numbers that its backward pass needs, to leading order in n and k."""
     if method in ("odd_even", "bitonic", "splitter_selection"):
-        return (sum(make_operator(method, n, k).layer_sizes),) * 2
+        return (METHODS[method].network(n, k).pruned().num_comparators,) * 2
     known = {"softsort": (n + k * k, n + k * k), "neuralsort": (n * math.log2(n) + n * k, n * k)}
     known |= {"sinkhorn_sort": (n**3, n * n), **dict.fromkeys([*TOP1, *SINGLE_K], (n, n))}
     return known.get(method, (n * k, n * k))

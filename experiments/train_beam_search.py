@@ -111,7 +111,7 @@ def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, 
         settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
         loss_fn = losses.build_loss(settings, None, device, reduction="sum")
         return partial(retain, K=K, loss_fn=loss_fn, nll_weight=nll_weight)
-    operators = cache(partial(rank_operator, settings, K, device))
+    operators = cache(partial(rank_operator, settings, K))
     try:
         operators(V)
     except ValueError as error:

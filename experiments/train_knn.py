@@ -33,12 +33,12 @@ from data.embeddings import Embeddings, load_embeddings
 from data.points import POINT_SETS, Points, Samples, load_points, points_of_embeddings
 from data.published import published_info
 from experiments.common import flags, losses
-from experiments.common.neighbours import CROSS_ENTROPY, LOSSES, METHODS, UNTRAINED, majority, nearest, neighbour_loss
+from experiments.common.neighbours import CROSS_ENTROPY, LOSSES, METHODS, UNTRAINED, NeighbourLoss, majority, nearest
 from experiments.common.processes import Processes, prepare_device
 from experiments.common.run import Run
 from models.embedders import EMBEDDERS, embedder
 from topk_losses import METHODS as LIBRARY
-from topk_losses import RELAXATIONS, SortedSoftTopK, make_operator
+from topk_losses import RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator
 
 # Flags that make it another experiment: see train_cifar100.py.
 IDENTITY = (
@@ -115,8 +115,8 @@ def configuration(args: argparse.Namespace, seed: int, device: torch.device) -> 
     return {name: value for name, value in config.items() if name != "top1_mode"}
 
 
-def build_operator(config: dict[str, Any]) -> nn.Module | None:
-    """The relaxed top-k of num_candidates scores; None of a baseline. Raises SystemExit."""
+def build_loss(config: dict[str, Any]) -> NeighbourLoss | None:
+    """The loss by a relaxed top-k of num_candidates scores; None of a baseline. Raises SystemExit."""
     if config["method"] not in RELAXATIONS:
         return None
     method, beta, k = config["method"], config["inverse_temperature"], config["k"]
@@ -124,14 +124,13 @@ def build_operator(config: dict[str, Any]) -> nn.Module | None:
     number = ends[0] if ends else None if isinstance(beta, str) else beta
     try:
         if config["sorted"]:
-            operator: nn.Module = SortedSoftTopK(k, number or LIBRARY[method].inverse_temperature)
+            operator: TopKOperator = SortedSoftTopK(k, number)
         else:
             shape = config["distribution"], config["art_lambda"]
             operator = make_operator(method, config["num_candidates"], k, number, *shape)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    operator.auto = LIBRARY[method].auto() if beta == "auto" else None
-    return operator
+    return NeighbourLoss(operator, config["loss"], LIBRARY[method].auto() if beta == "auto" else None)
 
 
 def build_model(points: Points, config: dict[str, Any]) -> nn.ModuleDict:
@@ -158,7 +157,7 @@ def build_model(points: Points, config: dict[str, Any]) -> nn.ModuleDict:
 def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, processes: Processes) -> None:
     device = processes.device(args.device)
     config = configuration(args, seed, device)
-    operator = build_operator(config)
+    loss_fn = build_loss(config)
     if embeddings:
         info = {"backbone": None, "resolution": None} | published_info(args.data_path) | embeddings.info
         config |= {name: info[name] for name in ("backbone", "resolution")}
@@ -175,21 +174,21 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     torch.manual_seed(seed)
     model = build_model(points, config)
     points, model = points.to(device), model.to(device)
-    operator = operator.to(device) if operator else None
+    loss_fn = loss_fn.to(device) if loss_fn else None
     parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = None
     if parameters:
         optimizer = torch.optim.SGD(parameters, config["lr"], momentum=0.9, weight_decay=args.weight_decay)
-    run.resume(model=model, optimizer=optimizer, loss=operator)
+    run.resume(model=model, optimizer=optimizer, loss=loss_fn)
     embed = losses.compiled(model["embed"], args.compile, device) if optimizer else model["embed"]
     n_epochs = args.n_epochs if optimizer else 1
     num_steps = len(points.train) // args.batch_size  # the last partial batch is dropped
     for epoch in range(run.done + 1, n_epochs + 1):
         entry: dict[str, Any] = {"epoch": epoch, "train_loss": None, "train_seconds": 0.0}
         if optimizer:
-            entry = train_epoch(epoch, run, points, model, embed, operator, optimizer)
+            entry = train_epoch(epoch, run, points, model, embed, loss_fn, optimizer)
         entry |= evaluate(args, points, model)
-        entry |= losses.current_temperature(operator, config["inverse_temperature"])
+        entry |= losses.current_temperature(loss_fn, config["inverse_temperature"])
         run.save(entry, last=epoch == n_epochs, say=f"epoch {epoch}/{n_epochs}")
     sizes = {f"{name}_images": len(getattr(points, name)) for name in ("train", "valid", "test")}
     num_images = n_epochs * num_steps * args.batch_size if optimizer else None
@@ -208,7 +207,7 @@ def check_points(points: Points, args: argparse.Namespace) -> None:
 
 
 def train_epoch(
-    epoch: int, run: Run, points: Points, model: nn.ModuleDict, embed: nn.Module, operator: Any, optimizer: Any
+    epoch: int, run: Run, points: Points, model: nn.ModuleDict, embed: nn.Module, loss_fn: Any, optimizer: Any
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1: each training point is a query once, but for the last partial batch."""
     started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
@@ -216,8 +215,8 @@ def train_epoch(
     # Two independent orders; candidates go round where a step has more of them than queries.
     queries, candidates = (epoch_order(len(train), seed, 2 * epoch + each).to(device) for each in (0, 1))  # (N,)
     generator = epoch_generator(seed, 2 * epoch, device) if points.augmented else None
-    if operator is not None:
-        losses.seed_noise(operator, device, seed, epoch)
+    if loss_fn is not None:
+        losses.seed_noise(loss_fn, device, seed, epoch)
     turn = torch.arange(args.num_candidates, device=device)
     step_losses = []
 
@@ -232,13 +231,13 @@ def train_epoch(
         asked = queries[step * args.batch_size : (step + 1) * args.batch_size]  # (Q,)
         others = candidates[(step * args.num_candidates + turn) % len(train)]  # (C,)
         labels = train.labels[asked]
-        if operator is None:
+        if loss_fn is None:
             loss = cross_entropy(model["classify"](embedded(asked)), labels)
         else:
-            losses.set_temperature(operator, config["inverse_temperature"], progress)
+            losses.set_temperature(loss_fn, config["inverse_temperature"], progress)
             right = labels.unsqueeze(1) == train.labels[others]  # (Q, C)
             same = None if args.self_match else asked.unsqueeze(1) == others  # (Q, C)
-            loss = neighbour_loss(operator, embedded(asked), embedded(others), right, same, args.loss)
+            loss = loss_fn(embedded(asked), embedded(others), right, same)
 
         optimizer.zero_grad()
         loss.backward()

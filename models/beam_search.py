@@ -17,6 +17,7 @@ from models.encoder_decoder import END, Encoded, EncoderDecoder
 
 # In place of a probability of 0 under the logarithm: finite in float32, and so is any sum of it over a reading.
 LEAST = 1e-30
+Relaxed = Callable[[Tensor], Tensor]  # a relaxed top-k: scores (batch, n) -> (batch, K, n)
 
 
 class Beam(NamedTuple):
@@ -87,7 +88,11 @@ def beam_search(model: EncoderDecoder, encoded: Encoded, K: int, max_steps: int)
 
 
 def soft_beam(
-    model: EncoderDecoder, encoded: Encoded, K: int, num_steps: int, operator: Callable[[int], torch.nn.Module]
+    model: EncoderDecoder,
+    encoded: Encoded,
+    K: int,
+    num_steps: int,
+    operator: Callable[[int], Callable[[Tensor], Tensor]],
 ) -> tuple[list[Tensor], Tensor]:
     """The relaxed choices A of each step, (batch, K, Q, V), and the last scores (batch, K).
 

@@ -10,7 +10,7 @@ from torch.nn.functional import nll_loss, pad
 from data.cmudict import END
 from models.beam_search import marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
-from topk_losses import SortedSoftTopK, make_operator
+from topk_losses import SortedSoftTopK, TopKOperator, make_operator
 from topk_losses.operator import guarded_log
 
 Objective = Callable[[EncoderDecoder, Tensor, Tensor], Tensor]  # model, letters (batch, L), phonemes (batch, T) -> ()
@@ -45,7 +45,7 @@ def soft_beam_loss(
     letters: Tensor,
     phonemes: Tensor,
     K: int,
-    operators: Callable[[int], nn.Module],
+    operators: Callable[[int], TopKOperator],
     nll_weight: float,
 ) -> Tensor:
     """-log q of each phoneme, q the distribution of the soft beam's best hypothesis where the right reading ends. Plus
@@ -58,12 +58,12 @@ def soft_beam_loss(
     return loss + nll_weight * _cross_entropy(model, encoded, labels, phonemes)
 
 
-def rank_operator(settings: dict[str, Any], K: int, device: torch.device, n: int) -> nn.Module:
+def rank_operator(settings: dict[str, Any], K: int, n: int) -> TopKOperator:
     """The operator of n candidates whose rows are the K hypotheses."""
     if settings["method"] == "soft_topk":  # Xie et al. tell the ranks apart by an anchor for each
-        return SortedSoftTopK(K, settings["inverse_temperature"]).to(device)
+        return SortedSoftTopK(K, settings["inverse_temperature"])
     shape = ("method", "inverse_temperature", "distribution", "art_lambda")
-    return make_operator(num_scores=n, k=K, **{name: settings[name] for name in shape}).to(device)
+    return make_operator(num_scores=n, k=K, **{name: settings[name] for name in shape})
 
 
 def _cross_entropy(model: EncoderDecoder, encoded: Encoded, labels: Tensor, phonemes: Tensor) -> Tensor:

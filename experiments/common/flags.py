@@ -100,6 +100,14 @@ def add_loss_flags(parser: ArgumentParser) -> None:
     group.add_argument("--top1_mode", choices=TOP1_MODES, help="how the k = 1 term is computed")
     group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over all classes")
     group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl, in units of the logits")
+    group.add_argument(
+        "--noise_rate", type=fraction, help="share of wrong labels for forward_correction (default: 0.2)"
+    )
+    group.add_argument("--q", type=positive_float, help="of generalized_cross_entropy, in (0, 1] (default: 0.7)")
+    told = "weight of the {} in symmetric_cross_entropy (default: {}) and nce_rce (default: {})"
+    group.add_argument("--alpha", type=non_negative_float, help=told.format("(normalised) cross-entropy", 6, 10))
+    group.add_argument("--beta", type=non_negative_float, help=told.format("reverse cross-entropy", 0.1, 0.1))
+    group.add_argument("--tau", type=positive_float, help="gradient bound of phuber_cross_entropy (default: 10)")
     told = "difftopk: the official loss, for comparison (default: ours)"
     group.add_argument("--implementation", choices=("ours", "difftopk"), default="ours", help=told)
 

@@ -14,7 +14,7 @@ from topk_losses.methods import SINGLE_K, TOP1
 
 # Settings that only some losses have: each is a flag of the same name and an argument of make_loss, and a run's name
 # depends on it only where it is given.
-OWN_SETTINGS = ("label_smoothing", "margin")
+OWN_SETTINGS = ("label_smoothing", "margin", "noise_rate", "q", "alpha", "beta", "tau")
 # P_K without --p_k, as in Table 1; [.2 .2 .2 .2 .2] for the other methods.
 DEFAULT_P_K = {
     **{method: [1.0, 0.0, 0.0, 0.0, 0.0] for method in TOP1},

@@ -4,11 +4,12 @@ Scores are minus squared Euclidean distances, so that the nearest candidate has 
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from topk_losses import RELAXATIONS, TopKOperator
+from topk_losses import RELAXATIONS, AutoTemperature, TopKOperator
 from topk_losses.operator import guarded_log
 
 CROSS_ENTROPY = "softmax_cross_entropy"
@@ -28,27 +29,42 @@ def squared_distances(queries: Tensor, candidates: Tensor) -> Tensor:
     return distances.clamp(min=0)
 
 
-def neighbour_loss(
-    operator: TopKOperator, queries: Tensor, candidates: Tensor, right: Tensor, left_out: Tensor | None, loss: str
-) -> Tensor:
-    """The mean over queries of minus the soft top-k mass on right candidates, or of minus its logarithm: ().
+class NeighbourLoss(nn.Module):
+    """The mean over queries of minus the soft top-k mass on right candidates, or of minus its logarithm.
 
-    queries (Q, d) and candidates (C, d) float32. right (Q, C) bool: candidates of the query's label. left_out (Q, C)
-    bool: candidates that take no part, the query itself say. loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], between
-    -k and 0; or "log_mass", -log of that mass / k. A query without a right candidate counts as 0.
+    Args:
+        operator: the relaxed top-k of the candidates.
+        loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], between -k and 0; or "log_mass", -log of that mass / k.
+        auto: what the inverse temperature follows the scores by; None: it is the operator's.
     """
-    centre = candidates.detach().mean(0)
-    scores = -squared_distances(queries - centre, candidates - centre)  # (Q, C)
-    if left_out is not None:
-        scores, right = scores.masked_fill(left_out, -torch.inf), right & ~left_out
-    if (auto := getattr(operator, "auto", None)) is not None:
-        auto.observe(scores)
-        operator.inverse_temperature = auto.value()
-    counts = right.any(1)  # (Q,)
-    # Where nothing is right all is: the sum is then k, whatever the scores, and is left out.
-    share = operator.rank_probabilities(scores, (right | ~counts.unsqueeze(1)).to(scores.dtype)).sum(1)  # (Q,)
-    losses = -share if loss == "mass" else -guarded_log((share / operator.k).clamp(max=1))
-    return torch.where(counts, losses, 0).mean()
+
+    generator: torch.Generator | None = None  # of operators that draw noise
+
+    def __init__(self, operator: TopKOperator, loss: str, auto: AutoTemperature | None = None) -> None:
+        super().__init__()
+        self.operator, self.loss, self.auto = operator, loss, auto
+        self.inverse_temperature = operator.inverse_temperature
+
+    def forward(self, queries: Tensor, candidates: Tensor, right: Tensor, left_out: Tensor | None = None) -> Tensor:
+        """Compute the loss, (). A query without a right candidate counts as 0.
+
+        queries (Q, d) and candidates (C, d) float32. right (Q, C) bool: candidates of the query's label. left_out
+        (Q, C) bool: candidates that are masked out, the query itself say.
+        """
+        center = candidates.detach().mean(0)
+        scores = -squared_distances(queries - center, candidates - center)  # (Q, C)
+        if left_out is not None:
+            scores, right = scores.masked_fill(left_out, -torch.inf), right & ~left_out
+        beta: Any = self.inverse_temperature
+        if self.auto is not None:
+            self.auto.observe(scores)
+            beta = self.auto.value()
+        counts = right.any(1)  # (Q,)
+        # Where nothing is right all is: the sum is then k, whatever the scores, and is left out.
+        mass = (right | ~counts.unsqueeze(1)).to(scores.dtype)  # (Q, C)
+        share = self.operator.rank_probabilities(scores, mass, beta, self.generator).sum(1)  # (Q,)
+        losses = -share if self.loss == "mass" else -guarded_log((share / self.operator.k).clamp(max=1))
+        return torch.where(counts, losses, 0).mean()
 
 
 def nearest(queries: Tensor, tiles: Iterable[Tensor], k: int) -> Tensor:

@@ -15,7 +15,7 @@ COLUMNS = {
     "valid_images": "images in the validation split",
     "test_images": "images in the test split",
     "embeddings": "content of the embeddings: classes x dimensions, then eight digits of a hash of all rows",
-    "embedding_dtype": "floating-point type of the embeddings in the file; they are trained on in float32 or --precision",
+    "embedding_dtype": "floating-point type of the embeddings in the file; training is in float32 or --precision",
     "embeddings_checksum": "of older runs: checksum of the published file: sha256, etag or unverified",
     "backbone": "network that made the embeddings, where it is known",
     "resolution": "pixels of the images' sides when the embeddings were made, where it is known",

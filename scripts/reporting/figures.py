@@ -24,6 +24,13 @@ PAGE, WIDEST = 6.9, 35  # inches; points of accuracy that a panel shows
 FAMILIES = {
     "C7": ("softmax_cross_entropy", "ldr_kl", "smooth_topk", "smooth_hard_topk", "truncated_entropy", "noised_topk"),
     "C5": ("imbalanced_noised_topk",),
+    "C6": (
+        "forward_correction",
+        "generalized_cross_entropy",
+        "symmetric_cross_entropy",
+        "nce_rce",
+        "phuber_cross_entropy",
+    ),
     "C1": ("neuralsort", "softsort"),
     "C2": ("sinkhorn_sort", "soft_topk"),
     "C4": ("lml", "lapsum", "sparse_topk", "capped_softmax", "subset_topk"),

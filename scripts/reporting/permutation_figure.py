@@ -34,8 +34,8 @@ def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> 
     """Return P (k, n) by a method, the weights w (k,) of its rows, and p = w P (n,)."""
     logits = torch.tensor([scores], dtype=torch.float64)  # (1, n)
     operator = make_operator(method, len(scores), len(p_k))
-    _draw_often(method, operator)
-    matrix, weights = operator.permutation_matrix(logits)[0], rank_weights(p_k)  # (k, n), (k,)
+    matrix = operator.permutation_matrix(logits, generator=_draw_often(method, operator))[0]  # (k, n)
+    weights = rank_weights(p_k)  # (k,)
     return matrix, weights, weights @ matrix
 
 
@@ -57,16 +57,18 @@ def loss_of(method: str, inverse_temperature: float | None = None) -> Classifica
     top1_mode = "sort" if method in RELAXATIONS and ks == [WITHIN] else None
     settings = {"inverse_temperature": inverse_temperature, "top1_mode": top1_mode, "reduction": "sum"}
     loss = make_loss(method, {k: 1 / len(ks) for k in ks}, len(SCORES), **settings)
-    _draw_often(method, loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
+    loss.generator = _draw_often(method, loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
     if method == IMBALANCED:  # without counts its margins are those of the other noised loss
         loss.class_counts = torch.tensor(COUNTS)
     return loss
 
 
-def _draw_often(method: str, noisy: Any) -> None:
-    """Have an operator or loss that draws noise take the mean over many draws, the same ones for the same scores."""
-    if METHODS[method].stochastic:
-        noisy.num_samples, noisy.generator = DRAWS, torch.Generator().manual_seed(0)
+def _draw_often(method: str, noisy: Any) -> torch.Generator | None:
+    """Let an operator or loss take the mean over many draws; return a generator that draws the same for each."""
+    if not METHODS[method].stochastic:
+        return None
+    noisy.num_samples = DRAWS
+    return torch.Generator().manual_seed(0)
 
 
 def pull(loss: ClassificationLoss, own: Tensor) -> Tensor:

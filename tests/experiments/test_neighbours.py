@@ -8,7 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 from experiments.common import neighbours
-from experiments.common.neighbours import LOSSES, majority, nearest, neighbour_loss, squared_distances
+from experiments.common.neighbours import LOSSES, NeighbourLoss, majority, nearest, squared_distances
 from tests.methods import RELAXED
 from topk_losses import METHODS, make_operator
 
@@ -98,7 +98,7 @@ def test_the_loss_is_minus_the_mass_on_right_candidates(method, loss):
     operator = make_operator(method, CANDIDATES, K)
     scores = -(queries.unsqueeze(1) - candidates).square().sum(2)  # (Q, C)
     expected = defined(operator.permutation_matrix(scores), right, loss)
-    assert neighbour_loss(operator, queries, candidates, right, None, loss).item() == pytest.approx(expected, rel=1e-5)
+    assert NeighbourLoss(operator, loss)(queries, candidates, right, None).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -108,9 +108,9 @@ def test_who_is_left_out_is_as_if_absent(method, loss):
     left_out = torch.zeros_like(right)
     left_out[:, 4] = True
     others = torch.arange(CANDIDATES) != 4
-    got = neighbour_loss(make_operator(method, CANDIDATES, K), queries, candidates, right, left_out, loss)
+    got = NeighbourLoss(make_operator(method, CANDIDATES, K), loss)(queries, candidates, right, left_out)
     operator = make_operator(method, CANDIDATES - 1, K)
-    absent = neighbour_loss(operator, queries, candidates[others], right[:, others], None, loss)
+    absent = NeighbourLoss(operator, loss)(queries, candidates[others], right[:, others], None)
     assert got.item() == pytest.approx(absent.item(), rel=1e-6)
 
 
@@ -122,7 +122,7 @@ def test_a_query_that_is_left_out_has_no_part_in_any_operator(method):
     left_out = torch.eye(QUERIES, CANDIDATES, dtype=torch.bool)
     operator = make_operator(method, CANDIDATES, K)
     losses = [
-        neighbour_loss(operator, queries, candidates, change(right, left_out), left_out, "log_mass")
+        NeighbourLoss(operator, "log_mass")(queries, candidates, change(right, left_out), left_out)
         for change in (python_operator.or_, lambda right, left_out: right & ~left_out)
     ]
     assert losses[0] == losses[1]
@@ -137,7 +137,7 @@ def test_gradients_are_those_of_finite_differences(method, loss):
     operator = make_operator(method, CANDIDATES, K, METHODS[method].inverse_temperature / 10)
     inputs = (queries.requires_grad_(), candidates.requires_grad_())
     # The move to the candidates' mean is no part of the derivative, and changes nothing.
-    assert gradcheck(lambda q, c: neighbour_loss(operator, q, c, right, None, loss), inputs, atol=1e-5)
+    assert gradcheck(lambda q, c: NeighbourLoss(operator, loss)(q, c, right, None), inputs, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -145,9 +145,9 @@ def test_a_query_without_a_right_candidate_counts_as_zero(loss):
     queries, candidates, right = batch()
     queries.requires_grad_()
     operator = make_operator("neuralsort", CANDIDATES, K)
-    value = neighbour_loss(operator, queries, candidates, right, None, loss)
+    value = NeighbourLoss(operator, loss)(queries, candidates, right, None)
     value.backward()
-    alone = neighbour_loss(operator, queries[1:], candidates, right[1:], None, loss)
+    alone = NeighbourLoss(operator, loss)(queries[1:], candidates, right[1:], None)
     assert value.item() == pytest.approx(alone.item() * (QUERIES - 1) / QUERIES)
     assert not right[0].any()
     assert (queries.grad[0] == 0).all()

@@ -1,5 +1,7 @@
 """The nearest-neighbour classifier has the figures of a plain loop, which looks for neighbours one query at a time."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -58,8 +60,8 @@ def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, b
         queries, candidates = (epoch_order(len(train), SEED, 2 * epoch + each) for each in (0, 1))
         candidates = candidates.repeat(2 + steps * CANDIDATES // len(train))  # as often as it takes
         losses = []
-        if operator:
-            seed_noise(operator, torch.device("cpu"), SEED, epoch)
+        noise = SimpleNamespace()  # whose generator draws what the script's loss draws
+        seed_noise(noise, torch.device("cpu"), SEED, epoch)
         for asked, others in zip(queries.split(QUERIES)[:steps], candidates.split(CANDIDATES)):
             labels = train.labels[asked]
             if operator:
@@ -67,7 +69,9 @@ def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, b
                 itself = asked.unsqueeze(1) == others
                 scores = (-differences.square().sum(2)).masked_fill(itself, -torch.inf)
                 right = (labels.unsqueeze(1) == train.labels[others]) & ~itself
-                mass = (operator(scores).sum(1) * right).sum(1)[right.any(1)]  # of queries that have a right candidate
+                mass = (operator(scores, generator=noise.generator).sum(1) * right).sum(1)[
+                    right.any(1)
+                ]  # of queries that have a right candidate
                 loss = (-(mass / K).log() if log else -mass).sum() / QUERIES
             else:
                 loss = cross_entropy(classify(embedded(inputs[asked])), labels)

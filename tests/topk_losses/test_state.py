@@ -148,7 +148,7 @@ def test_a_learned_temperature_is_an_ordinary_parameter_which_can_be_replaced(me
     assert [each for each, _ in loss.named_parameters()] == [name]
     with torch.no_grad():
         beta.fill_(-0.1)  # as an optimizer may
-    with pytest.raises(ValueError, match="must be a finite number above 0, got -0.1"):
+    with pytest.raises(ValueError, match=r"must be a finite number above 0, got -0\.1"):
         loss(logits, labels)
 
 
