@@ -148,10 +148,10 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
     frame, drawn = pd.concat(each.assign(line=n) for n, each in enumerate(studies.temperature_lines(runs))), []
     of_heads = studies.SPREAD in frame
     x = "inverse temperature" + " × standard deviation of the logits" * of_heads
-    frame[x] = frame["beta"] * (frame[studies.SPREAD] if of_heads else 1)
+    frame[x] = frame["number"] * (frame[studies.SPREAD] if of_heads else 1)
     softmax = frame[frame["method"] == studies.SOFTMAX]
-    for p_k, part in frame.dropna(subset="beta").groupby("p_k", sort=False):
-        part = part.groupby(["method", "line", "beta"], sort=False)[[x, *METRICS]].mean().reset_index()
+    for p_k, part in frame.dropna(subset="number").groupby("p_k", sort=False):
+        part = part.groupby(["method", "line", "number"], sort=False)[[x, *METRICS]].mean().reset_index()
         part = part.groupby("line").filter(lambda rows: len(rows) > 1)
         if part.empty:
             continue

@@ -23,12 +23,12 @@ RATES = {
 def temperature_lines(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Return the runs of each line but the temperature, by P_K and the library's order, with numbers in percent.
 
-    beta: the inverse temperature, NaN where it is none or changes. ended_at: what it was at the end.
+    number: the inverse temperature, NaN where it is none or changes. ended_at: what it was at the end.
     """
     runs = core.as_numbers(runs, [*METRICS, *VALID], 100)
     runs = core.as_numbers(runs, [name for name in (SPREAD, "last_inverse_temperature") if name in runs])
     beta = pd.to_numeric(runs["inverse_temperature"], errors="coerce")
-    runs = runs.assign(beta=beta, temperature=runs["inverse_temperature"].map(short))
+    runs = runs.assign(number=beta, temperature=runs["inverse_temperature"].map(short))
     runs["ended_at"] = runs.get("last_inverse_temperature", beta).fillna(beta).fillna(0)
     place = runs["method"].map({method: number for number, method in enumerate(METHODS)})
     runs = runs.assign(place=place).sort_values(["place", "ended_at"], kind="stable")
@@ -50,16 +50,16 @@ def temperatures(name: str, runs: pd.DataFrame) -> Table:
 def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     """Return the cells of one method and P_K, by their headings."""
     groups = dict(iter(line.groupby("temperature", sort=False)))
-    means = line.groupby("temperature", sort=False)[[*METRICS, *VALID, "beta"]].mean()
+    means = line.groupby("temperature", sort=False)[[*METRICS, *VALID, "number"]].mean()
     first = core.p_k_of(line["p_k"].iloc[0])[0]
     aim = first * means["valid_top1"] + (1 - first) * means["valid_top5"]
     is_schedule = aim.index.str.contains(":")
     constant, schedules = aim[~is_schedule & (aim.index != "auto")], aim[is_schedule]
     rows = groups[constant.idxmax()] if len(constant) else line[:0]
     default = METHODS[line["method"].iloc[0]].inverse_temperature
-    best, auto, shown, times_spread = rows["beta"].mean(), groups.get("auto"), "—", ""
+    best, auto, shown, times_spread = rows["number"].mean(), groups.get("auto"), "—", ""
     if best > 0 and default is not None:
-        end = ", the least" if best == means["beta"].min() else ", the largest" if best == means["beta"].max() else ""
+        end = ", the least" if best == means["number"].min() else ", the largest" if best == means["number"].max() else ""
         shown = f"{best:g} ({best / default:g}x{end})"
         times_spread = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
     both = means["test_top1"].map("{:.2f}".format) + " / " + means["test_top5"].map("{:.2f}".format)
