@@ -336,10 +336,9 @@ class LDRKLLoss(ClassificationLoss):
 
     def __init__(
         self, inverse_temperature: float | Tensor = 1.0, margin: float = 0.0, num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
+        **others: Any,
     ) -> None:  # fmt: skip
-        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+        super().__init__(num_classes, **others)
         self.inverse_temperature = inverse_temperature
         self.margin = margin
 

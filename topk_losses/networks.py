@@ -20,7 +20,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_integer, check_k
 from topk_losses.kernels import kernel
-from topk_losses.operator import TopKOperator, as_tensor, centered, mass_of
+from topk_losses.operator import Beta, TopKOperator, as_tensor, centered, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 
 Layer = Sequence[tuple[int, int]]  # comparators (lo, hi)
@@ -244,7 +244,7 @@ class RelaxedNetwork(TopKOperator):
     settings = ("n", *TopKOperator.settings, "distribution", "art_lambda")
 
     def __init__(
-        self, network: Network | Callable[..., Network], inverse_temperature: float | Tensor | None = None,
+        self, network: Network | Callable[..., Network], inverse_temperature: Beta = None,
         distribution: str | None = None, art_lambda: float | None = None, k: SupportsIndex = 1,
     ) -> None:  # fmt: skip
         super().__init__(network.k if isinstance(network, Network) else k, inverse_temperature)

@@ -5,7 +5,7 @@ of the sources named in each class.
 """
 
 import math
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,6 @@ class RobustLoss(ClassificationLoss):
     """
 
     knows_sets = False
-
-    def __init__(
-        self, num_classes: SupportsIndex | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
-        soft_labels: str = "expected", ignore_index: int = -100, reduction: str = "mean",
-    ) -> None:  # fmt: skip
-        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         """The loss for log p of the labels (rows, 1), or of every class (rows, n); every: (rows, n)."""

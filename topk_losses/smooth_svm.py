@@ -83,10 +83,9 @@ class SmoothTopKLoss(SingleKLoss):
 
     def __init__(
         self, k: SupportsIndex, tau: float | Tensor = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
+        **others: Any,
     ) -> None:  # fmt: skip
-        super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+        super().__init__(k, num_classes, **others)
         self.tau: Any = tau
         self.alpha = check_positive("alpha", alpha)
 

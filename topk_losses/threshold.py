@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import full_precision, has_known_values
-from topk_losses.operator import MASKED, MaskOperator, centered, largest, pick_ranks, ranks_like
+from topk_losses.operator import MASKED, Beta, MaskOperator, centered, largest, pick_ranks, ranks_like
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
@@ -289,9 +289,7 @@ class PointwiseMasks(MaskOperator):
         """f(t), if the operator is `guarded`, else log f(t)."""
         return FAMILIES[self.family].value(t) if self.family in FAMILIES else logsigmoid(t)
 
-    def _values(
-        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any, generator: Any = None
-    ) -> Tensor:
+    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         if self.family in ("ranks", "middle"):
             function = soft_ranks if self.family == "ranks" else beyond_middles
             return self._value(function(scores, beta, labels, ks))
@@ -306,20 +304,11 @@ class PointwiseMasks(MaskOperator):
 class ThresholdOperator(PointwiseMasks):
     """What the operators with a threshold share. Subclasses name their family; beta multiplies the logits."""
 
-    def mask(
-        self, logits: Tensor, k: float | Tensor | None = None, inverse_temperature: float | Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Compute the soft top-k indicator of logits (..., n): in [0, 1], of the same shape, sums over n to k.
+    def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
+        """Compute the soft top-k indicator as every operator does, in [0, 1], which sums to k over the classes.
 
-        Args:
-            logits: (..., n), floating point.
-            k: in (0, n], any real number, or a tensor that broadcasts to (...,) and receives a gradient if it wants
-                one; default the operator's own. At k = n all indicators are 1, and the gradient is that from below.
-            inverse_temperature, generator: as in every operator.
-
-        Raises:
-            TypeError, ValueError: for what does not fit.
+        k: any number in (0, n], or a tensor that broadcasts to (...,) and receives a gradient if it wants one; default
+        the operator's own. At k = n all indicators are 1, and the gradient is that from below.
         """
         if k is None:
             return super().mask(logits, None, inverse_temperature, generator)
@@ -398,7 +387,7 @@ class SparseTopK(ThresholdOperator):
     guarded, has_zeros = True, True
     settings = (*ThresholdOperator.settings, "p")
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None, p: float = 2) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: Beta = None, p: float = 2) -> None:
         super().__init__(k, inverse_temperature)
         if p not in (2, 4 / 3):
             raise ValueError(f"p must be 2 or 4/3, got {p!r}")

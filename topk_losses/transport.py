@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_positive, full_precision, has_known_values, is_ordinary
 from topk_losses.kernels import kernel
-from topk_losses.operator import TopKOperator, as_tensor, at_target, finite, is_mass
+from topk_losses.operator import Beta, TopKOperator, as_tensor, at_target, finite, is_mass
 from topk_losses.threshold import ThresholdOperator
 
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
@@ -143,7 +143,7 @@ class _TransportOperator(TopKOperator):
     whitens = True
 
     def __init__(
-        self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None, tolerance: float | None = None,
+        self, k: SupportsIndex, inverse_temperature: Beta = None, tolerance: float | None = None,
         max_iterations: SupportsIndex = 30,
     ) -> None:  # fmt: skip
         super().__init__(k, inverse_temperature)
