@@ -6,15 +6,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from topk_losses.checks import (
-    AS_TENSOR,
-    PK,
-    check_integer,
-    check_logits,
-    check_p_k,
-    check_several,
-    has_known_values,
-)
+from topk_losses.checks import AS_TENSOR, PK, check_integer, check_logits, check_p_k, check_several, has_known_values
 from topk_losses.classification import ClassificationLoss, Given
 from topk_losses.methods import METHODS, TOP1, any_operator, is_relaxation, resolve_method, resolve_settings
 from topk_losses.networks import RelaxedNetwork

@@ -67,8 +67,6 @@ class NoisedTopKLoss(SingleKLoss):
         max_margin: the margin of the rarest class, above 0; 1 (default) as in the balanced loss.
         scale: above 0; 1 (default) for logits of an ordinary last layer, 50 was published for normalised ones.
         Others: as for SingleKLoss.
-
-    Raises TypeError or ValueError for settings and inputs that do not fit.
     """
 
     constants = per_class = ("weight", "class_counts")

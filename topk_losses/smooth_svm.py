@@ -74,9 +74,6 @@ class SmoothTopKLoss(SingleKLoss):
 
     A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A class at -inf is masked out: loss 0
     if fewer than k other classes remain, +inf if the true class is the masked one.
-
-    Raises:
-        TypeError, ValueError: for settings and inputs that do not fit.
     """
 
     shown = ("tau", "alpha", *SingleKLoss.shown)

@@ -190,7 +190,7 @@ class Family(NamedTuple):
 
 def _power_family(power: int) -> Family:
     value, root, slopes = (partial(each, power=power) for each in (_power_of_clipped, _power_root, _log_power_slopes))
-    return Family(value, root, slopes, True)  # type: ignore[arg-type]
+    return Family(value, root, slopes, True)
 
 
 FAMILIES = {
