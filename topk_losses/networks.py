@@ -73,10 +73,7 @@ def _network(n: int, k: int, layers: Iterable[Layer]) -> Network:
 
 @lru_cache(maxsize=8, typed=True)
 def odd_even(n: SupportsIndex, k: SupportsIndex) -> Network:
-    """Odd-even transposition sort: n layers of neighbours.
-
-    Raises ValueError unless 1 <= k <= n.
-    """
+    """Odd-even transposition sort: n layers of neighbours. Raises ValueError unless 1 <= k <= n."""
     n, k = _checked(n, k)
     return _network(n, k, ([(lo, lo + 1) for lo in range(depth % 2, n - 1, 2)] for depth in range(n)))
 
@@ -111,7 +108,7 @@ def bitonic(n: SupportsIndex, k: SupportsIndex) -> Network:
                     layers[-1].append((lo, hi))
                 elif lo >= 0 and not missing_stay:  # a wire whose partner is missing is the larger of the two
                     wire_on[on_hi], wire_on[on_lo] = lo, -1
-    # Lanes are named by the place where they end, so that wire n - r holds rank r.
+    # Wires are named by the place where they end, so that wire n - r holds rank r.
     name = {wire: place for place, wire in enumerate(wire_on[padding:])}
     return _network(n, k, ([(name[lo], name[hi]) for lo, hi in layer] for layer in layers))
 
@@ -122,7 +119,7 @@ def splitter_selection(n: SupportsIndex, k: SupportsIndex) -> Network:
 
     Each wire carries a lower bound on the number of wires above it. A splitter cascade over the wires of equal
     bound halves its stride layer by layer; a wire that lost in j of its layers has at least 2^j - 1 of the
-    cascade's wires above it, which raises its bound. Lanes whose bound reaches k are out. The cascades repeat,
+    cascade's wires above it, which raises its bound. Wires whose bound reaches k are out. The cascades repeat,
     each as early as its wires are free, until the top k are ordered. Raises ValueError unless 1 <= k <= n.
     """
     n, k = _checked(n, k)
@@ -278,8 +275,8 @@ class RelaxedNetwork(TopKOperator):
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         """Evaluate in both directions (Petersen et al. 2022, section 3.2): scores forward, rows of P backward.
 
-        A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
-        output wire, runs through the same comparators in reverse order.
+        A relaxed comparator is a symmetric 2 x 2 matrix, so that row r of P, at first the unit vector of its output
+        wire, runs through the same comparators in reverse order.
         """
         comparators, sizes = self._tables(scores, k)
         layers = [layer.flatten() for layer in comparators.split(sizes, dim=1)]

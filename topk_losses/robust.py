@@ -108,12 +108,10 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
         self.q = q
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "q":
-            value = check_positive(name, value)
-            if value > 1:
-                raise ValueError(f"q must lie in (0, 1], got {value:g}")
-            return value
-        return super()._checked_setting(name, value)
+        value = check_positive(name, value) if name == "q" else super()._checked_setting(name, value)
+        if name == "q" and value > 1:
+            raise ValueError(f"q must lie in (0, 1], got {value:g}")
+        return value
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         return -torch.expm1(self.q * log_p) / self.q
@@ -187,12 +185,10 @@ class PHuberCrossEntropyLoss(RobustLoss):
         self.tau = tau
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "tau":
-            value = check_positive(name, value)
-            if value <= 1:
-                raise ValueError(f"tau must be above 1, got {value:g}")
-            return value
-        return super()._checked_setting(name, value)
+        value = check_positive(name, value) if name == "tau" else super()._checked_setting(name, value)
+        if name == "tau" and value <= 1:
+            raise ValueError(f"tau must be above 1, got {value:g}")
+        return value
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         log_tau = math.log(self.tau)

@@ -302,7 +302,7 @@ class PointwiseMasks(MaskOperator):
 
 
 class ThresholdOperator(PointwiseMasks):
-    """What the operators with a threshold share. Subclasses name their family; beta multiplies the logits."""
+    """An operator with a threshold. Subclasses name their family; beta multiplies the logits."""
 
     def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
         """Compute the soft top-k indicator as every operator does, in [0, 1], which sums to k over the classes.
@@ -333,10 +333,8 @@ class ThresholdOperator(PointwiseMasks):
         at_n = (k == live.sum(1, keepdim=True)) & live
         depth = (-z).masked_fill(~live, MASKED)
         if FAMILIES[self.family].lowest_alone:
-            lowest = (depth == depth.amax(1, keepdim=True)).to(z.dtype)
-            share = lowest / lowest.sum(1, keepdim=True)
-        else:
-            share = depth.softmax(1)
+            depth = torch.where(depth == depth.amax(1, keepdim=True), depth, MASKED)
+        share = depth.softmax(1)
         return torch.where(at_n, share, 0) * (k - k.detach())
 
 
