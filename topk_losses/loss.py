@@ -76,9 +76,6 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     m then sort the other classes alone on a CPU, and elsewhere (CUDA, torch.compile, torch.func) as many as before,
     which relaxes otherwise: leave masked columns out there, or give m.
 
-    Raises:
-        ValueError: on construction for settings that do not fit, with a sentence saying which.
-
     Example:
         >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
         >>> loss_fn(torch.randn(8, 100), torch.randint(100, (8,))).shape

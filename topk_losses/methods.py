@@ -116,8 +116,7 @@ def register_method(
         stochastic: it draws noise.
         family: for tables and figures.
 
-    Raises:
-        ValueError: for a name that is taken.
+    Raises ValueError for a name that is taken.
     """
     if name in METHODS or name in ALIASES:
         raise ValueError(f"there is a method {name!r} already; choose another name")

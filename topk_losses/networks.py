@@ -36,7 +36,7 @@ class Network:
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
+        """The number of layers."""
         return len(self.layers)
 
     @property
@@ -233,9 +233,7 @@ class RelaxedNetwork(TopKOperator):
         art_lambda: in [0, 1).
         k: number of ranks, where the network is built for them.
 
-    Raises:
-        ValueError: for an unknown distribution (naming the nearest), settings out of range, and an art_lambda without
-            logistic_phi.
+    Raises ValueError for settings out of range and an art_lambda without logistic_phi.
     """
 
     settings = ("n", *TopKOperator.settings, "distribution", "art_lambda")

@@ -166,8 +166,7 @@ class TopKOperator:
         inverse_temperature: used where a call gives none; above 0, larger = closer to the hard operator. None: the
             default of the class.
 
-    Raises:
-        ValueError: for an inverse temperature that is not above 0 and, at the call, for k > n.
+    Raises ValueError for an inverse temperature that is not above 0 and, at the call, for k > n.
 
     Subclasses define one method, `_matrix(scores, k, beta, generator)` -> P (rows, k, n), of scores (rows, n) in
     float32 or float64 with autocast off. Two more may be defined where they cost less: `_column`, P of the true class,
@@ -203,8 +202,7 @@ class TopKOperator:
         Returns:
             (..., k), entry r: P(rank = r + 1); float32 for half-precision logits.
 
-        Raises:
-            TypeError, ValueError: for shapes, types and labels that do not fit.
+        Raises TypeError or ValueError for shapes, types and labels that do not fit.
         """
         scores = self._checked(logits)
         several = isinstance(labels, Tensor) and labels.is_floating_point()

@@ -45,8 +45,7 @@ class ForwardCorrectionLoss(RobustLoss):
         T: (n, n), rows summing to 1, in place of noise_rate.
         Others: as for ClassificationLoss.
 
-    Raises:
-        ValueError: for a T that is no such matrix, and for both.
+    Raises ValueError for a T that is no such matrix, and for both.
     """
 
     constants = ("weight", "T")
@@ -60,19 +59,19 @@ class ForwardCorrectionLoss(RobustLoss):
         self.T: Any = T
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "noise_rate" and value is not None:
+        if value is None or name not in ("noise_rate", "T"):
+            return super()._checked_setting(name, value)
+        if name == "noise_rate":
             return check_fraction(name, value)
-        if name == "T" and value is not None:
-            matrix = torch.as_tensor(value, dtype=torch.float64).detach()
-            n = self.num_classes or len(matrix)
-            sums_to_1 = matrix.shape == (n, n) and bool((matrix.sum(1) - 1).abs().max() < 1e-4)
-            if not sums_to_1 or not bool((matrix >= 0).all()):
-                raise ValueError(
-                    f"T must be a matrix ({n}, {n}) of probabilities, row j those of the labels of class j, which sum "
-                    f"to 1; got shape {tuple(matrix.shape)}"
-                )
-            return matrix
-        return super()._checked_setting(name, value)
+        matrix = torch.as_tensor(value, dtype=torch.float64).detach()
+        n = self.num_classes or len(matrix)
+        sums_to_1 = matrix.shape == (n, n) and bool((matrix.sum(1) - 1).abs().max() < 1e-4)
+        if not sums_to_1 or not bool((matrix >= 0).all()):
+            raise ValueError(
+                f"T must be a matrix ({n}, {n}) of probabilities, row j those of the labels of class j, which sum to "
+                f"1; got shape {tuple(matrix.shape)}"
+            )
+        return matrix
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         if self.T is None:

@@ -129,7 +129,7 @@ def _power_root(z: Tensor, k: Tensor, most: int, power: int) -> Tensor:
     distance, above = z.unsqueeze(1) - kth.unsqueeze(2), top.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n or M)
 
     def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
-        t = (distance - theta.unsqueeze(2)).clamp_(0, 1)
+        t = (distance - theta.unsqueeze(2)).clamp(0, 1)
         total = (t**power).sum(2) if power > 1 else t.sum(2)  # (rows, J)
         slope = power * (t.square() if power > 1 else t.ceil_()).sum(2)
         slope = slope - power * (above - theta.unsqueeze(2) >= 1).sum(2)
@@ -147,25 +147,8 @@ def _log_power_slopes(t: Tensor, power: int) -> Tensor:
     return torch.where(inside, logs, MASKED).to(t.dtype)
 
 
-def _log_logistic_slopes(t: Tensor) -> Tensor:
-    away = t.abs()
-    return 2 * logsigmoid(away) - away
-
-
-def _log_laplace_slopes(t: Tensor) -> Tensor:
-    return -t.abs() - math.log(2)
-
-
-def _log_capped_slopes(t: Tensor) -> Tensor:
-    return torch.where(t <= 0, t, MASKED)
-
-
 def _log_laplace(t: Tensor) -> Tensor:
     return torch.where(t <= 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))  # slope 1 at 0
-
-
-def _log_capped(t: Tensor) -> Tensor:
-    return torch.where(t >= 0, 0, t)
 
 
 def _power_of_clipped(t: Tensor, power: int) -> Tensor:
@@ -194,9 +177,9 @@ def _power_family(power: int) -> Family:
 
 
 FAMILIES = {
-    "logistic": Family(logsigmoid, _logistic_root, _log_logistic_slopes, False),
-    "laplace": Family(_log_laplace, _laplace_root, _log_laplace_slopes, False),
-    "capped": Family(_log_capped, _capped_root, _log_capped_slopes, True),
+    "logistic": Family(logsigmoid, _logistic_root, lambda t: 2 * logsigmoid(t.abs()) - t.abs(), False),
+    "laplace": Family(_log_laplace, _laplace_root, lambda t: -t.abs() - math.log(2), False),
+    "capped": Family(lambda t: torch.where(t >= 0, 0, t), _capped_root, lambda t: torch.where(t <= 0, t, MASKED), True),
     "linear": _power_family(1),
     "cubic": _power_family(3),
 }
