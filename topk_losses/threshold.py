@@ -99,7 +99,7 @@ def _logistic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
         f = torch.sigmoid_(rest.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n) of the rest, which is below theta
         total = f.sum(2)
         excess = (t >= 0).sum(2) - k - torch.copysign(tail, t).sum(2) + total
-        slope = (tail - tail.square()).sum(2) + total - torch.linalg.vecdot(f, f)
+        slope = (tail - tail.square()).sum(2) + total - torch.linalg.vector_norm(f, dim=2).square()
         odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
         step = odds * (k + excess) * (n - k - excess) / (n * slope)
         # far from all scores no digits are left, and Laplace's root is the root
@@ -147,6 +147,11 @@ def _log_power_slopes(t: Tensor, power: int) -> Tensor:
     return torch.where(inside, logs, MASKED).to(t.dtype)
 
 
+def _log_logistic_slopes(t: Tensor) -> Tensor:
+    away = t.abs()
+    return 2 * away.sigmoid().log() - away
+
+
 def _log_laplace(t: Tensor) -> Tensor:
     return torch.where(t <= 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))  # slope 1 at 0
 
@@ -177,7 +182,7 @@ def _power_family(power: int) -> Family:
 
 
 FAMILIES = {
-    "logistic": Family(logsigmoid, _logistic_root, lambda t: 2 * logsigmoid(t.abs()) - t.abs(), False),
+    "logistic": Family(logsigmoid, _logistic_root, _log_logistic_slopes, False),
     "laplace": Family(_log_laplace, _laplace_root, lambda t: -t.abs() - math.log(2), False),
     "capped": Family(lambda t: torch.where(t >= 0, 0, t), _capped_root, lambda t: torch.where(t <= 0, t, MASKED), True),
     "linear": _power_family(1),
@@ -220,7 +225,7 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
     fewer classes are left, t is inf: they are within k; that of the others is MASKED times beta, about.
     """
     z, live = centered(x) * beta, x != -torch.inf  # (rows, n)
-    number = live.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
+    number = live.to(z.dtype).sum(1, keepdim=True)  # (rows, 1)
     all_within = k >= number  # (rows, J)
     theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
     theta = theta.masked_fill(number == 0, 0)  # where no class is left, none is within k
