@@ -141,7 +141,7 @@ def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: boo
 
 
 def check_fraction(name: str, value: float) -> float:
-    """Return `value` as a float; raise ValueError unless it lies in [0, 1)."""
+    """Return `value` as a float in [0, 1); raise ValueError for another."""
     value = _made(float, value, f"{name} must be a number")
     if not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value:g}")
@@ -202,10 +202,8 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
         raise ValueError(f"p_k must be non-negative and sum to 1, got [{shown}] (sum {sums[first]:g}){where}")
     K = int((flat > 0).any(0).nonzero().max()) + 1
     if num_scores is not None and num_scores < K:
-        raise ValueError(
-            f"p_k has mass on rank {K}, but only {num_scores} scores are sorted (m, or the number of classes without "
-            "m); take ranks away from p_k, or raise m"
-        )
+        few = f"only {num_scores} scores are sorted (m, or the number of classes without m)"
+        raise ValueError(f"p_k has mass on rank {K}, but {few}; take ranks away from p_k, or raise m")
     scaled = flat[:, :K] / sums.unsqueeze(1)
     return scaled if rows.dim() == 2 else scaled[0].clone()  # no view, whose base torch.compile would look at
 
@@ -242,9 +240,8 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
         hint = hint or "; convert with labels.long()"
         raise TypeError(f"labels must be int64 class indices, got {labels.dtype} of shape {got}{hint}")
     if got != tuple(shape):
-        raise ValueError(
-            f"labels must have shape {tuple(shape)}, that of the logits without the classes, got {got}{hint}"
-        )
+        without = "that of the logits without the classes"
+        raise ValueError(f"labels must have shape {tuple(shape)}, {without}, got {got}{hint}")
     if has_known_values(labels) and labels.numel():
         flat = labels.flatten()
         wrong = (flat < 0) | (flat >= num_classes)
@@ -276,10 +273,8 @@ def check_label_masses(labels: Tensor, logits: Tensor, axis: int, several: bool)
         rule = "sets of right answers must have entries in [0, 1], at least one of them above 0"
     else:
         fits &= (totals - 1).abs() <= 2e-2  # half-precision labels sum to 1 within that
-        rule = (
-            "labels that are distributions must be non-negative and sum to 1 (for sets of right answers, k-hot say, "
-            "build the loss with soft_labels='any')"
-        )
+        rule = "labels that are distributions must be non-negative and sum to 1 "
+        rule += "(for sets of right answers, k-hot say, build the loss with soft_labels='any')"
     if not bool(fits.all()):
         first = int((~fits).nonzero()[0])
         raise ValueError(f"{rule}; got a sum of {float(totals[first]):g} in row {first}")

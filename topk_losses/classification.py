@@ -6,24 +6,10 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from topk_losses.checks import (
-    check_choice,
-    check_fraction,
-    check_integer,
-    check_inverse_temperature,
-    check_label_masses,
-    check_labels,
-    check_logits,
-    check_per_class,
-    check_positive,
-    check_positive_now,
-    check_several,
-    full_precision,
-    has_known_values,
-    is_ordinary,
-    static,
-)
+from topk_losses import checks
+from topk_losses.checks import check_positive_now, full_precision, has_known_values, is_ordinary, static
 from topk_losses.operator import (
     MASKED,
     as_tensor,
@@ -62,26 +48,29 @@ class Given(NamedTuple):
 
 
 class Recomputed(torch.autograd.Function):
-    """A function of tensors, of which the backward pass computes again what it needs, in place of keeping it."""
+    """A function whose backward pass computes again what it needs, in place of keeping it."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         ctx.function = function
-        ctx.save_for_backward(*inputs)
+        ctx.others = [None if isinstance(each, Tensor) else each for each in inputs]
+        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in inputs))
         return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()  # for second derivatives
+        needed = ctx.needs_input_grad[1:]
         with torch.enable_grad(), full_precision(grad.device):
-            inputs = [each.view_as(each) if each.requires_grad else each for each in ctx.saved_tensors]
-            wanted = [each for each in inputs if each.requires_grad]
+            inputs = [other if each is None else each for each, other in zip(ctx.saved_tensors, ctx.others)]
+            inputs = [each.view_as(each) if wanted else each for each, wanted in zip(inputs, needed)]
+            wanted = [each for each, is_wanted in zip(inputs, needed) if is_wanted]
             found = iter(torch.autograd.grad(ctx.function(*inputs), wanted, grad, create_graph=create_graph))
-        return None, *(next(found) if each.requires_grad else None for each in inputs)
+        return None, *(next(found) if is_wanted else None for is_wanted in needed)
 
 
 class ClassificationLoss(nn.Module):
-    """A loss with the interface of torch.nn.CrossEntropyLoss: loss(logits, labels).
+    """A loss with the interface of torch.nn.CrossEntropyLoss, loss(logits, labels). To write one, define `_losses`.
 
     Args:
         num_classes: n; None takes it from the logits.
@@ -100,7 +89,7 @@ class ClassificationLoss(nn.Module):
     with a gradient if they want one. Half-precision logits are computed in float32, under autocast too. A class whose
     logit is -inf is masked out: the loss is that of the other classes.
 
-    To write a loss, define `_losses`.
+    Raises TypeError or ValueError for settings and inputs that do not fit, with a sentence that says which.
     """
 
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
@@ -116,7 +105,7 @@ class ClassificationLoss(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.auto: AutoTemperature | None = None  # where the inverse temperature is "auto"
-        self.num_classes = check_several("num_classes", num_classes)
+        self.num_classes = checks.check_several("num_classes", num_classes)
         self.weight = weight
         self.label_smoothing = label_smoothing
         self.soft_labels = soft_labels
@@ -124,7 +113,7 @@ class ClassificationLoss(nn.Module):
         self.reduction = reduction
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Check a setting as on construction; it acts from the next call on. Those in `fixed` can't be changed."""
+        """Check a setting as on construction; it acts from the next call on."""
         if name in self.fixed and name in self.__dict__:
             raise AttributeError(f"{name} is fixed: build a new loss with {name}={value!r}")
         value = self._checked_setting(name, value)
@@ -136,18 +125,18 @@ class ClassificationLoss(nn.Module):
         if name == "soft_labels" and value == "any" and not self.knows_sets:
             raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={value!r}")
         if name in CHOICES:
-            return check_choice(name, value, CHOICES[name])
+            return checks.check_choice(name, value, CHOICES[name])
         if name == "label_smoothing":
-            return check_fraction(name, value)
+            return checks.check_fraction(name, value)
         if name == "ignore_index":
-            return check_integer(name, value, -(2**63))
+            return checks.check_integer(name, value, -(2**63))
         if name == "weight" and value is not None:
-            return check_per_class(name, value, self.num_classes, or_zero=True)
+            return checks.check_per_class(name, value, self.num_classes, or_zero=True)
         return value
 
     def _checked_temperature(self, value: Any, auto: AutoTemperature | None) -> Any:
         """Check an inverse temperature; where it is "auto", take what it follows the logits by."""
-        value = check_inverse_temperature(value, or_auto=auto is not None)
+        value = checks.check_inverse_temperature(value, or_auto=auto is not None)
         self.auto = auto if isinstance(value, str) else None
         return value
 
@@ -206,14 +195,13 @@ class ClassificationLoss(nn.Module):
         return n
 
     def _reduced(self, logits: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
-        check_logits(logits)
+        checks.check_logits(logits)
         axis = 0 if logits.dim() == 1 else 1
         rows = logits.movedim(axis, -1)
         shape, n = rows.shape[:-1], rows.shape[-1]
         if n != (self.num_classes or n):
-            raise ValueError(
-                f"logits must have num_classes={self.num_classes} columns, got shape {tuple(logits.shape)}"
-            )
+            got = tuple(logits.shape)
+            raise ValueError(f"logits must have num_classes={self.num_classes} columns, got shape {got}")
         for name in self.per_class:
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != n:
@@ -221,11 +209,11 @@ class ClassificationLoss(nn.Module):
         several, is_tensor = self.soft_labels == "any", isinstance(labels, Tensor)
         is_mass = is_tensor and (labels.is_floating_point() or (several and labels.shape == logits.shape))
         if is_mass:
-            check_label_masses(labels, logits, axis, several)
+            checks.check_label_masses(labels, logits, axis, several)
             if several and (self.weight is not None or self.label_smoothing):
                 raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
         else:
-            check_labels(labels, shape, n, self.ignore_index)
+            checks.check_labels(labels, shape, n, self.ignore_index)
         with full_precision(logits.device):
             scores = to_compute_dtype(rows.reshape(-1, n))  # (rows, n)
             counts = None if is_mass else labels.reshape(-1) != self.ignore_index  # (rows,)
@@ -268,39 +256,34 @@ class ClassificationLoss(nn.Module):
             if losses is not None:
                 # an infinite loss of a class without mass counts as 0; a finite one is the gradient of its mass
                 return torch.where((mass > 0) | losses.isfinite(), losses * mass, 0).sum(1)
+        n = mass.shape[1]
         if known:
             row, column = mass.nonzero(as_tuple=True)  # (pairs,) each
         else:
-            pairs = torch.arange(mass.shape[0] * mass.shape[1], device=mass.device)
-            row, column = pairs // mass.shape[1], pairs % mass.shape[1]
-
-        def summed(row: Tensor, column: Tensor, scores: Tensor, share: Tensor, *given: Any) -> Tensor:
-            losses = self._losses_of_pairs(scores, row, column, Given(*given))
-            losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
-            return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
-
+            pairs = torch.arange(mass.shape[0] * n, device=mass.device)
+            row, column = pairs // n, pairs % n
         share = mass[row, column]
-        size = max(AT_ONCE // self._width(scores.shape[1]), 1)  # pairs at a time
+        size = max(AT_ONCE // self._width(n), 1)  # pairs at a time
         in_parts = not torch.compiler.is_compiling() and is_ordinary(scores) and is_ordinary(mass)
         if not in_parts or len(row) <= size or self.draws_noise:
-            return summed(row, column, scores, share, *given)
+            return self._sum_of_pairs(scores, row, column, share, *given)
         total = torch.zeros_like(scores[:, 0])
         for start in range(0, len(row), size):
-            part = slice(start, start + size)
-            ends = start, min(start + size, len(row)) - 1
-            first, last = (int(row[pair]) if known else pair // mass.shape[1] for pair in ends)
-            own = given.of(slice(first, last + 1))
-            tensors = [scores[first : last + 1], share[part], as_tensor(1.0 if own.beta is None else own.beta, scores)]
-            tensors += [] if own.p_k is None else [own.p_k]
-
-            def of_part(scores: Tensor, share: Tensor, *given: Any, pairs: Any = (row[part] - first, column[part]),
-                        beta: Any = own.beta) -> Tensor:  # fmt: skip
-                given = given if isinstance(beta, Tensor) else (beta, *given[1:])
-                return summed(*pairs, scores, share, *given)
-
-            rows = torch.arange(first, last + 1, device=row.device)
-            total = total.index_add(0, rows, Recomputed.apply(of_part, *tensors))
+            part, ends = slice(start, start + size), (start, min(start + size, len(row)) - 1)
+            first, last = (int(row[pair]) if known else pair // n for pair in ends)
+            own = slice(first, last + 1)
+            pairs_of_part = (row[part] - first, column[part], share[part])
+            found = Recomputed.apply(self._sum_of_pairs, scores[own], *pairs_of_part, *given.of(own))
+            total = total + pad(found, (first, len(total) - last - 1))
         return total
+
+    def _sum_of_pairs(
+        self, scores: Tensor, row: Tensor, column: Tensor, share: Tensor, beta: Any, p_k: Tensor | None
+    ) -> Tensor:
+        """For each row of scores (rows, n) the sum of share times loss over its pairs (pairs,): (rows,)."""
+        losses = self._losses_of_pairs(scores, row, column, Given(beta, p_k))
+        losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
+        return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
 
     @property
     def draws_noise(self) -> bool:
@@ -327,9 +310,6 @@ class LDRKLLoss(ClassificationLoss):
         inverse_temperature: beta, 1 / lambda of the paper, above 0; a tensor () that requires a gradient is learned.
         margin: of the true class over each other one, in units of the logits, at least 0.
         Others: as for ClassificationLoss.
-
-    Raises:
-        TypeError, ValueError: for settings and inputs that do not fit.
     """
 
     shown = ("inverse_temperature", "margin", *ClassificationLoss.shown)
@@ -337,17 +317,16 @@ class LDRKLLoss(ClassificationLoss):
 
     def __init__(
         self, inverse_temperature: float | Tensor = 1.0, margin: float = 0.0, num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
+        **others: Any,
     ) -> None:  # fmt: skip
-        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+        super().__init__(num_classes, **others)
         self.inverse_temperature = inverse_temperature
         self.margin = margin
 
     def _checked_setting(self, name: str, value: Any) -> Any:
         if name == "inverse_temperature":
             return self._checked_temperature(value, None)
-        return check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
+        return checks.check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         beta, live = as_tensor(given.beta, scores), scores != -torch.inf  # (), (rows, n)

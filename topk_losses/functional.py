@@ -17,16 +17,8 @@ def topk_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Compute the top-k cross-entropy, as TopKCrossEntropyLoss does.
 
-    Args:
-        logits: (batch, n), (n,) or (batch, n, d1, ...), floating point.
-        labels: int64 of the same shape without n, or like the logits.
-        settings: the other arguments of that class (inverse_temperature, top1_mode, weight, label_smoothing, ...).
-
-    Returns:
-        () or, with reduction="none", the shape of int64 labels.
-
-    Raises:
-        TypeError, ValueError: for what does not fit.
+    settings: the other arguments of that class (inverse_temperature, top1_mode, weight, label_smoothing, ...). Shapes,
+    results and errors are those of its call.
     """
     return TopKCrossEntropyLoss(method, p_k, m=m, **settings)(logits, labels)
 
@@ -49,9 +41,6 @@ def topk_mask(
 
     Returns:
         The indicator, float32 for half precision.
-
-    Raises:
-        TypeError, ValueError: for what does not fit.
 
     Example:
         >>> topk_mask(torch.tensor([3.0, 1.0, 2.0, -1.0]), k=2, inverse_temperature=10.0).round()

@@ -9,6 +9,7 @@ from torch import Tensor
 from topk_losses.checks import (
     AS_TENSOR,
     PK,
+    check_choice,
     check_integer,
     check_logits,
     check_p_k,
@@ -16,7 +17,7 @@ from topk_losses.checks import (
     has_known_values,
 )
 from topk_losses.classification import ClassificationLoss, Given
-from topk_losses.methods import METHODS, TOP1, any_operator, is_relaxation, resolve_method, resolve_settings
+from topk_losses.methods import METHODS, TOP1, TOP1_MODES, any_operator, is_relaxation, resolve_method, resolve_settings
 from topk_losses.networks import RelaxedNetwork
 from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, log_mixture, log_softmax, pick_ranks
 
@@ -75,9 +76,6 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     m then sort the other classes alone on a CPU, and elsewhere (CUDA, torch.compile, torch.func) as many as before,
     which relaxes otherwise: leave masked columns out there, or give m.
 
-    Raises:
-        ValueError: on construction for settings that do not fit, with a sentence saying which.
-
     Example:
         >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
         >>> loss_fn(torch.randn(8, 100), torch.randint(100, (8,))).shape
@@ -101,30 +99,26 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         if operator is not None and (method, distribution, art_lambda) != (None, None, None):
             raise ValueError("an operator takes the place of method, distribution and art_lambda: leave them out")
-        named = "splitter_selection" if method is None else method
-        # an own operator is checked like the first method of all; of it only top1_mode is used
-        settings = resolve_settings(
-            "softsort" if operator is not None else named, inverse_temperature if operator is None else None,
-            distribution, art_lambda, top1_mode, relaxed=True,
-        )  # fmt: skip
-        beta, self.distribution, self.art_lambda, self.top1_mode = settings.values()
-        self.method = resolve_method(named) if operator is None else None
         self.m = check_several("m", m)
         if operator is None:
-            self.__dict__["operator"] = any_operator(named, 1, self.distribution, self.art_lambda)
+            self.method: str | None = resolve_method(method or "splitter_selection", relaxed=True)
+            settings = resolve_settings(self.method, inverse_temperature, distribution, art_lambda, top1_mode)
+            beta, self.distribution, self.art_lambda, self.top1_mode = settings.values()
+            self.__dict__["operator"] = any_operator(self.method, 1, self.distribution, self.art_lambda)
             self.inverse_temperature: Any = beta
         else:
+            self.method = self.distribution = self.art_lambda = None
+            self.top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
             self.operator = operator
             if inverse_temperature is not None:
                 self.inverse_temperature = inverse_temperature
         self.p_k = p_k  # type: ignore[assignment]
         if self._num_scores(self.num_classes) == 2 and getattr(self.operator, "whitens", False):
-            warnings.warn(
+            message = (
                 f"{self.method or self.operator} whitens the scores, and two scores are the same two numbers then: "
-                "they get next to no gradient. Sort three or more, or take another method",
-                RuntimeWarning,
-                stacklevel=2,
+                "they get next to no gradient. Sort three or more, or take another method"
             )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     @property
     def k(self) -> int:
@@ -189,24 +183,14 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             )
 
     def check_convergence(self) -> float:
-        """Return the operator's largest relative error since the last call; warn if it is above the tolerance.
-
-        On the CPU each call does this by itself. On CUDA it waits for the device: call it once per epoch, say.
-        """
+        """Return the operator's largest relative error since the last call: see SinkhornSort.check_convergence."""
         return self.operator.check_convergence()
 
     def forward(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
-        """Compute the loss: () for reduction mean and sum, the shape of int64 labels for none.
+        """Compute the loss as every ClassificationLoss does.
 
-        Args:
-            logits: (batch, n), (n,) or (batch, n, d1, ...), floating point.
-            labels: int64 of the same shape without n; or like the logits, a distribution over classes or a set of right
-                answers (soft_labels).
-            p_k: P_K of each sample in place of the loss's own, (..., K) where labels are (...): non-negative, rows
-                summing to 1; it receives a gradient if it wants one.
-
-        Raises:
-            TypeError, ValueError: for shapes, types and values that do not fit.
+        p_k: P_K of each sample in place of the loss's own, (..., K) where labels are (...): non-negative, rows summing
+        to 1; it receives a gradient if it wants one.
         """
         if p_k is None:
             return self._reduced(logits, labels, None)
@@ -248,12 +232,11 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if target is None and (sorts_few or self.operator.pairwise):
             return None  # with m each class has scores of its own
         shares = self._shares(given.p_k, scores, target)
-        if self._sorts_live_classes(scores):
-            return self._of_live_classes(scores, target, shares, given)
-        return self._of_scores(scores, target, shares, given)
+        by_number = self._sorts_live_classes(scores) and bool((scores == -torch.inf).any())
+        return (self._of_live_classes if by_number else self._of_scores)(scores, target, shares, given)
 
     def _sorts_live_classes(self, scores: Tensor) -> bool:
-        """Whether a network is built anew for the classes that are not masked out; other operators ignore these."""
+        """Whether a network is built anew for the classes that are not masked out."""
         return isinstance(self.operator, RelaxedNetwork) and self.operator.n is None and has_known_values(scores)
 
     def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
@@ -270,9 +253,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def _of_live_classes(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
         """`_of_scores` by a network of as many wires as a row has live classes, for rows of equal number together."""
         live = scores != -torch.inf  # (rows, n)
-        if bool(live.all()):
-            return self._of_scores(scores, target, shares, given)
-        number = live.sum(1)
+        number = live.sum(1)  # (rows,)
         if target is not None and not is_mass(target):  # a row whose true class is masked out is left as it is
             number = number.where(live.gather(1, target.unsqueeze(1)).squeeze(1), scores.shape[1])
         number = number.where(number >= (self.k if given.p_k is None else given.p_k.shape[1]), scores.shape[1])
@@ -292,6 +273,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return losses
 
     def _of_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
+        """The loss of scores (rows, n), of which m are sorted."""
         if self.m is not None and self.m < scores.shape[1]:
             assert target is not None
             scores, target = top_m(scores, target, self.m)
@@ -301,9 +283,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         """The loss of the scores that are sorted (rows, m or n): -log of the mixture of P(rank <= k), by P_K."""
         ranks = self.ranks if given.p_k is None else list(range(1, given.p_k.shape[1] + 1))
         if ranks[-1] > scores.shape[1]:
-            raise ValueError(
-                f"p_k reaches rank {ranks[-1]}, but only {scores.shape[1]} scores are sorted (n, or m); shorten p_k"
-            )
+            n = scores.shape[1]
+            raise ValueError(f"p_k reaches rank {ranks[-1]}, but only {n} scores are sorted (n, or m); shorten p_k")
         operator = self.operator
         softmax = self.top1_mode != "sort" and ranks[0] == 1
         within = operator.within(scores, target, ranks[softmax:], given.beta, self.generator)  # (rows, J[, n])
@@ -312,15 +293,13 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if target is not None and is_mass(target):
             # the sum over a set counts how many are expected within k; above 1, one is
             within = within.clamp(max=1 if operator.guarded else 0)
-        if operator.guarded:
-            total = (within * shares).sum(1)
-            if log_top1 is not None and self.top1_mode == "sm":
-                total = total + first * log_top1.exp()
-            mixture = guarded_log(total.clamp(max=1))  # columns of NeuralSort and SoftSort may sum to more
+        if log_top1 is not None and self.top1_mode == "sm":
+            top1 = log_top1.exp() if operator.guarded else log_top1
+            within = torch.cat([top1.unsqueeze(1), within], dim=1)
+            shares = torch.cat([first.unsqueeze(1), shares], dim=1)
+        if operator.guarded:  # columns of NeuralSort and SoftSort may sum to more than 1
+            mixture = guarded_log((within * shares).sum(1).clamp(max=1))
         else:
-            if log_top1 is not None and self.top1_mode == "sm":
-                within = torch.cat([log_top1.unsqueeze(1), within], dim=1)
-                shares = torch.cat([first.unsqueeze(1), shares], dim=1)
             mixture = log_mixture(within, shares, all_positive=given.p_k is None and self.p_k.dim() == 1)
         if log_top1 is None or self.top1_mode == "sm":
             return -mixture
@@ -343,8 +322,7 @@ def make_loss(
         inverse_temperature: of smooth_topk and smooth_hard_topk it is tau itself, as in the paper.
         settings: what else the class takes, such as weight, reduction, margin, noise_rate or q.
 
-    Raises:
-        ValueError: with a sentence for an unknown method (naming the nearest) and for settings that do not fit it.
+    Raises ValueError for an unknown method (naming the nearest) and for settings that do not fit it.
     """
     method = resolve_method(method)
     if is_relaxation(method):
@@ -360,5 +338,6 @@ def make_loss(
         raise ValueError(
             f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
         )
-    given = (*((len(rows),) if has_k else ()), *(() if beta is None else (beta,)))
+    given = [len(rows)] if has_k else []
+    given += [] if beta is None else [beta]
     return build(*given, num_classes=n, **settings)

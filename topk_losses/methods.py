@@ -11,18 +11,12 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor
 
+from topk_losses import robust
 from topk_losses.checks import check_choice, check_integer, check_inverse_temperature, check_k
 from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCrossEntropyLoss
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.operator import TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
-from topk_losses.robust import (
-    ForwardCorrectionLoss,
-    GeneralizedCrossEntropyLoss,
-    NCEAndRCELoss,
-    PHuberCrossEntropyLoss,
-    SymmetricCrossEntropyLoss,
-)
 from topk_losses.sigmoids import check_sigmoid
 from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
@@ -74,11 +68,11 @@ METHODS: dict[str, Method] = {
     "noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
     # the same with class_counts
     "imbalanced_noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
-    "forward_correction": Method("robust", None, loss=ForwardCorrectionLoss),
-    "generalized_cross_entropy": Method("robust", None, loss=GeneralizedCrossEntropyLoss),
-    "symmetric_cross_entropy": Method("robust", None, loss=SymmetricCrossEntropyLoss),
-    "nce_rce": Method("robust", None, loss=NCEAndRCELoss),
-    "phuber_cross_entropy": Method("robust", None, loss=PHuberCrossEntropyLoss),
+    "forward_correction": Method("robust", None, loss=robust.ForwardCorrectionLoss),
+    "generalized_cross_entropy": Method("robust", None, loss=robust.GeneralizedCrossEntropyLoss),
+    "symmetric_cross_entropy": Method("robust", None, loss=robust.SymmetricCrossEntropyLoss),
+    "nce_rce": Method("robust", None, loss=robust.NCEAndRCELoss),
+    "phuber_cross_entropy": Method("robust", None, loss=robust.PHuberCrossEntropyLoss),
     "neuralsort": _of("sorts", NeuralSort, 0.8),
     "softsort": _of("sorts", SoftSort, 3.0),
     "sinkhorn_sort": _of("transports", SinkhornSort),
@@ -96,8 +90,7 @@ METHODS: dict[str, Method] = {
     "splitter_selection": Method("networks", 1.0, network=splitter_selection, spread=6.0),
 }
 # Without a k, as P_K = [1, 0, ..].
-TOP1 = tuple(name for name, method in METHODS.items() if method.family == "robust")
-TOP1 = ("softmax_cross_entropy", "ldr_kl", *TOP1)
+TOP1 = ("softmax_cross_entropy", "ldr_kl", *(name for name, method in METHODS.items() if method.family == "robust"))
 SINGLE_K = tuple(name for name, method in METHODS.items() if method.loss and name not in TOP1)
 RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
 # Published commands name the official code's dense path; here one evaluation serves both.
@@ -123,8 +116,7 @@ def register_method(
         stochastic: it draws noise.
         family: for tables and figures.
 
-    Raises:
-        ValueError: for a name that is taken.
+    Raises ValueError for a name that is taken.
     """
     if name in METHODS or name in ALIASES:
         raise ValueError(f"there is a method {name!r} already; choose another name")
@@ -149,14 +141,14 @@ def resolve_method(method: str, relaxed: bool = False) -> str:
 
 def resolve_settings(
     method: str, inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
-    art_lambda: float | None = None, top1_mode: str | None = None, relaxed: bool = False,
+    art_lambda: float | None = None, top1_mode: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The settings `method` runs with: defaults filled in, None where a setting does not apply.
 
-    Returns inverse_temperature, distribution, art_lambda, top1_mode. Raises ValueError for an unknown name, a
-    value out of range, or a setting given to a method (or distribution) that has none; `relaxed` as in resolve_method.
+    Returns inverse_temperature, distribution, art_lambda, top1_mode. Raises ValueError for an unknown name, a value out
+    of range, or a setting given to a method (or distribution) that has none.
     """
-    method = resolve_method(method, relaxed)
+    method = resolve_method(method)
     spec, beta = METHODS[method], inverse_temperature
     for name, value, applies, where in (
         ("inverse_temperature", beta, spec.inverse_temperature, "methods with a temperature"),
@@ -174,8 +166,9 @@ def resolve_settings(
         distribution, art_lambda = check_sigmoid(distribution, art_lambda)
     if is_relaxation(method):
         top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
-    names = ("inverse_temperature", "distribution", "art_lambda", "top1_mode")
-    return dict(zip(names, (beta, distribution, art_lambda, top1_mode)))
+    return {
+        "inverse_temperature": beta, "distribution": distribution, "art_lambda": art_lambda, "top1_mode": top1_mode,
+    }  # fmt: skip
 
 
 def any_operator(method: str, k: int, distribution: str | None = None, art_lambda: float | None = None) -> TopKOperator:
@@ -196,8 +189,8 @@ def make_operator(
     None means the method's default. Raises ValueError for a method without a relaxed permutation matrix and for
     settings that do not fit.
     """
-    beta, *settings, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda, relaxed=True).values()
-    spec, n = METHODS[resolve_method(method)], check_integer("num_scores", num_scores, 1)
+    spec, n = METHODS[resolve_method(method, relaxed=True)], check_integer("num_scores", num_scores, 1)
+    beta, *settings, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda).values()
     k = check_k(k, n)
     if spec.network is not None:
         return RelaxedNetwork(spec.network(n, k), beta, *settings)

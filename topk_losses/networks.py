@@ -20,7 +20,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_integer, check_k, static
 from topk_losses.kernels import kernel
-from topk_losses.operator import TopKOperator, as_tensor, centered, mass_of
+from topk_losses.operator import Beta, TopKOperator, as_tensor, centered, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 
 Layer = Sequence[tuple[int, int]]  # comparators (lo, hi)
@@ -36,7 +36,7 @@ class Network:
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
+        """The number of layers."""
         return len(self.layers)
 
     @property
@@ -73,10 +73,7 @@ def _network(n: int, k: int, layers: Iterable[Layer]) -> Network:
 
 @lru_cache(maxsize=8, typed=True)
 def odd_even(n: SupportsIndex, k: SupportsIndex) -> Network:
-    """Odd-even transposition sort: n layers of neighbours.
-
-    Raises ValueError unless 1 <= k <= n.
-    """
+    """Odd-even transposition sort: n layers of neighbours. Raises ValueError unless 1 <= k <= n."""
     n, k = _checked(n, k)
     return _network(n, k, ([(lo, lo + 1) for lo in range(depth % 2, n - 1, 2)] for depth in range(n)))
 
@@ -111,7 +108,7 @@ def bitonic(n: SupportsIndex, k: SupportsIndex) -> Network:
                     layers[-1].append((lo, hi))
                 elif lo >= 0 and not missing_stay:  # a wire whose partner is missing is the larger of the two
                     wire_on[on_hi], wire_on[on_lo] = lo, -1
-    # Lanes are named by the place where they end, so that wire n - r holds rank r.
+    # Wires are named by the place where they end, so that wire n - r holds rank r.
     name = {wire: place for place, wire in enumerate(wire_on[padding:])}
     return _network(n, k, ([(name[lo], name[hi]) for lo, hi in layer] for layer in layers))
 
@@ -122,7 +119,7 @@ def splitter_selection(n: SupportsIndex, k: SupportsIndex) -> Network:
 
     Each wire carries a lower bound on the number of wires above it. A splitter cascade over the wires of equal
     bound halves its stride layer by layer; a wire that lost in j of its layers has at least 2^j - 1 of the
-    cascade's wires above it, which raises its bound. Lanes whose bound reaches k are out. The cascades repeat,
+    cascade's wires above it, which raises its bound. Wires whose bound reaches k are out. The cascades repeat,
     each as early as its wires are free, until the top k are ordered. Raises ValueError unless 1 <= k <= n.
     """
     n, k = _checked(n, k)
@@ -241,15 +238,13 @@ class RelaxedNetwork(TopKOperator):
         art_lambda: in [0, 1).
         k: number of ranks, where the network is built for them.
 
-    Raises:
-        ValueError: for an unknown distribution (naming the nearest), settings out of range, and an art_lambda without
-            logistic_phi.
+    Raises ValueError for settings out of range and an art_lambda without logistic_phi.
     """
 
     settings = ("n", *TopKOperator.settings, "distribution", "art_lambda")
 
     def __init__(
-        self, network: Network | Callable[..., Network], inverse_temperature: float | Tensor | None = None,
+        self, network: Network | Callable[..., Network], inverse_temperature: Beta = None,
         distribution: str | None = None, art_lambda: float | None = None, k: SupportsIndex = 1,
     ) -> None:  # fmt: skip
         super().__init__(network.k if isinstance(network, Network) else k, inverse_temperature)
@@ -286,8 +281,8 @@ class RelaxedNetwork(TopKOperator):
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         """Evaluate in both directions (Petersen et al. 2022, section 3.2): scores forward, rows of P backward.
 
-        A relaxed comparator is a symmetric 2 x 2 matrix, so row r of P, starting as the unit vector of its
-        output wire, runs through the same comparators in reverse order.
+        A relaxed comparator is a symmetric 2 x 2 matrix, so that row r of P, at first the unit vector of its output
+        wire, runs through the same comparators in reverse order.
         """
         comparators, sizes = self._tables(scores, k)
         layers = [layer.flatten() for layer in comparators.split(sizes, dim=1)]

@@ -7,15 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from topk_losses.checks import (
-    check_inverse_temperature,
-    check_k,
-    check_label_masses,
-    check_labels,
-    check_logits,
-    check_positive_now,
-    full_precision,
-)
+from topk_losses import checks
+from topk_losses.checks import check_k, full_precision
+
+Beta = float | Tensor | None  # an inverse temperature; None: the operator's
 
 # Stands in for the score -inf of a class that is masked out. All operators have reached their limit there, up to
 # rounding, and its square is still a float32 number.
@@ -171,8 +166,7 @@ class TopKOperator:
         inverse_temperature: used where a call gives none; above 0, larger = closer to the hard operator. None: the
             default of the class.
 
-    Raises:
-        ValueError: for an inverse temperature that is not above 0 and, at the call, for k > n.
+    Raises ValueError for an inverse temperature that is not above 0 and, at the call, for k > n.
 
     Subclasses define one method, `_matrix(scores, k, beta, generator)` -> P (rows, k, n), of scores (rows, n) in
     float32 or float64 with autocast off. Two more may be defined where they cost less: `_column`, P of the true class,
@@ -186,46 +180,41 @@ class TopKOperator:
     pairwise = False  # all classes at once cost (rows, n, n)
     settings: tuple[str, ...] = ("k", "inverse_temperature")  # what repr shows
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: Beta = None) -> None:
         self.k = check_k(k)
         beta = self.default_inverse_temperature if inverse_temperature is None else inverse_temperature
-        self.inverse_temperature: Any = check_inverse_temperature(beta)
+        self.inverse_temperature: Any = checks.check_inverse_temperature(beta)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in self.settings)})"
 
     def rank_probabilities(
-        self, logits: Tensor, labels: Tensor, inverse_temperature: float | Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, logits: Tensor, labels: Tensor, inverse_temperature: Beta = None, generator: Any = None
+    ) -> Tensor:
         """Compute P of the true class without building P.
 
         Args:
             logits: (..., n), floating point.
             labels: (...,) int64 in [0, n); or (..., n), a mass per class, over which P is summed.
             inverse_temperature: above 0, a number or a tensor () that receives its gradient; None: the operator's.
-            generator: for operators that draw noise, on the device of the logits; None: PyTorch's own.
+            generator: torch.Generator of operators that draw noise, on the device of the logits; None: PyTorch's own.
 
         Returns:
             (..., k), entry r: P(rank = r + 1); float32 for half-precision logits.
 
-        Raises:
-            TypeError, ValueError: for shapes, types and labels that do not fit.
+        Raises TypeError or ValueError for shapes, types and labels that do not fit.
         """
         scores = self._checked(logits)
         several = isinstance(labels, Tensor) and labels.is_floating_point()
         if several:
-            check_label_masses(labels, logits, -1, several)
+            checks.check_label_masses(labels, logits, -1, several)
         else:
-            check_labels(labels, logits.shape[:-1], logits.shape[-1])
+            checks.check_labels(labels, logits.shape[:-1], logits.shape[-1])
         target, beta = labels.reshape(scores.shape if several else -1), self._beta(inverse_temperature)
         with full_precision(logits.device):
             return self._column(scores, target, self.k, beta, generator).reshape(*logits.shape[:-1], self.k)
 
-    def permutation_matrix(
-        self, logits: Tensor, inverse_temperature: float | Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+    def permutation_matrix(self, logits: Tensor, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
         """Compute the first k rows of P, (..., k, n), of logits (..., n); row 0 is rank 1. Else as above."""
         scores = self._checked(logits)
         with full_precision(logits.device):
@@ -234,10 +223,7 @@ class TopKOperator:
 
     __call__ = permutation_matrix
 
-    def mask(
-        self, logits: Tensor, k: Any = None, inverse_temperature: float | Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+    def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
         """Compute the soft top-k indicator, P(class j is among the k highest): like the logits (..., n).
 
         k: an integer from 1 to n, None for the operator's own. The rows of P sum to it. Else as above.
@@ -249,9 +235,8 @@ class TopKOperator:
         return (within if self.guarded else within.exp()).reshape(logits.shape)
 
     def within(
-        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: float | Tensor,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: float | Tensor, generator: Any = None
+    ) -> Tensor:
         """Compute P(rank <= k) for several k, which is what a loss asks for; its logarithm if not `guarded`.
 
         Args:
@@ -259,7 +244,7 @@ class TopKOperator:
             target: labels (rows,) int64; a mass per class (rows, n), for the sum over the classes; None: every class.
             ks: the ranks k, rising, at most n.
             beta: inverse temperature, above 0.
-            generator: for operators that draw noise.
+            generator: of noise.
 
         Returns:
             (rows, len(ks)), or (rows, len(ks), n) for every class.
@@ -271,33 +256,27 @@ class TopKOperator:
         return 0.0
 
     def _checked(self, logits: Tensor) -> Tensor:
-        check_logits(logits)
+        checks.check_logits(logits)
         check_k(self.k, logits.shape[-1])
         return to_compute_dtype(logits).reshape(-1, logits.shape[-1])  # (rows, n)
 
-    def _beta(self, inverse_temperature: float | Tensor | None) -> Any:
+    def _beta(self, inverse_temperature: Beta) -> Any:
         beta = self.inverse_temperature if inverse_temperature is None else inverse_temperature
-        return fixed_beta(check_positive_now(check_inverse_temperature(beta)))
+        return fixed_beta(checks.check_positive_now(checks.check_inverse_temperature(beta)))
 
-    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: torch.Generator | None = None) -> Tensor:
+    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define _matrix")
 
-    def _column(
-        self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         """P of the labels (rows,), or its sums by a mass (rows, n): (rows, k)."""
         return at_target(self._matrix(scores, k, beta, generator), target)
 
-    def _within(
-        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: Any,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+    def _within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
+        """As `within`, unchecked."""
         k = max(ks, default=1)
-        if target is None:
-            P = self._matrix(scores, k, beta, generator)  # (rows, k, n)
-        else:
-            P = self._column(scores, target, k, beta, generator)  # (rows, k)
-        return pick_ranks(P.cumsum(1), ks)
+        of_all = target is None
+        P = self._matrix(scores, k, beta, generator) if of_all else self._column(scores, target, k, beta, generator)
+        return pick_ranks(P.cumsum(1), ks)  # P: (rows, k, n) or (rows, k)
 
 
 class MaskOperator(TopKOperator):
@@ -309,16 +288,10 @@ class MaskOperator(TopKOperator):
 
     guarded = False
 
-    def _values(
-        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define _values")
 
-    def _within(
-        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: Any,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+    def _within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         if target is None or not is_mass(target):
             return self._values(scores, target, ks, beta, generator)
         values = self._values(scores, None, ks, beta, generator)  # (rows, J, n)
@@ -326,19 +299,15 @@ class MaskOperator(TopKOperator):
             return at_target(values, target)
         return log_mixture(values, target.to(scores.dtype).unsqueeze(1), dim=2)
 
-    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: torch.Generator | None = None) -> Tensor:
+    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         return self._rows_of(scores, None, k, beta, generator)
 
-    def _column(
-        self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         if is_mass(target):
             return super()._column(scores, target, k, beta, generator)
         return self._rows_of(scores, target, k, beta, generator)
 
-    def _rows_of(
-        self, scores: Tensor, labels: Tensor | None, k: int, beta: Any, generator: torch.Generator | None
-    ) -> Tensor:
+    def _rows_of(self, scores: Tensor, labels: Tensor | None, k: int, beta: Any, generator: Any) -> Tensor:
         """Rows of P (rows, k[, n]), which rounding does not make negative, since indicators rise with k."""
         values = self._values(scores, labels, range(1, k + 1), beta, generator)
         indicators = values if self.guarded else values.exp()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from topk_losses.checks import check_integer
-from topk_losses.operator import MaskOperator, centered, normal_noise, pick_ranks, ranks_like
+from topk_losses.operator import Beta, MaskOperator, centered, normal_noise, pick_ranks, ranks_like
 from topk_losses.threshold import PointwiseMasks
 
 # Numbers of noise drawn at a time: what a CPU's caches hold, and what a GPU draws in one launch.
@@ -60,15 +60,11 @@ class PerturbedTopK(MaskOperator):
     default_inverse_temperature = 0.1
     guarded = has_zeros = stochastic = True
 
-    def __init__(
-        self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None, num_samples: SupportsIndex = 100
-    ) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: Beta = None, num_samples: SupportsIndex = 100) -> None:
         super().__init__(k, inverse_temperature)
         self.num_samples = check_integer("num_samples", num_samples, 2)
 
-    def _values(
-        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any, generator: Any = None
-    ) -> Tensor:
+    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         if labels is None:
             return pick_ranks(self._matrix(scores, max(ks, default=1), beta, generator).cumsum(1), ks)
         z = centered(scores) * beta  # (rows, n)

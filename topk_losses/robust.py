@@ -5,7 +5,7 @@ of the sources named in each class.
 """
 
 import math
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,6 @@ class RobustLoss(ClassificationLoss):
     """
 
     knows_sets = False
-
-    def __init__(
-        self, num_classes: SupportsIndex | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
-        soft_labels: str = "expected", ignore_index: int = -100, reduction: str = "mean",
-    ) -> None:  # fmt: skip
-        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         """The loss for log p of the labels (rows, 1), or of every class (rows, n); every: (rows, n)."""
@@ -51,8 +45,7 @@ class ForwardCorrectionLoss(RobustLoss):
         T: (n, n), rows summing to 1, in place of noise_rate.
         Others: as for ClassificationLoss.
 
-    Raises:
-        ValueError: for a T that is no such matrix, and for both.
+    Raises ValueError for a T that is no such matrix, and for both.
     """
 
     constants = ("weight", "T")
@@ -66,19 +59,19 @@ class ForwardCorrectionLoss(RobustLoss):
         self.T: Any = T
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "noise_rate" and value is not None:
+        if value is None or name not in ("noise_rate", "T"):
+            return super()._checked_setting(name, value)
+        if name == "noise_rate":
             return check_fraction(name, value)
-        if name == "T" and value is not None:
-            matrix = torch.as_tensor(value, dtype=torch.float64).detach()
-            n = self.num_classes or len(matrix)
-            sums_to_1 = matrix.shape == (n, n) and bool((matrix.sum(1) - 1).abs().max() < 1e-4)
-            if not sums_to_1 or not bool((matrix >= 0).all()):
-                raise ValueError(
-                    f"T must be a matrix ({n}, {n}) of probabilities, row j those of the labels of class j, which sum "
-                    f"to 1; got shape {tuple(matrix.shape)}"
-                )
-            return matrix
-        return super()._checked_setting(name, value)
+        matrix = torch.as_tensor(value, dtype=torch.float64).detach()
+        n = self.num_classes or len(matrix)
+        sums_to_1 = matrix.shape == (n, n) and bool((matrix.sum(1) - 1).abs().max() < 1e-4)
+        if not sums_to_1 or not bool((matrix >= 0).all()):
+            raise ValueError(
+                f"T must be a matrix ({n}, {n}) of probabilities, row j those of the labels of class j, which sum to "
+                f"1; got shape {tuple(matrix.shape)}"
+            )
+        return matrix
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         if self.T is None:
@@ -115,12 +108,10 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
         self.q = q
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "q":
-            value = check_positive(name, value)
-            if value > 1:
-                raise ValueError(f"q must lie in (0, 1], got {value:g}")
-            return value
-        return super()._checked_setting(name, value)
+        value = check_positive(name, value) if name == "q" else super()._checked_setting(name, value)
+        if name == "q" and value > 1:
+            raise ValueError(f"q must lie in (0, 1], got {value:g}")
+        return value
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         return -torch.expm1(self.q * log_p) / self.q
@@ -194,12 +185,10 @@ class PHuberCrossEntropyLoss(RobustLoss):
         self.tau = tau
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "tau":
-            value = check_positive(name, value)
-            if value <= 1:
-                raise ValueError(f"tau must be above 1, got {value:g}")
-            return value
-        return super()._checked_setting(name, value)
+        value = check_positive(name, value) if name == "tau" else super()._checked_setting(name, value)
+        if name == "tau" and value <= 1:
+            raise ValueError(f"tau must be above 1, got {value:g}")
+        return value
 
     def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         log_tau = math.log(self.tau)

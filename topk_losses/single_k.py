@@ -22,12 +22,8 @@ class SingleKLoss(ClassificationLoss):
     shown = ("k", *ClassificationLoss.shown)
     knows_sets = False
 
-    def __init__(
-        self, k: SupportsIndex, num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
-    ) -> None:  # fmt: skip
-        super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+    def __init__(self, k: SupportsIndex, num_classes: SupportsIndex | None = None, **others: Any) -> None:
+        super().__init__(num_classes, **others)
         self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
 
 
@@ -71,8 +67,6 @@ class NoisedTopKLoss(SingleKLoss):
         max_margin: the margin of the rarest class, above 0; 1 (default) as in the balanced loss.
         scale: above 0; 1 (default) for logits of an ordinary last layer, 50 was published for normalised ones.
         Others: as for SingleKLoss.
-
-    Raises TypeError or ValueError for settings and inputs that do not fit.
     """
 
     constants = per_class = ("weight", "class_counts")
@@ -81,11 +75,9 @@ class NoisedTopKLoss(SingleKLoss):
     def __init__(
         self, k: SupportsIndex, inverse_temperature: float | Tensor | str = BETA,
         num_classes: SupportsIndex | None = None, num_samples: SupportsIndex = 5,
-        class_counts: Sequence[int] | Tensor | None = None, max_margin: float = 1.0, scale: float = 1.0,
-        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
+        class_counts: Sequence[int] | Tensor | None = None, max_margin: float = 1.0, scale: float = 1.0, **others: Any,
     ) -> None:  # fmt: skip
-        super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+        super().__init__(k, num_classes, **others)
         self.inverse_temperature: Any = inverse_temperature
         self.num_samples = check_integer("num_samples", num_samples, 1)
         self.class_counts: Tensor | None = class_counts  # type: ignore[assignment]

@@ -74,19 +74,15 @@ class SmoothTopKLoss(SingleKLoss):
 
     A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A class at -inf is masked out: loss 0
     if fewer than k other classes remain, +inf if the true class is the masked one.
-
-    Raises:
-        TypeError, ValueError: for settings and inputs that do not fit.
     """
 
     shown = ("tau", "alpha", *SingleKLoss.shown)
 
     def __init__(
         self, k: SupportsIndex, tau: float | Tensor = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
-        weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
-        ignore_index: int = -100, reduction: str = "mean",
+        **others: Any,
     ) -> None:  # fmt: skip
-        super().__init__(k, num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
+        super().__init__(k, num_classes, **others)
         self.tau: Any = tau
         self.alpha = check_positive("alpha", alpha)
 

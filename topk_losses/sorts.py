@@ -17,9 +17,7 @@ class NeuralSort(TopKOperator):
     that of s_(1) is (2i - 1) D_r - 2 E_r with D_r = sum_{q<r} delta_q and E_r = sum_{q<r} q delta_q: two prefix
     sums of non-negative terms, where the definition has n differences of large numbers.
 
-    Args:
-        k: number of ranks.
-        inverse_temperature: 1 / tau; published: 0.5 for ImageNet (m = 16), the default, and 0.0625 for CIFAR-100.
+    inverse_temperature: 1 / tau; published: 0.5 for ImageNet (m = 16), the default, and 0.0625 for CIFAR-100.
 
     Equal scores have equal columns in P; their gradient is that of the order in which torch.sort puts them.
     """
@@ -56,9 +54,7 @@ class SoftSort(TopKOperator):
     P[i, j] is proportional to exp(-|s_[i] - s_j| / tau), s_[i] the i-th largest score. For i <= k the sum over all j
     below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_j) there: one sum serves all k rows.
 
-    Args:
-        k: number of ranks.
-        inverse_temperature: 1 / tau; published: 0.5 for ImageNet (m = 16), the default, and 0.0625 for CIFAR-100.
+    inverse_temperature: 1 / tau; published: 0.5 for ImageNet (m = 16), the default, and 0.0625 for CIFAR-100.
 
     Among equal scores s_[i] is any of them, and the derivative of |s_[k] - s_j| is that from below.
     """

@@ -32,9 +32,7 @@ class SubsetTopK(MaskOperator):
 
     default_inverse_temperature = 0.25
 
-    def _values(
-        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any, generator: Any = None
-    ) -> Tensor:
+    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         if labels is None:
             return self._values_of_all(scores, ks, beta)
         proper = [k for k in ks if k < scores.shape[1]]

@@ -6,8 +6,8 @@ no others. f sees the logits as they are: far from theta its logarithm has slope
 fewer classes are not masked out, all of them are within k.
 
 Gradients are those of the equation that defines theta (implicit function theorem), never of a solver: with
-w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and differentiable in turn. f' comes from the
-tail of f, relative to the largest one of the sample: far from theta f is 0 or 1 to rounding, its slopes are not equal.
+w = f'(t) / sum f'(t), d theta = sum_i w_i d x_i - dk / sum f'(t); O(n), and differentiable in turn. w is the softmax
+of log f'(t): far from theta f is 0 or 1 to rounding, and f' is too small a number, but their shares are not equal.
 """
 
 import math
@@ -20,21 +20,21 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import full_precision, has_known_values
-from topk_losses.operator import MASKED, MaskOperator, at_target, centered, largest, pick_ranks, ranks_like
+from topk_losses.operator import MASKED, Beta, MaskOperator, centered, largest, pick_ranks, ranks_like
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
 
 
-def _top_and_rest(z: Tensor, M: int) -> Tensor:
-    """Of z (rows, n) the M largest (or all), falling, then log sum exp of the others: (rows, M + 1)."""
-    places = largest(z, min(M, z.shape[1]))
-    rest = z.scatter(1, places, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.cat([z.gather(1, places), rest], dim=1)
+def _top_and_rest(z: Tensor, M: int) -> tuple[Tensor, Tensor]:
+    """The M largest of z (rows, n), or all, falling (rows, M); and z with -inf in their places (rows, n)."""
+    top, places = z.topk(min(M, z.shape[1]), dim=1)
+    return top, z.scatter(1, places, -torch.inf)
 
 
-def _sums_below(points: Tensor) -> Tensor:
-    """log of the sum of exp of all points but the first m, for m = 0, 1, ...: like points."""
+def _sums_below(top: Tensor, rest: Tensor) -> Tensor:
+    """log of the sum of exp of all points but the first m, for m = 0 to M: (rows, M + 1)."""
+    points = torch.cat([top, rest.logsumexp(1, keepdim=True)], dim=1)
     return points.flip(1).logcumsumexp(1).flip(1)
 
 
@@ -64,13 +64,15 @@ def _newton(
 
 
 def _laplace_root(z: Tensor, k: Tensor, most: int) -> Tensor:
+    return _laplace_root_of(*_top_and_rest(z, 2 * most), k)
+
+
+def _laplace_root_of(top: Tensor, rest: Tensor, k: Tensor) -> Tensor:
     """Solve a quadratic equation: with m scores above theta, A = sum_{i<=m} exp(-z_i), B = sum_{i>m} exp z_i, the sum
     of f is m - A exp(theta) / 2 + B exp(-theta) / 2. At most 2 k scores are above theta, where f is above a half.
     """
-    points = _top_and_rest(z, 2 * most)
-    top = points[:, :-1]
     A = pad((-top).logcumsumexp(1), (1, 0), value=-torch.inf)  # (rows, M + 1) log A for m = 0, 1, ...
-    B = _sums_below(points)
+    B = _sums_below(top, rest)
     place = torch.arange(top.shape[1], dtype=k.dtype, device=k.device)  # (M,)
     at_top = place - (top + A[:, :-1]).exp() / 2 + (B[:, :-1] - top).exp() / 2  # (rows, M) the sum if theta is x_i
     m = (at_top.unsqueeze(1) < k.unsqueeze(2)).sum(2)  # (rows, J)
@@ -86,23 +88,25 @@ def _logistic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
     The start is Laplace's root, whose tails are the same but for a factor, be the scores close or far apart.
     """
     n, finfo = z.shape[1], torch.finfo(z.dtype)
-    M = min(2 * most, n)
-    least = z.gather(1, largest(z, M)[:, -1:])  # (rows, 1)
-    low, high = least - (k / (M - k)).log(), -(k / (n - k)).log()  # (rows, J), of z that are 0 at most
+    top, rest = _top_and_rest(z, 2 * most)  # (rows, M), (rows, n)
+    M = top.shape[1]
+    low, high = top[:, -1:] - (k / (M - k)).log(), -(k / (n - k)).log()  # (rows, J), of z that are 0 at most
     low, high = (each + side * 4 * finfo.eps * (1 + each.abs()) for each, side in ((low, -1), (high, 1)))
 
     def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
-        t = z.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, n)
+        t = top.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, M)
         tail = torch.sigmoid(-t.abs())  # 1 - f above theta, else f: where all f are 0 or 1, the digits of these count
-        excess = (t >= 0).sum(2) - k - torch.copysign(tail, t).sum(2)
-        slope = tail.sum(2) - torch.linalg.vecdot(tail, tail)
+        f = torch.sigmoid_(rest.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n) of the rest, which is below theta
+        total = f.sum(2)
+        excess = (t >= 0).sum(2) - k - torch.copysign(tail, t).sum(2) + total
+        slope = (tail - tail.square()).sum(2) + total - torch.linalg.vector_norm(f, dim=2).square()
         odds = (excess / k).log1p() - (-excess / (n - k)).log1p()
         step = odds * (k + excess) * (n - k - excess) / (n * slope)
         # far from all scores no digits are left, and Laplace's root is the root
         return excess, torch.where(slope < finfo.tiny / finfo.eps, 0, step)
 
     # the error that a step leaves is of the size of its square
-    return _newton(evaluate, low, high, _laplace_root(z, k, most).clamp(low, high), finfo.eps**0.5)
+    return _newton(evaluate, low, high, _laplace_root_of(top, rest, k).clamp(low, high), finfo.eps**0.5)
 
 
 def _capped_root(z: Tensor, k: Tensor, most: int) -> Tensor:
@@ -110,47 +114,46 @@ def _capped_root(z: Tensor, k: Tensor, most: int) -> Tensor:
 
     For sum_i min(1, exp(z_i - theta)) is the least over m of m + exp(-theta) sum_{i>m} exp z_i.
     """
-    points = _top_and_rest(z, most)
-    left = k.unsqueeze(2) - torch.arange(points.shape[1], dtype=k.dtype, device=k.device)  # (rows, J, M + 1)
-    roots = _sums_below(points).unsqueeze(1) - left.log()
-    return torch.where(left > 0, roots, torch.inf).amin(2)
+    sums = _sums_below(*_top_and_rest(z, most))  # (rows, M + 1)
+    left = k.unsqueeze(2) - torch.arange(sums.shape[1], dtype=k.dtype, device=k.device)  # (rows, J, M + 1)
+    return torch.where(left > 0, sums.unsqueeze(1) - left.log(), torch.inf).amin(2)
 
 
 def _power_root(z: Tensor, k: Tensor, most: int, power: int) -> Tensor:
-    """Newton's method between the score at rank k, rounded up, and 1 below."""
-    kth = z.topk(min(most, z.shape[1]), dim=1).values.gather(1, k.ceil().long() - 1)  # (rows, J)
-    distance = z.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n)
+    """Newton's method between the score at rank k, rounded up, and 1 below.
+
+    Far from the root it acts on sum^(1 / (power + 1)), which is nearly straight where scores are evenly spread.
+    """
+    top = z.topk(min(most, z.shape[1]), dim=1).values  # (rows, M): f is 1 for no others
+    kth = top.gather(1, k.ceil().long() - 1)  # (rows, J)
+    distance, above = z.unsqueeze(1) - kth.unsqueeze(2), top.unsqueeze(1) - kth.unsqueeze(2)  # (rows, J, n or M)
 
     def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
-        t = distance - theta.unsqueeze(2)
-        excess = (t.clamp(0, 1) ** power).sum(2) - k
-        return excess, excess / _power_slopes(t, power)[0].sum(2)
+        t = (distance - theta.unsqueeze(2)).clamp(0, 1)
+        total = (t**power).sum(2) if power > 1 else t.sum(2)  # (rows, J)
+        slope = power * (t.square() if power > 1 else t.ceil_()).sum(2)
+        slope = slope - power * (above - theta.unsqueeze(2) >= 1).sum(2)
+        excess = total - k
+        bent = (power + 1) * total * (1 - (k / total) ** (1 / (power + 1)))
+        return excess, torch.where(excess.abs() < k / 8, excess, bent) / slope
 
     zero = torch.zeros_like(kth)
     return _newton(evaluate, zero - 1, zero, zero - 0.5, torch.finfo(z.dtype).eps) + kth
 
 
-def _power_slopes(t: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    slopes = power * t.clamp(0, 1) ** (power - 1)
-    return torch.where((t > 0) & (t < 1), slopes, 0), torch.ones_like(t[..., 0])
+def _log_power_slopes(t: Tensor, power: int) -> Tensor:
+    inside = (t > 0) & (t < 1)
+    logs = (power - 1) * torch.where(inside, t, 1).log() + math.log(power) if power > 1 else 0.0
+    return torch.where(inside, logs, MASKED).to(t.dtype)
 
 
-def _exponential_slopes(t: Tensor, factor: float, above: bool, logistic: bool = False) -> tuple[Tensor, Tensor]:
-    """Slopes of exponential tails, relative to that of the least |t|; above: f has a tail above theta, too."""
-    away = t.abs() if above else torch.where(t <= 0, -t, torch.inf)  # (rows, J, n)
-    nearest = away.detach().amin(2, keepdim=True).clamp(max=-MASKED)
-    slopes = (nearest - away).exp()
-    if logistic:  # the slope of sigmoid is e / (1 + e)^2 with e = exp(-|t|)
-        slopes = slopes / (1 + (-away).exp()).square()
-    return slopes, factor * (-nearest).squeeze(2).exp()
+def _log_logistic_slopes(t: Tensor) -> Tensor:
+    away = t.abs()
+    return 2 * away.sigmoid().log() - away
 
 
 def _log_laplace(t: Tensor) -> Tensor:
     return torch.where(t <= 0, t - math.log(2), torch.log1p(-torch.exp(-t.abs()) / 2))  # slope 1 at 0
-
-
-def _log_capped(t: Tensor) -> Tensor:
-    return torch.where(t >= 0, 0, t)
 
 
 def _power_of_clipped(t: Tensor, power: int) -> Tensor:
@@ -162,29 +165,26 @@ class Family(NamedTuple):
     """The formulas of a family of thresholds.
 
     value: log f of t or, for those that reach 0, f. root: theta (rows, J) of z (rows, n), the largest of which is 0,
-    and k (rows, J), none of which exceeds a third argument. slopes: f' relative to a factor, and the factor, of t
-    (rows, J, n). lowest_alone: as k comes down from n, the indicator of the lowest class alone falls below 1; else all
-    do, by their tails, exp(-z).
+    and k (rows, J), none of which exceeds a third argument. log_slopes: log f' of t, about MASKED where f' is 0.
+    lowest_alone: as k comes down from n, the indicator of the lowest class alone falls below 1; else all do, by their
+    tails, exp(-z).
     """
 
     value: Callable[[Tensor], Tensor]
     root: Callable[[Tensor, Tensor, int], Tensor]
-    slopes: Callable[[Tensor], tuple[Tensor, Tensor]]
+    log_slopes: Callable[[Tensor], Tensor]
     lowest_alone: bool
 
 
 def _power_family(power: int) -> Family:
-    value, root, slopes = (partial(each, power=power) for each in (_power_of_clipped, _power_root, _power_slopes))
-    return Family(value, root, slopes, True)  # type: ignore[arg-type]
+    value, root, slopes = (partial(each, power=power) for each in (_power_of_clipped, _power_root, _log_power_slopes))
+    return Family(value, root, slopes, True)
 
 
-_logistic_slopes = partial(_exponential_slopes, factor=1.0, above=True, logistic=True)
-_laplace_slopes = partial(_exponential_slopes, factor=0.5, above=True)
-_capped_slopes = partial(_exponential_slopes, factor=1.0, above=False)
 FAMILIES = {
-    "logistic": Family(logsigmoid, _logistic_root, _logistic_slopes, False),
-    "laplace": Family(_log_laplace, _laplace_root, _laplace_slopes, False),
-    "capped": Family(_log_capped, _capped_root, _capped_slopes, True),
+    "logistic": Family(logsigmoid, _logistic_root, _log_logistic_slopes, False),
+    "laplace": Family(_log_laplace, _laplace_root, lambda t: -t.abs() - math.log(2), False),
+    "capped": Family(lambda t: torch.where(t >= 0, 0, t), _capped_root, lambda t: torch.where(t <= 0, t, MASKED), True),
     "linear": _power_family(1),
     "cubic": _power_family(3),
 }
@@ -211,9 +211,11 @@ class Threshold(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, theta = ctx.saved_tensors
         with full_precision(z.device):
-            slopes, factor = FAMILIES[ctx.family].slopes(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n), (rows, J)
-            total = slopes.sum(2).clamp(min=torch.finfo(z.dtype).tiny * 2**26)  # (rows, J)
-            return ((grad / total).unsqueeze(1) @ slopes).squeeze(1), -grad / total / factor, None, None
+            logs = FAMILIES[ctx.family].log_slopes(z.unsqueeze(1) - theta.unsqueeze(2))  # (rows, J, n)
+            grad_z, grad_k = (grad.unsqueeze(1) @ logs.softmax(2)).squeeze(1), None
+            if ctx.needs_input_grad[1]:
+                grad_k = -grad / logs.exp().sum(2).clamp(min=torch.finfo(z.dtype).tiny)
+            return grad_z, grad_k, None, None
 
 
 def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor, most: int, family: str) -> Tensor:
@@ -223,16 +225,17 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
     fewer classes are left, t is inf: they are within k; that of the others is MASKED times beta, about.
     """
     z, live = centered(x) * beta, x != -torch.inf  # (rows, n)
-    number = live.sum(1, keepdim=True).to(z.dtype)  # (rows, 1)
+    number = live.to(z.dtype).sum(1, keepdim=True)  # (rows, 1)
     all_within = k >= number  # (rows, J)
     theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
     theta = theta.masked_fill(number == 0, 0)  # where no class is left, none is within k
-    live, all_of_n = live.unsqueeze(1), (k >= z.shape[1]).unsqueeze(2)
-    certain = all_within.unsqueeze(2) & live | all_of_n  # (rows, J, n)
     if labels is None:
-        t, theta = z.unsqueeze(1) - theta.unsqueeze(2), theta.unsqueeze(2)
+        t, live, all_within = z.unsqueeze(1) - theta.unsqueeze(2), live.unsqueeze(1), all_within.unsqueeze(2)
+        k, theta = k.unsqueeze(2), theta.unsqueeze(2)
     else:
-        t, certain = z.gather(1, labels.unsqueeze(1)) - theta, at_target(certain, labels)
+        own = labels.unsqueeze(1)  # (rows, 1)
+        t, live = z.gather(1, own) - theta, live.gather(1, own)
+    certain = all_within & live | (k >= z.shape[1])
     return torch.where(certain, torch.inf + 0 * theta.detach(), t)  # NaN stays
 
 
@@ -274,9 +277,7 @@ class PointwiseMasks(MaskOperator):
         """f(t), if the operator is `guarded`, else log f(t)."""
         return FAMILIES[self.family].value(t) if self.family in FAMILIES else logsigmoid(t)
 
-    def _values(
-        self, scores: Tensor, labels: Tensor | None, ks: Sequence[int], beta: Any, generator: Any = None
-    ) -> Tensor:
+    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         if self.family in ("ranks", "middle"):
             function = soft_ranks if self.family == "ranks" else beyond_middles
             return self._value(function(scores, beta, labels, ks))
@@ -289,22 +290,13 @@ class PointwiseMasks(MaskOperator):
 
 
 class ThresholdOperator(PointwiseMasks):
-    """What the operators with a threshold share. Subclasses name their family; beta multiplies the logits."""
+    """An operator with a threshold. Subclasses name their family; beta multiplies the logits."""
 
-    def mask(
-        self, logits: Tensor, k: float | Tensor | None = None, inverse_temperature: float | Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Compute the soft top-k indicator of logits (..., n): in [0, 1], of the same shape, sums over n to k.
+    def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
+        """Compute the soft top-k indicator as every operator does, in [0, 1], which sums to k over the classes.
 
-        Args:
-            logits: (..., n), floating point.
-            k: in (0, n], any real number, or a tensor that broadcasts to (...,) and receives a gradient if it wants
-                one; default the operator's own. At k = n all indicators are 1, and the gradient is that from below.
-            inverse_temperature, generator: as in every operator.
-
-        Raises:
-            TypeError, ValueError: for what does not fit.
+        k: any number in (0, n], or a tensor that broadcasts to (...,) and receives a gradient if it wants one; default
+        the operator's own. At k = n all indicators are 1, and the gradient is that from below.
         """
         if k is None:
             return super().mask(logits, None, inverse_temperature, generator)
@@ -329,10 +321,8 @@ class ThresholdOperator(PointwiseMasks):
         at_n = (k == live.sum(1, keepdim=True)) & live
         depth = (-z).masked_fill(~live, MASKED)
         if FAMILIES[self.family].lowest_alone:
-            lowest = (depth == depth.amax(1, keepdim=True)).to(z.dtype)
-            share = lowest / lowest.sum(1, keepdim=True)
-        else:
-            share = depth.softmax(1)
+            depth = torch.where(depth == depth.amax(1, keepdim=True), depth, MASKED)
+        share = depth.softmax(1)
         return torch.where(at_n, share, 0) * (k - k.detach())
 
 
@@ -383,7 +373,7 @@ class SparseTopK(ThresholdOperator):
     guarded, has_zeros = True, True
     settings = (*ThresholdOperator.settings, "p")
 
-    def __init__(self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None, p: float = 2) -> None:
+    def __init__(self, k: SupportsIndex, inverse_temperature: Beta = None, p: float = 2) -> None:
         super().__init__(k, inverse_temperature)
         if p not in (2, 4 / 3):
             raise ValueError(f"p must be 2 or 4/3, got {p!r}")

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_positive, full_precision, has_known_values, is_ordinary
 from topk_losses.kernels import kernel
-from topk_losses.operator import TopKOperator, as_tensor, at_target, finite, is_mass
+from topk_losses.operator import Beta, TopKOperator, as_tensor, at_target, finite, is_mass
 from topk_losses.threshold import ThresholdOperator
 
 # Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
@@ -74,25 +74,25 @@ class _Plan(torch.autograd.Function):
     def forward(
         logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
-        def evaluate(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def evaluate(h: Tensor) -> tuple[Tensor, Tensor]:
             P = (logits + h.unsqueeze(1)).softmax(2) * live  # (rows, n, A)
             c = P.sum(1)  # (rows, A)
             # (rows,) relative to the smaller one: a point that has lost all its mass would be past recovery
             wrong = (mass - c).abs() / torch.minimum(mass, c)
-            return P, c, torch.where(mass > 0, wrong, 0).amax(1)
+            return P, torch.where(mass > 0, wrong, 0).amax(1)
 
         h = start
-        P, c, error = evaluate(h)
+        P, error = evaluate(h)
         damping = torch.zeros_like(error)  # (rows,)
         may_look = has_known_values(logits)
         for _ in range(max_iterations):
             going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
             if may_look and not bool(going.any()):
                 break
-            new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - c)  # (rows, A)
-            new_P, new_c, new_error = evaluate(new)
+            new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - P.sum(1))  # (rows, A)
+            new_P, new_error = evaluate(new)
             better = (new_error < error) & going  # (rows,); false for NaN
-            h, c = torch.where(better.unsqueeze(1), new, h), torch.where(better.unsqueeze(1), new_c, c)
+            h = torch.where(better.unsqueeze(1), new, h)
             P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
             # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
             damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
@@ -108,9 +108,7 @@ class _Plan(torch.autograd.Function):
         (P,) = ctx.saved_tensors
         with full_precision(P.device):
             weighted = grad * P  # (rows, n, A)
-            mean = weighted.sum(
-                2, keepdim=True
-            )  # (rows, n, 1); by the logits at fixed h the gradient is P (grad - mean)
+            mean = weighted.sum(2, keepdim=True)  # (rows, n, 1); at fixed h the gradient is P (grad - mean)
             # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
             of_mass = weighted.sum(1) - (mean.mT @ P).squeeze(1)  # (rows, A)
             damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
@@ -143,7 +141,7 @@ class _TransportOperator(TopKOperator):
     whitens = True
 
     def __init__(
-        self, k: SupportsIndex, inverse_temperature: float | Tensor | None = None, tolerance: float | None = None,
+        self, k: SupportsIndex, inverse_temperature: Beta = None, tolerance: float | None = None,
         max_iterations: SupportsIndex = 30,
     ) -> None:  # fmt: skip
         super().__init__(k, inverse_temperature)
@@ -169,13 +167,12 @@ class _TransportOperator(TopKOperator):
     def _warn_above(self, error: Tensor, beta: Any) -> float:
         largest, tolerance = float(error), self._tolerance_of(error.dtype, beta)
         if largest > tolerance:
-            warnings.warn(
+            message = (
                 f"{type(self).__name__}: the optimal transport did not converge within {self.max_iterations} "
                 f"iterations: a mass is off by {largest:.1e} (relative), the tolerance is {tolerance:.0e}. Lower "
-                f"inverse_temperature={float(beta):g}, use float64 or raise max_iterations.",
-                RuntimeWarning,
-                stacklevel=3,
+                f"inverse_temperature={float(beta):g}, use float64 or raise max_iterations."
             )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
         return largest
 
     def _record(self, error: Tensor, beta: Any) -> None:
@@ -206,16 +203,13 @@ def whitened(scores: Tensor) -> Tensor:
     return torch.where(scores == -torch.inf, -1.0, whiten_and_squash(scores))
 
 
-def _plan(
-    x: Tensor, beta: float | Tensor, num_points: int, tolerance: float, max_iterations: int
-) -> tuple[Tensor, Tensor]:
+def _plan(x: Tensor, beta: Any, num_points: int, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor]:
     """Compute P (rows, A, n) for evenly spaced target points in [0, 1], the last with the mass of the ranks from A on.
 
     x (rows, n): the whitened scores, below 0 for classes that are masked out: the other classes have as many target
     points as they are, at most A. Also returned: the largest relative error of a mass per row.
     """
-    live = x >= 0  # (rows, n); a NaN row is NaN anyhow
-    live = live | x.isnan()
+    live = (x >= 0) | x.isnan()  # (rows, n); a NaN row is NaN anyhow
     number = live.sum(1, keepdim=True)  # (rows, 1)
     rank = torch.arange(num_points, device=x.device)  # (A,)
     points = number.clamp(1, num_points)  # (rows, 1), how many of the target points are taken

@@ -59,7 +59,9 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     default = METHODS[line["method"].iloc[0]].inverse_temperature
     best, auto, shown, times_spread = rows["number"].mean(), groups.get("auto"), "—", ""
     if best > 0 and default is not None:
-        end = ", the least" if best == means["number"].min() else ", the largest" if best == means["number"].max() else ""
+        end = (
+            ", the least" if best == means["number"].min() else ", the largest" if best == means["number"].max() else ""
+        )
         shown = f"{best:g} ({best / default:g}x{end})"
         times_spread = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
     both = means["test_top1"].map("{:.2f}".format) + " / " + means["test_top5"].map("{:.2f}".format)
