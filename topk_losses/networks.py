@@ -196,7 +196,7 @@ def _compare(
     """
     b, a = x.index_select(0, wires).chunk(2)  # (c, rows) each
     d = a - b
-    rounding = distance_of_rounding(x.dtype) * (torch.maximum(a.abs(), b.abs()) + 1)
+    rounding = distance_of_rounding(x.dtype) * torch.maximum(a.abs(), b.abs())
     d = torch.where(d.abs() <= rounding, d - d.detach(), d)  # equal, with the derivative of d
     out = d > 0
     # e = |d|, but at 0 with a derivative, for which sigmoid(-e) has that of sigmoid(d)

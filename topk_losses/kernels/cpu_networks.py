@@ -117,7 +117,7 @@ def _forward_of(distribution: str, exponent: float) -> Callable[..., None]:
                     x_hi, x_lo, D = up[i], down[i], up[TILE + i] - down[TILE + i]
                     swapped, e = x_lo > x_hi, np.abs(x_lo - x_hi)
                     # no score is above the maximum, 0, so that the lower one is of the larger size
-                    size = _f32(1) - (x_hi if swapped else x_lo)
+                    size = -(x_hi if swapped else x_lo)
                     e = _f32(0) if e <= _ROUNDING * size else e
                     scale = scale_slope = _f32(1)  # u is beta e scale(e); the slope of e scale(e)
                     if art:

@@ -101,7 +101,7 @@ def forward_kernel(
         x_hi, x_lo = tl.load(x + hi, on, 0.0), tl.load(x + lo, on, 0.0)
         q_hi, q_lo = tl.load(q + hi, on, 0.0), tl.load(q + lo, on, 0.0)
         d = x_lo - x_hi
-        d = tl.where(tl.abs(d) <= (tl.maximum(tl.abs(x_lo), tl.abs(x_hi)) + 1.0) * _ROUNDING, 0.0, d)
+        d = tl.where(tl.abs(d) <= tl.maximum(tl.abs(x_lo), tl.abs(x_hi)) * _ROUNDING, 0.0, d)
         e, swapped = tl.abs(d), d > 0
         share, _ = _mix(e, beta, exponent, tie_scale, FAMILY, ART)
         above, below = tl.where(swapped, q_lo, q_hi), tl.where(swapped, q_hi, q_lo)
