@@ -243,7 +243,7 @@ def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path)
     assert data.read_bytes() == before
 
 
-QUICK = "--dataset digits --limit_train 24 --limit_test 8 --batch_size 8 --n_epochs 3 --device cpu --threads 1"
+QUICK = "--dataset digits --limit_train 24 --batch_size 8 --n_epochs 3 --device cpu --threads 1"
 
 
 def children(pid: int) -> list[int]:
