@@ -197,9 +197,7 @@ def test_the_smooth_kth_largest_agrees_with_float64(backend, n, scale, data):
     for got, want in zip(*outputs[:2]):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=slack)
     proper = scores[1:].contiguous()  # the first has too few others: no gradient
-    untied = scale == 1 and not bool(
-        (proper == proper.bfloat16().float()).all()
-    )  # ties of the hard one fall either way
+    untied = scale == 1 and not bool((proper == proper.bfloat16().float()).all())  # or ties fall either way
     for results in (1, 2) if untied else (1,):
         pair = [weighted("kth_largest", x, labels[1:], ks, tau, results=results) for x in (proper, proper.double())]
         torch.testing.assert_close(pair[0][1].double(), pair[1][1], rtol=1e-4, atol=1e-4)

@@ -38,7 +38,7 @@ _eager: dict[str, Callable[..., Any]] = {}  # by name: the kernels as they are c
 
 @functools.cache
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, found out without importing it."""
+    """Tell whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 

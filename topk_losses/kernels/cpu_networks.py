@@ -141,8 +141,10 @@ def _backward(grad, hi, lo, first, last, saved, grad_scores):
             for i in range(TILE):
                 swapped, share = kept[i] < _f32(0), np.abs(kept[i])
                 x_hi, x_lo, q_hi, q_lo = up[i], down[i], up[TILE + i], down[TILE + i]
-                x_difference, q_difference = x_lo - x_hi, q_lo - q_hi
-                moved, q_moved = kept[TILE + i] * x_difference + kept[2 * TILE + i] * q_difference, share * q_difference
+                moved, q_moved = (
+                    kept[TILE + i] * (x_lo - x_hi) + kept[2 * TILE + i] * (q_lo - q_hi),
+                    share * (q_lo - q_hi),
+                )
                 above, below, q_above, q_below = x_hi + moved, x_lo - moved, q_hi + q_moved, q_lo - q_moved
                 up[i], down[i] = (below, above) if swapped else (above, below)
                 up[TILE + i], down[TILE + i] = (q_below, q_above) if swapped else (q_above, q_below)
@@ -152,12 +154,8 @@ def _backward(grad, hi, lo, first, last, saved, grad_scores):
 
 
 def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
-    """The column (batch, k), and room for what the backward pass needs.
-
-    Whole tiles fit into it. Their number would be a size of 1 for small batches, which torch.compile takes for another
-    graph.
-    """
-    batch = scores.shape[0]
+    """The column (batch, k), and room for what the backward pass needs, into which whole tiles fit."""
+    batch = scores.shape[0]  # a number of tiles would be 1 for small batches, for torch.compile another graph
     return [scores.new_empty(batch, k), scores.new_empty(batch + TILE - 1, comparators.shape[1], 3)]
 
 

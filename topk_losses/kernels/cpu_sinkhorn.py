@@ -15,6 +15,7 @@ from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
 
 WORK_OF_A_THREAD = 100_000  # entries of plans that pay for another thread
 MOST_STEPS = 100
+_SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
 GAP = 256  # numbers between two arrays: more than a step of vector code
 VECTOR = 8  # target points are filled up to a multiple of these with some that no score reaches
 ROWS = 4  # of the plan that are computed together
@@ -23,17 +24,12 @@ ROWS = 4  # of the plan that are computed together
 FOR_SUMS, FOR_COLUMN = np.float32(-36), np.float32(-87)
 _f32 = np.float32
 _LEAST, _UNREACHED = _f32(1e-30), _f32(-1e30)
-_SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
 _any_order = partial(jit, fastmath=(*IN_ANY_ORDER, "contract"))
 
 
 @jit
 def _apart(n):
-    """Allocate an array (n,) of 0 with no other near it.
-
-    Where arrays touch, which is chance, a loop that reads one and writes another is not vector code, and its sums have
-    other last digits.
-    """
+    """Allocate an array (n,) of 0 with no other near it: loops over arrays that touch are not vector code."""
     return np.zeros(n + GAP, _f32)[:n]
 
 
@@ -132,8 +128,7 @@ def _solve(P, c, r, damping, tolerance, v):
         _add_laplacian(P, p, Ap)
         length = rz / max(_dot(p, Ap), _LEAST)
         for j in range(A):
-            v[j] += length * p[j]
-            r[j] -= length * Ap[j]
+            v[j], r[j] = v[j] + length * p[j], r[j] - length * Ap[j]
             z[j] = r[j] * scale[j]
         before, rz = rz, _dot(r, z)
         for j in range(A):

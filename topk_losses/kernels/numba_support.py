@@ -25,7 +25,7 @@ _f32 = np.float32
 
 @lru_cache(maxsize=1)
 def _hash_of_sources() -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()[:16]
 
 
 class _Cache(FunctionCache):
@@ -36,7 +36,10 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, _hash_of_sources())
+        held = [str(cell.cell_contents) for cell in function.__closure__ or ()]
+        # a file for each closure: processes that write to one file at once may take each other's code
+        name = "-".join([self._impl.filename_base, *held, _hash_of_sources()])
+        self._cache_file = IndexDataCacheFile(self._cache_path, name, _hash_of_sources())
 
     @contextlib.contextmanager
     def _guard_against_spurious_io_errors(self) -> Iterator[None]:  # around reading and writing
@@ -78,11 +81,7 @@ def exp(v):
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="topk_losses")
-
-
+_pool = lru_cache(maxsize=1)(lambda: ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="topk_losses"))
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
