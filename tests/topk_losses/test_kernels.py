@@ -14,7 +14,7 @@ from tests.methods import random_batch, value_and_gradient
 from tests.reference import NETWORKS
 from topk_losses import DISTRIBUTIONS, bitonic, splitter_selection
 from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
-from topk_losses.networks import carry_mass
+from topk_losses.networks import _tables_of, carry_mass
 from topk_losses.sigmoids import distance_of_rounding
 from topk_losses.smooth_svm import kth_largest
 from topk_losses.transport import sinkhorn
@@ -57,12 +57,9 @@ numba_alone = pytest.mark.parametrize("backend", ["numba"], indirect=True)
 
 def settings_of(network, beta, distribution, art_lambda=None, device="cpu"):
     """The arguments of carry_mass behind scores and target; art_lambda: default 0.5 for logistic_phi."""
-    layers = network.pruned().layers
-    wires = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]  # hi, lo
-    comparators = torch.tensor(wires, dtype=torch.int64, device=device)
+    comparators, sizes = _tables_of(network, device)
     art_lambda = 0.5 if distribution == "logistic_phi" and art_lambda is None else art_lambda
-    beta = torch.tensor(beta, device=device)
-    return beta, comparators, [len(layer) for layer in layers], network.k, distribution, art_lambda
+    return torch.tensor(beta, device=device), comparators, sizes, network.k, distribution, art_lambda
 
 
 def arguments_of(operation, n, k=3, device="cpu"):
@@ -280,11 +277,9 @@ def test_compile_and_export_give_one_graph_for_all_batch_sizes(operation, backen
 
 def test_a_backend_that_cannot_run_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for name, device, sentence in (
-        ("triton", "cpu", r"needs tensors on cuda, got cpu; unset it, or set TRITON_INTERPRET=1"),
-        ("numba", "meta", "needs tensors on cpu, got meta"),
-        ("cuda", "cpu", "must be torch, numba or triton"),
-    ):
+    interpreter = "needs tensors on cuda, got cpu; unset it, or set TRITON_INTERPRET=1"
+    refused = [("triton", "cpu", interpreter), ("numba", "meta", "needs tensors on cpu, got meta")]
+    for name, device, sentence in [*refused, ("cuda", "cpu", "must be torch, numba or triton")]:
         monkeypatch.setenv(VARIABLE, name)
         with pytest.raises(ValueError, match=sentence):
             device_of_kernels(torch.device(device))

@@ -141,10 +141,8 @@ def _backward(grad, hi, lo, first, last, saved, grad_scores):
             for i in range(TILE):
                 swapped, share = kept[i] < _f32(0), np.abs(kept[i])
                 x_hi, x_lo, q_hi, q_lo = up[i], down[i], up[TILE + i], down[TILE + i]
-                moved, q_moved = (
-                    kept[TILE + i] * (x_lo - x_hi) + kept[2 * TILE + i] * (q_lo - q_hi),
-                    share * (q_lo - q_hi),
-                )
+                q_moved = share * (q_lo - q_hi)
+                moved = kept[TILE + i] * (x_lo - x_hi) + kept[2 * TILE + i] * (q_lo - q_hi)
                 above, below, q_above, q_below = x_hi + moved, x_lo - moved, q_hi + q_moved, q_lo - q_moved
                 up[i], down[i] = (below, above) if swapped else (above, below)
                 up[TILE + i], down[TILE + i] = (q_below, q_above) if swapped else (q_above, q_below)

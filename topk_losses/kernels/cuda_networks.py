@@ -136,18 +136,15 @@ def _tiles(layer_sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     The bounds are the places among the comparators where each of the T tiles begins, and where the last one ends.
     """
     width = min(WIDEST, triton.next_power_of_2(max(layer_sizes, default=1)))
-    ends = accumulate(layer_sizes)
-    starts = [place for size, end in zip(layer_sizes, ends) for place in range(end - size, end, width)]
+    layers = zip(layer_sizes, accumulate(layer_sizes))
+    starts = [place for size, end in layers for place in range(end - size, end, width)]
     bounds = [*(starts or [0]), sum(layer_sizes)]  # a network of one wire has an empty tile
     rows = max(1, 32 // width)  # a warp at least, and 4 comparators per thread in wide tiles
     shape = {"ROWS": rows, "WIDTH": width, "num_warps": min(max(rows * width // 128, 1), 8), "num_stages": 1}
     return torch.tensor(bounds, dtype=torch.int32, device=device), shape
 
 
-def _launch(
-    backward: bool, wires: Tensor, saved: Tensor, scores: Tensor, beta: Tensor, comparators: Tensor,
-    layer_sizes: list[int], distribution: str, art_lambda: float | None,
-) -> None:  # fmt: skip
+def _launch(backward, wires, saved, scores, beta, comparators, layer_sizes, distribution, art_lambda):
     bounds, shape = _tiles(tuple(layer_sizes), scores.device)
     exponent = art_lambda or 0.0
     numbers = (*scores.shape, len(bounds) - 1, beta, exponent, ART_TIE**-exponent)
