@@ -3,24 +3,18 @@
 import pytest
 import torch
 
-from tests.methods import DETERMINISTIC, RELAXED
+from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch
 from topk_losses import make_loss
-from topk_losses.methods import SINGLE_K, TOP1
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 CASES = [(method, None) for method in DETERMINISTIC] + [(method, 16) for method in RELAXED]
 
 
 @pytest.mark.parametrize(("method", "m"), CASES)
 def test_value_and_gradient_are_those_of_the_cpu(method, m):
-    p_k = [0, 0, 0, 0, 1] if method in SINGLE_K else [0.5, 0, 0, 0, 0.5]
-    p_k = [1] if method in TOP1 else p_k
-    loss = make_loss(method, p_k, 100, **({"m": m} if m else {}))
-    generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(128, 100, generator=generator)
-    labels = torch.randint(100, (128,), generator=generator)
+    loss = make_loss(method, p_k_of(method), num_classes=100, **({"m": m} if m else {}))
+    logits, labels = random_batch(128, 100, dtype=torch.float32)
     want = logits.double().requires_grad_()
     exact = loss.double()(want, labels)
     exact.backward()

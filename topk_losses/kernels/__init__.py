@@ -32,12 +32,13 @@ ARGUMENTS = {
     "kth_largest": "Tensor scores, Tensor labels, SymInt[] ks, Tensor temperature",
     "sinkhorn": "Tensor x, Tensor labels, Tensor beta, SymInt k, float tolerance, SymInt max_iterations",
 }
+INTERPRETER_HINT = ", or set TRITON_INTERPRET=1 to interpret the kernels, slowly"
 _eager: dict[str, Callable[..., Any]] = {}  # by name: the kernels as they are called outside torch.compile
 
 
 @functools.cache
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, found out without importing it."""
+    """Tell whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -47,21 +48,18 @@ def device_of_kernels(device: torch.device) -> str:
     Raises:
         ValueError: TOPK_LOSSES_BACKEND is none of the backends, or names one that cannot run on `device`.
     """
-    backend = os.environ.get(VARIABLE, "")
+    backend, kind = os.environ.get(VARIABLE, ""), device.type
     if backend not in ("", "torch", *PACKAGES.values()):
         raise ValueError(f"{VARIABLE} must be torch, numba or triton, or unset to choose by device; got {backend!r}")
     if backend == "torch":
         return ""
     if not backend:
-        package = PACKAGES.get(device.type)
-        if not package or not is_installed(package):
-            return ""
-        return "" if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0) else device.type
-    wanted = "cpu" if backend == "numba" else "cuda"
-    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != wanted and not (interpreted and device.type == "cpu"):
-        hint = ", or set TRITON_INTERPRET=1 to interpret the kernels, slowly" if backend == "triton" else ""
-        raise ValueError(f"{VARIABLE}={backend} needs tensors on {wanted}, got {device.type}; unset it{hint}")
+        installed = kind in PACKAGES and is_installed(PACKAGES[kind])
+        old = installed and kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+        return kind if installed and not old else ""
+    wanted, hint = ("cpu", "") if backend == "numba" else ("cuda", INTERPRETER_HINT)
+    if kind != wanted and (kind, backend, os.environ.get("TRITON_INTERPRET")) != ("cpu", "triton", "1"):
+        raise ValueError(f"{VARIABLE}={backend} needs tensors on {wanted}, got {kind}; unset it{hint}")
     if not is_installed(backend):
         raise ValueError(f"{VARIABLE}={backend} needs the package {backend}; install it, or unset {VARIABLE}")
     return wanted
@@ -88,11 +86,9 @@ def kernel(operation: str, scores: Tensor, *settings: object) -> Callable[..., A
     """
     if scores.dtype != torch.float32 or not is_ordinary(scores):
         return None
-    tensors = [setting for setting in settings if isinstance(setting, Tensor)]
-    if any(setting.requires_grad or not is_ordinary(setting) for setting in tensors):
+    if any(isinstance(each, Tensor) and (each.requires_grad or not is_ordinary(each)) for each in settings):
         return None
-    name = _name(operation, scores.device)
-    if not name:
+    if not (name := _name(operation, scores.device)):
         return None
     return getattr(torch.ops.topk_losses, name) if torch.compiler.is_compiling() else _eager[name]
 
@@ -120,8 +116,8 @@ def register(
         forward(made, *inputs)
         return made
 
-    def empty_gradient(grads: Sequence[Tensor], made: Sequence[Tensor], scores: Tensor, *settings: Any) -> Tensor:
-        return torch.empty_like(scores, memory_format=torch.contiguous_format)
+    def empty_gradient(grads: Sequence[Tensor], made: Sequence[Tensor], *inputs: Any) -> Tensor:
+        return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
 
     def run_backward(grads: Sequence[Tensor], made: Sequence[Tensor], *inputs: Any) -> Tensor:
         grad_scores = empty_gradient(grads, made, *inputs)

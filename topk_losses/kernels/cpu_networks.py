@@ -24,66 +24,48 @@ _f32 = np.float32
 _TINY = _f32(np.finfo(np.float32).tiny)
 _MASKED, _ROUNDING = _f32(MASKED), _f32(distance_of_rounding(torch.float32))
 
-# The sigmoid families of sigmoids.py: the mixed share sigmoid(-u) for u >= 0, and its slope. Every constant is float32:
-# with any other Numba would compute in float64.
+FAMILIES = ("logistic", "gaussian", "reciprocal", "cauchy", "optimal")
 
 
-@jit
-def _logistic(u):
-    e = exp(-u)
-    share = e / (_f32(1) + e)
-    return share, share * share - share
+@partial(jit, forceinline=True)  # with which the compiler keeps one branch alone
+def _mix(u, family):
+    """The share sigmoid(-u) that is mixed, u >= 0, as in sigmoids.py, and its slope, for a place in FAMILIES.
 
-
-@partial(jit, forceinline=True)
-def _gaussian(u):
-    """The complementary error function to 1.2e-7 of itself, in the tail too (Press et al., Numerical Recipes)."""
-    v = _f32(0.70710678) * u
-    t = _f32(1) / (_f32(1) + _f32(0.5) * v)
-    p = ((_f32(0.17087277) * t - _f32(0.82215223)) * t + _f32(1.48851587)) * t - _f32(1.13520398)
-    p = (((p * t + _f32(0.27886807)) * t - _f32(0.18628806)) * t + _f32(0.09678418)) * t + _f32(0.37409196)
-    erfc = t * exp((p * t + _f32(1.00002368)) * t - _f32(1.26551223) - v * v)
-    return _f32(0.5) * erfc, _f32(-0.39894228) * exp(_f32(-0.5) * u * u)
-
-
-@jit
-def _reciprocal(u):
-    share = _f32(1) / (_f32(2) + u)
-    return share, -share * share
-
-
-@jit
-def _cauchy(u):
-    """The arc cotangent: the angle is halved twice, then a polynomial takes it from its tangent (Cephes, atanf)."""
-    size = u if u > _f32(1e4) else np.sqrt(_f32(1) + u * u)  # the square of a distance to MASKED may overflow
-    half = _f32(1) / (u + size)
-    x = half / (_f32(1) + np.sqrt(_f32(1) + half * half))
-    z = x * x
-    p = ((_f32(0.08053744) * z - _f32(0.13877686)) * z + _f32(0.19977711)) * z - _f32(0.33332949)
-    return _f32(1.27323954) * (p * z * x + x), _f32(-0.31830989) / (_f32(1) + u * u)
-
-
-@jit
-def _optimal(u):
-    v = _f32(0.25) if u < _f32(0.25) else u
-    share = _f32(0.5) - u if u <= _f32(0.25) else _f32(0.0625) / v
-    return share, _f32(-0.0625) / (v * v)
-
-
-FAMILIES = {
-    "logistic": _logistic,
-    "logistic_phi": _logistic,
-    "gaussian": _gaussian,
-    "reciprocal": _reciprocal,
-    "cauchy": _cauchy,
-    "optimal": _optimal,
-}
+    Every constant is float32: with any other Numba would compute in float64.
+    """
+    if family == 0:
+        e = exp(-u)
+        share = e / (_f32(1) + e)
+        slope = share * share - share
+    elif family == 1:  # erfc to 1.2e-7 of itself, in the tail too (Press et al., Numerical Recipes)
+        v = _f32(0.70710678) * u
+        t = _f32(1) / (_f32(1) + _f32(0.5) * v)
+        p = ((_f32(0.17087277) * t - _f32(0.82215223)) * t + _f32(1.48851587)) * t - _f32(1.13520398)
+        p = (((p * t + _f32(0.27886807)) * t - _f32(0.18628806)) * t + _f32(0.09678418)) * t + _f32(0.37409196)
+        share = _f32(0.5) * (t * exp((p * t + _f32(1.00002368)) * t - _f32(1.26551223) - v * v))
+        slope = _f32(-0.39894228) * exp(_f32(-0.5) * u * u)
+    elif family == 2:
+        share = _f32(1) / (_f32(2) + u)
+        slope = -share * share
+    elif family == 3:  # the angle is halved twice, then a polynomial takes it from its tangent (Cephes, atanf)
+        size = u if u > _f32(1e4) else np.sqrt(_f32(1) + u * u)  # the square of a distance to MASKED may overflow
+        half = _f32(1) / (u + size)
+        x = half / (_f32(1) + np.sqrt(_f32(1) + half * half))
+        z = x * x
+        p = ((_f32(0.08053744) * z - _f32(0.13877686)) * z + _f32(0.19977711)) * z - _f32(0.33332949)
+        share = _f32(1.27323954) * (p * z * x + x)
+        slope = _f32(-0.31830989) / (_f32(1) + u * u)
+    else:
+        v = _f32(0.25) if u < _f32(0.25) else u
+        share = _f32(0.5) - u if u <= _f32(0.25) else _f32(0.0625) / v
+        slope = _f32(-0.0625) / (v * v)
+    return share, slope
 
 
 @functools.cache
 def _forward_of(distribution: str, exponent: float) -> Callable[..., None]:
     """Compile the forward loop for a family; exponent: ART's lambda, 0 for none."""
-    family, art, published = FAMILIES[distribution], exponent > 0, exponent == 0.5
+    family, art, published = FAMILIES.index(distribution.removesuffix("_phi")), exponent > 0, exponent == 0.5
 
     def forward(scores, labels, mass, hi, lo, k, beta, exponent, tie_scale, first, last, saved, out):
         """Carry tiles first..last of scores (batch, n) to the column out (batch, k); fill saved for the backward pass.
@@ -105,12 +87,11 @@ def _forward_of(distribution: str, exponent: float) -> Callable[..., None]:
                     highest = score if score > highest or score != score else highest  # NaN stays
                 for j in range(n):
                     score = scores[start + i, j]
-                    wires[j, i] = (_MASKED if score == -np.inf else score) - highest
+                    wires[j, i] = (_MASKED if score < _MASKED else score) - highest
+                for j in range(len(mass) and n):
+                    wires[j, TILE + i] = mass[start + i, j]
                 if len(mass) == 0:
                     wires[labels[start + i], TILE + i] = _f32(1)
-                else:
-                    for j in range(n):
-                        wires[j, TILE + i] = mass[start + i, j]
             for c in range(len(hi)):
                 up, down, kept = wires[hi[c]], wires[lo[c]], saved[t, c]
                 for i in range(TILE):
@@ -125,7 +106,7 @@ def _forward_of(distribution: str, exponent: float) -> Callable[..., None]:
                         power = _f32(1) / np.sqrt(guarded) if published else _f32(guarded**-exponent)
                         scale = tie_scale if e == _f32(0) else power
                         scale_slope = tie_scale if e == _f32(0) else power * (_f32(1) - exponent * (e / guarded))
-                    share, slope = family(beta * (e * scale))
+                    share, slope = _mix(beta * (e * scale), family)
                     slope *= beta * scale_slope
                     signed = _TINY if share < _TINY else share  # 0 has no sign
                     kept[i], kept[TILE + i] = -signed if swapped else signed, share + slope * e
@@ -141,7 +122,7 @@ def _forward_of(distribution: str, exponent: float) -> Callable[..., None]:
                 for r in range(k):
                     out[start + i, r] = wires[n - 1 - r, TILE + i]
 
-    return jit(forward, f"{distribution}-{'root' if published else 'power' if art else 'none'}")
+    return jit(forward)
 
 
 @jit
@@ -160,8 +141,8 @@ def _backward(grad, hi, lo, first, last, saved, grad_scores):
             for i in range(TILE):
                 swapped, share = kept[i] < _f32(0), np.abs(kept[i])
                 x_hi, x_lo, q_hi, q_lo = up[i], down[i], up[TILE + i], down[TILE + i]
-                x_difference, q_difference = x_lo - x_hi, q_lo - q_hi
-                moved, q_moved = kept[TILE + i] * x_difference + kept[2 * TILE + i] * q_difference, share * q_difference
+                q_moved = share * (q_lo - q_hi)
+                moved = kept[TILE + i] * (x_lo - x_hi) + kept[2 * TILE + i] * (q_lo - q_hi)
                 above, below, q_above, q_below = x_hi + moved, x_lo - moved, q_hi + q_moved, q_lo - q_moved
                 up[i], down[i] = (below, above) if swapped else (above, below)
                 up[TILE + i], down[TILE + i] = (q_below, q_above) if swapped else (q_above, q_below)
@@ -171,12 +152,8 @@ def _backward(grad, hi, lo, first, last, saved, grad_scores):
 
 
 def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
-    """The column (batch, k), and room for what the backward pass needs.
-
-    Whole tiles fit into it. Their number would be a size of 1 for small batches, which torch.compile takes for another
-    graph.
-    """
-    batch = scores.shape[0]
+    """The column (batch, k), and room for what the backward pass needs, into which whole tiles fit."""
+    batch = scores.shape[0]  # a number of tiles would be 1 for small batches, for torch.compile another graph
     return [scores.new_empty(batch, k), scores.new_empty(batch + TILE - 1, comparators.shape[1], 3)]
 
 

@@ -11,10 +11,12 @@ import numpy as np
 
 from topk_losses import transport
 from topk_losses.kernels import register
-from topk_losses.kernels.numba_support import IN_ANY_ORDER, apart, exp, in_threads, jit
+from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
 
 WORK_OF_A_THREAD = 100_000  # entries of plans that pay for another thread
 MOST_STEPS = 100
+_SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
+GAP = 256  # numbers between two arrays: more than a step of vector code
 VECTOR = 8  # target points are filled up to a multiple of these with some that no score reaches
 ROWS = 4  # of the plan that are computed together
 # Exponents below the highest of a row that count. The products of what is lower still are denormal, with which a
@@ -22,8 +24,33 @@ ROWS = 4  # of the plan that are computed together
 FOR_SUMS, FOR_COLUMN = np.float32(-36), np.float32(-87)
 _f32 = np.float32
 _LEAST, _UNREACHED = _f32(1e-30), _f32(-1e30)
-_SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
 _any_order = partial(jit, fastmath=(*IN_ANY_ORDER, "contract"))
+
+
+@jit
+def _apart(n):
+    """Allocate an array (n,) of 0 with no other near it: loops over arrays that touch are not vector code."""
+    return np.zeros(n + GAP, _f32)[:n]
+
+
+@jit
+def _room(n):
+    """Allocate for n live classes: two plans (N, A), target points (A,) falling from 1 to 0, potentials h, more (A,).
+
+    A and N are n filled up; the points that are added are out of reach, the rows 0.
+    """
+    A, N = -(-n // VECTOR) * VECTOR, -(-n // ROWS) * ROWS
+    plans, points, h = np.zeros((2, N, A), _f32), _apart(A), _apart(A)
+    points[:n] = _f32(1) - np.arange(n) / _f32(max(n - 1, 1))
+    h[n:] = _UNREACHED
+    return plans[0], plans[1], points, h, _apart(A), _apart(A), _apart(A), _apart(A), _apart(A)
+
+
+@jit
+def _live(scores, label):
+    """The columns of the live scores, those not below 0, and the place of the label among them, -1 if masked out."""
+    columns = np.flatnonzero(~(scores < 0))  # NaN stays, and spoils its sample
+    return columns, (-1 if scores[label] < 0 else np.searchsorted(columns, label))
 
 
 @_any_order
@@ -58,9 +85,8 @@ def _plan(x, points, h, beta, lowest, P, c):
 
 
 @_any_order
-def _laplacian(P, v, out):
-    """Write (diag(c) - P^T P) v to out (A,), differences first: no digits cancel."""
-    out[:] = _f32(0)
+def _add_laplacian(P, v, out):
+    """Add (diag(c) - P^T P) v to out (A,), differences first: no digits cancel."""
     for i in range(0, len(P), ROWS):
         p, q, r, s = P[i], P[i + 1], P[i + 2], P[i + 3]
         p_mean = q_mean = r_mean = s_mean = _f32(0)
@@ -85,7 +111,7 @@ def _dot(a, b):
 def _solve(P, c, r, damping, tolerance, v):
     """Solve (diag(c) - P^T P + damping diag(c)) v = r for v (A,) by conjugate gradients; r becomes the residual."""
     A = len(c)
-    scale, z, p, Ap = apart(A), apart(A), apart(A), apart(A)
+    scale, z, p, Ap = _apart(A), _apart(A), _apart(A), _apart(A)
     scale[:] = c * (_f32(1) + damping) + _LEAST
     for i in range(len(P)):
         for j in range(A):
@@ -97,13 +123,12 @@ def _solve(P, c, r, damping, tolerance, v):
     for _ in range(MOST_STEPS):
         if not rz > enough:
             break
-        _laplacian(P, p, Ap)
         for j in range(A):
-            Ap[j] += damping * c[j] * p[j]
+            Ap[j] = damping * c[j] * p[j]
+        _add_laplacian(P, p, Ap)
         length = rz / max(_dot(p, Ap), _LEAST)
         for j in range(A):
-            v[j] += length * p[j]
-            r[j] -= length * Ap[j]
+            v[j], r[j] = v[j] + length * p[j], r[j] - length * Ap[j]
             z[j] = r[j] * scale[j]
         before, rz = rz, _dot(r, z)
         for j in range(A):
@@ -111,54 +136,25 @@ def _solve(P, c, r, damping, tolerance, v):
 
 
 @jit
-def _compact(scores, label, x, columns):
-    """Write the live scores, those not below 0, to x (n,) and their columns to columns (n,).
-
-    Returns their number, and the place of the label among them, -1 if it is masked out.
-    """
-    live, own = 0, -1
-    for j in range(len(scores)):
-        if not scores[j] < 0:  # NaN stays, and spoils its sample
-            own = live if j == label else own
-            x[live], columns[live] = scores[j], j
-            live += 1
-    return live, own
-
-
-@jit
-def _room(n):
-    """Allocate for n live classes: target points (A,), falling from 1 to 0, potentials h (A,), and two plans (N, A).
-
-    A and N are n filled up; the points that are added are out of reach, the rows 0.
-    """
-    A, N = -(-n // VECTOR) * VECTOR, -(-n // ROWS) * ROWS
-    points, h, plans = apart(A), apart(A), np.zeros((2, N, A), _f32)
-    points[:n] = _f32(1) - np.arange(n) / _f32(max(n - 1, 1))
-    h[n:] = _UNREACHED
-    return points, h, plans[0], plans[1]
-
-
-@jit
 def _forward(scores, labels, beta, tolerance, max_iterations, first, last, column, errors, potentials):
     """Rows first..last of scores (batch, n) to the column (batch, k), errors (batch,) and potentials (batch, n)."""
-    size, x, columns = -1, np.empty(scores.shape[1], _f32), np.empty(scores.shape[1], np.int64)
+    n = -1  # for which there is room
     for row in range(first, last):
-        n, own = _compact(scores[row], labels[row], x, columns)
+        columns, own = _live(scores[row], labels[row])
         column[row], errors[row] = _f32(0), _f32(0)
         if own < 0:
             continue
-        if n != size:  # of the room
-            points, h, P, trial = _room(n)
-            size, A = n, len(points)
-            new, c, new_c, v, right = apart(A), apart(A), apart(A), apart(A), apart(A)
+        if n != len(columns):
+            n = len(columns)
+            P, trial, points, h, new, c, new_c, v, right = _room(n)
         # the hard transport's potentials: neighbours are indifferent in the middle between their scores
-        ordered, total = np.sort(x[:n])[::-1], 0.0
-        for j in range(n):
+        x = scores[row][columns]
+        ordered, h[0], total = np.sort(x)[::-1], _f32(0), 0.0
+        for j in range(1, n):
+            upper, lower = np.float64(points[j - 1]), np.float64(points[j])
+            total += (lower - upper) * (lower + upper - ordered[j - 1] - ordered[j]) * beta
             h[j] = total
-            if j < n - 1:
-                upper, lower = np.float64(points[j]), np.float64(points[j + 1])
-                total += (lower - upper) * (lower + upper - ordered[j] - ordered[j + 1]) * beta
-        error, damping = _plan(x[:n], points, h, beta, FOR_SUMS, P, c), _f32(0)
+        error, damping = _plan(x, points, h, beta, FOR_SUMS, P, c), _f32(0)
         for iteration in range(max_iterations):
             if not error > tolerance:
                 break
@@ -169,7 +165,7 @@ def _forward(scores, labels, beta, tolerance, max_iterations, first, last, colum
                 right[:n] -= right[:n].mean()  # which is rounding, and which no step can take off
                 _solve(P, c, right, damping, min(max(error, _f32(0.01)), _f32(0.1)), v)
             new[:] = h + v
-            new_error = _plan(x[:n], points, new, beta, FOR_SUMS, trial, new_c)
+            new_error = _plan(x, points, new, beta, FOR_SUMS, trial, new_c)
             if new_error < error:
                 h[:], c[:], error, damping = new, new_c, new_error, damping / _f32(8)
                 P, trial = trial, P
@@ -183,29 +179,29 @@ def _forward(scores, labels, beta, tolerance, max_iterations, first, last, colum
 @_any_order
 def _backward(scores, labels, beta, potentials, grad, first, last, grad_scores):
     """Rows first..last of the gradient of the column (batch, k) to that of scores (batch, n), by the KKT conditions."""
-    size, x, columns = -1, np.empty(scores.shape[1], _f32), np.empty(scores.shape[1], np.int64)
+    n = -1  # for which there is room
     for row in range(first, last):
-        n, own = _compact(scores[row], labels[row], x, columns)
+        columns, own = _live(scores[row], labels[row])
         grad_scores[row] = _f32(0)
         if own < 0:
             continue
-        if n != size:  # of the room
-            points, h, P, _ = _room(n)
-            size, A, k = n, len(points), min(n, grad.shape[1])
-            c, mine, by_mass, right, v = apart(A), apart(A), apart(A), apart(A), apart(A)
+        if n != len(columns):
+            n, k = len(columns), min(len(columns), grad.shape[1])
+            P, _, points, h, c, mine, by_mass, right, v = _room(n)
+        x = scores[row][columns]
         h[:n] = potentials[row, :n]
         _plan(x[own : own + 1], points, h, beta, FOR_COLUMN, P, mine)
-        _plan(x[:n], points, h, beta, FOR_SUMS, P, c)
+        _plan(x, points, h, beta, FOR_SUMS, P, c)
         by_mass[:] = _f32(0)
         by_mass[:k] = grad[row, :k] * mine[:k]
         by_mass -= mine * by_mass.sum()
         largest = max(np.abs(by_mass).max(), _LEAST)  # squares of a small gradient would not be numbers
-        for j in range(A):
+        for j in range(len(right)):
             right[j] = by_mass[j] / largest if abs(by_mass[j]) > _f32(1e-18) * largest else _f32(0)
         _solve(P, c, right, _f32(1e-6), _f32(1e-5), v)
         for i in range(n):
             p, mean, total = P[i], _dot(P[i], v), _f32(0)
-            for j in range(A):
+            for j in range(len(p)):
                 total += p[j] * (v[j] - mean) * points[j]
             grad_scores[row, columns[i]] = _f32(-2) * beta * largest * total
         grad_scores[row, columns[own]] += _f32(2) * beta * _dot(by_mass, points)

@@ -29,11 +29,14 @@ _MASKED, _INF = _f32(MASKED), _f32(np.inf)
 
 
 @jit
-def _find_largest(x, columns, values):
-    """Write the columns of the m largest scores x (n,), falling, to columns (m,); values (m,) is room. NaN is inf."""
+def _find_largest(x, true, columns, values):
+    """Write the columns of the m largest scores x (n,) but the true class's, falling, to columns (m,). NaN is inf.
+
+    values (m,) is room. By insertion, faster than a partial sort, since nearly no score is among the largest.
+    """
     held, last = 0, len(columns) - 1
     for j in range(len(x)):
-        if held > last and x[j] <= values[last]:  # nearly always
+        if (held > last and x[j] <= values[last]) or j == true:
             continue
         score, place = _INF if x[j] != x[j] else x[j], min(held, last)
         while place > 0 and values[place - 1] < score:
@@ -74,17 +77,12 @@ def _forward(scores, labels, temperature, ks, first, last, smooth, hard, top, in
     """
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, ks[-1]
     x, power, sums, rest = np.empty(n, _f32), np.empty(n), np.zeros(K + 1), np.zeros(K + 1)
-    p, q, g, largest = np.empty(num_leaves), np.empty(num_leaves), np.empty(K + 1), np.empty(num_leaves + 1, _f32)
+    p, q, g, largest = np.empty(num_leaves), np.empty(num_leaves), np.empty(K + 1), np.empty(num_leaves, _f32)
     counts = np.zeros((num_leaves + 1, K + 1))  # row i: the distribution of successes, i leaves added
     powers[first:last], leaf_slopes[first:last] = _f32(0), _f32(0)
     for row in range(first, last):
         o, true, leaves = scores[row], labels[row], index[row]
-        _find_largest(o, leaves, largest)
-        held = 0
-        for column in leaves:  # the true class moves to the end
-            if column != true and held < num_leaves:
-                leaves[held] = column
-                held += 1
+        _find_largest(o, true, leaves[:num_leaves], largest)
         leaves[num_leaves] = true
         for r in range(top.shape[1]):
             top[row, r] = o[leaves[r]] if r < num_leaves else -_INF
@@ -156,24 +154,21 @@ def _backward(
         slope, true, has_gradient = grad_scores[row], _f32(0), False
         slope[:], c[:], leaves[:] = _f32(0), _f32(0), _f32(0)
         for which in range(len(ks)):
-            share = grad[row, which]
-            if share != 0 and top[row, ks[which] - 1] != -_INF:  # an unused branch may hold NaN or inf
-                c += share * powers[row, which]
-                leaves += share * leaf_slopes[row, which]
-                true -= share
-                has_gradient = True
+            share, hard_share, place = grad[row, which], grad_hard[row, which], ks[which] - 1
+            if top[row, place] != -_INF:  # fewer than k others: no gradient
+                true -= share + hard_share
+                leaves[place] += hard_share
+                if share != 0:  # an unused branch may hold NaN or inf
+                    c += share * powers[row, which]
+                    leaves += share * leaf_slopes[row, which]
+                    has_gradient = True
         if has_gradient and num_leaves < n - 1:
             _exponentials(scores[row], index[row], _f32(1 / temperature), origin[row, 0], x)
             for m in range(K - 1, -1, -1):  # c_0 x + c_1 x^2 + ..., by Horner's rule
                 for j in range(n):
                     slope[j] = (c[m] + slope[j]) * x[j]
-        for r in range(num_leaves):
-            slope[index[row, r]] = leaves[r]
+        slope[index[row, :num_leaves]] = leaves
         slope[labels[row]] = true
-        for which in range(len(ks)):
-            if top[row, ks[which] - 1] != -_INF:
-                slope[index[row, ks[which] - 1]] += grad_hard[row, which]
-                slope[labels[row]] -= grad_hard[row, which]
 
 
 def _outputs(scores, labels, ks, temperature):

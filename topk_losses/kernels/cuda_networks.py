@@ -11,7 +11,6 @@ depend on the tile before, and are loaded ahead of the barrier that waits for it
 
 import functools
 from itertools import accumulate
-from typing import Any
 
 import torch
 import triton
@@ -65,85 +64,69 @@ def _mix(e, beta, exponent, tie_scale, FAMILY: tl.constexpr, ART: tl.constexpr):
 
 
 @triton.jit
-def _load_wires(hi_wires, lo_wires, bounds, tile, WIDTH: tl.constexpr):
-    """The places of a tile's comparators, and their wires hi and lo, -1 where it has none: (1, WIDTH) each."""
+def _load_tile(hi_wires, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH: tl.constexpr, BACKWARD: tl.constexpr):
+    """A tile's places among the comparators and wires hi and lo, -1 where it has none: (1, WIDTH) each.
+
+    For the backward pass also its differences in the two channels, (ROWS, WIDTH) each.
+    """
     place = tl.load(bounds + tile) + tl.arange(0, WIDTH)[None, :]
     inside = place < tl.load(bounds + tile + 1)
-    return place, tl.load(hi_wires + place, inside, -1), tl.load(lo_wires + place, inside, -1)
-
-
-@triton.jit
-def _load_saved(hi_wires, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH: tl.constexpr):
-    """A tile's wires, and its differences in the two channels, (ROWS, WIDTH) each."""
-    place, hi, lo = _load_wires(hi_wires, lo_wires, bounds, tile, WIDTH)
-    on = live & (hi >= 0)
-    return hi, lo, tl.load(saved_d + place, on, 0.0), tl.load(saved_D + place, on, 0.0)
-
-
-@triton.jit
-def forward_kernel(
-    wires, comparators, bounds, saved, batch, n, num_tiles, inverse_temperature, exponent, tie_scale,
-    FAMILY: tl.constexpr, ART: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Carry the wires (2, batch, n) through the network, in place; saved (2, batch, comparators): d, and D in order."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
-    live = row < batch
-    x, q, beta = wires + row * n, wires + (batch + row) * n, tl.load(inverse_temperature)
-    num_comparators = tl.load(bounds + num_tiles)
-    lo_wires = comparators + num_comparators
-    saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
-    ahead = _load_wires(comparators, lo_wires, bounds, 0, WIDTH)
-    for tile in range(num_tiles):
-        place, hi, lo = ahead
-        ahead = _load_wires(comparators, lo_wires, bounds, tl.minimum(tile + 1, num_tiles - 1), WIDTH)
+    hi, lo, d, D = tl.load(hi_wires + place, inside, -1), tl.load(lo_wires + place, inside, -1), 0.0, 0.0
+    if BACKWARD:
         on = live & (hi >= 0)
-        tl.debug_barrier()
-        x_hi, x_lo = tl.load(x + hi, on, 0.0), tl.load(x + lo, on, 0.0)
-        q_hi, q_lo = tl.load(q + hi, on, 0.0), tl.load(q + lo, on, 0.0)
-        d = x_lo - x_hi
-        d = tl.where(tl.abs(d) <= tl.maximum(tl.abs(x_lo), tl.abs(x_hi)) * _ROUNDING, 0.0, d)
-        e, swapped = tl.abs(d), d > 0
-        share, _ = _mix(e, beta, exponent, tie_scale, FAMILY, ART)
-        above, below = tl.where(swapped, q_lo, q_hi), tl.where(swapped, q_hi, q_lo)
-        D = above - below
-        tl.store(x + hi, tl.where(swapped, x_lo, x_hi) - share * e, on)
-        tl.store(x + lo, tl.where(swapped, x_hi, x_lo) + share * e, on)
-        tl.store(q + hi, above - share * D, on)
-        tl.store(q + lo, below + share * D, on)
-        tl.store(saved_d + place, d, on)
-        tl.store(saved_D + place, D, on)
+        d, D = tl.load(saved_d + place, on, 0.0), tl.load(saved_D + place, on, 0.0)
+    return place, hi, lo, d, D
 
 
 @triton.jit
-def backward_kernel(
+def carry_kernel(
     wires, comparators, bounds, saved, batch, n, num_tiles, inverse_temperature, exponent, tie_scale,
-    FAMILY: tl.constexpr, ART: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BACKWARD: tl.constexpr, FAMILY: tl.constexpr, ART: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Carry the gradients by the wires (2, batch, n) back through the network, in place."""
+    """Carry the wires (2, batch, n) through the network, or the gradients by them back through it, in place.
+
+    saved (2, batch, comparators), which the forward pass fills: the differences d, and D in order.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
     live = row < batch
     x, q, beta = wires + row * n, wires + (batch + row) * n, tl.load(inverse_temperature)
     num_comparators = tl.load(bounds + num_tiles)
     lo_wires = comparators + num_comparators
     saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
-    ahead = _load_saved(comparators, lo_wires, bounds, num_tiles - 1, saved_d, saved_D, live, WIDTH)
+    tile = num_tiles - 1 if BACKWARD else 0
+    ahead = _load_tile(comparators, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH, BACKWARD)
     for step in range(num_tiles):
-        hi, lo, d, D = ahead
-        before = tl.maximum(num_tiles - 2 - step, 0)
-        ahead = _load_saved(comparators, lo_wires, bounds, before, saved_d, saved_D, live, WIDTH)
+        place, hi, lo, d, D = ahead
+        tile = tl.maximum(num_tiles - 2 - step, 0) if BACKWARD else tl.minimum(step + 1, num_tiles - 1)
+        ahead = _load_tile(comparators, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH, BACKWARD)
         on = live & (hi >= 0)
-        e, swapped = tl.abs(d), d > 0
-        share, slope = _mix(e, beta, exponent, tie_scale, FAMILY, ART)
+        if BACKWARD:
+            e, swapped = tl.abs(d), d > 0
+            share, slope = _mix(e, beta, exponent, tie_scale, FAMILY, ART)
         tl.debug_barrier()
         x_hi, x_lo = tl.load(x + hi, on, 0.0), tl.load(x + lo, on, 0.0)
         q_hi, q_lo = tl.load(q + hi, on, 0.0), tl.load(q + lo, on, 0.0)
-        moved, q_moved = x_lo - x_hi, q_lo - q_hi
-        moved = share * moved + slope * (moved * e + q_moved * D)
-        q_moved = share * q_moved
-        tl.store(x + hi, tl.where(swapped, x_lo - moved, x_hi + moved), on)
-        tl.store(x + lo, tl.where(swapped, x_hi + moved, x_lo - moved), on)
-        tl.store(q + hi, tl.where(swapped, q_lo - q_moved, q_hi + q_moved), on)
-        tl.store(q + lo, tl.where(swapped, q_hi + q_moved, q_lo - q_moved), on)
+        if BACKWARD:
+            moved, q_moved = x_lo - x_hi, q_lo - q_hi
+            moved = share * moved + slope * (moved * e + q_moved * D)
+            q_moved = share * q_moved
+            tl.store(x + hi, tl.where(swapped, x_lo - moved, x_hi + moved), on)
+            tl.store(x + lo, tl.where(swapped, x_hi + moved, x_lo - moved), on)
+            tl.store(q + hi, tl.where(swapped, q_lo - q_moved, q_hi + q_moved), on)
+            tl.store(q + lo, tl.where(swapped, q_hi + q_moved, q_lo - q_moved), on)
+        else:
+            d = x_lo - x_hi
+            d = tl.where(tl.abs(d) <= tl.maximum(tl.abs(x_lo), tl.abs(x_hi)) * _ROUNDING, 0.0, d)
+            e, swapped = tl.abs(d), d > 0
+            share, slope = _mix(e, beta, exponent, tie_scale, FAMILY, ART)
+            above, below = tl.where(swapped, q_lo, q_hi), tl.where(swapped, q_hi, q_lo)
+            D = above - below
+            tl.store(x + hi, tl.where(swapped, x_lo, x_hi) - share * e, on)
+            tl.store(x + lo, tl.where(swapped, x_hi, x_lo) + share * e, on)
+            tl.store(q + hi, above - share * D, on)
+            tl.store(q + lo, below + share * D, on)
+            tl.store(saved_d + place, d, on)
+            tl.store(saved_D + place, D, on)
 
 
 @functools.lru_cache(maxsize=32)
@@ -153,24 +136,22 @@ def _tiles(layer_sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     The bounds are the places among the comparators where each of the T tiles begins, and where the last one ends.
     """
     width = min(WIDEST, triton.next_power_of_2(max(layer_sizes, default=1)))
-    ends = accumulate(layer_sizes)
-    starts = [place for size, end in zip(layer_sizes, ends) for place in range(end - size, end, width)]
+    layers = zip(layer_sizes, accumulate(layer_sizes))
+    starts = [place for size, end in layers for place in range(end - size, end, width)]
     bounds = [*(starts or [0]), sum(layer_sizes)]  # a network of one wire has an empty tile
     rows = max(1, 32 // width)  # a warp at least, and 4 comparators per thread in wide tiles
     shape = {"ROWS": rows, "WIDTH": width, "num_warps": min(max(rows * width // 128, 1), 8), "num_stages": 1}
     return torch.tensor(bounds, dtype=torch.int32, device=device), shape
 
 
-def _launch(
-    kernel: Any, wires: Tensor, saved: Tensor, scores: Tensor, beta: Tensor, comparators: Tensor,
-    layer_sizes: list[int], distribution: str, art_lambda: float | None,
-) -> None:  # fmt: skip
+def _launch(backward, wires, saved, scores, beta, comparators, layer_sizes, distribution, art_lambda):
     bounds, shape = _tiles(tuple(layer_sizes), scores.device)
     exponent = art_lambda or 0.0
     numbers = (*scores.shape, len(bounds) - 1, beta, exponent, ART_TIE**-exponent)
+    constants = (backward, distribution, exponent > 0)
     with torch.cuda.device_of(scores):
         grid = (triton.cdiv(len(scores), shape["ROWS"]),)
-        kernel[grid](wires, comparators.to(torch.int32), bounds, saved, *numbers, distribution, exponent > 0, **shape)
+        carry_kernel[grid](wires, comparators.to(torch.int32), bounds, saved, *numbers, *constants, **shape)
 
 
 def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
@@ -182,14 +163,14 @@ def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
 def _carry_mass(made, scores, target, beta, comparators, layer_sizes, k, *sigmoid):
     """P[1..k, y] (batch, k) of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
     wires = torch.stack([centered(scores), mass_of(scores, target)])  # (2, batch, n)
-    _launch(forward_kernel, wires, made[1], scores, beta, comparators, layer_sizes, *sigmoid)
+    _launch(False, wires, made[1], scores, beta, comparators, layer_sizes, *sigmoid)
     made[0].copy_(wires[1, :, scores.shape[1] - k :].flip(1))
 
 
 def _carry_mass_backward(grad_scores, grads, made, scores, target, beta, comparators, layer_sizes, k, *sigmoid):
     wires = scores.new_zeros(2, *scores.shape)
     wires[1, :, scores.shape[1] - k :] = grads[0].flip(1)
-    _launch(backward_kernel, wires, made[1], scores, beta, comparators, layer_sizes, *sigmoid)
+    _launch(True, wires, made[1], scores, beta, comparators, layer_sizes, *sigmoid)
     grad_scores.copy_(wires[0]).masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
 
 

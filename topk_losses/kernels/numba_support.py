@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,59 +19,51 @@ from torch import Tensor
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
-GAP = 256  # numbers between two arrays: more than a step of vector code
 IN_ANY_ORDER = ("nsz", "reassoc", "ninf")  # fastmath of sums that become vector code
 _f32 = np.float32
 
 
 @lru_cache(maxsize=1)
-def _state() -> str:
-    """A hash of the package's sources: Numba alone would miss a change in another file than the function's."""
+def _hash_of_sources() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()[:16]
 
 
 class _Cache(FunctionCache):
-    """Numba's cache on disk, by the package's sources and a variant; damaged files are compiled again."""
+    """Numba's cache on disk, valid for the package's sources as a whole; damaged files are compiled again.
 
-    def __init__(self, function: Callable[..., Any], variant: str) -> None:
+    Numba alone would miss a change in another file than the function's.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        name = f"{self._impl.filename_base}-{variant}-{_state()}"
-        self._cache_file = IndexDataCacheFile(self._cache_path, name, _state())
+        held = [str(cell.cell_contents) for cell in function.__closure__ or ()]
+        # a file for each closure: processes that write to one file at once may take each other's code
+        name = "-".join([self._impl.filename_base, *held, _hash_of_sources()])
+        self._cache_file = IndexDataCacheFile(self._cache_path, name, _hash_of_sources())
 
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # Numba's own has a hash of what a closure holds, which for compiled functions is new in each process.
-        return sig, codegen.magic_tuple()
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    @contextlib.contextmanager
+    def _guard_against_spurious_io_errors(self) -> Iterator[None]:  # around reading and writing
         try:
-            return super().load_overload(sig, target_context)
-        except Exception:  # unpickling a damaged file, as after a power cut, may raise anything
+            yield
+        except Exception as error:  # damage, as after a power cut, or a full disk: every process compiles for itself
+            warnings.warn(f"compiled kernels cannot be kept in {self.cache_path}: {error}", stacklevel=1)
             with contextlib.suppress(OSError):
                 self.flush()
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except Exception as error:  # a full disk: every process compiles for itself
-            warnings.warn(f"compiled kernels cannot be kept in {self.cache_path}: {error}", stacklevel=1)
 
 
-def jit(
-    function: Callable[..., Any], variant: str = "", fastmath: Collection[str] = ("nsz",), forceinline: bool = False
-) -> Callable[..., Any]:
+def jit(function: Callable[..., Any], fastmath: Collection[str] = ("nsz",), **options: Any) -> Callable[..., Any]:
     """Compile a function at its first call and cache the code on disk, where Numba finds a place (NUMBA_CACHE_DIR).
 
     Args:
-        function: what to compile; it runs without Python's lock.
-        variant: tells apart the closures that a factory makes of the same lines.
+        function: what to compile; it runs without Python's lock. A closure may hold numbers and strings only: Numba's
+            key in the cache has a hash of what it holds, which for compiled functions is new in each process.
         fastmath: without "contract" there are no fused multiply-adds, so that values are those of eager PyTorch.
-        forceinline: a loop that calls a long function becomes vector code only with this.
+        options: of numba.njit.
     """
-    compile_later: Any = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath), forceinline=forceinline)
-    compiled = compile_later(function)
+    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath), **options}
+    compiled: Any = numba.njit(**options)(function)
     with contextlib.suppress(RuntimeError):  # Numba finds no place
-        compiled._cache = _Cache(function, variant)  # as enable_caching() does, but with our class
+        compiled._cache = _Cache(function)  # as enable_caching() does, but with our class
     return compiled
 
 
@@ -89,21 +81,7 @@ def exp(v):
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@jit
-def apart(n):
-    """Allocate an array (n,) of 0 with no other near it.
-
-    Where arrays touch, which is chance, a loop that reads one and writes another is not vector code, and its sums have
-    other last digits.
-    """
-    return np.zeros(n + GAP, _f32)[:n]
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="topk_losses")
-
-
+_pool = lru_cache(maxsize=1)(lambda: ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="topk_losses"))
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
@@ -119,7 +97,7 @@ def in_threads(
     arrays = [value.detach().contiguous().numpy() if isinstance(value, Tensor) else value for value in inputs]
     made = [result.numpy() for result in results]
     threads = max(1, min(torch.get_num_threads(), tiles, 1 + work // work_per_thread))
-    size = max(1, -(-tiles // (SHARES * threads if threads > 1 else 1)))
+    size = -(-tiles // (SHARES * threads)) if threads > 1 else max(1, tiles)
     starts = iter(range(0, tiles, size))  # next() holds Python's lock
 
     def take_shares() -> None:
