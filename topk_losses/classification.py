@@ -87,7 +87,8 @@ class ClassificationLoss(nn.Module):
 
     Shapes: logits (batch, n), (n,), or (batch, n, d1, ...); labels int64 without the dimension n, or like the logits,
     with a gradient if they want one. Half-precision logits are computed in float32, under autocast too. A class whose
-    logit is -inf is masked out: the loss is that of the other classes.
+    logit is -inf is masked out: the loss is that of the other classes. A label that is masked out costs
+    the most that the method knows: infinity, or a very large number.
 
     Raises TypeError or ValueError for settings and inputs that do not fit, with a sentence that says which.
     """
