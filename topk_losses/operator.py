@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from topk_losses import checks
-from topk_losses.checks import check_k, full_precision
+from topk_losses.checks import check_k, full_precision, has_known_values
 
 Beta = float | Tensor | None  # an inverse temperature; None: the operator's
 
@@ -39,7 +39,16 @@ def centered(scores: Tensor) -> Tensor:
 
 def largest(scores: Tensor, m: int) -> Tensor:
     """Return the classes of the m largest scores of each row (rows, n), falling: (rows, m) int64."""
-    return scores.detach().topk(m, dim=1).indices
+    scores, n, chunk = scores.detach(), scores.shape[1], 8
+    if not has_known_values(scores) or n < 32 * m:
+        return scores.topk(m, dim=1).indices
+    # They lie in the m chunks of largest maxima, or in the rest: half the time of torch.topk on a CPU.
+    chunks = n // chunk
+    best = scores[:, : chunks * chunk].unflatten(1, (chunk, chunks)).amax(1).topk(m, dim=1, sorted=False).indices
+    offsets = torch.arange(chunk, device=scores.device).view(1, -1, 1) * chunks
+    rest = torch.arange(chunks * chunk, n, device=scores.device).expand(scores.shape[0], -1)
+    columns = torch.cat([(best.unsqueeze(1) + offsets).flatten(1), rest], dim=1)  # (rows, chunk m + rest)
+    return columns.gather(1, scores.gather(1, columns).topk(m, dim=1).indices)
 
 
 def pick_ranks(cumulative: Tensor, ks: Sequence[int]) -> Tensor:

@@ -13,6 +13,7 @@ from tests import reference
 from tests.methods import RELAXED, random_batch, value_and_gradient
 from topk_losses import DISTRIBUTIONS, METHODS, RelaxedNetwork, SparseTopK, TopKCrossEntropyLoss, make_operator
 from topk_losses.functional import soft_topk_values, topk_mask
+from topk_losses.operator import largest
 
 INF = math.inf
 NETWORKS = reference.NETWORKS
@@ -296,3 +297,14 @@ def test_at_k_1_it_is_cross_entropy_whatever_the_logits(method):
         logits, labels = random_batch(16, 12, scale)
         want = value_and_gradient(lambda s, y: cross_entropy(s, y, reduction="none"), logits, labels)
         torch.testing.assert_close(value_and_gradient(loss, logits, labels), want, rtol=1e-6, atol=1e-9)
+
+
+@given(st.integers(1, 700), st.integers(1, 20), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_the_largest_are_those_of_a_sort(n, m, seed):
+    """Looked for in chunks where there are many scores; with ties, and with classes that are masked out."""
+    scores, m = random_logits(4, n, seed=seed), min(m, n)
+    scores[1], scores[2, ::2] = scores[1].round(), -torch.inf
+    found = scores.gather(1, largest(scores, m))
+    assert torch.equal(found, scores.sort(dim=1, descending=True).values[:, :m])
+    assert all(len(set(row)) == m for row in largest(scores, m).tolist())
