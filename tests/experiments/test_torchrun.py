@@ -75,7 +75,7 @@ def test_killed_two_processes_continue_with_the_same_bits(tmp_path):
     while not list(tmp_path.glob("killed/runs/*/checkpoint.pt")):
         assert process.poll() is None
         time.sleep(0.02)
-    killed = str(tmp_path / "killed")  # torchrun starts its workers in sessions of their own: kill all by their arguments
+    killed = str(tmp_path / "killed")  # in all arguments; torchrun starts its workers in sessions of their own
     while subprocess.run(["pkill", "-KILL", "-f", "--", killed], check=False).returncode == 0:
         process.poll()
         time.sleep(0.02)
