@@ -233,4 +233,4 @@ def test_the_schedule_of_heads_that_suits_cross_entropy():
         f"{(few.test_top1 - few.last_test_top1).mean():.1f} higher",
     )
     heads = both(where("temperature", method=SOFTMAX))
-    stands("docs/temperature.md", pair(heads, 2), pair(both(every), 2))
+    stands("docs/findings/temperature-study.md", pair(heads, 2), pair(both(every), 2))

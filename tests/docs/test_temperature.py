@@ -53,7 +53,7 @@ def test_what_auto_loses():
     neural = auto[EVEN]["neuralsort"][0]
     against = [each for found in others.values() for _, default in found for each in default]
     stands(
-        "docs/temperature.md",
+        "docs/findings/temperature-study.md",
         f"NeuralSort loses {short(-auto[HALF]['neuralsort'][0][0], 2)} of top-1",
         f"NeuralSort loses {short(-neural[0])} of top-1 and gains {short(neural[1])} of top-5",
         f"`imbalanced_noised_topk` loses {short(-alone['imbalanced_noised_topk'], 2)} of top-1",
@@ -73,7 +73,7 @@ def test_what_schedules_gain():
         return pair(best_of("temperature", FIFTH, method, schedule=schedule), 2)
 
     stands(
-        "docs/temperature.md",
+        "docs/findings/temperature-study.md",
         f"NeuralSort reaches {best('neuralsort', True)} (constant: {best('neuralsort')}) and SoftSort "
         f"{best('softsort', True)}.",
         f"gain {span(alone[0])} of top-1 and up to {short(max(alone[1]), 2)} of",
@@ -104,7 +104,7 @@ def test_auto_with_other_numbers_of_classes():
     assert others < 0.2
     assert (every.drop(["neuralsort", SPLITTER]) > -0.7).all(axis=None)
     stands(
-        "docs/temperature.md",
+        "docs/findings/temperature-study.md",
         f"NeuralSort's at most {short(neural, 2)}.",
         f"{short(over.min())} points of top-1 above the default of `lml` and `subset_topk`",
         f"NeuralSort loses {short(-ten.test_top1['neuralsort'])} against its best β, and the splitter network "
@@ -133,7 +133,7 @@ def test_temperatures_of_whole_networks():
     assert max(behind[EVEN, "softsort"]["auto"], behind[FIFTH, SPLITTER]["auto"]) < 0.05
     network, sort = behind[EVEN, SPLITTER], behind[EVEN, "softsort"]
     stands(
-        "docs/temperature.md",
+        "docs/findings/temperature-study.md",
         f"by {softer[0].max():.0f} and {softer[1].max():.0f} points of top-1 from end to end",
         f"NeuralSort has {neural.max():.0f} of top-1 at most, at {short(float(neural.idxmax()), 2)}.",
         f"{sort['0.05']:.0f} to {sort['0.125']:.0f} points of top-1 below it for SoftSort, and {network['0.5']:.0f}",
@@ -154,7 +154,7 @@ def test_what_learning_costs():
         return pair(table.loc[method, FIFTH, mode], 2)
 
     stands(
-        "docs/temperature.md",
+        "docs/findings/temperature-study.md",
         f"costs `lml` and `subset_topk` {masks} points against `auto`,",
         f"SoftSort {soft} and the splitter network {network} where",
         *(f"{alone(name, 'learned')} instead of {alone(name, 'auto')}" for name in ("softsort", "neuralsort")),
@@ -171,7 +171,7 @@ def test_auto_at_learning_rates_that_were_chosen():
     for method in methods:
         found = gains.loc[[(method, p_k, m) for p_k in p_ks for m in (16, 100)]]
         cells = [("+" if gain >= 0 else "−") + short(abs(gain), 2) for gain in found.to_numpy().ravel()]
-        stands("docs/temperature.md", f"| `{method}` | {' | '.join(cells)} |")
+        stands("docs/findings/temperature-study.md", f"| `{method}` | {' | '.join(cells)} |")
     assert (gains.loc[(methods[:4], p_ks[:2]), :].abs() < 1).all(axis=None)
     assert (gains.loc[SPLITTER] < 0).all(axis=None)
     assert gains.loc["softsort", FIFTH].test_top1.min() > 5

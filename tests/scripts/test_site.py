@@ -51,7 +51,7 @@ def test_an_included_file_loses_its_title_and_finds_its_figures():
 
 @pytest.mark.parametrize(
     ("page", "numbers_of_lines"),
-    [("temperature", [15, 15, 18, 3, 3]), ("knn", [36, 36]), ("beam_search", [4 + 4 + 4] * 2)],
+    [("findings/temperature-study", [15, 15, 18, 3, 3]), ("knn", [36, 36]), ("beam_search", [4 + 4 + 4] * 2)],
 )
 def test_every_table_of_a_page_has_its_lines(page, numbers_of_lines):
     tables = [site.expand(mark[0], lambda name: False) for mark in marks_of(ROOT / "docs" / f"{page}.md")]
