@@ -13,7 +13,6 @@ import fcntl
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,8 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.common.cores import usable_cores
+
 LOGS = Path(__file__).resolve().parents[1] / "results" / "logs"
-ATTEMPTS, RETRY_SECONDS, POLL_SECONDS, TAIL = 2, 3, 0.1, 12  # TAIL: lines of a failed run's log in the summary
+ATTEMPTS, RETRY_SECONDS, POLL_SECONDS, SMI_SECONDS = 2, 3, 0.1, 20
+TAIL = 12  # lines of a failed run's log in the summary
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Run:
         # A session of its own: Ctrl-C reaches it once, through the launcher. The lock lives as long as the run.
         options = {"env": os.environ | settings, "start_new_session": True, "pass_fds": [lock]}
         try:
+            if self.log.is_fifo():
+                raise OSError(f"{self.log} is a pipe, and opening it would wait for ever")
             with open(self.log, "a", encoding="utf-8") as log:
                 print(f"=== {now} attempt {self.attempts} of {ATTEMPTS}", *map("=".join, settings.items()), file=log)
                 print(f"$ {self.command}", file=log, flush=True)
@@ -99,21 +103,17 @@ def visible_gpus() -> list[str]:
     """Return the GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them. Raises ValueError."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # CUDA stops reading at the first number below 0
         return re.findall(r"[^, ]+", re.split(r"(?:^|,) *-", os.environ["CUDA_VISIBLE_DEVICES"])[0])
-    if not shutil.which("nvidia-smi"):
-        return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        # Not subprocess.run, which waits for the end of what it kills: a process that hangs in the driver has none.
+        process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        listed, _ = process.communicate(timeout=SMI_SECONDS)
+    except FileNotFoundError:
+        return []
     except subprocess.TimeoutExpired:
+        process.kill()
         raise ValueError("nvidia-smi does not answer; name the GPUs by CUDA_VISIBLE_DEVICES (empty: none)") from None
-    return done.stdout.split() if done.returncode == 0 else []
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use; the hardware threads of one core count once."""
-    threads = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    files = [Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list") for thread in threads]
-    return len({file.read_text() if file.exists() else str(file) for file in files})
+    return listed.split() if process.returncode == 0 else []
 
 
 def run_all(runs: Sequence[Run], jobs: int, gpus: Sequence[str], lock: int) -> list[int]:
@@ -180,13 +180,13 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
             parser.error(f"another launcher, or a run that outlived one, holds {lock.name}; wait for it, or end it")
         print(f"{args.name}: {len(runs)} rows; logs in {logs}")
         received = run_all(runs, jobs, gpus, lock.fileno())
-    failed, done = ([run for run in runs if run.attempts and bool(run.failure) == failing] for failing in (True, False))
-    for run in failed if not received else []:
-        print(
-            f"\nFAILED ({run.failure}): {run.command}\n  log: {run.log}, which ends", *run.lines()[-TAIL:], sep="\n    "
-        )
+    failed = [run for run in runs if run.failure and not received]
+    for run in failed:
+        print(f"\nFAILED ({run.failure}): {run.command}\n  log: {run.log}, which ends")
+        print(*(f"    {line}" for line in run.lines()[-TAIL:]), sep="\n")
     left = "; stopped: the same call continues" if received else f", {len(failed)} failed"
-    print(f"{args.name}: {len(done)} of {len(runs)} rows done{left}")
+    done = sum(run.attempts > 0 and not run.failure for run in runs)
+    print(f"{args.name}: {done} of {len(runs)} rows done{left}")
     return 128 + received[0] if received else int(bool(failed))
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch import usable_cores
+from experiments.common.cores import usable_cores
+from scripts import launch
 from tests.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -91,12 +92,13 @@ def test_every_run_has_a_log_and_status_is_that_of_the_command_that_ran(run, tmp
 
 
 def test_a_failed_run_is_tried_again_then_named_with_the_end_of_its_log(run, tmp_path):
-    """Also one that is killed, one of no program, and one whose log cannot be written; the others go on."""
+    """Also one that is killed, one of no program, and those whose logs are a folder and a pipe; the others go on."""
     failing = python("print('\\n'.join(f'line {i}' for i in range(40))); raise SystemExit(7)")
     second = python("import pathlib, sys; p = pathlib.Path('been'); sys.exit(0 if p.exists() else p.touch() or 1)")
     killed = python("import os; os.kill(os.getpid(), 9)")
     (tmp_path / "logs" / "05-true.log").mkdir(parents=True)
-    status, printed = run([failing, second, killed, "no-such-program --flag", "true"], "--jobs", "5")
+    os.mkfifo(tmp_path / "logs" / "06-false.log")
+    status, printed = run([failing, second, killed, "no-such-program --flag", "true", "false"], "--jobs", "6")
     assert status == 1
     assert f"FAILED (exit status 7): {failing}" in printed
     assert "    line 39\n" in printed
@@ -106,8 +108,9 @@ def test_a_failed_run_is_tried_again_then_named_with_the_end_of_its_log(run, tmp
     assert log.read_text().count("=== ") == 4  # beginnings and ends
     assert "FAILED (killed by SIGKILL)" in printed
     assert "FAILED (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in printed
-    assert printed.count("it cannot be started") == 6
-    assert "sweep: 1 of 5 rows done, 4 failed" in printed
+    assert printed.count("it cannot be started") == 9
+    assert "06-false.log is a pipe" in printed
+    assert "sweep: 1 of 6 rows done, 5 failed" in printed
 
 
 def test_at_most_jobs_runs_at_once(run, tmp_path):
@@ -146,6 +149,15 @@ def test_the_gpus_are_those_that_nvidia_smi_lists(tmp_path, smi, gpus):
     assert subprocess.run(words, input=show, env=environment, text=True, capture_output=True).returncode == 0
     (log,) = (tmp_path / "logs").glob("*.log")
     assert f"gpu {gpus}\n" in log.read_text()
+
+
+def test_nvidia_smi_that_hangs_is_a_sentence(tmp_path, monkeypatch):
+    program(tmp_path / "bin" / "nvidia-smi", "exec sleep 600")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launch, "SMI_SECONDS", 0.5)
+    with pytest.raises(ValueError, match=r"nvidia-smi does not answer; name the GPUs by CUDA_VISIBLE_DEVICES"):
+        launch.visible_gpus()
 
 
 @pytest.mark.parametrize(
