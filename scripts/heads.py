@@ -6,7 +6,9 @@
 
 trials: each setting of a method with four learning rates, 5 epochs. longer: the best of them, 22 epochs. more: 30
 trials around the best of --around, and 30 of a loss without order. finals: of each arm the trial with the highest
-validation top-1 + top-5, ten other seeds, to --results. An arm is a method, or the loss without order.
+validation top-1 + top-5, ten other seeds, to --results. An arm is a method, or the loss without order. table3: nine
+trials of each row of the paper's Table 3, 15 epochs; with --per_p_k an arm is such a row, a method with one P_K
+(scripts/tiny_imagenet.sh).
 """
 
 import argparse
@@ -19,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 from scripts.launch import launch
-from scripts.sweeps import one_pass
+from scripts.sweeps import PAPER_P_KS, one_pass
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
@@ -37,8 +39,12 @@ SOFTER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # inverse temperatures, in units of t
 # -log(share softmax + (1 - share) 5 / 100): at this inverse temperature lapsum gives each class the indicator k / n.
 LEVEL = METHODS["lapsum"].inverse_temperature / 1024
 SHARES = (0.95, 0.8, 0.5, 0.3, 0.15)
+# The rows of Table 3, in the paper's order: two losses of one k, and each relaxed method with each of PAPER_P_KS.
+TABLE3_METHODS = ("softmax_cross_entropy", "smooth_hard_topk")
+TABLE3_METHODS += ("neuralsort", "softsort", "sinkhorn_sort", "splitter_selection")
+TABLE3_EPOCHS, TABLE3_RATES, TABLE3_FACTORS = 15, (0.001, 0.002, 0.004), (1 / 4, 1, 4)
 KNOWN = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
-STAGES = ("trials", "longer", "more", "finals")
+STAGES = ("trials", "longer", "more", "table3", "finals")
 
 
 def settings_of(method: str) -> list[dict[str, object]]:
@@ -67,9 +73,23 @@ def settings_around(method: str, chosen: dict[str, object]) -> list[dict[str, ob
     return [{**kept, "inverse_temperature": default * by} for by in SOFTER] + without * (method == "lapsum")
 
 
-def read_trials(path: Path) -> pd.DataFrame:
+def settings_of_table3(method: str) -> list[dict[str, object]]:
+    """Return three settings of each row of Table 3 that is of the method, as flags; m is the paper's, 16.
+
+    Cross-entropy has no inverse temperature: it has label smoothing and weight decay in its place.
+    """
+    if method in TOP1:
+        return [{"p_k": "1", **each} for each in ({}, {"label_smoothing": 0.1}, {"weight_decay": 1.0})]
+    p_ks = PAPER_P_KS[:1] if method in SINGLE_K else PAPER_P_KS
+    betas = [factor * METHODS[method].inverse_temperature for factor in TABLE3_FACTORS]
+    return [{"p_k": p_k, "inverse_temperature": beta} for p_k, beta in product(p_ks, betas)]
+
+
+def read_trials(path: Path, per_p_k: bool = False) -> pd.DataFrame:
     """Read trials, the arm of each in a column, the setting of an empty cell not given."""
     trials = pd.read_csv(path, dtype=dict.fromkeys(SETTINGS, str))
+    if per_p_k:
+        return trials.assign(arm=trials["method"] + " " + trials["p_k"])
     without_order = (trials["method"] == "lapsum") & (pd.to_numeric(trials["inverse_temperature"], "coerce") == LEVEL)
     return trials.assign(arm=trials["method"].mask(without_order, "without_order"))
 
@@ -87,21 +107,24 @@ def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, file
     """Return a command per method, which trains its classifiers in one pass. Raises ValueError."""
     rows = []
     source = files.around if stage == "more" else files.trials
-    if stage != "trials" and not source.is_file():
+    if stage not in ("trials", "table3") and not source.is_file():
         raise ValueError(f"{stage} needs the trials in {source}, which is not there")
-    known = pd.DataFrame() if stage == "trials" else read_trials(source)
+    known = pd.DataFrame() if stage in ("trials", "table3") else read_trials(source, files.per_p_k)
     # no relaxed matrix to be softer
     for method in methods if stage != "more" else [each for each in methods if each not in SINGLE_K]:
         n_epochs, seeds, results = LONG, "0", files.trials
         if stage == "trials":
             n_epochs, tried = SHORT, [{**each, "lr": lr} for each, lr in product(settings_of(method), RATES)]
+        elif stage == "table3":
+            n_epochs, settings = TABLE3_EPOCHS, settings_of_table3(method)
+            tried = [{**each, "lr": lr} for each, lr in product(settings, TABLE3_RATES)]
         elif stage == "longer":
             tried = [{**best(known[known["n_epochs"] == SHORT], method)[0], "lr": lr} for lr in RATES]
         elif stage == "more":
             around = product(settings_around(method, best(known, method)[0]), MORE_DECAYS, MORE_RATES)
             tried = [{**each, **decay, "lr": lr} for each, decay, lr in around]
         else:
-            arms = dict.fromkeys([method, *known.loc[known["method"] == method, "arm"]])
+            arms = list(known.loc[known["method"] == method, "arm"].unique()) or [method]
             tried, epochs = zip(*(best(known, arm) for arm in arms))
             if len(set(epochs)) > 1:
                 raise ValueError(f"the best trials of {', '.join(arms)} have {epochs} epochs; give each its --methods")
@@ -127,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--around", type=Path, default="results/heads_trials.csv", help="trials before more (%(default)s)"
     )
     parser.add_argument("--results", type=Path, default="results/heads.csv", help="file of the finals (%(default)s)")
+    parser.add_argument("--per_p_k", action="store_true", help="choose a trial for each P_K of a method")
     parser.add_argument("--num_valid", type=int, default=5000, help="rows that validate; 0: the data has its own")
     four = ["softmax_cross_entropy", "ldr_kl", "lapsum", "splitter_selection"]
     parser.add_argument("--methods", nargs="+", choices=["all", *KNOWN], metavar="METHOD", default=four)

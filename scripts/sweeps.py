@@ -23,6 +23,7 @@ TRAIN, HEADS, HEADS21K, KNN, BEAM = (
 )
 SOFTMAX = "softmax_cross_entropy --p_k 1. 0. 0. 0. 0."
 K5, HALF, EVEN = "0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".2 .2 .2 .2 .2"
+PAPER_P_KS = (K5, HALF, ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", EVEN)
 SPLITTER = "splitter_selection --distribution logistic_phi --inverse_temperature {} --art_lambda .5"
 COSINE = "--n_epochs {} --lr_schedule cosine --precision bf16"
 DATASETS = ("mnist", "fashion_mnist", "cifar10", "cifar100", "digits")
@@ -53,9 +54,8 @@ def table1(*, short: bool = False) -> list[str]:
 
 def table4(*, short: bool = False) -> list[str]:
     """Table 4: as Table 1, each method over six P_K; of P_K = 1 0 0 0 0 softmax cross-entropy stands for all."""
-    p_ks = [K5, HALF, ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", EVEN]
     name, more = ("table4_short", f" {COSINE.format(16)}") if short else ("table4", "")
-    return published(TRAIN, name, p_ks, 0.0625, ".5", smooth=("1. 0. 0. 0. 0.", K5), more=more)
+    return published(TRAIN, name, PAPER_P_KS, 0.0625, ".5", smooth=("1. 0. 0. 0. 0.", K5), more=more)
 
 
 def table2_3_imagenet1k() -> list[str]:

@@ -2,21 +2,24 @@
 
 import argparse
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
-from experiments.finetune_imagenet import parse_arguments
+from experiments.finetune_imagenet import main, parse_arguments
 from scripts import heads
 from tests.scripts.test_published_rows import number_or_word, published
 from topk_losses.methods import SINGLE_K
 
 
-def asked(stage: str, methods: list[str], trials: Path) -> list:
+def asked(stage: str, methods: list[str], trials: Path, per_p_k: bool = False) -> list:
     """The configurations of each command of a stage."""
     found = []
-    files = argparse.Namespace(trials=trials, around=trials, results=trials.with_name("heads.csv"))
+    results = trials.with_name("heads.csv")
+    files = argparse.Namespace(trials=trials, around=trials, results=results, per_p_k=per_p_k)
     for row in heads.commands(stage, methods, "some.pt", 5000, files):
         args = parse_arguments(shlex.split(row)[2:])
         found += [args, *args.also]
@@ -51,3 +54,39 @@ def test_the_best_trial_is_best_in_the_sum_of_validation_top_1_and_top_5(tmp_pat
         ]
         pd.DataFrame(trials).to_csv(tmp_path / "heads_trials.csv", index=False)
         assert {args.m for args in asked(stage, ["softsort"], tmp_path / "heads_trials.csv")} == {16}
+
+
+def test_the_trials_of_table_3_are_the_papers_rows_in_its_order_and_as_many_for_each(tmp_path):
+    rows = Counter((args.method, tuple(args.p_k)) for args in asked("table3", heads.TABLE3_METHODS, tmp_path))
+    assert set(rows.values()) == {9}
+    published_rows = [(row["method"], number_or_word(row["p_k"])) for row in published("tables2_3_imagenet1k")]
+    of_table4 = [(row["method"], number_or_word(row["p_k"])) for row in published("table4")]
+    relaxed = [row for row in of_table4 if row[0] in heads.TABLE3_METHODS[2:]]
+    assert len(rows) == 2 + len(relaxed) == 22
+    assert [method for method, _ in published_rows[:6]] == list(heads.TABLE3_METHODS)
+    assert [(method, (p_k + 5 * (0,))[:5]) for method, p_k in rows][:2] == published_rows[:2]
+    for method in heads.TABLE3_METHODS[2:]:
+        assert [p_k for each, p_k in rows if each == method] == [p_k for each, p_k in relaxed if each == method]
+    assert set(published_rows[2:]) <= set(rows)
+
+
+def test_table_3_chooses_a_trial_for_each_p_k_of_a_method(tmp_path):
+    """The study on made-up features, from trials to the finals of two seeds."""
+    labels = torch.arange(240) % 6
+    features = torch.nn.functional.one_hot(labels, 6) + torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
+    parts = {f"{split}_{name}": each for split in ("train", "test")
+             for name, each in (("embeddings", features), ("labels", labels))}  # fmt: skip
+    torch.save(parts, tmp_path / "some.pt")
+    trials, finals = tmp_path / "trials.csv", tmp_path / "finals.csv"
+    files = argparse.Namespace(trials=trials, around=trials, results=finals, per_p_k=True)
+    small = ["--n_epochs", "1", "--batch_size", "20", "--device", "cpu", "--threads", "1"]
+    for stage, seeds in (("table3", ["0"]), ("finals", ["1", "2"])):
+        for row in heads.commands(stage, ["softmax_cross_entropy", "softsort"], str(tmp_path / "some.pt"), 40, files):
+            assert main([*shlex.split(row)[2:], *small, "--m", "6", "--seeds", *seeds]) == 0
+    tried, found = pd.read_csv(trials), pd.read_csv(finals)
+    assert tried.groupby(["method", "p_k"]).size().tolist() == [9] * 6
+    assert found.groupby(["method", "p_k"]).size().tolist() == [2] * 6
+    best = tried.loc[(tried.valid_top1 + tried.valid_top5).groupby([tried.method, tried.p_k]).idxmax()]
+    chosen = best.set_index(["method", "p_k"])[["lr", "inverse_temperature"]]
+    for row in found.itertuples():
+        assert chosen.loc[(row.method, row.p_k)].equals(pd.Series([row.lr, row.inverse_temperature], chosen.columns))

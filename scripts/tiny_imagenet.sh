@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The rows of Table 3 on Tiny-ImageNet-200: scripts/tiny_imagenet.sh FOLDER, which has train/WNID/ and test/WNID/
+folder=$(realpath -- "${1:?the folder of the images}") && shift
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+features=data/downloads/embeddings/tiny_imagenet.pt
+.venv/bin/python experiments/extract_embeddings.py --dataset "$folder" --backbone tf_efficientnet_lite0 \
+    --weights efficientnet-lite0 --resolution 128 --precision bf16 --output "$features"
+exec .venv/bin/python scripts/heads.py table3 finals --per_p_k -d "$features" --num_valid 2000 --methods \
+    softmax_cross_entropy smooth_hard_topk neuralsort softsort sinkhorn_sort splitter_selection \
+    --trials results/tiny_imagenet_trials.csv --results results/tiny_imagenet.csv "$@"
