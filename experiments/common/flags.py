@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def make_parser(docstring: str) -> ArgumentParser:
     """A parser whose --help begins with a script's docstring."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return ArgumentParser(description=docstring, formatter_class=formatter, allow_abbrev=False)
+    usage = "%(prog)s [options]"  # of all options, their choices too, would fill a screen
+    return ArgumentParser(usage=usage, description=docstring, formatter_class=formatter, allow_abbrev=False)
 
 
 # Argument types.
@@ -82,77 +83,90 @@ def method_among(names: Iterable[str]) -> Callable[[str], str]:
 
 def add_operator_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("relaxation", "A setting that is not given takes the method's default.")
-    told = "larger is closer to hard sorting: a number; auto (follows the spread of the scores); or 0.25:4 (a schedule "
-    told += "over the training). Of smooth_topk and smooth_hard_topk it is tau, where larger is softer"
-    group.add_argument("--inverse_temperature", type=temperature, metavar="BETA", help=told)
-    group.add_argument("--distribution", choices=DISTRIBUTIONS, help="sigmoid family of the sorting networks")
-    group.add_argument("--art_lambda", type=non_negative_float, help="exponent of logistic_phi, in [0, 1)")
+    message = "inverse temperature, where larger is closer to a hard sort: a number; auto, which follows the standard "
+    message += "deviation of the logits; or a schedule such as 0.25:4. For smooth_topk and smooth_hard_topk: tau"
+    group.add_argument("--inverse_temperature", type=temperature, metavar="BETA", help=message)
+    message = "sigmoid of the sorting networks (default: logistic_phi)"
+    group.add_argument("--distribution", choices=DISTRIBUTIONS, help=message)
+    group.add_argument("--art_lambda", type=non_negative_float, help="exponent of logistic_phi (default: 0.5)")
 
 
 def add_loss_flags(parser: ArgumentParser) -> None:
     """Add --method and its settings. What a single loss takes is listed in losses.OWN_SETTINGS, too."""
     add_operator_flags(parser)
     group = parser.add_argument_group("loss", "A setting that is not given takes the method's default.")
-    told = f"one of {', '.join(METHODS)}"
-    group.add_argument("--method", type=method_among(METHODS), required=True, metavar="NAME", help=told)
-    group.add_argument("-p_k", "--p_k", type=fraction, nargs="+", help="P_K, the weights of top-1, top-2, ...; sum 1")
+    message = f"loss: {', '.join(METHODS)}"
+    group.add_argument("--method", type=method_among(METHODS), required=True, metavar="NAME", help=message)
+    message = "P_K, the weights of top-1, top-2, ..., sum 1 (default: as in Table 1)"
+    group.add_argument("-p_k", "--p_k", type=fraction, nargs="+", help=message)
     group.add_argument("-m", "--m", type=positive_int, help="scores to sort: the true class's and the m - 1 largest")
     group.add_argument("--top1_mode", choices=TOP1_MODES, help="how the k = 1 term is computed")
-    group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over all classes")
-    group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl, in units of the logits")
-    group.add_argument(
-        "--noise_rate", type=fraction, help="share of wrong labels for forward_correction (default: 0.2)"
-    )
-    group.add_argument("--q", type=positive_float, help="of generalized_cross_entropy, in (0, 1] (default: 0.7)")
-    told = "weight of the {} in symmetric_cross_entropy (default: {}) and nce_rce (default: {})"
-    group.add_argument("--alpha", type=non_negative_float, help=told.format("(normalised) cross-entropy", 6, 10))
-    group.add_argument("--beta", type=non_negative_float, help=told.format("reverse cross-entropy", 0.1, 0.1))
+    group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over classes (default: 0)")
+    group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl (default: 0)")
+    message = "wrong labels that forward_correction expects (default: 0.2)"
+    group.add_argument("--noise_rate", type=fraction, help=message)
+    group.add_argument("--q", type=positive_float, help="exponent of generalized_cross_entropy (default: 0.7)")
+    message = "weight of cross-entropy in symmetric_cross_entropy and nce_rce (default: 6 and 10)"
+    group.add_argument("--alpha", type=non_negative_float, help=message)
+    message = "weight of reverse cross-entropy in symmetric_cross_entropy and nce_rce (default: 0.1)"
+    group.add_argument("--beta", type=non_negative_float, help=message)
     group.add_argument("--tau", type=positive_float, help="gradient bound of phuber_cross_entropy (default: 10)")
-    told = "difftopk: the official loss, for comparison (default: ours)"
-    group.add_argument("--implementation", choices=("ours", "difftopk"), default="ours", help=told)
+    message = "our loss, or the official one for comparison (default: ours)"
+    group.add_argument("--implementation", choices=("ours", "difftopk"), default="ours", help=message)
 
 
-def add_optimization_flags(parser: ArgumentParser) -> None:
+def add_optimization_flags(parser: ArgumentParser, n_epochs: int | None, batch_size: int | None) -> None:
+    """Add the flags of a training. None: the script chooses by the size of the training split."""
     group = parser.add_argument_group("optimization")
-    group.add_argument("--n_epochs", type=positive_int, help="passes over the training split")
-    group.add_argument("--batch_size", type=positive_int, help="the last partial batch is dropped")
+    chosen = "chosen by the size of the training split"
+    message = f"passes over the training split (default: {n_epochs or chosen})"
+    group.add_argument("--n_epochs", type=positive_int, default=n_epochs, help=message)
+    message = f"samples of a training step; the last partial batch is dropped (default: {batch_size or chosen})"
+    group.add_argument("--batch_size", type=positive_int, default=batch_size, help=message)
     add_rate_flags(group)
     add_seed_flags(group)
 
 
 def add_rate_flags(parser: argparse._ActionsContainer) -> None:
     rate = parser.add_mutually_exclusive_group()
-    rate.add_argument("--lr", type=positive_float, help="learning rate")
-    rate.add_argument("--nloglr", type=float, help="the same as --lr 10^-NLOGLR")
-    parser.add_argument("--weight_decay", type=non_negative_float, default=0.0, help="default: 0")
+    rate.add_argument("--lr", type=positive_float, help="learning rate (default: see the protocol)")
+    rate.add_argument("--nloglr", type=float, help="learning rate as 10^-NLOGLR")
+    parser.add_argument("--weight_decay", type=non_negative_float, default=0.0, help="default: %(default)g")
 
 
 def add_seed_flags(parser: argparse._ActionsContainer) -> None:
     seeds = parser.add_mutually_exclusive_group()
-    seeds.add_argument("--seed", type=seed, default=0, help="of split, initialisation, order and crops (default: 0)")
+    message = "random seed for the split, the initialisation and the data order (default: %(default)s)"
+    seeds.add_argument("--seed", type=seed, default=0, help=message)
     seeds.add_argument("--seeds", type=seed, nargs="+", help="several runs, one after another")
 
 
 def add_network_flags(parser: ArgumentParser) -> None:
-    told = "of the network; the loss is fp32 (default: fp32)"
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=told)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the network")
+    message = "precision of the network; the loss is fp32 (default: fp32)"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=message)
+    parser.add_argument("--compile", action="store_true", help="compile the network by torch.compile")
 
 
 def add_run_flags(parser: ArgumentParser, results: str) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
-    group.add_argument("--threads", type=positive_int, help="CPU threads (default: one per core)")
-    group.add_argument("--results", type=path, default=ROOT / "results" / results, help="CSV file that gets the row")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: %(default)s)")
+    group.add_argument("--threads", type=positive_int, help="number of CPU threads (default: one per core)")
+    message = f"CSV file for the result (default: results/{results})"
+    group.add_argument("--results", type=path, default=ROOT / "results" / results, help=message)
     group.add_argument("--force", action="store_true", help="repeat a run that --results already has")
-    told = "between checkpoints (default: 60)"
-    group.add_argument("--checkpoint_seconds", type=non_negative_float, default=60, help=told)
+    message = "seconds between checkpoints (default: %(default)s)"
+    group.add_argument("--checkpoint_seconds", type=non_negative_float, default=60, help=message)
+
+
+def add_data_dir(parser: ArgumentParser) -> None:
+    message = "folder for the images of data sets (default: data/downloads)"
+    parser.add_argument("--data_dir", type=path, default=ROOT / "data" / "downloads", help=message)
 
 
 def add_embedding_flags(parser: ArgumentParser) -> None:
-    told = "a published short name (python -m data.download --list), a torch file, or an https:// or s3:// address"
-    parser.add_argument("-d", "--data_path", metavar="SOURCE", help=told)
-    parser.add_argument("--cache_dir", type=path, help="of downloads (default: $TOPK_CACHE, or data/downloads)")
+    message = "a published name (python -m data.download --list), a torch file, or an https:// or s3:// address"
+    parser.add_argument("-d", "--data_path", metavar="SOURCE", help=message)
+    parser.add_argument("--cache_dir", type=path, help="folder for downloads (default: $TOPK_CACHE, or data/downloads)")
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
 
