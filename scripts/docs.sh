@@ -18,5 +18,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
   echo "$wanted" > "$stamp"
 fi
-NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet
+NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build
 .venv-docs/bin/python -m pytest tests/test_readme.py tests/scripts/test_site.py

@@ -2,7 +2,7 @@
 
     python scripts/report.py results/table1.csv                                    # Markdown on the screen
     python scripts/report.py results/table1.csv --format latex --output table1.tex # or csv
-    python scripts/report.py results/table1.csv --figures results/figures          # also draw PNG and SVG
+    python scripts/report.py results/table1.csv --figures runs/figures    # also draw SVG
     python scripts/report.py results/table1_short.csv --paired softmax_cross_entropy
     python scripts/report.py results/temperature.csv --temperatures --where method=lml
 
@@ -29,7 +29,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", action="store_true", help="each method's best inverse temperature")
     parser.add_argument("--format", choices=tables.FORMATS, default="markdown", help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="file for the table (default: the screen)")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="also draw the figures, PNG and SVG, there")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="also draw the figures there, as SVG")
     args = parser.parse_args(argv)
     if args.output and args.results.exists() and args.output.exists() and args.output.samefile(args.results):
         parser.error(f"--output {args.output} is the results file")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.pages import PART
 from topk_losses import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +78,7 @@ def nothing_stays(tmp_path, monkeypatch):
 
 
 def test_there_are_blocks():
-    assert {"README.md", "index.md", "integrations.md", "extending.md"} <= {block.page.name for block in BLOCKS}
+    assert {"README.md", "integrations.md", "extending.md"} <= {block.page.name for block in BLOCKS}
 
 
 @pytest.mark.filterwarnings("ignore")  # those of other packages are theirs
@@ -122,6 +123,7 @@ def test_the_published_values_of_a_page_are_those_of_results_paper(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_paragraph_stands_twice(page):
-    paragraphs = [" ".join(each.split()) for each in page.read_text(encoding="utf-8").split("\n\n")]
+    typed = PART.sub("", page.read_text(encoding="utf-8"))
+    paragraphs = [" ".join(each.split()) for each in typed.split("\n\n")]
     long = [each for each in paragraphs if len(each) > 80]
     assert sorted({each for each in long if long.count(each) > 1}) == []

@@ -1,12 +1,5 @@
-"""What the columns of results/*.csv mean; the meanings of flags are in --help of their scripts.
+"""What the columns of results/*.csv mean; the meanings of flags are in --help of their scripts."""
 
-python -m scripts.reporting.columns      # writes the table of results/README.md anew
-"""
-
-from pathlib import Path
-
-README = Path(__file__).resolve().parents[2] / "results" / "README.md"
-HEAD = "| column | meaning |\n|---|---|\n"
 NUMBERS = {"{k}": (1, 3, 5, 10, 20), "{b}": (1, 4, 8)}  # ranks, beams
 COLUMNS = {
     "run_id": "name of the configuration and of its folder in runs/: the readable part, then a hash",
@@ -71,12 +64,7 @@ def names_of(column: str) -> list[str]:
     return [column.replace(place, str(number)) for number in NUMBERS[place]] if place in NUMBERS else [column]
 
 
-def with_table(text: str) -> str:
-    """Return the text of results/README.md with the table of COLUMNS."""
-    before, _, after = text.partition(HEAD)
+def as_markdown() -> str:
+    """Return the table of all columns and their meanings."""
     rows = [f"| {', '.join(f'`{name}`' for name in names_of(key))} | {told} |" for key, told in COLUMNS.items()]
-    return before + HEAD + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2]
-
-
-if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    return "\n".join(["| column | meaning |", "|---|---|", *rows])

@@ -44,14 +44,13 @@ SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 
 
 def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]:
-    """Write NAME.png and NAME.svg into a folder, and return the two paths."""
+    """Write NAME.svg into a folder, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     figure.suptitle(title, fontsize=7, x=0.01, ha="left", wrap=True)
-    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+    path = folder / f"{name}.svg"
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-    return paths
+    return [path]
 
 
 def lines(

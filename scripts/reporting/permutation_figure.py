@@ -80,7 +80,7 @@ def pull(loss: ClassificationLoss, own: Tensor) -> Tensor:
 
 
 def draw_permutations(folder: Path) -> list[Path]:
-    """Draw permutation_matrix.png and .svg and return their paths."""
+    """Draw permutation_matrix.svg and return its path."""
     weights, order = rank_weights(P_K), torch.tensor(SCORES).argsort(descending=True)
     hard = torch.eye(len(SCORES), dtype=torch.float64)[order[: len(P_K)]]  # (k, n)
     panels = {"hard sort": (hard, weights, weights @ hard)}
@@ -92,12 +92,12 @@ def draw_permutations(folder: Path) -> list[Path]:
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel, title)
         axis.tick_params(labelleft=number % 4 == 0)
-    told = f"P of one sample, ranks by classes; right: weights of P_K = {shown_p_k('.5 .5 0 0')}; below: p = w P"
+    told = f"P of one sample, ranks by classes; right: weights of P_K = {shown_p_k('0.5 0.5 0 0')}; below: p = w P"
     return save(figure, folder, "permutation_matrix", told)
 
 
 def draw_method(method: str, folder: Path) -> list[Path]:
-    """Draw METHOD.png and .svg, P (where it has one) and the gradient, and return their paths."""
+    """Draw METHOD.svg, P (where it has one) and the gradient, and return its path."""
     temperature, is_relaxed = METHODS[method].inverse_temperature, method in RELAXATIONS
     figure, axes = plt.subplots(1, 1 + is_relaxed, figsize=(PAGE * (1 + is_relaxed) / 2, 2.6), squeeze=False)
     if is_relaxed:

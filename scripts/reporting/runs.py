@@ -156,8 +156,8 @@ def p_k_of(cell: str) -> tuple[float, ...]:
 
 
 def shown_p_k(cell: str) -> str:
-    """Return a cell's P_K as the paper writes it: [.5, 0, 0, 0, .5]."""
-    return f"[{', '.join(f'{float(each):g}'.removeprefix('0') or '0' for each in cell.split())}]" if cell else ""
+    """Return a cell's P_K as a list: [0.5, 0, 0, 0, 0.5]."""
+    return f"[{', '.join(f'{float(share):g}' for share in cell.split())}]" if cell else ""
 
 
 def short(cell: str) -> str:

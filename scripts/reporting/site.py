@@ -1,80 +1,49 @@
-"""What the documentation takes from the repository when it is built (hooks of mkdocs.yml).
+"""Hooks of mkdocs.yml: links that leave docs/, and formulas as MathML.
 
-A line `[results](../results/table1.csv)` becomes the table of that file as scripts/report.py prints it, and its figure;
-`[results of dataset=digits](...)` takes these runs alone. Likewise `paired` (minus softmax cross-entropy by seed),
-`epochs`, `temperatures of [0,0,0,0,1]` (the lines of that P_K), `beam_search`, `benchmark` (a file of
-results/benchmarks/) and `include` (Markdown of the repository without its title). Where pages are read without being
-built, such a line is a link to the file. Formulas become MathML.
+On GitHub a page of docs/ may link to any file of the repository. The built site takes these files in: the page
+results/README.md has the same address there, the README is the home page, and a CSV file can be downloaded.
 """
 
-import functools
+import os.path
 import re
-import tempfile
-from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from scripts.reporting import studies, tables
-from scripts.reporting.runs import read_runs
-from topk_losses import METHODS
-
 ROOT = Path(__file__).resolve().parents[2]
-MARK = re.compile(
-    r"^\[(results|paired|epochs|temperatures|beam_search|benchmark|include)(?: of (.*))?\]\((?:\.\./)*(\S+)\)$",
-    re.MULTILINE,
-)
-IMAGE = re.compile(r"(!\[[^]]*\])\((?!https?:)([^)]+)\)")
-CAPTION = "Test accuracy of every line with 95 % intervals over seeds; published values hollow"
-P_K = re.compile(r"\[[^]|]*\]")  # which no narrow column shall break
+HOME = "README.md"
+TARGET = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
-def results_table(path: Path, part: str | None = None) -> tables.Table:
-    """Return the table of a results file beside the published values; without the file every row is not run."""
-    runs = read_runs(path, [part] if part else []) if path.exists() else pd.DataFrame()
-    return tables.beside_published(path.stem, runs, tables.published_table(path, runs))
+def address(path: str) -> str:
+    """Return a file's path within the site, given its path in the repository."""
+    return "index.md" if path == HOME else path.removeprefix("docs/")
 
 
-def expand(text: str, has_figure: Callable[[str], bool], up: str = "", root: Path = ROOT) -> str:
-    """Return a page's Markdown with its marks replaced. has_figure: of a file name; up: from the page to figures/."""
+def with_site_links(text: str, page: str) -> str:
+    """Return the Markdown of a page with its links as they are within the site. page: its path in the repository."""
 
-    def replaced(mark: re.Match[str]) -> str:
-        kind, part, path = mark[1], mark[2], root / mark[3]
-        if kind == "include":
-            body = path.read_text(encoding="utf-8").partition("\n")[2]
-            body = IMAGE.sub(lambda image: f"{image[1]}({up}figures/{Path(image[2]).stem}.svg)", body)
-            return MARK.sub(replaced, body)
-        if kind == "temperatures":
-            lines = tables.shown(studies.temperatures(path.stem, read_runs(path)))
-            return tables.as_markdown(lines[lines.pop("P_K").str.replace(" ", "") == part])
-        if kind == "beam_search":
-            return studies.beam_search(path.stem, read_runs(path))
-        if kind == "benchmark":
-            return measured(path)
-        if kind == "epochs":
-            curves = f"![Test accuracy over the epochs, published end points hollow]({up}figures/{path.stem}.svg)"
-            return f"{studies.epochs_text(path, read_runs(path))}\n\n{curves}"
-        if kind == "paired":
-            return tables.FORMATS["markdown"](tables.paired(path.stem, read_runs(path), "softmax_cross_entropy"))
-        text = P_K.sub(
-            lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), tables.FORMATS["markdown"](results_table(path, part))
-        )
-        if has_figure(file := f"{path.stem}_accuracy.svg"):
-            text += f"\n\n![{CAPTION}]({up}figures/{file})\n\n*{CAPTION}.*"
-        return text
+    def rewritten(target: re.Match[str]) -> str:
+        path = os.path.normpath(os.path.join(os.path.dirname(page), target[1]))
+        return os.path.relpath(address(path), os.path.dirname(address(page)))
 
-    return MARK.sub(replaced, text)
+    return TARGET.sub(rewritten, text)
 
 
-def measured(path: Path) -> str:
-    """Return what a benchmark's file holds, under what all its rows share, but for when it was made."""
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop(columns=["python", "git_commit"], errors="ignore")
-    shared = [column for column in rows if rows[column].nunique() == 1]
-    told = ", ".join(f"{column} {rows[column][0]}" for column in shared if rows[column][0])
-    return f"`{path.name}`: {told}.\n\n{tables.as_markdown(rows.drop(columns=shared))}"
+def linked_files(page: Path) -> set[str]:
+    """Return the files outside docs/ that a page links to, and those that these link to."""
+    found: set[str] = set()
+    waiting = [page]
+    while waiting:
+        page = waiting.pop()
+        for target in TARGET.findall(page.read_text(encoding="utf-8")):
+            path = Path(os.path.normpath(page.parent / target))
+            name = os.path.relpath(path, ROOT)
+            if path.is_file() and not name.startswith(("docs/", "..")) and name not in found:
+                found.add(name)
+                waiting += [path] if path.suffix == ".md" else []
+    return found
 
 
 def mathml(html: str) -> str:
@@ -91,40 +60,19 @@ def mathml(html: str) -> str:
     return FORMULA.sub(converted, html)
 
 
-@functools.cache  # once, however often `mkdocs serve` builds
-def figures(marks: frozenset[tuple[str, str, str]]) -> dict[str, bytes]:
-    """Return every figure of the documentation by its file name; marks: what pages show, (kind, part, path)."""
-    from scripts.reporting.figures import draw_accuracy, draw_benchmarks, draw_epochs
-    from scripts.reporting.permutation_figure import draw_method, draw_permutations
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        draw_permutations(folder)
-        draw_benchmarks(folder)
-        for method in METHODS:
-            draw_method(method, folder)
-        for kind, path in {(kind, ROOT / name) for kind, part, name in marks if not part}:
-            if kind == "epochs":
-                draw_epochs(path, read_runs(path), folder)
-            elif kind == "results" and path.exists():
-                draw_accuracy(results_table(path), folder)
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def on_files(files: Any, config: Any) -> Any:
-    """mkdocs: add the figures to the files of the site."""
+    """mkdocs: add the README and the files that pages link to outside docs/."""
     from mkdocs.structure.files import File
 
-    pages = [Path(file.abs_src_path).read_text(encoding="utf-8") for file in files.documentation_pages()]
-    for name, content in figures(frozenset(mark for page in pages for mark in MARK.findall(page))).items():
-        files.append(File.generated(config, f"figures/{name}", content=content))
+    pages = [ROOT / HOME, *(Path(file.abs_src_path) for file in files.documentation_pages())]
+    for name in sorted({HOME, *(name for page in pages for name in linked_files(page))}):
+        files.append(File.generated(config, address(name), abs_src_path=str(ROOT / name)))
     return files
 
 
-def on_page_markdown(text: str, page: Any, files: Any, **_: Any) -> str:
-    """mkdocs: draw tables and included files into a page."""
-    up = "../" * page.file.src_uri.count("/")
-    return expand(text, lambda name: files.get_file_from_path(f"figures/{name}") is not None, up)
+def on_page_markdown(text: str, page: Any, **_: Any) -> str:
+    """mkdocs: make the links of a page those of the site."""
+    return with_site_links(text, os.path.relpath(page.file.abs_src_path, ROOT))
 
 
 def on_page_content(html: str, **_: Any) -> str:

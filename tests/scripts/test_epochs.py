@@ -79,7 +79,7 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
         " ± 2.48, top-5 −10.00 ± 0.00."
         for end, top1, best in ((25, "−7.50", "−18.50"), (50, "+5.00", "+4.50"), (52, "+6.00", "+4.50"))
     ]
-    assert all((tmp_path / "figures" / f"table1_epochs.{kind}").stat().st_size > 10_000 for kind in ("png", "svg"))
+    assert (tmp_path / "figures" / "table1_epochs.svg").stat().st_size > 10_000
 
 
 def test_epochs_that_fall_get_a_sentence(tmp_path, capsys):

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from experiments import finetune_imagenet, train_cifar100, train_knn
 from scripts import report
 from scripts.reporting import figures
-from scripts.reporting.columns import README, names_of, with_table
 from scripts.reporting.runs import IDENTITY, read_runs
 from scripts.reporting.tables import PAPER, not_as_published, read_published
 from topk_losses import METHODS
@@ -68,7 +67,7 @@ def test_mean_deviation_and_difference_beside_the_published_values(made):
     assert (softmax["top-5 ours"], softmax["top-5 difference"], softmax["seeds"]) == ("85.30 ± 0.42", "−0.01", "2")
     (sort,) = cells(text, "Top-k NeuralSort")
     assert [sort[name] for name in ("P_K", "top-1 published", "top-1 rerun", "top-1 ours", "β")] == [
-        *("[.2, .2, .2, .2, .2]", "61.46", "59.42", "62.00 ± 0.00", "0.0625")
+        *("[0.2, 0.2, 0.2, 0.2, 0.2]", "61.46", "59.42", "62.00 ± 0.00", "0.0625")
     ]
     assert cells(text, "Top-k DiffSortNets")[0]["top-1 ours"] == "not run"
     assert cells(text, "Lap-Top-k†")[0]["top-1 ours"] == ""
@@ -144,7 +143,7 @@ def test_table_5_tells_the_backbones_apart_and_takes_any_p_k_where_none_is_known
     ]
     _, text, _ = made(rows, name="table5.csv")
     assert cells(text, "ResNeXt-101 32x48d WSL, Top-k SinkhornSort")[0]["top-5 difference"] == "+0.01"
-    assert cells(text, "Noisy Student EfficientNet-L2, Top-k SinkhornSort")[0]["P_K"] == "[.25, 0, 0, 0, .75]"
+    assert cells(text, "Noisy Student EfficientNet-L2, Top-k SinkhornSort")[0]["P_K"] == "[0.25, 0, 0, 0, 0.75]"
     assert cells(text, "CLIP")[0]["public"] == "false"
 
 
@@ -283,7 +282,7 @@ def test_of_temperatures_validation_chooses_test_reports_and_other_settings_are_
     assert (line["top-1"], line["top-5"]) == ("30.00 ± 0.00", "90.00 ± 0.00")
     assert (line["auto"], line["auto ended at"], line["annealed"]) == ("20.00 / 70.00", "3", "0.1:5: 40.00 / 60.00")
     assert lines["100", "9"]["top-1"] == "10.00"
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"t_.5_0_0_0_.5.png", "t_.5_0_0_0_.5.svg"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"t_.5_0_0_0_.5.svg"}
 
 
 BEAM = {
@@ -313,12 +312,6 @@ def test_of_beam_search_differences_are_taken_within_a_seed_and_a_setting(made):
     assert [row["WER, beam 4"] for row in rates] == ["58.00 ± 29.82", "90.00"]
     assert [(row["WER, beam 4"], row["pairs"]) for row in gains] == [("+2.00 ± 12.71", "2"), ("", "0")]
     assert (positions[0]["1"], positions[0]["2"]) == ("100.0 / 100.0", "90.0 / 50.0")
-
-
-def test_the_table_of_columns_is_that_of_the_dictionary():
-    text = README.read_text(encoding="utf-8")
-    assert with_table(text) == text, "python -m scripts.reporting.columns writes it anew"
-    assert names_of("test_top{k}_epoch")[2] == "test_top5_epoch"
 
 
 @pytest.mark.parametrize("name", ["scratch", "own_images", "beam_search_short", "implementation_epochs"])
@@ -364,7 +357,7 @@ def test_figures_show_each_metric_in_its_panel_and_are_the_same_bytes_twice(made
     for folder in (tmp_path / "first", tmp_path / "second"):
         assert made(TWO_SEEDS, "--figures", folder)[0] == 0
         drawn.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert set(drawn[0]) == {"table1_accuracy.png", "table1_accuracy.svg"}
+    assert set(drawn[0]) == {"table1_accuracy.svg"}
     assert drawn[0] == drawn[1]
     for axis, means in zip(saved[0].axes, ([61.5, 62.0], [85.3, 86.0])):
         points = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]

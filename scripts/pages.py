@@ -1,0 +1,152 @@
+"""Write the generated parts of the Markdown pages again: tables made from results/*.csv.
+
+    python scripts/pages.py              # rewrite them
+    python scripts/pages.py --check      # change nothing; name the pages that would change, exit status 1
+    python scripts/pages.py --figures    # also draw docs/figures again
+
+A generated part stands between two comments, which GitHub and the built documentation hide:
+
+    <!-- begin paired results/heads.csv -->
+    <!-- end -->
+
+The first word is a key of KINDS, and the others are the arguments of its function. Paths are relative to the repository
+root. The functions return Markdown.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from scripts.reporting import columns, studies, tables
+from scripts.reporting.runs import ReportError, read_runs
+from topk_losses import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
+PART = re.compile(r"(^<!-- begin (\S+)((?: [^\n]*?)?) -->\n).*?(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+BASELINE = "softmax_cross_entropy"
+
+
+def results(file: str, *conditions: str) -> str:
+    """Return the runs beside the published ones. conditions: COLUMN=VALUE. Without the file no row has run."""
+    path = ROOT / file
+    runs = read_runs(path, conditions) if path.exists() else pd.DataFrame()
+    return tables.FORMATS["markdown"](tables.beside_published(path.stem, runs, tables.published_table(path, runs)))
+
+
+def paired(file: str, *conditions: str) -> str:
+    """Return each setting minus cross-entropy, by seed. conditions: COLUMN=VALUE."""
+    return tables.FORMATS["markdown"](tables.paired(Path(file).stem, read_runs(ROOT / file, conditions), BASELINE))
+
+
+def temperatures(file: str, *p_k: str) -> str:
+    """Return each method's best inverse temperature for one P_K, such as: 0.5 0 0 0 0.5."""
+    runs = read_runs(ROOT / file, [f"p_k={' '.join(p_k)}"] if p_k else [])
+    return tables.FORMATS["markdown"](studies.temperatures(Path(file).stem, runs))
+
+
+def epochs(file: str) -> str:
+    """Return what the runs reached after some of their epochs, and their differences to cross-entropy."""
+    return studies.epochs_text(ROOT / file, read_runs(ROOT / file))
+
+
+def beam_search(file: str) -> str:
+    """Return the error rates of each arm of the beam search."""
+    return studies.beam_search(Path(file).stem, read_runs(ROOT / file))
+
+
+def benchmark(file: str) -> str:
+    """Return a file of results/benchmarks/ under what all its rows share."""
+    rows = pd.read_csv(ROOT / file, dtype=str, keep_default_na=False)
+    rows = rows.drop(columns=["python", "git_commit"], errors="ignore")
+    shared = [column for column in rows if rows[column].nunique() == 1]
+    told = ", ".join(f"{column} {rows[column][0]}" for column in shared if rows[column][0])
+    return f"`{Path(file).name}`: {told}.\n\n{tables.as_markdown(rows.drop(columns=shared))}"
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "results": results,
+    "paired": paired,
+    "temperatures": temperatures,
+    "epochs": epochs,
+    "beam_search": beam_search,
+    "benchmark": benchmark,
+    "columns": columns.as_markdown,
+}
+
+
+def pages() -> list[Path]:
+    """Return the pages that may have generated parts."""
+    return [ROOT / name for name in ("README.md", "benchmarks/README.md", "results/README.md")] + sorted(
+        ROOT.glob("docs/**/*.md")
+    )
+
+
+def rewritten(text: str) -> str:
+    """Return a page's text with its generated parts made again.
+
+    Raises:
+        ReportError: if a kind is unknown, a comment has no partner, or a results file cannot be read.
+    """
+
+    def made(part: re.Match[str]) -> str:
+        begin, kind, arguments, end = part.groups()
+        if kind not in KINDS:
+            raise ReportError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
+        return f"{begin}\n{KINDS[kind](*arguments.split()).strip()}\n\n{end}"
+
+    text, number = PART.subn(made, text)
+    if {number} != {len(re.findall(f"^<!-- {word}\\b", text, re.MULTILINE)) for word in ("begin", "end")}:
+        raise ReportError("each <!-- begin KIND --> needs an <!-- end --> on a line of its own")
+    return text
+
+
+def draw_figures(folder: Path) -> list[Path]:
+    """Draw the figures that are made from results/*.csv or from the losses, and return their paths."""
+    from scripts.reporting import figures, permutation_figure  # matplotlib takes a second, and tables need none
+
+    drawn = [*permutation_figure.draw_permutations(folder), *figures.draw_benchmarks(folder)]
+    for method in METHODS:
+        drawn += permutation_figure.draw_method(method, folder)
+    for name in ("temperature", "temperature_training"):
+        drawn += figures.draw_temperatures(name, read_runs(RESULTS / f"{name}.csv"), folder)
+    for name in ("table1_short", "table4_short", "strong"):
+        runs = read_runs(RESULTS / f"{name}.csv")
+        table = tables.published_table(Path(name), runs)
+        drawn += figures.draw_accuracy(tables.beside_published(name, runs, table), folder)
+    path = RESULTS / "table1_epochs.csv"
+    return drawn + figures.draw_epochs(path, read_runs(path), folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script; return its exit status."""
+    parser = argparse.ArgumentParser(
+        "pages.py", allow_abbrev=False, description="Write the generated parts of the pages."
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a page would change")
+    parser.add_argument("--figures", action="store_true", help="also draw the figures of docs/figures")
+    args = parser.parse_args(argv)
+    status = 0
+    for page in pages():
+        name, old = page.relative_to(ROOT), page.read_text(encoding="utf-8")
+        try:
+            new = rewritten(old)
+        except (ReportError, OSError, TypeError) as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            return 2
+        if new != old:
+            status = 1 if args.check else 0
+            print(f"{name} {'would change: run scripts/pages.py' if args.check else 'rewritten'}", file=sys.stderr)
+            if not args.check:
+                page.write_text(new, encoding="utf-8")
+    if args.figures:
+        draw_figures(FIGURES)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
