@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from data.cifar import seeded
 BLOCK_ROWS = 8  # neighbouring rows that stay in one window, so that a disk reads 32 KB at a time, not 4
 WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16; two windows are in memory
 CHECKED_ROWS = 8192  # at a time
-SPLITS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test", "clean")  # clean: the rows of valid with right labels, where those are wrong
 NPY_TYPES = {
     torch.float16: "<f2",
     torch.float32: "<f4",
@@ -38,8 +39,8 @@ NPY_TYPES = {
     torch.bfloat16: "<u2",
     torch.int64: "<i8",
 }
-SPLIT, ORDER = 0, 1  # purposes of random numbers
-KEY = re.compile(r"(?:.*_)?(train|valid|val|test)_(embeddings|labels)")
+SPLIT, ORDER, MIXUP = 0, 1, 2  # purposes of random numbers
+KEY = re.compile(r"(?:.*_)?(train|valid|val|test|clean)_(embeddings|labels)")
 NEEDED = (
     "train_embeddings (N, d) and train_labels (N,), and likewise test_... and valid_... where there are such splits"
 )
@@ -58,7 +59,7 @@ class Split:
 
 @dataclass
 class Embeddings:
-    """Splits by name: train, and valid and test where there are such. info: what the file says of itself."""
+    """Splits by name: train, and others of SPLITS where there are such. info: what the file says of itself."""
 
     splits: dict[str, Split]
     num_classes: int
@@ -104,7 +105,7 @@ def _sha256_of_npy(rows: Tensor) -> str:
 def load_embeddings(path: Path) -> Embeddings:
     """Map a torch file whose tensors are named [prefix_]SPLIT_embeddings and [prefix_]SPLIT_labels.
 
-    SPLIT is train, test or valid; "val" is how some published files call their test set.
+    SPLIT is one of SPLITS; "val" is how some published files call their test set.
 
     Raises:
         SystemExit: it is not such a file, with what it holds instead.
@@ -188,6 +189,16 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
 def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
     """The order in which an epoch visits its rows, (num_rows,) int64."""
     return torch.cat([positions[within] for positions, within in shuffled_windows(num_rows, seed, epoch)])
+
+
+def mixup(batch_size: int, alpha: float, seed: int, step: int) -> tuple[float, Tensor]:
+    """The share of each row of a batch, from Beta(alpha, alpha), and the rows (batch_size,) that have the rest.
+
+    Both are functions of the seed and the step, the rows of them alone.
+    """
+    random = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(MIXUP, step)))
+    partners = torch.from_numpy(random.permutation(batch_size))
+    return float(random.beta(alpha, alpha)), partners
 
 
 def batches(

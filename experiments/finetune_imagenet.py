@@ -7,6 +7,7 @@
     torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort           # two GPUs, one row
 
 -d takes a published file by its short name, a torch file (data/embeddings.py), or the https:// or s3:// address of one.
+A split "clean" of the file has the rows that validate with right labels, where those are wrong: columns last_clean_*.
 Protocol: a random 50,000 training rows validate, one linear layer, m 16, batch 500, Adam with learning rate 10^-4.5,
 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last. Fewer than a million training rows
 get a schedule of their own (`fill_in_schedule`), which is printed. The row in results/imagenet1k.csv has, for each k,
@@ -15,10 +16,12 @@ again.
 """
 
 import argparse
+import hashlib
 import math
 import shlex
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,7 +29,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.download import download
-from data.embeddings import Embeddings, batches, first_not_finite, load_embeddings, split_rows, streamed_batches
+from data.embeddings import (
+    SPLITS,
+    Embeddings,
+    batches,
+    first_not_finite,
+    load_embeddings,
+    mixup,
+    split_rows,
+    streamed_batches,
+)
 from data.published import published_info
 from experiments.common import flags, losses
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
@@ -53,7 +65,7 @@ IDENTITY = (
     *("embeddings", "limit_train", "num_valid", "split_seed", "order_seed"),
     *("hidden_dims", "apply_relu", "apply_dropout", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *losses.OWN_SETTINGS,
+    *(*losses.OWN_SETTINGS, "mixup", "noise_matrix_id"),
     *("implementation", "lr", "weight_decay", "batch_size", "n_epochs", "eval_freq", "seed"),
 )
 BATCH_SIZE = 500  # published
@@ -63,6 +75,7 @@ READABLE = "{embeddings}-{method}-pk_{p_k}-{n_epochs}epochs-seed{seed}"
 def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
     flags.add_loss_flags(parser)
+    add_noise_flags(parser)
     flags.add_optimization_flags(parser, n_epochs=None, batch_size=None)
     flags.add_network_flags(parser)
     flags.add_run_flags(parser, results=protocol.results)
@@ -78,8 +91,8 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
     parser.add_argument("--hidden_dims", type=flags.positive_int, nargs="+", help=message)
     parser.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
     parser.add_argument("--apply_dropout", action="store_true", help="dropout of 0.5 on the embeddings")
-    message = "steps between evaluations (default: %(default)s)"
-    parser.add_argument("--eval_freq", type=flags.positive_int, default=100, help=message)
+    message = "steps between evaluations; 0: at the end of training only (default: %(default)s)"
+    parser.add_argument("--eval_freq", type=flags.non_negative_int, default=100, help=message)
     message = "flags of another loss, trained in the same pass over the data; repeatable"
     parser.add_argument("--also", action="append", default=[], metavar='"FLAGS"', help=message)
     args = parser.parse_args(argv)
@@ -87,10 +100,30 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
     return args
 
 
+def add_noise_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what a linear classifier takes against wrong labels beside its loss."""
+    message = "mix rows in pairs, labels too, with shares from Beta(ALPHA, ALPHA) (default: no mixing)"
+    parser.add_argument("--mixup", type=flags.positive_float, metavar="ALPHA", help=message)
+    message = "matrix T of forward_correction, a torch file that scripts/relabel.py writes (default: by --noise_rate)"
+    parser.add_argument("--noise_matrix", type=flags.path, metavar="FILE", help=message)
+
+
+def load_noise_matrix(path: Path) -> tuple[Tensor, str]:
+    """Load T; return it and a name by its content. Raises SystemExit."""
+    try:
+        matrix = torch.load(path, map_location="cpu", weights_only=True).double()
+    except Exception as error:  # no such file, no torch file, no tensor
+        reason = str(error).partition("\n")[0][:200]
+        raise SystemExit(f"error: {path} is not a torch file of a matrix ({type(error).__name__}: {reason})") from None
+    digest = hashlib.sha256(matrix.contiguous().numpy().tobytes()).hexdigest()[:8]
+    return matrix, f"{'x'.join(map(str, matrix.shape))}-{digest}"
+
+
 def parse_also(text: str, args: argparse.Namespace) -> argparse.Namespace:
     """The command with the loss flags of one --also, and its learning rate and weight decay where it has them."""
     parser = argparse.ArgumentParser(prog=f"--also {text!r}", usage="loss flags, --lr, --weight_decay", add_help=False)
     flags.add_loss_flags(parser)
+    add_noise_flags(parser)
     flags.add_rate_flags(parser)
     parser.set_defaults(weight_decay=args.weight_decay)
     also = parser.parse_args(shlex.split(text))
@@ -116,7 +149,7 @@ def fill_in_schedule(args: argparse.Namespace, protocol: Protocol, num_rows: int
 
 
 def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) -> dict[str, Tensor]:
-    """The rows of train, valid and test that are used. Without a valid split of its own, some of train validate."""
+    """The rows of each split that are used. Without a valid split of its own, some of train validate."""
     rows = {name: torch.arange(len(split)) for name, split in data.splits.items()}
     if (args.limit_train or 0) > len(rows["train"]):
         raise SystemExit(f"error: --limit_train {args.limit_train} exceeds the {len(rows['train'])} training rows")
@@ -130,7 +163,7 @@ def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) 
         rows |= {"train": train[learn], "valid": train[valid]}
     elif args.num_valid:
         raise SystemExit(f"error: --num_valid: {args.data_path} has {len(rows['valid'])} rows that validate")
-    return {name: rows[name] for name in ("train", "valid", "test") if name in rows}
+    return {name: rows[name] for name in SPLITS if name in rows}
 
 
 @dataclass
@@ -142,7 +175,9 @@ class Candidate:
     network: nn.Module  # the head, compiled perhaps
     loss_fn: nn.Module
     optimizer: torch.optim.Optimizer
+    step: int  # behind it
     losses: list[Tensor] = field(default_factory=list)  # each (), since the last evaluation
+    train_seconds: float = 0.0  # since the last evaluation
 
     config = property(lambda self: self.run.config)
 
@@ -161,11 +196,14 @@ def finetune(
     candidates = []
     for each in [args, *args.also]:
         settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=m)
-        loss_fn = losses.build_loss(settings, data.num_classes, device, each.implementation)
+        matrix, matrix_id = load_noise_matrix(each.noise_matrix) if each.noise_matrix else (None, None)
+        more = {} if matrix is None else {"T": matrix}
+        loss_fn = losses.build_loss(settings, data.num_classes, device, each.implementation, **more)
         rate = flags.learning_rate(each, 0.0) if each.lr or each.nloglr is not None else default_rate
         config = vars(each) | settings | rate | about | {"seed": seed, "order_seed": seed, "device": str(device)}
         config |= {"num_valid": counts["valid"], "weight_decay": each.weight_decay or None}
-        config |= {"batch_size": args.batch_size, "n_epochs": args.n_epochs}
+        config |= {"batch_size": args.batch_size, "n_epochs": args.n_epochs, "noise_matrix_id": matrix_id}
+        config["noise_matrix"] = flags.portable(each.noise_matrix) if each.noise_matrix else None
         run = Run(args, config, IDENTITY, READABLE, processes, clock="step")
         if any(run.name == other.run.name for other in candidates) or not run.begin():
             continue
@@ -178,12 +216,12 @@ def finetune(
         run.resume(model=model, optimizer=optimizer, loss=loss_fn)
         # On a CPU the last layer is faster by itself: it looks at its gradient.
         network = torch.compile(model) if args.compile and device.type == "cuda" else model
-        candidates.append(Candidate(run, model, network, loss_fn, optimizer))
+        candidates.append(Candidate(run, model, network, loss_fn, optimizer, run.done))
 
     # Heads that are at the same step share the batches; those that lag behind go first.
     last_step = args.n_epochs * (counts["train"] // args.batch_size)
-    while (done := min((each.run.done for each in candidates), default=last_step)) < last_step:
-        group = [each for each in candidates if each.run.done == done]
+    while (done := min((each.step for each in candidates), default=last_step)) < last_step:
+        group = [each for each in candidates if each.step == done]
         train_epoch(group, data, rows)
     sizes = {f"{name}_images": count for name, count in counts.items()}
     for each in candidates:
@@ -195,7 +233,7 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
     """Train heads that are at the same step to the end of its epoch, with evaluations on the way."""
     run, args, seed = group[0].run, group[0].run.args, group[0].config["seed"]
     processes, device, batch_size = run.processes, run.device, args.batch_size
-    num_steps, done = len(rows["train"]) // batch_size, run.done
+    num_steps, done = len(rows["train"]) // batch_size, group[0].step
     epoch, first = done // num_steps + 1, done % num_steps
     share, weight = processes.share(batch_size), processes.weight(batch_size)
     read = streamed_batches if args.stream else batches
@@ -205,23 +243,35 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
     started = time.perf_counter()
     for step, (embeddings, labels) in enumerate(bar, first):
         number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
-        embeddings, labels = embeddings[share].float(), labels[share]
+        embeddings = embeddings.float()  # (batch, d)
         for each in group:
+            each.step, inputs, alpha = number, embeddings, each.config["mixup"]
+            if alpha:
+                kept_share, partners = mixup(batch_size, alpha, seed, number)
+                inputs = kept_share * embeddings + (1 - kept_share) * embeddings[partners]
             progress = (epoch - 1 + step / num_steps) / args.n_epochs
             losses.set_temperature(each.loss_fn, each.config["inverse_temperature"], progress)
             if losses.is_stochastic(each.config["method"]):
                 losses.seed_noise(each.loss_fn, device, seed, 0, number, processes.rank)
             kept = each.head.dropout_mask(batch_size, seed, number)  # of the whole batch, as for one process
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                logits = each.network(embeddings, None if kept is None else kept[share])  # (share, num_classes)
-            loss = each.loss_fn(logits.float(), labels) * weight
+                logits = each.network(inputs[share], None if kept is None else kept[share])  # (share, num_classes)
+            loss = each.loss_fn(logits.float(), labels[share])
+            if alpha:  # of a label that is in part another one: losses are linear in the label
+                loss = kept_share * loss + (1 - kept_share) * each.loss_fn(logits.float(), labels[partners][share])
+            loss = loss * weight
 
             each.optimizer.zero_grad()
             loss.backward()
             processes.sum_gradients(each.head.parameters())
             each.optimizer.step()
             each.losses.append(loss.detach())
-        if not (step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps):
+        is_last = number == args.n_epochs * num_steps
+        if args.eval_freq:
+            evaluates = step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps
+        else:
+            evaluates = is_last
+        if not evaluates:
             continue
 
         entries = [{"epoch": epoch, "step": number, "train_steps": len(each.losses)} for each in group]
@@ -229,17 +279,21 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             entry["train_loss"] = math.fsum(processes.sum(torch.stack(each.losses)).tolist()) / len(each.losses)
             each.losses.clear()
             losses.check_convergence(each.loss_fn)
-        train_seconds = time.perf_counter() - started
+        for each in group:
+            each.train_seconds += time.perf_counter() - started
         for each, entry, result in zip(group, entries, evaluate(group, data, rows)):
             for value in (entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))):
                 if not math.isfinite(value):
                     refuse_broken_rows(args, data, rows)
                 losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {each.run.name}")
-            entry |= {**result, "train_seconds": train_seconds}
+            entry |= {**result, "train_seconds": each.train_seconds}
+            each.train_seconds = 0.0
             entry |= losses.current_temperature(each.loss_fn, each.config["inverse_temperature"])
             said = f"{each.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""
-            each.run.save(entry, last=number == args.n_epochs * num_steps, say=said)
+            each.run.save(entry, last=is_last, say=said)
         started = time.perf_counter()
+    for each in group:
+        each.train_seconds += time.perf_counter() - started  # until an evaluation in a later epoch
 
 
 @torch.no_grad()
@@ -294,7 +348,7 @@ def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int
     data = load_embeddings(path)
     processes.print(f"{path}: {data.num_classes} classes, {data.dim} dimensions")
     about = {name: None for name in ("backbone", "resolution")} | published_info(args.data_path)
-    about |= {name: data.info[name] for name in about if name in data.info}
+    about |= {name: data.info[name] for name in (*about, "labels") if name in data.info}
     about["embeddings"] = f"{data.num_classes}x{data.dim}-{processes.from_first(data.fingerprint)}"
     about["embedding_dtype"] = str(data["train"].embeddings.dtype).removeprefix("torch.")
     about["data_path"] = flags.portable(path) if path == flags.path(args.data_path) else args.data_path

@@ -1,11 +1,15 @@
 """Write a file of embeddings with other labels: some training labels wrong, or other classes.
 
     python scripts/relabel.py heads.pt --label_noise .2 --output heads_noise.pt       # drawn among five class ids
-    python scripts/relabel.py heads.pt --label_noise .2 --among 100 --output heads_noise.pt
+    python scripts/relabel.py heads.pt --label_noise .2 --among 100 --draw 1 --noisy_valid --output heads_noise.pt
+    python scripts/relabel.py heads.pt --human CIFAR-100_human.pt --noisy_valid --output heads_human.pt
     python scripts/relabel.py cifar100.pt --num_classes 1000 --output cifar100_of_1000.pt
 
---num_classes: ten classes in one, or each in ten, by which of ten random directions a row lies furthest along from the
-mean of its class. Labels that validate stay right.
+Labels that validate stay right without --noisy_valid. With it they are wrong as those that train, and the new file has
+one more split, clean: the rows of valid with right labels. Two matrices T for forward correction lie beside the new
+file: NAME_true.pt, of the noise itself (human labels: their shares among all training labels of a class), and
+NAME_estimated.pt, counted on 5 % of the rows that train. --num_classes: ten classes in one, or each in ten, by which of
+ten random directions a row lies furthest along from the mean of its class.
 """
 
 import argparse
@@ -15,8 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.cifar import noisy_labels
+from data.cifar import human_labels, noisy_labels
 from data.embeddings import split_rows
+
+KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
+PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
 
 
 def other_classes(embeddings: Tensor, labels: Tensor, means: Tensor, num_classes: int) -> Tensor:
@@ -27,14 +34,49 @@ def other_classes(embeddings: Tensor, labels: Tensor, means: Tensor, num_classes
     return 10 * labels + ((embeddings.float() - means[labels]) @ directions).argmax(1)
 
 
+def counted_matrix(clean: Tensor, noisy: Tensor, classes: int, prior_rows: float) -> Tensor:
+    """Return T (classes, classes): the shares of the noisy labels (N,) of each clean class, float64.
+
+    prior_rows: so many rows of each class are added, which are spread as uniform noise of the rate of all rows spreads
+    them, so that a pair of classes that was not seen has no probability of 0.
+    """
+    counts = torch.bincount(clean * classes + noisy, minlength=classes**2).view(classes, classes).double()
+    wrong = 1 - counts.diag().sum() / counts.sum()
+    prior = torch.full_like(counts, wrong / (classes - 1)).fill_diagonal_(1 - wrong)
+    counts += prior_rows * prior
+    return counts / counts.sum(1, keepdim=True)
+
+
+def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Return the labels (N,) that train, wrong at some of these rows, and the matrix T (classes, classes) of the noise.
+
+    Raises:
+        SystemExit: --human has labels of other images.
+    """
+    noisy = train.clone()
+    if args.human is not None:
+        by_people = human_labels(args.human, train)
+        noisy[rows] = by_people[rows]
+        return noisy, counted_matrix(train, by_people, classes, prior_rows=0)
+    blocks, generator = torch.arange(classes).view(-1, args.among), torch.Generator().manual_seed(args.draw)
+    noisy[rows] = noisy_labels(train[rows], blocks, args.label_noise, generator)
+    block_of = torch.arange(classes) // args.among
+    same_block = (block_of.unsqueeze(1) == block_of).double()
+    identity = torch.eye(classes, dtype=torch.float64)
+    return noisy, (1 - args.label_noise) * identity + args.label_noise / args.among * same_block
+
+
 def main(argv: list[str] | None = None) -> int:
     """Write the file; return the exit status."""
     parser = argparse.ArgumentParser(description="Write a file of embeddings with other labels.")
     parser.add_argument("data", type=Path, help="a torch file of embeddings")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--label_noise", type=float, help="probability that a training label is drawn anew")
+    what.add_argument("--human", type=Path, metavar="FILE", help="labels by people: CIFAR-100_human.pt of CIFAR-100N")
     what.add_argument("--num_classes", type=int, help="a tenth of the classes, or ten times as many")
     parser.add_argument("--among", type=int, default=5, help="consecutive class ids to draw from (default: 5)")
+    parser.add_argument("--draw", type=int, default=0, help="random seed of the noise (default: 0)")
+    parser.add_argument("--noisy_valid", action="store_true", help="the rows that validate have wrong labels, too")
     parser.add_argument("--num_valid", type=int, default=5000, help="training rows that validate, where no others do")
     parser.add_argument("--output", type=Path, required=True, help="the new file")
     args = parser.parse_args(argv)
@@ -44,12 +86,26 @@ def main(argv: list[str] | None = None) -> int:
     labels = {name: content[f"{name}_labels"] for name in ("train", "valid", "test") if f"{name}_labels" in content}
     train, classes = labels["train"], 1 + max(int(each.max()) for each in labels.values())
     if args.num_classes is None:
-        if classes % args.among or not 0 <= args.label_noise <= 1:
+        if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
             parser.error(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
-        rows = slice(None) if "valid" in labels else split_rows(len(train), args.num_valid, seed=0)[0]
-        blocks, generator = torch.arange(classes).view(-1, args.among), torch.Generator().manual_seed(0)
-        labels["train"] = train.clone()
-        labels["train"][rows] = noisy_labels(train[rows], blocks, args.label_noise, generator)
+        if args.noisy_valid and "valid" in labels:
+            parser.error(
+                f"--noisy_valid: {args.data} has rows that validate, which are not drawn from those that train"
+            )
+        every = torch.arange(len(train))
+        learn, valid = (every, every) if "valid" in labels else split_rows(len(train), args.num_valid, seed=0)
+        noisy, true = wrong_labels(args, train, every if args.noisy_valid else learn, classes)
+        known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
+        estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
+        for name, matrix in (("true", true), ("estimated", estimated)):
+            torch.save(matrix, args.output.with_name(f"{args.output.stem}_{name}.pt"))
+        drawn = f"{args.label_noise:g} among {args.among}, draw {args.draw}" if args.label_noise else "right"
+        content["info"] = content.get("info", {}) | {"labels": "human" if args.human is not None else drawn}
+        labels["train"] = noisy
+        if args.noisy_valid:
+            rows, embeddings = {"train": learn, "valid": valid, "clean": valid}, content["train_embeddings"]
+            labels |= {"train": noisy[learn], "valid": noisy[valid], "clean": train[valid]}
+            content |= {f"{name}_embeddings": embeddings[chosen] for name, chosen in rows.items()}
     elif args.num_classes not in (classes // 10, 10 * classes):
         parser.error(f"--num_classes must be a tenth of {classes}, or ten times as many")
     else:

@@ -1,5 +1,6 @@
 """The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name."""
 
+import math
 import warnings
 from typing import Any, SupportsIndex
 
@@ -10,6 +11,7 @@ from topk_losses.checks import (
     AS_TENSOR,
     PK,
     check_choice,
+    check_fraction,
     check_integer,
     check_logits,
     check_p_k,
@@ -19,7 +21,17 @@ from topk_losses.checks import (
 from topk_losses.classification import ClassificationLoss, Given
 from topk_losses.methods import METHODS, TOP1, TOP1_MODES, any_operator, is_relaxation, resolve_method, resolve_settings
 from topk_losses.networks import RelaxedNetwork
-from topk_losses.operator import TopKOperator, guarded_log, is_mass, largest, log_mixture, log_softmax, pick_ranks
+from topk_losses.operator import (
+    MASKED,
+    TopKOperator,
+    guarded_log,
+    is_mass,
+    largest,
+    log_mixture,
+    log_softmax,
+    pick_ranks,
+    ranks_like,
+)
 
 
 def top_m(scores: Tensor, target: Tensor, m: int) -> tuple[Tensor, Tensor]:
@@ -68,6 +80,10 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
         weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
         operator: a TopKOperator of your own, in place of method; its inverse temperature is the default.
+        noise_rate: eta in [0, 1): forward correction (Patrini et al. 2017) for labels that are drawn anew from all n
+            classes with this probability, L = -log((1 - eta) s_y + eta E[k] / n), where -log s_y is the loss without
+            and E[k] the mean of P_K, which is the sum of s over the classes. Default 0. Not with top1_mode "smce" nor
+            soft_labels "any".
 
     log P(rank <= k) is log(p (1 - 2e-7) + 1e-7), the official code's epsilon, where P is a number (`guarded`): for
     sorts, networks, sinkhorn_sort, sparse_topk and perturbed_topk; p counts as 1 where a relaxation exceeds it. The
@@ -84,7 +100,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     constants = ("weight", "p_k", "shares")
     fixed = ("num_classes", "method", "m", "distribution", "art_lambda", "top1_mode")
-    shown = ("p_k", "inverse_temperature", *fixed[1:], *ClassificationLoss.shown)
+    shown = ("p_k", "inverse_temperature", *fixed[1:], "noise_rate", *ClassificationLoss.shown)
     operator: TopKOperator
     p_k: Tensor
 
@@ -95,6 +111,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         art_lambda: float | None = None, top1_mode: str | None = None,
         weight: Tensor | None = None, label_smoothing: float = 0.0, soft_labels: str = "expected",
         ignore_index: int = -100, reduction: str = "mean", operator: TopKOperator | None = None,
+        noise_rate: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         if operator is not None and (method, distribution, art_lambda) != (None, None, None):
@@ -113,6 +130,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             if inverse_temperature is not None:
                 self.inverse_temperature = inverse_temperature
         self.p_k = p_k  # type: ignore[assignment]
+        self.noise_rate = noise_rate
         if self._num_scores(self.num_classes) == 2 and getattr(self.operator, "whitens", False):
             message = (
                 f"{self.method or self.operator} whitens the scores, and two scores are the same two numbers then: "
@@ -153,7 +171,17 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             return self._checked_temperature(value, auto)
         if name == "operator" and not isinstance(value, TopKOperator):
             raise TypeError(f"operator must be a TopKOperator, got {type(value).__name__}")
-        return self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
+        value = self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
+        if name == "noise_rate":
+            value = check_fraction(name, value)
+        if name in ("noise_rate", "soft_labels"):
+            now = self.__dict__ | {name: value}
+            if now.get("noise_rate") and (self.top1_mode == "smce" or now["soft_labels"] == "any"):
+                raise ValueError(
+                    "noise_rate corrects one logarithm of one true class: take top1_mode 'sm' or 'sort' and "
+                    f"soft_labels 'expected'; got top1_mode={self.top1_mode!r} and soft_labels={now['soft_labels']!r}"
+                )
+        return value
 
     def _num_scores(self, n: int | None) -> int | None:
         """How many of n scores are sorted; None if that is not known."""
@@ -233,7 +261,18 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             return None  # with m each class has scores of its own
         shares = self._shares(given.p_k, scores, target)
         by_number = self._sorts_live_classes(scores) and bool((scores == -torch.inf).any())
-        return (self._of_live_classes if by_number else self._of_scores)(scores, target, shares, given)
+        losses = (self._of_live_classes if by_number else self._of_scores)(scores, target, shares, given)
+        return self._corrected(losses, scores, shares, given) if self.noise_rate else losses
+
+    def _corrected(self, losses: Tensor, scores: Tensor, shares: Tensor, given: Given) -> Tensor:
+        """Forward correction of losses (rows,), or (rows, n) of every class, for noise_rate."""
+        live = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
+        ranks = self.ranks if given.p_k is None else range(1, given.p_k.shape[1] + 1)
+        within = ranks_like(ranks, scores).minimum(live)  # (rows, J), classes within k
+        expected = ((within.unsqueeze(2) if shares.dim() == 3 else within) * shares).sum(1)  # (rows,) or (rows, 1 or n)
+        wrong = self.noise_rate * expected / (live if shares.dim() == 3 else live.squeeze(1))
+        right = math.log1p(-self.noise_rate) - losses.clamp(max=-MASKED)
+        return -torch.logaddexp(right, wrong.log().expand_as(right))
 
     def _sorts_live_classes(self, scores: Tensor) -> bool:
         """Whether a network is built anew for the classes that are not masked out."""
@@ -248,7 +287,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         shares = self._shares(given.p_k, scores, column)
         index = true_and_largest(largest(scores, m)[row], column)  # (pairs, m)
         kept = scores[row.unsqueeze(1), index]
-        return self._mixed(kept, torch.zeros_like(column), shares, given)
+        losses = self._mixed(kept, torch.zeros_like(column), shares, given)
+        return self._corrected(losses, scores[row], shares, given) if self.noise_rate else losses
 
     def _of_live_classes(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
         """`_of_scores` by a network of as many wires as a row has live classes, for rows of equal number together."""

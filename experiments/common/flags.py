@@ -28,6 +28,12 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def non_negative_int(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
+
+
 def seed(text: str) -> int:
     if not 0 <= int(text) < 2**32:
         raise ValueError
@@ -103,7 +109,7 @@ def add_loss_flags(parser: ArgumentParser) -> None:
     group.add_argument("--top1_mode", choices=TOP1_MODES, help="how the k = 1 term is computed")
     group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over classes (default: 0)")
     group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl (default: 0)")
-    message = "wrong labels that forward_correction expects (default: 0.2)"
+    message = "wrong labels that forward_correction (default: 0.2) or a top-k loss (default: 0) corrects"
     group.add_argument("--noise_rate", type=fraction, help=message)
     group.add_argument("--q", type=positive_float, help="exponent of generalized_cross_entropy (default: 0.7)")
     message = "weight of cross-entropy in symmetric_cross_entropy and nce_rce (default: 6 and 10)"

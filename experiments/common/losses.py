@@ -34,8 +34,9 @@ def loss_settings(
         **operator_settings(args, inverse_temperatures, args.top1_mode or (top1_mode if relaxed else None)),
         **{name: getattr(args, name) for name in OWN_SETTINGS},
     }
-    # At 0 it is the loss without.
-    return settings | {name: settings[name] or None for name in ("label_smoothing", "margin")}
+    # At 0 it is the loss without; forward_correction has another default.
+    without = ("label_smoothing", "margin", *(["noise_rate"] if relaxed else []))
+    return settings | {name: settings[name] or None for name in without}
 
 
 def operator_settings(
@@ -57,9 +58,9 @@ def build_loss(
     num_classes: int | None,
     device: torch.device,
     implementation: str = "ours",
-    **more: str,
+    **more: Any,
 ) -> nn.Module:
-    """Build the loss that loss_settings describes. num_classes: None where it varies; more: reduction.
+    """Build the loss that loss_settings describes. num_classes: None where it varies; more: reduction, or T.
 
     Raises:
         SystemExit: settings that do not fit one another or the number of classes, with a sentence.

@@ -57,7 +57,7 @@ def summary(history: Sequence[Mapping[str, Any]], clock: str, num_images: int | 
     seconds = {name: math.fsum(each[name] for each in history) for name in ("train_seconds", "eval_seconds")}
     return {
         **chosen,
-        **{f"last_{name}": last[name] for name in last if name.startswith(("test_", "valid_"))},
+        **{f"last_{name}": last[name] for name in last if name.startswith(("test_", "valid_", "clean_"))},
         **seconds,
         "peak_memory_mib": max(entry["peak_memory_mib"] for entry in history),
         "last_train_loss": loss,
