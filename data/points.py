@@ -5,6 +5,9 @@ other sets here a tenth. Pixels are normalised as in the published code: not at 
 have one channel.
 """
 
+import contextlib
+import gzip
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +79,7 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
     if "mnist" in name:
         kind = FashionMNIST if name == "fashion_mnist" else MNIST
         try:
-            both = [kind(data_dir, train=train, download=True) for train in (True, False)]
+            both = load_mnist(kind, data_dir)
         except (OSError, RuntimeError) as error:
             raise SystemExit(f"error: {name} is not in {data_dir}, and cannot be downloaded ({error})") from None
         train, test = (Samples(each.data.unsqueeze(1), each.targets) for each in both)  # (N, 1, 28, 28)
@@ -87,6 +90,23 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
     mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (means, stds))
     num_classes = 1 + int(train.labels.max())
     return Points(num_classes, train, valid, test, mean / std, 1 / (255 * std), augmented)
+
+
+def load_mnist(kind: type[MNIST], data_dir: Path) -> list[MNIST]:
+    """Load the training and the test images from their files or their .gz files, and download what is not there.
+
+    torchvision would unpack .gz files beside them: here they may lie in a folder that is read-only.
+    """
+    raw = data_dir / kind.__name__ / "raw"
+    names = [Path(address).stem for address, _ in kind.resources]
+    if not all((raw / name).exists() for name in names):
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, EOFError):  # absent or cut short
+            unpacked = Path(folder) / kind.__name__ / "raw"
+            unpacked.mkdir(parents=True)
+            for name in names:
+                (unpacked / name).write_bytes(gzip.decompress((raw / f"{name}.gz").read_bytes()))
+            return [kind(folder, train=train) for train in (True, False)]
+    return [kind(data_dir, train=train, download=True) for train in (True, False)]
 
 
 def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: int | None = None) -> Points:

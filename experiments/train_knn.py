@@ -176,7 +176,7 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     check_points(points, args)
     torch.manual_seed(seed)
     model = build_model(points, config)
-    points, model = points.to(device), model.to(device)
+    points, model = points.to(device), model.to(device, memory_format=torch.channels_last)  # faster on a CPU
     loss_fn = loss_fn.to(device) if loss_fn else None
     parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = None

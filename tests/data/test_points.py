@@ -1,5 +1,6 @@
 """Points in memory: the published splits and pixels, torchvision's as the oracle."""
 
+import gzip
 import struct
 
 import pytest
@@ -54,6 +55,19 @@ def test_the_mnists_are_the_published_ones(folder, name, kind, transform):
     # Every training image trains or validates, once.
     both = torch.cat([points.train.inputs, points.valid.inputs]).flatten(1)
     assert sorted(both.tolist()) == sorted(kind(folder).data.flatten(1).tolist())
+
+
+def test_mnist_is_read_from_gz_files_without_writing_beside_them(folder, tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in (folder / "MNIST" / "raw").iterdir():
+        (raw / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    names = sorted(raw.iterdir())
+    packed, plain = load_points("mnist", tmp_path), load_points("mnist", folder)
+    for split in ("train", "valid", "test"):
+        assert torch.equal(getattr(packed, split).inputs, getattr(plain, split).inputs)
+        assert torch.equal(getattr(packed, split).labels, getattr(plain, split).labels)
+    assert sorted(raw.iterdir()) == names
 
 
 def test_digits_have_one_channel_and_a_tenth_validates(tmp_path):
