@@ -1,6 +1,6 @@
 """Run the runs of a study, each a command line, by scripts/launch.py.
 
-    scripts/table1.sh --short --jobs 2       # --short: 16 epochs, cosine schedule, bf16; also table4, beam_search
+    scripts/table1.sh --short --jobs 2       # --short: 16 epochs, cosine schedule, bf16; also table4, beam_search, knn
     scripts/knn.sh digits own.pt             # data first, where a study takes some
 
 Each function returns the command lines of its study, which write results/STUDY.csv.
@@ -166,14 +166,19 @@ def beam_search(*, short: bool = False) -> list[str]:
     return over_seeds(f"{BEAM} --arm", arms, f"--results results/beam_search{'_short' * short}.csv{more}", range(5))
 
 
-def knn(*data: str) -> list[str]:
-    """The nearest-neighbour classifier with each relaxation, three seeds; DATA: data sets or embeddings."""
+def knn(*data: str, short: bool = False) -> list[str]:
+    """The nearest-neighbour classifier with each relaxation, three seeds; DATA: data sets or embeddings.
+
+    --short: the published arms and the baselines without training, 6 epochs in place of 200, bf16.
+    """
     losses = ["inputs", "pca", "softmax_cross_entropy", "softmax_cross_entropy --prediction network"]
     losses += [f"{m} --loss {loss}" for loss in ("mass", "log_mass") for m in (*RELAXATIONS, "soft_topk --sorted")]
-    runs = []
+    if short:
+        losses = ["inputs", "pca", "softmax_cross_entropy --prediction network --lr .01", "neuralsort", "soft_topk"]
+    more, runs = " --n_epochs 6 --precision bf16" * short, []
     for each in data or DATASETS[:3]:
         command = f"{KNN} {'--dataset' if each in DATASETS else '--data_path'} {each} --method"
-        runs += over_seeds(command, losses, "--results results/knn.csv", range(3))
+        runs += over_seeds(command, losses, f"--results results/knn.csv{more}", range(3))
     return runs
 
 

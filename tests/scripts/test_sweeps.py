@@ -19,6 +19,7 @@ from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts import heads, relabel, sweeps
 from tests.processes import wait_for
+from tests.scripts.test_published_rows import published
 from topk_losses import METHODS, RELAXATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +121,17 @@ def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baseli
     expected |= {("softmax_cross_entropy", "", False, "network")}
     for each in lines.values():
         assert sorted(each) == sorted((seed, *line) for seed in (0, 1, 2) for line in expected)
+
+
+def test_the_short_study_of_nearest_neighbours_has_each_published_arm():
+    arms = Counter()
+    for row in sweeps.knn("mnist", short=True):
+        args = train_knn.parse_arguments(shlex.split(row)[2:])
+        assert (args.n_epochs, args.precision) == (6, "bf16")
+        arms[args.method, args.loss if args.method in RELAXATIONS else "", args.prediction] += 1
+    assert set(arms.values()) == {3}
+    untrained = {(method, "", "neighbours") for method in ("inputs", "pca")}
+    assert set(arms) - untrained == {(row["method"], row["loss"], row["prediction"]) for row in published("knn_mnist")}
 
 
 def test_temperatures_are_heads_of_every_method_and_none_is_refused():
