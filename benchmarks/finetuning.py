@@ -75,11 +75,11 @@ def steps_of(
 def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "finetuning.csv", turns=7, steps=3)
-    flags.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    flags.add_argument("--sizes", nargs="+", type=size, default=[size(each) for each in SIZES], help="BATCHxDIMxNmM")
-    flags.add_argument("--heads", type=positive, default=3, help="in one pass; 1 leaves those rows out (default: 3)")
+    flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help="methods (default: all)")
+    flags.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="sizes, BATCHxDIMxNmM")
+    flags.add_argument("--heads", type=positive, default=3, help="heads in one pass, also timed (default: 3)")
     args = flags.parse_args()
-    methods = list(dict.fromkeys([SOFTMAX, *args.methods]))
+    methods = list(dict.fromkeys([SOFTMAX, *(args.methods or METHODS)]))
     for each in args.sizes:
         if len(each) != 4 or (each[3] or 5) < 5:
             flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, m at least 5, got {each}")

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from benchmarks import contenders
 from benchmarks.runner import SOFTMAX, Table, parser, positive, size
@@ -80,6 +79,8 @@ def measure(name: str, case: tuple, batch: int, arguments: argparse.Namespace) -
         keep_freed_memory()  # as the scripts do
         left, passes, median = arguments.limit_s - first, 1, first
         if left > 0:
+            from torch.utils.benchmark import Timer  # see runner.py
+
             timer = Timer("one_pass()", globals={"one_pass": one_pass}, num_threads=arguments.threads)
             measured = timer.blocked_autorange(min_run_time=min(left, max(arguments.repeats * first, 0.2)))
             passes, median = measured.number_per_run * len(measured.times), measured.median
@@ -114,11 +115,14 @@ def work(method: str, n: int, k: int) -> tuple[float, float]:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "losses.csv", repeats=7, limit_gib=16)
-    flags.add_argument("--methods", nargs="+", choices=METHODS, help="default: all; with --scaling ten")
-    flags.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="BATCHxN or BATCHxNmM")
-    flags.add_argument("--limit_s", type=float, default=60, help="seconds of one measurement (default: %(default)s)")
-    flags.add_argument("--scaling", action="store_true", help="vary n, k and the batch instead")
-    flags.add_argument("--max_n", type=positive, default=max(NS), help="of --scaling (default: %(default)s)")
+    message = "methods (default: all; with --scaling ten)"
+    flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
+    flags.add_argument(
+        "--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="sizes, BATCHxN or BATCHxNmM"
+    )
+    flags.add_argument("--limit_s", type=float, default=60, help="seconds of a measurement (default: 60)")
+    flags.add_argument("--scaling", action="store_true", help="vary n, k and the batch size instead")
+    flags.add_argument("--max_n", type=positive, default=max(NS), help="largest n of --scaling (default: %(default)s)")
     arguments = flags.parse_args()
     sizes = arguments.sizes
     if arguments.scaling:

@@ -11,12 +11,20 @@ from typing import Any, TypeVar
 
 import pandas as pd
 import torch
-from torch.utils.benchmark import Timer
 
 from experiments.common.environment import device_name, git_commit
+from experiments.common.flags import make_parser
 
 RESULTS = Path(__file__).parent.parent / "results" / "benchmarks"
 SOFTMAX = "softmax_cross_entropy"
+NUMBERS = {
+    "turns": "turns that the alternatives take",
+    "steps": "training steps in a turn",
+    "batch": "images of a training step",
+    "images": "images of the training split",
+    "repeats": "measurements, of which the median counts",
+    "limit_gib": "memory that a measurement may take, in GiB",
+}
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -42,14 +50,16 @@ def size(text: str) -> tuple[int | None, ...]:
     return *map(int, numbers.split("x")), int(m) if m else None
 
 
-def parser(told: str | None, name: str, **numbers: int) -> argparse.ArgumentParser:
+def parser(docstring: str, name: str, **numbers: int) -> argparse.ArgumentParser:
     """Return a parser with the flags of all benchmarks, and a whole number for each of `numbers`."""
-    made = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda:INDEX (default: %(default)s)")
-    made.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="default: %(default)s")
-    made.add_argument("--output", type=new_file, default=str(RESULTS / name), help="CSV file (default: %(default)s)")
+    made = make_parser(docstring)
+    made.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda:INDEX (default: cpu)")
+    message = "number of CPU threads (default: PyTorch's)"
+    made.add_argument("--threads", type=positive, default=torch.get_num_threads(), help=message)
+    message = f"CSV file for the result (default: results/benchmarks/{name})"
+    made.add_argument("--output", type=new_file, default=str(RESULTS / name), help=message)
     for flag, default in numbers.items():
-        made.add_argument(f"--{flag}", type=positive, default=default, help="default: %(default)s")
+        made.add_argument(f"--{flag}", type=positive, default=default, help=f"{NUMBERS[flag]} (default: {default})")
     return made
 
 
@@ -59,6 +69,8 @@ def take_turns(calls: Mapping[Key, Callable[[], Any]], turns: int, number: int, 
     They take turns, so that a machine that slows down slows all of them. An alternative has two calls before its calls
     are timed: the one before may have left other things in the caches.
     """
+    from torch.utils.benchmark import Timer  # its import may warn about CUDA, which --help shall not show
+
     timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
     times: dict[Key, list[float]] = {name: [] for name in calls}
     for _ in range(turns):

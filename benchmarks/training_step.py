@@ -107,9 +107,10 @@ def official_step(
 def main() -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "training_step.csv", turns=7, steps=3, batch=128, images=5000)
-    flags.add_argument("--methods", nargs="+", choices=METHODS, help="default: all; with --recipe two")
-    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of ours (default: %(default)s)")
-    flags.add_argument("--recipe", action="store_true", help="beside the official recipe instead")
+    message = "methods (default: all; with --recipe two)"
+    flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
+    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="for our step (default: bf16)")
+    flags.add_argument("--recipe", action="store_true", help="compare with the official recipe instead")
     args = flags.parse_args()
     torch.manual_seed(0)
     prepare_device(args.device, args.threads)

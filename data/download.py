@@ -188,10 +188,10 @@ def sha256_of(path: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m data.download", description=__doc__, formatter_class=formatter)
-    parser.add_argument("source", nargs="?", help="a published short name, or an address")
+    parser.add_argument("source", nargs="?", help="published name or address")
     parser.add_argument("--list", action="store_true", help="list the published files")
-    parser.add_argument("--cache_dir", type=Path, help="where it is kept")
-    parser.add_argument("--sha256", help="SHA-256 that it must have")
+    parser.add_argument("--cache_dir", type=Path, help="folder for the file (default: $TOPK_CACHE, or data/downloads)")
+    parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
     args = parser.parse_args(argv)
     if args.list or not args.source:

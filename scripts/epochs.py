@@ -32,10 +32,8 @@ def epochs_of(config: Path, results: str) -> pd.DataFrame:
 def main(argv: list[str] | None = None) -> int:
     """Write the file; return the exit status."""
     parser = argparse.ArgumentParser(description="Gather the epochs of a table's runs.")
-    parser.add_argument("results", type=Path, help="the table: results/table1.csv")
-    parser.add_argument(
-        "--runs", type=Path, metavar="FOLDER", help="folder of the runs (default: runs, beside the table)"
-    )
+    parser.add_argument("results", type=Path, help="CSV file of the table, such as results/table1.csv")
+    parser.add_argument("--runs", type=Path, help="folder of the runs (default: runs, beside the table)")
     args = parser.parse_args(argv)
     output, runs = args.results.with_stem(f"{args.results.stem}_epochs"), args.runs or args.results.with_name("runs")
     found = []

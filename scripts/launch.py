@@ -148,11 +148,11 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
     """Run command lines as the flags say; return the exit status."""
     parser = argparse.ArgumentParser("launch.py", allow_abbrev=False, description="Other flags go to every run.")
     parser.add_argument("--name", default="sweep", help="name of the sweep (default: %(default)s)")
-    parser.add_argument("--logs", type=Path, help="folder of the logs (default: results/logs/NAME)")
+    parser.add_argument("--logs", type=Path, help="folder for the logs (default: results/logs/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number")
     parser.add_argument("--status", action="store_true", help="print where each run stands")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one per GPU slot, or 1 on the CPU)")
-    parser.add_argument("--row-per-core", action="store_true", help="on the CPU, without --jobs: a run per core")
+    parser.add_argument("--row-per-core", action="store_true", help="one run per core, where there is no GPU")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs at a time on one GPU (default: %(default)s)")
     sys.stdout.reconfigure(line_buffering=True)
     split = [*argv, "--"].index("--")

@@ -21,15 +21,16 @@ from scripts.reporting.runs import ReportError, read_runs
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the flags."""
-    parser = argparse.ArgumentParser("report.py", allow_abbrev=False, description="Tables and figures of results.")
-    parser.add_argument("results", type=Path, help="a CSV file of results/")
+    usage = "%(prog)s [options] results"
+    parser = argparse.ArgumentParser("report.py", usage, "Tables and figures of results.", allow_abbrev=False)
+    parser.add_argument("results", type=Path, help="CSV file of results/")
     parser.add_argument("--table", choices=(*tables.TABLES, "none"), help="published table (default: by file or data)")
-    parser.add_argument("--where", action="append", default=[], help="COLUMN=VALUE or METHOD:COLUMN=VALUE, repeatable")
-    parser.add_argument("--paired", metavar="METHOD", help="differences to METHOD's best setting, by seed")
-    parser.add_argument("--temperatures", action="store_true", help="each method's best inverse temperature")
+    parser.add_argument("--where", action="append", default=[], help="keep runs: [METHOD:]COLUMN=VALUE; repeatable")
+    parser.add_argument("--paired", metavar="METHOD", help="show paired differences to the best setting of METHOD")
+    parser.add_argument("--temperatures", action="store_true", help="show the best inverse temperature of each method")
     parser.add_argument("--format", choices=tables.FORMATS, default="markdown", help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="file for the table (default: the screen)")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="also draw the figures there, as SVG")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="folder for the figures, as SVG")
     args = parser.parse_args(argv)
     if args.output and args.results.exists() and args.output.exists() and args.output.samefile(args.results):
         parser.error(f"--output {args.output} is the results file")

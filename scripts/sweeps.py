@@ -193,8 +193,9 @@ def quickstart() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser("sweeps.py", description="Run a study; other flags: scripts/launch.py --help.")
-    parser.add_argument("study", choices=STUDIES)
+    usage = "%(prog)s study [data ...] [options]"
+    parser = argparse.ArgumentParser("sweeps.py", usage, "Run a study; other flags: scripts/launch.py --help.")
+    parser.add_argument("study", choices=STUDIES, help="study to run")
     parser.add_argument("data", nargs="*", help="files of embeddings, or data sets, where the study takes some")
     head = list(takewhile(lambda word: not word.startswith("-"), words))
     args, options = parser.parse_args(head or words), {"short": True} if "--short" in words else {}
