@@ -123,8 +123,10 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     frame = frame.dropna(subset=[f"{metrics[0]}_mean"])
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
     cells = tables.shown(table._replace(frame=frame))
-    settings = [name for name in ("P_K", "β", "rate", "epochs") if name in cells]
-    told = [cells[name].where(cells[name] == "", f"{name} " * (name != "P_K") + cells[name]) for name in settings]
+    labels = {"P_K": "", "inverse temperature": "β ", "learning rate": "lr ", "epochs": "epochs "}
+    told = [
+        cells[name].where(cells[name] == "", label + cells[name]) for name, label in labels.items() if name in cells
+    ]
     frame.index = [" ".join(filter(None, each)) for each in zip(named, *told)]
     title = f"{table.name}.csv: bars are 95 % intervals of the mean over seeds; hollow: published."
     return save(dots(frame.assign(method=named.to_numpy()), panels), folder, f"{table.name}_accuracy", title)

@@ -21,11 +21,12 @@ IDENTITY = tuple(dict.fromkeys(flag for script in SCRIPTS for flag in script.IDE
 SEEDS = ("seed", "order_seed")
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
 VALID = ["valid_top1", "valid_top5"]
-OWN = ("m", "inverse_temperature", "lr", "n_epochs")  # flags that have a column of their own where they differ
+# Flags that have a column where they differ.
+OWN = ("m", "inverse_temperature", "lr", "n_epochs", "weight_decay", "label_smoothing", "margin")
 # Settings of the loss and of its training: lines that differ in others are of another experiment.
 TRIED = (
     *("method", "p_k", "distribution", "art_lambda", "top1_mode", "arm", "nll_weight", "loss", "sorted", "prediction"),
-    *("num_candidates", "self_match", "label_smoothing", "margin", "weight_decay", "batch_size", "lr_schedule", "ema"),
+    *("num_candidates", "self_match", "batch_size", "lr_schedule", "ema"),
     *OWN,
 )
 
@@ -104,18 +105,22 @@ def lines_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> list[pd.DataFra
 
 
 def settings_of(lines: Sequence[pd.DataFrame], besides: Sequence[str] = ()) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return a row per line with the flags in which lines differ, and what all of them share.
+    """Return a row per line with the flags in which lines differ, and what is the same for all or for each method.
 
-    A flag that differs between lines of one method, or is one of OWN, has a column; the others stand together in one.
+    A flag that differs between lines of one method, or is one of OWN, has a column. What differs between methods alone
+    stands in the second value under their names, such as {"softsort, neuralsort:": "top1_mode sm"}.
     """
     firsts = pd.DataFrame([line.iloc[0] for line in lines]).reset_index(drop=True)
     flags = [name for name in firsts if name in IDENTITY and name not in (*SEEDS, "method", "p_k", *besides)]
     differ = [name for name in flags if firsts[name].nunique() > 1]
     own = [name for name in differ if name in OWN or (firsts.groupby("method")[name].nunique() > 1).any()]
-    others = [name for name in differ if name not in own]
-    told = [", ".join(f"{name} {short(row[name])}" for name in others if row[name]) for _, row in firsts.iterrows()]
-    frame = firsts[["method", *{"p_k"} & set(firsts), *own]].assign(settings=told)
-    return frame, {name: firsts[name][0] for name in flags if name not in differ and firsts[name][0]}
+    shared = {name: firsts[name][0] for name in flags if name not in differ and firsts[name][0]}
+    by_method: dict[str, list[str]] = {}
+    for method, row in firsts.drop_duplicates("method").set_index("method").iterrows():
+        settings = [f"{name} {short(row[name])}" for name in differ if name not in own and row[name]]
+        by_method.setdefault(", ".join(settings), []).append(str(method))
+    shared |= {f"{', '.join(methods)}:": settings for settings, methods in by_method.items() if settings}
+    return firsts[["method", *{"p_k"} & set(firsts), *own]], shared
 
 
 def experiment(line: pd.DataFrame) -> tuple[str, ...]:

@@ -6,12 +6,19 @@ import pandas as pd
 
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, mean_std, settings_of, short, with_interval
-from scripts.reporting.tables import PAPER, Table, as_markdown, read_published, told_once, what_all_share
+from scripts.reporting.tables import PAPER, Table, as_markdown, origin, read_published, without_empty_columns
 from topk_losses import METHODS
 
 SPREAD = "last_test_logit_std"
+KINDS = ("mean", "chosen")
+COLUMNS = ["top-1", "top-5", "best validation: top-1", "best validation: top-5"]
 MILESTONES, WINDOW = (25, 50, 100, 200), 5  # epochs; of a mean
 SOFTMAX = "softmax_cross_entropy"
+TEMPERATURES = (
+    "Test accuracy in percent at the inverse temperature that validation chose (in brackets: times the default, and "
+    "whether it is the least or the largest that was tried), at the default, with auto, and with the better schedule. "
+    "± standard deviation over seeds."
+)
 RATES = {
     f"test_{short_name}_beam{K}": f"{label}{K}"
     for short_name, label in (("wer", "WER, beam "), ("per", "PER, beam "), ("gold", "gold in beam "))
@@ -44,7 +51,10 @@ def temperatures(name: str, runs: pd.DataFrame) -> Table:
     lines = temperature_lines(runs)
     settings, shared = settings_of(lines, besides=("inverse_temperature",))
     cells = pd.DataFrame([temperature_cells(line) for line in lines])
-    return told_once(Table(name, settings.join(cells), f"{name}.csv: {what_all_share(runs, shared)}.", {}))
+    shared |= {
+        name: settings.pop(name)[0] for name in list(settings) if name != "method" and settings[name].nunique() == 1
+    }
+    return without_empty_columns(Table(name, settings.join(cells), TEMPERATURES, origin(name, runs, shared), {}))
 
 
 def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
@@ -57,22 +67,22 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     constant, schedules = aim[~is_schedule & (aim.index != "auto")], aim[is_schedule]
     rows = groups[constant.idxmax()] if len(constant) else line[:0]
     default = METHODS[line["method"].iloc[0]].inverse_temperature
-    best, auto, shown, times_spread = rows["number"].mean(), groups.get("auto"), "—", ""
+    best, shown, times_spread = rows["number"].mean(), "—", ""
     if best > 0 and default is not None:
         end = (
             ", the least" if best == means["number"].min() else ", the largest" if best == means["number"].max() else ""
         )
         shown = f"{best:g} ({best / default:g}x{end})"
         times_spread = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
-    both = means["test_top1"].map("{:.2f}".format) + " / " + means["test_top5"].map("{:.2f}".format)
-    return {
-        **{"inverse temperature": shown, "times spread": times_spread},
-        **{label: mean_std(rows[metric]) for metric, label in METRICS.items()},
-        **{"default": both.get("" if default is None else f"{default:g}", ""), "auto": both.get("auto", "")},
-        "auto ended at": "" if auto is None else f"{auto['ended_at'].mean():.3g}",
-        "annealed": f"{schedules.idxmax()}: {both[schedules.idxmax()]}" if len(schedules) else "",
-        "seeds": str(len(rows)),
-    }
+    others = {"default": "" if default is None else f"{default:g}", "auto": "auto"}
+    others["schedule"] = schedules.idxmax() if len(schedules) else None
+    cells = {"inverse temperature": shown, "times logit std": times_spread}
+    cells |= {label: mean_std(rows[metric]) for metric, label in METRICS.items()}
+    for kind, temperature in others.items():
+        cells |= {kind: temperature or ""} if kind == "schedule" else {}
+        for metric, label in METRICS.items():
+            cells[f"{kind} {label}"] = f"{means[metric][temperature]:.2f}" if temperature in means.index else ""
+    return cells | {"seeds": str(len(rows))}
 
 
 def beam_search(name: str, runs: pd.DataFrame) -> str:
@@ -85,7 +95,11 @@ def beam_search(name: str, runs: pd.DataFrame) -> str:
     lines = lines_of(runs)
     lines.sort(key=lambda line: (arms.get(line["arm"].iloc[0], 9), list(METHODS).index(line["method"].iloc[0])))
     settings, shared = settings_of(lines)
-    settings = settings.drop(columns="p_k", errors="ignore").rename(columns={"inverse_temperature": "β"}).map(short)
+    settings = (
+        settings.drop(columns="p_k", errors="ignore")
+        .rename(columns={"inverse_temperature": "inverse temperature"})
+        .map(short)
+    )
     settings = settings.loc[:, (settings != "").any()]
     tables = {"mean ± sample standard deviation over the seeds": [], "minus the control (cross_entropy) by seed": []}
     tables |= {"right phonemes by position (the end is one), after the right ones / after the model's own": []}
@@ -103,10 +117,10 @@ def beam_search(name: str, runs: pd.DataFrame) -> str:
             tables.values(), ({**cells[0], "seeds": str(len(line))}, {**cells[1], "pairs": str(len(gains))}, both)
         ):
             rows.append(row)
-    text = [f"{name}.csv: {what_all_share(runs, shared)}. WER, PER: word and phoneme error rate; in percent."]
-    for told, rows in tables.items():
-        text += [f"In percent, {told}:", as_markdown(settings.join(pd.DataFrame(rows)).fillna(""))]
-    return "\n\n".join(text) + "\n"
+    text = ["WER, PER: word and phoneme error rate."]
+    for caption, rows in tables.items():
+        text += [f"In percent, {caption}:", as_markdown(settings.join(pd.DataFrame(rows)).fillna(""))]
+    return "\n\n".join([*text, origin(name, runs, shared)]) + "\n"
 
 
 def accuracies(line: pd.DataFrame, column: str) -> list[float]:
@@ -142,42 +156,42 @@ def published_ends(path: Path, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def epochs_text(path: Path, runs: pd.DataFrame) -> str:
-    """Return Markdown: a line per run, what crosses cross-entropy of the same seed, and means of such differences."""
-    table, (means, chosen) = epochs(path, runs), ([f"{kind}_{m}" for m in METRICS] for kind in ("mean", "chosen"))
-    published, lines, told, leads = published_ends(path, table), [], [], {}
+    """Return Markdown: what each run reached after some epochs, and the differences to cross-entropy by seed."""
+    table, means, chosen = epochs(path, runs), *([f"{kind}_{metric}" for metric in METRICS] for kind in KINDS)
+    published, reached, leads = published_ends(path, table), [], {}
     for run_id, run in table.groupby("run_id", sort=False):
         first, by_epoch = run.iloc[0], run.set_index("epoch")[means + chosen]
-        row = f"{first.method}, {core.shown_p_k(first.p_k)}"
-        values = [*by_epoch[means].reindex(MILESTONES).to_numpy(), by_epoch[means].iloc[-1], by_epoch[chosen].iloc[-1]]
-        cells = ["" if pd.isna(top1) else f"{top1:.1f} / {top5:.1f}" for top1, top5 in [*values, published.loc[run_id]]]
-        lines.append([row, first.seed, f"{by_epoch.index[-1]} epochs, {first.precision}, {first.device_name}", *cells])
+        last = by_epoch.index[-1]
+        for epoch in sorted({*(end for end in MILESTONES if end < last), last}):
+            cells = dict(zip(COLUMNS, by_epoch.loc[epoch].map("{:.2f}".format)))
+            reached.append({"method": first.method, "seed": first.seed, "epochs": str(epoch), **cells})
+            if epoch == 200:
+                ends = dict(zip(METRICS.values(), published.loc[run_id].map("{:.2f}".format)))
+                reached[-1] |= {f"published {label}": cell for label, cell in ends.items() if cell != "nan"}
         base = table[(table.method == SOFTMAX) & (table.seed == first.seed)].set_index("epoch")[means + chosen]
-        lead = (by_epoch - base).dropna()
-        if first.method == SOFTMAX or lead.empty:
-            continue
-        leads.setdefault(row, []).append(lead)
-        for mean, metric in zip(means, METRICS.values()):
-            ahead = lead[mean] > 0
-            since, where = ahead.index[ahead != ahead.shift()][-1], "above" if ahead.iloc[-1] else "below"
-            end = f"to {lead.index[-1]}, at the end by {abs(lead[mean].iloc[-1]):.1f}"
-            told.append(f"{row}, seed {first.seed}: {metric} {where} softmax from epoch {since} {end}.")
-    for row, of_seeds in leads.items():
-        for end in sorted({*MILESTONES, min(lead.index[-1] for lead in of_seeds)}):  # the last that all have
-            there = pd.DataFrame([lead.loc[end] for lead in of_seeds if end in lead.index])
-            if len(there) > 1:
-                top1, top5, chosen1, chosen5 = (with_interval(each) for _, each in there.items())
-                at_end = f"{row} minus softmax after {end} epochs, {len(there)} seeds: top-1 {top1}, top-5 {top5}"
-                told.append(f"{at_end}; at the best validation epoch top-1 {chosen1}, top-5 {chosen5}.")
-    columns = [
-        "method",
-        "seed",
-        "so far",
-        *(f"after {each}" for each in MILESTONES),
-        "last",
-        "best validation",
-        "published, 200",
-    ]
-    frame = pd.DataFrame(lines, columns=columns)
-    head = f"{path.name}: test top-1 / top-5 in percent, mean of {WINDOW} epochs, or at the best validation epoch."
-    shown = as_markdown(frame.loc[:, (frame != "").any()])
-    return "\n".join([head, "", shown, "", *(f"- {each}" for each in told), ""])
+        if first.method != SOFTMAX and len(lead := (by_epoch - base).dropna()):
+            leads.setdefault(first.method, []).append(lead)
+    gains = []
+    for method, of_seeds in leads.items():
+        common = min(lead.index[-1] for lead in of_seeds)
+        for epoch in sorted({*MILESTONES, common}):
+            there = pd.DataFrame([lead.loc[epoch] for lead in of_seeds if epoch in lead.index])
+            if len(there):
+                cells = dict(zip(COLUMNS, (with_interval(there[name]) for name in there)))
+                gains.append({"method": method, "epochs": str(epoch), "seeds": str(len(there)), **cells})
+    machines = ", ".join(sorted(set(table["device_name"])))
+    p_k = "; ".join(
+        f"{method} {core.shown_p_k(cell)}" for (method, cell), _ in table.groupby(["method", "p_k"], sort=False)
+    )
+    return (
+        "\n\n".join(
+            [
+                f"Test accuracy in percent, mean of the last {WINDOW} epochs, and at the best validation epoch so far.",
+                as_markdown(pd.DataFrame(reached).fillna("")),
+                "Difference to cross-entropy in points, paired by seed, ± 95 % interval.",
+                as_markdown(pd.DataFrame(gains)),
+                f"Runs: {path.name}, {machines}, precision {', '.join(sorted(set(table['precision'])))}. P_K: {p_k}.",
+            ]
+        )
+        + "\n"
+    )

@@ -1,7 +1,7 @@
 """A table of runs as one DataFrame: a line per experiment, beside the published values or minus another method.
 
 Accuracies are percentages in the frame. Markdown and LaTeX show mean ± sample standard deviation over the seeds; CSV
-has each number in a column of its own. What all lines share stands in the caption.
+has each number in a column of its own. What all lines share stands below the table.
 """
 
 import math
@@ -24,8 +24,9 @@ LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambd
 # What no published run has.
 UNPUBLISHED = ("limit_train", "limit_test", "label_noise", "label_smoothing", "margin", "lr_schedule", "ema")
 UNPUBLISHED += ("weight_decay", "precision")
-SETTLED, MOST_SEEDS = 0.3, 1000  # half the width of an interval, in points, and the seeds that make it so narrow
-HEADINGS = {"p_k": "P_K", "inverse_temperature": "β", "lr": "rate", "n_epochs": "epochs", "n_seeds": "seeds"}
+HEADINGS = {"p_k": "P_K", "lr": "learning rate", "n_epochs": "epochs", "n_seeds": "seeds"}
+HEADINGS |= {name: name.replace("_", " ") for name in ("inverse_temperature", "weight_decay", "label_smoothing")}
+SPREAD = "± standard deviation over seeds"
 LATEX = str.maketrans(
     {
         **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -36,11 +37,12 @@ LATEX = str.maketrans(
 
 
 class Table(NamedTuple):
-    """A frame, its caption, and the decimals of its percentages."""
+    """A frame, what stands above and below it, and the decimals of its percentages."""
 
     name: str
     frame: pd.DataFrame
     caption: str
+    source: str
     decimals: dict[str, int]
 
 
@@ -138,16 +140,16 @@ def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
     frame = pd.DataFrame(records).reindex(columns=[*columns, "not as published", "n_seeds"])
     sources = list(dict.fromkeys(row["source"] for row in published if row["second_hand"] == "false"))
     seeds = f", mean of {protocol['n_seeds']} seeds" if protocol.get("n_seeds") else ""
-    told = {
-        f"{protocol.get('title') or name}. Test accuracy in percent where validation accuracy was best, mean ± sample "
-        f"standard deviation over the seeds. Ours ({name}.csv): {what_all_share(runs, shared)}.": True,
+    notes = {
         f"Published: {''.join(sources[:1])}{seeds}.": published,
         f"Rerun: {', '.join(sources[1:])}.": len(sources) > 1,
         "†: second-hand, read in a note about a paper.": any(row["second_hand"] == "true" for row in published),
         "≈: approximate in the source.": any(row["approximate"] for row in published),
     }
-    digits = {each: max((len(row[each]) - 4 for row in published if row[each]), default=2) for each in metrics}
-    return told_once(Table(name, frame, " ".join(each for each, holds in told.items() if holds), digits))
+    caption = f"{protocol.get('title') or name}. Test accuracy in percent at the best validation epoch, {SPREAD}."
+    source = " ".join([origin(name, runs, shared), *(note for note, holds in notes.items() if holds)])
+    digits = {metric: max((len(row[metric]) - 4 for row in published if row[metric]), default=2) for metric in metrics}
+    return without_empty_columns(Table(name, frame, caption, source, digits))
 
 
 def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
@@ -162,50 +164,53 @@ def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
     settings, shared = settings_of(lines)
     gains = [gains_of(line, best.get(core.experiment(line)), metrics) for line in lines]
     frame = settings.join(measured(lines, ["valid", *metrics])).join(pd.DataFrame(gains))
+    if (frame["pairs"].dropna() == frame["n_seeds"][frame["pairs"].notna()]).all():
+        frame = frame.drop(columns="pairs")
     caption = (
-        f"{name}.csv: {what_all_share(runs, shared)}. Test accuracy in percent where validation was best; validation: "
-        f"the mean of its top-1 and top-5; ± sample standard deviation over seeds. Δ: minus {method}'s best by "
-        f"validation, in points, by seed, ± half of the 95 % interval (Student's t): where it holds 0, "
-        f"there is no clear difference. How settings were chosen is not in it."
+        f"Test accuracy in percent at the best validation epoch, {SPREAD}. Validation: mean of top-1 and top-5. "
+        f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
     )
-    return told_once(Table(name, frame, caption, {}))
+    return without_empty_columns(Table(name, frame, caption, origin(name, runs, shared), {}))
 
 
 def gains_of(line: pd.DataFrame, base: pd.DataFrame | None, metrics: Sequence[str]) -> dict[str, object]:
-    """Return the mean difference to a line by seed, half its interval, and how many seeds would make that narrow."""
+    """Return the mean difference to a line by seed, half its interval, and the number of pairs."""
     if base is None or base is line or (gains := core.differences(line, base, metrics)).empty:
-        return {}
+        return {"pairs": None}
     halves = core.half_width(gains.std(), len(gains)) if len(gains) > 1 else gains.std()
     found = {f"{metric}_gain": gains[metric].mean() for metric in metrics}
-    found |= {f"{metric}_half": halves[metric] for metric in metrics} | {"pairs": len(gains)}
-    return found | {f"seeds for ± {SETTLED:g}": " / ".join(filter(None, map(seeds_to_settle, gains.std())))}
+    return found | {f"{metric}_half": halves[metric] for metric in metrics} | {"pairs": len(gains)}
 
 
-def seeds_to_settle(std: float) -> str:
-    """Return how many pairs would make an interval of ± SETTLED, if they spread as these do."""
-    enough = (number for number in range(2, MOST_SEEDS + 1) if core.half_width(std, number) <= SETTLED)
-    return "" if math.isnan(std) else str(next(enough, f"more than {MOST_SEEDS}"))
-
-
-def what_all_share(runs: pd.DataFrame, shared: dict[str, str]) -> str:
-    """Return what all runs share, and the seeds, devices and versions that there are."""
+def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
+    """Return where the runs of a table come from: file, seeds, machines, versions, and the settings that they share."""
     if runs.empty:
-        return "not run"
-    given = [f"{name} {short(cell)}" for name, cell in shared.items() if cell not in ("0.0", "false")]
-    for name in ("seed", "device_name", "torch_version"):
-        cells = sorted(set(runs.get(name, "")) - {""}, key=lambda cell: (len(cell), cell))
-        given += [f"{name} {', '.join(cells)}"] if cells else []
-    return ", ".join(given)
+        return f"Runs: {name}.csv, not run."
+    parts = [f"{name}.csv"]
+    if "seed" in runs:
+        seeds = sorted(map(int, set(runs["seed"])))
+        is_range = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
+        parts.append(f"seeds {seeds[0]} to {seeds[-1]}" if is_range else f"seed {', '.join(map(str, seeds))}")
+    machines = runs.get("device_name", pd.Series(dtype=str)).value_counts()
+    parts += [f"{count} runs on {machine}" if len(machines) > 1 else machine for machine, count in machines.items()]
+    versions = sorted({version.partition("+")[0] for version in runs.get("torch_version", "") if version})
+    parts += [f"PyTorch {', '.join(versions)}"] if versions else []
+    settings = {name: short(cell) for name, cell in shared.items() if cell not in ("0.0", "false", "ours")}
+    if "p_k" in settings:
+        settings["P_K"] = core.shown_p_k(settings.pop("p_k"))
+    common = ", ".join(f"{name} {cell}" for name, cell in settings.items() if not name.endswith(":"))
+    of_methods = [f"{name} {cell}" for name, cell in settings.items() if name.endswith(":")]
+    return f"Runs: {', '.join(parts)}. Settings: {'; '.join([common, *of_methods])}."
 
 
-def told_once(table: Table) -> Table:
-    """Leave out columns without a cell; what is not as published in every run is told in the caption."""
+def without_empty_columns(table: Table) -> Table:
+    """Leave out columns without a cell; what is not as published in every run stands below the table."""
     frame = table.frame.replace("", None)
     frame = frame[[name for name in frame if name.endswith("_mean") or frame[name].notna().any()]]
     reasons = frame["not as published"][frame["n_seeds"] > 0] if "not as published" in frame else []
     if len(reasons) and reasons.nunique(dropna=False) == 1:
         frame = frame.drop(columns="not as published")
-        table = table._replace(caption=f"{table.caption} Not as published: {reasons.iloc[0]}.")
+        table = table._replace(source=f"{table.source} Not as published: {reasons.iloc[0]}.")
     return table._replace(frame=frame)
 
 
@@ -218,8 +223,9 @@ def shown(table: Table) -> pd.DataFrame:
         kind, digits = name.replace(metric, "").strip("_"), table.decimals.get(metric, 2)
         if not metric:
             cells = frame[name].map(lambda cell: "" if pd.isna(cell) else str(cell))
-            cells = cells.str.replace(r"(\d)\.0$", r"\1", regex=True)
-            columns[HEADINGS.get(name, name)] = cells.map(core.shown_p_k) if name == "p_k" else cells
+            is_number = name in (*core.IDENTITY, "n_seeds", "pairs")
+            cells = cells.map(core.shown_p_k if name == "p_k" else short if is_number else str)
+            columns[HEADINGS.get(name, name)] = cells
         elif kind not in ("std", "half"):
             sign = "+" if kind in ("gain", "difference") else ""
             cells = frame[name].map(f"{{:{sign}.{digits}f}}".format)
@@ -243,13 +249,16 @@ def latex(table: Table) -> str:
     """Return a table environment; it needs the package booktabs."""
     cells = shown(table).map(lambda cell: cell.translate(LATEX)).rename(columns=lambda name: name.translate(LATEX))
     text = cells.style.hide(axis="index").to_latex(
-        hrules=True, caption=table.caption.translate(LATEX), label=f"tab:{table.name}", position_float="centering"
+        hrules=True,
+        caption=f"{table.caption} {table.source}".translate(LATEX),
+        label=f"tab:{table.name}",
+        position_float="centering",
     )
     return "% needs \\usepackage{booktabs}\n" + text.replace("P\\_K", "$P_K$")
 
 
 FORMATS = {
-    "markdown": lambda table: f"{table.caption}\n\n{as_markdown(shown(table))}\n",
+    "markdown": lambda table: f"{table.caption}\n\n{as_markdown(shown(table))}\n\n{table.source}\n",
     "latex": latex,
     "csv": lambda table: table.frame.to_csv(index=False, lineterminator="\n"),  # with all digits
 }

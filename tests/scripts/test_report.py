@@ -14,7 +14,7 @@ from experiments import finetune_imagenet, train_cifar100, train_knn
 from scripts import report
 from scripts.reporting import figures
 from scripts.reporting.runs import IDENTITY, read_runs
-from scripts.reporting.tables import PAPER, not_as_published, read_published
+from scripts.reporting.tables import HEADINGS, PAPER, not_as_published, read_published
 from topk_losses import METHODS
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -66,15 +66,16 @@ def test_mean_deviation_and_difference_beside_the_published_values(made):
     )
     assert (softmax["top-5 ours"], softmax["top-5 difference"], softmax["seeds"]) == ("85.30 ± 0.42", "−0.01", "2")
     (sort,) = cells(text, "Top-k NeuralSort")
-    assert [sort[name] for name in ("P_K", "top-1 published", "top-1 rerun", "top-1 ours", "β")] == [
+    assert [sort[name] for name in ("P_K", "top-1 published", "top-1 rerun", "top-1 ours", "inverse temperature")] == [
         *("[0.2, 0.2, 0.2, 0.2, 0.2]", "61.46", "59.42", "62.00 ± 0.00", "0.0625")
     ]
     assert cells(text, "Top-k DiffSortNets")[0]["top-1 ours"] == "not run"
     assert cells(text, "Lap-Top-k†")[0]["top-1 ours"] == ""
-    caption = text.splitlines()[0]
-    told = ("Table 1: ResNet-18", "n_epochs 200", "seed 0, 1", "a CPU", "mean of 2 seeds", "†: second-hand")
-    assert all(each in caption for each in told)
-    assert "Not as published: " not in caption.replace("Not as published: .", "")
+    assert text.startswith("Table 1: ResNet-18")
+    source = text.splitlines()[-1]
+    stated = ("n_epochs 200", "seed 0, 1", "a CPU", "mean of 2 seeds", "†: second-hand")
+    assert all(part in source for part in stated)
+    assert "Not as published: " not in source.replace("Not as published: .", "")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_mean_deviation_and_difference_beside_the_published_values(made):
 )
 def test_what_differs_from_the_paper_is_named_and_has_no_difference(made, change, told):
     _, text, _ = made([{**row, **change} for row in TWO_SEEDS])
-    assert told in text.splitlines()[0].partition("Not as published: ")[2]  # where it is the same for all
+    assert told in text.splitlines()[-1].partition("Not as published: ")[2]  # where it is the same for all
     assert "top-1 difference" not in cells(text, "Softmax CE")[0]
     _, text, _ = made([*TWO_SEEDS[:2], *({**row, **change} for row in TWO_SEEDS[2:])])
     (sort,) = cells(text, "Top-k NeuralSort")
@@ -107,8 +108,7 @@ def test_every_identity_flag_makes_lines_of_its_own(made, flag):
     _, text, _ = made([*rows, other], "--table", "none")
     first, second = cells(text, "softmax")
     assert (first["top-1"], second["top-1"]) == ("61.50 ± 0.71", "30.00")
-    shown = {"inverse_temperature": "β", "lr": "rate", "n_epochs": "epochs"}.get(flag, flag)
-    assert first[shown] != second[shown]
+    assert first[HEADINGS.get(flag, flag)] != second[HEADINGS.get(flag, flag)]
 
 
 def test_every_flag_that_makes_another_run_id_tells_lines_apart():
@@ -248,8 +248,7 @@ def test_paired_differences_are_taken_within_an_experiment_and_have_an_interval(
         "2",
         "3",
     ]
-    assert sort["seeds for ± 0.3"] == "88 / 2"  # 1.984 * 1.414 / sqrt(n) <= .3 from n = 88 on
-    by_rate = {(row["rate"], row["limit_train"]): row["Δ top-1"] for row in cells(text, "softmax")}
+    by_rate = {(row["learning rate"], row["limit_train"]): row["Δ top-1"] for row in cells(text, "softmax")}
     assert by_rate == {("0.001", ""): "", ("0.002", ""): "+10.00 ± 0.00", ("0.001", "500"): ""}
 
 
@@ -278,9 +277,10 @@ def test_of_temperatures_validation_chooses_test_reports_and_other_settings_are_
     assert set(lines) == {("100", "20"), ("16", "20"), ("100", "9")}
     line = lines["100", "20"]
     # (.6 + .7) / 2 against (.4 + .8) / 2. The default is .25, which was not tried.
-    assert (line["inverse temperature"], line["times spread"], "default" in line) == ("1 (4x)", "2", False)
+    assert (line["inverse temperature"], line["times logit std"], "default top-1" in line) == ("1 (4x)", "2", False)
     assert (line["top-1"], line["top-5"]) == ("30.00 ± 0.00", "90.00 ± 0.00")
-    assert (line["auto"], line["auto ended at"], line["annealed"]) == ("20.00 / 70.00", "3", "0.1:5: 40.00 / 60.00")
+    assert (line["auto top-1"], line["auto top-5"]) == ("20.00", "70.00")
+    assert (line["schedule"], line["schedule top-1"], line["schedule top-5"]) == ("0.1:5", "40.00", "60.00")
     assert lines["100", "9"]["top-1"] == "10.00"
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"t_.5_0_0_0_.5.svg"}
 
