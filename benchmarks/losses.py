@@ -25,7 +25,9 @@ from typing import Any
 import torch
 
 from benchmarks import contenders
-from benchmarks.runner import SOFTMAX, Table, parser, positive, size
+from benchmarks.runner import SOFTMAX, Table, parser, size
+from experiments.common.flags import positive_int
+from experiments.common.official_loss import executor_of
 from experiments.common.processes import keep_freed_memory
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.methods import SINGLE_K, TOP1
@@ -41,17 +43,15 @@ def make_ours(method: str, p_k: list[float], n: int, m: int | None, device: torc
     return make_loss(method, p_k, n, m, **({"top1_mode": "sm"} if method in RELAXATIONS else {})).to(device)
 
 
-def peak_mib(device: torch.device, forget: bool = False) -> float:
-    """The most memory that this process has had since it began or forgot."""
+def peak_mib(device: torch.device) -> float:
+    """Return the most memory that this process has had since the last call, and begin anew with what it has now."""
     if device.type == "cuda":
-        return (
-            torch.cuda.reset_peak_memory_stats() or torch.cuda.memory_allocated()
-            if forget
-            else torch.cuda.max_memory_allocated()
-        ) / 2**20
-    if forget:
+        peak = torch.cuda.max_memory_allocated() / 2**20
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
         Path("/proc/self/clear_refs").write_text("5")
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**10
+    return peak
 
 
 def measure(name: str, case: tuple, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -73,7 +73,8 @@ def measure(name: str, case: tuple, batch: int, arguments: argparse.Namespace) -
 
         # A small loss first: lazily loaded libraries and compiled kernels do not count as memory of the loss.
         small(torch.zeros(2, 50, device=device, requires_grad=True), labels[:2] % 50).backward()
-        before, start = peak_mib(device, forget=True), time.perf_counter()
+        peak_mib(device)
+        before, start = peak_mib(device), time.perf_counter()
         one_pass()
         peak, first = peak_mib(device) - before, time.perf_counter() - start
         keep_freed_memory()  # as the scripts do
@@ -112,7 +113,7 @@ def work(method: str, n: int, k: int) -> tuple[float, float]:
     return known.get(method, (n * k, n * k))
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "losses.csv", repeats=7, limit_gib=16)
     message = "methods (default: all; with --scaling ten)"
@@ -122,8 +123,10 @@ def main() -> int:
     )
     flags.add_argument("--limit_s", type=float, default=60, help="seconds of a measurement (default: 60)")
     flags.add_argument("--scaling", action="store_true", help="vary n, k and the batch size instead")
-    flags.add_argument("--max_n", type=positive, default=max(NS), help="largest n of --scaling (default: %(default)s)")
-    arguments = flags.parse_args()
+    flags.add_argument(
+        "--max_n", type=positive_int, default=max(NS), help="largest n of --scaling (default: %(default)s)"
+    )
+    arguments = flags.parse_args(argv)
     sizes = arguments.sizes
     if arguments.scaling:
         moved = [(128, n, 5) for n in NS] + [(128, 1000, k) for k in KS] + [(batch, 1000, 5) for batch in BATCHES]
@@ -146,7 +149,7 @@ def main() -> int:
                 row |= {f"{column}_ms": found.get("ms"), f"{column}_peak_mib": found.get("peak_mib")}
                 row[f"{column}_over_ours"] = found["ms"] / ours["ms"] if "ms" in found and "ms" in ours else None
             if "difftopk" in others:
-                row["official_path"] = others["difftopk"].path_of(method)
+                row["official_path"] = executor_of(method)
             row["cross_entropy_ms"], row["spin_count"] = plain.get("ms"), os.environ.get("GOMP_SPINCOUNT")
             row["ours_over_cross_entropy"] = ours["ms"] / plain["ms"] if "ms" in ours and "ms" in plain else None
             row["note"] = "; ".join(f"{whose}: {why}" for whose, why in notes.items() if why)

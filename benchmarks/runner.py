@@ -1,7 +1,6 @@
 """What the benchmarks share: flags, alternatives that take turns, and a table that is printed row by row."""
 
 import argparse
-import os
 import platform
 import re
 import statistics
@@ -13,7 +12,8 @@ import pandas as pd
 import torch
 
 from experiments.common.environment import device_name, git_commit
-from experiments.common.flags import make_parser
+from experiments.common.flags import make_parser, positive_int
+from experiments.common.records import replace_file
 
 RESULTS = Path(__file__).parent.parent / "results" / "benchmarks"
 SOFTMAX = "softmax_cross_entropy"
@@ -26,20 +26,6 @@ NUMBERS = {
     "limit_gib": "memory that a measurement may take, in GiB",
 }
 Key = TypeVar("Key", bound=Hashable)
-
-
-def positive(text: str) -> int:
-    """Argument type: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def new_file(text: str) -> Path:
-    """Argument type: a file in a folder that can be written, asked before anything is measured."""
-    if Path(text).is_dir() or not Path(text).parent.is_dir() or not os.access(Path(text).parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"a file in a folder that can be written is wanted, got {text!r}")
-    return Path(text)
 
 
 def size(text: str) -> tuple[int | None, ...]:
@@ -55,11 +41,11 @@ def parser(docstring: str, name: str, **numbers: int) -> argparse.ArgumentParser
     made = make_parser(docstring)
     made.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda:INDEX (default: cpu)")
     message = "number of CPU threads (default: PyTorch's)"
-    made.add_argument("--threads", type=positive, default=torch.get_num_threads(), help=message)
+    made.add_argument("--threads", type=positive_int, default=torch.get_num_threads(), help=message)
     message = f"CSV file for the result (default: results/benchmarks/{name})"
-    made.add_argument("--output", type=new_file, default=str(RESULTS / name), help=message)
+    made.add_argument("--output", type=Path, default=RESULTS / name, help=message)
     for flag, default in numbers.items():
-        made.add_argument(f"--{flag}", type=positive, default=default, help=f"{NUMBERS[flag]} (default: {default})")
+        made.add_argument(f"--{flag}", type=positive_int, default=default, help=f"{NUMBERS[flag]} (default: {default})")
     return made
 
 
@@ -89,6 +75,7 @@ class Table:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._output, self.rows = arguments.output, []
+        self._output.parent.mkdir(parents=True, exist_ok=True)
         self._machine = {"device": device_name(arguments.device), "threads": arguments.threads}
         self._machine |= {"torch": torch.__version__, "python": platform.python_version(), "git_commit": git_commit()}
 
@@ -101,8 +88,6 @@ class Table:
 
     def write(self) -> int:
         """Replace the file by the rows, say so, and return the exit status."""
-        partial = self._output.with_name(f"{self._output.name}.tmp")
-        pd.DataFrame(self.rows).to_csv(partial, index=False, lineterminator="\n")
-        partial.replace(self._output)
+        replace_file(self._output, pd.DataFrame(self.rows).to_csv(index=False, lineterminator="\n"))
         print(f"wrote {self._output}")
         return 0

@@ -73,7 +73,7 @@ def our_steps(
             rows, targets = augmented()
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 logits = model(rows)  # (batch, num_classes)
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             loss_fn(logits.float(), targets).backward()
             optimizer.step()
 
@@ -104,14 +104,14 @@ def official_step(
     return step
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "training_step.csv", turns=7, steps=3, batch=128, images=5000)
     message = "methods (default: all; with --recipe two)"
     flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
     flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="for our step (default: bf16)")
     flags.add_argument("--recipe", action="store_true", help="compare with the official recipe instead")
-    args = flags.parse_args()
+    args = flags.parse_args(argv)
     torch.manual_seed(0)
     prepare_device(args.device, args.threads)
     data = torch.randint(256, (args.images, 3, 32, 32), dtype=torch.uint8), torch.randint(NUM_CLASSES, (args.images,))

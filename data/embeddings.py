@@ -32,18 +32,10 @@ BLOCK_ROWS = 8  # neighbouring rows that stay in one window, so that a disk read
 WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16; two windows are in memory
 CHECKED_ROWS = 8192  # at a time
 SPLITS = ("train", "valid", "test", "clean")  # clean: the rows of valid with right labels, where those are wrong
-NPY_TYPES = {
-    torch.float16: "<f2",
-    torch.float32: "<f4",
-    torch.float64: "<f8",
-    torch.bfloat16: "<u2",
-    torch.int64: "<i8",
-}
+NPY_TYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "bfloat16": "<u2", "int64": "<i8"}
 SPLIT, ORDER, MIXUP = 0, 1, 2  # purposes of random numbers
 KEY = re.compile(r"(?:.*_)?(train|valid|val|test|clean)_(embeddings|labels)")
-NEEDED = (
-    "train_embeddings (N, d) and train_labels (N,), and likewise test_... and valid_... where there are such splits"
-)
+NEEDED = "train_embeddings (N, d) and train_labels (N,), and likewise test_... and valid_... where there are such"
 
 
 @dataclass
@@ -85,18 +77,22 @@ class Embeddings:
 
         They are a hash of the SHA-256 of .npy files of so many rows: what the names of older runs were made of.
         """
-        split_rows = self.info.get("shard_rows") or max(1, 2**27 // (self.dim * self["train"].embeddings.itemsize))
+        shard_rows = self.info.get("shard_rows") or max(1, 2**27 // (self.dim * self["train"].embeddings.itemsize))
         content = []
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
             for name in (name for name in SPLITS if name in self.splits):
-                parts = (self[name].embeddings.split(split_rows), self[name].labels.split(split_rows))
-                sums = zip(*(threads.map(_sha256_of_npy, part) for part in parts))
-                content.append([name, str(parts[0][0].dtype).removeprefix("torch."), [list(pair) for pair in sums]])
+                parts = (self[name].embeddings.split(shard_rows), self[name].labels.split(shard_rows))
+                sums = list(zip(*(threads.map(_sha256_of_npy, part) for part in parts)))
+                content.append([name, dtype_name(self[name].embeddings), sums])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
 
 
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def _sha256_of_npy(rows: Tensor) -> str:
-    header = f"{{'descr': '{NPY_TYPES[rows.dtype]}', 'fortran_order': False, 'shape': {tuple(rows.shape)}, }}"
+    header = f"{{'descr': '{NPY_TYPES[dtype_name(rows)]}', 'fortran_order': False, 'shape': {tuple(rows.shape)}, }}"
     digest = hashlib.sha256(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117).encode() + b"\n")
     digest.update(rows.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -123,27 +119,21 @@ def load_embeddings(path: Path) -> Embeddings:
     for name in (name for name in SPLITS if name in splits):
         rows, labels = splits[name].embeddings, splits[name].labels
         if rows.dim() != 2 or not rows.is_floating_point() or labels.shape != rows.shape[:1] or not rows.numel():
-            told = f"{rows.dtype} {tuple(rows.shape)} and labels {tuple(labels.shape)}"
-            raise SystemExit(
-                f"error: {name} in {path} must have embeddings (N, d), floating point, and N labels: {told}"
-            )
+            found = f"{rows.dtype} {tuple(rows.shape)} and labels {tuple(labels.shape)}"
+            raise SystemExit(f"error: {name} in {path} must be floating point, (N, d), with N labels; it has {found}")
         if labels.is_floating_point() or labels.dtype == torch.bool or int(labels.min()) < 0:
             raise SystemExit(f"error: the labels of {name} in {path} must be whole numbers of at least 0")
         if rows.shape[1] != dim:
             raise SystemExit(f"error: splits of {path} have different width: {dim} and {rows.shape[1]} ({name})")
         num_classes = num_classes or 1 + int(labels.max())  # train comes first
         if labels.max() >= num_classes:
-            told = f"a label {int(labels.max())}, and train has the classes 0 to {num_classes - 1}"
-            raise SystemExit(f"error: {name} in {path} has {told}: the splits are of different sets of classes")
+            found = f"a label {int(labels.max())}, and train has the classes 0 to {num_classes - 1}"
+            raise SystemExit(f"error: {name} in {path} has {found}: the splits are of different sets of classes")
         splits[name].labels = labels.long()
     return Embeddings(splits, num_classes, info)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise SystemExit(
-            f"error: there is no file {path}; -d takes a torch file, an address, or a published short name"
-        )
     mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are read whole
     try:
         try:
@@ -179,9 +169,7 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
         SystemExit: one of the two would be empty.
     """
     if not 0 < num_valid < num_rows:
-        raise SystemExit(
-            f"error: validation needs at least 1 row and must leave 1 to train: of {num_rows} rows, got {num_valid}"
-        )
+        raise SystemExit(f"error: of {num_rows} rows at least 1 must validate and must leave 1 to train: {num_valid}")
     order = torch.randperm(num_rows, generator=seeded(SPLIT, seed))
     return order[num_valid:].sort().values, order[:num_valid].sort().values
 

@@ -56,12 +56,11 @@ class ImageFolder(Dataset):
         self.samples: list[tuple[str, int]] = []
         ignored = Counter(Path(name).suffix.lower() for name in _visible(next(os.walk(folder))[2]))
         for label, name in enumerate(self.classes):
-            for root, files in sorted(_walk(os.path.join(folder, name))):
-                for file in sorted(files):
-                    if file.lower().endswith(ENDINGS):
-                        self.samples.append((os.path.join(root, file), label))
-                    else:
-                        ignored[Path(file).suffix.lower() or "without ending"] += 1
+            for file in _files(os.path.join(folder, name)):
+                if file.lower().endswith(ENDINGS):
+                    self.samples.append((file, label))
+                else:
+                    ignored[Path(file).suffix.lower() or "without ending"] += 1
         self.notes = []
         if ignored:
             kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in sorted(ignored.items()))
@@ -120,25 +119,24 @@ def find_splits(path: Path) -> dict[str, Path]:
 
 def class_folders(path: Path) -> list[str]:
     """The names of the class folders in `path`, sorted. Raises SystemExit where it is no folder, or not readable."""
-    try:
-        return sorted(_visible(entry.name for entry in os.scandir(path) if entry.is_dir()))
-    except OSError as error:
-        raise SystemExit(f"error: cannot read the folder {printable(path)}: {error.strerror}") from None
+    return sorted(_visible(next(os.walk(path, onerror=_refuse))[1]))
 
 
-def _walk(top: str) -> list[tuple[str, list[str]]]:
-    def refuse(error: OSError) -> None:
-        raise SystemExit(f"error: cannot read the folder {printable(error.filename)}: {error.strerror}") from None
-
+def _files(top: str) -> list[str]:
+    """All files that are not hidden, at any depth, in the order of torchvision."""
     found = []
-    for root, folders, files in os.walk(top, onerror=refuse, followlinks=True):
+    for root, folders, files in os.walk(top, onerror=_refuse, followlinks=True):
         folders[:] = _visible(folders)
-        found.append((root, _visible(files)))
-    return found
+        found += [(root, name) for name in _visible(files)]
+    return [os.path.join(root, name) for root, name in sorted(found)]
 
 
-def _visible(names: Any) -> list[str]:
+def _visible(names: list[str]) -> list[str]:
     return [name for name in names if not name.startswith(".")]
+
+
+def _refuse(error: OSError) -> None:
+    raise SystemExit(f"error: cannot read the folder {printable(error.filename)}: {error.strerror}")
 
 
 class Pixels(Dataset):

@@ -23,16 +23,18 @@ def embedder(
 ) -> nn.Module:
     """A freshly initialised network on the CPU: inputs (batch, *input_shape) -> embeddings (batch, d).
 
-    name: one of EMBEDDERS. input_shape: (channels, height, width) of images, which the first two want, or (inputs,).
-    dim: d of linear and mlp; it is 500 of cnn, 512 of preact_resnet18. hidden_dims: of mlp, which wants at least one.
-    The weights are PyTorch's default initialisation, drawn from its global generator. Raises ValueError.
+    Args:
+        name: one of EMBEDDERS.
+        input_shape: (channels, height, width) of images, which the first two want, or (inputs,).
+        dim: d of linear and mlp; cnn has 500, preact_resnet18 has 512.
+        hidden_dims: of mlp, which wants at least one.
+
+    Raises:
+        ValueError: the network does not take such inputs, or hidden layers.
     """
-    is_map = name in ("linear", "mlp")
-    if (dim is not None) != is_map:
-        raise ValueError(f"dim is the width of linear and mlp, which they need and the others do not have; got {dim}")
     if bool(hidden_dims) != (name == "mlp"):
         raise ValueError(f"hidden_dims are those of mlp, which needs at least one; got {list(hidden_dims)} for {name}")
-    if is_map:
+    if name in ("linear", "mlp"):
         return nn.Sequential(nn.Flatten(), *head(math.prod(input_shape), dim, hidden_dims))
     if len(input_shape) != 3:
         raise ValueError(f"{name} takes images, got inputs of shape {tuple(input_shape)}: choose linear or mlp")
@@ -46,15 +48,11 @@ class ConvNet(nn.Sequential):
     dim = 500
 
     def __init__(self, channels: int, height: int, width: int) -> None:
-        def after(size: int) -> int:
-            return ((size - 4) // 2 - 4) // 2
-
-        if min(after(height), after(width)) < 1:
-            raise ValueError(f"cnn takes images of at least 16 x 16 pixels, got {height} x {width}")
+        pooled = [((size - 4) // 2 - 4) // 2 for size in (height, width)]
         super().__init__(
             *(nn.Conv2d(channels, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(50 * after(height) * after(width), self.dim), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(50 * math.prod(pooled), self.dim), nn.ReLU()),
         )
 
 

@@ -1,7 +1,5 @@
 """New heads on frozen embeddings: one linear layer as published, hidden layers, relu and dropout by choice.
 
-    model = head(2048, 1000)  # an ordinary module: embeddings (batch, 2048) -> logits (batch, 1000)
-
 A loss that keeps m of n scores (m 16 of 1000, say) has a gradient of m entries per sample. On a CPU the last layer's
 backward pass looks for that, and adds the few rows that count in place of a product over all of them.
 """
@@ -81,10 +79,7 @@ class LastLinear(nn.Linear):
 
 
 class _LastProduct(torch.autograd.Function):
-    """`linear`, whose backward pass looks at its gradient: few entries that are not zero are summed row by row.
-
-    Sums and products differ by rounding. NaN is not zero, so that it comes through.
-    """
+    """`linear`, whose backward pass sums row by row where few entries of its gradient are not zero (NaN is not)."""
 
     @staticmethod
     def forward(activations: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 torchvision's ResNet (He, Zhang, Ren and Sun 2016) with one change: the first convolution is 3x3 with stride
 1 instead of 7x7 with stride 2. The 3x3 max-pool with stride 2 stays, unlike in many CIFAR variants. Names in
-the state dict are torchvision's. So are the results; how the CPU computes the 3x3 convolutions of the last two stages
-is the matter of models/small_maps.py.
+the state dict are torchvision's. So are the results; models/small_maps.py computes the last 3x3 convolutions on a CPU.
 
 A 32x32 image passes through: conv1 32x32, maxpool 16x16, layer1 16x16, layer2 8x8, layer3 4x4, layer4 2x2.
 """
@@ -34,11 +33,7 @@ class ResNetCifar(ResNet):
                     setattr(block, name, SmallMapConv2d(layer.in_channels, layer.out_channels, layer.stride[0]))
 
     def features(self, images: Tensor) -> Tensor:
-        """The globally averaged last feature maps of images (batch, 3, H, W), normally 32x32.
-
-        Returns (batch, d), the input of `fc`: d = fc.in_features, 512 for resnet18 and resnet34, 2048 for
-        resnet50.
-        """
+        """The averaged last maps (batch, d) of images (batch, 3, H, W): d is 512, of resnet50 2048."""
         maps = self.maxpool(self.bn1(self.conv1(images)))  # (batch, 64, H/2, W/2)
         # After the pool and not before it, for the same bits, gradients included: a quarter of the work.
         maps = self.relu(maps)
@@ -58,14 +53,11 @@ class ResNetCifar(ResNet):
 
 
 def resnet_cifar(name: str = "resnet18", num_classes: int = 100) -> ResNetCifar:
-    """A freshly initialised network on the CPU.
+    """A freshly initialised network of ARCHITECTURES, on the CPU.
 
-    name: a key of ARCHITECTURES. num_classes: size of the logits.
-
-    Convolutions: Kaiming normal, fan_out, relu. Batch norm: weight 1, bias 0. fc: PyTorch's default. Each of
-    these weights is drawn once from PyTorch's CPU generator and nothing else is drawn, in the order of
-    `modules()`: conv1, the convolutions of layer1 to layer4 (in a block conv1, conv2, conv3, downsample),
-    fc. So a seed gives the same weights on every device, and a change of num_classes leaves all but fc alone.
+    Convolutions: Kaiming normal, fan_out, relu. Batch norm: weight 1, bias 0. fc: PyTorch's default. Each weight is
+    drawn once from PyTorch's CPU generator, in the order of `modules()`, and nothing else is: a seed gives the same
+    weights on every device, and a change of num_classes leaves all but fc alone.
     """
     # Built without storage, so that constructors draw nothing for weights which are drawn below.
     with torch.device("meta"):

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import multiprocessing
 import os
 import random
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from data import download as module
 from data.download import download, main
 from data.published import PUBLISHED_FILES, published_info
-from tests.processes import Program
+from tests.processes import wait_for
 
 PART = 10_000
 
@@ -153,33 +152,33 @@ def _recording(send, seen):
     return recorded
 
 
+def start(source, cache: Path) -> subprocess.Popen:
+    """The download as a program."""
+    program = f"import data.download as d; d.PART_BYTES = {PART}; d.main({[source.url, '--cache_dir', str(cache)]})"
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+
+
 def test_two_processes_download_once(source, body, tmp_path):
     source.gate_from = 2
-    words = [source.url, "--cache_dir", tmp_path / "cache"]
-    both = [Program(main, words, folder=tmp_path) for _ in range(2)]
-    while len(source.spans) < 1:
-        time.sleep(0.01)
+    both = [start(source, tmp_path) for _ in range(2)]
+    wait_for(lambda: len(source.part_spans) > 2)
     source.gate.set()
-    assert [program.end().returncode for program in both] == [0, 0]
-    (path,) = (path for path in (tmp_path / "cache").iterdir() if path.suffix == ".bin")
+    assert [process.wait(60) for process in both] == [0, 0]
+    (path,) = (path for path in tmp_path.iterdir() if path.suffix == ".bin")
     assert path.read_bytes() == body
-    spans = source.part_spans
-    assert len(spans) == len(set(spans))
+    assert len(source.part_spans) == len(set(source.part_spans))
 
 
 def test_killed_it_continues(source, tmp_path):
     source.content = random.Random(2).randbytes(40 * PART)
     for number in (3, 11, 19):
-        stop = multiprocessing.get_context("fork").Event()
-        source.on_request = lambda asked, number=number, stop=stop: stop.set() if asked >= number else None
-        program = (
-            f"import data.download as d; d.PART_BYTES = {PART}; d.main({[source.url, '--cache_dir', str(tmp_path)]})"
-        )
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-        assert stop.wait(60)
+        source.spans.clear()
+        source.gate_from = number
+        process = start(source, tmp_path)
+        wait_for(lambda number=number: len(source.part_spans) > number)
         process.kill()
         process.wait()
-    source.on_request = lambda asked: None
+    source.gate.set()
     assert download(source.url, tmp_path).read_bytes() == source.content
     assert left(tmp_path) == {".bin"}
 
