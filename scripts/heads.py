@@ -7,7 +7,7 @@
 trials: each setting of a method with four learning rates, 5 epochs. longer: the best of them, 22 epochs. more: 30
 trials around the best of --around, and 30 of a loss without order. finals: of each arm the trial with the highest
 validation top-1 + top-5, ten other seeds, to --results. An arm is a method, or the loss without order. table3: nine
-trials of each row of the paper's Table 3, 10 epochs; with --per_p_k an arm is such a row, a method with one P_K
+trials of each row of the paper's Table 3, 6 epochs; with --per_p_k an arm is such a row, a method with one P_K
 (scripts/tiny_imagenet.sh).
 """
 
@@ -42,7 +42,7 @@ SHARES = (0.95, 0.8, 0.5, 0.3, 0.15)
 # The rows of Table 3, in the paper's order: two losses of one k, and each relaxed method with each of PAPER_P_KS.
 TABLE3_METHODS = ("softmax_cross_entropy", "smooth_hard_topk")
 TABLE3_METHODS += ("neuralsort", "softsort", "sinkhorn_sort", "splitter_selection")
-TABLE3_EPOCHS, TABLE3_RATES, TABLE3_FACTORS = 10, (0.0005, 0.001, 0.002), (1 / 4, 1, 4)
+TABLE3_EPOCHS, TABLE3_RATES, TABLE3_FACTORS = 6, (0.001, 0.002, 0.004), (1 / 4, 1, 4)
 KNOWN = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
 STAGES = ("trials", "longer", "more", "table3", "finals")
 
