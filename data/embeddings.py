@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from data.cifar import seeded
+from data.published import published_info
 
 BLOCK_ROWS = 8  # neighbouring rows that stay in one window, so that a disk reads 32 KB at a time, not 4
 WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16; two windows are in memory
@@ -72,8 +73,14 @@ class Embeddings:
         moved = {name: Split(each.embeddings.to(device), each.labels.to(device)) for name, each in self.splits.items()}
         return Embeddings(moved, self.num_classes, self.info)
 
+    def about(self, source: str) -> dict[str, Any]:
+        """What a row says of them: the network that made them, and a name by their content. Reads the file once."""
+        known = {"backbone": None, "resolution": None} | published_info(source)
+        known |= {name: self.info[name] for name in ("backbone", "resolution", "labels") if name in self.info}
+        return known | {"embeddings": f"{self.num_classes}x{self.dim}-{self.fingerprint()}"}
+
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that every row, label and their order determine. Reads the file once, in threads.
+        """Eight hexadecimal digits that every row, label and their order determine.
 
         They are a hash of the SHA-256 of .npy files of so many rows: what the names of older runs were made of.
         """

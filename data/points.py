@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.datasets import MNIST, FashionMNIST
 
 from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, crop_and_flip, load_complete, sample_crops
-from data.embeddings import Embeddings, split_rows
+from data.embeddings import Embeddings, first_not_finite, split_rows
 
 # Name -> mean and standard deviation of the pixels in [0, 1], share of the training images that validate, and whether
 # images are cropped and flipped in training.
@@ -113,6 +113,9 @@ def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: 
     """The splits of a file of embeddings; without a valid split a tenth of train validates. Else as load_points."""
     if "test" not in embeddings.splits:
         raise SystemExit("error: these embeddings have no test split")
+    for name, split in embeddings.splits.items():
+        if (row := first_not_finite(split, torch.arange(len(split)))) is not None:
+            raise SystemExit(f"error: row {row} of {name} in these embeddings is not finite; nothing is recorded")
     parts = {name: Samples(split.embeddings, split.labels) for name, split in embeddings.splits.items()}
     train, valid = divide(parts["train"], 0 if "valid" in parts else 1 / 10, seed, limit_train)
     none = torch.zeros(1, 1, 1)

@@ -32,6 +32,7 @@ from data.images import Decoded, Pixels, find_splits, open_folders
 from experiments.common import flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
 from experiments.common.processes import Processes, prepare_device
+from experiments.common.records import replace_file
 from experiments.common.run import load_checkpoint
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -134,7 +135,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     keys = list(itertools.chain(*batches))  # of all shards, so that the processes that read images never pause
     images = iter(DataLoader(Decoded(splits), batch_sampler=keys, collate_fn=list, num_workers=args.workers))
     for (name, _, _), some in zip(tqdm(mine, unit="shard", disable=None if processes.is_first else True), batches):
-        save(extract_shard(itertools.islice(images, len(some)), backbone, args, device), parts / name)
+        replace_file(parts / name, extract_shard(itertools.islice(images, len(some)), backbone, args, device))
     processes.sum(torch.zeros(1))  # all have finished
 
     if processes.is_first:
@@ -142,7 +143,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         info = {"backbone": backbone.name, "resolution": backbone.resolution, "source": args.dataset or "folders"}
         info |= {"weights": Path(args.weights).name if args.backbone else "checkpoint", "precision": args.precision}
         info |= {"num_classes": num_classes or DATASETS.get(args.dataset), "shard_rows": args.shard_rows}
-        save({"info": info | {"digest": digest}, **merge(parts, shards, list(splits))}, args.output)
+        replace_file(args.output, {"info": info | {"digest": digest}, **merge(parts, shards, list(splits))})
         lock.release()
         shutil.rmtree(parts)
         rows = ", ".join(f"{len(split)} {name}" for name, split in splits.items())
@@ -217,22 +218,6 @@ def merge(parts: Path, shards: list[tuple[str, str, range]], splits: list[str]) 
             begin += len(each["labels"])
         content |= {f"{name}_embeddings": embeddings, f"{name}_labels": labels}
     return content
-
-
-def save(content: dict[str, Any], path: Path) -> None:
-    """Write a torch file whole or not at all. Raises SystemExit where there is no space, say."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        torch.save(content, temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save says that the disk is full
-        temporary.unlink(missing_ok=True)
-        free = shutil.disk_usage(path.parent).free
-        raise SystemExit(
-            f"error: cannot write {path} ({str(error).splitlines()[0]}); {free:,} bytes are free"
-        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:

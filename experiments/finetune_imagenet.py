@@ -33,13 +33,13 @@ from data.embeddings import (
     SPLITS,
     Embeddings,
     batches,
+    dtype_name,
     first_not_finite,
     load_embeddings,
     mixup,
     split_rows,
     streamed_batches,
 )
-from data.published import published_info
 from experiments.common import flags, losses
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
 from experiments.common.processes import Processes, prepare_device
@@ -347,10 +347,8 @@ def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int
     path = processes.from_first(lambda: download(args.data_path, args.cache_dir, args.sha256, args.requester_pays))
     data = load_embeddings(path)
     processes.print(f"{path}: {data.num_classes} classes, {data.dim} dimensions")
-    about = {name: None for name in ("backbone", "resolution")} | published_info(args.data_path)
-    about |= {name: data.info[name] for name in (*about, "labels") if name in data.info}
-    about["embeddings"] = f"{data.num_classes}x{data.dim}-{processes.from_first(data.fingerprint)}"
-    about["embedding_dtype"] = str(data["train"].embeddings.dtype).removeprefix("torch.")
+    about = processes.from_first(lambda: data.about(args.data_path))
+    about["embedding_dtype"] = dtype_name(data["train"].embeddings)
     about["data_path"] = flags.portable(path) if path == flags.path(args.data_path) else args.data_path
     if device.type == "cuda" and not args.stream and data.num_bytes < 0.8 * torch.cuda.mem_get_info(device)[0]:
         data = data.to(device)

@@ -31,7 +31,6 @@ from data.cifar import epoch_generator, epoch_order
 from data.download import download
 from data.embeddings import Embeddings, load_embeddings
 from data.points import POINT_SETS, Points, Samples, load_points, points_of_embeddings
-from data.published import published_info
 from experiments.common import flags, losses
 from experiments.common.neighbours import CROSS_ENTROPY, LOSSES, METHODS, UNTRAINED, NeighbourLoss, majority, nearest
 from experiments.common.processes import Processes, prepare_device
@@ -162,9 +161,7 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     config = configuration(args, seed, device)
     loss_fn = build_loss(config)
     if embeddings:
-        info = {"backbone": None, "resolution": None} | published_info(args.data_path) | embeddings.info
-        config |= {name: info[name] for name in ("backbone", "resolution")}
-        config["embeddings"] = f"{embeddings.num_classes}x{embeddings.dim}-{embeddings.fingerprint()}"
+        config |= embeddings.about(args.data_path)
     run = Run(args, config, IDENTITY, READABLE, processes)
     if not run.begin():
         return
@@ -173,7 +170,9 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
         points = points_of_embeddings(embeddings, seed=seed, limit_train=args.limit_train)
     else:
         points = load_points(args.dataset, args.data_dir, seed=seed, limit_train=args.limit_train)
-    check_points(points, args)
+    for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
+        if getattr(args, name) > len(points.train):
+            raise SystemExit(f"error: --{name} {getattr(args, name)} exceeds the {len(points.train)} training points")
     torch.manual_seed(seed)
     model = build_model(points, config)
     points, model = points.to(device), model.to(device, memory_format=torch.channels_last)  # faster on a CPU
@@ -198,15 +197,10 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     run.record({"num_classes": points.num_classes, **sizes}, num_images)
 
 
-def check_points(points: Points, args: argparse.Namespace) -> None:
-    """Raise SystemExit for points that are fewer than the flags ask for, or not finite."""
-    for name in ("k",) if args.method in UNTRAINED else ("k", "batch_size", "num_candidates"):
-        if getattr(args, name) > len(points.train):
-            raise SystemExit(f"error: --{name} {getattr(args, name)} exceeds the {len(points.train)} training points")
-    for name in ("train", "valid", "test"):
-        inputs = getattr(points, name).inputs
-        if inputs.is_floating_point() and not all(part.isfinite().all() for part in inputs.split(EVAL_BATCH)):
-            raise SystemExit(f"error: {args.data_path} has rows of {name} that are not finite; nothing is recorded")
+def embeddings_of(inputs: Tensor, embed: nn.Module, precision: str) -> Tensor:
+    """The embeddings (batch, d), float32, of a batch of inputs."""
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return embed(inputs).float()
 
 
 def train_epoch(
@@ -224,9 +218,7 @@ def train_epoch(
     step_losses = []
 
     def embedded(rows: Tensor) -> Tensor:
-        inputs = points.inputs(train.inputs[rows], generator)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            return embed(inputs).float()  # (rows, d)
+        return embeddings_of(points.inputs(train.inputs[rows], generator), embed, args.precision)
 
     model.train()
     for step in tqdm(range(num_steps), f"epoch {epoch}", leave=False, disable=None):
@@ -254,13 +246,12 @@ def train_epoch(
 @torch.no_grad()
 def evaluate(args: argparse.Namespace, points: Points, model: nn.ModuleDict) -> dict[str, float]:
     """The top-1 accuracies (fractions) on the whole of valid and test."""
-    started, device = time.perf_counter(), points.train.labels.device
+    started = time.perf_counter()
     model.eval()
 
     def embedded(samples: Samples) -> Iterator[Tensor]:
         for part in samples.inputs.split(EVAL_BATCH):
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                yield model["embed"](points.inputs(part)).float()  # (part, d)
+            yield embeddings_of(points.inputs(part), model["embed"], args.precision)
 
     asked = torch.cat([*embedded(points.valid), *embedded(points.test)])  # (Q, d)
     if not asked.isfinite().all():

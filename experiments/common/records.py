@@ -6,10 +6,13 @@ import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def run_id(identity: Mapping[str, Any], readable: str) -> str:
@@ -55,20 +58,22 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     replace_file(path, file.getvalue())
 
 
-def replace_file(path: Path, content: str | memoryview) -> None:
-    """Write a file whole or not at all. Raises SystemExit where it cannot be written, without space, say."""
+def replace_file(path: Path, content: str | dict[str, Any]) -> None:
+    """Write a text, or a dictionary as a torch file, whole or not at all. Raises SystemExit without space, say."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save says that the disk is full
         temporary.unlink(missing_ok=True)
-        raise SystemExit(
-            f"error: cannot write {path}: {error.strerror}; the same command continues when that is mended"
-        ) from None
+        reason = f"{str(error).splitlines()[0]}; {shutil.disk_usage(path.parent).free:,} bytes are free"
+        raise SystemExit(f"error: cannot write {path} ({reason}): the same command continues later") from None
 
 
 def utc_now() -> str:

@@ -15,7 +15,6 @@ Files are replaced, never edited, and a checkpoint is written every --checkpoint
 bits. Under torchrun all processes call these methods, and the first alone writes and prints.
 """
 
-import io
 import json
 import re
 import time
@@ -154,9 +153,7 @@ class Run:
         if last or time.monotonic() - self.saved_at >= self.args.checkpoint_seconds:
             training = {name: part.state_dict() for name, part in self.state.items() if name != "model"}
             saved = {"model": self.state["model"].state_dict(), "training": None if last else training}
-            content = io.BytesIO()  # torch.save into a file would hide that the disk is full
-            torch.save(saved | {"history": self.history, "info": self.info}, content)
-            replace_file(self.folder / "checkpoint.pt", content.getbuffer())
+            replace_file(self.folder / "checkpoint.pt", saved | {"history": self.history, "info": self.info})
             self.saved_at = time.monotonic()
         write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
         if say:
