@@ -109,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     flags = parser(__doc__, "training_step.csv", turns=7, steps=3, batch=128, images=5000)
     message = "methods (default: all; with --recipe two)"
     flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
-    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="for our step (default: bf16)")
+    flags.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="bf16", help="precision of our step (default: bf16)"
+    )
     flags.add_argument("--recipe", action="store_true", help="compare with the official recipe instead")
     args = flags.parse_args(argv)
     torch.manual_seed(0)

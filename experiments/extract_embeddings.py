@@ -44,7 +44,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--train_dir", type=flags.path, help="folder of training images, instead of --dataset")
     parser.add_argument("--test_dir", type=flags.path, help="folder of test images, instead of --dataset")
     network = parser.add_mutually_exclusive_group(required=True)
-    network.add_argument("--backbone", help=f"a network of timm, or of the paper: {', '.join(PAPER)}")
+    network.add_argument("--backbone", help=f"network of timm, or of the paper: {', '.join(PAPER)}")
     network.add_argument("--checkpoint", type=flags.path, help="run folder of train_cifar100.py, for its network")
     message = f"pretrained, none (random), {LITE}, or the file of a state dict (default: %(default)s)"
     parser.add_argument("--weights", default="pretrained", help=message)

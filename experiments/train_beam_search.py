@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
     flags.add_loss_flags(parser)
     flags.add_run_flags(parser, results="beam_search.csv")
-    message = "the control; the top-k loss of --method on the candidates of the beam; its operator as the beam's top-k"
+    message = "control; top-k loss of --method on the beam's candidates; or its operator as the top-k of the beam"
     parser.add_argument("--arm", choices=ARMS, required=True, help=message)
     message = "updates by cross-entropy first (default: %(default)s)"
     parser.add_argument("--pretrain_updates", type=flags.positive_int, default=2600, help=message)

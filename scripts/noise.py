@@ -140,8 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--labels", nargs="+", choices=LABELS, default=list(LABELS), help="default: all, in this order")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="default: all")
     folder = Path("data/downloads/noise")
-    parser.add_argument("--folder", type=Path, default=folder, help="of the files with other labels (%(default)s)")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="of the two CSV files (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=folder, help="folder for files of labels (default: %(default)s)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder for two CSV files (default: %(default)s)"
+    )
     args, rest = parser.parse_known_args(argv)
     if not args.data_path.is_file():
         parser.error(f"there is no file {args.data_path}")

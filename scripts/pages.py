@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.reporting import columns, studies, tables
+from scripts.reporting import columns, reference, studies, tables
 from scripts.reporting.runs import ReportError, read_runs
 from topk_losses import METHODS
 
@@ -76,6 +76,9 @@ KINDS: dict[str, Callable[..., str]] = {
     "beam_search": beam_search,
     "benchmark": benchmark,
     "columns": columns.as_markdown,
+    "parameters": reference.parameters,
+    "methods": reference.methods,
+    "flags": reference.flags,
 }
 
 

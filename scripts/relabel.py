@@ -69,16 +69,18 @@ def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes:
 def main(argv: list[str] | None = None) -> int:
     """Write the file; return the exit status."""
     parser = argparse.ArgumentParser(description="Write a file of embeddings with other labels.")
-    parser.add_argument("data", type=Path, help="a torch file of embeddings")
+    parser.add_argument("data", type=Path, help="torch file of embeddings")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--label_noise", type=float, help="probability that a training label is drawn anew")
+    what.add_argument("--label_noise", type=float, help="probability that a training label becomes a random one")
     what.add_argument("--human", type=Path, metavar="FILE", help="labels by people: CIFAR-100_human.pt of CIFAR-100N")
-    what.add_argument("--num_classes", type=int, help="a tenth of the classes, or ten times as many")
+    what.add_argument("--num_classes", type=int, help="number of classes: a tenth, or ten times as many")
     parser.add_argument("--among", type=int, default=5, help="consecutive class ids to draw from (default: 5)")
     parser.add_argument("--draw", type=int, default=0, help="random seed of the noise (default: 0)")
-    parser.add_argument("--noisy_valid", action="store_true", help="the rows that validate have wrong labels, too")
-    parser.add_argument("--num_valid", type=int, default=5000, help="training rows that validate, where no others do")
-    parser.add_argument("--output", type=Path, required=True, help="the new file")
+    parser.add_argument("--noisy_valid", action="store_true", help="give the rows that validate wrong labels, too")
+    parser.add_argument(
+        "--num_valid", type=int, default=5000, help="training rows that validate if no others do (default: 5000)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="torch file to write")
     args = parser.parse_args(argv)
     if not args.data.is_file() or (args.output.exists() and args.output.samefile(args.data)):
         parser.error(f"{args.data} must be a file, and --output another one")

@@ -170,7 +170,7 @@ def add_data_dir(parser: ArgumentParser) -> None:
 
 
 def add_embedding_flags(parser: ArgumentParser) -> None:
-    message = "a published name (python -m data.download --list), a torch file, or an https:// or s3:// address"
+    message = "published name (python -m data.download --list), torch file, or https:// or s3:// address"
     parser.add_argument("-d", "--data_path", metavar="SOURCE", help=message)
     parser.add_argument("--cache_dir", type=path, help="folder for downloads (default: $TOPK_CACHE, or data/downloads)")
     parser.add_argument("--sha256", help="SHA-256 that the file must have")

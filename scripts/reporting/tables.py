@@ -17,7 +17,9 @@ from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, p_k_of
 from topk_losses import METHODS, RELAXATIONS
 
 PAPER = Path(__file__).resolve().parents[2] / "results" / "paper"
-TABLES = [path.stem for path in sorted(PAPER.glob("*.csv")) if path.stem not in ("protocols", "network_depths")]
+TABLES = [
+    path.stem for path in sorted(PAPER.glob("*.csv")) if path.stem not in ("protocols", "network_depths", "parameters")
+]
 VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifier: lines of one method of their own
 # On a published row's own line.
 LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k", "n_epochs", "num_candidates")

@@ -1,0 +1,114 @@
+"""Tables of the reference pages: a method's parameters, all methods beside one another, the flags of a script."""
+
+import argparse
+import contextlib
+import re
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pandas as pd
+
+from scripts.reporting import tables
+from scripts.reporting.runs import as_numbers, differences, read_runs, short, with_interval
+from topk_losses import METHODS
+from topk_losses.methods import SINGLE_K, TOP1, any_operator
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGES = ROOT / "results", ROOT / "docs" / "methods"
+KINDS = {
+    "losses": "loss without a sort",
+    "robust": "loss for wrong labels",
+    "sorts": "relaxed sort",
+    "transports": "optimal transport",
+    "thresholds": "threshold",
+    "subsets": "random subset",
+    "ranks": "ranks",
+    "networks": "sorting network",
+}
+SIZES = {"time, 100 classes": (128, 100, ""), "time, 1,000 classes": (500, 1000, "16")}  # batch, classes, m
+
+
+def default_of(method: str, parameter: str) -> str:
+    """Return a parameter's default as the code has it."""
+    spec = METHODS[method]
+    if parameter == "inverse_temperature":
+        return f"{spec.inverse_temperature:g}"
+    if parameter == "k":
+        return "required"
+    if spec.loss:
+        built = spec.loss(k=5) if method in SINGLE_K else spec.loss()
+    value = getattr(built if spec.loss else any_operator(method, 5), parameter)
+    return "none" if value is None else short(str(value))
+
+
+def parameters(method: str) -> str:
+    """Return the table of a method's own parameters: its default and the published value."""
+    rows = pd.read_csv(RESULTS / "paper" / "parameters.csv", dtype=str, keep_default_na=False)
+    rows = rows[rows["method"] == method]
+    names = [f"`{row.parameter}` {row.symbol}".strip() for row in rows.itertuples()]
+    defaults = [default_of(method, parameter) for parameter in rows["parameter"]]
+    table = pd.DataFrame({"parameter": names, "default": defaults, "published": rows["published"].replace("", "—")})
+    return table.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+
+
+def sections() -> dict[str, str]:
+    """Return the address of each method's section, from docs/."""
+    found = {}
+    for page in sorted(PAGES.glob("*.md")):
+        for method in re.findall(r"^## (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            found[method] = f"methods/{page.name}#{method}"
+    return found
+
+
+def methods() -> str:
+    """Return all methods beside one another: what they take, their default, their accuracy and their time."""
+    runs = as_numbers(read_runs(RESULTS / "heads.csv"), ["test_top1", "test_top5"], 100)
+    runs = {str(method): line for method, line in runs.groupby("method")}
+    times = pd.read_csv(RESULTS / "benchmarks" / "losses.csv", dtype=str, keep_default_na=False)
+    times = times.set_index(["method", "batch", "n", "m"])["ours_over_cross_entropy"]
+    where, rows = sections(), []
+    for method, spec in METHODS.items():
+        takes = "top-1" if method in TOP1 else "one k" if method in SINGLE_K else "any"
+        if spec.operator and spec.operator.has_zeros:
+            takes = "with top-1"
+        beta = "" if spec.inverse_temperature is None else f"{spec.inverse_temperature:g}"
+        row = {"method": f"[`{method}`]({where[method]})", "kind": KINDS[spec.family], "P_K": takes, "default β": beta}
+        gains = [""] * 2
+        if method in runs and method != "softmax_cross_entropy":
+            gains = differences(runs[method], runs["softmax_cross_entropy"], ["test_top1", "test_top5"])
+            gains = [with_interval(gains[metric]) for metric in gains]
+        row |= dict(zip(("Δ top-1", "Δ top-5"), gains))
+        row |= {name: times.get((method, *map(str, size)), "") for name, size in SIZES.items()}
+        rows.append(row)
+    return tables.as_markdown(pd.DataFrame(rows))
+
+
+def parser_of(script: str) -> argparse.ArgumentParser:
+    """Return the parser that a script prints for --help."""
+    found: list[argparse.ArgumentParser] = []
+    with (
+        mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self)),
+        mock.patch.object(sys, "argv", [script, "--help"]),
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return found[0]
+
+
+def flags(script: str, *groups: str) -> str:
+    """Return the flags of a script as a table. groups: titles of groups of flags; without them all are shown."""
+    shown = [each for each in parser_of(script)._action_groups if not groups or each.title in groups]
+    rows = [flag_row(flag) for group in shown for flag in group._group_actions if flag.dest != "help"]
+    return pd.DataFrame(rows).to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+
+
+def flag_row(flag: argparse.Action) -> dict[str, str]:
+    """Return what a flag's line shows: its names, and its help after its choices."""
+    choices = "" if flag.metavar else ", ".join(f"`{choice}`" for choice in flag.choices or [])
+    parts = filter(None, [choices, (flag.help or "") % vars(flag)])
+    return {
+        "flag": ", ".join(f"`{name}`" for name in flag.option_strings or [flag.dest]),
+        "meaning": ": ".join(parts).replace("|", "\\|").replace("<", "&lt;"),
+    }
