@@ -63,7 +63,10 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Three splits without a common image; mean and standard deviation of each channel, in units of [0, 1]."""
+    """Three splits without a common image; mean and standard deviation of each channel, in units of [0, 1].
+
+    clean: the images of valid with their right labels, where those of valid are wrong.
+    """
 
     num_classes: int
     train: Split
@@ -71,14 +74,17 @@ class Dataset:
     test: Split
     mean: Rgb
     std: Rgb
+    clean: Split | None = None
 
     def to(self, device: torch.device | str) -> "Dataset":
-        return replace(self, **{name: getattr(self, name).to(device) for name in ("train", "valid", "test")})
+        splits = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Split)}
+        return replace(self, **splits)
 
 
 def load_dataset(
-    name: str, data_dir: Path, *, seed: int = 0, limit_train: int | None = None, label_noise: float = 0.0
-) -> Dataset:
+    name: str, data_dir: Path, *, seed: int = 0, limit_train: int | None = None, label_noise: float = 0.0,
+    noisy_labels_file: Path | None = None,
+) -> Dataset:  # fmt: skip
     """Load one of DATASETS into memory, on the CPU.
 
     Args:
@@ -86,6 +92,7 @@ def load_dataset(
         limit_train: use so many random training images; 5 % of them validate.
         label_noise: probability with which a training label is drawn anew from its block of NOISE_BLOCK consecutive
             classes, itself included (Berrada, Zisserman and Kumar 2018). Other labels stay clean.
+        noisy_labels_file: labels by people (`human_labels`), for the images that train and for those that validate.
     """
     train, test = load_complete(name, data_dir)
     count = limit_train or len(train)
@@ -96,7 +103,9 @@ def load_dataset(
     # no image from one to the other.
     order = torch.randperm(len(train), generator=seeded(SPLIT, seed))  # (N,)
     train_rows, valid_rows = order[len(train) - (count - num_valid) :].sort().values, order[:num_valid].sort().values
-    labels = train.labels
+    labels, valid_labels = train.labels, train.labels
+    if noisy_labels_file is not None:
+        labels = valid_labels = human_labels(noisy_labels_file, train.labels)
     if label_noise > 0:
         groups = torch.arange(DATASETS[name]).view(-1, NOISE_BLOCK)
         labels = noisy_labels(labels, groups, label_noise, seeded(LABEL_NOISE, seed))
@@ -108,10 +117,11 @@ def load_dataset(
     return Dataset(
         num_classes=DATASETS[name],
         train=split(train.images[train_rows], labels[train_rows]),
-        valid=split(train.images[valid_rows], train.labels[valid_rows]),
+        valid=(valid := split(train.images[valid_rows], valid_labels[valid_rows])),
         test=split(test.images, test.labels),
         mean=mean,
         std=std,
+        clean=None if noisy_labels_file is None else Split(valid.images, train.labels[valid_rows]),
     )
 
 
@@ -134,8 +144,9 @@ def human_labels(path: Path, clean: Tensor) -> Tensor:
     Raises:
         SystemExit: it is no such file, or one of other images.
     """
-    reconstruct = np.empty(0).__reduce__()[0]  # NumPy 2 moved it
-    allowed = [(reconstruct, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype, type(np.dtype(np.int64))]
+    reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
+    allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
+    allowed += [np.ndarray, np.dtype, type(np.dtype(np.int64))]
     try:
         with torch.serialization.safe_globals(allowed):
             content = torch.load(path, weights_only=True)

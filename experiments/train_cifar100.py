@@ -12,6 +12,7 @@ killed continues when it is given again; a run that the file already has is skip
 """
 
 import argparse
+import hashlib
 import math
 import time
 
@@ -65,10 +66,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_data_dir(parser)
     parser.add_argument("--limit_train", type=flags.positive_int, help="number of training images (default: all)")
     message = "share of training labels that become a random one of their five (default: 0)"
-    parser.add_argument("--label_noise", type=flags.fraction, default=0.0, help=message)
+    noise = parser.add_mutually_exclusive_group()
+    noise.add_argument("--label_noise", type=flags.fraction, default=0.0, help=message)
+    message = "labels by people for training and validation, CIFAR-100_human.pt of CIFAR-100N (default: right labels)"
+    noise.add_argument("--noisy_labels", type=flags.path, metavar="FILE", help=message)
     models = ("resnet18", "resnet34", "resnet50")
     parser.add_argument("--model", choices=models, default="resnet18", help="default: resnet18")
     args = parser.parse_args(argv)
+    if args.noisy_labels and (args.dataset != "cifar100" or not args.noisy_labels.is_file()):
+        parser.error(f"--noisy_labels must be a file of labels of cifar100, got {args.noisy_labels}")
     if args.ema is not None and not 0 < args.ema < 1:
         parser.error(f"--ema must be above 0 and below 1, got {args.ema}")
     return args
@@ -85,13 +91,15 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     config["lr_schedule"] = None if args.lr_schedule == "constant" else args.lr_schedule
     config["weight_decay"] = args.weight_decay or None
     config["noise_groups"] = "blocks" if args.label_noise else None  # of five consecutive classes
+    if args.noisy_labels:
+        config["noise_groups"] = f"human-{hashlib.sha256(args.noisy_labels.read_bytes()).hexdigest()[:8]}"
+        config["noisy_labels"] = flags.portable(args.noisy_labels)
     run = Run(args, config, IDENTITY, READABLE, processes)
     if not run.begin():
         return
 
-    data = load_dataset(
-        args.dataset, args.data_dir, seed=seed, limit_train=args.limit_train, label_noise=args.label_noise
-    ).to(device)
+    wrong = {"label_noise": args.label_noise, "noisy_labels_file": args.noisy_labels}
+    data = load_dataset(args.dataset, args.data_dir, seed=seed, limit_train=args.limit_train, **wrong).to(device)
     num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
     if not num_steps:
         raise SystemExit(f"error: --batch_size {args.batch_size} exceeds the {len(data.train)} training images")
@@ -166,12 +174,17 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
-    """Mean loss and top-k accuracies (fractions) on the whole validation and test set, without augmentation."""
+    """Mean loss and top-k accuracies (fractions) on the whole validation and test set, without augmentation.
+
+    Where the labels of validation are wrong, on its images with right labels, too.
+    """
     started, device, processes = time.perf_counter(), run.device, run.processes
     model.eval()
     loss_fn.eval()
     result = {}
-    for name, split in (("valid", data.valid), ("test", data.test)):
+    for name, split in (("valid", data.valid), ("test", data.test), ("clean", data.clean)):
+        if split is None:
+            continue
         share = processes.share(len(split))
         sums = torch.zeros(1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits
         size = EVAL_BATCH[device.type]

@@ -23,7 +23,7 @@ from data.embeddings import load_embeddings
 from scripts import relabel
 from scripts.launch import launch
 from scripts.reporting.noise import CHOICES, choose, read_noise
-from scripts.sweeps import one_pass
+from scripts.sweeps import given, one_pass
 from topk_losses import METHODS
 
 LABELS = {
@@ -124,8 +124,7 @@ def final_commands(trials: pd.DataFrame, losses: Sequence[str], flags: str) -> l
     for name in losses:
         for choice in CHOICES:
             best = choose(trials, name, choice)
-            settings = " ".join(f"--{flag} {best[flag]}" for flag in SETTINGS if best.get(flag))
-            found.setdefault(int(best["n_epochs"]), {})[f"--method {best['method']} {settings}"] = None
+            found.setdefault(int(best["n_epochs"]), {})[f"--method {given(best, SETTINGS)}"] = None
     seeds = " ".join(map(str, SEEDS))
     return [
         one_pass(each, f"--n_epochs {n_epochs} --seeds {seeds} {flags}") for n_epochs, each in sorted(found.items())
