@@ -114,10 +114,11 @@ def load_dataset(
     def split(images: Tensor, labels: Tensor) -> Split:
         return Split(images.contiguous(memory_format=torch.channels_last), labels)
 
+    valid = split(train.images[valid_rows], valid_labels[valid_rows])
     return Dataset(
         num_classes=DATASETS[name],
         train=split(train.images[train_rows], labels[train_rows]),
-        valid=(valid := split(train.images[valid_rows], valid_labels[valid_rows])),
+        valid=valid,
         test=split(test.images, test.labels),
         mean=mean,
         std=std,

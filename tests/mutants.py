@@ -24,14 +24,14 @@ LIMIT_SECONDS = 600
 FAULTS = r"""
 # swapped_splits: an evaluation takes the test images for validation, and the other way round
 @ experiments/train_cifar100.py
-- (("valid", data.valid), ("test", data.test))
-+ (("valid", data.test), ("test", data.valid))
+- ("valid", data.valid), ("test", data.test),
++ ("valid", data.test), ("test", data.valid),
 = tests/experiments/test_oracle_train_cifar100.py
 
 # label_noise_not_applied: --label_noise is recorded, and the labels stay right
 @ experiments/train_cifar100.py
-- label_noise=args.label_noise
-+ label_noise=0.0
+- "label_noise": args.label_noise
++ "label_noise": 0.0
 = tests/experiments/test_oracle_train_cifar100.py
 
 # same_crops: every epoch sees the crops of the first

@@ -82,8 +82,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         operator: a TopKOperator of your own, in place of method; its inverse temperature is the default.
         noise_rate: eta in [0, 1): forward correction (Patrini et al. 2017) for labels that are drawn anew from all n
             classes with this probability, L = -log((1 - eta) s_y + eta E[k] / n), where -log s_y is the loss without
-            and E[k] the mean of P_K, which is the sum of s over the classes. Default 0. Not with top1_mode "smce" nor
-            soft_labels "any".
+            and E[k] the mean of P_K: the sum of s over the classes, where indicators sum to k. Default 0. Not with
+            top1_mode "smce" nor soft_labels "any".
 
     log P(rank <= k) is log(p (1 - 2e-7) + 1e-7), the official code's epsilon, where P is a number (`guarded`): for
     sorts, networks, sinkhorn_sort, sparse_topk and perturbed_topk; p counts as 1 where a relaxation exceeds it. The

@@ -28,6 +28,7 @@ from data.cifar import (
     crop_and_flip,
     epoch_generator,
     epoch_order,
+    load_complete,
     load_dataset,
     noisy_labels,
     normalise,
@@ -186,6 +187,24 @@ def test_noise_stays_in_its_block_and_in_the_training_split(data_dir):
     limited = load_dataset("cifar100", data_dir, label_noise=1.0, seed=3, limit_train=100).train
     known = dict(zip(numbers_of(noisy.train.images).tolist(), noisy.train.labels.tolist()))
     assert all(known[n] == label for n, label in zip(numbers_of(limited.images).tolist(), limited.labels.tolist()))
+
+
+def test_labels_by_people_are_those_of_training_and_validation(data_dir, tmp_path):
+    right = load_complete("cifar100", data_dir)[0].labels
+    arrays = {"clean_label": right.numpy(), "noisy_label": (right.numpy() + 1) % 100}
+    torch.save(arrays, path := tmp_path / "human.pt")
+    clean, noisy = (load_dataset("cifar100", data_dir, seed=3, noisy_labels_file=each) for each in (None, path))
+    for name in ("train", "valid"):
+        assert torch.equal(getattr(noisy, name).images, getattr(clean, name).images)
+        assert torch.equal(getattr(noisy, name).labels, (getattr(clean, name).labels + 1) % 100)
+    assert torch.equal(noisy.clean.images, clean.valid.images)
+    assert torch.equal(noisy.clean.labels, clean.valid.labels)
+    assert torch.equal(noisy.test.labels, clean.test.labels)
+    assert clean.clean is None
+    torch.save(arrays | {"clean_label": right.flip(0).numpy()}, path)
+    for wrong, message in ((path, "are not those of"), (tmp_path / "none.pt", "has no human labels")):
+        with pytest.raises(SystemExit, match=message):
+            load_dataset("cifar100", data_dir, noisy_labels_file=wrong)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.6, 1.0])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import one_hot
 
-from data.embeddings import epoch_order, split_rows
+from data.embeddings import epoch_order, mixup, split_rows
 from experiments import finetune_imagenet as script
 from experiments.common.losses import seed_noise
 from tests.experiments.oracle import check_choice, check_history, history_of, read, run, top_k
@@ -43,8 +44,11 @@ def store(parts, tmp_path_factory):
     return path
 
 
-def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0, hidden=()):
-    """Return what a loop without any of the script's functions finds in each evaluation."""
+def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0, hidden=(), mix=None):
+    """Return what a loop without any of the script's functions finds in each evaluation.
+
+    mix: of mixup, alpha.
+    """
     train, valid = split_rows(TRAIN, VALID, 0)
     torch.manual_seed(seed)
     layers = [layer for width in hidden for layer in (nn.Linear(DIM, width), nn.ReLU())]
@@ -58,6 +62,10 @@ def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0,
             number += 1
             seed_noise(loss_fn, torch.device("cpu"), seed, 0, number, 0)
             embeddings, labels = (part[rows] for part in parts["train"])
+            if mix:
+                share, partners = mixup(BATCH, mix, seed, number)
+                embeddings = share * embeddings.float() + (1 - share) * embeddings[partners].float()
+                labels = share * one_hot(labels, CLASSES).float() + (1 - share) * one_hot(labels[partners], CLASSES)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = model(embeddings.float())
             loss = loss_fn(logits.float(), labels)
@@ -112,6 +120,87 @@ def test_precision_and_noise_are_those_of_a_plain_loop(parts, store, results, ca
     check_choice(row, expected, "step")
     other = plain_loop(parts, row["method"], p_k, settings, 2, **{**options, "bf16": False})
     assert (other[-1]["valid_loss"] == pytest.approx(expected[-1]["valid_loss"], rel=1e-5)) == (case != "bf16")
+
+
+def test_mixup_is_that_of_a_plain_loop(parts, store, results):
+    rows = run(
+        script, f'{FLAGS} -d {store} --method softmax_cross_entropy --mixup 0.5 --also "--method lapsum"', results
+    )
+    for row, method, p_k, settings, alpha in (
+        (rows[0], "softmax_cross_entropy", [1.0], {}, 0.5),
+        (rows[1], "lapsum", EVEN, {"m": 16}, None),
+    ):
+        expected = plain_loop(parts, method, p_k, settings, 0, mix=alpha)
+        check_history(history_of(results, row, "step"), expected)
+
+
+def test_mixup_is_a_function_of_seed_and_step():
+    draws = {(seed, step): mixup(500, 0.3, seed, step) for seed in (0, 1) for step in range(1, 200)}
+    for (seed, step), (share, partners) in draws.items():
+        again, same = mixup(500, 0.3, seed, step)
+        assert again == share
+        assert torch.equal(same, partners)
+        assert torch.equal(partners.sort().values, torch.arange(500))
+        assert torch.equal(mixup(500, 2.0, seed, step)[1], partners)
+    shares = torch.tensor([share for share, _ in draws.values()])
+    assert len(set(shares.tolist())) == len(draws)
+    assert float(shares.mean()) == pytest.approx(0.5, abs=0.08)  # Beta(a, a): mean 1/2, variance 1 / (4 (2a + 1))
+    assert float(shares.var()) == pytest.approx(1 / (4 * 1.6), abs=0.03)
+
+
+def test_an_evaluation_at_the_end_only_is_the_last_of_many(store, results):
+    flags, other = f"{FLAGS} -d {store} --method softmax_cross_entropy", '--also "--method softsort"'
+    (row,) = run(script, flags, results)
+    (row_at_end, other_at_end) = run(script, f"{flags} --eval_freq 0 {other}", results.with_name("end.csv"))
+    assert row_at_end["last_test_loss"] == row["last_test_loss"]
+    assert row_at_end["last_valid_top1"] == row["last_valid_top1"]
+    for each in (row_at_end, other_at_end):
+        (entry,) = history_of(results.with_name("end.csv"), each, "step")
+        assert (entry["epoch"], entry["step"]) == (str(EPOCHS), str((TRAIN - VALID) // BATCH * EPOCHS))
+        assert float(entry["train_seconds"]) > 0
+
+
+def test_the_clean_split_is_evaluated_and_chooses_nothing(parts, tmp_path, results):
+    train, valid = split_rows(TRAIN, VALID, 0)
+    embeddings, labels = parts["train"]
+    wrong = (labels[valid] + 1) % CLASSES
+    content = {"train": (embeddings[train], labels[train]), "valid": (embeddings[valid], wrong)}
+    content |= {"clean": (embeddings[valid], labels[valid]), "test": parts["test"]}
+    named = {
+        f"{name}_{kind}": each for name, both in content.items() for kind, each in zip(("embeddings", "labels"), both)
+    }
+    torch.save(named, path := tmp_path / "noisy.pt")
+    flags = FLAGS.replace(f"--num_valid {VALID}", "")
+    (row,) = run(script, f"{flags} -d {path} --method softmax_cross_entropy", results)
+    expected = plain_loop(parts, "softmax_cross_entropy", [1.0], {}, 0)  # where the right labels validate
+    history = history_of(results, row, "step")
+    for entry, figures in zip(history, expected):
+        for name in ("loss", "top1", "top5"):
+            assert float(entry[f"clean_{name}"]) == pytest.approx(figures[f"valid_{name}"], rel=1e-5)
+    assert row["last_clean_top1"] == history[-1]["clean_top1"]
+    best = max(history, key=lambda entry: float(entry["valid_top1"]))
+    assert row["test_top1"] == best["test_top1"]
+    assert float(row["last_valid_top1"]) < 0.5 * float(row["last_clean_top1"])
+
+
+def test_a_noise_matrix_is_that_of_the_loss_and_known_by_its_content(parts, store, tmp_path, results):
+    matrices = [torch.eye(CLASSES), 0.7 * torch.eye(CLASSES) + 0.3 / CLASSES]
+    for name, matrix in zip("ab", matrices):
+        torch.save(matrix.double(), tmp_path / f"{name}.pt")
+    flags = f"{FLAGS} -d {store} --method forward_correction"
+    rows = run(
+        script,
+        f'{flags} --noise_matrix {tmp_path}/a.pt --also "--method forward_correction --noise_matrix {tmp_path}/b.pt"',
+        results,
+    )
+    assert len({row["run_id"] for row in rows}) == 2
+    for row, settings in zip(rows, ({"noise_rate": 0}, {"noise_rate": 0.3})):
+        check_history(history_of(results, row, "step"), plain_loop(parts, "forward_correction", [1.0], settings, 0))
+    (tmp_path / "b.pt").rename(tmp_path / "c.pt")
+    assert len(run(script, f"{flags} --noise_matrix {tmp_path}/c.pt", results)) == 2  # skipped
+    for name, message in (("none.pt", "is not a torch file of a matrix"), ("a.pt", "does not take these flags")):
+        with pytest.raises(SystemExit, match=message):
+            run(script, f"{FLAGS} -d {store} --method lapsum --noise_matrix {tmp_path}/{name}", results)
 
 
 def test_imagenet_21k_keeps_50_scores(parts, store, results):

@@ -1,5 +1,6 @@
 """The lists of runs are commands of their scripts; a sweep that is killed ends with the rows of an undisturbed one."""
 
+import itertools
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import torch
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.common import losses
+from experiments.common.records import cell
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts import heads, relabel, sweeps
@@ -65,6 +67,43 @@ def test_every_run_is_a_command_of_its_script_for_its_file(study):
         losses.build_loss(settings, 1000, torch.device("cpu"))
     of_seeds = Counter(re.sub(r"--seed \d", "", row) for row in rows)
     assert set(of_seeds.values()) <= {"scratch": {1, 3}, "quickstart": {1}}.get(study, {2})
+
+
+def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
+    (human := tmp_path / "human.pt").touch()
+    results = tmp_path / "noise_scratch.csv"
+
+    def commands():
+        rows = sweeps.noise_scratch(str(human), str(results))
+        parsed = [train_cifar100.parse_arguments(shlex.split(row)[2:]) for row in rows]
+        found = []
+        for args in parsed:
+            settings = losses.loss_settings(args, "smce", train_cifar100.INVERSE_TEMPERATURES)
+            losses.build_loss(settings, 100, torch.device("cpu"))
+            assert args.noisy_labels == human
+            found.append({name: cell(value) for name, value in settings.items()} | {"seed": str(args.seed)})
+        return found
+
+    first = commands()
+    seeds = Counter(row["seed"] for row in first)
+    assert seeds == {"0": 9, "1": 1, "2": 1}
+    rows = [row for row in first if row["seed"] == "0"]
+    best = {"softmax_cross_entropy": 1, "forward_correction": 2, "splitter_selection": 0}  # of its settings
+    for method, group in itertools.groupby(rows, key=lambda row: row["method"]):
+        for number, row in enumerate(group):
+            right = number == best.get(method, 0)
+            row |= {"last_valid_top1": "0.5" if right else "0.4", "last_valid_top5": "0.7"}
+            row |= {"valid_top1": "0.5" if right else "0.9", "last_clean_top1": "0.1" if right else "0.9"}
+    pd.DataFrame(rows).to_csv(results, index=False)
+    again = commands()[len(rows) :]
+    assert Counter(row["seed"] for row in again) == {"1": 6, "2": 6}
+    chosen = [(row["method"], row["label_smoothing"], row["noise_rate"], row["inverse_temperature"]) for row in again]
+    assert {each for each in chosen if each[0] in best} == {
+        ("softmax_cross_entropy", "", "", ""),  # the baseline
+        ("softmax_cross_entropy", "0.1", "", ""),
+        ("forward_correction", "", "0.6", ""),
+        ("splitter_selection", "", "", "0.025"),
+    }
 
 
 def test_each_study_has_a_wrapper_that_prints_its_runs():

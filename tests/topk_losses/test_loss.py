@@ -125,6 +125,56 @@ def test_losses_without_a_matrix_at_their_limits():
         assert bool(gradient.isfinite().all())
 
 
+@pytest.mark.parametrize("method", ["splitter_selection", "lapsum", "softsort", "subset_topk"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_forward_correction_of_a_top_k_loss_sums_over_what_the_label_may_have_been(method, masked):
+    """-log sum_j T[j, y] s_j with exp(-loss) of every class for s, over the classes that are not masked out."""
+    logits, labels = random_batch()
+    if masked:
+        logits[:, 9:], labels = -torch.inf, labels.clamp(max=8)
+    n, rate, rows = (9, 0.3, random_batch(12, 4)[0].softmax(1)) if masked else (12, 0.3, None)
+    for p_k in ([0.5, 0, 0, 0, 0.5], [0.2] * 5, rows):
+        if p_k is None:
+            continue
+        build = functools.partial(TopKCrossEntropyLoss, method, p_k, 12, reduction="none")
+        share = rows[labels] if p_k is rows else None  # of the sample, whatever its label may have been
+        every = [build()(logits, torch.full_like(labels, j), share) for j in range(n)]
+        s = (-torch.stack(every, dim=1)).exp()  # (batch, n)
+        T = (1 - rate) * torch.eye(n, dtype=torch.float64) + rate / n
+        want = -(s * T[:, labels].T).sum(1).log()
+        torch.testing.assert_close(build(noise_rate=rate)(logits, labels), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", RELAXED)
+@pytest.mark.parametrize("m", [None, 6])
+def test_forward_correction_of_a_top_k_loss_at_its_limits(method, m):
+    logits, labels = random_batch()
+    build = functools.partial(TopKCrossEntropyLoss, method, {1: 0.5, 5: 0.5}, m=m, reduction="none")
+    mass, loss = random_batch(seed=1)[0].softmax(1), build(noise_rate=0.4)
+    for target in (labels, mass):
+        assert torch.equal(build(noise_rate=0)(logits, target), build()(logits, target))
+        assert gradcheck(lambda s, target=target: loss(s, target), (logits.requires_grad_(),))
+    each = torch.stack([loss(logits, torch.full_like(labels, j)) for j in range(12)], dim=1)
+    torch.testing.assert_close(loss(logits, mass), (each * mass).sum(1))
+    smoothed = build(noise_rate=0.4, label_smoothing=0.1)(logits, labels)
+    torch.testing.assert_close(smoothed, 0.9 * loss(logits, labels) + 0.1 * each.mean(1))
+    logits = logits.detach()
+    logits[0, labels[0]] = -torch.inf  # of a masked true class: the bound, without a gradient that is not finite
+    value, gradient = value_and_gradient(loss, logits, labels)
+    if method in ("lapsum", "lml"):
+        assert float(value[0]) == pytest.approx(-np.log(0.4 * 3 / 11))
+    assert bool(gradient.isfinite().all())
+
+
+def test_forward_correction_of_top_1_is_that_of_cross_entropy():
+    logits, labels = random_batch()
+    sort = {"top1_mode": "sort", "inverse_temperature": 1.0, "noise_rate": 0.3}  # whose first row is the softmax
+    loss = TopKCrossEntropyLoss("softsort", 1, **sort)
+    torch.testing.assert_close(
+        loss(logits, labels), make_loss("forward_correction", noise_rate=0.3)(logits, labels), rtol=1e-5, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("method", ["softsort", "lml"])
 def test_p_k_can_be_learned_even_where_it_has_zeros(method):
     far = torch.tensor([[0.0, 1000, 2000, 3000, 3000, 3000]] * 2)  # log P of -1000 and less

@@ -45,6 +45,9 @@ CONSTRUCTIONS = [
     (partial(build, num_classes=None), "p_k", [[[0.5, 0.5]] * 12], "needs num_classes=12"),
     (partial(build, p_k=[1, 0]), "top1_mode", ["sm", "smce"], "nothing to sort"),
     (sparse, "p_k", [5, [[0.5, 0.5]] * 9 + [[0, 1]]], ZEROS),
+    (build, "noise_rate", [1.0, -0.1], r"noise_rate must lie in \[0, 1\), got"),
+    (partial(build, noise_rate=0.2), "top1_mode", ["smce"], "corrects one logarithm .* got top1_mode='smce'"),
+    (partial(build, noise_rate=0.2), "soft_labels", ["any"], "corrects one logarithm .* soft_labels='any'"),
     (build, "m", [1, 2.5], "m must be an integer of at least 2, got"),
     # what all losses have
     (build, "reduction", ["avg"], "unknown reduction"),

@@ -1,0 +1,168 @@
+"""The study of wrong labels: the labels that are written, equal trials of each loss, and which of them is chosen."""
+
+import shlex
+
+import pandas as pd
+import pytest
+import torch
+
+from data.embeddings import load_embeddings, split_rows
+from experiments.finetune_imagenet import parse_arguments
+from scripts import noise, relabel
+from scripts.reporting.noise import choose, loss_of
+
+CLASSES, ROWS, VALID = 20, 30_000, 6000
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """A file of embeddings, each of which holds its row's number, and labels drawn at random."""
+    folder, generator = tmp_path_factory.mktemp("right"), torch.Generator().manual_seed(5)
+    labels = torch.randint(CLASSES, (ROWS + 1000,), generator=generator)
+    rows = torch.arange(ROWS + 1000).view(-1, 1).float().expand(-1, 2)
+    content = {"train_embeddings": rows[:ROWS], "train_labels": labels[:ROWS]}
+    content |= {"test_embeddings": rows[ROWS:], "test_labels": labels[ROWS:], "info": {"num_classes": CLASSES}}
+    torch.save(content, folder / "right.pt")
+    by_people = torch.where(torch.rand(ROWS, generator=generator) < 0.3, (labels[:ROWS] + 1) % CLASSES, labels[:ROWS])
+    arrays = {"clean_label": labels[:ROWS].numpy(), "noisy_label": by_people.numpy()}
+    torch.save(arrays, folder / "human.pt")
+    return folder / "right.pt", folder / "human.pt", labels, by_people
+
+
+def relabelled(right, tmp_path, *words):
+    """The new file and its two matrices."""
+    assert relabel.main([str(right[0]), *words, "--num_valid", str(VALID), "--output", str(tmp_path / "new.pt")]) == 0
+    matrices = [torch.load(tmp_path / f"new_{name}.pt", weights_only=True) for name in ("true", "estimated")]
+    return load_embeddings(tmp_path / "new.pt"), *matrices
+
+
+def expected_matrix(rate, among):
+    """T of labels that are drawn anew among so many consecutive classes, entry by entry."""
+    return torch.tensor(
+        [[(1 - rate) * (i == j) + rate / among * (i // among == j // among) for j in range(CLASSES)]
+         for i in range(CLASSES)], dtype=torch.float64,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rate", "among"), [(0.4, 20), (0.2, 5), (0.0, 20)])
+def test_labels_that_train_and_that_validate_are_wrong_alike(right, tmp_path, rate, among):
+    data, true, estimated = relabelled(
+        right, tmp_path, "--label_noise", str(rate), "--among", str(among), "--noisy_valid"
+    )
+    learn, valid = split_rows(ROWS, VALID, 0)
+    labels = right[2]
+    for name, rows in (("train", learn), ("valid", valid), ("clean", valid)):
+        assert torch.equal(data[name].embeddings[:, 0].long(), rows)
+        if name == "clean":
+            assert torch.equal(data[name].labels, labels[rows])
+            continue
+        counts = torch.zeros(CLASSES, CLASSES)
+        for was, now in zip(labels[rows].tolist(), data[name].labels.tolist()):
+            counts[was, now] += 1
+        shares = counts.double() / counts.sum(1, keepdim=True)
+        torch.testing.assert_close(shares, expected_matrix(rate, among), rtol=0, atol=0.11)
+        wrong = float((labels[rows] != data[name].labels).double().mean())
+        assert wrong == pytest.approx(rate * (among - 1) / among, abs=0.02)
+    assert torch.equal(data["test"].labels, labels[ROWS:])
+    torch.testing.assert_close(true, expected_matrix(rate, among))
+    torch.testing.assert_close(estimated.sum(1), torch.ones(CLASSES, dtype=torch.float64))
+    assert float((estimated - true).abs().max()) < 0.2
+    assert bool((estimated > 0).all()) or rate == 0
+
+
+def test_another_draw_is_other_noise_and_the_same_division(right, tmp_path):
+    draws = []
+    for draw in ("0", "1", "0"):
+        words = ("--label_noise", "0.4", "--among", "20", "--noisy_valid", "--draw", draw)
+        draws.append(relabelled(right, tmp_path, *words)[0])
+    first, second, again = draws
+    assert torch.equal(first["train"].labels, again["train"].labels)
+    assert not torch.equal(first["train"].labels, second["train"].labels)
+    assert torch.equal(first["clean"].labels, second["clean"].labels)
+    assert {each.info["labels"] for each in draws} == {"0.4 among 20, draw 0", "0.4 among 20, draw 1"}
+
+
+def test_labels_by_people_and_the_matrix_that_5_percent_of_right_labels_give(right, tmp_path):
+    data, true, estimated = relabelled(right, tmp_path, "--human", str(right[1]), "--noisy_valid")
+    _, _, labels, by_people = right
+    for name in ("train", "valid"):
+        assert torch.equal(data[name].labels, by_people[data[name].embeddings[:, 0].long()])
+    assert data.info["labels"] == "human"
+    shares = [float((by_people[labels[:ROWS] == c] == c).double().mean()) for c in range(CLASSES)]
+    torch.testing.assert_close(true.diag(), torch.tensor(shares, dtype=torch.float64))
+    assert float(true.diag().mean()) == pytest.approx(0.7, abs=0.02)
+    assert int((true > 0).sum()) == 2 * CLASSES  # the right label and the next class
+    torch.testing.assert_close(true.sum(1), torch.ones(CLASSES, dtype=torch.float64))
+    learn = split_rows(ROWS, VALID, 0)[0]
+    known = learn[split_rows(len(learn), len(learn) // 20, 0)[1]]
+    c = 3
+    own = by_people[known][labels[known] == c]
+    wrong = float((by_people[known] != labels[known]).double().mean())
+    expected = (int((own == c).sum()) + 10 * (1 - wrong)) / (len(own) + 10)
+    assert float(estimated[c, c]) == pytest.approx(expected)
+    assert float(estimated[c, c + 5]) == pytest.approx(10 * wrong / (CLASSES - 1) / (len(own) + 10))  # never seen
+    torch.save({"clean_label": labels.flip(0).numpy(), "noisy_label": labels.numpy()}, tmp_path / "other.pt")
+    with pytest.raises(SystemExit, match="are not those of"):
+        relabelled(right, tmp_path, "--human", str(tmp_path / "other.pt"), "--noisy_valid")
+
+
+def test_every_loss_has_the_same_trials_but_for_its_own_numbers():
+    by_loss = {}
+    for name, loss in noise.LOSSES.items():
+        trials = noise.trials_of(loss, "folder/human")
+        assert [len(each) for each in trials.values()] == [15, 15]
+        common = []
+        for n_epochs, each in trials.items():
+            for words in each:
+                args = parse_arguments(shlex.split(words))
+                common.append((n_epochs, args.lr, args.weight_decay))
+                for flag, (low, high) in loss.own.items():
+                    assert low <= getattr(args, flag) <= high
+        for flag, (low, high) in loss.own.items():  # the range is used
+            values = [getattr(parse_arguments(shlex.split(words)), flag) for each in trials.values() for words in each]
+            middle = (low + high) / 2 if flag in noise.EVEN else (low * high) ** 0.5
+            assert 13 <= sum(value < middle for value in values) <= 17
+            assert len(set(values)) > 27
+        by_loss[name] = common
+    assert len({tuple(each) for each in by_loss.values()}) == 1
+    assert {args[0] for args in by_loss["gce"]} == set(noise.EPOCHS)
+
+
+MEASURED = {  # by lr: noisy top-1 and top-5, clean top-1 and top-5, and test
+    "0.001": (0.50, 0.70, 0.60, 0.80, 0.1, 0.1),
+    "0.002": (0.48, 0.74, 0.59, 0.80, 0.2, 0.2),  # by noisy labels
+    "0.003": (0.45, 0.75, 0.62, 0.82, 0.3, 0.3),  # by clean ones
+    "0.004": (0.51, 0.60, 0.63, 0.70, 0.9, 0.9),
+}
+METHODS = {"lapsum": "lapsum", "gce": "generalized_cross_entropy"}
+NAMES = [f"last_{split}_top{k}" for split in ("valid", "clean", "test") for k in (1, 5)]
+
+
+def trials_frame(loss: str, lrs) -> pd.DataFrame:
+    rows = [{"lr": lr} | dict(zip(NAMES, map(str, MEASURED[lr]))) for lr in lrs]
+    return pd.DataFrame(rows).assign(loss=loss, method=METHODS[loss], n_epochs="4")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test(order):
+    trials = pd.concat([trials_frame("lapsum", list(MEASURED)[::order]), trials_frame("gce", ["0.004"])])
+    trials = trials.reset_index(drop=True)
+    assert choose(trials, "lapsum", "noisy")["lr"] == "0.002"
+    assert choose(trials, "lapsum", "clean")["lr"] == "0.003"
+    assert choose(trials, "gce", "clean")["lr"] == "0.004"
+    with pytest.raises(ValueError, match="no trial of phuber"):
+        choose(trials, "phuber", "noisy")
+    (both,), single = (noise.final_commands(trials, each, "") for each in (["lapsum", "gce"], ["gce"]))
+    args = parse_arguments(shlex.split(single[0])[2:])  # both choices are one run
+    assert (args.also, args.seeds, args.n_epochs) == ([], list(range(1, 11)), 4)
+    assert [each.split("--lr ")[1].split('"')[0].split()[0] for each in both.split("--method")[1:]] == [
+        "0.002", "0.003", "0.004",
+    ]  # fmt: skip
+
+
+def test_a_run_has_the_name_of_its_loss():
+    columns = ("label_smoothing", "mixup", "noise_matrix", "noise_rate")
+    for name, loss in noise.LOSSES.items():
+        args = parse_arguments(shlex.split(noise.trials_of(loss, "folder/human_by_people")[4][0]))
+        cells = {column: str(getattr(args, column) or "") for column in columns}
+        assert loss_of(pd.Series(cells | {"method": args.method})) == name
