@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.reporting import columns, reference, studies, tables
+from scripts.reporting import columns, noise, reference, studies, tables
 from scripts.reporting.runs import ReportError, read_runs
 from topk_losses import METHODS
 
@@ -68,6 +68,16 @@ def benchmark(file: str) -> str:
     return f"`{Path(file).name}`: {told}.\n\n{tables.as_markdown(rows.drop(columns=shared))}"
 
 
+def noise_table(file: str, *labels: str) -> str:
+    """Return the losses compared on one kind of labels, such as: 0.4 among 100, draw 0."""
+    return noise.noise_table(ROOT / file, " ".join(labels))
+
+
+def noise_answer(file: str) -> str:
+    """Return the best top-k loss minus the best robust loss, for each kind of labels."""
+    return noise.noise_answer(ROOT / file)
+
+
 KINDS: dict[str, Callable[..., str]] = {
     "results": results,
     "paired": paired,
@@ -75,6 +85,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "epochs": epochs,
     "beam_search": beam_search,
     "benchmark": benchmark,
+    "noise_table": noise_table,
+    "noise_answer": noise_answer,
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
     "methods": reference.methods,

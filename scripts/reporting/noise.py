@@ -1,18 +1,49 @@
-"""The study of wrong labels (scripts/noise.py): which loss a run has, and which trial each validation chooses."""
+"""The study of wrong labels (scripts/noise.py): which loss a run has, which trial validation chooses, and the tables.
+
+Differences are of paired seeds. A star marks one that Holm's method keeps at a family-wise error of 5 %, among all
+differences of the trials that noisy validation chose: of every kind of labels, to both baselines, top-1 and top-5.
+"""
 
 from pathlib import Path
 
 import pandas as pd
+from scipy.stats import ttest_1samp
+
+from scripts.reporting.runs import IDENTITY, METRICS, SEEDS, ReportError, as_numbers, differences, half_width, mean_std
+from scripts.reporting.tables import as_markdown
 
 CHOICES = {"noisy": "valid", "clean": "clean"}  # what chooses: the split of that name at the end of training
-METHOD_LOSSES = {  # where more than the method tells losses apart: see loss_of
+BASELINE = "cross_entropy"
+LOSSES = {  # and how tables call them
+    "cross_entropy": "cross-entropy",
+    "label_smoothing": "cross-entropy, label smoothing",
+    "mixup": "cross-entropy, mixup",
+    "ldr_kl": "LDR-KL",
+    "forward_true": "forward correction, true T",
+    "forward_estimated": "forward correction, T from 5 % clean labels",
+    "forward_uniform": "forward correction, uniform T",
+    "gce": "GCE",
+    "sce": "SCE",
+    "nce_rce": "NCE + RCE",
+    "phuber": "PHuber cross-entropy",
+    "splitter_selection": "splitter selection network",
+    "lapsum": "LapSum",
+    "softsort": "SoftSort",
+    "df_topk": "DFTopK",
+    "smooth_topk": "smooth top-k, top-5 only",
+    "splitter_selection_forward": "splitter selection network, forward correction",
+    "lapsum_forward": "LapSum, forward correction",
+}
+ROBUST = ("forward_uniform", "gce", "sce", "nce_rce", "phuber")  # without order, and without clean labels
+RANKING = tuple(LOSSES)[list(LOSSES).index("splitter_selection") :]
+BY_METHOD = {  # where the name of a loss is not that of its method
     "softmax_cross_entropy": "cross_entropy",
     "forward_correction": "forward_uniform",
     "generalized_cross_entropy": "gce",
     "symmetric_cross_entropy": "sce",
     "phuber_cross_entropy": "phuber",
 }
-RELAXED = ("splitter_selection", "lapsum", "softsort", "df_topk")
+KINDS = {"human": "labels by people (CIFAR-100N)", "right": "right labels"}
 
 
 def loss_of(run: pd.Series) -> str:
@@ -22,26 +53,174 @@ def loss_of(run: pd.Series) -> str:
             return name
     if run["noise_matrix"]:
         return f"forward_{Path(run['noise_matrix']).stem.rpartition('_')[2]}"
-    if run["noise_rate"] and run["method"] in RELAXED:
-        return f"{run['method']}_forward"
-    return METHOD_LOSSES.get(run["method"], run["method"])
+    name = BY_METHOD.get(run["method"], run["method"])
+    return f"{name}_forward" if run["noise_rate"] and f"{name}_forward" in LOSSES else name
 
 
 def read_noise(path: Path) -> pd.DataFrame:
-    """Read a file of the study, cells as text, with the loss of each run in a column."""
+    """Read a file of the study, cells as text, with the loss of each run in a column. Raises ReportError."""
+    if not path.is_file():
+        raise ReportError(f"there is no file {path}")
     runs = pd.read_csv(path, dtype=str, keep_default_na=False)
     return runs.assign(loss=[loss_of(run) for _, run in runs.iterrows()])
 
 
+def score(trials: pd.DataFrame, choice: str) -> pd.Series:
+    """Return what one of CHOICES chooses by: top-1 + top-5 at the end of training."""
+    split = CHOICES[choice]
+    return trials[f"last_{split}_top1"].astype(float) + trials[f"last_{split}_top5"].astype(float)
+
+
 def choose(trials: pd.DataFrame, loss: str, choice: str) -> pd.Series:
-    """Return the trial of a loss with the highest top-1 + top-5 at the end of training, on one of CHOICES.
+    """Return the trial of a loss that one of CHOICES chooses.
 
     Raises:
-        ValueError: the loss has no trials.
+        ReportError: the loss has no trials.
     """
     found = trials[trials["loss"] == loss]
     if found.empty:
-        raise ValueError(f"there is no trial of {loss}")
-    split = CHOICES[choice]
-    score = found[f"last_{split}_top1"].astype(float) + found[f"last_{split}_top5"].astype(float)
-    return found.loc[score.idxmax()]
+        raise ReportError(f"there is no trial of {loss}")
+    return found.loc[score(found, choice).idxmax()]
+
+
+class Study:
+    """The trials and the final runs of one kind of labels.
+
+    Args:
+        trials, runs: as read_noise returns them.
+        labels: a value of their column `labels`.
+
+    Raises ReportError where a choice has no final runs.
+    """
+
+    def __init__(self, trials: pd.DataFrame, runs: pd.DataFrame, labels: str) -> None:
+        self.trials, self.labels = trials[trials["labels"] == labels], labels
+        self.losses = [name for name in LOSSES if name in set(self.trials["loss"])]
+        own = as_numbers(runs[runs["labels"] == labels], METRICS, 100)
+        flags = [name for name in own if name in IDENTITY and name not in SEEDS]
+        self.finals: dict[tuple[str, str], pd.DataFrame] = {}
+        for loss in self.losses:
+            for choice in CHOICES:
+                best = choose(self.trials, loss, choice)
+                found = own[(own[flags] == best[flags]).all(axis=1)]
+                if found.empty:
+                    raise ReportError(f"{labels}: what {choice} validation chose of {loss} has no final run")
+                self.finals[loss, choice] = found
+
+    def best(self, losses: tuple[str, ...], choice: str = "noisy") -> str:
+        """Return the loss whose chosen trial has the best validation."""
+        found = self.trials[self.trials["loss"].isin(losses)]
+        return str(found.loc[score(found, choice).idxmax(), "loss"])
+
+    def minus(self, loss: str, other: str, choice: str = "noisy") -> pd.DataFrame:
+        """Return the differences of two losses in points, a row per paired seed."""
+        return differences(self.finals[loss, choice], self.finals[other, choice], list(METRICS))
+
+    def compared(self) -> dict[tuple[str, str], pd.DataFrame]:
+        """Return the differences of every loss to both baselines, each once, where noisy validation chose."""
+        robust = self.best(ROBUST)
+        pairs = [(loss, BASELINE) for loss in self.losses if loss != BASELINE]
+        pairs += [(loss, robust) for loss in self.losses if loss not in (BASELINE, robust)]
+        return {pair: self.minus(*pair) for pair in pairs}
+
+
+def studies(file: Path) -> dict[str, Study]:
+    """Return the study of each kind of labels that results/noise.csv has, its trials beside it. Raises ReportError."""
+    runs, trials = read_noise(file), read_noise(file.with_name(f"{file.stem}_trials.csv"))
+    return {labels: Study(trials, runs, labels) for labels in runs["labels"].unique()}
+
+
+def holm(p_values: pd.Series, error: float = 0.05) -> pd.Series:
+    """Return which hypotheses are rejected at a family-wise error, by Holm's method."""
+    ordered = p_values.sort_values()
+    levels = [error / (len(ordered) - place) for place in range(len(ordered))]
+    return (ordered <= levels).cummin().reindex(p_values.index)
+
+
+def kept_by_holm(every: dict[str, Study]) -> pd.Series:
+    """Return by (labels, loss, other loss, metric) whether Holm's method keeps the difference."""
+    p_values = {
+        (labels, *pair, metric): ttest_1samp(each[metric], 0).pvalue
+        for labels, study in every.items()
+        for pair, each in study.compared().items()
+        for metric in METRICS
+    }
+    return holm(pd.Series(p_values))
+
+
+def shown(values: pd.Series, star: bool = False) -> str:
+    """Return a mean difference with its sign, half of its 95 % interval and, where Holm keeps it, a star."""
+    text = f"{values.mean():+.2f} ± {half_width(values.std(), len(values)):.2f}".replace("-", "−")
+    return text + "\\*" * star
+
+
+def kind_of(labels: str) -> str:
+    """Return how tables call a kind of labels: "0.4 among 100, draw 1" is symmetric noise."""
+    if labels in KINDS:
+        return KINDS[labels]
+    rate, _, among = labels.partition(" among ")
+    number, _, draw = among.partition(", ")
+    kind = "among all classes" if number == "100" else f"within blocks of {number} class ids"
+    return f"{float(rate):.0%} of labels drawn {kind}, {draw}".replace("%", " %")
+
+
+def noise_table(file: Path, labels: str) -> str:
+    """Return Markdown for one kind of labels: what noisy validation chose of each loss, then what clean did."""
+    every = studies(file)
+    if labels not in every:
+        raise ReportError(f"{file} has no {labels!r}, but {', '.join(every)}")
+    study, kept = every[labels], kept_by_holm(every)
+    robust, run = study.best(ROBUST), study.finals[BASELINE, "noisy"].iloc[0]
+    tables: dict[str, list[dict[str, str]]] = {choice: [] for choice in CHOICES}
+    for loss in study.losses:
+        for choice, rows in tables.items():
+            row = {"loss": LOSSES[loss]}
+            row |= {name: mean_std(study.finals[loss, choice][metric]) for metric, name in METRICS.items()}
+            for other in (BASELINE, robust) if choice == "noisy" else (BASELINE,):
+                for metric, name in METRICS.items():
+                    pair = (loss, other) if loss != BASELINE else (other, loss)
+                    star = choice == "noisy" and loss != other and bool(kept[(labels, *pair, metric)])
+                    cell = "" if loss == other else shown(study.minus(loss, other, choice)[metric], star)
+                    row[f"{name} minus {LOSSES[other]}"] = cell
+            if choice == "clean":
+                noisy = study.finals[loss, "noisy"]
+                for metric, name in METRICS.items():
+                    gain = differences(study.finals[loss, choice], noisy, [metric])[metric]
+                    row[f"{name} minus noisy choice"] = shown(gain) if gain.any() else "the same trial"
+            rows.append(row)
+    seeds = len(study.finals[BASELINE, "noisy"])
+    trials, epochs = study.trials.groupby("loss").size().max(), sorted(study.trials["n_epochs"].astype(int).unique())
+    caption = (
+        f"CIFAR-100, {kind_of(labels)}: linear classifiers on {run['backbone'].partition(':')[2]} at "
+        f"{run['resolution']} pixels, {run['train_images']} training and {run['valid_images']} validation images, "
+        f"{' or '.join(map(str, epochs))} epochs of batches of {run['batch_size']}. {trials} trials of each loss, seed "
+        f"0; chosen by top-1 + top-5 of validation, at the end. Test accuracy in %, ± standard deviation over {seeds} "
+        f"seeds; differences in points, ± 95 % interval over paired seeds. \\*: Holm's method keeps it, at a "
+        f"family-wise error of 5 % among {len(kept)} differences. {LOSSES[robust]}: best by validation of the robust "
+        "losses that know neither the order nor clean labels."
+    )
+    parts = [
+        f"Chosen by {choice} validation labels:\n\n{as_markdown(pd.DataFrame(rows))}" for choice, rows in tables.items()
+    ]
+    return "\n\n".join([caption, *parts])
+
+
+def noise_answer(file: Path) -> str:
+    """Return Markdown: for each kind of labels the best top-k loss minus the best robust loss, with a verdict."""
+    every, rows = studies(file), []
+    kept = kept_by_holm(every)
+    for labels, study in every.items():
+        loss, other = study.best(RANKING), study.best(ROBUST)
+        gains = study.minus(loss, other)
+        row = {"labels": kind_of(labels), "top-k loss": LOSSES[loss], "robust loss": LOSSES[other]}
+        for metric, name in METRICS.items():
+            values = gains[metric]
+            clear = abs(values.mean()) > half_width(values.std(), len(values))
+            verdict = ("gain" if values.mean() > 0 else "loss") if clear else "no clear difference"
+            row[name] = f"{shown(values, bool(kept[labels, loss, other, metric]))} ({verdict})"
+        rows.append(row | {"seeds": str(len(gains))})
+    caption = (
+        "Best top-k loss minus best robust loss without order, each the best of its kind by noisy validation. Points "
+        f"of test accuracy, ± 95 % interval over paired seeds; \\*: kept by Holm's method, of {len(kept)} differences."
+    )
+    return f"{caption}\n\n{as_markdown(pd.DataFrame(rows))}"

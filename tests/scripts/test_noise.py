@@ -1,15 +1,19 @@
 """The study of wrong labels: the labels that are written, equal trials of each loss, and which of them is chosen."""
 
+import itertools
 import shlex
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 from data.embeddings import load_embeddings, split_rows
 from experiments.finetune_imagenet import parse_arguments
 from scripts import noise, relabel
-from scripts.reporting.noise import choose, loss_of
+from scripts.reporting.noise import choose, loss_of, noise_answer, noise_table
+from scripts.reporting.runs import ReportError
 
 CLASSES, ROWS, VALID = 20, 30_000, 6000
 
@@ -166,3 +170,95 @@ def test_a_run_has_the_name_of_its_loss():
         args = parse_arguments(shlex.split(noise.trials_of(loss, "folder/human_by_people")[4][0]))
         cells = {column: str(getattr(args, column) or "") for column in columns}
         assert loss_of(pd.Series(cells | {"method": args.method})) == name
+
+
+LABELS = ("human", "0.4 among 100, draw 1")
+FIRST = {"test_top1": 0.5, "test_top5": 0.7}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Trials of five losses on two kinds of labels, and ten seeds of what each validation chose."""
+    random, trials, runs = np.random.default_rng(0), [], []
+    gains = {"softmax_cross_entropy": 0.0, "generalized_cross_entropy": 0.02, "phuber_cross_entropy": 0.019}
+    gains |= {"lapsum": 0.021, "smooth_topk": -0.02}
+    for labels, (method, gain) in itertools.product(LABELS, gains.items()):
+        shared = {name: "" for name in ("label_smoothing", "mixup", "noise_matrix", "noise_rate")}
+        shared |= {"labels": labels, "embeddings": labels, "method": method, "backbone": "timm:lite0"}
+        shared |= {"resolution": "128", "train_images": "45000", "valid_images": "5000", "batch_size": "500"}
+        for number, lr in enumerate(("0.1", "0.2", "0.3")):  # the last is bad
+            row = shared | {"lr": lr, "n_epochs": ("4", "12", "12")[number], "order_seed": "0", "seed": "0"}
+            high = {"valid": number == 0, "clean": number == (method == "lapsum")}
+            row |= {f"last_{split}_top{k}": str(0.4 + gain + 0.1 * high[split]) for split in high for k in (1, 5)}
+            trials.append(row)
+        for seed, lr in itertools.product(range(1, 11), ("0.1", "0.2")):
+            row = shared | {"lr": lr, "n_epochs": "4" if lr == "0.1" else "12", "order_seed": str(seed)}
+            for metric, value in FIRST.items():
+                row[metric] = str(value + gain + 0.01 * (lr == "0.2") + random.normal(0, 0.002) + 0.003 * seed)
+            runs.append(row | {"seed": str(seed)})
+    pd.DataFrame(trials).to_csv(tmp_path / "noise_trials.csv", index=False)
+    pd.DataFrame(runs).to_csv(tmp_path / "noise.csv", index=False)
+    return tmp_path / "noise.csv", pd.DataFrame(runs)
+
+
+def plain_difference(runs, labels, one, other, metric, lr="0.1"):
+    """The differences of ten seeds in points, as an array."""
+    pick = [runs[(runs["labels"] == labels) & (runs["method"] == each) & (runs["lr"] == lr)] for each in (one, other)]
+    first, second = (100 * each.sort_values("seed")[metric].astype(float).to_numpy() for each in pick)
+    return first - second
+
+
+def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
+    path, runs = files
+    lines = noise_table(path, "human").splitlines()
+    (row,) = (line for line in lines if line.startswith("| LapSum") and lines.index(line) < len(lines) / 2)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    expected, p_values = [], []
+    for labels, other in itertools.product(LABELS, ("softmax_cross_entropy", "generalized_cross_entropy")):
+        for one in set(runs["method"]) - {other, "softmax_cross_entropy"}:  # each pair once
+            for metric in FIRST:
+                values = plain_difference(runs, labels, one, other, metric)
+                t = values.mean() / (values.std(ddof=1) / 10**0.5)
+                p_values.append(2 * stats.t.sf(abs(t), 9))
+                if (labels, one) == ("human", "lapsum"):
+                    low, high = stats.t.interval(0.95, 9, values.mean(), values.std(ddof=1) / 10**0.5)
+                    expected.append((f"{values.mean():+.2f} ± {(high - low) / 2:.2f}", p_values[-1]))
+    assert len(p_values) == 28
+    kept, alive = {}, True
+    for place, p in enumerate(sorted(p_values)):  # the smallest first, each against its share of 5 %
+        alive = alive and p <= 0.05 / (28 - place)
+        kept[p] = bool(alive)
+    assert {True, False} == set(kept.values())
+    assert cells[3:] == [text.replace("-", "−") + "\\*" * kept[p] for text, p in expected]
+    assert "28 differences" in lines[0]
+
+
+def test_the_answer_is_the_best_top_k_loss_minus_the_best_robust_loss_by_noisy_validation(files):
+    path, runs = files
+    rows = [line for line in noise_answer(path).splitlines() if "LapSum" in line]
+    assert [("labels by people" in row, "40 % of labels drawn among all classes, draw 1" in row) for row in rows] == [
+        (True, False), (False, True),
+    ]  # fmt: skip
+    for labels, row in zip(LABELS, rows):
+        assert "| GCE " in row
+        values = plain_difference(runs, labels, "lapsum", "generalized_cross_entropy", "test_top1")
+        half = stats.t.ppf(0.975, 9) * values.std(ddof=1) / 10**0.5
+        verdict = "no clear difference" if abs(values.mean()) < half else "gain" if values.mean() > 0 else "loss"
+        assert f"{values.mean():+.2f} ± {half:.2f}".replace("-", "−") in row
+        assert f"({verdict})" in row.split("|")[4]
+
+
+def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(files):
+    path, runs = files
+    text = noise_table(path, "human")
+    noisy, clean = text[text.index("Chosen by noisy") :].split("Chosen by clean")
+    gain = 100 * (
+        runs[(runs["labels"] == "human") & (runs["method"] == "lapsum")].groupby("lr")["test_top1"].agg(
+            lambda cells: cells.astype(float).mean())
+    )  # fmt: skip
+    assert f"{gain['0.1']:.2f} ± " in noisy
+    assert f"{gain['0.2']:.2f} ± " in clean
+    assert clean.count("the same trial") == 2 * 4  # of all but LapSum
+    pd.read_csv(path, dtype=str).query("lr == '0.1' or method != 'lapsum'").to_csv(path, index=False)
+    with pytest.raises(ReportError, match="human: what clean validation chose of lapsum has no final run"):
+        noise_table(path, "human")
