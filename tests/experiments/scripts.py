@@ -1,6 +1,7 @@
 """The training scripts with flags that are quick, and what a run of them leaves."""
 
 import csv
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +34,15 @@ def small_network(name: str, num_classes: int) -> nn.Module:
     """In place of a ResNet: it has batch norm, and is quick."""
     body = (nn.Conv2d(3, 4, 5, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
     return nn.Sequential(*body, nn.Linear(196, num_classes))
+
+
+def command_of(script: ModuleType) -> list[str]:
+    """A script as a program; with the small network, where it has a ResNet."""
+    if script is not train_cifar100:
+        return [sys.executable, script.__file__]
+    small = "script.resnet_cifar = scripts.small_network"
+    names = "from experiments import train_cifar100 as script; from tests.experiments import scripts"
+    return [sys.executable, "-c", f"{names}; {small}; script.main()"]
 
 
 def embeddings(path: Path, num_classes: int = 8, train: int = 130, dim: int = 6) -> Path:

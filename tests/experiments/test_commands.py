@@ -1,10 +1,8 @@
 """What holds for each training script: its row, a second and a forced time, seeds, locks, damage, refusals."""
 
 import re
+import resource
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -116,25 +114,17 @@ def test_what_is_not_finite_is_never_recorded(run, script, tmp_path):
 
 
 @each_script
-def test_a_disk_that_is_full_is_a_sentence_and_the_command_continues(script, embeddings, tmp_path):
+def test_a_disk_that_is_full_is_a_sentence_and_the_command_continues(run, script, tmp_path):
     """The system refuses files above 4 KB, as a full disk refuses any."""
-    program = f"""if True:
-        import resource, sys
-        from experiments import {name_of(script)} as script
-        from tests.experiments.scripts import small_network
-        if hasattr(script, "resnet_cifar"):
-            script.resnet_cifar = small_network
-        if sys.argv.pop(1) == "full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-        sys.exit(script.main())"""
-    words = [*shlex.split(SCRIPTS[script].replace("EMBEDDINGS", str(embeddings))), *MACHINE.split()]
-    for disk, status in (("full", 1), ("free", 0)):
-        command = [sys.executable, "-c", program, disk, *words, "--results", tmp_path / "r.csv"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-        assert done.returncode == status, done.stderr
-        assert (tmp_path / "r.csv").exists() == (status == 0)
-        assert "Traceback" not in done.stderr
-        assert ("cannot write" in done.stderr) == (status == 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match=r"cannot write .*bytes are free"):
+            run(script)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "r.csv").exists()
+    run(script)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -225,22 +215,20 @@ def test_a_results_file_with_a_damaged_line_is_not_rewritten(run, tmp_path):
     assert (tmp_path / "r.csv").read_text() == text + "cut,sho"
 
 
-def test_the_schedule_of_heads_goes_by_the_number_of_rows(run, tmp_path):
-    flags = "-d EMBEDDINGS --method softmax_cross_entropy"
-    row, also = run(finetune_imagenet, flags=f'{flags} --also "--method softsort --lr .5"')
-    names = ("train_images", "valid_images", "batch_size", "n_epochs")
-    assert [also[name] for name in names] == [row[name] for name in names]
-    assert also["lr"] == "0.5"
-    # Of 130 rows a fifth validates; a twentieth of the rest is a batch, and there are 2,000 steps.
-    assert [row[name] for name in ("train_images", "valid_images", "batch_size", "n_epochs")] == [
-        "104",
-        "26",
-        "5",
-        "100",
-    ]
-    assert (row["lr"], row["nloglr"], row["m"], row["test_images"]) == ("0.001", "", "", "40")
-    (row,) = run(finetune_imagenet, "--nloglr 2 --n_epochs 1 --seed 1", flags=flags, results=tmp_path / "2" / "r.csv")
+def test_the_schedule_of_heads_goes_by_the_number_of_rows(run):
+    flags = "-d EMBEDDINGS --eval_freq 0 --method softmax_cross_entropy"
+    row, also = run(finetune_imagenet, flags=f'{flags} --n_epochs 2 --also "--method softsort --lr .5"')
+    names = ("train_images", "valid_images", "test_images", "batch_size", "m")
+    # Of 130 rows a fifth validates; a twentieth of the rest is a batch.
+    assert [[each[name] for name in names] for each in (row, also)] == [["104", "26", "40", "5", ""]] * 2
+    assert (row["lr"], row["nloglr"], also["lr"]) == ("0.05", "", "0.5")  # 2 / steps
+    *_, row = run(finetune_imagenet, "--nloglr 2 --n_epochs 1", flags=flags)
     assert (row["lr"], row["nloglr"], row["n_epochs"]) == ("0.01", "2.0", "1")
+    args = finetune_imagenet.parse_arguments(shlex.split(flags))
+    for rows, expected in ((104, (5, 100, 0.001)), (1_200_000, (500, 20, 10**-4.5))):  # 2,000 steps; as published
+        args.batch_size = args.n_epochs = None
+        rate = finetune_imagenet.fill_in_schedule(args, finetune_imagenet.IMAGENET_1K, rows)
+        assert (args.batch_size, args.n_epochs, rate["lr"]) == expected
 
 
 def test_streamed_embeddings_give_the_same_row(run, tmp_path):

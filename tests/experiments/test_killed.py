@@ -3,59 +3,52 @@
 import random
 import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from experiments import extract_embeddings, train_cifar100
 from tests.experiments import scripts
-from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome
+from tests.experiments.scripts import MACHINE, SCRIPTS, command_of, name_of, outcome
+from tests.processes import wait_for
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-KILLS = 3
+KILLS = 2
+EXTRACT = "--dataset digits --backbone test_resnet --weights none --resolution 32 --shard_rows 150 --workers 0"
 
 
-def killed_and_repeated(command: list[str], seconds: float) -> None:
-    """Kill the command at random moments of its work, then let it end."""
-    moments = random.Random(0)
+def killed_and_repeated(script, words: list[str], begun: Path, pattern: str) -> None:
+    """Kill the command at random moments soon after it has written a file, then let it end."""
+    command, moments = [*command_of(script), *words], random.Random(0)
+
+    def state() -> set:
+        return {(path, path.stat().st_mtime_ns) for path in begun.glob(pattern)}
+
     for _ in range(KILLS):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        try:
-            process.wait(timeout=moments.uniform(0.5, 0.95) * seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.communicate()
+        before = state()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda before=before, process=process: state() - before or process.poll() is not None)
+        time.sleep(moments.uniform(0, 0.1))
+        process.kill()
+        process.wait()
     subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
-def test_training(script, tmp_path):
+def test_training(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_cifar100, "resnet_cifar", scripts.small_network)
     flags = SCRIPTS[script].replace("EMBEDDINGS", str(scripts.embeddings(tmp_path / "e.pt")))
-    command = [sys.executable, str(EXPERIMENTS / f"{name_of(script)}.py"), *shlex.split(flags), *MACHINE.split()]
-    started = time.monotonic()
-    subprocess.run([*command, "--results", str(tmp_path / "whole" / "r.csv")], check=True, capture_output=True)
-    killed_and_repeated([*command, "--results", str(tmp_path / "killed" / "r.csv")], time.monotonic() - started)
-    assert outcome(tmp_path / "killed" / "r.csv") == outcome(tmp_path / "whole" / "r.csv")
-    names = [
-        {path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*")} for name in ("killed", "whole")
-    ]
-    assert {path for path in names[0] if path.suffix != ".tmp"} == names[1]
+    words, (whole, killed) = [*shlex.split(flags), *MACHINE.split()], (tmp_path / name for name in ("whole", "killed"))
+    assert script.main([*words, "--results", str(whole / "r.csv")]) == 0
+    killed_and_repeated(script, [*words, "--results", str(killed / "r.csv")], killed, "runs/*/checkpoint.pt")
+    assert outcome(killed / "r.csv") == outcome(whole / "r.csv")
+    found, expected = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (killed, whole))
+    assert {path for path in found if path.suffix != ".tmp"} == expected
 
 
 def test_extraction(tmp_path):
-    flags = "--dataset digits --backbone test_resnet --weights none --resolution 32 --shard_rows 200 --workers 0"
-    command = [
-        sys.executable,
-        str(EXPERIMENTS / "extract_embeddings.py"),
-        *flags.split(),
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-    ]
-    started = time.monotonic()
-    subprocess.run([*command, "--output", str(tmp_path / "whole" / "e.pt")], check=True, capture_output=True)
-    killed_and_repeated([*command, "--output", str(tmp_path / "killed" / "e.pt")], time.monotonic() - started)
-    assert (tmp_path / "killed" / "e.pt").read_bytes() == (tmp_path / "whole" / "e.pt").read_bytes()
-    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["e.pt"]
+    words, (whole, killed) = [*EXTRACT.split(), "--device", "cpu", "--threads", "1"], (tmp_path / "w", tmp_path / "k")
+    assert extract_embeddings.main([*words, "--output", str(whole / "e.pt")]) == 0
+    killed_and_repeated(extract_embeddings, [*words, "--output", str(killed / "e.pt")], killed, "e.pt.parts/*.pt")
+    assert (killed / "e.pt").read_bytes() == (whole / "e.pt").read_bytes()
+    assert [path.name for path in killed.iterdir()] == ["e.pt"]
