@@ -90,7 +90,9 @@ KINDS: dict[str, Callable[..., str]] = {
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
     "methods": reference.methods,
+    "sorted_scores": reference.sorted_scores,
     "flags": reference.flags,
+    "exports": reference.exports,
 }
 
 
@@ -134,7 +136,8 @@ def draw_figures(folder: Path) -> list[Path]:
         table = tables.published_table(Path(name), runs)
         drawn += figures.draw_accuracy(tables.beside_published(name, runs, table), folder)
     path = RESULTS / "table1_epochs.csv"
-    return drawn + figures.draw_epochs(path, read_runs(path), folder)
+    drawn += figures.draw_epochs(path, read_runs(path), folder)
+    return drawn + reference.draw_tutorial(folder)
 
 
 def main(argv: list[str] | None = None) -> int:

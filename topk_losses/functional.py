@@ -33,8 +33,7 @@ def topk_mask(
         x: floating point; an entry of -inf is masked out.
         k: an integer from 1 to x.shape[dim]; for lml, lapsum, sparse_topk, capped_softmax and soft_topk any number
             above 0 up to that, or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient.
-        method: any that sorts (METHODS); the indicators of networks, NeuralSort and SoftSort, sums of their rows, may
-            exceed 1.
+        method: any of RELAXATIONS; the indicators of NeuralSort and SoftSort, sums of their rows, may exceed 1.
         inverse_temperature: larger = closer to the hard indicator, default the method's; a tensor () receives its
             gradient.
         settings: distribution and art_lambda of a network.

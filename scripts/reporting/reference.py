@@ -2,21 +2,27 @@
 
 import argparse
 import contextlib
+import inspect
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
 import pandas as pd
 
+import topk_losses
 from scripts.reporting import tables
 from scripts.reporting.runs import as_numbers, differences, read_runs, short, with_interval
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1, any_operator
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGES = ROOT / "results", ROOT / "docs" / "methods"
+RESULTS, PAGES, TUTORIAL = ROOT / "results", ROOT / "docs" / "methods", ROOT / "docs" / "tutorial.md"
 KINDS = {
     "losses": "loss without a sort",
     "robust": "loss for wrong labels",
@@ -53,6 +59,17 @@ def parameters(method: str) -> str:
     return table.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
 
 
+def exports(*names: str) -> str:
+    """Return what each name of the library is, by the first sentence of its docstring."""
+    rows = []
+    for name in names:
+        first = re.split(r"(?<=\.)\n", str(inspect.getdoc(getattr(topk_losses, name))), maxsplit=1)[0]
+        parts = re.split(r"(`[^`]*`)", first.replace("\n", " "))
+        parts[::2] = [re.sub(r"([*_<|\[\]])", r"\\\1", part) for part in parts[::2]]
+        rows.append({"name": f"`{name}`", "what it is": "".join(parts)})
+    return pd.DataFrame(rows).to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+
+
 def sections() -> dict[str, str]:
     """Return the address of each method's section, from docs/."""
     found = {}
@@ -83,6 +100,39 @@ def methods() -> str:
         row |= {name: times.get((method, *map(str, size)), "") for name, size in SIZES.items()}
         rows.append(row)
     return tables.as_markdown(pd.DataFrame(rows))
+
+
+def sorted_scores() -> str:
+    """Return what sorting m of the scores costs, at the inverse temperature that validation chose."""
+    rows = []
+    for classes in (100, 1000):
+        runs = read_runs(RESULTS / f"temperature_classes_{classes}.csv", ["p_k=0.5 0 0 0 0.5"])
+        runs = as_numbers(runs, ["test_top1", "test_top5", "valid_top1", "valid_top5"], 100)
+        runs = runs[~runs["inverse_temperature"].str.contains("auto|:") & runs["m"].isin(["16", str(classes)])]
+        runs = runs.assign(aim=runs["valid_top1"] + runs["valid_top5"], m=runs["m"].replace(str(classes), "all"))
+        means = runs.groupby(["method", "m", "inverse_temperature"], sort=False)[
+            ["test_top1", "test_top5", "aim"]
+        ].mean()
+        best = means.loc[means.groupby(level=[0, 1])["aim"].idxmax()].droplevel(2)
+        for method in best.index.unique("method"):
+            row = {"classes": f"{classes:,}", "method": f"`{method}`"}
+            for name, metric in (("top-1", "test_top1"), ("top-5", "test_top5")):
+                row |= {
+                    f"{name}, m = {m}".replace("m = all", "all"): f"{best.loc[(method, m), metric]:.2f}"
+                    for m in ("16", "all")
+                }
+            rows.append(row)
+    return tables.as_markdown(pd.DataFrame(rows))
+
+
+def draw_tutorial(folder: Path) -> list[Path]:
+    """Run the code of the tutorial, and keep the figure that it saves."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    style = Path(__file__).with_name("report.mplstyle")
+    made = {**os.environ, "MATPLOTLIBRC": str(style), "MPLBACKEND": "Agg", "SOURCE_DATE_EPOCH": "0"}
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run([sys.executable, "-c", "".join(blocks)], cwd=scratch, env=made, check=True, capture_output=True)
+        return [Path(shutil.copy(Path(scratch) / "top_k_accuracy.svg", folder / "tutorial.svg"))]
 
 
 def parser_of(script: str) -> argparse.ArgumentParser:
