@@ -262,3 +262,24 @@ def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(fil
     pd.read_csv(path, dtype=str).query("lr == '0.1' or method != 'lapsum'").to_csv(path, index=False)
     with pytest.raises(ReportError, match="human: what clean validation chose of lapsum has no final run"):
         noise_table(path, "human")
+
+
+def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_loss(right, tmp_path, capsys):
+    words = ["-d", str(right[0]), "--folder", str(tmp_path), "--labels", "blocks_.2", "right", "--dry-run"]
+    assert noise.main(words) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    passes = [parse_arguments(shlex.split(line)[2:]) for line in lines]
+    with_matrix = {"forward_true", "forward_estimated"}  # which is the identity for right labels
+    for labels, number in (("blocks_.2", len(noise.LOSSES)), ("right", len(noise.LOSSES) - len(with_matrix))):
+        own = [args for args in passes if args.data_path == str(tmp_path / f"{labels}.pt")]
+        assert len(own) == 2 * number
+        assert {(1 + len(args.also), args.seed, args.eval_freq, str(args.results)) for args in own} == {
+            (15, 0, 0, "results/noise_trials.csv")
+        }
+        assert {args.n_epochs for args in own} == set(noise.EPOCHS)
+        matrices = {args.noise_matrix for args in own} - {None}
+        assert len(matrices) == (2 if labels == "blocks_.2" else 0)
+        assert all(matrix.is_file() for matrix in matrices)
+    assert load_embeddings(tmp_path / "right.pt").info["labels"] == "right"
+    with pytest.raises(SystemExit, match="2"):  # no file of human labels
+        noise.main(["-d", str(right[0]), "--folder", str(tmp_path), "--dry-run"])
