@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.reporting import columns, noise, reference, studies, tables
+from scripts.reporting import columns, findings, noise, reference, studies, tables
 from scripts.reporting.runs import ReportError, read_runs
 from topk_losses import METHODS
 
@@ -93,6 +93,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "sorted_scores": reference.sorted_scores,
     "flags": reference.flags,
     "exports": reference.exports,
+    "main_findings": findings.main_table,
+    "findings": findings.full_table,
 }
 
 
@@ -137,7 +139,7 @@ def draw_figures(folder: Path) -> list[Path]:
         drawn += figures.draw_accuracy(tables.beside_published(name, runs, table), folder)
     path = RESULTS / "table1_epochs.csv"
     drawn += figures.draw_epochs(path, read_runs(path), folder)
-    return drawn + reference.draw_tutorial(folder)
+    return drawn + figures.draw_findings(folder) + reference.draw_tutorial(folder)
 
 
 def main(argv: list[str] | None = None) -> int:

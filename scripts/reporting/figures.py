@@ -14,8 +14,8 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from scripts.reporting import findings, studies, tables
 from scripts.reporting import runs as core
-from scripts.reporting import studies, tables
 from scripts.reporting.runs import METRICS, half_width
 
 plt.style.use(Path(__file__).with_name("report.mplstyle"))
@@ -99,12 +99,14 @@ def dots(frame: pd.DataFrame, panels: Sequence[tuple[str, str, str, str]]) -> Fi
         least = values.max() - WIDEST if half else -float("inf")
         for place, row in enumerate(frame.to_dict("records")):
             style = STYLE.get(row["method"], {"color": "black", "marker": "."}) | {"linestyle": ""}
-            for name, face, interval in ((hollow, "none", ""), (value, style["color"], half)):
+            outside = []
+            for name, face, interval in ((value, style["color"], half), (hollow, "none", "")):
                 if row.get(name, float("nan")) < least:
-                    where = {"xy": (0.02, place), "xycoords": ("axes fraction", "data"), "va": "center"}
-                    axis.annotate(f"◂ {row[name]:.0f}" + " published" * (face == "none"), fontsize=6, **where)
+                    outside.append(f"{row[name]:.0f}" + " published" * (face == "none"))
                 elif name in row:
                     axis.errorbar(row[name], place, xerr=row.get(interval), capsize=2, markerfacecolor=face, **style)
+            where = {"xy": (0.02, place), "xycoords": ("axes fraction", "data"), "va": "bottom"}
+            axis.annotate("◂ " * bool(outside) + ", ".join(outside), fontsize=6, **where)
         axis.set(title=title, xscale="linear" if half or values.max() < 5 * values.min() else "log")
         axis.set_xlim(left=least if half and values.min() < least else None)
         axis.minorticks_off()
@@ -195,3 +197,27 @@ def draw_benchmarks(folder: Path) -> list[Path]:
     ys = {"ms": "time of a pass (ms)", "peak_mib": "peak memory (MiB)"}
     figure = lines(frame, "size", ys, "panel", dotted=" expected", xscale="log", yscale="log")
     return [*drawn, *save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")]
+
+
+def draw_findings(folder: Path) -> list[Path]:
+    """Draw the differences to cross-entropy of the main comparisons, with their intervals."""
+    comparisons = [comparison for comparison in findings.COMPARISONS if comparison.is_main]
+    figure, axes = plt.subplots(1, 2, figsize=(PAGE + 1, 0.9 + 0.27 * len(comparisons)), sharey=True)
+    for place, comparison in enumerate(comparisons):
+        found = findings.difference(comparison)
+        for axis, mean, half in zip(axes, found.mean, found.half):
+            is_clear = abs(mean) > half
+            color = ("C0" if mean > 0 else "C3") if is_clear else "C7"
+            look = {"marker": "o" if found.seeds > 1 else "D", "markerfacecolor": color if is_clear else "white"}
+            axis.errorbar(mean, place, xerr=half if found.seeds > 1 else None, color=color, capsize=2, **look)
+        seeds = f"{found.seeds} seeds" if found.seeds > 1 else "1 seed"
+        axes[1].text(1.02, place, seeds, transform=axes[1].get_yaxis_transform(), fontsize=7, va="center")
+    for axis, metric in zip(axes, METRICS.values()):
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set(title=metric, xlabel="difference to cross-entropy (points)", ylim=(len(comparisons) - 0.5, -0.5))
+    labels = [
+        f"{'From scratch' if each.data == findings.SCRATCH else 'Linear'}: {each.setting}" for each in comparisons
+    ]
+    axes[0].set_yticks(range(len(comparisons)), [f"{label}\n{each.name}" for label, each in zip(labels, comparisons)])
+    axes[0].tick_params(axis="y", labelsize=7)
+    return save(figure, folder, "findings")

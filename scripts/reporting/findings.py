@@ -1,0 +1,196 @@
+"""The comparisons behind the findings: a loss minus a baseline, paired by seed, each from one results file."""
+
+import math
+from typing import NamedTuple
+
+import pandas as pd
+
+from scripts.reporting import runs as core
+from scripts.reporting import studies
+from scripts.reporting.runs import METRICS, read_runs
+from scripts.reporting.tables import PAPER, as_markdown
+
+RESULTS = PAPER.parent
+EVEN = "0.2 0.2 0.2 0.2 0.2"
+BASELINE, GAINS = ["Cross-entropy top-1", "Cross-entropy top-5"], ["Difference top-1", "Difference top-5"]
+SCRATCH = "ResNet-18 from scratch on CIFAR-100"
+LINEAR = "Linear classifier on ImageNet features, CIFAR-100, 22 epochs"
+
+
+class Comparison(NamedTuple):
+    """A loss and its baseline: the runs of a results file that have these values in these columns."""
+
+    data: str
+    setting: str
+    name: str  # of the loss
+    file: str
+    loss: dict[str, str]
+    baseline: dict[str, str]
+    trials: str = ""  # settings tried for the loss / for the baseline, and what chose among them
+    epoch: int = 0  # of a file of scripts/epochs.py: read the best validation epoch up to this one
+    is_main: bool = True  # stands in the README and in the figure
+
+
+class Difference(NamedTuple):
+    """What a comparison found: in percent, each value for top-1 and top-5."""
+
+    seeds: int
+    baseline: list[float]
+    mean: list[float]
+    half: list[float]  # half of the 95 % interval; NaN with one pair of seeds
+
+
+CROSS_ENTROPY = {"method": "softmax_cross_entropy"}
+SPLITTER = {"method": "splitter_selection"}
+CORRECTION = {"method": "lapsum", "inverse_temperature": "0.000244140625"}
+TUNED = "30 / 30, clean validation labels"
+WITHIN, AMONG = "16 % wrong labels, within groups of five classes", "20 % wrong labels, among all classes"
+COMPARISONS = [
+    Comparison(
+        *(SCRATCH, "200 epochs, constant learning rate", "splitter_selection", "table1.csv", SPLITTER, CROSS_ENTROPY),
+        trials="published settings",
+    ),
+    Comparison(
+        *(
+            SCRATCH,
+            "200-epoch schedule, after 73 epochs",
+            "splitter_selection",
+            "table1_epochs.csv",
+            SPLITTER,
+            CROSS_ENTROPY,
+        ),
+        trials="published settings",
+        epoch=73,
+    ),
+    Comparison(
+        *(SCRATCH, "16 epochs, cosine schedule, published settings", "splitter_selection", "table1_short.csv"),
+        *({**SPLITTER, "p_k": EVEN}, CROSS_ENTROPY),
+        trials="published settings",
+    ),
+    Comparison(
+        *(SCRATCH, "16 epochs, cosine schedule, both tuned", "splitter_selection", "scratch.csv"),
+        {**SPLITTER, "inverse_temperature": "0.1", "label_noise": "0.0"},
+        {**CROSS_ENTROPY, "lr": "0.001", "label_smoothing": "", "label_noise": "0.0"},
+        trials="4 / 4, clean validation labels",
+    ),
+    Comparison(
+        *(SCRATCH, "36 epochs, weight decay and weight averaging", "splitter_selection", "strong.csv"),
+        *(SPLITTER, CROSS_ENTROPY),
+        trials="published settings",
+        is_main=False,
+    ),
+    Comparison(
+        *(SCRATCH, f"16 epochs, {WITHIN}", "splitter_selection", "scratch.csv"),
+        {**SPLITTER, "inverse_temperature": "0.025", "label_noise": "0.2"},
+        {**CROSS_ENTROPY, "label_smoothing": "", "label_noise": "0.2"},
+        trials="3 / 2, clean validation labels",
+        is_main=False,
+    ),
+    Comparison(
+        *(SCRATCH, f"16 epochs, {WITHIN}", "label smoothing 0.1", "scratch.csv"),
+        {**CROSS_ENTROPY, "label_smoothing": "0.1", "label_noise": "0.2"},
+        {**CROSS_ENTROPY, "label_smoothing": "", "label_noise": "0.2"},
+        trials="1 / 1",
+        is_main=False,
+    ),
+    Comparison(
+        *(LINEAR, "correct labels", "splitter_selection", "heads_more.csv", SPLITTER, CROSS_ENTROPY, TUNED),
+    ),
+    Comparison(
+        *(LINEAR, "correct labels", "ldr_kl", "heads_more.csv", {"method": "ldr_kl"}, CROSS_ENTROPY, TUNED),
+    ),
+    Comparison(
+        *(LINEAR, "correct labels, top-5 only", "smooth_topk", "heads.csv", {"method": "smooth_topk"}, CROSS_ENTROPY),
+        trials="8 / 20, clean validation labels",
+        is_main=False,
+    ),
+    Comparison(
+        *(LINEAR, WITHIN, "splitter_selection", "heads_noise_.2_more.csv", SPLITTER, CROSS_ENTROPY, TUNED),
+    ),
+    Comparison(
+        *(LINEAR, WITHIN, "forward_correction", "heads_noise_.2_more.csv", CORRECTION, CROSS_ENTROPY, TUNED),
+    ),
+    Comparison(
+        *(LINEAR, AMONG, "splitter_selection", "heads_noise_.2_of_100_more.csv", SPLITTER, CROSS_ENTROPY, TUNED),
+    ),
+    Comparison(
+        *(LINEAR, AMONG, "forward_correction", "heads_noise_.2_of_100_more.csv", CORRECTION, CROSS_ENTROPY, TUNED),
+    ),
+]
+
+
+def runs_of(comparison: Comparison, conditions: dict[str, str]) -> pd.DataFrame:
+    """Return the runs that meet the conditions, with accuracies in percent."""
+    runs = read_runs(RESULTS / comparison.file, [f"{name}={value}" for name, value in conditions.items()])
+    if not comparison.epoch:
+        return core.as_numbers(runs, METRICS, 100)
+    table = studies.epochs(RESULTS / comparison.file, runs)
+    table = table[table["epoch"] == comparison.epoch]
+    return table.assign(**{metric: table[f"chosen_{metric}"] for metric in METRICS})
+
+
+def difference(comparison: Comparison) -> Difference:
+    """Return a comparison's mean difference and interval over the seeds that both sides have."""
+    loss, baseline = (runs_of(comparison, conditions) for conditions in (comparison.loss, comparison.baseline))
+    gains = core.differences(loss, baseline, list(METRICS))
+    paired = baseline[baseline["seed"].isin(gains.index)]
+    half = core.half_width(gains.std(), len(gains))
+    return Difference(len(gains), paired[list(METRICS)].mean().tolist(), gains.mean().tolist(), half.tolist())
+
+
+def status(found: Difference) -> str:
+    """Return gain, loss or no clear difference, for top-1 and top-5."""
+    if found.seeds == 1:
+        return "one pair: no interval"
+    words = [
+        "no clear difference" if abs(mean) <= half else "gain" if mean > 0 else "loss"
+        for mean, half in zip(found.mean, found.half)
+    ]
+    return words[0] if words[0] == words[1] else f"top-1: {words[0]}; top-5: {words[1]}"
+
+
+def signed(mean: float, half: float) -> str:
+    """Return a difference with its interval, in bold where the interval excludes 0."""
+    text = f"{mean:+.2f}".replace("-", "−") + ("" if math.isnan(half) else f" ± {half:.2f}")
+    return f"**{text}**" if abs(mean) > half else text
+
+
+def published() -> dict[str, str]:
+    """Return the paper's own row of the README's table."""
+    rows = pd.read_csv(PAPER / "table1.csv")
+    rows = rows[rows["source"].str.startswith("Petersen")].set_index(["method", "p_k"])[list(METRICS)] * 100
+    baseline, loss = rows.loc["softmax_cross_entropy", "1 0 0 0 0"], rows.loc["splitter_selection", EVEN]
+    row = {"Setting": "paper: 200 epochs, constant learning rate", "Loss": "`splitter_selection`", "Seeds": "2"}
+    gains = [signed(gain, math.nan) for gain in loss - baseline]
+    return row | dict(zip(BASELINE, baseline.map("{:.2f}".format))) | dict(zip(GAINS, gains))
+
+
+def main_table() -> str:
+    """Return the README's table: the main comparisons with cross-entropy's accuracy, and the paper's own row."""
+    rows: list[dict[str, str]] = []
+    for comparison in [comparison for comparison in COMPARISONS if comparison.is_main]:
+        if comparison.data not in [row["Setting"].strip("*") for row in rows]:
+            rows += [{"Setting": f"**{comparison.data}**"}, *([published()] if comparison.data == SCRATCH else [])]
+        found = difference(comparison)
+        row = {"Setting": comparison.setting, "Loss": f"`{comparison.name}`", "Seeds": str(found.seeds)}
+        row |= dict(zip(BASELINE, map("{:.2f}".format, found.baseline)))
+        rows.append(row | dict(zip(GAINS, map(signed, found.mean, found.half))))
+    return as_markdown(pd.DataFrame(rows).fillna(""))
+
+
+def full_table() -> str:
+    """Return the table of docs/findings.md: all comparisons, with their status, trials, file and commit."""
+    rows: list[dict[str, str]] = []
+    for number, comparison in enumerate(COMPARISONS, 1):
+        if comparison.data not in [row["Setting"].strip("*") for row in rows]:
+            rows.append({"Setting": f"**{comparison.data}**"})
+        found = difference(comparison)
+        row = {"#": str(number), "Setting": comparison.setting, "Loss": f"`{comparison.name}`"}
+        row |= {"Seeds": str(found.seeds), **dict(zip(GAINS, map(signed, found.mean, found.half)))}
+        row |= {"Status": status(found), "Trials (loss / baseline)": comparison.trials}
+        sides = [runs_of(comparison, conditions) for conditions in (comparison.loss, comparison.baseline)]
+        commits = sorted({commit[:7] for runs in sides for commit in runs.get("git_commit", [])})
+        link = f"[{comparison.file}](../results/{comparison.file})"
+        rows.append(row | {"Runs": link, "Commit": ", ".join(commits)})
+    columns = ["#", "Setting", "Loss", "Seeds", *GAINS, "Status", "Trials (loss / baseline)", "Runs", "Commit"]
+    return as_markdown(pd.DataFrame(rows, columns=columns).fillna(""))
