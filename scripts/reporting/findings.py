@@ -15,20 +15,24 @@ EVEN = "0.2 0.2 0.2 0.2 0.2"
 BASELINE, GAINS = ["Cross-entropy top-1", "Cross-entropy top-5"], ["Difference top-1", "Difference top-5"]
 SCRATCH = "ResNet-18 from scratch on CIFAR-100"
 LINEAR = "Linear classifier on ImageNet features, CIFAR-100, 22 epochs"
+WRONG = "The same with wrong training labels"
 
 
 class Comparison(NamedTuple):
     """A loss and its baseline: the runs of a results file that have these values in these columns."""
 
+    key: str  # by which pages name it
     data: str
     setting: str
     name: str  # of the loss
     file: str
     loss: dict[str, str]
     baseline: dict[str, str]
-    trials: str = ""  # settings tried for the loss / for the baseline, and what chose among them
+    chosen: tuple[dict[str, str], dict[str, str]] = ({}, {})  # further values, which validation chose for either
+    is_published: bool = False  # published settings, not chosen here
     epoch: int = 0  # of a file of scripts/epochs.py: read the best validation epoch up to this one
     is_main: bool = True  # stands in the README and in the figure
+    baseline_name: str = "cross-entropy"
 
 
 class Difference(NamedTuple):
@@ -43,95 +47,105 @@ class Difference(NamedTuple):
 CROSS_ENTROPY = {"method": "softmax_cross_entropy"}
 SPLITTER = {"method": "splitter_selection"}
 CORRECTION = {"method": "lapsum", "inverse_temperature": "0.000244140625"}
-TUNED = "30 / 30, clean validation labels"
-WITHIN, AMONG = "16 % wrong labels, within groups of five classes", "20 % wrong labels, among all classes"
+CLEAN, NOISY = {"label_noise": "0.0"}, {"label_noise": "0.2"}
+NOT_SMOOTHED = {"label_smoothing": ""}
+WITHIN, AMONG = "16 % wrong, within groups of five classes", "20 % wrong, among all classes"
 COMPARISONS = [
     Comparison(
-        *(SCRATCH, "200 epochs, constant learning rate", "splitter_selection", "table1.csv", SPLITTER, CROSS_ENTROPY),
-        trials="published settings",
-    ),
-    Comparison(
         *(
+            "S1",
             SCRATCH,
-            "200-epoch schedule, after 73 epochs",
+            "200 epochs, constant learning rate",
             "splitter_selection",
-            "table1_epochs.csv",
+            "table1.csv",
             SPLITTER,
             CROSS_ENTROPY,
         ),
-        trials="published settings",
+        is_published=True,
+    ),
+    Comparison(
+        *("S2", SCRATCH, "200-epoch schedule, after 73 epochs", "splitter_selection", "table1_epochs.csv"),
+        *(SPLITTER, CROSS_ENTROPY),
+        is_published=True,
         epoch=73,
     ),
     Comparison(
-        *(SCRATCH, "16 epochs, cosine schedule, published settings", "splitter_selection", "table1_short.csv"),
+        *("S3", SCRATCH, "16 epochs, cosine schedule, published settings", "splitter_selection", "table1_short.csv"),
         *({**SPLITTER, "p_k": EVEN}, CROSS_ENTROPY),
-        trials="published settings",
+        is_published=True,
     ),
     Comparison(
-        *(SCRATCH, "16 epochs, cosine schedule, both tuned", "splitter_selection", "scratch.csv"),
-        {**SPLITTER, "inverse_temperature": "0.1", "label_noise": "0.0"},
-        {**CROSS_ENTROPY, "lr": "0.001", "label_smoothing": "", "label_noise": "0.0"},
-        trials="4 / 4, clean validation labels",
+        *("S4", SCRATCH, "16 epochs, cosine schedule, both tuned", "splitter_selection", "scratch.csv"),
+        *(SPLITTER | CLEAN, CROSS_ENTROPY | CLEAN),
+        chosen=({"inverse_temperature": "0.1"}, {"lr": "0.001"} | NOT_SMOOTHED),
     ),
     Comparison(
-        *(SCRATCH, "36 epochs, weight decay and weight averaging", "splitter_selection", "strong.csv"),
+        *("S5", SCRATCH, "36 epochs, weight decay and weight averaging", "splitter_selection", "strong.csv"),
         *(SPLITTER, CROSS_ENTROPY),
-        trials="published settings",
+        is_published=True,
         is_main=False,
     ),
     Comparison(
-        *(SCRATCH, f"16 epochs, {WITHIN}", "splitter_selection", "scratch.csv"),
-        {**SPLITTER, "inverse_temperature": "0.025", "label_noise": "0.2"},
-        {**CROSS_ENTROPY, "label_smoothing": "", "label_noise": "0.2"},
-        trials="3 / 2, clean validation labels",
+        *("S6", SCRATCH, f"16 epochs, labels {WITHIN}", "splitter_selection", "scratch.csv"),
+        *(SPLITTER | NOISY, CROSS_ENTROPY | NOISY),
+        chosen=({"inverse_temperature": "0.025"}, NOT_SMOOTHED),
         is_main=False,
     ),
+    Comparison("L1", LINEAR, "correct labels", "splitter_selection", "heads_more.csv", SPLITTER, CROSS_ENTROPY),
+    Comparison("L2", LINEAR, "correct labels", "ldr_kl", "heads_more.csv", {"method": "ldr_kl"}, CROSS_ENTROPY),
     Comparison(
-        *(SCRATCH, f"16 epochs, {WITHIN}", "label smoothing 0.1", "scratch.csv"),
-        {**CROSS_ENTROPY, "label_smoothing": "0.1", "label_noise": "0.2"},
-        {**CROSS_ENTROPY, "label_smoothing": "", "label_noise": "0.2"},
-        trials="1 / 1",
+        *(
+            "L3",
+            LINEAR,
+            "correct labels, top-5 only",
+            "smooth_topk",
+            "heads.csv",
+            {"method": "smooth_topk"},
+            CROSS_ENTROPY,
+        ),
         is_main=False,
-    ),
-    Comparison(
-        *(LINEAR, "correct labels", "splitter_selection", "heads_more.csv", SPLITTER, CROSS_ENTROPY, TUNED),
-    ),
-    Comparison(
-        *(LINEAR, "correct labels", "ldr_kl", "heads_more.csv", {"method": "ldr_kl"}, CROSS_ENTROPY, TUNED),
-    ),
-    Comparison(
-        *(LINEAR, "correct labels, top-5 only", "smooth_topk", "heads.csv", {"method": "smooth_topk"}, CROSS_ENTROPY),
-        trials="8 / 20, clean validation labels",
-        is_main=False,
-    ),
-    Comparison(
-        *(LINEAR, WITHIN, "splitter_selection", "heads_noise_.2_more.csv", SPLITTER, CROSS_ENTROPY, TUNED),
-    ),
-    Comparison(
-        *(LINEAR, WITHIN, "forward_correction", "heads_noise_.2_more.csv", CORRECTION, CROSS_ENTROPY, TUNED),
-    ),
-    Comparison(
-        *(LINEAR, AMONG, "splitter_selection", "heads_noise_.2_of_100_more.csv", SPLITTER, CROSS_ENTROPY, TUNED),
-    ),
-    Comparison(
-        *(LINEAR, AMONG, "forward_correction", "heads_noise_.2_of_100_more.csv", CORRECTION, CROSS_ENTROPY, TUNED),
     ),
 ]
+for number, noise, file in ((1, WITHIN, "heads_noise_.2_more.csv"), (4, AMONG, "heads_noise_.2_of_100_more.csv")):
+    COMPARISONS += [
+        Comparison(f"W{number}", WRONG, noise, "splitter_selection", file, SPLITTER, CROSS_ENTROPY),
+        Comparison(f"W{number + 1}", WRONG, noise, "forward_correction", file, CORRECTION, CROSS_ENTROPY),
+        Comparison(
+            *(f"W{number + 2}", WRONG, noise, "splitter_selection", file, SPLITTER, CORRECTION),
+            is_main=False,
+            baseline_name="forward correction",
+        ),
+    ]
 
 
-def runs_of(comparison: Comparison, conditions: dict[str, str]) -> pd.DataFrame:
-    """Return the runs that meet the conditions, with accuracies in percent."""
-    runs = read_runs(RESULTS / comparison.file, [f"{name}={value}" for name, value in conditions.items()])
-    if not comparison.epoch:
-        return core.as_numbers(runs, METRICS, 100)
-    table = studies.epochs(RESULTS / comparison.file, runs)
-    table = table[table["epoch"] == comparison.epoch]
-    return table.assign(**{metric: table[f"chosen_{metric}"] for metric in METRICS})
+def sides(comparison: Comparison) -> list[pd.DataFrame]:
+    """Return the runs of the loss and of its baseline, with accuracies in percent."""
+    path, found = RESULTS / comparison.file, []
+    for arm, chosen in zip((comparison.loss, comparison.baseline), comparison.chosen):
+        runs = read_runs(path, [f"{name}={value}" for name, value in (arm | chosen).items()])
+        if comparison.epoch:
+            runs = studies.epochs(path, runs)
+            runs = runs[runs["epoch"] == comparison.epoch]
+            found.append(runs.assign(**{metric: runs[f"chosen_{metric}"] for metric in METRICS}))
+        else:
+            found.append(core.as_numbers(runs, METRICS, 100))
+    return found
+
+
+def trials(comparison: Comparison) -> str:
+    """Return how many settings were tried for the loss and for its baseline."""
+    if comparison.is_published:
+        return "published settings"
+    path = RESULTS / comparison.file.replace(".csv", "_trials.csv")
+    path = path if path.exists() else RESULTS / comparison.file
+    arms = (comparison.loss, comparison.baseline)
+    numbers = [len(core.lines_of(read_runs(path, [f"{name}={arm[name]}" for name in arm]))) for arm in arms]
+    return " / ".join(map(str, numbers))
 
 
 def difference(comparison: Comparison) -> Difference:
     """Return a comparison's mean difference and interval over the seeds that both sides have."""
-    loss, baseline = (runs_of(comparison, conditions) for conditions in (comparison.loss, comparison.baseline))
+    loss, baseline = sides(comparison)
     gains = core.differences(loss, baseline, list(METRICS))
     paired = baseline[baseline["seed"].isin(gains.index)]
     half = core.half_width(gains.std(), len(gains))
@@ -181,16 +195,27 @@ def main_table() -> str:
 def full_table() -> str:
     """Return the table of docs/findings.md: all comparisons, with their status, trials, file and commit."""
     rows: list[dict[str, str]] = []
-    for number, comparison in enumerate(COMPARISONS, 1):
+    for comparison in COMPARISONS:
         if comparison.data not in [row["Setting"].strip("*") for row in rows]:
             rows.append({"Setting": f"**{comparison.data}**"})
         found = difference(comparison)
-        row = {"#": str(number), "Setting": comparison.setting, "Loss": f"`{comparison.name}`"}
+        row = {"#": comparison.key, "Setting": comparison.setting, "Loss": f"`{comparison.name}`"}
+        row |= {"Baseline": comparison.baseline_name}
         row |= {"Seeds": str(found.seeds), **dict(zip(GAINS, map(signed, found.mean, found.half)))}
-        row |= {"Status": status(found), "Trials (loss / baseline)": comparison.trials}
-        sides = [runs_of(comparison, conditions) for conditions in (comparison.loss, comparison.baseline)]
-        commits = sorted({commit[:7] for runs in sides for commit in runs.get("git_commit", [])})
+        row |= {"Status": status(found), "Trials (loss / baseline)": trials(comparison)}
+        commits = sorted({commit[:7] for runs in sides(comparison) for commit in runs.get("git_commit", [])})
         link = f"[{comparison.file}](../results/{comparison.file})"
         rows.append(row | {"Runs": link, "Commit": ", ".join(commits)})
-    columns = ["#", "Setting", "Loss", "Seeds", *GAINS, "Status", "Trials (loss / baseline)", "Runs", "Commit"]
+    columns = [
+        "#",
+        "Setting",
+        "Loss",
+        "Baseline",
+        "Seeds",
+        *GAINS,
+        "Status",
+        "Trials (loss / baseline)",
+        "Runs",
+        "Commit",
+    ]
     return as_markdown(pd.DataFrame(rows, columns=columns).fillna(""))
