@@ -22,7 +22,7 @@ from pathlib import Path
 import pandas as pd
 
 from scripts.reporting import columns, findings, noise, reference, studies, tables
-from scripts.reporting.runs import ReportError, read_runs
+from scripts.reporting.runs import METRICS, ReportError, read_runs, shown_p_k
 from topk_losses import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +36,23 @@ def results(file: str, *conditions: str) -> str:
     path = ROOT / file
     runs = read_runs(path, conditions) if path.exists() else pd.DataFrame()
     return tables.FORMATS["markdown"](tables.beside_published(path.stem, runs, tables.published_table(path, runs)))
+
+
+def published(table: str) -> str:
+    """Return the accuracies of a table of results/paper/ in percent, without ours."""
+    rows, protocol = tables.read_published(table)
+    cells = []
+    for row in rows:
+        name = row["published_name"] + "†" * (row["second_hand"] == "true")
+        values = {
+            label: f"{'≈' * (row['approximate'] == metric)}{100 * float(row[metric]):.{len(row[metric]) - 4}f}"
+            for metric, label in METRICS.items()
+            if row[metric]
+        }
+        cells += [{"Row": name, "P_K": shown_p_k(row["p_k"]), **values}] if values else []
+    notes = " †: second-hand, read in a note about a paper." * any(row["second_hand"] == "true" for row in rows)
+    caption = f"{protocol['title']}: published test accuracy in percent.{notes}"
+    return f"{caption}\n\n{tables.as_markdown(pd.DataFrame(cells).fillna(''))}"
 
 
 def paired(file: str, *conditions: str) -> str:
@@ -95,6 +112,7 @@ def speed() -> str:
 
 KINDS: dict[str, Callable[..., str]] = {
     "results": results,
+    "published": published,
     "paired": paired,
     "temperatures": temperatures,
     "epochs": epochs,
