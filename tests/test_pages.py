@@ -30,7 +30,7 @@ def test_a_changed_table_is_named_and_written_again(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<!-- begin tables a.csv -->\n<!-- end -->", "one of results, paired"),
+        ("<!-- begin tables a.csv -->\n<!-- end -->", "one of results, published"),
         ("<!-- begin columns -->\n", "needs an <!-- end -->"),
         ("<!-- begin epochs none.csv -->\n<!-- end -->", "no file"),
     ],
