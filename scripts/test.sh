@@ -8,4 +8,4 @@
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/python -m pytest -n 2 --dist worksteal "$@"
+.venv/bin/python -m pytest -n 2 --dist worksteal --durations 10 "$@"

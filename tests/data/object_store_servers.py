@@ -16,27 +16,23 @@ class FaultyServer:
 
     faults: what goes wrong with the next requests that are no probe (a range of one byte), one each: "503" or another
     status; "page" (another file, whole), "truncate" and "stall" (half of the body, then the end or nothing), "reset"
-    (half of the body, then RST), "shifted" (the range after the one asked for), "garbage" (the right length, other
-    bytes), None (nothing). probe_faults: likewise of probes.
-    spans: (first byte, one after the last) of each request, None without a range. paths: asked for. sent: body bytes.
-    gate: requests with a number (from 0, probes not counted) of `gate_from` and above wait until it is set.
+    (half of the body, then RST), "shifted" (the range after the one asked for), None (nothing). probe_faults: likewise
+    of probes. spans: (first byte, one after the last) of each request, None without a range; seen: its headers. gate:
+    requests with a number (from 0, probes not counted) of `gate_from` and above wait until it is set.
     """
 
     def __init__(self, content: bytes) -> None:
         self.content, self.etag, self.last_modified = content, '"version-1"', None
-        self.ranges, self.if_match, self.headers = True, True, {}
+        self.ranges, self.headers = True, {}
         self.error = b""  # the body of a "503" or another status
-        self.length_header: int | str | None = None  # a lie about the length, where not None
-        self.framed = True  # whether whole answers tell their length
         self.faults: deque[str | None] = deque()
         self.probe_faults: deque[str | None] = deque()
         self.spans: list[tuple[int, int] | None] = []
-        self.paths: list[str] = []
-        self.sent = 0
+        self.seen: list[dict[str, str]] = []
         self.gate, self.gate_from = threading.Event(), 10**9
         self.on_request: Callable[[int], None] = lambda number: None
         self.lock, self.closing = threading.Lock(), threading.Event()
-        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"faulty": self}))
         self.httpd.daemon_threads = True
         self.httpd.handle_error = lambda *_: None  # clients that are killed, or give up, are no news
         threading.Thread(target=self.httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -54,73 +50,59 @@ class FaultyServer:
         self.httpd.shutdown()
         self.httpd.server_close()
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    faulty: FaultyServer
 
-            def log_message(self, *args: object) -> None:
-                pass
+    def log_message(self, *args: object) -> None:
+        pass
 
-            def do_GET(self) -> None:
-                found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-                span = (int(found[1]), int(found[2]) + 1) if found else None
-                with server.lock:
-                    number = sum(span != PROBE for span in server.spans)
-                    if span != PROBE:
-                        server.on_request(number)
-                    server.spans.append(span)
-                    server.paths.append(self.path)
-                    queue = server.probe_faults if span == PROBE else server.faults
-                    fault = queue.popleft() if queue else None
-                    content, etag = server.content, server.etag
-                if span != PROBE and number >= server.gate_from:
-                    server.gate.wait(120)  # seconds; a broken test fails then, and does not hang
-                if fault and fault.isdecimal():
-                    return self.answer(int(fault), server.error, server.headers)
-                if fault == "page":
-                    return self.answer(200, b"<html>Sign in</html>", {})
-                if server.if_match and self.headers.get("If-Match", etag) != etag:
-                    return self.answer(412, b"", {})
-                headers = dict(server.headers)
-                headers |= {"ETag": etag} if etag else {}
-                headers |= {"Last-Modified": server.last_modified} if server.last_modified else {}
-                if span is None or not server.ranges:
-                    return self.answer(200, content, headers, fault)
-                start, stop = span[0], min(span[1], len(content))
-                if fault == "shifted":
-                    start, stop = start + 1, min(stop + 1, len(content))
-                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-                self.answer(206, content[start:stop], headers, fault)
+    def do_GET(self) -> None:
+        server = self.faulty
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        span = (int(found[1]), int(found[2]) + 1) if found else None
+        with server.lock:
+            number = sum(span != PROBE for span in server.spans)
+            if span != PROBE:
+                server.on_request(number)
+            server.spans.append(span)
+            server.seen.append({name.lower(): value for name, value in self.headers.items()})
+            queue = server.probe_faults if span == PROBE else server.faults
+            fault = queue.popleft() if queue else None
+            content, etag = server.content, server.etag
+        if span != PROBE and number >= server.gate_from:
+            server.gate.wait(120)  # seconds; a broken test fails then, and does not hang
+        if fault and fault.isdecimal():
+            return self.answer(int(fault), server.error, server.headers)
+        if fault == "page":
+            return self.answer(200, b"<html>Sign in</html>", {})
+        if self.headers.get("If-Match", etag) != etag:
+            return self.answer(412, b"", {})
+        headers = dict(server.headers)
+        headers |= {"ETag": etag} if etag else {}
+        headers |= {"Last-Modified": server.last_modified} if server.last_modified else {}
+        if span is None or not server.ranges:
+            return self.answer(200, content, headers, fault)
+        start, stop = span[0], min(span[1], len(content))
+        if fault == "shifted":
+            start, stop = start + 1, min(stop + 1, len(content))
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        self.answer(206, content[start:stop], headers, fault)
 
-            def answer(self, status: int, body: bytes, headers: dict[str, str], fault: str | None = None) -> None:
-                if fault == "garbage":
-                    body = bytes(len(body))
-                if status != 200 or server.framed:
-                    lie = server.length_header if status == 200 else None
-                    headers = {**headers, "Content-Length": str(len(body) if lie is None else lie)}
-                else:
-                    self.close_connection = True
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                cut = fault in ("truncate", "stall", "reset")
-                body = body[: len(body) // 2] if cut else body
-                try:
-                    self.wfile.write(body)
-                    self.wfile.flush()
-                except OSError:  # the client has gone
-                    self.close_connection = True
-                    return
-                with server.lock:
-                    server.sent += len(body) if status in (200, 206) else 0
-                if fault == "stall":
-                    server.closing.wait()
-                if fault == "reset":
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                if cut or server.length_header is not None:
-                    self.close_connection = True
-
-        return Handler
+    def answer(self, status: int, body: bytes, headers: dict[str, str], fault: str | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = fault in ("truncate", "stall", "reset")
+        try:
+            self.wfile.write(body[: len(body) // 2] if self.close_connection else body)
+            self.wfile.flush()
+        except OSError:  # the client has gone
+            self.close_connection = True
+            return
+        if fault == "stall":
+            self.faulty.closing.wait()
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import boto3
 import pytest
 
 from data import download as module
@@ -83,8 +82,10 @@ def test_what_is_no_file_does_not_stay(source, tmp_path, change, message):
     assert ".bin" not in left(tmp_path)
 
 
-@pytest.mark.parametrize("by", ["etag", "weak etag", "date"])
-def test_parts_of_another_version_are_never_mixed(source, body, tmp_path, by):
+@pytest.mark.parametrize("by", ["etag", "weak etag", "date", "etag in S3"])
+def test_parts_of_another_version_are_never_mixed(source, body, tmp_path, monkeypatch, by):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", source.endpoint)
+    address = "s3://store/own.bin" if by == "etag in S3" else source.url
     if by == "date":
         source.etag, source.last_modified = None, "Mon, 01 Jan 2024 00:00:00 GMT"
     if by == "weak etag":
@@ -94,13 +95,13 @@ def test_parts_of_another_version_are_never_mixed(source, body, tmp_path, by):
     def replace_file(number):
         if number == 3:
             source.content = other
-            source.etag = {"etag": '"2"', "weak etag": 'W/"2"', "date": None}[by]
+            source.etag = {"weak etag": 'W/"2"', "date": None}.get(by, '"2"')
             source.last_modified = "Mon, 01 Jan 2023 00:00:00 GMT" if by == "date" else None  # older than before
 
     source.on_request = replace_file
     with pytest.raises(SystemExit, match="has changed on the server"):
-        download(source.url, tmp_path)
-    assert download(source.url, tmp_path).read_bytes() == other
+        download(address, tmp_path)
+    assert download(address, tmp_path).read_bytes() == other
 
 
 def test_finished_parts_are_not_asked_for_again(source, body, tmp_path):
@@ -132,24 +133,6 @@ def test_messages_show_neither_passwords_nor_signatures(tmp_path):
             download(address, tmp_path)
         assert "secret" not in str(told.value)
         assert "127.0.0.1:9/file.bin" in str(told.value)
-
-
-def test_no_login_of_netrc_goes_beside_a_signature(source, tmp_path, monkeypatch):
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    seen = []
-    monkeypatch.setattr(module.requests.Session, "send", _recording(module.requests.Session.send, seen))
-    download(f"{source.url}?X-Amz-Signature=abc", tmp_path)
-    assert seen
-    assert not any("Authorization" in headers for headers in seen)
-
-
-def _recording(send, seen):
-    def recorded(self, request, **options):
-        seen.append(request.headers)
-        return send(self, request, **options)
-
-    return recorded
 
 
 def start(source, cache: Path) -> subprocess.Popen:
@@ -209,27 +192,6 @@ def test_an_object_comes_with_the_user_s_credentials(bucket, body, tmp_path):
     assert path.name.endswith("-own.pt")
 
 
-def test_an_object_that_is_replaced_meanwhile_is_never_mixed(bucket, body, tmp_path, monkeypatch):
-    bucket.put_object(Bucket="store", Key="own.pt", Body=body)
-    read, other = module.s3_reader, random.Random(3).randbytes(len(body))
-
-    def replacing(address, requester_pays):
-        inner = read(address, requester_pays)
-
-        def replaced(begin, end, version):
-            if begin == 3 * PART:
-                bucket.put_object(Bucket="store", Key="own.pt", Body=other)
-            return inner(begin, end, version)
-
-        return replaced
-
-    monkeypatch.setattr(module, "s3_reader", replacing)
-    with pytest.raises(SystemExit, match="has changed on the server"):
-        download("s3://store/own.pt", tmp_path)
-    monkeypatch.setattr(module, "s3_reader", read)
-    assert download("s3://store/own.pt", tmp_path).read_bytes() == other
-
-
 @pytest.mark.parametrize(
     ("address", "code"), [("s3://store/absent.pt", "NoSuchKey"), ("s3://nowhere/a", "NoSuchBucket")]
 )
@@ -240,28 +202,16 @@ def test_a_refusal_names_reason_region_and_what_to_set(bucket, tmp_path, address
     assert left(tmp_path) == set()
 
 
-def test_who_pays_is_told_and_no_login_of_netrc_is_sent(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["https", "s3"])
+def test_no_login_of_netrc_goes_beside_a_signature_and_who_pays_is_told(source, tmp_path, monkeypatch, kind):
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
-    for name, value in {"NETRC": tmp_path / "netrc", "AWS_ENDPOINT_URL": source.endpoint}.items():
-        monkeypatch.setenv(name, str(value))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "secret")
-    sent = []
-    client = boto3.Session.client
-
-    def listening(self, *arguments, **options):
-        made = client(self, *arguments, **options)
-        made.meta.events.register("before-send.s3.GetObject", lambda request, **_: sent.append(dict(request.headers)))
-        return made
-
-    monkeypatch.setattr(boto3.Session, "client", listening)
-    assert download("s3://store/own.pt", tmp_path, requester_pays=True).read_bytes() == source.content
-    assert {headers["x-amz-request-payer"] for headers in map(_lower, sent)} == {b"requester"}
-    assert not any(_lower(headers)["authorization"].startswith(b"Basic") for headers in sent)
-
-
-def _lower(headers: dict) -> dict[str, bytes]:
-    return {name.lower(): value if isinstance(value, bytes) else value.encode() for name, value in headers.items()}
+    names = ("NETRC", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    for name, value in zip(names, (str(tmp_path / "netrc"), source.endpoint, "user", "secret")):
+        monkeypatch.setenv(name, value)
+    address = "s3://store/own.pt" if kind == "s3" else f"{source.url}?X-Amz-Signature=abc"
+    assert download(address, tmp_path, requester_pays=True).read_bytes() == source.content
+    assert {headers.get("x-amz-request-payer") for headers in source.seen} == {"requester" if kind == "s3" else None}
+    assert not any(headers.get("authorization", "").startswith("Basic") for headers in source.seen)
 
 
 def test_an_expired_token_is_named(source, tmp_path, monkeypatch):
