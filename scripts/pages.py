@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.reporting import columns, findings, noise, reference, studies, tables
+from scripts.reporting import columns, findings, noise, reference, speed, studies, tables
 from scripts.reporting.runs import METRICS, ReportError, read_runs, shown_p_k
 from topk_losses import METHODS
 
@@ -76,15 +76,6 @@ def beam_search(file: str) -> str:
     return studies.beam_search(Path(file).stem, read_runs(ROOT / file))
 
 
-def benchmark(file: str) -> str:
-    """Return a file of results/benchmarks/ under what all its rows share."""
-    rows = pd.read_csv(ROOT / file, dtype=str, keep_default_na=False)
-    rows = rows.drop(columns=["python", "git_commit"], errors="ignore")
-    shared = [column for column in rows if rows[column].nunique() == 1]
-    told = ", ".join(f"{column} {rows[column][0]}" for column in shared if rows[column][0])
-    return f"`{Path(file).name}`: {told}.\n\n{tables.as_markdown(rows.drop(columns=shared))}"
-
-
 def noise_table(file: str, *labels: str) -> str:
     """Return the losses compared on one kind of labels, such as: 0.4 among 100, draw 0."""
     return noise.noise_table(ROOT / file, " ".join(labels))
@@ -95,21 +86,6 @@ def noise_answer(file: str) -> str:
     return noise.noise_answer(ROOT / file)
 
 
-def speed() -> str:
-    """Return the README's sentence on speed."""
-    ratio = pd.read_csv(RESULTS / "benchmarks/losses.csv")["official_over_ours"].dropna()
-    cpu, h100 = (
-        pd.read_csv(RESULTS / f"benchmarks/{name}.csv").set_index("method")["over_softmax"]["splitter_selection"]
-        for name in ("training_step", "training_step_h100")
-    )
-    return (
-        f"On two CPU threads our losses run {ratio.min():.1f} to {ratio.max():,.0f} times as fast as the official\n"
-        f"package `difftopk` (median {ratio.median():.0f}, in the {len(ratio)} cases where both ran). A ResNet-18\n"
-        f"step with `splitter_selection` takes {cpu:.3f} times as long as with cross-entropy on a CPU, and\n"
-        f"{h100:.2f} times as long on an H100."
-    )
-
-
 KINDS: dict[str, Callable[..., str]] = {
     "results": results,
     "published": published,
@@ -117,7 +93,9 @@ KINDS: dict[str, Callable[..., str]] = {
     "temperatures": temperatures,
     "epochs": epochs,
     "beam_search": beam_search,
-    "benchmark": benchmark,
+    "benchmark": speed.benchmark,
+    "official": speed.official,
+    "training_steps": speed.training_steps,
     "noise_table": noise_table,
     "noise_answer": noise_answer,
     "columns": columns.as_markdown,
@@ -128,7 +106,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "exports": reference.exports,
     "main_findings": findings.main_table,
     "findings": findings.full_table,
-    "speed": speed,
+    "speed": speed.summary,
 }
 
 

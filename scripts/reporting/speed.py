@@ -1,0 +1,61 @@
+"""Tables of results/benchmarks/: losses beside the official package, and training steps beside cross-entropy's."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from scripts.reporting.tables import PAPER, as_markdown
+
+BENCHMARKS = PAPER.parent / "benchmarks"
+STEPS = {"training_step": "CPU", "training_step_h100_torch": "H100, eager", "training_step_h100": "H100, Triton kernel"}
+
+
+def benchmark(file: str, *columns: str) -> str:
+    """Return a file of results/benchmarks/ above what all its rows share. columns: those to show; all by default."""
+    rows = pd.read_csv(PAPER.parents[1] / file, dtype=str, keep_default_na=False)
+    rows = rows.drop(columns=["python", "git_commit"], errors="ignore")
+    shared = [name for name in rows if rows[name].nunique() == 1]
+    source = ", ".join(f"{name} {rows[name][0]}" for name in shared if rows[name][0])
+    shown = rows[list(columns) or [name for name in rows if name not in shared]]
+    return f"{as_markdown(shown.rename(columns=lambda name: name.replace('_', ' ')))}\n\n`{Path(file).name}`: {source}."
+
+
+def official() -> str:
+    """Return our times beside the official package's, where both ran."""
+    rows = pd.read_csv(BENCHMARKS / "losses.csv", dtype=str, keep_default_na=False)
+    machine = rows.iloc[0]
+    rows = rows[rows["official_ms"] != ""]
+    frame = pd.DataFrame(
+        {
+            **{"Loss": "`" + rows["method"] + "`", "Batch": rows["batch"], "Classes": rows["n"], "m": rows["m"]},
+            **{"Ours (ms)": rows["ms"], "`difftopk` (ms)": rows["official_ms"]},
+            "`difftopk` / ours": rows["official_over_ours"],
+            "Ours / cross-entropy": rows["ours_over_cross_entropy"],
+        }
+    )
+    return f"{as_markdown(frame)}\n\n`losses.csv`: {machine['device']}, {machine['threads']} threads, float32."
+
+
+def training_steps() -> str:
+    """Return the time of a ResNet-18 training step with each loss, as a multiple of cross-entropy's."""
+    frames = [pd.read_csv(BENCHMARKS / f"{name}.csv", dtype=str).set_index("method") for name in STEPS]
+    columns = {"CPU (ms)": frames[0]["ms_per_step"]}
+    columns |= {f"{label} / cross-entropy": frame["over_softmax"] for label, frame in zip(STEPS.values(), frames)}
+    table = pd.DataFrame(columns).reindex(frames[0].index).drop(index="augmentation").fillna("").reset_index()
+    machines = "; ".join(f"`{name}.csv`: {frame['device'].iloc[0]}" for name, frame in zip(STEPS, frames))
+    return f"{as_markdown(table)}\n\n{machines}."
+
+
+def summary() -> str:
+    """Return the README's sentences on speed."""
+    ratio = pd.read_csv(BENCHMARKS / "losses.csv")["official_over_ours"].dropna()
+    cpu, h100 = (
+        pd.read_csv(BENCHMARKS / f"{name}.csv").set_index("method")["over_softmax"]["splitter_selection"]
+        for name in ("training_step", "training_step_h100")
+    )
+    return (
+        f"On two CPU threads our losses run {ratio.min():.1f} to {ratio.max():,.0f} times as fast as the official\n"
+        f"package `difftopk` (median {ratio.median():.0f}, in the {len(ratio)} cases where both ran). A ResNet-18\n"
+        f"step with `splitter_selection` takes {cpu:.3f} times as long as with cross-entropy on a CPU, and\n"
+        f"{h100:.2f} times as long on an H100."
+    )
