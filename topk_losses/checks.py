@@ -35,6 +35,11 @@ def has_known_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_ordinary(tensor)
 
 
+def is_compiled_for_cpu(tensor: Tensor) -> bool:
+    """Whether a compiler traces code for the CPU: what iterates is an operator of its own there, and not unrolled."""
+    return torch.compiler.is_compiling() and tensor.device.type == "cpu"
+
+
 def _uses_forward_mode() -> bool:
     """Whether torch.func.jvp, jacfwd or hessian is at work, at any level of nesting."""
     stack = get_interpreter_stack()

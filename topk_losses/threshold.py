@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import full_precision, has_known_values
+from topk_losses.checks import full_precision, has_known_values, is_compiled_for_cpu
 from topk_losses.operator import MASKED, Beta, MaskOperator, centered, largest, pick_ranks, ranks_like
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
@@ -190,6 +190,16 @@ FAMILIES = {
 }
 
 
+@torch.library.custom_op("topk_losses::threshold", mutates_args=())
+def _threshold(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
+    return FAMILIES[family].root(z, k, most)
+
+
+@_threshold.register_fake
+def _(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
+    return z.new_empty(k.shape)
+
+
 class Threshold(torch.autograd.Function):
     """theta with sum_i f(z_i - theta) = k, as a function of z (rows, n) and k (rows, J) in (0, n): (rows, J).
 
@@ -200,6 +210,8 @@ class Threshold(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
+        if is_compiled_for_cpu(z):
+            return _threshold(z, k, family, most)
         return FAMILIES[family].root(z, k, most)
 
     @staticmethod

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from topk_losses.checks import check_integer, check_positive, full_precision, has_known_values, is_ordinary
+from topk_losses.checks import (
+    check_integer,
+    check_positive,
+    full_precision,
+    has_known_values,
+    is_compiled_for_cpu,
+    is_ordinary,
+)
 from topk_losses.kernels import kernel
 from topk_losses.operator import Beta, TopKOperator, as_tensor, at_target, finite, is_mass
 from topk_losses.threshold import ThresholdOperator
@@ -60,6 +67,42 @@ def whiten_and_squash(scores: Tensor) -> Tensor:
     return torch.sigmoid((mean - squashed) / size * torch.rsqrt(variance))
 
 
+def _solve(
+    logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
+) -> tuple[Tensor, Tensor]:
+    def evaluate(h: Tensor) -> tuple[Tensor, Tensor]:
+        P = (logits + h.unsqueeze(1)).softmax(2) * live  # (rows, n, A)
+        c = P.sum(1)  # (rows, A)
+        # (rows,) relative to the smaller one: a point that has lost all its mass would be past recovery
+        wrong = (mass - c).abs() / torch.minimum(mass, c)
+        return P, torch.where(mass > 0, wrong, 0).amax(1)
+
+    h = start
+    P, error = evaluate(h)
+    damping = torch.zeros_like(error)  # (rows,)
+    may_look = has_known_values(logits)
+    for _ in range(max_iterations):
+        going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
+        if may_look and not bool(going.any()):
+            break
+        new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - P.sum(1))  # (rows, A)
+        new_P, new_error = evaluate(new)
+        better = (new_error < error) & going  # (rows,); false for NaN
+        h = torch.where(better.unsqueeze(1), new, h)
+        P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
+        # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
+        damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
+    return P, error
+
+
+_solve_for_cpu = torch.library.custom_op("topk_losses::plan", _solve, mutates_args=())
+
+
+@_solve_for_cpu.register_fake
+def _(logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(logits), logits.new_empty(logits.shape[0])
+
+
 class _Plan(torch.autograd.Function):
     """P = softmax over target points of h - C / epsilon, (rows, n, A), with h such that its sums are `mass`.
 
@@ -74,29 +117,8 @@ class _Plan(torch.autograd.Function):
     def forward(
         logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
-        def evaluate(h: Tensor) -> tuple[Tensor, Tensor]:
-            P = (logits + h.unsqueeze(1)).softmax(2) * live  # (rows, n, A)
-            c = P.sum(1)  # (rows, A)
-            # (rows,) relative to the smaller one: a point that has lost all its mass would be past recovery
-            wrong = (mass - c).abs() / torch.minimum(mass, c)
-            return P, torch.where(mass > 0, wrong, 0).amax(1)
-
-        h = start
-        P, error = evaluate(h)
-        damping = torch.zeros_like(error)  # (rows,)
-        may_look = has_known_values(logits)
-        for _ in range(max_iterations):
-            going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
-            if may_look and not bool(going.any()):
-                break
-            new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - P.sum(1))  # (rows, A)
-            new_P, new_error = evaluate(new)
-            better = (new_error < error) & going  # (rows,); false for NaN
-            h = torch.where(better.unsqueeze(1), new, h)
-            P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
-            # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
-            damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
-        return P, error
+        solve = _solve_for_cpu if is_compiled_for_cpu(logits) else _solve
+        return solve(logits, mass, live, start, tolerance, max_iterations)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -20,28 +20,25 @@ WITH_M = [(method, None) for method in METHODS] + [(method, 8) for method in REL
 LEARNED = [name for name in DETERMINISTIC if METHODS[name].inverse_temperature is not None]
 
 
-CASES = [(method, "labels") for method in METHODS]
-# those that iterate, 30 times in a graph, take a minute to trace once more
-CASES += [(method, "soft") for method in METHODS if method not in ("sinkhorn_sort", "soft_topk", "lml", "sparse_topk")]
-
-
-@pytest.mark.parametrize(("method", "kind"), CASES)
+@pytest.mark.parametrize("kind", ["labels", "soft"])
+@pytest.mark.parametrize("method", METHODS)
 def test_one_graph_serves_all_batch_sizes(method, kind):
     """By the kernels and with a learned temperature, forward and backward; and by operations in float64, smoothed."""
     labels_only, m, settings = kind == "labels", None, {}
     if labels_only and method in LEARNED:
         settings["inverse_temperature"] = nn.Parameter(torch.tensor(0.7))
     if not labels_only:
-        settings["label_smoothing"], m = 0.1, 8 if method in RELAXATIONS else None
+        settings["label_smoothing"], m = 0.1, 5 if method in RELAXATIONS else None
     loss = make_loss(method, p_k_of(method, 3), None, m, **settings)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         backend = "aot_eager" if labels_only else "eager"
         compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
         for batch in range(3, 23):
-            logits, target = random_batch(batch, dtype=torch.float32 if labels_only else torch.float64)
+            # of few classes, since each layer of a network is traced
+            logits, target = random_batch(batch, 7, dtype=torch.float32 if labels_only else torch.float64)
             if not labels_only:
-                target = random_batch(batch, seed=1)[0].softmax(1)
+                target = random_batch(batch, 7, seed=1)[0].softmax(1)
             results = []
             for call in (loss, compiled):
                 torch.manual_seed(0)
@@ -50,7 +47,7 @@ def test_one_graph_serves_all_batch_sizes(method, kind):
                 wanted = [leaf, *loss.parameters()]
                 results.append((value.detach(), *torch.autograd.grad(value, wanted)))
             if labels_only or method in DETERMINISTIC:  # eager, much noise is drawn in parts
-                torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)  # compiled, the transport is not looked at
+                torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
