@@ -138,17 +138,3 @@ def test_gradients_are_those_of_finite_differences(method, loss):
     inputs = (queries.requires_grad_(), candidates.requires_grad_())
     # The move to the candidates' mean is no part of the derivative, and changes nothing.
     assert gradcheck(lambda q, c: NeighbourLoss(operator, loss)(q, c, right, None), inputs, atol=1e-5)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_query_without_a_right_candidate_counts_as_zero(loss):
-    queries, candidates, right = batch()
-    queries.requires_grad_()
-    operator = make_operator("neuralsort", CANDIDATES, K)
-    value = NeighbourLoss(operator, loss)(queries, candidates, right, None)
-    value.backward()
-    alone = NeighbourLoss(operator, loss)(queries[1:], candidates, right[1:], None)
-    assert value.item() == pytest.approx(alone.item() * (QUERIES - 1) / QUERIES)
-    assert not right[0].any()
-    assert (queries.grad[0] == 0).all()
-    assert (queries.grad[1:-1] != 0).any(1).all()

@@ -210,16 +210,6 @@ def test_gradients_reach_all_steps(differentiated, method):
     assert torch.autograd.gradcheck(loss, (start, weight), atol=1e-6)
 
 
-def test_gradients_reach_all_steps_of_the_search_that_keeps_the_right_prefix(differentiated):
-    model, encoded = differentiated
-
-    def last_scores(start: torch.Tensor) -> torch.Tensor:
-        *_, last = search(model, encoded._replace(state=start), 2, PHONEMES)
-        return last.candidates.gather(1, last.gold.unsqueeze(1))
-
-    assert torch.autograd.gradcheck(last_scores, (encoded.state.detach().requires_grad_(),))
-
-
 def test_every_operator_with_a_matrix_can_choose(model):
     for method in RELAXATIONS:
         choices, scores = soft_beam(model, model.encode(WORDS), 2, 2, operator(method, 2, 1.0))
