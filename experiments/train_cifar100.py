@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", choices=DATASETS, default="cifar100", help="default: cifar100")
     flags.add_data_dir(parser)
     parser.add_argument("--limit_train", type=flags.positive_int, help="number of training images (default: all)")
-    message = "share of training labels that become a random one of their five (default: 0)"
+    message = "share of training labels made random within groups of five classes (default: 0)"
     noise = parser.add_mutually_exclusive_group()
     noise.add_argument("--label_noise", type=flags.fraction, default=0.0, help=message)
     message = "labels by people for training and validation, CIFAR-100_human.pt of CIFAR-100N (default: right labels)"

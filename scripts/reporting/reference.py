@@ -97,7 +97,9 @@ def methods() -> str:
             gains = differences(runs[method], runs["softmax_cross_entropy"], ["test_top1", "test_top5"])
             gains = [with_interval(gains[metric]) for metric in gains]
         row |= dict(zip(("Δ top-1", "Δ top-5"), gains))
-        row |= {name: times.get((method, *map(str, size)), "") for name, size in SIZES.items()}
+        for name, size in SIZES.items():
+            time = float(times.get((method, *map(str, size)), "nan"))
+            row[name] = "" if time != time else f"{time:.1f}" if time < 10 else f"{time:.0f}"
         rows.append(row)
     return tables.as_markdown(pd.DataFrame(rows))
 
@@ -157,8 +159,8 @@ def flags(script: str, *groups: str) -> str:
 def flag_row(flag: argparse.Action) -> dict[str, str]:
     """Return what a flag's line shows: its names, and its help after its choices."""
     choices = "" if flag.metavar else ", ".join(f"`{choice}`" for choice in flag.choices or [])
-    parts = filter(None, [choices, (flag.help or "") % vars(flag)])
-    return {
-        "flag": ", ".join(f"`{name}`" for name in flag.option_strings or [flag.dest]),
-        "meaning": ": ".join(parts).replace("|", "\\|").replace("<", "&lt;"),
-    }
+    meaning = (flag.help or "") % vars(flag)
+    if choices:
+        meaning = f"{choices} ({meaning})" if meaning.startswith("default") else f"{meaning}: {choices}"
+    meaning = re.sub(r" (\(default: .*\)): (.*)", r": \2 \1", meaning).replace("|", "\\|").replace("<", "&lt;")
+    return {"flag": ", ".join(f"`{name}`" for name in flag.option_strings or [flag.dest]), "meaning": meaning}
