@@ -66,6 +66,11 @@ def temperatures(file: str, *p_k: str) -> str:
     return tables.FORMATS["markdown"](studies.temperatures(Path(file).stem, runs))
 
 
+def auto_gains(file: str, *methods: str) -> str:
+    """Return what the temperature "auto" gains on the default, in the trials of these methods for 5 epochs."""
+    return studies.auto_gains(Path(file).stem, read_runs(ROOT / file, ["n_epochs=5"]), methods)
+
+
 def epochs(file: str) -> str:
     """Return what the runs reached after some of their epochs, and their differences to cross-entropy."""
     return studies.epochs_text(ROOT / file, read_runs(ROOT / file))
@@ -91,6 +96,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "published": published,
     "paired": paired,
     "temperatures": temperatures,
+    "auto_gains": auto_gains,
     "epochs": epochs,
     "beam_search": beam_search,
     "benchmark": speed.benchmark,

@@ -1,5 +1,6 @@
 """The tables of studies that are not runs beside published ones: temperatures, epochs, beam search."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -15,9 +16,9 @@ COLUMNS = ["top-1", "top-5", "best validation: top-1", "best validation: top-5"]
 MILESTONES, WINDOW = (25, 50, 100, 200), 5  # epochs; of a mean
 SOFTMAX = "softmax_cross_entropy"
 TEMPERATURES = (
-    "Test accuracy in percent at the inverse temperature that validation chose (in brackets: times the default, and "
-    "whether it is the least or the largest that was tried), at the default, with auto, and with the better schedule. "
-    "± standard deviation over seeds."
+    "Test accuracy in percent at the inverse temperature that validation chose, ± standard deviation over seeds. In "
+    "brackets: times the default, and whether it is the least or the largest that was tried. Beside it the default "
+    "and, where they ran, auto and the better schedule."
 )
 RATES = {
     f"test_{short_name}_beam{K}": f"{label}{K}"
@@ -83,6 +84,20 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
         for metric, label in METRICS.items():
             cells[f"{kind} {label}"] = f"{means[metric][temperature]:.2f}" if temperature in means.index else ""
     return cells | {"seeds": str(len(rows))}
+
+
+def auto_gains(name: str, runs: pd.DataFrame, methods: Sequence[str]) -> str:
+    """Return Markdown: auto minus the default temperature, each at the learning rate that validation chose."""
+    runs = core.as_numbers(runs[runs["method"].isin(methods)], [*METRICS, *VALID], 100)
+    runs = runs.assign(is_auto=runs["inverse_temperature"] == "auto", valid=runs[VALID].sum(axis=1))
+    best = runs.loc[runs.groupby(["method", "p_k", "m", "is_auto"], sort=False)["valid"].idxmax()]
+    best = best.set_index(["method", "p_k", "m", "is_auto"])[list(METRICS)]
+    gains = (best.xs(True, level="is_auto") - best.xs(False, level="is_auto")).dropna().reset_index()
+    table = gains.rename(columns={"p_k": "P_K", **{metric: f"Δ {label}" for metric, label in METRICS.items()}})
+    table = table.assign(P_K=table["P_K"].map(core.shown_p_k), m=table["m"].map(short))
+    for label in METRICS.values():
+        table[f"Δ {label}"] = table[f"Δ {label}"].map("{:+.2f}".format).str.replace("-", "−")
+    return f"{as_markdown(table)}\n\n{origin(name, runs, {})}\n"
 
 
 def beam_search(name: str, runs: pd.DataFrame) -> str:

@@ -194,7 +194,10 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
         is_range = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
         parts.append(f"seeds {seeds[0]} to {seeds[-1]}" if is_range else f"seed {', '.join(map(str, seeds))}")
     machines = runs.get("device_name", pd.Series(dtype=str)).value_counts()
-    parts += [f"{count} runs on {machine}" if len(machines) > 1 else machine for machine, count in machines.items()]
+    parts += [
+        f"{count} run{'s' * (count > 1)} on {machine}" if len(machines) > 1 else machine
+        for machine, count in machines.items()
+    ]
     versions = sorted({version.partition("+")[0] for version in runs.get("torch_version", "") if version})
     parts += [f"PyTorch {', '.join(versions)}"] if versions else []
     settings = {name: short(cell) for name, cell in shared.items() if cell not in ("0.0", "false", "ours")}
@@ -202,7 +205,8 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
         settings["P_K"] = core.shown_p_k(settings.pop("p_k"))
     common = ", ".join(f"{name} {cell}" for name, cell in settings.items() if not name.endswith(":"))
     of_methods = [f"{name} {cell}" for name, cell in settings.items() if name.endswith(":")]
-    return f"Runs: {', '.join(parts)}. Settings: {'; '.join([common, *of_methods])}."
+    stated = "; ".join(filter(None, [common, *of_methods]))
+    return f"Runs: {', '.join(parts)}." + f" Settings: {stated}." * bool(stated)
 
 
 def without_empty_columns(table: Table) -> Table:
