@@ -23,6 +23,8 @@ from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 
+from data.noisy_labels import human_labels, noisy_labels
+
 Rgb = tuple[float, float, float]
 # Means and standard deviations in units of [0, 1]. The published code keeps CIFAR-10's for CIFAR-100.
 CIFAR_MEAN: Rgb = (0.4914, 0.4822, 0.4465)
@@ -107,8 +109,7 @@ def load_dataset(
     if noisy_labels_file is not None:
         labels = valid_labels = human_labels(noisy_labels_file, train.labels)
     if label_noise > 0:
-        groups = torch.arange(DATASETS[name]).view(-1, NOISE_BLOCK)
-        labels = noisy_labels(labels, groups, label_noise, seeded(LABEL_NOISE, seed))
+        labels = noisy_labels(labels, NOISE_BLOCK, label_noise, seeded(LABEL_NOISE, seed))
     mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
 
     def split(images: Tensor, labels: Tensor) -> Split:
@@ -124,43 +125,6 @@ def load_dataset(
         std=std,
         clean=None if noisy_labels_file is None else Split(valid.images, train.labels[valid_rows]),
     )
-
-
-def noisy_labels(labels: Tensor, groups: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Replace each label (N,), with this probability, by one of its group; groups: (G, S), each class id once."""
-    group_of = torch.empty(groups.numel(), dtype=torch.int64)  # (classes,)
-    group_of[groups] = torch.arange(len(groups))[:, None].expand_as(groups)
-    replaced = torch.rand(len(labels), generator=generator) < probability  # (N,)
-    member = torch.randint(groups.shape[1], (len(labels),), generator=generator)  # (N,)
-    return torch.where(replaced, groups[group_of[labels], member], labels)
-
-
-def human_labels(path: Path, clean: Tensor) -> Tensor:
-    """Read the labels (N,) that people gave the training images, in their order (CIFAR-100N, Wei et al. 2022).
-
-    Args:
-        path: CIFAR-100_human.pt, a pickle of NumPy arrays; no other code in it is run.
-        clean: the right labels (N,) of the images.
-
-    Raises:
-        SystemExit: it is no such file, or one of other images.
-    """
-    reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
-    allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
-    allowed += [np.ndarray, np.dtype, type(np.dtype(np.int64))]
-    try:
-        with torch.serialization.safe_globals(allowed):
-            content = torch.load(path, weights_only=True)
-        noisy, right = (torch.from_numpy(content[name]).long() for name in ("noisy_label", "clean_label"))
-    except Exception as error:  # a file that is not there, or of another kind, raises one of a dozen types
-        reason = str(error).partition("\n")[0][:200]
-        raise SystemExit(f"error: {path} has no human labels ({type(error).__name__}: {reason})") from None
-    if not torch.equal(right, clean.long()):
-        raise SystemExit(
-            f"error: the {len(right)} clean labels in {path} are not those of the {len(clean)} training images: they "
-            "must be CIFAR-100's, all of them, in torchvision's order"
-        )
-    return noisy
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:

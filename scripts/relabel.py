@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.cifar import human_labels, noisy_labels
 from data.embeddings import split_rows
+from data.noisy_labels import human_labels, noisy_labels
 
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
@@ -58,8 +58,8 @@ def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes:
         by_people = human_labels(args.human, train)
         noisy[rows] = by_people[rows]
         return noisy, counted_matrix(train, by_people, classes, prior_rows=0)
-    blocks, generator = torch.arange(classes).view(-1, args.among), torch.Generator().manual_seed(args.draw)
-    noisy[rows] = noisy_labels(train[rows], blocks, args.label_noise, generator)
+    generator = torch.Generator().manual_seed(args.draw)
+    noisy[rows] = noisy_labels(train[rows], args.among, args.label_noise, generator)
     block_of = torch.arange(classes) // args.among
     same_block = (block_of.unsqueeze(1) == block_of).double()
     identity = torch.eye(classes, dtype=torch.float64)

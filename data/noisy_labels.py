@@ -1,0 +1,42 @@
+"""Wrong labels: drawn at random within blocks of classes, or given by people."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def noisy_labels(labels: Tensor, block: int, probability: float, generator: torch.Generator) -> Tensor:
+    """Replace each label (N,), with this probability, by one of its block of so many consecutive class ids."""
+    replaced = torch.rand(len(labels), generator=generator) < probability  # (N,)
+    member = torch.randint(block, (len(labels),), generator=generator)  # (N,)
+    return torch.where(replaced, labels // block * block + member, labels)
+
+
+def human_labels(path: Path, clean: Tensor) -> Tensor:
+    """Read the labels (N,) that people gave the training images, in their order (CIFAR-100N, Wei et al. 2022).
+
+    Args:
+        path: CIFAR-100_human.pt, a pickle of NumPy arrays; no other code in it is run.
+        clean: the right labels (N,) of the images.
+
+    Raises:
+        SystemExit: it is no such file, or one of other images.
+    """
+    reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
+    allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
+    allowed += [np.ndarray, np.dtype, type(np.dtype(np.int64))]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            content = torch.load(path, weights_only=True)
+        noisy, right = (torch.from_numpy(content[name]).long() for name in ("noisy_label", "clean_label"))
+    except Exception as error:  # a file that is not there, or of another kind, raises one of a dozen types
+        reason = str(error).partition("\n")[0][:200]
+        raise SystemExit(f"error: {path} has no human labels ({type(error).__name__}: {reason})") from None
+    if not torch.equal(right, clean.long()):
+        raise SystemExit(
+            f"error: the {len(right)} clean labels in {path} are not those of the {len(clean)} training images: they "
+            "must be CIFAR-100's, all of them, in torchvision's order"
+        )
+    return noisy
