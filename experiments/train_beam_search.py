@@ -29,7 +29,7 @@ from tqdm import tqdm
 from data.cifar import epoch_order
 from data.cmudict import DATASETS, END, Words, load_words
 from experiments.common import flags, losses
-from experiments.common.beam_objectives import Objective, cross_entropy, rank_operator, retain, soft_beam_loss
+from experiments.common.beam_objectives import Objective, cross_entropy, retain, soft_beam_loss
 from experiments.common.processes import Processes, prepare_device
 from experiments.common.reading_metrics import BEAMS, error_rates, token_accuracies
 from experiments.common.run import Run
@@ -111,11 +111,8 @@ def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, 
         settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
         loss_fn = losses.build_loss(settings, None, device, reduction="sum")
         return partial(retain, K=K, loss_fn=loss_fn, nll_weight=nll_weight)
-    operators = cache(partial(rank_operator, settings, K))
-    try:
-        operators(V)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    operators = cache(lambda n: losses.build_operator(settings, n, K, sorted=args.method == "soft_topk"))
+    operators(V)  # refused before anything is trained
     return partial(soft_beam_loss, K=K, operators=operators, nll_weight=nll_weight)
 
 

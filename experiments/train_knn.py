@@ -37,7 +37,7 @@ from experiments.common.processes import Processes, prepare_device
 from experiments.common.run import Run
 from models.embedders import EMBEDDERS, embedder
 from topk_losses import METHODS as LIBRARY
-from topk_losses import RELAXATIONS, SortedSoftTopK, TopKOperator, make_operator
+from topk_losses import RELAXATIONS
 
 # Flags that make it another experiment: see train_cifar100.py.
 IDENTITY = (
@@ -121,18 +121,9 @@ def build_loss(config: dict[str, Any]) -> NeighbourLoss | None:
     """The loss by a relaxed top-k of num_candidates scores; None of a baseline. Raises SystemExit."""
     if config["method"] not in RELAXATIONS:
         return None
-    method, beta, k = config["method"], config["inverse_temperature"], config["k"]
-    ends = losses.schedule_ends(beta)
-    number = ends[0] if ends else None if isinstance(beta, str) else beta
-    try:
-        if config["sorted"]:
-            operator: TopKOperator = SortedSoftTopK(k, number)
-        else:
-            shape = config["distribution"], config["art_lambda"]
-            operator = make_operator(method, config["num_candidates"], k, number, *shape)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    return NeighbourLoss(operator, config["loss"], LIBRARY[method].auto() if beta == "auto" else None)
+    operator = losses.build_operator(config, config["num_candidates"], config["k"], sorted=bool(config["sorted"]))
+    auto = LIBRARY[config["method"]].auto() if config["inverse_temperature"] == "auto" else None
+    return NeighbourLoss(operator, config["loss"], auto)
 
 
 def build_model(points: Points, config: dict[str, Any]) -> nn.ModuleDict:

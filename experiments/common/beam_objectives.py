@@ -1,7 +1,6 @@
 """The losses of train_beam_search.py, each a mean over the phonemes of a batch, the end of a reading among them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torch.nn.functional import nll_loss, pad
 from data.cmudict import END
 from models.beam_search import marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
-from topk_losses import SortedSoftTopK, TopKOperator, make_operator
+from topk_losses import TopKOperator
 from topk_losses.operator import guarded_log
 
 Objective = Callable[[EncoderDecoder, Tensor, Tensor], Tensor]  # model, letters (batch, L), phonemes (batch, T) -> ()
@@ -56,14 +55,6 @@ def soft_beam_loss(
     q = marginals(choices, counted.sum(1)).gather(2, phonemes.unsqueeze(2)).squeeze(2)  # (batch, T)
     loss = -guarded_log(q[counted].clamp(0, 1)).mean()
     return loss + nll_weight * _cross_entropy(model, encoded, labels, phonemes)
-
-
-def rank_operator(settings: dict[str, Any], K: int, n: int) -> TopKOperator:
-    """The operator of n candidates whose rows are the K hypotheses."""
-    if settings["method"] == "soft_topk":  # Xie et al. tell the ranks apart by an anchor for each
-        return SortedSoftTopK(K, settings["inverse_temperature"])
-    shape = ("method", "inverse_temperature", "distribution", "art_lambda")
-    return make_operator(num_scores=n, k=K, **{name: settings[name] for name in shape})
 
 
 def _cross_entropy(model: EncoderDecoder, encoded: Encoded, labels: Tensor, phonemes: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from numpy.random import SeedSequence
 from torch import Tensor, nn
 
-from topk_losses import METHODS, RELAXATIONS, make_loss, resolve_settings
+from topk_losses import METHODS, RELAXATIONS, SortedSoftTopK, TopKOperator, make_loss, make_operator, resolve_settings
 from topk_losses.methods import SINGLE_K, TOP1
 
 # Settings that only some losses have: each is a flag of the same name and an argument of make_loss, and a run's name
@@ -44,13 +44,28 @@ def operator_settings(
 ) -> dict[str, Any]:
     """Fill in inverse_temperature, distribution, art_lambda, top1_mode. Raises SystemExit where one does not fit."""
     beta = args.inverse_temperature or inverse_temperatures.get(args.method)
-    ends = schedule_ends(beta)
     shape = (args.distribution, args.art_lambda, top1_mode)
     try:
-        settings = resolve_settings(args.method, ends[0] if ends else beta, *shape)
+        settings = resolve_settings(args.method, first_temperature(beta), *shape)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    return settings | ({"inverse_temperature": beta} if ends else {})
+    return settings | ({"inverse_temperature": beta} if schedule_ends(beta) else {})
+
+
+def build_operator(settings: Mapping[str, Any], num_scores: int, k: int, sorted: bool = False) -> TopKOperator:
+    """Build a relaxed top-k, of which each of k ranks has a row. Raises SystemExit for settings that do not fit.
+
+    sorted: soft_topk with a target point for each rank, by which Xie et al. tell the ranks apart.
+    """
+    beta = first_temperature(settings["inverse_temperature"])
+    beta = None if beta == "auto" else beta
+    try:
+        if sorted:
+            return SortedSoftTopK(k, beta)
+        shape = (settings["distribution"], settings["art_lambda"])
+        return make_operator(settings["method"], num_scores, k, beta, *shape)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def build_loss(
@@ -97,6 +112,12 @@ def schedule_ends(beta: float | str | None) -> tuple[float, float] | None:
         return None
     start, end = map(float, beta.split(":"))
     return start, end
+
+
+def first_temperature(beta: float | str | None) -> float | str | None:
+    """Where a schedule begins; a number, "auto" or None as it is."""
+    ends = schedule_ends(beta)
+    return ends[0] if ends else beta
 
 
 def set_temperature(loss_fn: nn.Module, beta: float | str | None, progress: float) -> None:
