@@ -148,7 +148,8 @@ def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
         "†: second-hand, read in a note about a paper.": any(row["second_hand"] == "true" for row in published),
         "≈: approximate in the source.": any(row["approximate"] for row in published),
     }
-    caption = f"{protocol.get('title') or name}. Test accuracy in percent at the best validation epoch, {SPREAD}."
+    title = f"{protocol['title']}. " if protocol else ""
+    caption = f"{title}Test accuracy in percent at the best validation epoch, {SPREAD}."
     source = " ".join([origin(name, runs, shared), *(note for note, holds in notes.items() if holds)])
     digits = {metric: max((len(row[metric]) - 4 for row in published if row[metric]), default=2) for metric in metrics}
     return without_empty_columns(Table(name, frame, caption, source, digits))
