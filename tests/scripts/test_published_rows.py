@@ -3,7 +3,6 @@
 import csv
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from experiments.finetune_imagenet import BATCH_SIZE, IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.train_cifar100 import NLOGLR, parse_arguments
+from scripts import sweeps
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -34,15 +34,12 @@ SETTINGS = ("method", "p_k", "backbone", "resolution", "inverse_temperature", "d
 
 
 def rows_of(script: str) -> list[dict[str, str]]:
-    """The flags of each command that a table script prints, and its program."""
-    words = [ROOT / "scripts" / f"{script}.sh", "--dry-run"]
-    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    """The flags of each command of a table, and its program."""
     rows = []
-    for line in lines:
-        if not line.startswith("#"):
-            _, program, *rest = shlex.split(line)
-            flags = re.findall(r"(?:^| )--?([a-z]\w*)((?: (?!--?[a-z])\S+)*)", " ".join(rest))
-            rows.append({"program": program, **{name: value.strip() for name, value in flags}})
+    for line in getattr(sweeps, script)():
+        _, program, *rest = shlex.split(line)
+        flags = re.findall(r"(?:^| )--?([a-z]\w*)((?: (?!--?[a-z])\S+)*)", " ".join(rest))
+        rows.append({"program": program, **{name: value.strip() for name, value in flags}})
     return rows
 
 
