@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -32,7 +31,7 @@ from data.images import Decoded, Pixels, find_splits, open_folders
 from experiments.common import flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
 from experiments.common.processes import Processes, prepare_device
-from experiments.common.records import replace_file
+from experiments.common.records import hold, replace_file
 from experiments.common.run import load_checkpoint
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -123,19 +122,22 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         processes.print(f"skipped: {args.output} holds these embeddings already")
         return
     parts = Path(f"{args.output}.parts")
-    parts.mkdir(parents=True, exist_ok=True)
-    lock = processes.is_first and take(parts / "lock")
+    lock = processes.is_first and hold(parts / "lock", f"the extraction of {args.output}")
 
     # The shards that are missing, this process its share of them.
     missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard[0]).exists()])
     processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {device}")
     backbone.network.to(device, memory_format=torch.channels_last)
     mine = missing[processes.rank :: processes.count]
-    batches = [batches_of(split, rows, args.batch_size) for _, split, rows in mine]
-    keys = list(itertools.chain(*batches))  # of all shards, so that the processes that read images never pause
+    size = args.batch_size
+    # Of all shards, so that the processes that read images never pause.
+    keys = [
+        [(split, row) for row in rows[at : at + size]] for _, split, rows in mine for at in range(0, len(rows), size)
+    ]
     images = iter(DataLoader(Decoded(splits), batch_sampler=keys, collate_fn=list, num_workers=args.workers))
-    for (name, _, _), some in zip(tqdm(mine, unit="shard", disable=None if processes.is_first else True), batches):
-        replace_file(parts / name, extract_shard(itertools.islice(images, len(some)), backbone, args, device))
+    for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
+        batches = itertools.islice(images, -(-len(rows) // size))
+        replace_file(parts / name, extract_shard(batches, backbone, args, device))
     processes.sum(torch.zeros(1))  # all have finished
 
     if processes.is_first:
@@ -150,16 +152,6 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         print(f"{args.output}: {rows} rows\ntrain on it: python experiments/finetune_imagenet.py -d {args.output}")
 
 
-def take(path: Path) -> FileLock:
-    """Keep other commands from making the same file."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise SystemExit(f"error: another process is writing to {path.parent}") from None
-    return lock
-
-
 def is_made(output: Path, digest: str) -> bool:
     """Whether the output is there, with this digest. Raises SystemExit for another file of that name."""
     if not output.exists():
@@ -171,11 +163,6 @@ def is_made(output: Path, digest: str) -> bool:
     if found != digest:
         raise SystemExit(f"error: {output} is there, made of other images or with other settings: delete or rename it")
     return True
-
-
-def batches_of(split: str, rows: range, batch_size: int) -> list[list[tuple[str, int]]]:
-    keys = [(split, row) for row in rows]
-    return [keys[begin : begin + batch_size] for begin in range(0, len(keys), batch_size)]
 
 
 @torch.inference_mode()
@@ -197,8 +184,10 @@ def extract_shard(
             raise SystemExit(f"error: {backbone.name} has no single vector before its classifier: {tuple(found.shape)}")
         stored = found.to(DTYPES[args.dtype])
         if not stored.isfinite().all():
-            told = f"features of up to {found.float().abs().max().item():.3g} are not finite in {args.dtype}"
-            raise SystemExit(f"error: {told}: try --precision fp32, or --dtype float32")
+            largest = f"features of up to {found.float().abs().max().item():.3g}"
+            raise SystemExit(
+                f"error: {largest} are not finite in {args.dtype}: try --precision fp32 or --dtype float32"
+            )
         features.append(stored.cpu())
         labels += [label for _, label in items]
     return {"embeddings": torch.cat(features), "labels": torch.tensor(labels)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 
 def run_id(identity: Mapping[str, Any], readable: str) -> str:
@@ -74,6 +75,22 @@ def replace_file(path: Path, content: str | dict[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
         reason = f"{str(error).splitlines()[0]}; {shutil.disk_usage(path.parent).free:,} bytes are free"
         raise SystemExit(f"error: cannot write {path} ({reason}): the same command continues later") from None
+
+
+def hold(path: Path, whose: str, wait: bool = False) -> FileLock:
+    """Take a lock, which ends with this process, in a folder that is made. Raises SystemExit where that cannot be.
+
+    whose: what another process that has it is doing. wait: for that process.
+    """
+    lock = FileLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise SystemExit(f"error: {whose} is being run by another process: wait for it, or stop it") from None
+    except OSError as error:
+        raise SystemExit(f"error: cannot use {path.parent}: {error.strerror}") from None
+    return lock
 
 
 def utc_now() -> str:

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch import nn
 
 from experiments.common.environment import describe_environment, git_commit, peak_memory_mib
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
-from experiments.common.records import read_rows, replace_file, run_id, utc_now, write_csv
+from experiments.common.records import hold, read_rows, replace_file, run_id, utc_now, write_csv
 
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by what they count
 SHOWN = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # printed after an evaluation
@@ -71,14 +71,7 @@ class Run:
     def _begin(self, wait: bool) -> bool:
         if self.is_recorded():
             return False
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / "run.lock")
-            self.lock.acquire(timeout=-1 if wait else 0)
-        except Timeout:
-            raise SystemExit(f"error: {self.name} is being run by another process: wait for it, or stop it") from None
-        except OSError as error:
-            raise SystemExit(f"error: cannot use {self.folder}: {error.strerror}") from None
+        self.lock = hold(self.folder / "run.lock", self.name, wait)
         if self.is_recorded():  # another process may just have finished it
             self.lock.release()
             return False
