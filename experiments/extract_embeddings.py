@@ -129,11 +129,9 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {device}")
     backbone.network.to(device, memory_format=torch.channels_last)
     mine = missing[processes.rank :: processes.count]
-    size = args.batch_size
-    # Of all shards, so that the processes that read images never pause.
-    keys = [
-        [(split, row) for row in rows[at : at + size]] for _, split, rows in mine for at in range(0, len(rows), size)
-    ]
+    size, keys = args.batch_size, []  # of all shards, so that the processes that read images never pause
+    for _, split, rows in mine:
+        keys += [[(split, row) for row in rows[begin : begin + size]] for begin in range(0, len(rows), size)]
     images = iter(DataLoader(Decoded(splits), batch_sampler=keys, collate_fn=list, num_workers=args.workers))
     for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
         batches = itertools.islice(images, -(-len(rows) // size))
@@ -185,9 +183,7 @@ def extract_shard(
         stored = found.to(DTYPES[args.dtype])
         if not stored.isfinite().all():
             largest = f"features of up to {found.float().abs().max().item():.3g}"
-            raise SystemExit(
-                f"error: {largest} are not finite in {args.dtype}: try --precision fp32 or --dtype float32"
-            )
+            raise SystemExit(f"error: {largest} are not finite in {args.dtype}: try --precision fp32, --dtype float32")
         features.append(stored.cpu())
         labels += [label for _, label in items]
     return {"embeddings": torch.cat(features), "labels": torch.tensor(labels)}
