@@ -86,6 +86,14 @@ def test_a_block_runs(block):
     after(block)
 
 
+def test_the_tutorial_ends_as_its_text_says():
+    accuracy = after([block for block in BLOCKS if block.page.stem == "tutorial"][-1])["accuracy"]
+    cross_entropy, both, alone = (values[0] for values in accuracy.values())
+    assert min(cross_entropy, both) > alone + 5  # points of top-1
+    assert cross_entropy > both - 1
+    assert Path("top_k_accuracy.svg").stat().st_size > 5000
+
+
 def test_a_trainer_with_accumulated_micro_batches_takes_the_step_of_the_whole_batch(tmp_path):
     """The loss function of docs/integrations.md, in Hugging Face's Trainer."""
     pytest.importorskip("transformers", reason="scripts/docs.sh installs transformers and runs this")

@@ -3,7 +3,7 @@
 Default temperatures are the published ones for ImageNet (the paper's README), where m = 16 scores are sorted; the
 CIFAR-100 ones (all 100 scores) are in the training script. Transport methods, whose settings were not published,
 take the defaults of OTT (SinkhornSort) and of Xie et al. (SOFT top-k). Those of thresholds, subsets, ranks and noised
-losses, and the targets of "auto", are from results/temperature.csv (docs/temperature.md).
+losses, and the targets of "auto", are from results/temperature.csv (docs/findings/temperature-study.md).
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 The effect of a temperature depends on the distances between the scores, which grow in training and differ between
 networks. Multiplied by the standard deviation of the logits over the classes, the best inverse temperatures of a method
-agree (docs/temperature.md).
+agree (docs/findings/temperature-study.md).
 """
 
 from collections.abc import Callable
