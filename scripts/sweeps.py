@@ -213,13 +213,13 @@ def beam_search(*, short: bool = False) -> list[str]:
 def knn(*data: str, short: bool = False) -> list[str]:
     """The nearest-neighbour classifier with each relaxation, three seeds; DATA: data sets or embeddings.
 
-    --short: the published arms and the baselines without training, 8 epochs in place of 200, bf16.
+    --short: the published arms and the baselines without training, 3 epochs in place of 200, bf16.
     """
     losses = ["inputs", "pca", "softmax_cross_entropy", "softmax_cross_entropy --prediction network"]
     losses += [f"{m} --loss {loss}" for loss in ("mass", "log_mass") for m in (*RELAXATIONS, "soft_topk --sorted")]
     if short:
         losses = ["inputs", "pca", "softmax_cross_entropy --prediction network --lr .01", "neuralsort", "soft_topk"]
-    more, runs = " --n_epochs 8 --precision bf16" * short, []
+    more, runs = " --n_epochs 3 --precision bf16" * short, []
     for each in data or DATASETS[:3]:
         command = f"{KNN} {'--dataset' if each in DATASETS else '--data_path'} {each} --method"
         runs += over_seeds(command, losses, f"--results results/knn.csv{more}", range(3))

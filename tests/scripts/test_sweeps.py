@@ -166,7 +166,7 @@ def test_the_short_study_of_nearest_neighbours_has_each_published_arm():
     arms = Counter()
     for row in sweeps.knn("mnist", short=True):
         args = train_knn.parse_arguments(shlex.split(row)[2:])
-        assert (args.n_epochs, args.precision) == (8, "bf16")
+        assert (args.n_epochs, args.precision) == (3, "bf16")
         arms[args.method, args.loss if args.method in RELAXATIONS else "", args.prediction] += 1
     assert set(arms.values()) == {3}
     untrained = {(method, "", "neighbours") for method in ("inputs", "pca")}
