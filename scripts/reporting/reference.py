@@ -33,6 +33,7 @@ KINDS = {
     "ranks": "ranks",
     "networks": "sorting network",
 }
+METRICS = ["test_top1", "test_top5"]
 SIZES = {"time, 100 classes": (128, 100, ""), "time, 1,000 classes": (500, 1000, "16")}  # batch, classes, m
 
 
@@ -79,24 +80,35 @@ def sections() -> dict[str, str]:
     return found
 
 
+def gains_of_heads() -> dict[str, list[str]]:
+    """Return each method's differences to cross-entropy in top-1 and top-5, linear classifiers, with intervals."""
+    found = {}
+    for name in ("heads", "heads_truncated_entropy"):  # each with its own runs of cross-entropy
+        runs = as_numbers(read_runs(RESULTS / f"{name}.csv"), METRICS, 100)
+        base = runs[runs["method"] == "softmax_cross_entropy"]
+        for method, line in runs[runs["method"] != "softmax_cross_entropy"].groupby("method"):
+            gains = differences(line, base, METRICS)
+            found[str(method)] = [with_interval(gains[metric]) for metric in METRICS]
+    return found
+
+
 def methods() -> str:
     """Return all methods beside one another: what they take, their default, their accuracy and their time."""
-    runs = as_numbers(read_runs(RESULTS / "heads.csv"), ["test_top1", "test_top5"], 100)
-    runs = {str(method): line for method, line in runs.groupby("method")}
     times = pd.read_csv(RESULTS / "benchmarks" / "losses.csv", dtype=str, keep_default_na=False)
     times = times.set_index(["method", "batch", "n", "m"])["ours_over_cross_entropy"]
-    where, rows = sections(), []
+    where, gains, rows = sections(), gains_of_heads(), []
     for method, spec in METHODS.items():
         takes = "top-1" if method in TOP1 else "one k" if method in SINGLE_K else "any"
         if spec.operator and spec.operator.has_zeros:
             takes = "with top-1"
         beta = "" if spec.inverse_temperature is None else f"{spec.inverse_temperature:g}"
-        row = {"method": f"[`{method}`]({where[method]})", "kind": KINDS[spec.family], "P_K": takes, "default β": beta}
-        gains = [""] * 2
-        if method in runs and method != "softmax_cross_entropy":
-            gains = differences(runs[method], runs["softmax_cross_entropy"], ["test_top1", "test_top5"])
-            gains = [with_interval(gains[metric]) for metric in gains]
-        row |= dict(zip(("Δ top-1", "Δ top-5"), gains))
+        row = {
+            "method": f"[`{method}`]({where[method]})",
+            "kind": KINDS[spec.family],
+            "P_K": takes,
+            "inverse temperature": beta,
+        }
+        row |= dict(zip(("Δ top-1", "Δ top-5"), gains.get(method, ("", ""))))
         for name, size in SIZES.items():
             time = float(times.get((method, *map(str, size)), "nan"))
             row[name] = "" if time != time else f"{time:.1f}" if time < 10 else f"{time:.0f}"
@@ -109,20 +121,17 @@ def sorted_scores() -> str:
     rows = []
     for classes in (100, 1000):
         runs = read_runs(RESULTS / f"temperature_classes_{classes}.csv", ["p_k=0.5 0 0 0 0.5"])
-        runs = as_numbers(runs, ["test_top1", "test_top5", "valid_top1", "valid_top5"], 100)
+        runs = as_numbers(runs, [*METRICS, "valid_top1", "valid_top5"], 100)
         runs = runs[~runs["inverse_temperature"].str.contains("auto|:") & runs["m"].isin(["16", str(classes)])]
         runs = runs.assign(aim=runs["valid_top1"] + runs["valid_top5"], m=runs["m"].replace(str(classes), "all"))
-        means = runs.groupby(["method", "m", "inverse_temperature"], sort=False)[
-            ["test_top1", "test_top5", "aim"]
-        ].mean()
-        best = means.loc[means.groupby(level=[0, 1])["aim"].idxmax()].droplevel(2)
+        settings = ["method", "m", "inverse_temperature"]
+        means = runs.groupby(settings)[[*METRICS, "aim"]].mean()
+        best = means.loc[means.groupby(["method", "m"])["aim"].idxmax()].droplevel(2)
         for method in best.index.unique("method"):
+            few, every = best.loc[(method, "16")], best.loc[(method, "all")]
             row = {"classes": f"{classes:,}", "method": f"`{method}`"}
-            for name, metric in (("top-1", "test_top1"), ("top-5", "test_top5")):
-                row |= {
-                    f"{name}, m = {m}".replace("m = all", "all"): f"{best.loc[(method, m), metric]:.2f}"
-                    for m in ("16", "all")
-                }
+            for name, metric in zip(("top-1", "top-5"), METRICS):
+                row |= {f"{name}, m = 16": f"{few[metric]:.2f}", f"{name}, all": f"{every[metric]:.2f}"}
             rows.append(row)
     return tables.as_markdown(pd.DataFrame(rows))
 
