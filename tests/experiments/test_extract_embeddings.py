@@ -2,8 +2,6 @@
 
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from data.embeddings import load_embeddings
 from experiments import extract_embeddings as script
 from experiments import finetune_imagenet, train_cifar100
 from experiments.common.backbones import PAPER, timm_backbone
-from tests.experiments.scripts import rows_of
+from tests.experiments.scripts import TORCHRUN, rows_of
 
 QUICK = "--backbone test_resnet --weights none --resolution 32 --shard_rows 3 --workers 0 --device cpu --threads 1"
 
@@ -119,11 +117,10 @@ def test_features_that_the_type_cannot_hold_are_refused(images, tmp_path):
 
 
 def test_two_processes_make_the_file_of_one(images, tmp_path):
-    path = Path(script.__file__)
-    for count, launcher in ((1, []), (2, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"])):
-        words = [*launcher, path, *QUICK.split(), "--dataset", images, "--output", tmp_path / str(count) / "e.pt"]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    extract("--dataset", images, "--output", tmp_path / "1" / "e.pt")
+    words = [script.__file__, *QUICK.split(), "--dataset", images, "--output", tmp_path / "2" / "e.pt"]
+    done = subprocess.run([*TORCHRUN, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "1" / "e.pt").read_bytes() == (tmp_path / "2" / "e.pt").read_bytes()
 
 

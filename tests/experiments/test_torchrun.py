@@ -3,7 +3,6 @@
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -16,10 +15,9 @@ from hypothesis import strategies as st
 from experiments import finetune_imagenet, train_cifar100, train_knn
 from experiments.common.processes import Processes
 from tests.experiments import scripts
-from tests.experiments.scripts import MACHINE, SCRIPTS, name_of, outcome, rows_of
+from tests.experiments.scripts import MACHINE, SCRIPTS, TORCHRUN, name_of, outcome, rows_of
 from tests.processes import wait_for
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
 COMMANDS = {
     # Without noise, of which each process draws its own; one step, since batch norm has its statistics per process.
     train_cifar100: "--dataset digits --limit_train 30 --batch_size 27 --n_epochs 1 --method neuralsort --p_k .5 0 .5",

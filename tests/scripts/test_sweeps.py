@@ -20,6 +20,7 @@ from experiments.common.records import cell
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts import heads, relabel, sweeps
+from tests.experiments.scripts import MACHINE, SCRIPTS
 from tests.processes import wait_for
 from tests.scripts.test_published_rows import published
 from topk_losses import METHODS, RELAXATIONS
@@ -294,7 +295,7 @@ def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path)
     assert data.read_bytes() == before
 
 
-QUICK = "--dataset digits --limit_train 24 --batch_size 8 --n_epochs 3 --device cpu --threads 1"
+QUICK = f"{SCRIPTS[train_knn]} --n_epochs 150 {MACHINE}".replace("--method perturbed_topk", "")
 
 
 def children(pid: int) -> list[int]:
@@ -306,7 +307,7 @@ def children(pid: int) -> list[int]:
 def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
     results, undisturbed = tmp_path / "r.csv", tmp_path / "undisturbed" / "r.csv"
     flags = [f"--method {method} {QUICK}".split() for method in ("softsort", "neuralsort")]
-    rows = "\n".join(f"{sys.executable} {train_cifar100.__file__} {' '.join(row)} --results {results}" for row in flags)
+    rows = "\n".join(f"{sys.executable} {train_knn.__file__} {' '.join(row)} --results {results}" for row in flags)
 
     def start() -> subprocess.Popen:
         (tmp_path / "rows").write_text(rows)
@@ -318,9 +319,9 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
         return any(text in log.read_text() for log in (tmp_path / "logs").glob(f"{number:02}-*.log"))
 
     first = start()
-    wait_for(lambda: says("epoch 1/3", 1), seconds=300)
+    wait_for(lambda: says("epoch 1/150", 1), seconds=300)
     os.kill(children(first.pid)[0], signal.SIGKILL)  # run 1, which is tried again
-    wait_for(lambda: says("epoch 1/3", 2) and says("epoch 2/3", 1), seconds=300)
+    wait_for(lambda: says("epoch 1/150", 2) and says("continuing after", 1), seconds=300)
     left = children(first.pid)
     first.kill()
     first.communicate()
@@ -332,7 +333,7 @@ def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
     printed = second.communicate(timeout=120)[0]
     assert second.returncode == 0, printed
     for row in flags:
-        assert train_cifar100.main([*row, "--results", str(undisturbed)]) == 0
+        assert train_knn.main([*row, "--results", str(undisturbed)]) == 0
     times = r"seconds|per_second|_utc|resumed|commit|memory"
     tables = [pd.read_csv(path).sort_values("run_id", ignore_index=True) for path in (results, undisturbed)]
     ended, expected = (table.loc[:, ~table.columns.str.contains(times)] for table in tables)
