@@ -11,7 +11,9 @@ from scripts.reporting import reference
 from topk_losses import METHODS
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = sorted(path for folder in ("experiments", "benchmarks", "scripts") for path in ROOT.glob(f"{folder}/*.py"))
+PROGRAMS = sorted(
+    path for folder in ("experiments", "benchmarks", "scripts", "data") for path in ROOT.glob(f"{folder}/*.py")
+)
 SCRIPTS = [str(path.relative_to(ROOT)) for path in PROGRAMS if '__name__ == "__main__"' in path.read_text()]
 
 
