@@ -35,7 +35,7 @@ from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
 from topk_losses.temperature import AutoTemperature
-from topk_losses.threshold import LML, CappedSoftmax, LapSum, PointwiseMasks, SparseTopK, ThresholdOperator
+from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK, ThresholdOperator
 from topk_losses.transport import SinkhornSort, SoftTopK, SortedSoftTopK
 
 try:
@@ -48,7 +48,7 @@ __all__ = [
     "ALIASES", "DISTRIBUTIONS", "LML", "METHODS", "RELAXATIONS", "TOP1_MODES", "AutoTemperature", "CappedSoftmax",
     "ClassificationLoss", "DFTopK", "ForwardCorrectionLoss", "GeneralizedCrossEntropyLoss", "LDRKLLoss", "LapSum",
     "MaskOperator", "NCEAndRCELoss", "Network", "NeuralSort", "NoisedTopKLoss", "PHuberCrossEntropyLoss",
-    "PerturbedTopK", "PointwiseMasks", "RecallSurrogate", "RelaxedNetwork", "SinkhornSort", "SmoothHardTopKLoss",
+    "PerturbedTopK", "RecallSurrogate", "RelaxedNetwork", "SinkhornSort", "SmoothHardTopKLoss",
     "SmoothTopKLoss", "SoftSort", "SoftTopK", "SoftmaxCrossEntropyLoss", "SortedSoftTopK", "SparseTopK", "SubsetTopK",
     "SymmetricCrossEntropyLoss", "ThresholdOperator", "TopKCrossEntropyLoss", "TopKOperator", "TruncatedEntropyLoss",
     "bitonic", "make_loss", "make_operator", "odd_even", "register_method", "resolve_method", "resolve_settings",

@@ -102,9 +102,9 @@ def check_positive(name: str, value: float, or_zero: bool = False) -> float:
     return value
 
 
-def check_positive_now(value: Any) -> Any:
-    """Return an inverse temperature; raise ValueError for a tensor that training has brought to 0 or below."""
-    if isinstance(value, Tensor) and has_known_values(value):
+def check_positive_now(value: Tensor) -> Tensor:
+    """Return an inverse temperature; raise ValueError where training has brought it to 0 or below."""
+    if has_known_values(value):
         check_positive("inverse_temperature", float(value.detach()))
     return value
 

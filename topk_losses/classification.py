@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from topk_losses import checks
-from topk_losses.checks import check_positive_now, full_precision, has_known_values, is_ordinary, static
+from topk_losses.checks import full_precision, has_known_values, is_ordinary, static
 from topk_losses.operator import (
     MASKED,
     as_tensor,
@@ -145,7 +145,7 @@ class ClassificationLoss(nn.Module):
         """The inverse temperature as it is now. Raises ValueError where training has brought it to 0 or below."""
         if self.auto is not None:
             return self.auto.value()
-        return fixed_beta(check_positive_now(getattr(self, "inverse_temperature", None)))
+        return fixed_beta(getattr(self, "inverse_temperature", None))
 
     def extra_repr(self) -> str:
         settings = ((name, getattr(self, name)) for name in self.shown)

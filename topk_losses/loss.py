@@ -7,17 +7,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from topk_losses.checks import (
-    AS_TENSOR,
-    PK,
-    check_choice,
-    check_fraction,
-    check_integer,
-    check_logits,
-    check_p_k,
-    check_several,
-    has_known_values,
-)
+from topk_losses import checks
+from topk_losses.checks import PK, check_p_k, has_known_values
 from topk_losses.classification import ClassificationLoss, Given
 from topk_losses.methods import METHODS, TOP1, TOP1_MODES, any_operator, is_relaxation, resolve_method, resolve_settings
 from topk_losses.networks import RelaxedNetwork
@@ -116,7 +107,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
         if operator is not None and (method, distribution, art_lambda) != (None, None, None):
             raise ValueError("an operator takes the place of method, distribution and art_lambda: leave them out")
-        self.m = check_several("m", m)
+        self.m = checks.check_several("m", m)
         if operator is None:
             self.method: str | None = resolve_method(method or "splitter_selection", relaxed=True)
             settings = resolve_settings(self.method, inverse_temperature, distribution, art_lambda, top1_mode)
@@ -125,7 +116,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             self.inverse_temperature: Any = beta
         else:
             self.method = self.distribution = self.art_lambda = None
-            self.top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
+            self.top1_mode = checks.check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
             self.operator = operator
             if inverse_temperature is not None:
                 self.inverse_temperature = inverse_temperature
@@ -173,7 +164,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             raise TypeError(f"operator must be a TopKOperator, got {type(value).__name__}")
         value = self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
         if name == "noise_rate":
-            value = check_fraction(name, value)
+            value = checks.check_fraction(name, value)
         if name in ("noise_rate", "soft_labels"):
             now = self.__dict__ | {name: value}
             if now.get("noise_rate") and (self.top1_mode == "smce" or now["soft_labels"] == "any"):
@@ -223,14 +214,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if p_k is None:
             return self._reduced(logits, labels, None)
         if not isinstance(p_k, Tensor):
-            raise TypeError(f"p_k of a call must be a tensor, got {type(p_k).__name__}; convert with {AS_TENSOR}")
-        check_logits(logits)
+            raise TypeError(f"p_k of a call must be a tensor, got {type(p_k).__name__}; convert with torch.as_tensor")
+        checks.check_logits(logits)
         shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
         if p_k.shape[:-1] != shape or p_k.dim() == 0:
             raise ValueError(f"p_k must have shape {(*shape, 'K')}, a row per sample, got {tuple(p_k.shape)}")
         rows = p_k.reshape(-1, p_k.shape[-1])  # (rows, K)
         num_scores = self._num_scores(logits.shape[min(1, logits.dim() - 1)])
-        check_integer("the length of p_k", rows.shape[1], 1, num_scores, "the number of scores that are sorted, ")
+        checks.check_integer(
+            "the length of p_k", rows.shape[1], 1, num_scores, "the number of scores that are sorted, "
+        )
         if has_known_values(p_k) and rows.numel():
             check_p_k(rows)
             self._check_top1(rows)
@@ -287,7 +280,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         shares = self._shares(given.p_k, scores, column)
         index = true_and_largest(largest(scores, m)[row], column)  # (pairs, m)
         kept = scores[row.unsqueeze(1), index]
-        losses = self._mixed(kept, torch.zeros_like(column), shares, given)
+        losses = self._of_scores(kept, torch.zeros_like(column), shares, given)
         return self._corrected(losses, scores[row], shares, given) if self.noise_rate else losses
 
     def _of_live_classes(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
@@ -313,14 +306,10 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return losses
 
     def _of_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
-        """The loss of scores (rows, n), of which m are sorted."""
+        """The loss of scores (rows, n), of which m are sorted: -log of the mixture of P(rank <= k), by P_K."""
         if self.m is not None and self.m < scores.shape[1]:
             assert target is not None
-            scores, target = top_m(scores, target, self.m)
-        return self._mixed(scores, target, shares, given)
-
-    def _mixed(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
-        """The loss of the scores that are sorted (rows, m or n): -log of the mixture of P(rank <= k), by P_K."""
+            scores, target = top_m(scores, target, self.m)  # (rows, m)
         ranks = self.ranks if given.p_k is None else list(range(1, given.p_k.shape[1] + 1))
         if ranks[-1] > scores.shape[1]:
             n = scores.shape[1]
@@ -370,7 +359,7 @@ def make_loss(
         of_sort = (m, inverse_temperature, distribution, art_lambda, top1_mode)
         return TopKCrossEntropyLoss(method, p_k, num_classes, *of_sort, **settings)
     beta = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)["inverse_temperature"]
-    build, n, has_k = METHODS[method].loss, check_several("num_classes", num_classes), method not in TOP1
+    build, n, has_k = METHODS[method].loss, checks.check_several("num_classes", num_classes), method not in TOP1
     assert build is not None
     rows = check_p_k((5 if has_k else 1) if p_k is None else p_k, n, n)
     if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (not has_k and len(rows) > 1):

@@ -171,13 +171,17 @@ def resolve_settings(
     }  # fmt: skip
 
 
-def any_operator(method: str, k: int, distribution: str | None = None, art_lambda: float | None = None) -> TopKOperator:
-    """Build the operator of a method for k ranks of any number of scores, with its default inverse temperature."""
-    spec = METHODS[resolve_method(method, relaxed=True)]
+def any_operator(
+    method: str, k: int, distribution: str | None = None, art_lambda: float | None = None, beta: Any = None,
+    n: int | None = None,
+) -> TopKOperator:  # fmt: skip
+    """Build the operator of a method for k ranks of n scores, None: of any number; beta: None for the default."""
+    spec = METHODS[method]
+    beta = spec.inverse_temperature if beta is None else beta
     if spec.network is not None:
-        return RelaxedNetwork(spec.network, spec.inverse_temperature, distribution, art_lambda, k)
+        return RelaxedNetwork(spec.network if n is None else spec.network(n, k), beta, distribution, art_lambda, k)
     assert spec.operator is not None
-    return spec.operator(k, spec.inverse_temperature)
+    return spec.operator(k, beta)
 
 
 def make_operator(
@@ -189,10 +193,6 @@ def make_operator(
     None means the method's default. Raises ValueError for a method without a relaxed permutation matrix and for
     settings that do not fit.
     """
-    spec, n = METHODS[resolve_method(method, relaxed=True)], check_integer("num_scores", num_scores, 1)
-    beta, *settings, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda).values()
-    k = check_k(k, n)
-    if spec.network is not None:
-        return RelaxedNetwork(spec.network(n, k), beta, *settings)
-    assert spec.operator is not None
-    return spec.operator(k, beta)
+    method, n = resolve_method(method, relaxed=True), check_integer("num_scores", num_scores, 1)
+    beta, sigmoid, exponent, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda).values()
+    return any_operator(method, check_k(k, n), sigmoid, exponent, beta, n)

@@ -260,10 +260,8 @@ class RelaxedNetwork(TopKOperator):
             device = str(scores.device)
             if not torch.compiler.is_compiling():
                 return _tables(construct, scores.shape[1], k, device)
-            n, name = (
-                range(scores.shape[1]).stop,
-                f"{construct.__name__}",
-            )  # constants, in place of the compiler's symbols
+            # constants, in place of the compiler's symbols
+            n, name = range(scores.shape[1]).stop, f"{construct.__name__}"
             return _comparators(name, n, k, device), [int(size) for size in _layer_sizes(name, n, k).split()]
         if scores.shape[1] != self.n:  # a kernel would read what does not exist
             raise ValueError(f"this network was built for n={self.n} scores, got {scores.shape[1]}")

@@ -160,8 +160,8 @@ def normal_noise(like: Tensor, *shape: int, generator: torch.Generator | None) -
 
 
 def fixed_beta(beta: Any) -> Any:
-    """Copy an inverse temperature that is a tensor: writing into it later leaves this graph alone."""
-    return beta.clone() if isinstance(beta, Tensor) else beta
+    """Check and copy an inverse temperature that is a tensor: writing into it later leaves this graph alone."""
+    return checks.check_positive_now(beta).clone() if isinstance(beta, Tensor) else beta
 
 
 class TopKOperator:
@@ -179,7 +179,7 @@ class TopKOperator:
 
     Subclasses define one method, `_matrix(scores, k, beta, generator)` -> P (rows, k, n), of scores (rows, n) in
     float32 or float64 with autocast off. Two more may be defined where they cost less: `_column`, P of the true class,
-    and `_within`, P(rank <= k).
+    and `within`, P(rank <= k).
     """
 
     default_inverse_temperature = 1.0
@@ -240,12 +240,10 @@ class TopKOperator:
         scores = self._checked(logits)
         k = self.k if k is None else check_k(k, scores.shape[1])
         with full_precision(logits.device):
-            within = self._within(scores, None, [k], self._beta(inverse_temperature), generator)  # (rows, 1, n)
+            within = self.within(scores, None, [k], self._beta(inverse_temperature), generator)  # (rows, 1, n)
         return (within if self.guarded else within.exp()).reshape(logits.shape)
 
-    def within(
-        self, scores: Tensor, target: Tensor | None, ks: Sequence[int], beta: float | Tensor, generator: Any = None
-    ) -> Tensor:
+    def within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         """Compute P(rank <= k) for several k, which is what a loss asks for; its logarithm if not `guarded`.
 
         Args:
@@ -258,7 +256,12 @@ class TopKOperator:
         Returns:
             (rows, len(ks)), or (rows, len(ks), n) for every class.
         """
-        return self._within(scores, target, ks, beta, generator)
+        k = max(ks, default=1)
+        if target is None:
+            P = self._matrix(scores, k, beta, generator)  # (rows, k, n)
+        else:
+            P = self._column(scores, target, k, beta, generator)  # (rows, k)
+        return pick_ranks(P.cumsum(1), ks)
 
     def check_convergence(self) -> float:
         """Return the largest error that an iterative solver left since the last call; 0 for a closed form."""
@@ -271,7 +274,7 @@ class TopKOperator:
 
     def _beta(self, inverse_temperature: Beta) -> Any:
         beta = self.inverse_temperature if inverse_temperature is None else inverse_temperature
-        return fixed_beta(checks.check_positive_now(checks.check_inverse_temperature(beta)))
+        return fixed_beta(checks.check_inverse_temperature(beta))
 
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define _matrix")
@@ -279,13 +282,6 @@ class TopKOperator:
     def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         """P of the labels (rows,), or its sums by a mass (rows, n): (rows, k)."""
         return at_target(self._matrix(scores, k, beta, generator), target)
-
-    def _within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
-        """As `within`, unchecked."""
-        k = max(ks, default=1)
-        of_all = target is None
-        P = self._matrix(scores, k, beta, generator) if of_all else self._column(scores, target, k, beta, generator)
-        return pick_ranks(P.cumsum(1), ks)  # P: (rows, k, n) or (rows, k)
 
 
 class MaskOperator(TopKOperator):
@@ -300,8 +296,8 @@ class MaskOperator(TopKOperator):
     def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define _values")
 
-    def _within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
-        if target is None or not is_mass(target):
+    def within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
+        if not is_mass(target):
             return self._values(scores, target, ks, beta, generator)
         values = self._values(scores, None, ks, beta, generator)  # (rows, J, n)
         if self.guarded:
@@ -309,15 +305,11 @@ class MaskOperator(TopKOperator):
         return log_mixture(values, target.to(scores.dtype).unsqueeze(1), dim=2)
 
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
-        return self._rows_of(scores, None, k, beta, generator)
+        return self._column(scores, None, k, beta, generator)
 
-    def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
+    def _column(self, scores: Tensor, target: Any, k: int, beta: Any, generator: Any = None) -> Tensor:
         if is_mass(target):
             return super()._column(scores, target, k, beta, generator)
-        return self._rows_of(scores, target, k, beta, generator)
-
-    def _rows_of(self, scores: Tensor, labels: Tensor | None, k: int, beta: Any, generator: Any) -> Tensor:
-        """Rows of P (rows, k[, n]), which rounding does not make negative, since indicators rise with k."""
-        values = self._values(scores, labels, range(1, k + 1), beta, generator)
-        indicators = values if self.guarded else values.exp()
+        values = self._values(scores, target, range(1, k + 1), beta, generator)
+        indicators = values if self.guarded else values.exp()  # which rise with k, whatever the rounding
         return torch.cat([indicators[:, :1], indicators.diff(dim=1).clamp(min=0)], dim=1)

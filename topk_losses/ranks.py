@@ -8,26 +8,37 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import check_integer
-from topk_losses.operator import Beta, MaskOperator, centered, normal_noise, pick_ranks, ranks_like
-from topk_losses.threshold import PointwiseMasks
+from topk_losses.operator import MASKED, Beta, MaskOperator, centered, largest, normal_noise, pick_ranks, ranks_like
 
 # Numbers of noise drawn at a time: what a CPU's caches hold, and what a GPU draws in one launch.
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
 
 
-class DFTopK(PointwiseMasks):
+class DFTopK(MaskOperator):
     """DFTopK (Zhu et al. 2025): indicator_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
 
     The indicators of the k-th and the (k+1)-th score sum to 1, and nothing else does; the gradient reaches the true
     class, s_[k] and s_[k+1] alone. For k = n the indicator is 1. Default inverse temperature: 0.25.
     """
 
-    family = "middle"
+    default_inverse_temperature = 0.25
+
+    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
+        K, x = max(ks, default=0), centered(scores)  # (rows, n)
+        places = largest(x, min(K + 1, x.shape[1]))
+        if labels is None:
+            top, own = x.gather(1, places), x.unsqueeze(1)
+        else:  # in one, for one gradient
+            own, top = x.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
+        top = pad(top, (0, K + 1 - places.shape[1]), value=MASKED)  # (rows, K + 1)
+        middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
+        return logsigmoid((own - (middle.unsqueeze(2) if labels is None else middle)) * beta)
 
 
-class RecallSurrogate(PointwiseMasks):
+class RecallSurrogate(MaskOperator):
     """The indicator of the recall@k surrogate (Patel, Tolias and Matas 2022): sigmoid(k - r_i), r the soft rank.
 
     r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
@@ -36,8 +47,16 @@ class RecallSurrogate(PointwiseMasks):
     for cosine similarities; default 0.25.
     """
 
-    family = "ranks"
+    default_inverse_temperature = 0.25
     pairwise = True
+
+    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
+        k, x = ranks_like(ks, scores), centered(scores)  # (1, J), (rows, n)
+        own = x if labels is None else x.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
+        # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
+        higher = torch.sigmoid((x.unsqueeze(1) - own.unsqueeze(2)) * beta)  # (rows, n or 1, n)
+        rank = higher.sum(2) + 0.5  # (rows, n or 1)
+        return logsigmoid(k.unsqueeze(2) - rank.unsqueeze(1) if labels is None else k - rank)
 
 
 class PerturbedTopK(MaskOperator):

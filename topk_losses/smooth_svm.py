@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
-from topk_losses.checks import check_inverse_temperature, check_k, check_positive, check_positive_now
+from topk_losses.checks import check_inverse_temperature, check_k, check_positive
 from topk_losses.classification import Given
 from topk_losses.kernels import kernel
 from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, fixed_beta, pick_ranks
@@ -92,7 +92,7 @@ class SmoothTopKLoss(SingleKLoss):
         return check_inverse_temperature(value) if isinstance(value, Tensor) else check_positive(name, value)
 
     def _beta(self) -> Any:
-        return fixed_beta(check_positive_now(self.tau))
+        return fixed_beta(self.tau)
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         check_k(self.k, scores.shape[1] - 1)

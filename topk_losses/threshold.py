@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import full_precision, has_known_values, is_compiled_for_cpu
-from topk_losses.operator import MASKED, Beta, MaskOperator, centered, largest, pick_ranks, ranks_like
+from topk_losses.operator import MASKED, Beta, MaskOperator, centered, ranks_like
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
 MAX_ITERATIONS = {torch.float32: 30, torch.float64: 60}
@@ -63,11 +63,7 @@ def _newton(
     return theta
 
 
-def _laplace_root(z: Tensor, k: Tensor, most: int) -> Tensor:
-    return _laplace_root_of(*_top_and_rest(z, 2 * most), k)
-
-
-def _laplace_root_of(top: Tensor, rest: Tensor, k: Tensor) -> Tensor:
+def _laplace_root(top: Tensor, rest: Tensor, k: Tensor) -> Tensor:
     """Solve a quadratic equation: with m scores above theta, A = sum_{i<=m} exp(-z_i), B = sum_{i>m} exp z_i, the sum
     of f is m - A exp(theta) / 2 + B exp(-theta) / 2. At most 2 k scores are above theta, where f is above a half.
     """
@@ -106,7 +102,7 @@ def _logistic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
         return excess, torch.where(slope < finfo.tiny / finfo.eps, 0, step)
 
     # the error that a step leaves is of the size of its square
-    return _newton(evaluate, low, high, _laplace_root_of(top, rest, k).clamp(low, high), finfo.eps**0.5)
+    return _newton(evaluate, low, high, _laplace_root(top, rest, k).clamp(low, high), finfo.eps**0.5)
 
 
 def _capped_root(z: Tensor, k: Tensor, most: int) -> Tensor:
@@ -183,7 +179,12 @@ def _power_family(power: int) -> Family:
 
 FAMILIES = {
     "logistic": Family(logsigmoid, _logistic_root, _log_logistic_slopes, False),
-    "laplace": Family(_log_laplace, _laplace_root, lambda t: -t.abs() - math.log(2), False),
+    "laplace": Family(
+        _log_laplace,
+        lambda z, k, most: _laplace_root(*_top_and_rest(z, 2 * most), k),
+        lambda t: -t.abs() - math.log(2),
+        False,
+    ),
     "capped": Family(lambda t: torch.where(t >= 0, 0, t), _capped_root, lambda t: torch.where(t <= 0, t, MASKED), True),
     "linear": _power_family(1),
     "cubic": _power_family(3),
@@ -251,58 +252,20 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
     return torch.where(certain, torch.inf + 0 * theta.detach(), t)  # NaN stays
 
 
-def soft_ranks(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-    """k less the soft rank 1 + sum_{j != i} sigmoid(beta (s_j - s_i)), as `arguments`: (rows, J) or (rows, J, n)."""
-    k, x = ranks_like(ks, scores), centered(scores)  # (1, J), (rows, n)
-    own = x if labels is None else x.gather(1, labels.unsqueeze(1))  # (rows, n or 1)
-    # the class itself adds a half, which is taken off again; where two are at -inf, neither is above the other
-    higher = torch.sigmoid((x.unsqueeze(1) - own.unsqueeze(2)) * beta)  # (rows, n or 1, n)
-    rank = higher.sum(2) + 0.5  # (rows, n or 1)
-    return k - rank if labels is not None else k.unsqueeze(2) - rank.unsqueeze(1)
-
-
-def beyond_middles(scores: Tensor, beta: float | Tensor, labels: Tensor | None, ks: Sequence[int]) -> Tensor:
-    """z less the middle of its k-th and (k+1)-th largest, as `arguments`: (rows, J) or (rows, J, n)."""
-    K = max(ks, default=0)
-    scores = centered(scores)
-    places = largest(scores, min(K + 1, scores.shape[1]))
-    if labels is None:
-        top, own = scores.gather(1, places), scores
-    else:  # in one, for one gradient
-        own, top = scores.gather(1, torch.cat([labels.unsqueeze(1), places], dim=1)).tensor_split([1], dim=1)
-    top = pad(top, (0, K + 1 - places.shape[1]), value=MASKED)  # (rows, K + 1)
-    middle = pick_ranks((top[:, :-1] + top[:, 1:]) / 2, ks)  # (rows, J)
-    t = own.unsqueeze(1) - middle.unsqueeze(2) if labels is None else own - middle
-    return t * beta
-
-
-class PointwiseMasks(MaskOperator):
-    """Soft top-k indicators f(t), one for each class and k. f is a sigmoid unless the family has another.
-
-    family: of thresholds, "ranks" for soft ranks, or "middle" for the middle of two ranks.
-    """
+class ThresholdOperator(MaskOperator):
+    """An operator with a threshold. Subclasses name their family, of FAMILIES; beta multiplies the logits."""
 
     default_inverse_temperature = 0.25
     family: str
 
-    def _value(self, t: Tensor) -> Tensor:
-        """f(t), if the operator is `guarded`, else log f(t)."""
-        return FAMILIES[self.family].value(t) if self.family in FAMILIES else logsigmoid(t)
-
     def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
-        if self.family in ("ranks", "middle"):
-            function = soft_ranks if self.family == "ranks" else beyond_middles
-            return self._value(function(scores, beta, labels, ks))
         x, beta = self._scaled(scores, beta)
-        return self._value(arguments(x, beta, labels, ranks_like(ks, scores), max(ks, default=1), self.family))
+        t = arguments(x, beta, labels, ranks_like(ks, scores), max(ks, default=1), self.family)
+        return FAMILIES[self.family].value(t)
 
     def _scaled(self, scores: Tensor, beta: Any) -> tuple[Tensor, Any]:
         """x (rows, n), -inf where scores are, and beta, with z = beta x."""
         return scores, beta
-
-
-class ThresholdOperator(PointwiseMasks):
-    """An operator with a threshold. Subclasses name their family; beta multiplies the logits."""
 
     def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
         """Compute the soft top-k indicator as every operator does, in [0, 1], which sums to k over the classes.
@@ -322,7 +285,7 @@ class ThresholdOperator(PointwiseMasks):
             most = math.ceil(float(wanted.detach().max()))
         with full_precision(logits.device):
             x, scale = self._scaled(scores, beta)
-            values = self._value(arguments(x, scale, None, wanted, most, self.family))  # (rows, 1, n)
+            values = FAMILIES[self.family].value(arguments(x, scale, None, wanted, most, self.family))  # (rows, 1, n)
             if wanted.requires_grad:
                 values = values + self._slope_at_n(x, scale, wanted).unsqueeze(1)
         return (values if self.guarded else values.exp()).reshape(logits.shape)

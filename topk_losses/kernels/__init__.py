@@ -130,8 +130,9 @@ def register(
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, grads: Sequence[Tensor | None], run_backward: Callable[..., Tensor]) -> tuple[Any, ...]:
-        inputs = [tensor if setting is None else setting for setting, tensor in zip(ctx.settings, ctx.saved_tensors)]
-        made, grads = ctx.saved_tensors[len(inputs) :], grads[:results]
+        saved = ctx.saved_tensors  # once: where memory is saved by computing again, each access does so
+        inputs = [tensor if setting is None else setting for setting, tensor in zip(ctx.settings, saved)]
+        made, grads = saved[len(inputs) :], grads[:results]
         if torch.is_grad_enabled():  # create_graph=True: eager PyTorch has second derivatives
             with full_precision(inputs[0].device):  # backward may run under autocast
                 scores = inputs[0].view_as(inputs[0])
