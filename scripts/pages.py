@@ -142,13 +142,21 @@ def rewritten(text: str) -> str:
     return text
 
 
-def draw_figures(folder: Path) -> list[Path]:
-    """Draw the figures that are made from results/*.csv or from the losses, and return their paths."""
-    from scripts.reporting import figures, permutation_figure  # matplotlib takes a second, and tables need none
+def draw_method_figures(folder: Path) -> list[Path]:
+    """Draw a figure for each method, and one of all matrices; return their paths."""
+    from scripts.reporting import permutation_figure  # matplotlib takes a second, and tables need none
 
-    drawn = [*permutation_figure.draw_permutations(folder), *figures.draw_benchmarks(folder)]
+    drawn = permutation_figure.draw_permutations(folder)
     for method in METHODS:
         drawn += permutation_figure.draw_method(method, folder)
+    return drawn
+
+
+def draw_result_figures(folder: Path) -> list[Path]:
+    """Draw the figures that are made from results/*.csv, and return their paths."""
+    from scripts.reporting import figures
+
+    drawn = figures.draw_benchmarks(folder)
     for name in ("temperature", "temperature_training"):
         drawn += figures.draw_temperatures(name, read_runs(RESULTS / f"{name}.csv"), folder)
     for name in ("table1_short", "table4_short", "strong"):
@@ -157,7 +165,7 @@ def draw_figures(folder: Path) -> list[Path]:
         drawn += figures.draw_accuracy(tables.beside_published(name, runs, table), folder)
     path = RESULTS / "table1_epochs.csv"
     drawn += figures.draw_epochs(path, read_runs(path), folder)
-    return drawn + figures.draw_findings(folder) + reference.draw_tutorial(folder)
+    return drawn + figures.draw_findings(folder)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,7 +190,8 @@ def main(argv: list[str] | None = None) -> int:
             if not args.check:
                 page.write_text(new, encoding="utf-8")
     if args.figures:
-        draw_figures(FIGURES)
+        for draw in (draw_method_figures, draw_result_figures, reference.draw_tutorial):
+            draw(FIGURES)
     return status
 
 

@@ -1,30 +1,83 @@
-"""The pages: their generated parts are those that scripts/pages.py makes."""
+"""The pages: their tables and figures are those of scripts/pages.py, prose has no other numbers, links lead on."""
 
 import re
 
+import matplotlib
 import pytest
 
-import topk_losses
 from scripts import pages
 from scripts.reporting.runs import ReportError
 
+PAGES = [*pages.pages(), *(pages.ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
+CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]+\$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)")
+NUMBER = re.compile(r"(?<![\w.])\d*\.\d+(?![\w]|\.\d)")
+CONSTANTS = {  # settings, and published or withdrawn values; those of the README: tests/test_claims.py
+    **{"README.md": "0.24 0.61 0.55", "results/README.md": "0.1 0.00024", "docs/differences.md": "0.01 0.1 0.001"},
+    **{"docs/findings.md": "2403.19625 0.5 0.8 0.25 0.4", "docs/findings/from-scratch.md": "0.73 1.42"},
+    **{"docs/knn.md": "0.9", "docs/own-images.md": "1.2", "docs/reproduce.md": "0.001"},
+    **{"docs/temperature.md": "0.05 0.1 0.125 0.2 0.5", "docs/methods/networks.md": "3.3"},
+}
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(pages.ROOT).as_posix())
 
-@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.relative_to(pages.ROOT).as_posix())
+
+@by_page
 def test_generated_parts_are_those_of_the_results(page):
     text = page.read_text(encoding="utf-8")
     assert pages.rewritten(text) == text, "scripts/pages.py writes it again"
 
 
+@by_page
+def test_a_decimal_number_in_prose_stands_in_a_table_of_its_page(page):
+    text, name = page.read_text(encoding="utf-8"), page.relative_to(pages.ROOT).as_posix()
+    made = "".join(part[0] for part in pages.PART.finditer(text)) + CONSTANTS.get(name, "")
+    known = [float(number) for number in re.findall(r"\d*\.?\d+", made.replace(",", ""))]
+    prose = re.sub(r"\]\([^)]*\)", "]", CODE.sub("", pages.PART.sub("", text)))
+    typed = NUMBER.findall(prose) if name != "CHANGELOG.md" else []
+    assert [n for n in typed if not any(round(value, len(n.partition(".")[2])) == float(n) for value in known)] == []
+
+
+def anchors(page):
+    """The addresses of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title).lower()).replace(" ", "-") for title in titles}
+
+
+@by_page
+def test_links_lead_to_files_and_headings(page):
+    for target, anchor in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), target
+        assert not anchor or path.suffix != ".md" or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def drawing(path):
+    """The texts of a figure, and its numbers if this matplotlib has drawn it."""
+    text = path.read_text(encoding="utf-8")
+    words = re.findall(r"<!-- (.*?) -->|>([^<>]+)</(?:text|tspan)>", text)
+    is_same = f"Matplotlib v{matplotlib.__version__}," in text
+    marks = re.sub(r'(id|href|clip-path)="[^"]*"', "", text)
+    return words, [float(number) for number in re.findall(r"-?\d+\.\d+", marks)] if is_same else []
+
+
+@pytest.mark.parametrize("draw", [pages.draw_method_figures, pages.draw_result_figures])
+def test_figures_are_those_of_the_results(draw, tmp_path, monkeypatch):
+    without_noise = [name for name, method in pages.METHODS.items() if not method.stochastic]
+    monkeypatch.setattr(pages, "METHODS", without_noise)  # noise costs seconds, and differs between versions
+    for path in draw(tmp_path):
+        (words, numbers), (new_words, new_numbers) = drawing(pages.FIGURES / path.name), drawing(path)
+        assert words == new_words, f"{path.name}: scripts/pages.py --figures draws it again"
+        assert not numbers or numbers == pytest.approx(new_numbers, abs=0.05), path.name
+
+
 def test_a_changed_table_is_named_and_written_again(tmp_path, monkeypatch, capsys):
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(pages, "pages", lambda: [tmp_path / "page.md"])
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
     page = tmp_path / "page.md"
-    page.write_text("# A page\n\n<!-- begin columns -->\n\nan old table\n\n<!-- end -->\n\nThe rest.\n")
+    monkeypatch.setattr(pages, "pages", lambda: [page])
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    page.write_text("# A page\n\n<!-- begin columns -->\n\nan old table\n\n<!-- end -->\n")
     assert (pages.main(["--check"]), "an old table" in page.read_text()) == (1, True)
     assert "page.md would change" in capsys.readouterr().err
     assert (pages.main([]), "an old table" in page.read_text(), pages.main(["--check"])) == (0, False, 0)
-    assert page.read_text().endswith("<!-- end -->\n\nThe rest.\n")
 
 
 @pytest.mark.parametrize(
@@ -35,12 +88,6 @@ def test_a_changed_table_is_named_and_written_again(tmp_path, monkeypatch, capsy
         ("<!-- begin epochs none.csv -->\n<!-- end -->", "no file"),
     ],
 )
-def test_what_a_page_cannot_have(text, message):
+def test_errors_of_pages(text, message):
     with pytest.raises(ReportError, match=message):
         pages.rewritten(text)
-
-
-def test_the_api_page_has_every_export():
-    text = (pages.ROOT / "docs/api.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^::: topk_losses\.(\w+)$|^\| `([A-Z\d_]+)` \|", text, re.MULTILINE)
-    assert {"".join(names) for names in shown} >= {*topk_losses.__all__}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scripts.pages import PART
-from topk_losses import METHODS
+from topk_losses import METHODS, __all__
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -122,3 +122,8 @@ def test_no_paragraph_stands_twice(page):
     paragraphs = [" ".join(each.split()) for each in typed.split("\n\n")]
     long = [each for each in paragraphs if len(each) > 80]
     assert sorted({each for each in long if long.count(each) > 1}) == []
+
+
+def test_the_api_page_has_every_export():
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert [name for name in __all__ if f"`{name}`" not in text and f"topk_losses.{name}\n" not in text] == []

@@ -1,6 +1,8 @@
 """The comparisons behind the findings: a loss minus a baseline, paired by seed, each from one results file."""
 
+import functools
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
@@ -118,17 +120,33 @@ for number, noise, file in ((1, WITHIN, "heads_noise_.2_more.csv"), (4, AMONG, "
     ]
 
 
+@functools.cache
+def runs_of(path: Path) -> pd.DataFrame:
+    """Return the runs of a results file."""
+    return read_runs(path)
+
+
+@functools.cache
+def epochs_of(path: Path) -> pd.DataFrame:
+    """Return the rows of a file of scripts/epochs.py."""
+    return studies.epochs(path, runs_of(path))
+
+
+def that_meet(runs: pd.DataFrame, conditions: dict[str, str]) -> pd.DataFrame:
+    """Return the runs that have these values."""
+    return runs[(runs[list(conditions)] == pd.Series(conditions)).all(axis=1)]
+
+
 def sides(comparison: Comparison) -> list[pd.DataFrame]:
     """Return the runs of the loss and of its baseline, with accuracies in percent."""
     path, found = RESULTS / comparison.file, []
     for arm, chosen in zip((comparison.loss, comparison.baseline), comparison.chosen):
-        runs = read_runs(path, [f"{name}={value}" for name, value in (arm | chosen).items()])
         if comparison.epoch:
-            runs = studies.epochs(path, runs)
+            runs = that_meet(epochs_of(path), arm | chosen)
             runs = runs[runs["epoch"] == comparison.epoch]
             found.append(runs.assign(**{metric: runs[f"chosen_{metric}"] for metric in METRICS}))
         else:
-            found.append(core.as_numbers(runs, METRICS, 100))
+            found.append(core.as_numbers(that_meet(runs_of(path), arm | chosen), METRICS, 100))
     return found
 
 
@@ -139,7 +157,7 @@ def trials(comparison: Comparison) -> str:
     path = RESULTS / comparison.file.replace(".csv", "_trials.csv")
     path = path if path.exists() else RESULTS / comparison.file
     arms = (comparison.loss, comparison.baseline)
-    numbers = [len(core.lines_of(read_runs(path, [f"{name}={arm[name]}" for name in arm]))) for arm in arms]
+    numbers = [len(core.lines_of(that_meet(runs_of(path), arm))) for arm in arms]
     return " / ".join(map(str, numbers))
 
 

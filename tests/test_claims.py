@@ -1,0 +1,129 @@
+"""What README and findings say in words, asked of results/*.csv. A failure here means: read the pages again."""
+
+import functools
+
+import pandas as pd
+import pytest
+import torch
+
+from scripts.reporting import findings, permutation_figure
+from scripts.reporting.runs import half_width
+from topk_losses import ForwardCorrectionLoss, TopKCrossEntropyLoss
+from topk_losses.methods import SINGLE_K
+
+METRICS, SOFTMAX, SPLITTER = ["test_top1", "test_top5"], "softmax_cross_entropy", "splitter_selection"
+HALF, EVEN, FIFTH = "0.5 0 0 0 0.5", "0.2 0.2 0.2 0.2 0.2", "0 0 0 0 1"  # P_K
+SORTS = ["neuralsort", "softsort", "sinkhorn_sort", SPLITTER]
+
+
+@functools.cache
+def rows(name):
+    """A results file, accuracies in percent."""
+    table = pd.read_csv(findings.RESULTS / f"{name}.csv")
+    accuracies = [column for column in table if "_top" in column and table[column].dtype == float]
+    return table.assign(**{column: 100 * table[column] for column in accuracies})
+
+
+def gains(name, *keys, baseline=SOFTMAX):
+    """Mean difference to the baseline and half of its interval, by keys such as method and p_k."""
+    table = rows(name)
+    base = table[table.method == baseline].set_index("seed")[METRICS]
+    others = table[table.method != baseline].set_index([*keys, "seed"])[METRICS]
+    by_line = others.sub(base, level="seed").dropna().groupby(list(keys))
+    return by_line.mean(), half_width(by_line.std(), by_line.size().iloc[0])
+
+
+def test_the_status_of_each_finding():
+    """docs/findings.md names these keys in its sentences."""
+    gain, same, loss, one = "gain", "no clear difference", "loss", "one pair: no interval"
+    status = {"S1": one, "S2": f"top-1: {same}; top-5: {gain}", "S3": loss, "S4": same, "S5": one, "S6": one}
+    status |= {"L1": f"top-1: {same}; top-5: {loss}", "L2": gain, "L3": loss}
+    status |= {"W1": gain, "W2": gain, "W3": f"top-1: {same}; top-5: {loss}"}
+    status |= {"W4": gain, "W5": gain, "W6": f"top-1: {gain}; top-5: {loss}"}
+    found = {each.key: findings.status(findings.difference(each)) for each in findings.COMPARISONS}
+    assert len(found) == len(findings.COMPARISONS)
+    assert {key: found[key] for key in status} == status
+
+
+def test_16_epochs_with_the_published_settings():
+    mean, half = gains("table1_short", "method", "p_k")
+    assert len(mean) == 9
+    assert (mean + half < 0).all(axis=None)
+    assert (mean.xs(EVEN, level="p_k").loc[SORTS] > mean.xs(FIFTH, level="p_k").loc[SORTS]).all(axis=None)
+    assert mean.xs(EVEN, level="p_k").idxmax().eq(SPLITTER).all()
+    assert mean.test_top1.idxmin() == ("neuralsort", FIFTH)
+    short, published = (rows(name).query("method == @SOFTMAX")[METRICS].mean() for name in ("table1_short", "table1"))
+    assert (short > published).all()
+    devices = rows("table1_short").device_name.str.contains("H100")
+    assert (devices.sum(), len(devices)) == (27, 30)
+    minutes = rows("table1_short").train_seconds[devices] / 60
+    assert (round(minutes.min()), round(minutes.max())) == (1, 7)
+    assert (rows("strong").query("method == @SOFTMAX")[METRICS].mean() - short).round().test_top1 == 6
+
+
+def test_16_epochs_with_other_settings_and_table_4():
+    table = rows("scratch").query("seed == 0 and label_noise == 0")
+    base = table.query("method == @SOFTMAX and lr == 0.001 and label_smoothing.isna()")[METRICS].iloc[0]
+    others = table.query("method != @SOFTMAX")[METRICS]
+    assert len(others) == 10
+    assert (others < base).all(axis=None)
+    table = rows("table4_short").set_index(["p_k", "method"])[METRICS]
+    weights = [HALF, "0.25 0 0 0 0.75", "0.1 0 0 0 0.9", FIFTH]
+    for method in SORTS:
+        by_weight = table.xs(method, level="method").loc[weights]
+        falls = by_weight.diff().iloc[1:] < 0
+        assert falls.sum().sum() == (5 if method == "softsort" else 6)
+        assert table.xs(method, level="method").idxmax().eq(HALF).all()
+    assert table.loc[FIFTH].idxmax().eq("smooth_hard_topk").all()
+
+
+def test_linear_classifiers_with_correct_labels():
+    mean, half = gains("heads", "method")
+    assert {method for method in mean.index if mean.test_top1[method] > half.test_top1[method]} == {"ldr_kl"}
+    only_top5 = [method for method in SINGLE_K if method in mean.index]
+    assert (mean.loc[only_top5].test_top1.between(-7, -4) & (mean.loc[only_top5].test_top5 < 0)).all()
+    mixed = mean.drop(index=["ldr_kl", "odd_even", *only_top5])
+    assert (mixed.test_top1 + half.test_top1[mixed.index] < 0).all()
+    assert mixed.test_top5.max().round(2) == 0.12
+    mean, half = (table.drop(index="ldr_kl", level="method") for table in gains("heads_more", "method", "p_k"))
+    assert (mean < half).all(axis=None)
+
+
+@pytest.mark.parametrize("name", ["heads", "heads_more", "heads_noise_.2_more", "heads_noise_.2_of_100_more"])
+def test_validation_chose_what_ran_with_ten_seeds(name):
+    trials = rows(f"{name}_trials")
+    trials = trials.assign(valid=trials.valid_top1 + trials.valid_top5, is_level=trials.inverse_temperature.eq(2**-12))
+    table = rows(name).assign(is_level=lambda runs: runs.inverse_temperature.eq(2**-12))
+    for (method, is_level), runs in table.groupby(["method", "is_level"]):
+        best = trials.loc[trials[(trials.method == method) & (trials.is_level == is_level)].valid.idxmax()]
+        assert {(best.lr, best.n_epochs, best.p_k)} == set(zip(runs.lr, runs.n_epochs, runs.p_k))
+        assert runs.seed.nunique() == len(runs) == 10
+
+
+def test_lapsum_with_a_tiny_temperature_is_forward_correction_up_to_a_constant():
+    logits = 4 * torch.randn(64, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(64)
+    level = TopKCrossEntropyLoss("lapsum", {1: 0.8, 5: 0.2}, inverse_temperature=2**-12, reduction="none")
+    difference = level(logits, labels) - ForwardCorrectionLoss(noise_rate=0.56, reduction="none")(logits, labels)
+    assert difference.std() < 0.02
+
+
+def test_beam_search_neighbours_and_speed():
+    errors = rows("beam_search").groupby("arm").test_wer_beam4.mean()
+    assert errors.idxmin() == "cross_entropy"
+    neighbours = rows("knn")[rows("knn").dataset.isna()].groupby("method").test_top1.mean()
+    assert neighbours.drop(index=["inputs", "pca", SOFTMAX]).max() < neighbours["inputs"]
+    # Commits that are not in the history.
+    assert rows("knn").git_commit.str.startswith("ca715ae").sum() == 90
+    assert rows("beam_search_short").git_commit.str.startswith("7028b2a").sum() == 17
+    # What is slow on a GPU.
+    steps = rows("benchmarks/training_step_h100_torch").set_index("method").over_softmax
+    named = {"sinkhorn_sort", "soft_topk", "lml", "perturbed_topk", "subset_topk"}
+    assert set(steps[steps > 2].index) - {"odd_even", "bitonic", SPLITTER} == named
+
+
+def test_the_picture_of_the_readme():
+    matrix, weights, p = permutation_figure.relaxed_sort(SPLITTER, permutation_figure.SCORES, permutation_figure.P_K)
+    shown = [*matrix[:2, permutation_figure.TRUE].tolist(), p[permutation_figure.TRUE].item()]
+    assert [round(value, 2) for value in shown] == [0.24, 0.61, 0.55]
+    assert weights.tolist() == [1, 0.5, 0, 0]
