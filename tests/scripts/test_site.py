@@ -1,6 +1,9 @@
 """What the documentation takes from the repository when it is built."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,22 @@ def test_docstrings_are_shown_as_they_are_written():
 
     assert escaped("    p_k: log sum_{k>=2} `a_b` s_[i]") == "    p_k: log sum\\_{k&gt;=2} `a_b` s\\_\\[i\\]"
     assert escaped("    weight, p_k: > 0") == "    weight, p_k: &gt; 0"
+
+
+@pytest.mark.parametrize("planted", ["", "[a](../nowhere.md)", "[a](#nowhere)", "![a](figures/nowhere.svg)"])
+def test_a_broken_link_or_a_missing_picture_fails_the_build(planted, tmp_path):
+    """The command of scripts/docs.sh, on a copy of what it reads."""
+    pytest.importorskip("mkdocs", reason="scripts/docs.sh installs it")
+    for folder in ("docs", "results", "benchmarks", "scripts", "topk_losses"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "runs", "logs"))
+    for file in [path for path in ROOT.iterdir() if path.suffix in (".md", ".yml", ".cff") or path.name == "LICENSE"]:
+        shutil.copy(file, tmp_path)
+    with (tmp_path / "docs" / "speed.md").open("a") as page:
+        page.write(f"\n{planted}\n")
+    (line,) = re.findall(r"^.*mkdocs build.*$", (ROOT / "scripts" / "docs.sh").read_text(), re.MULTILINE)
+    command = line.replace(".venv-docs/bin/python", sys.executable)
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode != 0, "nowhere" in done.stderr) == (bool(planted), bool(planted)), done.stderr
 
 
 def test_every_method_has_a_page_with_its_figure_and_a_line_in_the_table_to_choose_by():
