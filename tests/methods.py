@@ -16,6 +16,7 @@ RELAXED = tuple(name for name in RELAXATIONS if name in DETERMINISTIC)
 # whose indicators have zeros: their losses want a part of the softmax
 HAVE_ZEROS = {"sparse_topk", "perturbed_topk"}
 MODES = [(method, mode) for method in RELAXED for mode in TOP1_MODES if mode != "sort" or method not in HAVE_ZEROS]
+WITH_MODES = [*MODES, *((method, None) for method in DETERMINISTIC if method not in RELAXED)]
 
 
 def p_k_of(method: str, k: int = 5):
@@ -30,6 +31,10 @@ def random_batch(batch=6, n=12, scale=2.0, dtype=torch.float64, seed=0) -> tuple
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, n, dtype=dtype, generator=generator) * scale
     return logits, torch.randint(n, (batch,), generator=generator)
+
+
+def random_logits(batch, n, scale=1.0, dtype=torch.float64, seed=0) -> Tensor:
+    return random_batch(batch, n, scale, dtype, seed)[0]
 
 
 def value_and_gradient(function, logits: Tensor, *others) -> tuple[Tensor, Tensor]:

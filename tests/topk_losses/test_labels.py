@@ -8,11 +8,10 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from tests import reference
-from tests.methods import DETERMINISTIC, GUARDED, MODES, RELAXED, p_k_of, random_batch
+from tests.methods import DETERMINISTIC, GUARDED, MODES, RELAXED, WITH_MODES, p_k_of, random_batch
 from topk_losses import METHODS, TopKCrossEntropyLoss, make_loss
 
 WEIGHT = torch.linspace(0.2, 2, 12, dtype=torch.float64)
-CASES = [*MODES, *((method, None) for method in DETERMINISTIC if method not in RELAXED)]
 
 
 def each_class(loss, logits):
@@ -27,7 +26,7 @@ def mixup(labels, share=0.3):
 
 
 @pytest.mark.parametrize("m", [None, 8])
-@pytest.mark.parametrize(("method", "top1_mode"), CASES)
+@pytest.mark.parametrize(("method", "top1_mode"), WITH_MODES)
 def test_distributions_smoothing_and_weights_give_the_expected_loss(method, top1_mode, m):
     logits, labels = random_batch()
     build = functools.partial(make_loss, method, None, 12, m, top1_mode=top1_mode)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, pad
 from torch.utils.checkpoint import checkpoint
 
 import topk_losses
-from tests import reference
+from tests import methods, reference
 from tests.methods import DETERMINISTIC, GUARDED, HAVE_ZEROS, MODES, RELAXED, p_k_of, random_batch, value_and_gradient
 from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, TopKCrossEntropyLoss, make_loss, topk_cross_entropy, topk_mask
 from topk_losses.kernels import VARIABLE
@@ -187,9 +187,7 @@ def test_p_k_can_be_learned_even_where_it_has_zeros(method):
         assert bool(gradient.any()) or logits is far
 
 
-@pytest.mark.parametrize(
-    ("method", "top1_mode"), [*MODES, *((name, None) for name in DETERMINISTIC if name not in RELAXED)]
-)
+@pytest.mark.parametrize(("method", "top1_mode"), methods.WITH_MODES)
 @pytest.mark.parametrize("m", [None, 6])
 def test_first_and_second_derivatives(method, top1_mode, m):
     p_k = [0.5, 0, 0.2, 0.3] if method in RELAXED else p_k_of(method, 3)

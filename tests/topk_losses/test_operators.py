@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy
 
 from tests import reference
-from tests.methods import RELAXED, random_batch, value_and_gradient
+from tests.methods import RELAXED, random_batch, random_logits, value_and_gradient
 from topk_losses import DISTRIBUTIONS, METHODS, RelaxedNetwork, SparseTopK, TopKCrossEntropyLoss, make_operator
 from topk_losses.functional import soft_topk_values, topk_mask
 from topk_losses.operator import largest
@@ -31,10 +31,6 @@ def build(name, n, k, beta, distribution=None):
     if name == "sparse_topk 4/3":
         return SparseTopK(k, beta, p=4 / 3)
     return make_operator(name, n, k, beta, distribution)
-
-
-def random_logits(batch, n, scale=1.0, dtype=torch.float64, seed=0):
-    return random_batch(batch, n, scale, dtype, seed)[0]
 
 
 def true_class(P, labels):
@@ -90,10 +86,9 @@ def test_at_ties_the_column_has_the_gradient_of_the_matrix(name):
     torch.testing.assert_close(column, matrix, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name != "recall_surrogate"]
-)  # whose outer sigmoid stays soft
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "recall_surrogate"])
 def test_approaches_the_hard_permutation(name):
+    """But for recall_surrogate, whose outer sigmoid stays soft."""
     for n in (4, 16, 37):
         operator = build(name, n, min(5, n), 1e7 if name in WHITENED else 1e6)
         logits = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]).double()

@@ -74,10 +74,7 @@ CONSTRUCTIONS = [
     (partial(make_loss, "nce_rce"), "alpha", [-1], "alpha must be a finite number >= 0"),
     *((each, "p_k", [[0.5, 0.5], 0], "single k") for each in SINGLE_K),
     *((each, "num_classes", [5], "k must be an integer .* n=4, got 5|only 5 scores") for each in SINGLE_K),
-    *(
-        (each, "soft_labels", ["any"], "has one true class; it knows no soft_labels='any'")
-        for each in (*SINGLE_K, *TOP1)
-    ),
+    *((each, "soft_labels", ["any"], "has one true class; it knows no soft") for each in (*SINGLE_K, *TOP1)),
     # operators
     (partial(make_operator, "softsort", 9), "k", [10], "n=9, got 10"),
     (partial(make_operator, "softsort", k=3), "num_scores", ["9"], "num_scores must be an integer .* got '9'"),
@@ -102,6 +99,8 @@ def test_settings_are_refused_with_a_sentence(construct, setting, values, messag
 LOGITS, LABELS = torch.randn(4, 10), torch.zeros(4, dtype=torch.long)
 DENSE = torch.randn(4, 10, 3, 5)
 plain, ANY = TopKCrossEntropyLoss, partial(build, "softsort", soft_labels="any")
+COUNTS_OF_9 = partial(make_loss, "noised_topk", 2, class_counts=[1] * 9)
+MATRIX_OF_3 = partial(make_loss, "forward_correction", T=torch.eye(3))
 CALLS = [
     (build, torch.zeros(4, 10, dtype=torch.long), LABELS, TypeError, "floating-point"),
     (build, LOGITS.numpy(), LABELS, TypeError, "floating-point tensor, got ndarray; convert with torch.as_tensor"),
@@ -124,20 +123,8 @@ CALLS = [
     (partial(ANY, m=4), LOGITS, torch.ones(4, 10), ValueError, "m=4 scores cannot hold 10 right answers"),
     (partial(ANY, label_smoothing=0.1), LOGITS, torch.ones(4, 10), ValueError, "neither weight nor label_"),
     (partial(plain, weight=torch.ones(11)), LOGITS, LABELS, ValueError, "weight holds 11 numbers, but .* 10"),
-    (
-        partial(make_loss, "noised_topk", 2, class_counts=[1] * 9),
-        LOGITS,
-        LABELS,
-        ValueError,
-        "class_counts holds 9 .* 10",
-    ),
-    (
-        partial(make_loss, "forward_correction", T=torch.eye(3)),
-        LOGITS,
-        LABELS,
-        ValueError,
-        "T is for 3 classes, but .* 10",
-    ),
+    (COUNTS_OF_9, LOGITS, LABELS, ValueError, "class_counts holds 9 .* 10"),
+    (MATRIX_OF_3, LOGITS, LABELS, ValueError, "T is for 3 classes, but .* 10"),
     (partial(plain, p_k=12), LOGITS, LABELS, ValueError, "p_k reaches rank 12, but only 10 scores are sorted"),
     *((each, LOGITS[:, :5], LABELS, ValueError, "between 1 and the number of scores n=4, got 5") for each in SINGLE_K),
 ]

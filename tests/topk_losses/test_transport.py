@@ -8,15 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from tests.methods import random_batch, value_and_gradient
+from tests.methods import random_logits, value_and_gradient
 from topk_losses import SinkhornSort, SoftTopK, SortedSoftTopK, TopKCrossEntropyLoss, topk_mask
 from topk_losses.transport import whiten_and_squash
 
 OPERATORS = [SinkhornSort, SoftTopK, SortedSoftTopK]
-
-
-def random_logits(batch, n, dtype=torch.float64, seed=0):
-    return random_batch(batch, n, 1.0, dtype, seed)[0]
 
 
 @given(st.integers(2, 14), st.data())
