@@ -64,6 +64,7 @@ def after(block: Block) -> dict[str, object]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page, page.read_text(encoding="utf-8"))]
+LAST = [block for block in BLOCKS if block not in {block.before for block in BLOCKS}]  # which run those before
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_there_are_blocks():
 
 
 @pytest.mark.filterwarnings("ignore")  # those of other packages are theirs
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.page.stem}-line{block.line}" for block in BLOCKS])
+@pytest.mark.parametrize("block", LAST, ids=[f"{block.page.stem}-line{block.line}" for block in LAST])
 def test_a_block_runs(block):
     after(block)
 
