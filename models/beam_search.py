@@ -92,7 +92,7 @@ def soft_beam(
     encoded: Encoded,
     K: int,
     num_steps: int,
-    operator: Callable[[int], Callable[[Tensor], Tensor]],
+    operator: Callable[[int], Relaxed],
 ) -> tuple[list[Tensor], Tensor]:
     """The relaxed choices A of each step, (batch, K, Q, V), and the last scores (batch, K).
 

@@ -240,12 +240,10 @@ def test_streamed_embeddings_give_the_same_row(run, tmp_path):
 def test_heads_in_company_are_those_of_commands_of_their_own(run, tmp_path):
     run(finetune_imagenet)
     together, apart = outcome(tmp_path / "r.csv"), {}
-    base = "-d EMBEDDINGS --batch_size 25 --n_epochs 3 --eval_freq 2 --lr .01 --apply_dropout "
-    for number, loss in enumerate(
-        ("noised_topk --inverse_temperature auto", "softsort --p_k .5 0 .5 --inverse_temperature .5:2")
-    ):
+    base, *heads = re.fullmatch('(.*)(--method .*) --also "(.*)"', SCRIPTS[finetune_imagenet]).groups()
+    for number, head in enumerate(heads):
         results = tmp_path / str(number) / "r.csv"
-        run(finetune_imagenet, flags=f"{base} --method {loss}", results=results)
+        run(finetune_imagenet, flags=base + head, results=results)
         apart |= outcome(results)
     assert together == apart
 
@@ -259,8 +257,7 @@ def test_baselines_of_neighbours_and_untrained_ones(run, tmp_path):
 
 
 def test_arms_of_a_seed_share_their_pretraining(run, tmp_path):
-    base = "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 4"
-    base += " --n_updates 2"
+    base = SCRIPTS[train_beam_search].partition("--arm")[0]
     arms = ("cross_entropy --method softmax_cross_entropy", "soft_beam --method softsort", "retain --method neuralsort")
     for arm in arms:
         rows = run(train_beam_search, flags=f"{base} --arm {arm}")
