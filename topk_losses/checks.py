@@ -35,9 +35,23 @@ def has_known_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_ordinary(tensor)
 
 
-def is_compiled_for_cpu(tensor: Tensor) -> bool:
-    """Whether a compiler traces code for the CPU: what iterates is an operator of its own there, and not unrolled."""
-    return torch.compiler.is_compiling() and tensor.device.type == "cpu"
+def iterates(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function an operator of its own, torch.ops.topk_losses.<name>, where a compiler would unroll its loop.
+
+    That is for the CPU, where the loop ends early. fake(*arguments) allocates the results.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        op = torch.library.custom_op(f"topk_losses::{name}", function, mutates_args=())
+        op.register_fake(fake)
+
+        def choose(first: Tensor, *others: Any) -> Any:
+            is_op = torch.compiler.is_compiling() and first.device.type == "cpu"
+            return (op if is_op else function)(first, *others)
+
+        return choose
+
+    return decorate
 
 
 def _uses_forward_mode() -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import full_precision, has_known_values, is_compiled_for_cpu
+from topk_losses.checks import full_precision, has_known_values, iterates
 from topk_losses.operator import MASKED, Beta, MaskOperator, centered, ranks_like
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
@@ -191,14 +191,9 @@ FAMILIES = {
 }
 
 
-@torch.library.custom_op("topk_losses::threshold", mutates_args=())
-def _threshold(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
+@iterates("threshold", lambda z, k, *_: z.new_empty(k.shape))
+def _root(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
     return FAMILIES[family].root(z, k, most)
-
-
-@_threshold.register_fake
-def _(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
-    return z.new_empty(k.shape)
 
 
 class Threshold(torch.autograd.Function):
@@ -211,9 +206,7 @@ class Threshold(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
-        if is_compiled_for_cpu(z):
-            return _threshold(z, k, family, most)
-        return FAMILIES[family].root(z, k, most)
+        return _root(z, k, family, most)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from topk_losses.checks import (
-    check_integer,
-    check_positive,
-    full_precision,
-    has_known_values,
-    is_compiled_for_cpu,
-    is_ordinary,
-)
+from topk_losses.checks import check_integer, check_positive, full_precision, has_known_values, is_ordinary, iterates
 from topk_losses.kernels import kernel
 from topk_losses.operator import Beta, TopKOperator, as_tensor, at_target, finite, is_mass
 from topk_losses.threshold import ThresholdOperator
@@ -67,9 +60,12 @@ def whiten_and_squash(scores: Tensor) -> Tensor:
     return torch.sigmoid((mean - squashed) / size * torch.rsqrt(variance))
 
 
+@iterates("plan", lambda logits, *_: (torch.empty_like(logits), logits.new_empty(logits.shape[0])))
 def _solve(
     logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
 ) -> tuple[Tensor, Tensor]:
+    """Newton's method for _Plan, with its arguments."""
+
     def evaluate(h: Tensor) -> tuple[Tensor, Tensor]:
         P = (logits + h.unsqueeze(1)).softmax(2) * live  # (rows, n, A)
         c = P.sum(1)  # (rows, A)
@@ -95,14 +91,6 @@ def _solve(
     return P, error
 
 
-_solve_for_cpu = torch.library.custom_op("topk_losses::plan", _solve, mutates_args=())
-
-
-@_solve_for_cpu.register_fake
-def _(logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(logits), logits.new_empty(logits.shape[0])
-
-
 class _Plan(torch.autograd.Function):
     """P = softmax over target points of h - C / epsilon, (rows, n, A), with h such that its sums are `mass`.
 
@@ -117,8 +105,7 @@ class _Plan(torch.autograd.Function):
     def forward(
         logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
-        solve = _solve_for_cpu if is_compiled_for_cpu(logits) else _solve
-        return solve(logits, mass, live, start, tolerance, max_iterations)
+        return _solve(logits, mass, live, start, tolerance, max_iterations)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
