@@ -142,21 +142,19 @@ def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, file
 def main(argv: Sequence[str] | None = None) -> int:
     """Run stages one after another; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser("heads.py", allow_abbrev=False, description="Other flags: launch.py --help.")
+    usage = "%(prog)s stages ... -d FILE [options]"
+    parser = argparse.ArgumentParser("heads.py", usage, "Other flags: launch.py --help.", allow_abbrev=False)
     parser.add_argument("stages", nargs="+", choices=STAGES, help="stages, run one after another")
     parser.add_argument("-d", "--data_path", required=True, help="file of embeddings, or a published name")
-    parser.add_argument(
-        "--trials", type=Path, default="results/heads_trials.csv", help="file of trials (default: %(default)s)"
-    )
+    message = "file of trials (default: %(default)s)"
+    parser.add_argument("--trials", type=Path, default="results/heads_trials.csv", help=message)
     message = "trials around which the stage more has its own (default: %(default)s)"
     parser.add_argument("--around", type=Path, default="results/heads_trials.csv", help=message)
-    parser.add_argument(
-        "--results", type=Path, default="results/heads.csv", help="file of the finals (default: %(default)s)"
-    )
+    message = "file of the finals (default: %(default)s)"
+    parser.add_argument("--results", type=Path, default="results/heads.csv", help=message)
     parser.add_argument("--per_p_k", action="store_true", help="choose a trial for each P_K of a method")
-    parser.add_argument(
-        "--num_valid", type=int, default=5000, help="rows that validate, 0 for the data's own (default: 5000)"
-    )
+    message = "rows that validate, 0 for the data's own (default: 5000)"
+    parser.add_argument("--num_valid", type=int, default=5000, help=message)
     four = ["softmax_cross_entropy", "ldr_kl", "lapsum", "splitter_selection"]
     message = f"methods, or all (default: {', '.join(four)})"
     parser.add_argument("--methods", nargs="+", choices=["all", *KNOWN], metavar="METHOD", default=four, help=message)

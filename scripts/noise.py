@@ -136,13 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("noise.py", allow_abbrev=False, description="Other flags: launch.py --help.")
     parser.add_argument("-d", "--data_path", type=Path, required=True, help="embeddings of CIFAR-100 with right labels")
     parser.add_argument("--human", type=Path, help="CIFAR-100_human.pt of CIFAR-100N, for the labels by people")
-    parser.add_argument("--labels", nargs="+", choices=LABELS, default=list(LABELS), help="default: all, in this order")
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="default: all")
+    message = f"{', '.join(LABELS)} (default: all, in this order)"
+    parser.add_argument("--labels", nargs="+", choices=LABELS, default=list(LABELS), metavar="NAME", help=message)
+    message = f"{', '.join(LOSSES)} (default: all)"
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), metavar="NAME", help=message)
     folder = Path("data/downloads/noise")
     parser.add_argument("--folder", type=Path, default=folder, help="folder for files of labels (default: %(default)s)")
-    parser.add_argument(
-        "--results", type=Path, default=Path("results"), help="folder for two CSV files (default: %(default)s)"
-    )
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder for two CSVs (default: results)")
     args, rest = parser.parse_known_args(argv)
     if not args.data_path.is_file():
         parser.error(f"there is no file {args.data_path}")
