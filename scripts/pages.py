@@ -165,6 +165,7 @@ def draw_result_figures(folder: Path) -> list[Path]:
         drawn += figures.draw_accuracy(tables.beside_published(name, runs, table), folder)
     path = RESULTS / "table1_epochs.csv"
     drawn += figures.draw_epochs(path, read_runs(path), folder)
+    drawn += figures.draw_noise(RESULTS / "noise.csv", "human", folder)
     return drawn + figures.draw_findings(folder)
 
 

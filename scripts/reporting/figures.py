@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from scripts.reporting import findings, studies, tables
+from scripts.reporting import findings, noise, studies, tables
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, half_width
 
@@ -197,6 +197,26 @@ def draw_benchmarks(folder: Path) -> list[Path]:
     ys = {"ms": "time of a pass (ms)", "peak_mib": "peak memory (MiB)"}
     figure = lines(frame, "size", ys, "panel", dotted=" expected", xscale="log", yscale="log")
     return [*drawn, *save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")]
+
+
+def draw_noise(file: Path, labels: str, folder: Path) -> list[Path]:
+    """Draw each loss minus cross-entropy, as noisy validation chooses and, hollow, as clean validation does."""
+    study, rows = noise.studies(file)[labels], {}
+    for loss in study.losses:
+        if loss == noise.BASELINE:
+            continue
+        gains, clean = (study.minus(loss, noise.BASELINE, choice)[list(METRICS)] for choice in noise.CHOICES)
+        row = {"method": study.finals[loss, "noisy"]["method"].iloc[0]} | gains.mean().to_dict()
+        row |= {f"{metric}_half": half_width(gains[metric].std(), len(gains)) for metric in METRICS}
+        rows[noise.LOSSES[loss]] = row | clean.mean().add_prefix("clean_").to_dict()
+    panels = [
+        (f"{name} minus cross-entropy (points)", metric, f"{metric}_half", f"clean_{metric}")
+        for metric, name in METRICS.items()
+    ]
+    figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
+    for axis in figure.axes:
+        axis.axvline(0, color="black", linewidth=0.8)
+    return save(figure, folder, f"noise_{labels.partition(' ')[0]}")
 
 
 def draw_findings(folder: Path) -> list[Path]:
