@@ -28,7 +28,7 @@ def killed_and_repeated(script, words: list[str], begun: Path, pattern: str) -> 
         before = state()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for(lambda before=before, process=process: state() - before or process.poll() is not None)
-        time.sleep(moments.uniform(0, 0.1))
+        time.sleep(moments.uniform(0, 0.03))  # of the tenth of a second that is left
         process.kill()
         process.wait()
     subprocess.run(command, check=True, capture_output=True)
