@@ -25,6 +25,7 @@ from scripts.reporting import columns, findings, noise, reference, speed, studie
 from scripts.reporting.runs import METRICS, ReportError, read_runs, shown_p_k
 from topk_losses import METHODS
 
+P_K = re.compile(r"\[[\d., ]+\]")  # which no narrow column shall break
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
 PART = re.compile(r"(^<!-- begin (\S+)((?: [^\n]*?)?) -->\n).*?(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
@@ -134,7 +135,8 @@ def rewritten(text: str) -> str:
         begin, kind, arguments, end = part.groups()
         if kind not in KINDS:
             raise ReportError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
-        return f"{begin}\n{KINDS[kind](*arguments.split()).strip()}\n\n{end}"
+        content = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*arguments.split()))
+        return f"{begin}\n{content.strip()}\n\n{end}"
 
     text, number = PART.subn(made, text)
     if {number} != {len(re.findall(f"^<!-- {word}\\b", text, re.MULTILINE)) for word in ("begin", "end")}:

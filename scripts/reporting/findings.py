@@ -14,10 +14,10 @@ from scripts.reporting.tables import PAPER, as_markdown
 
 RESULTS = PAPER.parent
 EVEN = "0.2 0.2 0.2 0.2 0.2"
-BASELINE, GAINS = ["Cross-entropy top-1", "Cross-entropy top-5"], ["Difference top-1", "Difference top-5"]
-SCRATCH = "ResNet-18 from scratch on CIFAR-100"
-LINEAR = "Linear classifier on ImageNet features, CIFAR-100, 22 epochs"
-WRONG = "The same with wrong training labels"
+BASELINE, GAINS = ["Cross-entropy top-1", "Cross-entropy top-5"], ["Δ top-1", "Δ top-5"]
+SCRATCH = "From scratch"
+LINEAR = "Linear classifier"
+WRONG = "Linear classifier, wrong labels"
 
 
 class Comparison(NamedTuple):
@@ -34,7 +34,7 @@ class Comparison(NamedTuple):
     is_published: bool = False  # published settings, not chosen here
     epoch: int = 0  # of a file of scripts/epochs.py: read the best validation epoch up to this one
     is_main: bool = True  # stands in the README and in the figure
-    baseline_name: str = "cross-entropy"
+    baseline_name: str = ""  # where it is not cross-entropy
 
 
 class Difference(NamedTuple):
@@ -153,7 +153,7 @@ def sides(comparison: Comparison) -> list[pd.DataFrame]:
 def trials(comparison: Comparison) -> str:
     """Return how many settings were tried for the loss and for its baseline."""
     if comparison.is_published:
-        return "published settings"
+        return "published"
     path = RESULTS / comparison.file.replace(".csv", "_trials.csv")
     path = path if path.exists() else RESULTS / comparison.file
     arms = (comparison.loss, comparison.baseline)
@@ -173,7 +173,7 @@ def difference(comparison: Comparison) -> Difference:
 def status(found: Difference) -> str:
     """Return gain, loss or no clear difference, for top-1 and top-5."""
     if found.seeds == 1:
-        return "one pair: no interval"
+        return "one pair"
     words = [
         "no clear difference" if abs(mean) <= half else "gain" if mean > 0 else "loss"
         for mean, half in zip(found.mean, found.half)
@@ -217,23 +217,12 @@ def full_table() -> str:
         if comparison.data not in [row["Setting"].strip("*") for row in rows]:
             rows.append({"Setting": f"**{comparison.data}**"})
         found = difference(comparison)
-        row = {"#": comparison.key, "Setting": comparison.setting, "Loss": f"`{comparison.name}`"}
-        row |= {"Baseline": comparison.baseline_name}
+        baseline = f", against {comparison.baseline_name}" * bool(comparison.baseline_name)
+        row = {"#": comparison.key, "Setting": comparison.setting, "Loss": f"`{comparison.name}`{baseline}"}
         row |= {"Seeds": str(found.seeds), **dict(zip(GAINS, map(signed, found.mean, found.half)))}
-        row |= {"Status": status(found), "Trials (loss / baseline)": trials(comparison)}
+        row |= {"Status": status(found), "Trials": trials(comparison)}
         commits = sorted({commit[:7] for runs in sides(comparison) for commit in runs.get("git_commit", [])})
-        link = f"[{comparison.file}](../results/{comparison.file})"
-        rows.append(row | {"Runs": link, "Commit": ", ".join(commits)})
-    columns = [
-        "#",
-        "Setting",
-        "Loss",
-        "Baseline",
-        "Seeds",
-        *GAINS,
-        "Status",
-        "Trials (loss / baseline)",
-        "Runs",
-        "Commit",
-    ]
+        link = f"[{comparison.file.removesuffix('.csv')}](../results/{comparison.file})"
+        rows.append(row | {"Runs": ", ".join([link, *commits])})
+    columns = ["#", "Setting", "Loss", "Seeds", *GAINS, "Status", "Trials", "Runs"]
     return as_markdown(pd.DataFrame(rows, columns=columns).fillna(""))
