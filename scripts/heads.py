@@ -8,7 +8,7 @@ trials: each setting of a method with four learning rates, 5 epochs. longer: the
 trials around the best of --around, and 30 of a loss without order. finals: of each arm the trial with the highest
 validation top-1 + top-5, ten other seeds, to --results. An arm is a method, or the loss without order. table3: nine
 trials of each row of the paper's Table 3, 6 epochs; with --per_p_k an arm is such a row, a method with one P_K
-(scripts/tiny_imagenet.sh).
+(scripts/tiny_imagenet.sh). table3_more: six trials around the best of --around, 12 epochs with more weight decay.
 """
 
 import argparse
@@ -43,8 +43,9 @@ SHARES = (0.95, 0.8, 0.5, 0.3, 0.15)
 TABLE3_METHODS = ("softmax_cross_entropy", "smooth_hard_topk")
 TABLE3_METHODS += ("neuralsort", "softsort", "sinkhorn_sort", "splitter_selection")
 TABLE3_EPOCHS, TABLE3_RATES, TABLE3_FACTORS = 6, (0.001, 0.002, 0.004), (1 / 4, 1, 4)
+TABLE3_LONGER, TABLE3_SMALLER, TABLE3_DECAYS = 12, (0.0005, 0.001), (1.0, 3.0, 10.0)
 KNOWN = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
-STAGES = ("trials", "longer", "more", "table3", "finals")
+STAGES = ("trials", "longer", "more", "table3", "table3_more", "finals")
 
 
 def settings_of(method: str) -> list[dict[str, object]]:
@@ -106,7 +107,7 @@ def best(trials: pd.DataFrame, arm: str) -> tuple[dict[str, object], int]:
 def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, files: argparse.Namespace) -> list[str]:
     """Return a command per method, which trains its classifiers in one pass. Raises ValueError."""
     rows = []
-    source = files.around if stage == "more" else files.trials
+    source = files.around if stage in ("more", "table3_more") else files.trials
     if stage not in ("trials", "table3") and not source.is_file():
         raise ValueError(f"{stage} needs the trials in {source}, which is not there")
     known = pd.DataFrame() if stage in ("trials", "table3") else read_trials(source, files.per_p_k)
@@ -118,6 +119,9 @@ def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, file
         elif stage == "table3":
             n_epochs, settings = TABLE3_EPOCHS, settings_of_table3(method)
             tried = [{**each, "lr": lr} for each, lr in product(settings, TABLE3_RATES)]
+        elif stage == "table3_more":
+            n_epochs, grid = TABLE3_LONGER, product(TABLE3_SMALLER, TABLE3_DECAYS)
+            tried = [{**best(known, method)[0], "lr": lr, "weight_decay": decay} for lr, decay in grid]
         elif stage == "longer":
             tried = [{**best(known[known["n_epochs"] == SHORT], method)[0], "lr": lr} for lr in RATES]
         elif stage == "more":

@@ -5,6 +5,9 @@ folder=$(realpath -- "${1:?the folder of the images}") && shift
 features=data/downloads/embeddings/tiny_imagenet.pt
 .venv/bin/python experiments/extract_embeddings.py --dataset "$folder" --backbone tf_efficientnet_lite0 \
     --weights efficientnet-lite0 --resolution 128 --precision bf16 --output "$features"
-exec .venv/bin/python scripts/heads.py table3 finals --per_p_k -d "$features" --num_valid 2000 --methods \
-    softmax_cross_entropy smooth_hard_topk neuralsort softsort sinkhorn_sort splitter_selection \
-    --trials results/tiny_imagenet_trials.csv --results results/tiny_imagenet.csv "$@"
+heads=(.venv/bin/python scripts/heads.py -d "$features" --num_valid 2000)
+"${heads[@]}" table3 finals --per_p_k --methods softmax_cross_entropy smooth_hard_topk neuralsort softsort \
+    sinkhorn_sort splitter_selection --trials results/tiny_imagenet_trials.csv --results results/tiny_imagenet.csv "$@"
+"${heads[@]}" table3_more finals --methods softmax_cross_entropy splitter_selection \
+    --around results/tiny_imagenet_trials.csv --trials results/tiny_imagenet_more_trials.csv \
+    --results results/tiny_imagenet_more.csv "$@"

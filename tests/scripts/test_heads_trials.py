@@ -90,3 +90,8 @@ def test_table_3_chooses_a_trial_for_each_p_k_of_a_method(tmp_path):
     chosen = best.set_index(["method", "p_k"])[["lr", "inverse_temperature"]]
     for row in found.itertuples():
         assert chosen.loc[(row.method, row.p_k)].equals(pd.Series([row.lr, row.inverse_temperature], chosen.columns))
+    of_softsort = tried[tried.method == "softsort"]
+    best_of_all = of_softsort.loc[(of_softsort.valid_top1 + of_softsort.valid_top5).idxmax()]
+    more = asked("table3_more", ["softsort"], trials)
+    assert {args.inverse_temperature for args in more} == {best_of_all.inverse_temperature}
+    assert len({(args.lr, args.weight_decay) for args in more}) == len(more) == 6
