@@ -38,8 +38,9 @@ def test_the_status_of_each_finding():
     gain, same, loss, one = "gain", "no clear difference", "loss", "one pair"
     status = {"S1": one, "S2": f"top-1: {same}; top-5: {gain}", "S3": loss, "S4": same, "S5": one, "S6": one}
     status |= {"L1": f"top-1: {same}; top-5: {loss}", "L2": gain, "L3": loss}
-    status |= {"W1": gain, "W2": gain, "W3": f"top-1: {same}; top-5: {loss}"}
-    status |= {"W4": gain, "W5": gain, "W6": f"top-1: {gain}; top-5: {loss}"}
+    status |= dict.fromkeys(("W1", "W2", "W4", "W5", "H1", "H2"), gain)
+    status |= {"W3": f"top-1: {same}; top-5: {loss}", "W6": f"top-1: {gain}; top-5: {loss}"}
+    status |= {"T1": f"top-1: {gain}; top-5: {same}", "H3": f"top-1: {same}; top-5: {gain}"}
     found = {each.key: findings.status(findings.difference(each)) for each in findings.COMPARISONS}
     assert {key: found[key] for key in status} == status
 
@@ -69,8 +70,7 @@ def test_16_epochs_with_other_settings_and_table_4():
     table = rows("table4_short").set_index(["p_k", "method"])[METRICS]
     weights = [HALF, "0.25 0 0 0 0.75", "0.1 0 0 0 0.9", FIFTH]
     for method in SORTS:
-        by_weight = table.xs(method, level="method").loc[weights]
-        falls = by_weight.diff().iloc[1:] < 0
+        falls = table.xs(method, level="method").loc[weights].diff().iloc[1:] < 0
         assert falls.sum().sum() == (5 if method == "softsort" else 6)
         assert table.xs(method, level="method").idxmax().eq(HALF).all()
     assert table.loc[FIFTH].idxmax().eq("smooth_hard_topk").all()

@@ -49,6 +49,8 @@ class Difference(NamedTuple):
 CROSS_ENTROPY = {"method": "softmax_cross_entropy"}
 SPLITTER = {"method": "splitter_selection"}
 CORRECTION = {"method": "lapsum", "inverse_temperature": "0.000244140625"}
+PLAIN = CROSS_ENTROPY | {"label_smoothing": "", "mixup": ""}
+NETWORK, GCE = SPLITTER | {"noise_rate": ""}, {"method": "generalized_cross_entropy"}
 CLEAN, NOISY = {"label_noise": "0.0"}, {"label_noise": "0.2"}
 NOT_SMOOTHED = {"label_smoothing": ""}
 WITHIN, AMONG = "16 % wrong, within groups of five classes", "20 % wrong, among all classes"
@@ -108,10 +110,33 @@ COMPARISONS = [
         is_main=False,
     ),
 ]
+COMPARISONS += [
+    Comparison(
+        *("T1", LINEAR, "correct labels, Tiny-ImageNet", "splitter_selection", "tiny_imagenet.csv"),
+        *(SPLITTER | {"p_k": "0.5 0 0 0 0.5"}, CROSS_ENTROPY),
+    ),
+    Comparison(
+        *("H1", WRONG, "40 % wrong, labels by people", "splitter_selection", "noise.csv", NETWORK, PLAIN),
+        chosen=({"inverse_temperature": "0.185"}, {}),
+    ),
+    Comparison(
+        *("H2", WRONG, "40 % wrong, labels by people", "generalized_cross_entropy", "noise.csv", GCE, PLAIN),
+        chosen=({"q": "0.511"}, {}),
+    ),
+    Comparison(
+        *("H3", WRONG, "40 % wrong, labels by people", "splitter_selection", "noise.csv", NETWORK, GCE),
+        chosen=({"inverse_temperature": "0.185"}, {"q": "0.511"}),
+        is_main=False,
+        baseline_name="generalized cross-entropy",
+    ),
+]
 for number, noise, file in ((1, WITHIN, "heads_noise_.2_more.csv"), (4, AMONG, "heads_noise_.2_of_100_more.csv")):
     COMPARISONS += [
         Comparison(f"W{number}", WRONG, noise, "splitter_selection", file, SPLITTER, CROSS_ENTROPY),
-        Comparison(f"W{number + 1}", WRONG, noise, "forward_correction", file, CORRECTION, CROSS_ENTROPY),
+        Comparison(
+            *(f"W{number + 1}", WRONG, noise, "forward_correction", file, CORRECTION, CROSS_ENTROPY),
+            is_main=False,
+        ),
         Comparison(
             *(f"W{number + 2}", WRONG, noise, "splitter_selection", file, SPLITTER, CORRECTION),
             is_main=False,
