@@ -41,7 +41,7 @@ def steps_of(
     labels = torch.randint(n, (NUM_ROWS,), device=device)
     # One set of weights for all losses, so that all find the same amount of it in the caches.
     made = [head(dim, n).to(device) for _ in range(heads)]
-    optimizers = [torch.optim.Adam(each.parameters(), lr=10**-4.5, fused=True) for each in made]
+    optimizers = [torch.optim.Adam(classifier.parameters(), lr=10**-4.5, fused=True) for classifier in made]
 
     def step_of(loss_fn: nn.Module, number: int) -> Callable[[], None]:
         def step() -> None:
@@ -80,14 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--heads", type=positive_int, default=3, help="heads in one pass, also timed (default: 3)")
     args = flags.parse_args(argv)
     methods = list(dict.fromkeys([SOFTMAX, *(args.methods or METHODS)]))
-    for each in args.sizes:
-        if len(each) != 4:
-            flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, got {each}")
+    for case in args.sizes:
+        if len(case) != 4:
+            flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, got {case}")
     prepare_device(args.device, args.threads)
     table = Table(args)
-    for each in args.sizes:
-        batch, dim, n, m = each
-        steps, losses = steps_of(each, methods, args.heads, args.device)
+    for case in args.sizes:
+        batch, dim, n, m = case
+        steps, losses = steps_of(case, methods, args.heads, args.device)
         times = take_turns(steps, args.turns, args.steps, args.threads)
         for implementation, method, number in times:
             if implementation == "difftopk":

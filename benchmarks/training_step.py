@@ -94,7 +94,7 @@ def official_step(
     loss_fn = make_official_loss(**settings_of(method), device=device)
 
     def step() -> None:
-        rows, targets = (each.to(device, non_blocking=True) for each in next(batches))
+        rows, targets = (part.to(device, non_blocking=True) for part in next(batches))
         loss = loss_fn(model(rows), targets)
         optimizer.zero_grad()
         loss.backward()
@@ -121,8 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args.recipe:
         steps = our_steps(list(dict.fromkeys([SOFTMAX, *methods])), *data, args.batch, args.precision, args.device)
         times = take_turns(steps, args.turns, args.steps, args.threads)
-        for name, each in times.items():
-            over, milliseconds = ratio(each, times[SOFTMAX]), statistics.median(each)
+        for name, turns in times.items():
+            over, milliseconds = ratio(turns, times[SOFTMAX]), statistics.median(turns)
             row = {"method": name, "precision": args.precision, "ms_per_step": milliseconds}
             row["over_softmax"] = f"{over:.3f}" if name != "augmentation" else None
             table.add(**row, images_per_second=f"{args.batch / milliseconds * 1e3:.0f}")
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
             ours = our_steps([method], *data, args.batch, args.precision, args.device)[method]
             steps = {"ours": ours, "official": official_step(method, *data, args.batch, workers, args.device)}
             turns = take_turns(steps, args.turns, args.steps, args.threads)
-            rate, official = (1e3 * args.batch / statistics.median(each) for each in turns.values())
+            rate, official = (1e3 * args.batch / statistics.median(times) for times in turns.values())
             found.append((official, rate, ratio(turns["official"], turns["ours"]), workers))
         official, rate, over, workers = max(found)
         row = {"method": method, "precision": args.precision, "images_per_second": rate}

@@ -24,7 +24,7 @@ def epochs_of(config: Path, results: str) -> pd.DataFrame:
     flags, history = json.loads(config.read_text(encoding="utf-8")), config.with_name("epochs.csv")
     if Path(flags["results"]).name != results or not history.exists():
         return pd.DataFrame()
-    flags["p_k"] = " ".join(f"{each:g}" for each in flags["p_k"])
+    flags["p_k"] = " ".join(f"{share:g}" for share in flags["p_k"])
     rows = pd.read_csv(history, dtype=str, usecols=OF_AN_EPOCH)
     return rows.assign(**{name: str(flags[name]) for name in OF_THE_RUN})
 

@@ -51,16 +51,16 @@ STAGES = ("trials", "longer", "more", "table3", "table3_more", "finals")
 def settings_of(method: str) -> list[dict[str, object]]:
     """Return the settings of a method that are tried first, as flags."""
     if method in TOP1:
-        return [{"p_k": "1", **each} for each in (LDR_KL_SETTINGS if method == "ldr_kl" else SOFTMAX_SETTINGS)]
+        return [{"p_k": "1", **setting} for setting in (LDR_KL_SETTINGS if method == "ldr_kl" else SOFTMAX_SETTINGS)]
     spec = METHODS[method]
     temperatures = [{"inverse_temperature": spec.inverse_temperature}] if spec.inverse_temperature else [{}]
     temperatures += [{"inverse_temperature": "auto"}] if spec.spread else []
     if method in SINGLE_K:
-        return [{"p_k": P_KS[2], **each} for each in temperatures]
+        return [{"p_k": P_KS[2], **temperature} for temperature in temperatures]
     # Indicators with zeros need the softmax's part. The time of sinkhorn_sort grows with the cube of m.
     p_ks = P_KS[:2] if getattr(spec.operator, "has_zeros", False) else P_KS
     scores = (16, 50 if method == "sinkhorn_sort" else 100)
-    return [{"p_k": p_k, "m": m, **each} for p_k, m, each in product(p_ks, scores, temperatures)]
+    return [{"p_k": p_k, "m": m, **temperature} for p_k, m, temperature in product(p_ks, scores, temperatures)]
 
 
 def settings_around(method: str, chosen: dict[str, object]) -> list[dict[str, object]]:
@@ -68,7 +68,7 @@ def settings_around(method: str, chosen: dict[str, object]) -> list[dict[str, ob
     if method == "ldr_kl":
         return [{"p_k": "1", "inverse_temperature": beta, "margin": c} for beta, c in MORE_MARGINS]
     if method in TOP1:
-        return [{"p_k": "1", **({"label_smoothing": each} if each else {})} for each in MORE_SMOOTHING]
+        return [{"p_k": "1", **({"label_smoothing": smoothing} if smoothing else {})} for smoothing in MORE_SMOOTHING]
     kept, default = {name: chosen[name] for name in ("p_k", "m")}, METHODS[method].inverse_temperature
     without = [{"p_k": f"{share} 0 0 0 {1 - share:g}", "m": 100, "inverse_temperature": LEVEL} for share in SHARES]
     return [{**kept, "inverse_temperature": default * by} for by in SOFTER] + without * (method == "lapsum")
@@ -80,7 +80,7 @@ def settings_of_table3(method: str) -> list[dict[str, object]]:
     Cross-entropy has no inverse temperature: it has label smoothing and weight decay in its place.
     """
     if method in TOP1:
-        return [{"p_k": "1", **each} for each in ({}, {"label_smoothing": 0.1}, {"weight_decay": 1.0})]
+        return [{"p_k": "1", **setting} for setting in ({}, {"label_smoothing": 0.1}, {"weight_decay": 1.0})]
     p_ks = PAPER_P_KS[:1] if method in SINGLE_K else PAPER_P_KS
     betas = [factor * METHODS[method].inverse_temperature for factor in TABLE3_FACTORS]
     return [{"p_k": p_k, "inverse_temperature": beta} for p_k, beta in product(p_ks, betas)]
@@ -112,13 +112,13 @@ def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, file
         raise ValueError(f"{stage} needs the trials in {source}, which is not there")
     known = pd.DataFrame() if stage in ("trials", "table3") else read_trials(source, files.per_p_k)
     # no relaxed matrix to be softer
-    for method in methods if stage != "more" else [each for each in methods if each not in SINGLE_K]:
+    for method in methods if stage != "more" else [name for name in methods if name not in SINGLE_K]:
         n_epochs, seeds, results = LONG, "0", files.trials
         if stage == "trials":
-            n_epochs, tried = SHORT, [{**each, "lr": lr} for each, lr in product(settings_of(method), RATES)]
+            n_epochs, tried = SHORT, [{**setting, "lr": lr} for setting, lr in product(settings_of(method), RATES)]
         elif stage == "table3":
             n_epochs, settings = TABLE3_EPOCHS, settings_of_table3(method)
-            tried = [{**each, "lr": lr} for each, lr in product(settings, TABLE3_RATES)]
+            tried = [{**setting, "lr": lr} for setting, lr in product(settings, TABLE3_RATES)]
         elif stage == "table3_more":
             n_epochs, grid = TABLE3_LONGER, product(TABLE3_SMALLER, TABLE3_DECAYS)
             tried = [{**best(known, method)[0], "lr": lr, "weight_decay": decay} for lr, decay in grid]
@@ -126,7 +126,7 @@ def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, file
             tried = [{**best(known[known["n_epochs"] == SHORT], method)[0], "lr": lr} for lr in RATES]
         elif stage == "more":
             around = product(settings_around(method, best(known, method)[0]), MORE_DECAYS, MORE_RATES)
-            tried = [{**each, **decay, "lr": lr} for each, decay, lr in around]
+            tried = [{**setting, **decay, "lr": lr} for setting, decay, lr in around]
         else:
             arms = list(known.loc[known["method"] == method, "arm"].unique()) or [method]
             tried, epochs = zip(*(best(known, arm) for arm in arms))
@@ -135,7 +135,7 @@ def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, file
             n_epochs, results = epochs[0], files.results
             seeds = f"{' '.join(map(str, SEEDS))}"
         heads = [
-            " ".join([f"--method {method}", *(f"--{name} {each}" for name, each in flags.items())]) for flags in tried
+            " ".join([f"--method {method}", *(f"--{name} {value}" for name, value in flags.items())]) for flags in tried
         ]
         valid = f" --num_valid {num_valid}" if num_valid else ""
         record = f"--seeds {seeds} --results {shlex.quote(str(results))} -d {shlex.quote(data)}"

@@ -126,7 +126,7 @@ def run_all(runs: Sequence[Run], jobs: int, gpus: Sequence[str], lock: int) -> l
         ready = [run for run in waiting if run.not_before <= time.monotonic() and not received]
         for run in ready[: jobs - len(running)]:
             waiting.remove(run)
-            run.gpu = min(gpus, key=[each.gpu for each in running].count) if gpus else ""
+            run.gpu = min(gpus, key=[other.gpu for other in running].count) if gpus else ""
             running.append(run)
             run.start(max(1, usable_cores() // jobs), lock)
             print(f"started: {run.log.stem}")
@@ -135,7 +135,7 @@ def run_all(runs: Sequence[Run], jobs: int, gpus: Sequence[str], lock: int) -> l
             print(f"stopping: {signal.Signals(number).name} to {len(running)} runs, waiting for them to end")
             for process in [run.process for run in running if run.process]:
                 os.killpg(process.pid, number)
-        for run in [each for each in running if each.has_ended()]:
+        for run in [run for run in running if run.has_ended()]:
             running.remove(run)
             if again := run.failure and run.attempts < ATTEMPTS and not received:
                 waiting, run.not_before = [*waiting, run], time.monotonic() + RETRY_SECONDS

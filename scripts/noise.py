@@ -23,7 +23,7 @@ from data.embeddings import load_embeddings
 from scripts import relabel
 from scripts.launch import launch
 from scripts.reporting.noise import CHOICES, choose, read_noise
-from scripts.sweeps import given, one_pass
+from scripts.sweeps import loss_flags, one_pass
 from topk_losses import METHODS
 
 LABELS = {
@@ -124,10 +124,10 @@ def final_commands(trials: pd.DataFrame, losses: Sequence[str], flags: str) -> l
     for name in losses:
         for choice in CHOICES:
             best = choose(trials, name, choice)
-            found.setdefault(int(best["n_epochs"]), {})[f"--method {given(best, SETTINGS)}"] = None
+            found.setdefault(int(best["n_epochs"]), {})[f"--method {loss_flags(best, SETTINGS)}"] = None
     seeds = " ".join(map(str, SEEDS))
     return [
-        one_pass(each, f"--n_epochs {n_epochs} --seeds {seeds} {flags}") for n_epochs, each in sorted(found.items())
+        one_pass(losses, f"--n_epochs {n_epochs} --seeds {seeds} {flags}") for n_epochs, losses in sorted(found.items())
     ]
 
 

@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.data} must be a file, and --output another one")
     content = torch.load(args.data, mmap=True, weights_only=True)
     labels = {name: content[f"{name}_labels"] for name in ("train", "valid", "test") if f"{name}_labels" in content}
-    train, classes = labels["train"], 1 + max(int(each.max()) for each in labels.values())
+    train, classes = labels["train"], 1 + max(int(ids.max()) for ids in labels.values())
     if args.num_classes is None:
         if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
             parser.error(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
@@ -112,10 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--num_classes must be a tenth of {classes}, or ten times as many")
     else:
         means = torch.stack([content["train_embeddings"][train == c].float().mean(0) for c in range(classes)])
-        for name, each in labels.items():
-            labels[name] = other_classes(content[f"{name}_embeddings"], each, means, args.num_classes)
+        for name, ids in labels.items():
+            labels[name] = other_classes(content[f"{name}_embeddings"], ids, means, args.num_classes)
     partial = args.output.with_name(f"{args.output.name}.tmp")
-    torch.save(content | {f"{name}_labels": each for name, each in labels.items()}, partial)
+    torch.save(content | {f"{name}_labels": ids for name, ids in labels.items()}, partial)
     partial.replace(args.output)
     return 0
 

@@ -128,19 +128,19 @@ def noise_scratch(human: str, results: str = "results/noise_scratch.csv") -> lis
     path = Path(results)
     rows = pd.read_csv(path, dtype=str, keep_default_na=False) if path.is_file() else pd.DataFrame(columns=["seed"])
     rows = rows[rows["seed"] == "0"]
-    settings = [f"{method} {flags}".strip() for method, each in tried.items() for flags in each]
+    settings = [f"{method} {flag}".strip() for method, flags in tried.items() for flag in flags]
     chosen = [settings[0]]
     if len(rows) == len(settings):
         score = rows["last_valid_top1"].astype(float) + rows["last_valid_top5"].astype(float)
         best = rows.loc[score.groupby(rows["method"]).idxmax()]
         names = ("p_k", "inverse_temperature", "label_smoothing", "noise_rate", "q")
-        chosen += [given(row, names) for _, row in best.iterrows()]
+        chosen += [loss_flags(row, names) for _, row in best.iterrows()]
     command = f"{TRAIN} --noisy_labels {human} --results {results} {COSINE.format(16)} --method"
     again = over_seeds(command, dict.fromkeys(chosen), "", seeds=(1, 2))
     return [*over_seeds(command, settings, "", seeds=(0,)), *again]
 
 
-def given(row: pd.Series, names: Iterable[str]) -> str:
+def loss_flags(row: pd.Series, names: Iterable[str]) -> str:
     """Return the method of a row of results and those of these flags that it has, as words of a command."""
     return " ".join([row["method"], *(f"--{name} {row[name]}" for name in names if row.get(name))])
 
@@ -149,7 +149,9 @@ def implementation() -> list[str]:
     """Five epochs of the splitter selection network by the official loss, in mode sm and in fp32, two seeds."""
     command = f"{TRAIN} --method splitter_selection --p_k {EVEN} --n_epochs 5"
     settings, record = ("bf16", "bf16 --implementation difftopk", "bf16 --top1_mode sm", "fp32"), "implementation.csv"
-    return [f"{command} --seed {n} --results results/{record} --precision {each}" for n in (0, 1) for each in settings]
+    return [
+        f"{command} --seed {n} --results results/{record} --precision {setting}" for n in (0, 1) for setting in settings
+    ]
 
 
 def temperature(data: str) -> list[str]:
@@ -189,8 +191,8 @@ def temperature_training() -> list[str]:
     """Three methods from scratch over inverse temperatures, 6 epochs, two seeds."""
     losses, factors = [SOFTMAX], [*((factor,) for factor in FACTORS), ("auto",), (0.25, 4), (4, 0.25)]
     middles = (("neuralsort", 0.5), ("softsort", 0.5), ("splitter_selection", 1))
-    for p_k, each, (method, middle) in product((EVEN, "0 0 0 0 1"), factors, middles):
-        beta = ":".join(factor if factor == "auto" else f"{factor * middle:g}" for factor in each)
+    for p_k, ends, (method, middle) in product((EVEN, "0 0 0 0 1"), factors, middles):
+        beta = ":".join(factor if factor == "auto" else f"{factor * middle:g}" for factor in ends)
         losses.append(f"{method} --p_k {p_k} --inverse_temperature {beta}")
     losses = [f"{loss} {COSINE.format(6)}" for loss in losses]
     return over_seeds(f"{TRAIN} --method", losses, "--results results/temperature_training.csv")
@@ -199,7 +201,7 @@ def temperature_training() -> list[str]:
 def one_pass(heads: Iterable[str], flags: str) -> str:
     """Return the command that trains many linear classifiers in one pass over the data."""
     first, *others = heads
-    return " ".join([HEADS, first, *(f'--also "{each}"' for each in others), flags])
+    return " ".join([HEADS, first, *(f'--also "{head}"' for head in others), flags])
 
 
 def beam_search(*, short: bool = False) -> list[str]:
@@ -220,8 +222,8 @@ def knn(*data: str, short: bool = False) -> list[str]:
     if short:
         losses = ["inputs", "pca", "softmax_cross_entropy --prediction network --lr .01", "neuralsort", "soft_topk"]
     more, runs = " --n_epochs 3 --precision bf16" * short, []
-    for each in data or DATASETS[:3]:
-        command = f"{KNN} {'--dataset' if each in DATASETS else '--data_path'} {each} --method"
+    for source in data or DATASETS[:3]:
+        command = f"{KNN} {'--dataset' if source in DATASETS else '--data_path'} {source} --method"
         runs += over_seeds(command, losses, f"--results results/knn.csv{more}", range(3))
     return runs
 
@@ -229,7 +231,7 @@ def knn(*data: str, short: bool = False) -> list[str]:
 def quickstart() -> list[str]:
     """Four losses on scikit-learn's digits, three epochs."""
     relaxed = ("splitter_selection", "neuralsort", "soft_topk")
-    losses = ["softmax_cross_entropy", *(f"{each} --p_k .5 0 .5" for each in relaxed)]
+    losses = ["softmax_cross_entropy", *(f"{method} --p_k .5 0 .5" for method in relaxed)]
     command = f"{TRAIN} --dataset digits --n_epochs 3 --batch_size 32 --results results/quickstart.csv"
     return [f"{command} --method {loss}" for loss in losses]
 
@@ -243,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("data", nargs="*", help="files of embeddings, or data sets, where the study takes some")
     head = list(takewhile(lambda word: not word.startswith("-"), words))
     args, options = parser.parse_args(head or words), {"short": True} if "--short" in words else {}
-    if absent := [each for each in args.data if each not in DATASETS and not Path(each).exists()]:
+    if absent := [name for name in args.data if name not in DATASETS and not Path(name).exists()]:
         parser.error(f"there is no file {absent[0]}")
     try:
         runs = globals()[args.study](*map(shlex.quote, args.data), **options)

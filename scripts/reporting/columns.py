@@ -72,5 +72,5 @@ def names_of(column: str) -> list[str]:
 
 def as_markdown() -> str:
     """Return the table of all columns and their meanings."""
-    rows = [f"| {', '.join(f'`{name}`' for name in names_of(key))} | {told} |" for key, told in COLUMNS.items()]
+    rows = [f"| {', '.join(f'`{name}`' for name in names_of(key))} | {meaning} |" for key, meaning in COLUMNS.items()]
     return "\n".join(["| column | meaning |", "|---|---|", *rows])

@@ -126,10 +126,10 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
     cells = tables.shown(table._replace(frame=frame))
     labels = {"P_K": "", "inverse temperature": "β ", "learning rate": "lr ", "epochs": "epochs "}
-    told = [
+    settings = [
         cells[name].where(cells[name] == "", label + cells[name]) for name, label in labels.items() if name in cells
     ]
-    frame.index = [" ".join(filter(None, each)) for each in zip(named, *told)]
+    frame.index = [" ".join(filter(None, words)) for words in zip(named, *settings)]
     title = f"{table.name}.csv: bars are 95 % intervals of the mean over seeds; hollow: published."
     return save(dots(frame.assign(method=named.to_numpy()), panels), folder, f"{table.name}_accuracy", title)
 
@@ -148,10 +148,13 @@ def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
 
 def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]:
     """Draw NAME_P_K for each P_K: accuracy over the inverse temperature, of heads times the spread of the logits."""
-    frame, drawn = pd.concat(each.assign(line=n) for n, each in enumerate(studies.temperature_lines(runs))), []
-    of_heads = studies.SPREAD in frame
-    x = "inverse temperature" + " × standard deviation of the logits" * of_heads
-    frame[x] = frame["number"] * (frame[studies.SPREAD] if of_heads else 1)
+    frame, drawn = (
+        pd.concat(line.assign(line=number) for number, line in enumerate(studies.temperature_lines(runs))),
+        [],
+    )
+    is_linear = studies.SPREAD in frame
+    x = "inverse temperature" + " × standard deviation of the logits" * is_linear
+    frame[x] = frame["number"] * (frame[studies.SPREAD] if is_linear else 1)
     softmax = frame[frame["method"] == studies.SOFTMAX]
     for p_k, part in frame.dropna(subset="number").groupby("p_k", sort=False):
         part = part.groupby(["method", "line", "number"], sort=False)[[x, *METRICS]].mean().reset_index()
@@ -162,7 +165,7 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
         figure = lines(part, x, ys, by="line", xscale="log")
         for axis, metric in zip(figure.axes, METRICS):
             axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)
-            axis.set_ylim(part[metric].max() - (5 if of_heads else 35), part[metric].max() + 1)
+            axis.set_ylim(part[metric].max() - (5 if is_linear else 35), part[metric].max() + 1)
         title = f"{name}.csv, P_K = {core.shown_p_k(p_k)}: mean over the seeds; grey line: softmax cross-entropy."
         drawn += save(figure, folder, f"{name}_{p_k.replace(' ', '_').replace('0.', '.')}", title)
     return drawn
@@ -181,8 +184,8 @@ def draw_benchmarks(folder: Path) -> list[Path]:
         panels.append((title, title, "", f"{title} difftopk"))
     first = losses.iloc[0]
     machine = f"{first['device']}, {first['threads']} threads, PyTorch {first['torch']}"
-    told = f"Training, then ms of each loss by batch x n; medians on {machine}; hollow: difftopk."
-    drawn = save(dots(frame.assign(method=frame.index), panels), folder, "times", told)
+    title = f"Training, then ms of each loss by batch x n; medians on {machine}; hollow: difftopk."
+    drawn = save(dots(frame.assign(method=frame.index), panels), folder, "times", title)
     base, parts = scaling[[*SIZES]].mode().iloc[0], []
     for axis, label in SIZES.items():
         others = [other for other in SIZES if other != axis]
@@ -235,9 +238,8 @@ def draw_findings(folder: Path) -> list[Path]:
     for axis, metric in zip(axes, METRICS.values()):
         axis.axvline(0, color="black", linewidth=0.8)
         axis.set(title=metric, xlabel="difference to cross-entropy (points)", ylim=(len(comparisons) - 0.5, -0.5))
-    labels = [
-        f"{'From scratch' if each.data == findings.SCRATCH else 'Linear'}: {each.setting}" for each in comparisons
-    ]
-    axes[0].set_yticks(range(len(comparisons)), [f"{label}\n{each.name}" for label, each in zip(labels, comparisons)])
+    short_names = {findings.SCRATCH: "From scratch", findings.LINEAR: "Linear", findings.WRONG: "Linear"}
+    labels = [f"{short_names[row.data]}: {row.setting}\n{row.name}" for row in comparisons]
+    axes[0].set_yticks(range(len(comparisons)), labels)
     axes[0].tick_params(axis="y", labelsize=7)
     return save(figure, folder, "findings")

@@ -140,9 +140,9 @@ def holm(p_values: pd.Series, error: float = 0.05) -> pd.Series:
 def kept_by_holm(every: dict[str, Study]) -> pd.Series:
     """Return by (labels, loss, other loss, metric) whether Holm's method keeps the difference."""
     p_values = {
-        (labels, *pair, metric): ttest_1samp(each[metric], 0).pvalue
+        (labels, *pair, metric): ttest_1samp(gains[metric], 0).pvalue
         for labels, study in every.items()
-        for pair, each in study.compared().items()
+        for pair, gains in study.compared().items()
         for metric in METRICS
     }
     return holm(pd.Series(p_values))

@@ -92,8 +92,8 @@ def draw_permutations(folder: Path) -> list[Path]:
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel, title)
         axis.tick_params(labelleft=number % 4 == 0)
-    told = f"P of one sample, ranks by classes; right: weights of P_K = {shown_p_k('0.5 0.5 0 0')}; below: p = w P"
-    return save(figure, folder, "permutation_matrix", told)
+    title = f"P of one sample, ranks by classes; right: weights of P_K = {shown_p_k('0.5 0.5 0 0')}; below: p = w P"
+    return save(figure, folder, "permutation_matrix", title)
 
 
 def draw_method(method: str, folder: Path) -> list[Path]:

@@ -160,7 +160,7 @@ def parser_of(script: str) -> argparse.ArgumentParser:
 
 def flags(script: str, *groups: str) -> str:
     """Return the flags of a script as a table. groups: titles of groups of flags; without them all are shown."""
-    shown = [each for each in parser_of(script)._action_groups if not groups or each.title in groups]
+    shown = [group for group in parser_of(script)._action_groups if not groups or group.title in groups]
     rows = [flag_row(flag) for group in shown for flag in group._group_actions if flag.dest != "help"]
     return pd.DataFrame(rows).to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
 

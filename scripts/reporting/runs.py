@@ -61,9 +61,9 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     for keys in [["run_id", *clock]] * ("run_id" in runs) + [flags] * ("seed" in runs):
         notes[f"runs are there twice ({keys[0]}, ...), the last one counts"] = runs[runs.duplicated(keys, keep="last")]
         runs = runs.drop_duplicates(keys, keep="last")
-    for told, lines in notes.items():
+    for note, lines in notes.items():
         if len(lines):
-            print(f"note: {path}: {told}: {len(lines)} left out", file=sys.stderr)
+            print(f"note: {path}: {note}: {len(lines)} left out", file=sys.stderr)
     for condition in where:
         runs = chosen(path, runs, condition)
     if runs.empty:
@@ -130,7 +130,7 @@ def experiment(line: pd.DataFrame) -> tuple[str, ...]:
 
 def differences(line: pd.DataFrame, base: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     """Return a line minus another, a row per seed that both have."""
-    ours, theirs = (each.groupby("seed")[list(metrics)].mean() for each in (line, base))
+    ours, theirs = (side.groupby("seed")[list(metrics)].mean() for side in (line, base))
     return (ours - theirs).dropna()
 
 
@@ -155,7 +155,7 @@ def mean_std(values: Iterable[float], decimals: int = 2) -> str:
 def p_k_of(cell: str) -> tuple[float, ...]:
     """Return a cell's P_K without the zeros at its end; raises ReportError."""
     try:
-        return tuple(float(each) for each in re.sub(r"( 0(\.0*)?)+$", "", f" {cell}").split())
+        return tuple(float(share) for share in re.sub(r"( 0(\.0*)?)+$", "", f" {cell}").split())
     except ValueError:
         raise ReportError(f"p_k must be numbers such as .5 0 0 0 .5, got {cell!r}") from None
 

@@ -103,9 +103,9 @@ def auto_gains(name: str, runs: pd.DataFrame, methods: Sequence[str]) -> str:
 def beam_search(name: str, runs: pd.DataFrame) -> str:
     """Return Markdown: error rates of each arm, each arm minus the control by seed, accuracy by position."""
     rates = [metric for metric in RATES if metric in runs and runs[metric].any()]
-    percent = [each for each in rates if "_per_" not in each]
-    runs = core.as_numbers(core.as_numbers(runs, percent, 100), [each for each in rates if each not in percent])
-    runs = runs.assign(**{each: 100 * runs[each] for each in rates if each not in percent})
+    percent = [rate for rate in rates if "_per_" not in rate]
+    runs = core.as_numbers(core.as_numbers(runs, percent, 100), [rate for rate in rates if rate not in percent])
+    runs = runs.assign(**{rate: 100 * runs[rate] for rate in rates if rate not in percent})
     arms = {name: place for place, name in enumerate(("cross_entropy", "retain", "soft_beam"))}
     lines = lines_of(runs)
     lines.sort(key=lambda line: (arms.get(line["arm"].iloc[0], 9), list(METHODS).index(line["method"].iloc[0])))
@@ -153,7 +153,9 @@ def epochs(path: Path, runs: pd.DataFrame) -> pd.DataFrame:
     if (table.groupby("run_id")["epoch"].diff() <= 0).any():
         raise ReportError(f"{path} has an epoch after a later one; gather it again by scripts/epochs.py")
     for metric, valid in zip(METRICS, VALID):
-        table[f"mean_{metric}"] = table.groupby("run_id")[metric].transform(lambda each: each.rolling(WINDOW).mean())
+        table[f"mean_{metric}"] = table.groupby("run_id")[metric].transform(
+            lambda values: values.rolling(WINDOW).mean()
+        )
         best = table.groupby("run_id")[valid].cummax()
         is_new = best > best.groupby(table["run_id"]).shift(fill_value=-1)
         table[f"chosen_{metric}"] = table[metric].where(is_new).groupby(table["run_id"]).ffill()
@@ -187,10 +189,10 @@ def epochs_text(path: Path, runs: pd.DataFrame) -> str:
         if first.method != SOFTMAX and len(lead := (by_epoch - base).dropna()):
             leads.setdefault(first.method, []).append(lead)
     gains = []
-    for method, of_seeds in leads.items():
-        common = min(lead.index[-1] for lead in of_seeds)
+    for method, leads_by_seed in leads.items():
+        common = min(lead.index[-1] for lead in leads_by_seed)
         for epoch in sorted({*MILESTONES, common}):
-            there = pd.DataFrame([lead.loc[epoch] for lead in of_seeds if epoch in lead.index])
+            there = pd.DataFrame([lead.loc[epoch] for lead in leads_by_seed if epoch in lead.index])
             if len(there):
                 cells = dict(zip(COLUMNS, (with_interval(there[name]) for name in there)))
                 gains.append({"method": method, "epochs": str(epoch), "seeds": str(len(there)), **cells})

@@ -56,7 +56,7 @@ def read_published(table: str | None) -> tuple[list[dict[str, str]], dict[str, s
         pd.read_csv(PAPER / f"{name}.csv", dtype=str, keep_default_na=False).to_dict("records")
         for name in (table, "protocols")
     )
-    return rows, next(each for each in protocols if each["table"] == table)
+    return rows, next(protocol for protocol in protocols if protocol["table"] == table)
 
 
 def published_table(path: Path, runs: pd.DataFrame) -> str | None:
@@ -80,9 +80,9 @@ def not_as_published(run: pd.Series, published: dict[str, str], protocol: dict[s
     skipped = () if run["method"] in RELAXATIONS else ("m", "top1_mode")
     expected = {name: cell for name, cell in expected.items() if cell and name not in skipped}
     others = {name: cell for name, cell in expected.items() if not same(run.get(name, ""), cell)}
-    told = [f"{name} {short(run.get(name) or 'none')} ({cell})" for name, cell in others.items()]
+    differing = [f"{name} {short(run.get(name) or 'none')} ({cell})" for name, cell in others.items()]
     more = {name: run.get(name, "") for name in UNPUBLISHED if name not in expected}
-    return ", ".join(told + [f"{name} {short(cell)}" for name, cell in more.items() if not same(cell, "none")])
+    return ", ".join(differing + [f"{name} {short(cell)}" for name, cell in more.items() if not same(cell, "none")])
 
 
 def same(cell: str, published: str) -> bool:
@@ -117,7 +117,7 @@ def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
     records, left = [], list(range(len(lines)))
     for row in published:
         values = {metric: 100 * float(row[metric]) if row[metric] else math.nan for metric in metrics}
-        if again := [each for each in records if row["method"] and matches(row, each["row"])]:
+        if again := [record for record in records if row["method"] and matches(row, record["row"])]:
             for record in again:  # the same row by others
                 record |= {f"rerun_{metric}": value for metric, value in values.items()}
             continue
@@ -207,8 +207,8 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
     if "p_k" in settings:
         settings["P_K"] = core.shown_p_k(settings.pop("p_k"))
     common = ", ".join(f"{name} {cell}" for name, cell in settings.items() if not name.endswith(":"))
-    of_methods = [f"{name} {cell}" for name, cell in settings.items() if name.endswith(":")]
-    stated = "; ".join(filter(None, [common, *of_methods]))
+    by_method = [f"{name} {cell}" for name, cell in settings.items() if name.endswith(":")]
+    stated = "; ".join(filter(None, [common, *by_method]))
     return f"Runs: {', '.join(parts)}." + f" Settings: {stated}." * bool(stated)
 
 
@@ -228,7 +228,7 @@ def shown(table: Table) -> pd.DataFrame:
     columns: dict[str, pd.Series] = {}
     frame, labels = table.frame, {**METRICS, "valid": "validation"}
     for name in frame:
-        metric = next((each for each in labels if name.startswith((each, f"published_{each}", f"rerun_{each}"))), "")
+        metric = next((key for key in labels if name.startswith((key, f"published_{key}", f"rerun_{key}"))), "")
         kind, digits = name.replace(metric, "").strip("_"), table.decimals.get(metric, 2)
         if not metric:
             cells = frame[name].map(lambda cell: "" if pd.isna(cell) else str(cell))

@@ -73,7 +73,7 @@ def test_scaling_moves_one_number_at_a_time(measured):
     ]
     assert all(float(row["ms"]) > 0 and row["passes"] == "1" for row in rows)
     # to leading order: softsort n + k^2; the bitonic network's comparators that matter to the 5 largest
-    expected = [float(of) for n in (16, 100) for of in (n + 25, bitonic(n, 5).pruned().num_comparators)]
+    expected = [float(operations) for n in (16, 100) for operations in (n + 25, bitonic(n, 5).pruned().num_comparators)]
     assert [float(row["operations"]) for row in rows] == expected
 
 

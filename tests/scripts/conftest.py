@@ -20,7 +20,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def made(write, capsys):
-    """Return (exit status, what was printed, what was said on stderr) of scripts/report.py on rows."""
+    """Return (exit status, what was printed, the messages on stderr) of scripts/report.py on rows."""
 
     def call(rows, *flags, name="table1.csv"):
         status = report.main([str(write(*rows, name=name)), *map(str, flags)])

@@ -19,7 +19,7 @@ def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softm
     flags = dict.fromkeys(epochs.OF_THE_RUN, "x") | {"run_id": run_id, "results": results, "precision": "bf16"}
     (run / "config.json").write_text(json.dumps(flags | {"method": method, "p_k": p_k, "seed": seed}))
     rows = [
-        {"epoch": epoch, **METRICS, **{name: of(epoch) for name, of in metrics.items()}}
+        {"epoch": epoch, **METRICS, **{name: value_at(epoch) for name, value_at in metrics.items()}}
         for epoch in range(1, num_epochs + 1)
     ]
     pd.DataFrame(rows).assign(train_loss=1).to_csv(run / "epochs.csv", index=False)
@@ -37,8 +37,8 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(
             (tmp_path / "runs" / f"bad{number}" / "config.json").write_text(content)
             (tmp_path / "runs" / f"bad{number}" / "epochs.csv").write_text("epoch\n1\n")
         assert epochs.main([str(table)]) == 0
-        said = capsys.readouterr().err
-        assert all(f"bad{number} cannot be read and is left out" in said for number in range(3))
+        message = capsys.readouterr().err
+        assert all(f"bad{number} cannot be read and is left out" in message for number in range(3))
         pd.read_csv(output, dtype=str).assign(my_note="mine").to_csv(output, index=False)
     with pytest.raises(SystemExit, match="2"):  # though the file has rows
         epochs.main([str(table), "--runs", str(tmp_path / "absent")])

@@ -60,13 +60,13 @@ def test_the_trials_of_table_3_are_the_papers_rows_in_its_order_and_as_many_for_
     rows = Counter((args.method, tuple(args.p_k)) for args in asked("table3", heads.TABLE3_METHODS, tmp_path))
     assert set(rows.values()) == {9}
     published_rows = [(row["method"], number_or_word(row["p_k"])) for row in published("tables2_3_imagenet1k")]
-    of_table4 = [(row["method"], number_or_word(row["p_k"])) for row in published("table4")]
-    relaxed = [row for row in of_table4 if row[0] in heads.TABLE3_METHODS[2:]]
+    table4 = [(row["method"], number_or_word(row["p_k"])) for row in published("table4")]
+    relaxed = [row for row in table4 if row[0] in heads.TABLE3_METHODS[2:]]
     assert len(rows) == 2 + len(relaxed) == 22
     assert [method for method, _ in published_rows[:6]] == list(heads.TABLE3_METHODS)
     assert [(method, (p_k + 5 * (0,))[:5]) for method, p_k in rows][:2] == published_rows[:2]
     for method in heads.TABLE3_METHODS[2:]:
-        assert [p_k for each, p_k in rows if each == method] == [p_k for each, p_k in relaxed if each == method]
+        assert [p_k for name, p_k in rows if name == method] == [p_k for name, p_k in relaxed if name == method]
     assert set(published_rows[2:]) <= set(rows)
 
 
@@ -74,8 +74,8 @@ def test_table_3_chooses_a_trial_for_each_p_k_of_a_method(tmp_path):
     """The study on made-up features, from trials to the finals of two seeds."""
     labels = torch.arange(240) % 6
     features = torch.nn.functional.one_hot(labels, 6) + torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
-    parts = {f"{split}_{name}": each for split in ("train", "test")
-             for name, each in (("embeddings", features), ("labels", labels))}  # fmt: skip
+    parts = {f"{split}_{name}": values for split in ("train", "test")
+             for name, values in (("embeddings", features), ("labels", labels))}  # fmt: skip
     torch.save(parts, tmp_path / "some.pt")
     trials, finals = tmp_path / "trials.csv", tmp_path / "finals.csv"
     files = argparse.Namespace(trials=trials, around=trials, results=finals, per_p_k=True)
@@ -90,8 +90,8 @@ def test_table_3_chooses_a_trial_for_each_p_k_of_a_method(tmp_path):
     chosen = best.set_index(["method", "p_k"])[["lr", "inverse_temperature"]]
     for row in found.itertuples():
         assert chosen.loc[(row.method, row.p_k)].equals(pd.Series([row.lr, row.inverse_temperature], chosen.columns))
-    of_softsort = tried[tried.method == "softsort"]
-    best_of_all = of_softsort.loc[(of_softsort.valid_top1 + of_softsort.valid_top5).idxmax()]
+    softsort = tried[tried.method == "softsort"]
+    best_of_softsort = softsort.loc[(softsort.valid_top1 + softsort.valid_top5).idxmax()]
     more = asked("table3_more", ["softsort"], trials)
-    assert {args.inverse_temperature for args in more} == {best_of_all.inverse_temperature}
+    assert {args.inverse_temperature for args in more} == {best_of_softsort.inverse_temperature}
     assert len({(args.lr, args.weight_decay) for args in more}) == len(more) == 6

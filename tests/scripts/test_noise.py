@@ -83,7 +83,7 @@ def test_another_draw_is_other_noise_and_the_same_division(right, tmp_path):
     assert torch.equal(first["train"].labels, again["train"].labels)
     assert not torch.equal(first["train"].labels, second["train"].labels)
     assert torch.equal(first["clean"].labels, second["clean"].labels)
-    assert {each.info["labels"] for each in draws} == {"0.4 among 20, draw 0", "0.4 among 20, draw 1"}
+    assert {draw.info["labels"] for draw in draws} == {"0.4 among 20, draw 0", "0.4 among 20, draw 1"}
 
 
 def test_labels_by_people_and_the_matrix_that_5_percent_of_right_labels_give(right, tmp_path):
@@ -114,21 +114,23 @@ def test_every_loss_has_the_same_trials_but_for_its_own_numbers():
     by_loss = {}
     for name, loss in noise.LOSSES.items():
         trials = noise.trials_of(loss, "folder/human")
-        assert [len(each) for each in trials.values()] == [15, 15]
+        assert [len(commands) for commands in trials.values()] == [15, 15]
         common = []
-        for n_epochs, each in trials.items():
-            for words in each:
+        for n_epochs, commands in trials.items():
+            for words in commands:
                 args = parse_arguments(shlex.split(words))
                 common.append((n_epochs, args.lr, args.weight_decay))
                 for flag, (low, high) in loss.own.items():
                     assert low <= getattr(args, flag) <= high
         for flag, (low, high) in loss.own.items():  # the range is used
-            values = [getattr(parse_arguments(shlex.split(words)), flag) for each in trials.values() for words in each]
+            values = [
+                getattr(parse_arguments(shlex.split(words)), flag) for commands in trials.values() for words in commands
+            ]
             middle = (low + high) / 2 if flag in noise.EVEN else (low * high) ** 0.5
             assert 13 <= sum(value < middle for value in values) <= 17
             assert len(set(values)) > 27
         by_loss[name] = common
-    assert len({tuple(each) for each in by_loss.values()}) == 1
+    assert len({tuple(common) for common in by_loss.values()}) == 1
     assert {args[0] for args in by_loss["gce"]} == set(noise.EPOCHS)
 
 
@@ -156,10 +158,10 @@ def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test
     assert choose(trials, "gce", "clean")["lr"] == "0.004"
     with pytest.raises(ValueError, match="no trial of phuber"):
         choose(trials, "phuber", "noisy")
-    (both,), single = (noise.final_commands(trials, each, "") for each in (["lapsum", "gce"], ["gce"]))
+    (both,), single = (noise.final_commands(trials, names, "") for names in (["lapsum", "gce"], ["gce"]))
     args = parse_arguments(shlex.split(single[0])[2:])  # both choices are one run
     assert (args.also, args.seeds, args.n_epochs) == ([], list(range(1, 11)), 4)
-    assert [each.split("--lr ")[1].split('"')[0].split()[0] for each in both.split("--method")[1:]] == [
+    assert [head.split("--lr ")[1].split('"')[0].split()[0] for head in both.split("--method")[1:]] == [
         "0.002", "0.003", "0.004",
     ]  # fmt: skip
 
@@ -203,8 +205,10 @@ def files(tmp_path):
 
 def plain_difference(runs, labels, one, other, metric, lr="0.1"):
     """The differences of ten seeds in points, as an array."""
-    pick = [runs[(runs["labels"] == labels) & (runs["method"] == each) & (runs["lr"] == lr)] for each in (one, other)]
-    first, second = (100 * each.sort_values("seed")[metric].astype(float).to_numpy() for each in pick)
+    pick = [
+        runs[(runs["labels"] == labels) & (runs["method"] == method) & (runs["lr"] == lr)] for method in (one, other)
+    ]
+    first, second = (100 * side.sort_values("seed")[metric].astype(float).to_numpy() for side in pick)
     return first - second
 
 

@@ -79,7 +79,7 @@ def test_mean_deviation_and_difference_beside_the_published_values(made):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "difference"),
     [
         ({"n_epochs": "5"}, "n_epochs 5 (200)"),
         ({"limit_train": "5000"}, "limit_train 5000"),
@@ -91,13 +91,13 @@ def test_mean_deviation_and_difference_beside_the_published_values(made):
         ({"lr": "0.01"}, "lr 0.01 (0.001)"),
     ],
 )
-def test_what_differs_from_the_paper_is_named_and_has_no_difference(made, change, told):
+def test_what_differs_from_the_paper_is_named_and_has_no_difference(made, change, difference):
     _, text, _ = made([{**row, **change} for row in TWO_SEEDS])
-    assert told in text.splitlines()[-1].partition("Not as published: ")[2]  # where it is the same for all
+    assert difference in text.splitlines()[-1].partition("Not as published: ")[2]  # where it is the same for all
     assert "top-1 difference" not in cells(text, "Softmax CE")[0]
     _, text, _ = made([*TWO_SEEDS[:2], *({**row, **change} for row in TWO_SEEDS[2:])])
     (sort,) = cells(text, "Top-k NeuralSort")
-    assert (told in sort["not as published"], sort["top-1 difference"]) == (True, "")
+    assert (difference in sort["not as published"], sort["top-1 difference"]) == (True, "")
     assert cells(text, "Softmax CE")[0]["top-1 difference"] == "+0.23"
 
 
@@ -149,8 +149,8 @@ def test_table_5_tells_the_backbones_apart_and_takes_any_p_k_where_none_is_known
 
 def test_csv_and_latex_have_the_numbers_of_the_table(made, tmp_path):
     output = tmp_path / "new" / "table.csv"
-    status, text, said = made(TWO_SEEDS, "--format", "csv", "--output", output)
-    assert (status, text, f"wrote {output}" in said) == (0, "", True)
+    status, text, message = made(TWO_SEEDS, "--format", "csv", "--output", output)
+    assert (status, text, f"wrote {output}" in message) == (0, "", True)
     rows = list(csv.DictReader(io.StringIO(output.read_text())))
     assert float(rows[0]["test_top1_mean"]) == pytest.approx(61.5)
     assert float(rows[0]["test_top1_std"]) == pytest.approx(0.5 * 2**0.5)
@@ -190,15 +190,15 @@ def test_a_run_is_counted_once(made, tmp_path, capsys):
     noted = [f"{header},my_note", *(f"{line},note {number}" for number, line in enumerate([*lines, lines[1]]))]
     path.write_text("\n".join([*noted[:3], noted[0], *noted[3:], lines[0][:40]]))
     assert report.main([str(path)]) == 0
-    text, said = capsys.readouterr()
+    text, messages = capsys.readouterr()
     assert (cells(text, "Softmax CE")[0]["top-1 ours"], cells(text, "Softmax CE")[0]["seeds"]) == ("61.50 ± 0.71", "2")
-    for told in ("is cut short: 1", "repeat the first line: 1", "twice (run_id, ...), the last one counts: 1"):
-        assert told in said
-    assert said.count("the last one counts: 1") == 2
+    for note in ("is cut short: 1", "repeat the first line: 1", "twice (run_id, ...), the last one counts: 1"):
+        assert note in messages
+    assert messages.count("the last one counts: 1") == 2
 
 
 @pytest.mark.parametrize(
-    ("rows", "flags", "said"),
+    ("rows", "flags", "message"),
     [
         (TWO_SEEDS, ["--where", "n_epoch=5"], "--where must be COLUMN=VALUE"),
         (TWO_SEEDS, ["--where", "n_epochs"], "--where must be COLUMN=VALUE"),
@@ -211,24 +211,24 @@ def test_a_run_is_counted_once(made, tmp_path, capsys):
         (TWO_SEEDS[:2], ["--temperatures", "--where", "seed=7"], "leaves no run"),
     ],
 )
-def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, said):
+def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, message):
     status, text, error = made(rows, *flags)
     assert (status, text, error.startswith("error: ")) == (2, "", True)
-    assert said in error
+    assert message in error
 
 
 def test_what_is_no_file_of_results_gets_a_sentence(tmp_path, capsys):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "uneven.csv").write_text("method,seed\na,1,2\nb,1\n")
-    for name, said in (
+    for name, message in (
         ("absent", "no file"),
         ("pipe", "no file"),
         ("binary", "UTF-8"),
         ("uneven", "3 cells under 2"),
     ):
         assert report.main([str(tmp_path / f"{name}.csv")]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_paired_differences_are_taken_within_an_experiment_and_have_an_interval(made):
@@ -363,7 +363,7 @@ def test_figures_show_each_metric_in_its_panel_and_are_the_same_bytes_twice(made
         points = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]
         assert all(any(abs(point - mean) < 1e-6 for point in points) for mean in means)
         assert {"top-1" if means[0] < 70 else "top-5"} == {
-            each for each in ("top-1", "top-5") if each in axis.get_title(loc="left")
+            name for name in ("top-1", "top-5") if name in axis.get_title(loc="left")
         }
 
 

@@ -41,10 +41,10 @@ PARSE = {
 def recipes_of(args, protocol=IMAGENET_1K, num_classes=100) -> list[dict]:
     """The settings of each loss of a command, each of which can be built."""
     found = []
-    for each in [args, *args.also]:
-        settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
-        losses.build_loss(settings, num_classes, torch.device("cpu"), each.implementation)
-        found.append({**settings, "lr": each.lr, "weight_decay": each.weight_decay or None})
+    for head in [args, *args.also]:
+        settings = losses.loss_settings(head, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
+        losses.build_loss(settings, num_classes, torch.device("cpu"), head.implementation)
+        found.append({**settings, "lr": head.lr, "weight_decay": head.weight_decay or None})
     return found
 
 
@@ -66,8 +66,8 @@ def test_every_run_is_a_command_of_its_script_for_its_file(study):
         assert str(args.results) == f"results/{study}.csv"
         settings = losses.loss_settings(args, top1_mode="sm", inverse_temperatures={})
         losses.build_loss(settings, 1000, torch.device("cpu"))
-    of_seeds = Counter(re.sub(r"--seed \d", "", row) for row in rows)
-    assert set(of_seeds.values()) <= {"scratch": {1, 3}, "quickstart": {1}}.get(study, {2})
+    losses_run = Counter(re.sub(r"--seed \d", "", row) for row in rows)
+    assert set(losses_run.values()) <= {"scratch": {1, 3}, "quickstart": {1}}.get(study, {2})
 
 
 def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
@@ -99,7 +99,7 @@ def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
     again = commands()[len(rows) :]
     assert Counter(row["seed"] for row in again) == {"1": 6, "2": 6}
     chosen = [(row["method"], row["label_smoothing"], row["noise_rate"], row["inverse_temperature"]) for row in again]
-    assert {each for each in chosen if each[0] in best} == {
+    assert {run for run in chosen if run[0] in best} == {
         ("softmax_cross_entropy", "", "", ""),  # the baseline
         ("softmax_cross_entropy", "0.1", "", ""),
         ("forward_correction", "", "0.6", ""),
@@ -117,18 +117,20 @@ def test_each_study_has_a_wrapper_that_prints_its_runs():
 
 def test_table_1_is_what_the_documentation_says():
     text = (ROOT / "docs" / "reproduce.md").read_text().replace("\\\n    ", "")
-    told = re.findall(r"^\$train (--method .*)$", text, re.MULTILINE)
-    assert {re.search(r"(--method .*) --seed 0", row)[1] for row in sweeps.table1() if "--seed 0" in row} == set(told)
+    documented = re.findall(r"^\$train (--method .*)$", text, re.MULTILINE)
+    assert {re.search(r"(--method .*) --seed 0", row)[1] for row in sweeps.table1() if "--seed 0" in row} == set(
+        documented
+    )
 
 
 @pytest.mark.parametrize(("study", "seeds"), [("table1", "012"), ("table4", "01")])
 def test_short_rows_are_the_tables_but_for_schedule_and_precision(study, seeds):
     short = " --n_epochs 16 --lr_schedule cosine --precision bf16"
-    of_one_seed = [row for row in getattr(sweeps, study)() if "--seed 0" in row]
+    first_seed = [row for row in getattr(sweeps, study)() if "--seed 0" in row]
     assert getattr(sweeps, study)(short=True) == [
         row.replace("--seed 0", f"--seed {seed}").replace(f"{study}.csv", f"{study}_short.csv") + short
         for seed in seeds
-        for row in of_one_seed
+        for row in first_seed
     ]
 
 
@@ -160,8 +162,8 @@ def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baseli
     expected = {(method, loss, order, "neighbours") for method, order in relaxed for loss in ("mass", "log_mass")}
     expected |= {(method, "", False, "neighbours") for method in ("inputs", "pca", "softmax_cross_entropy")}
     expected |= {("softmax_cross_entropy", "", False, "network")}
-    for each in lines.values():
-        assert sorted(each) == sorted((seed, *line) for seed in (0, 1, 2) for line in expected)
+    for runs in lines.values():
+        assert sorted(runs) == sorted((seed, *line) for seed in (0, 1, 2) for line in expected)
 
 
 def test_the_short_study_of_nearest_neighbours_has_each_published_arm():
@@ -207,9 +209,9 @@ WRONG[heads] += [f"finals -d {__file__} --results results/heads_trials.csv"]
 def test_what_is_wrong_is_a_sentence_before_anything_starts(script, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         script.main(words.split())
-    printed, said = capsys.readouterr()
+    printed, message = capsys.readouterr()
     assert printed == ""
-    assert re.match(r"\w+\.py: error: .+", said.splitlines()[-1])
+    assert re.match(r"\w+\.py: error: .+", message.splitlines()[-1])
 
 
 def test_a_wrapper_ends_with_the_status_of_its_program():
@@ -236,15 +238,15 @@ def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, caps
 
     rows, chosen = [], {}
     for method, (args, flags) in asked("trials", "longer", "--trials", trials).items():
-        assert (args.n_epochs, args.seeds, {each["lr"] for each in flags}) == (5, [0], set(heads.RATES))
+        assert (args.n_epochs, args.seeds, {head["lr"] for head in flags}) == (5, [0], set(heads.RATES))
         assert (str(args.data_path), args.num_valid, args.results) == (str(data), 5000, trials)
         chosen[method] = trial(flags[-2], 5, 0.9)
-        rows += [chosen[method], *(trial(each, 5, 0.5) for each in flags if each is not flags[-2])]
+        rows += [chosen[method], *(trial(head, 5, 0.5) for head in flags if head is not flags[-2])]
     assert list(chosen) == heads.KNOWN
     pd.DataFrame(rows, dtype=object).to_csv(trials, index=False)
     for method, (args, flags) in asked("longer", "--trials", trials).items():
         again = [{**chosen[method], "lr": lr} for lr in heads.RATES]
-        assert ([trial(each, 5, 0.9) for each in flags], args.n_epochs) == (again, 22)
+        assert ([trial(head, 5, 0.9) for head in flags], args.n_epochs) == (again, 22)
         rows.append({**again[0], "n_epochs": 22, "valid_top5": 0.95 if method == "lapsum" else 0.85})
     pd.DataFrame(rows, dtype=object).to_csv(trials, index=False)
     for method, (args, (flags,)) in asked("finals", "--trials", trials).items():
@@ -254,22 +256,22 @@ def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, caps
     rows, best = [], []
     for method, (args, flags) in asked("more", "--around", trials, "--trials", more).items():
         assert (args.n_epochs, args.seeds, args.results) == (22, [0], more)
-        without = [each for each in flags if each["inverse_temperature"] == heads.LEVEL]
+        without = [head for head in flags if head["inverse_temperature"] == heads.LEVEL]
         assert (len(flags), len(without)) == ((60, 30) if method == "lapsum" else (30, 0))
-        best += [trial(each, 22, 0.9) for each in (flags[7], *without[-1:])]
-        rows += [trial(each, 22, 0.9 if each in (flags[7], *without[-1:]) else 0.5) for each in flags]
+        best += [trial(head, 22, 0.9) for head in (flags[7], *without[-1:])]
+        rows += [trial(head, 22, 0.9 if head in (flags[7], *without[-1:]) else 0.5) for head in flags]
     pd.DataFrame(rows, dtype=object).to_csv(more, index=False)
     methods = list(dict.fromkeys(row["method"] for row in best))
     finals = heads.main(["finals", "-d", str(data), "--trials", str(more), "--dry-run", "--methods", *methods])
     assert finals == 0
     found = [PARSE[HEADS](shlex.split(row)[2:]) for row in capsys.readouterr().out.splitlines() if row[0] != "#"]
-    recipes = [each for args in found for each in recipes_of(args)]
+    recipes = [recipe for args in found for recipe in recipes_of(args)]
     assert [trial(flags, 22, 0.9) for flags in recipes] == best
 
 
 def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path):
     labels, rows = torch.arange(15_000) % 10, torch.randn(15_000, 2)
-    content = {f"{split}_{name}": each for split in ("train", "test") for name, each in
+    content = {f"{split}_{name}": values for split in ("train", "test") for name, values in
                (("embeddings", rows), ("labels", labels))}  # fmt: skip
     torch.save(content, data := tmp_path / "some.pt")
     for among, words in ((5, []), (10, ["--among", "10"])):

@@ -40,8 +40,8 @@ def test_the_epochs_of_a_run_stand_in_the_panel_of_their_k(tmp_path, saved):
             low + history["epoch"] / 50,
             0.5 + low + history["epoch"] / 99,
         )
-    told = {**cifar_run(0, 0, 0), "run_id": "a-run"}
-    rows = pd.DataFrame([{**told, **entry} for entry in history.to_dict("records")])
+    shared = {**cifar_run(0, 0, 0), "run_id": "a-run"}
+    rows = pd.DataFrame([{**shared, **entry} for entry in history.to_dict("records")])
     rows.to_csv(tmp_path / "table1_epochs.csv", index=False)
     assert report.main([str(tmp_path / "table1_epochs.csv"), "--figures", str(tmp_path / "figures")]) == 0
     for k, name in (("top1", "top-1"), ("top5", "top-5")):
