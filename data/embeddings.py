@@ -70,7 +70,9 @@ class Embeddings:
         return sum(split.embeddings.nbytes for split in self.splits.values())
 
     def to(self, device: torch.device) -> "Embeddings":
-        moved = {name: Split(each.embeddings.to(device), each.labels.to(device)) for name, each in self.splits.items()}
+        moved = {
+            name: Split(split.embeddings.to(device), split.labels.to(device)) for name, split in self.splits.items()
+        }
         return Embeddings(moved, self.num_classes, self.info)
 
     def about(self, source: str) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def load_rgb(path: str) -> Image.Image:
                 raise OSError(f"the range of its mode {image.mode} is not known: save it with 8 or 16 bits")
             return image.convert("RGB")
     except Exception as error:  # what a decoder meets in a damaged file has no common class
-        told = f"cannot read {printable(path)}: {str(error).partition(' <_io.')[0] or type(error).__name__}"
-        raise ValueError(f"{told}. Repair or delete it, and give the command again") from None
+        message = f"cannot read {printable(path)}: {str(error).partition(' <_io.')[0] or type(error).__name__}"
+        raise ValueError(f"{message}. Repair or delete it, and give the command again") from None
 
 
 def printable(path: str | Path) -> str:
@@ -96,9 +96,9 @@ def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Te
     first, *others = opened
     for other in others:
         if differing := sorted({*opened[first].classes} ^ {*opened[other].classes}):
-            told = f"{printable(folders[first])} and {printable(folders[other])} must have the same class folders"
+            message = f"{printable(folders[first])} and {printable(folders[other])} must have the same class folders"
             names = ", ".join(map(printable, differing[:5]))
-            raise SystemExit(f"error: {told}; {len(differing)} are in one alone: {names}")
+            raise SystemExit(f"error: {message}; {len(differing)} are in one alone: {names}")
     return opened
 
 

@@ -82,12 +82,12 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
             both = load_mnist(kind, data_dir)
         except (OSError, RuntimeError) as error:
             raise SystemExit(f"error: {name} is not in {data_dir}, and cannot be downloaded ({error})") from None
-        train, test = (Samples(each.data.unsqueeze(1), each.targets) for each in both)  # (N, 1, 28, 28)
+        train, test = (Samples(part.data.unsqueeze(1), part.targets) for part in both)  # (N, 1, 28, 28)
     else:
         images = load_complete(name, data_dir)
-        train, test = (Samples(each.images[:, : len(means)].contiguous(), each.labels) for each in images)
+        train, test = (Samples(part.images[:, : len(means)].contiguous(), part.labels) for part in images)
     train, valid = divide(train, valid_share, seed, limit_train)
-    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (means, stds))
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (means, stds))
     num_classes = 1 + int(train.labels.max())
     return Points(num_classes, train, valid, test, mean / std, 1 / (255 * std), augmented)
 

@@ -80,8 +80,8 @@ def open_backbone(args: argparse.Namespace) -> tuple[Backbone, dict[str, Any]]:
 def open_splits(args: argparse.Namespace, backbone: Backbone, config: dict[str, Any]) -> dict[str, Dataset]:
     """The images of each split, transformed, and their labels."""
     if args.dataset not in DATASETS:
-        given = {"train": args.train_dir, "test": args.test_dir}
-        folders = find_splits(flags.path(args.dataset)) if args.dataset else given
+        separate = {"train": args.train_dir, "test": args.test_dir}
+        folders = find_splits(flags.path(args.dataset)) if args.dataset else separate
         return open_folders({split: folder for split, folder in folders.items() if folder}, backbone.transform)
     splits: dict[str, Split] = dict(zip(("train", "test"), load_complete(args.dataset, args.data_dir)))
     if config.get("dataset") == args.dataset:
@@ -194,13 +194,13 @@ def merge(parts: Path, shards: list[tuple[str, str, range]], splits: list[str]) 
     content = {}
     for name in splits:
         loaded = [torch.load(parts / file, mmap=True, weights_only=True) for file, split, _ in shards if split == name]
-        labels = torch.cat([each["labels"] for each in loaded])
+        labels = torch.cat([shard["labels"] for shard in loaded])
         dim, dtype = loaded[0]["embeddings"].shape[1], loaded[0]["embeddings"].dtype
         whole = torch.from_file(str(parts / f"{name}.bin"), shared=True, size=len(labels) * dim, dtype=dtype)
         embeddings, begin = whole.view(len(labels), dim), 0
-        for each in loaded:
-            embeddings[begin : begin + len(each["labels"])] = each["embeddings"]
-            begin += len(each["labels"])
+        for shard in loaded:
+            embeddings[begin : begin + len(shard["labels"])] = shard["embeddings"]
+            begin += len(shard["labels"])
         content |= {f"{name}_embeddings": embeddings, f"{name}_labels": labels}
     return content
 

@@ -11,8 +11,8 @@ A split "clean" of the file has the rows that validate with right labels, where 
 Protocol: a random 50,000 training rows validate, one linear layer, m 16, batch 500, Adam with learning rate 10^-4.5,
 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last. Fewer than a million training rows
 get a schedule of their own (`fill_in_schedule`), which is printed. The row in results/imagenet1k.csv has, for each k,
-the test accuracy where validation accuracy was best. A command that was stopped or killed continues when it is given
-again.
+the test accuracy where validation accuracy was best. A command that was stopped or killed continues when it is
+repeated.
 """
 
 import argparse
@@ -194,25 +194,25 @@ def finetune(
     processes.print(f"{shown} rows; batch size {args.batch_size}, {args.n_epochs} epochs")
     m = protocol.m if data.num_classes > protocol.m else None
     candidates = []
-    for each in [args, *args.also]:
-        settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=m)
-        matrix, matrix_id = load_noise_matrix(each.noise_matrix) if each.noise_matrix else (None, None)
+    for options in [args, *args.also]:
+        settings = losses.loss_settings(options, top1_mode="sm", inverse_temperatures={}, m=m)
+        matrix, matrix_id = load_noise_matrix(options.noise_matrix) if options.noise_matrix else (None, None)
         more = {} if matrix is None else {"T": matrix}
-        loss_fn = losses.build_loss(settings, data.num_classes, device, each.implementation, **more)
-        rate = flags.learning_rate(each, 0.0) if each.lr or each.nloglr is not None else default_rate
-        config = vars(each) | settings | rate | about | {"seed": seed, "order_seed": seed, "device": str(device)}
-        config |= {"num_valid": counts["valid"], "weight_decay": each.weight_decay or None}
+        loss_fn = losses.build_loss(settings, data.num_classes, device, options.implementation, **more)
+        rate = flags.learning_rate(options, 0.0) if options.lr or options.nloglr is not None else default_rate
+        config = vars(options) | settings | rate | about | {"seed": seed, "order_seed": seed, "device": str(device)}
+        config |= {"num_valid": counts["valid"], "weight_decay": options.weight_decay or None}
         config |= {"batch_size": args.batch_size, "n_epochs": args.n_epochs, "noise_matrix_id": matrix_id}
-        config["noise_matrix"] = flags.portable(each.noise_matrix) if each.noise_matrix else None
+        config["noise_matrix"] = flags.portable(options.noise_matrix) if options.noise_matrix else None
         run = Run(args, config, IDENTITY, READABLE, processes, clock="step")
-        if any(run.name == other.run.name for other in candidates) or not run.begin():
+        if any(run.name == candidate.run.name for candidate in candidates) or not run.begin():
             continue
         labels = data["train"].labels[rows["train"].to(data["train"].labels.device)].to(device)
-        losses.count_classes(loss_fn, each.method, labels, data.num_classes)
+        losses.count_classes(loss_fn, options.method, labels, data.num_classes)
         torch.manual_seed(seed)
         shape = {"apply_relu": args.apply_relu, "apply_dropout": args.apply_dropout}
         model = head(data.dim, data.num_classes, args.hidden_dims or (), **shape).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), config["lr"], weight_decay=each.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), config["lr"], weight_decay=options.weight_decay, fused=True)
         run.resume(model=model, optimizer=optimizer, loss=loss_fn)
         # On a CPU the last layer is faster by itself: it looks at its gradient.
         network = torch.compile(model) if args.compile and device.type == "cuda" else model
@@ -220,13 +220,13 @@ def finetune(
 
     # Heads that are at the same step share the batches; those that lag behind go first.
     last_step = args.n_epochs * (counts["train"] // args.batch_size)
-    while (done := min((each.step for each in candidates), default=last_step)) < last_step:
-        group = [each for each in candidates if each.step == done]
+    while (done := min((candidate.step for candidate in candidates), default=last_step)) < last_step:
+        group = [candidate for candidate in candidates if candidate.step == done]
         train_epoch(group, data, rows)
     sizes = {f"{name}_images": count for name, count in counts.items()}
-    for each in candidates:
+    for candidate in candidates:
         columns = {"num_classes": data.num_classes, "processes": processes.count, **sizes}
-        each.run.record(columns, last_step * args.batch_size)
+        candidate.run.record(columns, last_step * args.batch_size)
 
 
 def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> None:
@@ -244,28 +244,28 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
     for step, (embeddings, labels) in enumerate(bar, first):
         number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
         embeddings = embeddings.float()  # (batch, d)
-        for each in group:
-            each.step, inputs, alpha = number, embeddings, each.config["mixup"]
+        for candidate in group:
+            candidate.step, inputs, alpha = number, embeddings, candidate.config["mixup"]
             if alpha:
                 kept_share, partners = mixup(batch_size, alpha, seed, number)
                 inputs = kept_share * embeddings + (1 - kept_share) * embeddings[partners]
             progress = (epoch - 1 + step / num_steps) / args.n_epochs
-            losses.set_temperature(each.loss_fn, each.config["inverse_temperature"], progress)
-            if losses.is_stochastic(each.config["method"]):
-                losses.seed_noise(each.loss_fn, device, seed, 0, number, processes.rank)
-            kept = each.head.dropout_mask(batch_size, seed, number)  # of the whole batch, as for one process
+            losses.set_temperature(candidate.loss_fn, candidate.config["inverse_temperature"], progress)
+            if losses.is_stochastic(candidate.config["method"]):
+                losses.seed_noise(candidate.loss_fn, device, seed, 0, number, processes.rank)
+            kept = candidate.head.dropout_mask(batch_size, seed, number)  # of the whole batch, as for one process
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                logits = each.network(inputs[share], None if kept is None else kept[share])  # (share, num_classes)
-            loss = each.loss_fn(logits.float(), labels[share])
+                logits = candidate.network(inputs[share], None if kept is None else kept[share])  # (share, num_classes)
+            loss = candidate.loss_fn(logits.float(), labels[share])
             if alpha:  # of a label that is in part another one: losses are linear in the label
-                loss = kept_share * loss + (1 - kept_share) * each.loss_fn(logits.float(), labels[partners][share])
+                loss = kept_share * loss + (1 - kept_share) * candidate.loss_fn(logits.float(), labels[partners][share])
             loss = loss * weight
 
-            each.optimizer.zero_grad()
+            candidate.optimizer.zero_grad()
             loss.backward()
-            processes.sum_gradients(each.head.parameters())
-            each.optimizer.step()
-            each.losses.append(loss.detach())
+            processes.sum_gradients(candidate.head.parameters())
+            candidate.optimizer.step()
+            candidate.losses.append(loss.detach())
         is_last = number == args.n_epochs * num_steps
         if args.eval_freq:
             evaluates = step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps
@@ -274,26 +274,27 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
         if not evaluates:
             continue
 
-        entries = [{"epoch": epoch, "step": number, "train_steps": len(each.losses)} for each in group]
-        for each, entry in zip(group, entries):
-            entry["train_loss"] = math.fsum(processes.sum(torch.stack(each.losses)).tolist()) / len(each.losses)
-            each.losses.clear()
-            losses.check_convergence(each.loss_fn)
-        for each in group:
-            each.train_seconds += time.perf_counter() - started
-        for each, entry, result in zip(group, entries, evaluate(group, data, rows)):
+        entries = [{"epoch": epoch, "step": number, "train_steps": len(candidate.losses)} for candidate in group]
+        for candidate, entry in zip(group, entries):
+            step_losses = processes.sum(torch.stack(candidate.losses)).tolist()
+            entry["train_loss"] = math.fsum(step_losses) / len(step_losses)
+            candidate.losses.clear()
+            losses.check_convergence(candidate.loss_fn)
+        for candidate in group:
+            candidate.train_seconds += time.perf_counter() - started
+        for candidate, entry, result in zip(group, entries, evaluate(group, data, rows)):
             for value in (entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))):
                 if not math.isfinite(value):
                     refuse_broken_rows(args, data, rows)
-                losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {each.run.name}")
-            entry |= {**result, "train_seconds": each.train_seconds}
-            each.train_seconds = 0.0
-            entry |= losses.current_temperature(each.loss_fn, each.config["inverse_temperature"])
-            said = f"{each.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""
-            each.run.save(entry, last=is_last, say=said)
+                losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {candidate.run.name}")
+            entry |= {**result, "train_seconds": candidate.train_seconds}
+            candidate.train_seconds = 0.0
+            entry |= losses.current_temperature(candidate.loss_fn, candidate.config["inverse_temperature"])
+            message = f"{candidate.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""
+            candidate.run.save(entry, last=is_last, message=message)
         started = time.perf_counter()
-    for each in group:
-        each.train_seconds += time.perf_counter() - started  # until an evaluation in a later epoch
+    for candidate in group:
+        candidate.train_seconds += time.perf_counter() - started  # until an evaluation in a later epoch
 
 
 @torch.no_grad()
@@ -302,29 +303,29 @@ def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) 
     started, run, args, seed = time.perf_counter(), group[0].run, group[0].run.args, group[0].config["seed"]
     processes, device = run.processes, run.device
     results: list[dict[str, float]] = [{} for _ in group]
-    for each in group:
-        each.head.eval()
-        each.loss_fn.eval()
+    for candidate in group:
+        candidate.head.eval()
+        candidate.loss_fn.eval()
     for name in (name for name in rows if name != "train"):
         split, chosen = data.splits.get(name, data["train"]), rows[name][processes.share(len(rows[name]))]
         sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=device)  # losses, deviations, hits
         for number, some in enumerate(chosen.to(split.embeddings.device).split(args.batch_size)):
             embeddings = split.embeddings.index_select(0, some).to(device).float()  # (rows, d)
             labels = split.labels.index_select(0, some).to(device)
-            for each, total in zip(group, sums):
+            for candidate, total in zip(group, sums):
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                    logits = each.head(embeddings).float()  # (rows, num_classes)
-                if losses.is_stochastic(each.config["method"]):
-                    losses.seed_noise(each.loss_fn, device, seed, 1, number, processes.rank)
-                total[0] += each.loss_fn(logits, labels) * len(labels)
+                    logits = candidate.head(embeddings).float()  # (rows, num_classes)
+                if losses.is_stochastic(candidate.config["method"]):
+                    losses.seed_noise(candidate.loss_fn, device, seed, 1, number, processes.rank)
+                total[0] += candidate.loss_fn(logits, labels) * len(labels)
                 total[1] += logits.std(1).sum()
                 total[2:] += count_hits(logits, labels)
         for result, (loss, deviation, *hits) in zip(results, processes.sum(sums).tolist()):
             result |= {f"{name}_loss": loss / len(rows[name]), f"{name}_logit_std": deviation / len(rows[name])}
             result |= hit_fractions(name, hits, len(rows[name]))
-    for each in group:
-        each.head.train()
-        each.loss_fn.train()
+    for candidate in group:
+        candidate.head.train()
+        candidate.loss_fn.train()
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 
@@ -341,9 +342,9 @@ def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int
     args, processes = parse_arguments(argv, protocol), Processes()
     device = processes.device(args.device)
     prepare_device(device, args.threads)
-    for each in [args, *args.also]:  # refused before a download
-        settings = losses.loss_settings(each, top1_mode="sm", inverse_temperatures={}, m=each.m or protocol.m)
-        losses.build_loss(settings, max(protocol.num_classes, settings["m"] or 0), device, each.implementation)
+    for options in [args, *args.also]:  # refused before a download
+        settings = losses.loss_settings(options, top1_mode="sm", inverse_temperatures={}, m=options.m or protocol.m)
+        losses.build_loss(settings, max(protocol.num_classes, settings["m"] or 0), device, options.implementation)
     path = processes.from_first(lambda: download(args.data_path, args.cache_dir, args.sha256, args.requester_pays))
     data = load_embeddings(path)
     processes.print(f"{path}: {data.num_classes} classes, {data.dim} dimensions")

@@ -189,7 +189,7 @@ def fit(
         rates = error_rates(model, words.valid, args.beam_size, run.device)
         entry = {"update": end, "train_loss": mean_loss} | {f"valid_{rate}": value for rate, value in rates.items()}
         entry |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
-        run.save(entry, last=end == num_updates, say=f"update {end}/{num_updates}")
+        run.save(entry, last=end == num_updates, message=f"update {end}/{num_updates}")
 
 
 def main(argv: list[str] | None = None) -> int:

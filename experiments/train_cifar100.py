@@ -121,7 +121,7 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
         processes.copy_from_first(model.buffers())
         entry |= evaluate(run, evaluated, loss_fn, data)
         entry |= losses.current_temperature(loss_fn, config["inverse_temperature"])
-        run.save(entry, last=epoch == args.n_epochs, say=f"epoch {epoch}/{args.n_epochs}")
+        run.save(entry, last=epoch == args.n_epochs, message=f"epoch {epoch}/{args.n_epochs}")
     sizes = {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
     num_images = args.n_epochs * num_steps * args.batch_size
     run.record({"num_classes": data.num_classes, "processes": processes.count, **sizes}, num_images)

@@ -51,9 +51,19 @@ COMPONENTS = 50  # of pca, as published
 INVERSE_TEMPERATURES = {"neuralsort": 1 / 16}  # the published code's tau 16; other methods: the library's default
 MODELS = {"mnist": "cnn", "digits": "cnn"}  # the other image sets have the ResNet
 # What a row has only where something is relaxed, or trained.
-OF_OPERATOR = ("inverse_temperature", "distribution", "art_lambda")
-OF_RELAXED = (*OF_OPERATOR, "loss", "sorted", "num_candidates", "self_match")
-OF_TRAINING = ("model", "dim", "hidden_dims", "n_epochs", "batch_size", "lr", "nloglr", "weight_decay", "precision")
+OPERATOR_COLUMNS = ("inverse_temperature", "distribution", "art_lambda")
+RELAXED_COLUMNS = (*OPERATOR_COLUMNS, "loss", "sorted", "num_candidates", "self_match")
+TRAINING_COLUMNS = (
+    "model",
+    "dim",
+    "hidden_dims",
+    "n_epochs",
+    "batch_size",
+    "lr",
+    "nloglr",
+    "weight_decay",
+    "precision",
+)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -90,9 +100,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset and args.data_path:
         parser.error("the points are given by --dataset or by -d")
     args.dataset = args.dataset or ("mnist" if args.data_path is None else None)
-    given = [name for name in OF_OPERATOR if getattr(args, name) is not None and args.method not in RELAXATIONS]
-    if given:
-        parser.error(f"--{given[0]} is of a relaxed top-k, not of --method {args.method}")
+    if args.method not in RELAXATIONS:
+        for name in OPERATOR_COLUMNS:
+            if getattr(args, name) is not None:
+                parser.error(f"--{name} is of a relaxed top-k, not of --method {args.method}")
     if args.prediction == "network" and args.method != CROSS_ENTROPY:
         parser.error(f"--prediction network is of {CROSS_ENTROPY} alone, got --method {args.method}")
     if args.sorted and args.method != "soft_topk":
@@ -112,8 +123,8 @@ def configuration(args: argparse.Namespace, seed: int, device: torch.device) -> 
     config |= {"model": model, "dim": (args.dim or 128) if model in ("linear", "mlp") else None, "embeddings": None}
     config |= {name: getattr(args, name) or None for name in ("sorted", "self_match")}
     config["data_dir"] = flags.portable(args.data_dir) if args.dataset else None
-    config |= losses.operator_settings(args, INVERSE_TEMPERATURES) if relaxed else dict.fromkeys(OF_RELAXED)
-    config |= dict.fromkeys(OF_TRAINING) if args.method in UNTRAINED else {}
+    config |= losses.operator_settings(args, INVERSE_TEMPERATURES) if relaxed else dict.fromkeys(RELAXED_COLUMNS)
+    config |= dict.fromkeys(TRAINING_COLUMNS) if args.method in UNTRAINED else {}
     return {name: value for name, value in config.items() if name != "top1_mode"}
 
 
@@ -168,7 +179,7 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     model = build_model(points, config)
     points, model = points.to(device), model.to(device, memory_format=torch.channels_last)  # faster on a CPU
     loss_fn = loss_fn.to(device) if loss_fn else None
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = None
     if parameters:
         optimizer = torch.optim.SGD(parameters, config["lr"], momentum=0.9, weight_decay=args.weight_decay)
@@ -182,7 +193,7 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
             entry = train_epoch(epoch, run, points, model, embed, loss_fn, optimizer)
         entry |= evaluate(args, points, model)
         entry |= losses.current_temperature(loss_fn, config["inverse_temperature"])
-        run.save(entry, last=epoch == n_epochs, say=f"epoch {epoch}/{n_epochs}")
+        run.save(entry, last=epoch == n_epochs, message=f"epoch {epoch}/{n_epochs}")
     sizes = {f"{name}_images": len(getattr(points, name)) for name in ("train", "valid", "test")}
     num_images = n_epochs * num_steps * args.batch_size if optimizer else None
     run.record({"num_classes": points.num_classes, **sizes}, num_images)
@@ -201,7 +212,7 @@ def train_epoch(
     started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
     num_steps, seed = len(train) // args.batch_size, config["seed"]
     # Two independent orders; candidates go round where a step has more of them than queries.
-    queries, candidates = (epoch_order(len(train), seed, 2 * epoch + each).to(device) for each in (0, 1))  # (N,)
+    queries, candidates = (epoch_order(len(train), seed, 2 * epoch + number).to(device) for number in (0, 1))  # (N,)
     generator = epoch_generator(seed, 2 * epoch, device) if points.augmented else None
     if loss_fn is not None:
         losses.seed_noise(loss_fn, device, seed, epoch)

@@ -134,7 +134,7 @@ def marginals(choices: list[Tensor], lengths: Tensor) -> Tensor:
     steps = []
     for step in reversed(range(len(choices))):
         weights = torch.where((lengths == step + 1).unsqueeze(1), first, weights)
-        of_pairs = torch.einsum("bk,bkqv->bqv", weights, choices[step])
-        steps.append(of_pairs.sum(1))
-        weights = of_pairs.sum(2)
+        pair_weights = torch.einsum("bk,bkqv->bqv", weights, choices[step])
+        steps.append(pair_weights.sum(1))
+        weights = pair_weights.sum(2)
     return torch.stack(steps[::-1], dim=1)

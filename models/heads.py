@@ -97,15 +97,19 @@ class _LastProduct(torch.autograd.Function):
         activations, weight = activations.to(gradient.dtype), weight.to(gradient.dtype)
         # Where a graph of this pass is asked for, for a second derivative, all of it is products.
         few = not torch.is_grad_enabled() and int(gradient.count_nonzero()) <= FEW * gradient.numel()
-        of_activations = of_weight = None
+        activations_gradient = weight_gradient = None
         if few:
             sample, output = gradient.nonzero(as_tuple=True)  # (E,) each
             value = gradient[sample, output]  # (E,)
         if ctx.needs_input_grad[0]:
-            of_activations = _sum_rows(weight, output, value, sample, len(activations)) if few else gradient @ weight
+            activations_gradient = (
+                _sum_rows(weight, output, value, sample, len(activations)) if few else gradient @ weight
+            )
         if ctx.needs_input_grad[1]:
-            of_weight = _sum_rows(activations, sample, value, output, len(weight)) if few else gradient.T @ activations
-        return of_activations, of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
+            weight_gradient = (
+                _sum_rows(activations, sample, value, output, len(weight)) if few else gradient.T @ activations
+            )
+        return activations_gradient, weight_gradient, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _sum_rows(table: Tensor, row: Tensor, factor: Tensor, place: Tensor, num_places: int) -> Tensor:

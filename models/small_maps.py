@@ -59,18 +59,18 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         maps, weight = ctx.saved_tensors  # (batch, C_in, H, W), and the weight or the matrix made of it
-        of_maps = of_weight = None
+        maps_gradient = weight_gradient = None
         if ctx.needs_input_grad[0] and ctx.as_product:
-            of_maps = _positions_last(gradient).flatten(1) @ weight  # (batch, H W C_in)
-            of_maps = of_maps.view(len(maps), *maps.shape[2:], maps.shape[1]).permute(0, 3, 1, 2)
+            maps_gradient = _positions_last(gradient).flatten(1) @ weight  # (batch, H W C_in)
+            maps_gradient = maps_gradient.view(len(maps), *maps.shape[2:], maps.shape[1]).permute(0, 3, 1, 2)
         elif ctx.needs_input_grad[0]:
             stride = [ctx.stride] * 2
-            of_maps, _, _ = torch.ops.aten.convolution_backward(
+            maps_gradient, _, _ = torch.ops.aten.convolution_backward(
                 gradient, maps, weight, None, stride, [1, 1], [1, 1], False, [0, 0], 1, [True, False, False]
             )
         if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(maps, gradient, ctx.stride, ctx.weight_dtype)
-        return of_maps, of_weight, None
+            weight_gradient = _weight_gradient(maps, gradient, ctx.stride, ctx.weight_dtype)
+        return maps_gradient, weight_gradient, None
 
 
 def _positions_last(maps: Tensor) -> Tensor:
@@ -100,11 +100,11 @@ def _weight_gradient(maps: Tensor, gradient: Tensor, stride: int, dtype: torch.d
     taps = maps.new_empty(outputs.shape[3], 3, 3, inputs.shape[3], dtype=dtype)  # (C_out, 3, 3, C_in)
     for j in range(3):
         out_columns, in_columns = _met(j, stride, inputs.shape[2], outputs.shape[2])
-        of_outputs, of_inputs = outputs[:, :, out_columns].contiguous(), inputs[:, :, in_columns].contiguous()
+        tap_outputs, tap_inputs = outputs[:, :, out_columns].contiguous(), inputs[:, :, in_columns].contiguous()
         for i in range(3):
             out_rows, in_rows = _met(i, stride, inputs.shape[0], outputs.shape[0])
             # (C_out, positions) x (positions, C_in)
-            taps[:, i, j] = of_outputs[out_rows].flatten(0, 2).T @ of_inputs[in_rows].flatten(0, 2)
+            taps[:, i, j] = tap_outputs[out_rows].flatten(0, 2).T @ tap_inputs[in_rows].flatten(0, 2)
     return taps.permute(0, 3, 1, 2)
 
 

@@ -138,7 +138,7 @@ FAULTS = r"""
 
 # no_weight_decay_of_heads: --weight_decay is recorded and not applied to heads
 @ experiments/finetune_imagenet.py
-- config["lr"], weight_decay=each.weight_decay, fused=True)
+- config["lr"], weight_decay=options.weight_decay, fused=True)
 + config["lr"], weight_decay=0.0, fused=True)
 = tests/experiments/test_oracle_finetune_imagenet.py
 
@@ -228,7 +228,7 @@ FAULTS = r"""
 
 # candidates_are_the_queries: candidates come in the order of the queries
 @ experiments/train_knn.py
-- epoch_order(len(train), seed, 2 * epoch + each)
+- epoch_order(len(train), seed, 2 * epoch + number)
 + epoch_order(len(train), seed, 2 * epoch)
 = tests/experiments/test_oracle_train_knn.py
 

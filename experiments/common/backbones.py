@@ -80,8 +80,8 @@ def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None
         try:
             network = timm.create_model(timm_name, pretrained=weights == "pretrained", **arguments)
         except Exception as error:  # four libraries are at work below, each with exceptions of its own
-            told = f"cannot build {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            raise SystemExit(f"error: {told}. Without a network give --weights FILE or --weights none") from None
+            message = f"cannot build {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            raise SystemExit(f"error: {message}. Without a network give --weights FILE or --weights none") from None
     if weights == LITE:
         load_weights(network, _lite_file(), in_order=True)
     elif weights not in ("pretrained", "none"):

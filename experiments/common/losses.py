@@ -81,16 +81,16 @@ def build_loss(
         SystemExit: settings that do not fit one another or the number of classes, with a sentence.
     """
     ends = schedule_ends(settings["inverse_temperature"])
-    given = {name: value for name, value in settings.items() if value is not None}
+    arguments = {name: value for name, value in settings.items() if value is not None}
     try:
         if implementation == "difftopk":
-            if unknown := [name for name in OWN_SETTINGS if name in given] + ["temperature schedule"] * bool(ends):
+            if unknown := [name for name in OWN_SETTINGS if name in arguments] + ["temperature schedule"] * bool(ends):
                 raise ValueError(f"difftopk has no {unknown[0]}: leave it out, or take --implementation ours")
             from experiments.common.official_loss import make_official_loss
 
-            return make_official_loss(**given, num_classes=num_classes, device=device)
-        given |= {"inverse_temperature": ends[0]} if ends else {}
-        loss_fn = make_loss(**given, num_classes=num_classes, **more).to(device)
+            return make_official_loss(**arguments, num_classes=num_classes, device=device)
+        arguments |= {"inverse_temperature": ends[0]} if ends else {}
+        loss_fn = make_loss(**arguments, num_classes=num_classes, **more).to(device)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except TypeError as error:  # an argument that this loss does not have
@@ -147,8 +147,8 @@ def seed_noise(loss_fn: nn.Module, device: torch.device, *numbers: int) -> None:
 def check_finite(value: float, where: str) -> None:
     """Raise SystemExit, with advice, for a loss that is not finite."""
     if not math.isfinite(value):
-        told = f"the loss became {value} {where}; nothing is recorded"
-        raise SystemExit(f"error: {told}. Try a smaller --lr, --precision fp32, or another --inverse_temperature")
+        message = f"the loss became {value} {where}; nothing is recorded"
+        raise SystemExit(f"error: {message}. Try a smaller --lr, --precision fp32, or another --inverse_temperature")
 
 
 def compiled(module: nn.Module, wanted: bool, device: torch.device) -> nn.Module:

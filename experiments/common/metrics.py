@@ -50,11 +50,11 @@ def summary(history: Sequence[Mapping[str, Any]], clock: str, num_images: int | 
             chosen[f"test_top{k}_{clock}"] = best[clock]
         chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
     # The training loss is that of the last epoch, of which there may be several evaluations.
-    of_epoch = [each for each in history if each.get("epoch") == last["epoch"]] if "epoch" in last else [last]
-    loss, steps = last["train_loss"], [each.get("train_steps", 1) for each in of_epoch]
+    epoch = [entry for entry in history if entry.get("epoch") == last["epoch"]] if "epoch" in last else [last]
+    loss, steps = last["train_loss"], [entry.get("train_steps", 1) for entry in epoch]
     if loss is not None:
-        loss = math.fsum(each["train_loss"] * number for each, number in zip(of_epoch, steps)) / sum(steps)
-    seconds = {name: math.fsum(each[name] for each in history) for name in ("train_seconds", "eval_seconds")}
+        loss = math.fsum(entry["train_loss"] * number for entry, number in zip(epoch, steps)) / sum(steps)
+    seconds = {name: math.fsum(entry[name] for entry in history) for name in ("train_seconds", "eval_seconds")}
     return {
         **chosen,
         **{f"last_{name}": last[name] for name in last if name.startswith(("test_", "valid_", "clean_"))},

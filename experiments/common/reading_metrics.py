@@ -40,11 +40,11 @@ def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device:
         letters = split.letters[begin : begin + EVAL_BATCH].to(device)
         beam = beam_search(model, model.encode(letters), beam_size, MAX_STEPS)
         for found, readings in zip(beam.phonemes.tolist(), split.readings[begin : begin + EVAL_BATCH]):
-            hypotheses = [tuple(each[: each.index(END)] if END in each else each) for each in found]
+            hypotheses = [tuple(beam[: beam.index(END)] if END in beam else beam) for beam in found]
             distance, length = nearest(hypotheses[0], readings)
             edits, phonemes = edits + distance, phonemes + length
             wrong += hypotheses[0] not in readings
-            in_beam += any(each in readings for each in hypotheses)
+            in_beam += any(hypothesis in readings for hypothesis in hypotheses)
     return {"per": edits / phonemes, "wer": wrong / len(split), "gold": in_beam / len(split)}
 
 
@@ -64,4 +64,4 @@ def token_accuracies(model: EncoderDecoder, split: WordSplit, device: torch.devi
         forced = model.forced(encoded, right.to(device)).argmax(2)
         for name, found in (("forced", forced), ("free", free[:, :T])):
             hits[name] += ((found.cpu() == right) & counted[batch]).sum(0)
-    return {name: (each / counted.sum(0)).tolist() for name, each in hits.items()}
+    return {name: (number / counted.sum(0)).tolist() for name, number in hits.items()}

@@ -62,7 +62,7 @@ class Run:
         self.state: dict[str, Any] = {}
 
     def begin(self, wait: bool = False) -> bool:
-        """Take the folder; return False where the results file has the row already, which is said.
+        """Take the folder; return False where the results file has the row already, and print so.
 
         wait: for another process that has it. Raises SystemExit where one has it. The lock ends with the process.
         """
@@ -80,7 +80,7 @@ class Run:
         return True
 
     def is_recorded(self) -> bool:
-        """Whether the results file has the row, and --force does not ask for it again; says so."""
+        """Whether the results file has the row, and --force does not ask for it again; print so."""
         skipped = not self.args.force and any(row["run_id"] == self.name for row in read_rows(self.results))
         if skipped:
             print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
@@ -128,11 +128,11 @@ class Run:
         started = [row["started_utc"] for row in read_rows(self.results) if row["run_id"] == self.name]
         return None if started == [saved["info"]["started_utc"]] else saved  # with --force: of the recorded run
 
-    def save(self, entry: Mapping[str, Any], last: bool = False, say: str = "") -> None:
+    def save(self, entry: Mapping[str, Any], last: bool = False, message: str = "") -> None:
         """Append an evaluation to the history, and write the checkpoint if it is time.
 
-        last: nothing continues the run after this: its checkpoint keeps the model alone. say: when that was, printed
-        with the figures. Raises SystemExit for weights that are not finite, and without space.
+        last: nothing continues the run after this: its checkpoint keeps the model alone. message: printed with the
+        figures. Raises SystemExit for weights that are not finite, and without space.
         """
         networks = [part for name, part in self.state.items() if isinstance(part, nn.Module) and name != "loss"]
         if not all(map(is_finite, networks)):
@@ -149,8 +149,8 @@ class Run:
             replace_file(self.folder / "checkpoint.pt", saved | {"history": self.history, "info": self.info})
             self.saved_at = time.monotonic()
         write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
-        if say:
-            print("  ".join([say, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
+        if message:
+            print("  ".join([message, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
 
     def record(self, columns: Mapping[str, Any], num_images: int | None = None) -> None:
         """Add the row, in place of an earlier one of this run. num_images: of all training steps together."""
@@ -175,8 +175,8 @@ def figures(entry: Mapping[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def is_finite(module: nn.Module) -> bool:
-    tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
-    return not tensors or bool(torch.stack([each.isfinite().all() for each in tensors]).all())
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
+    return not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:

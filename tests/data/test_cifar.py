@@ -116,9 +116,9 @@ def test_what_is_missing_is_downloaded_once(server, archive, tmp_path, monkeypat
 def test_without_files_and_network_the_message_says_what_to_place_where(tmp_path):
     with pytest.raises(
         SystemExit, match=r"cannot be downloaded.*put cifar-100-python.tar.gz \(MD5 [0-9a-f]{32}\)"
-    ) as told:
+    ) as error:
         load_dataset("cifar100", tmp_path)
-    assert str(tmp_path) in str(told.value)
+    assert str(tmp_path) in str(error.value)
 
 
 def test_a_limit_shortens_both_splits_and_moves_no_image_between_them(data_dir):
@@ -182,7 +182,7 @@ def test_labels_by_people_are_those_of_training_and_validation(data_dir, tmp_pat
     right = load_complete("cifar100", data_dir)[0].labels
     arrays = {"clean_label": right.numpy(), "noisy_label": (right.numpy() + 1) % 100}
     torch.save(arrays, path := tmp_path / "human.pt")
-    clean, noisy = (load_dataset("cifar100", data_dir, seed=3, noisy_labels_file=each) for each in (None, path))
+    clean, noisy = (load_dataset("cifar100", data_dir, seed=3, noisy_labels_file=file) for file in (None, path))
     for name in ("train", "valid"):
         assert torch.equal(getattr(noisy, name).images, getattr(clean, name).images)
         assert torch.equal(getattr(noisy, name).labels, (getattr(clean, name).labels + 1) % 100)
@@ -217,7 +217,7 @@ def test_the_bits_stay_as_they_are_over_versions():
     """Another split, order or crop would change the numbers of every table."""
 
     def sums(*tensors: torch.Tensor) -> list[int]:
-        return [zlib.crc32(each.contiguous().numpy()) for each in tensors]
+        return [zlib.crc32(tensor.contiguous().numpy()) for tensor in tensors]
 
     data = load_dataset("digits", "", seed=3, limit_train=1000, label_noise=0.5)
     splits = [getattr(split, part) for split in (data.train, data.valid) for part in ("images", "labels")]

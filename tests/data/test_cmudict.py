@@ -34,7 +34,7 @@ def test_short_words_of_letters_alone_with_every_reading_once(package):
     assert sorted(word for split in splits for word in spelled(split)) == ["a", "bat", "read", "tab"]
     assert words.symbols == ["(end)", "AE", "AH", "B", "D", "EH", "EY", "IY", "R", "T"]
     readings = {
-        word: {" ".join(words.symbols[phoneme] for phoneme in each) for each in several}
+        word: {" ".join(words.symbols[phoneme] for phoneme in reading) for reading in several}
         for split in splits
         for word, several in zip(spelled(split), split.readings)
     }
@@ -61,7 +61,8 @@ def test_pairs_have_every_reading_and_an_end_behind_the_longest(package):
     for split in (words.train, words.valid, words.test):
         letters, phonemes = split.pairs()
         found = [
-            (tuple(word), tuple(each[: each.index(END)])) for word, each in zip(letters.tolist(), phonemes.tolist())
+            (tuple(word), tuple(reading[: reading.index(END)]))
+            for word, reading in zip(letters.tolist(), phonemes.tolist())
         ]
         expected = zip(split.letters.tolist(), split.readings)
         assert found == [(tuple(word), reading) for word, several in expected for reading in several]

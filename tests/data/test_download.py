@@ -129,10 +129,10 @@ def test_messages_show_neither_passwords_nor_signatures(tmp_path):
         "http://user:secret@127.0.0.1:9/file.bin",
         "http://127.0.0.1:9/file.bin?X-Amz-Signature=secret&X-Amz-Credential=secret",
     ):
-        with pytest.raises(SystemExit) as told:
+        with pytest.raises(SystemExit) as error:
             download(address, tmp_path)
-        assert "secret" not in str(told.value)
-        assert "127.0.0.1:9/file.bin" in str(told.value)
+        assert "secret" not in str(error.value)
+        assert "127.0.0.1:9/file.bin" in str(error.value)
 
 
 def start(source, cache: Path) -> subprocess.Popen:
@@ -196,9 +196,9 @@ def test_an_object_comes_with_the_user_s_credentials(bucket, body, tmp_path):
     ("address", "code"), [("s3://store/absent.pt", "NoSuchKey"), ("s3://nowhere/a", "NoSuchBucket")]
 )
 def test_a_refusal_names_reason_region_and_what_to_set(bucket, tmp_path, address, code):
-    with pytest.raises(SystemExit, match=rf"{address}: {code}.*region us-east-1.*AWS_PROFILE") as told:
+    with pytest.raises(SystemExit, match=rf"{address}: {code}.*region us-east-1.*AWS_PROFILE") as error:
         download(address, tmp_path)
-    assert "--requester_pays" in str(told.value)
+    assert "--requester_pays" in str(error.value)
     assert left(tmp_path) == set()
 
 

@@ -46,7 +46,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("zipped", [True, False])
 def test_published_layouts_are_read_also_from_files_of_old_versions(tmp_path, layout, zipped):
     parts, (train, test) = content(), PUBLISHED[layout]
-    renamed = {key.replace("train_", f"{train}_").replace("test_", f"{test}_"): each for key, each in parts.items()}
+    renamed = {key.replace("train_", f"{train}_").replace("test_", f"{test}_"): tensor for key, tensor in parts.items()}
     torch.save(renamed, tmp_path / "e.p", _use_new_zipfile_serialization=zipped)
     found = load_embeddings(tmp_path / "e.p")
     assert (set(found.splits), found.num_classes, found.dim) == ({"train", "test"}, 7, 2)
@@ -96,9 +96,9 @@ def test_files_that_do_not_hold_what_they_must_are_refused(tmp_path, change, mes
     parts = content()
     change(parts)
     torch.save(parts, tmp_path / "e.pt")
-    with pytest.raises(SystemExit, match=message) as told:
+    with pytest.raises(SystemExit, match=message) as error:
         load_embeddings(tmp_path / "e.pt")
-    assert str(tmp_path / "e.pt") in str(told.value)
+    assert str(tmp_path / "e.pt") in str(error.value)
 
 
 def write_other_things(path):

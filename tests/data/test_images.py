@@ -87,10 +87,10 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_decoded_is_refused_by_its_path(name, tmp_path):
     BROKEN[name](tmp_path / name)
-    with pytest.raises(ValueError, match=r"cannot read .*Repair or delete it") as told:
+    with pytest.raises(ValueError, match=r"cannot read .*Repair or delete it") as error:
         load_rgb(str(tmp_path / name))
-    assert str(tmp_path / name) in str(told.value)
-    assert "_io" not in str(told.value)
+    assert str(tmp_path / name) in str(error.value)
+    assert "_io" not in str(error.value)
 
 
 def make(root, names):

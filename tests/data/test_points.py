@@ -47,7 +47,7 @@ def content():
 def test_the_mnists_are_the_published_ones(folder, name, kind, transform):
     points = load_points(name, folder)
     assert (points.num_classes, points.input_shape, points.augmented) == (10, (1, 28, 28), False)
-    assert [len(each) for each in (points.train, points.valid, points.test)] == [110, 10, 30]  # 55,000 and 5,000
+    assert [len(split) for split in (points.train, points.valid, points.test)] == [110, 10, 30]  # 55,000 and 5,000
     oracle = kind(folder, train=False, transform=transform)
     got = points.inputs(points.test.inputs)
     torch.testing.assert_close(got, torch.stack([image for image, _ in oracle]))
@@ -72,7 +72,7 @@ def test_mnist_is_read_from_gz_files_without_writing_beside_them(folder, tmp_pat
 
 def test_digits_have_one_channel_and_a_tenth_validates(tmp_path):
     points = load_points("digits", tmp_path)
-    assert [len(each) for each in (points.train, points.valid, points.test)] == [1293, 144, 360]
+    assert [len(split) for split in (points.train, points.valid, points.test)] == [1293, 144, 360]
     pixels = points.inputs(torch.cat([points.train.inputs, points.valid.inputs]))
     assert pixels.shape[1:] == points.input_shape == (1, 32, 32)
     assert (pixels.mean().item(), pixels.std().item()) == pytest.approx((0, 1), abs=1e-3)
@@ -84,7 +84,7 @@ def test_a_seed_chooses_who_validates_and_a_limit_takes_some(tmp_path):
         for seed, limit in ((0, None), (1, None), (0, 100))
     )
     assert not torch.equal(whole.valid.inputs, other.valid.inputs)
-    assert [len(each) for each in (limited.train, limited.valid, limited.test)] == [90, 10, 360]
+    assert [len(split) for split in (limited.train, limited.valid, limited.test)] == [90, 10, 360]
     assert torch.equal(whole.test.inputs, other.test.inputs)
     with pytest.raises(SystemExit, match=r"--limit_train 1438 exceeds the 1437 training points"):
         load_points("digits", tmp_path, limit_train=1438)
@@ -100,14 +100,14 @@ def test_augmentation_crops_and_flips_before_it_normalises(tmp_path):
     assert not torch.equal(first, plain)
     black = points.inputs(torch.zeros_like(chosen))[0, 0, 0, 0]
     assert (first == black).float().mean() > (plain == black).float().mean()  # the frame is black
-    assert [name for name, each in POINT_SETS.items() if each[3]] == ["cifar10", "cifar100"]
+    assert [name for name, (*_, augmented) in POINT_SETS.items() if augmented] == ["cifar10", "cifar100"]
 
 
 def test_embeddings_keep_their_dtype_and_a_tenth_validates(content, tmp_path):
     torch.save(content, tmp_path / "e.pt")
     points = points_of_embeddings(load_embeddings(tmp_path / "e.pt"))
     assert (points.num_classes, points.input_shape) == (3, (2,))
-    assert [len(each) for each in (points.train, points.valid, points.test)] == [18, 2, 6]
+    assert [len(split) for split in (points.train, points.valid, points.test)] == [18, 2, 6]
     assert points.test.inputs.dtype == torch.float16
     assert points.inputs(points.test.inputs).tolist() == [[2.0 * row, 2.0 * row + 1] for row in range(6)]
     values = torch.cat([points.train.inputs, points.valid.inputs])[:, 0].sort().values

@@ -95,9 +95,9 @@ def test_a_checkpoint_that_does_not_load_names_the_folder_to_delete(run, script,
         saved = torch.load(path, weights_only=True)
         saved["model"].popitem()
         torch.save(saved, path)
-    with pytest.raises(SystemExit, match="delete") as told:
+    with pytest.raises(SystemExit, match="delete") as error:
         run(script)
-    assert str(folder) in str(told.value)
+    assert str(folder) in str(error.value)
     assert not (tmp_path / "r.csv").exists()
 
 
@@ -180,11 +180,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(("script", "flags", "message"), REFUSED, ids=[f"{name_of(s)} {f}" for s, f, _ in REFUSED])
 def test_a_command_that_cannot_be_is_refused_with_a_sentence(run, script, flags, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as told:
+    with pytest.raises(SystemExit) as error:
         run(script, flags=flags)
-    said = f"{told.value} {capsys.readouterr().err}"
-    assert told.value.code not in (0, None)
-    assert re.search(message, said), said
+    output = f"{error.value} {capsys.readouterr().err}"
+    assert error.value.code not in (0, None)
+    assert re.search(message, output), output
     assert not (tmp_path / "r.csv").exists()
 
 
@@ -220,7 +220,7 @@ def test_the_schedule_of_heads_goes_by_the_number_of_rows(run):
     row, also = run(finetune_imagenet, flags=f'{flags} --n_epochs 2 --also "--method softsort --lr .5"')
     names = ("train_images", "valid_images", "test_images", "batch_size", "m")
     # Of 130 rows a fifth validates; a twentieth of the rest is a batch.
-    assert [[each[name] for name in names] for each in (row, also)] == [["104", "26", "40", "5", ""]] * 2
+    assert [[found[name] for name in names] for found in (row, also)] == [["104", "26", "40", "5", ""]] * 2
     assert (row["lr"], row["nloglr"], also["lr"]) == ("0.05", "", "0.5")  # 2 / steps
     *_, row = run(finetune_imagenet, "--nloglr 2 --n_epochs 1", flags=flags)
     assert (row["lr"], row["nloglr"], row["n_epochs"]) == ("0.01", "2.0", "1")

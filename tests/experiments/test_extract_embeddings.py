@@ -180,7 +180,7 @@ def test_the_paper_s_networks_have_its_widths_and_resolutions(name):
     with torch.device("meta"):
         backbone = timm_backbone(name, "none")
         found = backbone.features(torch.zeros(2, 3, 64, 64))
-        parameters = sum(each.numel() for each in backbone.network.parameters())
+        parameters = sum(parameter.numel() for parameter in backbone.network.parameters())
     millions = {"32x48d": 829, "32x32d": 469, "32x16d": 194, "32x8d": 89, "l2_ns": 480}
     (expected,) = (size for part, size in millions.items() if part in name)
     assert parameters == pytest.approx(expected * 1e6, rel=0.01)
@@ -211,6 +211,6 @@ def test_command_lines_that_cannot_be(tmp_path, images):
         ),
         (f"--dataset digits --checkpoint {tmp_path} --output e.pt", "there is no .*checkpoint.pt"),
     ):
-        with pytest.raises(SystemExit, match=None if message == 2 else message) as told:
+        with pytest.raises(SystemExit, match=None if message == 2 else message) as error:
             extract(flags=flags)
-        assert message != 2 or told.value.code == 2
+        assert message != 2 or error.value.code == 2

@@ -83,9 +83,9 @@ def test_the_majority_is_that_of_a_count_and_ties_go_to_the_nearest():
 def defined(P: torch.Tensor, right: torch.Tensor, loss: str) -> float:
     """The loss by its definition, entry by entry. P (Q, k, C)."""
     total = 0.0
-    for rows, each in zip(P.tolist(), right.tolist()):
-        mass = sum(sum(p for p, is_right in zip(row, each) if is_right) for row in rows)
-        if any(each):
+    for rows, candidates in zip(P.tolist(), right.tolist()):
+        mass = sum(sum(p for p, is_right in zip(row, candidates) if is_right) for row in rows)
+        if any(candidates):
             share = min(mass / len(rows), 1.0)
             total += -mass if loss == "mass" else -torch.tensor(share * (1 - 2e-7) + 1e-7).log().item()
     return total / len(P)

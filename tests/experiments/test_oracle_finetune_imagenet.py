@@ -99,7 +99,7 @@ def test_heads_that_train_together_are_each_those_of_a_plain_loop(parts, store, 
     assert len(rows) == 6
     for method, p_k, settings, decay in arms:
         for seed in (3, 4):
-            (row,) = (each for each in rows if (each["method"], each["seed"]) == (method, str(seed)))
+            (row,) = (row for row in rows if (row["method"], row["seed"]) == (method, str(seed)))
             expected = plain_loop(parts, method, p_k, settings, seed, weight_decay=decay)
             check_history(history_of(results, row, "step"), expected)
             check_choice(row, expected, "step")
@@ -154,8 +154,8 @@ def test_an_evaluation_at_the_end_only_is_the_last_of_many(store, results):
     (row_at_end, other_at_end) = run(script, f"{flags} --eval_freq 0 {other}", results.with_name("end.csv"))
     assert row_at_end["last_test_loss"] == row["last_test_loss"]
     assert row_at_end["last_valid_top1"] == row["last_valid_top1"]
-    for each in (row_at_end, other_at_end):
-        (entry,) = history_of(results.with_name("end.csv"), each, "step")
+    for recorded in (row_at_end, other_at_end):
+        (entry,) = history_of(results.with_name("end.csv"), recorded, "step")
         assert (entry["epoch"], entry["step"]) == (str(EPOCHS), str((TRAIN - VALID) // BATCH * EPOCHS))
         assert float(entry["train_seconds"]) > 0
 
@@ -167,7 +167,9 @@ def test_the_clean_split_is_evaluated_and_chooses_nothing(parts, tmp_path, resul
     content = {"train": (embeddings[train], labels[train]), "valid": (embeddings[valid], wrong)}
     content |= {"clean": (embeddings[valid], labels[valid]), "test": parts["test"]}
     named = {
-        f"{name}_{kind}": each for name, both in content.items() for kind, each in zip(("embeddings", "labels"), both)
+        f"{name}_{kind}": tensor
+        for name, both in content.items()
+        for kind, tensor in zip(("embeddings", "labels"), both)
     }
     torch.save(named, path := tmp_path / "noisy.pt")
     flags = FLAGS.replace(f"--num_valid {VALID}", "")

@@ -45,7 +45,7 @@ def beam_of(model, letters, size, right=None):
             place = gold * V + right[step]
             kept = kept if place in kept else [*kept[:-1], place]
             gold = kept.index(place)
-        beam = [candidates[each] for each in kept]
+        beam = [candidates[place] for place in kept]
         yield torch.stack([score for _, score, _ in candidates]), place, [phonemes for phonemes, _, _ in beam]
         if right is None and all(phonemes[-1] == END for phonemes, _, _ in beam):
             return
@@ -108,7 +108,7 @@ def fit(model, words, loss_fn, before, updates, lr):
     for update in range(updates):
         epoch, place = divmod(before + update, len(letters) // BATCH)
         chosen = epoch_order(len(letters), SEED, epoch)[place * BATCH : (place + 1) * BATCH].tolist()
-        loss = batch_loss(model, letters[chosen], [readings[each] for each in chosen], loss_fn)
+        loss = batch_loss(model, letters[chosen], [readings[word] for word in chosen], loss_fn)
         optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / updates)) / 2
         optimizer.zero_grad()
         loss.backward()

@@ -43,7 +43,7 @@ def small_network(name: str, num_classes: int) -> nn.Module:
 
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
-    mean, std = (torch.tensor(each, dtype=torch.float64).view(3, 1, 1) for each in (DIGITS_MEAN, DIGITS_STD))
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (DIGITS_MEAN, DIGITS_STD))
     images = images.float() * (1 / (255 * std)).float() - (mean / std).float()  # in this order for the same roundings
     return images.contiguous(memory_format=torch.channels_last)
 

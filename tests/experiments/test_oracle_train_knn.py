@@ -57,7 +57,7 @@ def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, b
             return embed(images).float()
 
     for epoch in range(1, EPOCHS + 1):
-        queries, candidates = (epoch_order(len(train), SEED, 2 * epoch + each) for each in (0, 1))
+        queries, candidates = (epoch_order(len(train), SEED, 2 * epoch + number) for number in (0, 1))
         candidates = candidates.repeat(2 + steps * CANDIDATES // len(train))  # as often as it takes
         losses = []
         noise = SimpleNamespace()  # whose generator draws what the script's loss draws
@@ -86,8 +86,8 @@ def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, b
                 asked, right = embedded(points.inputs(split.inputs)), 0
                 for place, label in zip(asked, split.labels.tolist()):
                     nearest = (place - places).square().sum(1).argsort()[:K]
-                    said = int(classify(place).argmax()) if classify else majority(train.labels[nearest].tolist())
-                    right += said == label
+                    predicted = int(classify(place).argmax()) if classify else majority(train.labels[nearest].tolist())
+                    right += predicted == label
                 found[-1][f"{name}_top1"] = right / len(split)
     return found
 

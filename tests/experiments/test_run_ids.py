@@ -25,7 +25,7 @@ def value_of(name: str, cell: str):
         return cell == "true"
     number = int if name in WHOLE else float
     try:
-        return [number(each) for each in cell.split()] if name in LISTS and cell else number(cell)
+        return [number(word) for word in cell.split()] if name in LISTS and cell else number(cell)
     except ValueError:
         return cell or None
 

@@ -76,13 +76,13 @@ def test_a_beam_that_drops_nothing_finds_the_best_of_all_sequences(model):
     beam = beam_search(model, model.encode(WORDS), V, max_steps=2)
     for row, word in enumerate(WORDS):
         sequences = {
-            tuple(each): log_likelihood(model, word, list(each))
-            for each in itertools.product(range(V), repeat=2)
-            if each[0] != END or each[1] == END
+            pair: log_likelihood(model, word, list(pair))
+            for pair in itertools.product(range(V), repeat=2)
+            if pair[0] != END or pair[1] == END
         }
         best = sorted(sequences, key=sequences.get, reverse=True)[:V]
-        assert [tuple(each) for each in beam.phonemes[row].tolist()] == best
-        assert beam.scores[row].tolist() == pytest.approx([sequences[each] for each in best])
+        assert [tuple(pair) for pair in beam.phonemes[row].tolist()] == best
+        assert beam.scores[row].tolist() == pytest.approx([sequences[pair] for pair in best])
 
 
 @pytest.mark.parametrize("K", [1, 3])
@@ -206,7 +206,7 @@ def test_gradients_reach_all_steps(differentiated, method):
         return torch.func.functional_call(model, {"scores.weight": weight}, (start,))
 
     model.forward = of_right_phonemes
-    start, weight = (each.detach().clone().requires_grad_() for each in (encoded.state, model.scores.weight))
+    start, weight = (tensor.detach().clone().requires_grad_() for tensor in (encoded.state, model.scores.weight))
     assert torch.autograd.gradcheck(loss, (start, weight), atol=1e-6)
 
 

@@ -23,7 +23,7 @@ from models.embedders import PreActBlock, embedder
 )
 def test_shapes_and_numbers_of_parameters(name, shape, settings, dim, parameters):
     network = embedder(name, shape, **settings)
-    assert sum(each.numel() for each in network.parameters()) == parameters
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
     assert network(torch.rand(2, *shape)).shape == (2, dim)
     if "dim" not in settings:
         assert network.dim == dim

@@ -19,7 +19,7 @@ def test_training_steps_are_torchvisions_apart_from_the_first_convolution():
     """Losses, gradients, running statistics and then logits in eval mode: the maps of 4x4 and 2x2 as products, ReLU
     after the pool, and channels_last change nothing."""
     ours = resnet_cifar("resnet18", 100).to(torch.float64, memory_format=torch.channels_last)
-    assert sum(each.numel() for each in ours.parameters()) == 11_220_132
+    assert sum(parameter.numel() for parameter in ours.parameters()) == 11_220_132
     theirs = torchvision.models.resnet18(num_classes=100).double()
     theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False).double()
     theirs.load_state_dict(ours.state_dict())
@@ -65,8 +65,8 @@ def test_each_weight_is_drawn_once_in_the_documented_order():
     torch.manual_seed(3)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            assert all((each == 1).all() for each in (module.weight, module.running_var))
-            assert all((each == 0).all() for each in (module.bias, module.running_mean, module.num_batches_tracked))
+            assert all((tensor == 1).all() for tensor in (module.weight, module.running_var))
+            assert all((tensor == 0).all() for tensor in (module.bias, module.running_mean, module.num_batches_tracked))
         if isinstance(module, nn.Conv2d):
             fan_out = module.out_channels * math.prod(module.kernel_size)
             weight = torch.empty_like(module.weight).normal_(0, math.sqrt(2 / fan_out))

@@ -56,7 +56,7 @@ def test_autocast_computes_in_bfloat16_with_the_rounding_of_one_product(height, 
         ours = layer(maps)
     assert (ours.dtype, ours.grad_fn.name()) == (torch.bfloat16, TAKEN)
     gradient = torch.randn_like(ours)
-    exact = [each.detach().bfloat16().double().requires_grad_() for each in (maps, layer.weight)]
+    exact = [tensor.detach().bfloat16().double().requires_grad_() for tensor in (maps, layer.weight)]
     theirs = F.conv2d(*exact, stride=stride, padding=1)
     torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=1e-4)
     expected = torch.autograd.grad(theirs, exact, gradient.double())
