@@ -70,27 +70,28 @@ class Recomputed(torch.autograd.Function):
 
 
 class ClassificationLoss(nn.Module):
-    """A loss with the interface of torch.nn.CrossEntropyLoss, loss(logits, labels). To write one, define `_losses`.
+    """Base class of the losses, with the interface of torch.nn.CrossEntropyLoss; subclasses define `_losses`.
+
+    Logits are (batch, n), (n,), or (batch, n, d1, ...). Labels are int64 without the dimension n, or like the logits.
+    The loss is () for reduction "mean" and "sum", and has the shape of int64 labels for "none". It is float32, under
+    autocast too, or float64 for float64 logits. A class with a logit of -inf is masked out: the loss is that of the
+    other classes. A label that is masked out costs the most that the method knows: infinity, or a very large number.
 
     Args:
-        num_classes: n; None takes it from the logits.
-        weight: (n,) >= 0, the weight of each class, as in CrossEntropyLoss.
-        label_smoothing: in [0, 1): the share of the label that is spread over all classes that are not masked out. It
-            takes the loss of every class: up to n times the cost of one.
-        soft_labels: the meaning of labels (batch, n). "expected" (default): a distribution q, the loss is
-            sum_j q_j L(s, j), as in CrossEntropyLoss, for mixup and label smoothing. "any": several right answers
-            (k-hot, bool or numbers in [0, 1]): -log of the probability that one of them is among the k highest,
-            bounded by the sum of theirs.
+        num_classes: n (default: that of the logits).
+        weight: (n,), at least 0: weight of each class, as in CrossEntropyLoss.
+        label_smoothing: in [0, 1): share of the label that is spread over all classes that are not masked out. It needs
+            the loss of every class, at up to n times the cost of one.
+        soft_labels: meaning of labels like the logits. "expected" (default): a distribution q; the loss is sum_j q_j
+            L(s, j), as in CrossEntropyLoss and for mixup. "any": several right answers, bool or numbers in [0, 1]; the
+            loss is -log of the probability that one of them is among the k highest, bounded by the sum of their
+            probabilities.
         ignore_index: label of samples that do not count.
-        reduction: "mean" (of the samples that count, weighted by their classes' weights), "sum", or "none" (0 where
-            ignored).
+        reduction: "mean" of the samples that count, weighted by their classes' weights; "sum"; or "none", with 0 for
+            ignored samples.
 
-    Shapes: logits (batch, n), (n,), or (batch, n, d1, ...); labels int64 without the dimension n, or like the logits,
-    with a gradient if they want one. Half-precision logits are computed in float32, under autocast too. A class whose
-    logit is -inf is masked out: the loss is that of the other classes. A label that is masked out costs
-    the most that the method knows: infinity, or a very large number.
-
-    Raises TypeError or ValueError for settings and inputs that do not fit, with a sentence that says which.
+    Raises:
+        TypeError, ValueError: settings or inputs that do not fit; the message says which.
     """
 
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
@@ -172,10 +173,7 @@ class ClassificationLoss(nn.Module):
         return self
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss: () for reduction mean and sum, the shape of int64 labels for none.
-
-        float32, or float64 for float64 logits. Raises TypeError or ValueError for inputs that do not fit.
-        """
+        """Compute the loss of logits and labels."""
         return self._reduced(logits, labels, None)
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
@@ -293,24 +291,25 @@ class ClassificationLoss(nn.Module):
 
 
 class SoftmaxCrossEntropyLoss(ClassificationLoss):
-    """torch.nn.CrossEntropyLoss that refuses what the other losses refuse, and computes in float32 as they do."""
+    """torch.nn.CrossEntropyLoss, with the checks of the other losses, and in float32 under autocast as they are."""
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
         return -log_softmax(scores, target)
 
 
 class LDRKLLoss(ClassificationLoss):
-    """Cross-entropy with a temperature and a margin: label-distributionally robust, KL (Zhu, Ying and Yang 2023).
+    """LDR-KL loss (Zhu, Ying and Yang 2023): cross-entropy with a temperature and a margin.
 
-    L(s, y) = log(1/n sum_j exp(beta (s_j - s_y + margin [j != y]))) / beta, consistent for top-k for every k. At beta 1
-    without a margin it is cross-entropy less log n. Below 0 where the true class is far above the others. It works on
-    the logits themselves, as the paper's formula does; the authors' release divides softplus(logits) by their mean
-    first. n counts the classes that are not masked out.
+    L(s, y) = log(1/n sum_j exp(beta (s_j - s_y + margin [j != y]))) / beta. It is consistent for top-k for every k.
+    With the defaults it is cross-entropy minus log n; it is below 0 where the true class is far above the others. It
+    works on the logits themselves, as the paper's formula does; the authors' release first divides softplus(logits) by
+    their mean. n counts the classes that are not masked out.
 
     Args:
-        inverse_temperature: beta, 1 / lambda of the paper, above 0; a tensor () that requires a gradient is learned.
-        margin: of the true class over each other one, in units of the logits, at least 0.
-        Others: as for ClassificationLoss.
+        inverse_temperature: beta, 1 / lambda in the paper, above 0 (default: 1); a tensor () that requires a gradient
+            is learned.
+        margin: margin of the true class over each other class, in units of the logits, at least 0 (default: 0).
+        others: arguments of ClassificationLoss.
     """
 
     shown = ("inverse_temperature", "margin", *ClassificationLoss.shown)

@@ -15,10 +15,14 @@ def topk_cross_entropy(
     logits: Tensor, labels: Tensor, p_k: PK = (0.2, 0.2, 0.2, 0.2, 0.2), method: str = "splitter_selection",
     m: SupportsIndex | None = None, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute the top-k cross-entropy, as TopKCrossEntropyLoss does.
+    """Compute the top-k cross-entropy, as a call of TopKCrossEntropyLoss does.
 
-    settings: the other arguments of that class (inverse_temperature, top1_mode, weight, label_smoothing, ...). Shapes,
-    results and errors are those of its call.
+    Args:
+        logits, labels, p_k, method, m: as in TopKCrossEntropyLoss and its call.
+        settings: the other arguments of TopKCrossEntropyLoss, such as top1_mode, weight or label_smoothing.
+
+    Returns:
+        The loss, as a call of TopKCrossEntropyLoss returns it.
     """
     return TopKCrossEntropyLoss(method, p_k, m=m, **settings)(logits, labels)
 
@@ -27,19 +31,24 @@ def topk_mask(
     x: Tensor, k: float | Tensor, method: str = "lapsum", inverse_temperature: float | Tensor | None = None,
     dim: int = -1, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute a soft top-k indicator along a dimension: in [0, 1], near 1 for the k largest, of the shape of x.
+    """Compute a soft top-k indicator along a dimension: near 1 for the k largest entries, near 0 for the others.
 
     Args:
         x: floating point; an entry of -inf is masked out.
-        k: an integer from 1 to x.shape[dim]; for lml, lapsum, sparse_topk, capped_softmax and soft_topk any number
-            above 0 up to that, or a tensor that broadcasts to the shape of x without `dim`, and receives its gradient.
-        method: any of RELAXATIONS; the indicators of NeuralSort and SoftSort, sums of their rows, may exceed 1.
-        inverse_temperature: larger = closer to the hard indicator, default the method's; a tensor () receives its
+        k: an integer from 1 to x.shape[dim]. For lml, lapsum, sparse_topk, capped_softmax and soft_topk it may be any
+            number above 0 up to that, or a tensor that broadcasts to the shape of x without `dim` and receives a
             gradient.
+        method: one of RELAXATIONS. The indicators of NeuralSort and SoftSort are sums of their rows, and may exceed 1.
+        inverse_temperature: larger = closer to the hard indicator (default: the method's); a tensor () receives its
+            gradient.
+        dim: the dimension of the classes.
         settings: distribution and art_lambda of a network.
 
     Returns:
-        The indicator, float32 for half precision.
+        The indicator, of the shape of x; float32 for half precision.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
 
     Example:
         >>> topk_mask(torch.tensor([3.0, 1.0, 2.0, -1.0]), k=2, inverse_temperature=10.0).round()
@@ -63,9 +72,19 @@ def soft_topk_values(
     x: Tensor, k: SupportsIndex, method: str = "lapsum", inverse_temperature: float | Tensor | None = None,
     dim: int = -1, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute the k largest values of x along a dimension, relaxed: sum_j P[r, j] x_j for the ranks r = 1..k.
+    """Compute the k largest values of x along a dimension, relaxed.
 
-    Arguments as for topk_mask, k an integer; x of -inf is masked out. Raises TypeError or ValueError.
+    Value r is sum_j P[r, j] x_j; an entry of -inf is masked out.
+
+    Args:
+        x, method, inverse_temperature, dim, settings: as in topk_mask.
+        k: an integer from 1 to x.shape[dim].
+
+    Returns:
+        Of the shape of x, with k in place of x.shape[dim]; float32 for half precision.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
     """
     check_logits(x)
     rows = x.movedim(dim, -1)

@@ -48,40 +48,38 @@ def true_and_largest(index: Tensor, labels: Tensor) -> Tensor:
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):
-    """Differentiable top-k cross-entropy, a drop-in for torch.nn.CrossEntropyLoss: loss(logits, labels).
+    """Differentiable top-k cross-entropy (Petersen et al. 2022), with the interface of torch.nn.CrossEntropyLoss.
 
-    L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y], P the relaxed permutation matrix (Petersen et al. 2022).
+    L(s, y) = -log sum_k P_K(k) sum_{r<=k} P[r, y], P the relaxed permutation matrix.
 
     Args:
-        method: a relaxation, one of topk_losses.RELAXATIONS; default "splitter_selection".
-        p_k: P_K, the distribution that k is drawn from: p_k[j] = P(k = j + 1), (K,) for all, or (num_classes, K) with
-            one row per class, non-negative, each row summing to 1; or an integer, for top-k only; or a mapping,
-            {1: 0.5, 5: 0.5}. Zeros at the end cost nothing. It can be set at any time; for one P_K per sample pass
-            (batch, K) to the call.
-        num_classes: n, the number of logits; None takes it from them.
-        m: keep the true class and the m - 1 largest others, m >= 2; None (default), or m >= n, keeps all. The softmax
-            term sees the m scores too.
-        inverse_temperature: > 0, larger = closer to hard sorting; a tensor of shape () that requires a gradient is
-            learned; "auto" follows the standard deviation of the logits (AutoTemperature). It can be set at any time.
-            None: the method's default (topk_losses.METHODS).
-        distribution: sorting networks only: logistic, logistic_phi (default), gaussian, reciprocal, cauchy, optimal.
-        art_lambda: logistic_phi only: in [0, 1), default 0.5.
-        top1_mode: how the k = 1 term is computed. "sort": from the relaxed permutation matrix, L exactly as above. "sm"
-            (default): softmax(logits)_y inside the same logarithm. "smce": a cross-entropy of its own,
-            P_K(1) CE - (1 - P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
-        weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss, and so are shapes.
-        operator: a TopKOperator of your own, in place of method; its inverse temperature is the default.
-        noise_rate: eta in [0, 1): forward correction (Patrini et al. 2017) for labels that are drawn anew from all n
-            classes with this probability, L = -log((1 - eta) s_y + eta E[k] / n), where -log s_y is the loss without
-            and E[k] the mean of P_K: the sum of s over the classes, where indicators sum to k. Default 0. Not with
+        method: one of RELAXATIONS (default: "splitter_selection").
+        p_k: P_K, the weights of top-1, top-2, ...: p_k[j] = P(k = j + 1), non-negative and summing to 1. Shape (K,), or
+            (num_classes, K) with a row for each class; or an integer k, for top-k only; or a mapping, {1: 0.5, 5: 0.5}.
+            It can be set at any time; P_K of each sample is an argument of the call.
+        num_classes: n (default: that of the logits).
+        m: number of scores that are sorted, at least 2: the true class's and the m - 1 largest others. The softmax term
+            sees these m scores too. None (default), or m >= n: all.
+        inverse_temperature: above 0, larger = closer to the hard sort; a tensor () that requires a gradient is learned;
+            "auto" follows the standard deviation of the logits (AutoTemperature). It can be set at any time. None: the
+            method's default.
+        distribution: sorting networks only, one of DISTRIBUTIONS (default: "logistic_phi").
+        art_lambda: logistic_phi only, in [0, 1) (default: 0.5).
+        top1_mode: how the k = 1 term is computed. "sort": by the relaxed permutation matrix, as in L above. "sm"
+            (default): by softmax, inside the same logarithm. "smce": by a cross-entropy of its own, P_K(1) CE - (1 -
+            P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
+        weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss.
+        operator: a TopKOperator of your own, instead of method; its inverse temperature is the default.
+        noise_rate: eta in [0, 1) (default: 0): forward correction (Patrini et al. 2017) for symmetric label noise, L =
+            -log((1 - eta) u_y + eta E[k] / n), where -log u_y is the loss without it and E[k] the mean of P_K. Not with
             top1_mode "smce" nor soft_labels "any".
 
-    log P(rank <= k) is log(p (1 - 2e-7) + 1e-7), the official code's epsilon, where P is a number (`guarded`): for
-    sorts, networks, sinkhorn_sort, sparse_topk and perturbed_topk; p counts as 1 where a relaxation exceeds it. The
-    others stay in exact logarithms. sparse_topk and perturbed_topk want P_K(1) > 0 with top1_mode "sm" or "smce". A NaN
-    or +inf logit makes the loss of its sample NaN and touches no other. A class at -inf is masked out; networks without
-    m then sort the other classes alone on a CPU, and elsewhere (CUDA, torch.compile, torch.func) as many as before,
-    which relaxes otherwise: leave masked columns out there, or give m.
+    Where a method gives P as a number (`guarded`: sorts, networks, sinkhorn_sort, sparse_topk, perturbed_topk), the
+    logarithm is log(q (1 - 2e-7) + 1e-7), as in the official code, and q counts as 1 where a relaxation exceeds it. The
+    others stay in exact logarithms. sparse_topk and perturbed_topk need P_K(1) > 0 with top1_mode "sm" or "smce". A NaN
+    or +inf logit makes the loss of its sample NaN and touches no other. A class at -inf is masked out. Networks without
+    m then sort the other classes only, on a CPU; elsewhere (CUDA, torch.compile, torch.func) they sort as many as
+    before, which relaxes otherwise: leave masked columns out there, or give m.
 
     Example:
         >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
@@ -131,7 +129,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     @property
     def k(self) -> int:
-        """K, the largest rank that has a share in P_K."""
+        """Largest rank with a weight in P_K."""
         return self.p_k.shape[-1]
 
     @property
@@ -202,14 +200,16 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             )
 
     def check_convergence(self) -> float:
-        """Return the operator's largest relative error since the last call: see SinkhornSort.check_convergence."""
+        """Return the largest error that the operator's solver left since the last call; 0 for a closed form."""
         return self.operator.check_convergence()
 
     def forward(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
-        """Compute the loss as every ClassificationLoss does.
+        """Compute the loss of logits and labels.
 
-        p_k: P_K of each sample in place of the loss's own, (..., K) where labels are (...): non-negative, rows summing
-        to 1; it receives a gradient if it wants one.
+        Args:
+            logits, labels: as in ClassificationLoss.
+            p_k: P_K of each sample instead of the loss's own, (..., K) for labels (...): non-negative, rows summing to
+                1. It receives a gradient.
         """
         if p_k is None:
             return self._reduced(logits, labels, None)
@@ -340,18 +340,21 @@ def make_loss(
     inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
     art_lambda: float | None = None, top1_mode: str | None = None, **settings: Any,
 ) -> ClassificationLoss:  # fmt: skip
-    """Build the loss of any method in METHODS, as loss(logits, labels). None means the method's default.
+    """Build the loss of any method by its name.
 
     Args:
-        method: a name of METHODS. Relaxations give TopKCrossEntropyLoss.
-        p_k: as there, default 0.2 on each of 1 to 5. Losses without a k take None or [1, 0, ..], losses of one k a P_K
-            with all mass on it (default k = 5).
-        m: accepted for all methods, since published commands pass it to every run of a table; it acts on relaxations
-            alone, the others see all scores.
-        inverse_temperature: of smooth_topk and smooth_hard_topk it is tau itself, as in the paper.
-        settings: what else the class takes, such as weight, reduction, margin, noise_rate or q.
+        method: a name of METHODS. Relaxed sorts give a TopKCrossEntropyLoss.
+        p_k: as in TopKCrossEntropyLoss (default: 0.2 for each of 1 to 5). Losses without a k take None or [1, 0, ...],
+            losses of one k a P_K with all mass on it (default: k = 5).
+        num_classes: number of classes (default: that of the logits).
+        m: number of scores that are sorted. All methods accept it, as published commands pass it to every run; losses
+            without a sort see all scores.
+        inverse_temperature: for smooth_topk and smooth_hard_topk it is tau itself, as in the paper.
+        distribution, art_lambda, top1_mode: as in TopKCrossEntropyLoss.
+        settings: other arguments of the class, such as weight, reduction, margin, noise_rate or q.
 
-    Raises ValueError for an unknown method (naming the nearest) and for settings that do not fit it.
+    Raises:
+        ValueError: an unknown method (the message has the nearest name), or settings that do not fit it.
     """
     method = resolve_method(method)
     if is_relaxation(method):

@@ -32,12 +32,16 @@ TOP1_MODES = ("sm", "smce", "sort")
 class Method(NamedTuple):
     """What a method is built from.
 
-    family: for tables and figures. inverse_temperature: the default; None: it has none. operator: of any number of
-    scores, built from k and an inverse temperature; network: of n scores and k ranks; loss: without a relaxed
-    permutation matrix, of a single k or, in TOP1, without a k. stochastic: it draws noise from the `generator` of the
-    loss or the call. spread: what "auto" holds the inverse temperature times the standard deviation of the logits at;
-    None: "auto" is the default, since the method whitens the scores or hardly depends on their spread (odd_even and
-    ldr_kl: no better one was found, or sought).
+    Attributes:
+        family: for tables and figures.
+        inverse_temperature: default; None: it has none.
+        operator: class of a relaxed sort for any number of scores, built from k and an inverse temperature.
+        network: builder of a comparator network, from n and k.
+        loss: class of a loss without a relaxed permutation matrix.
+        stochastic: whether it draws noise, from the `generator` of the loss or the call.
+        spread: what "auto" keeps the inverse temperature times the standard deviation of the logits at. None: "auto" is
+            the default, since the method hardly depends on the scale of the logits; for odd_even and ldr_kl we found
+            none.
     """
 
     family: str
@@ -106,17 +110,19 @@ def register_method(
     name: str, operator: Callable[..., TopKOperator], inverse_temperature: float | None = None,
     spread: float | None = None, stochastic: bool = False, family: str = "own",
 ) -> None:  # fmt: skip
-    """Make an operator of your own a method: make_loss, TopKCrossEntropyLoss and topk_mask take its name.
+    """Give an operator of your own a name that make_loss, TopKCrossEntropyLoss, make_operator and topk_mask take.
 
     Args:
         name: not yet a name of METHODS.
         operator: its class, or a function of (k, inverse_temperature).
         inverse_temperature: default, above 0; None: the class's `default_inverse_temperature`.
-        spread: the inverse temperature times the standard deviation of the logits that "auto" holds; None: no "auto".
-        stochastic: it draws noise.
+        spread: what "auto" keeps the inverse temperature times the standard deviation of the logits at; None: no
+            "auto".
+        stochastic: whether it draws noise.
         family: for tables and figures.
 
-    Raises ValueError for a name that is taken.
+    Raises:
+        ValueError: the name is taken.
     """
     if name in METHODS or name in ALIASES:
         raise ValueError(f"there is a method {name!r} already; choose another name")
@@ -126,9 +132,14 @@ def register_method(
 
 
 def resolve_method(method: str, relaxed: bool = False) -> str:
-    """The canonical name of `method`; ValueError naming the nearest one if it is unknown.
+    """Return the canonical name of a method.
 
-    relaxed: refuse a method that has no relaxed permutation matrix.
+    Args:
+        method: its name, or one of ALIASES.
+        relaxed: whether to refuse a method that has no relaxed permutation matrix.
+
+    Raises:
+        ValueError: the name is unknown (the message has the nearest one), or the method is refused.
     """
     method = check_choice("method", ALIASES.get(method, method), METHODS)
     if relaxed and not is_relaxation(method):
@@ -143,10 +154,13 @@ def resolve_settings(
     method: str, inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
     art_lambda: float | None = None, top1_mode: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The settings `method` runs with: defaults filled in, None where a setting does not apply.
+    """Return the settings that a method runs with: defaults filled in, None where a setting does not apply.
 
-    Returns inverse_temperature, distribution, art_lambda, top1_mode. Raises ValueError for an unknown name, a value out
-    of range, or a setting given to a method (or distribution) that has none.
+    Returns:
+        The values of inverse_temperature, distribution, art_lambda and top1_mode, by name.
+
+    Raises:
+        ValueError: an unknown name, a value out of range, or a setting that the method or distribution does not have.
     """
     method = resolve_method(method)
     spec, beta = METHODS[method], inverse_temperature
@@ -188,10 +202,16 @@ def make_operator(
     method: str, num_scores: int, k: SupportsIndex, inverse_temperature: float | Tensor | None = None,
     distribution: str | None = None, art_lambda: float | None = None,
 ) -> TopKOperator:  # fmt: skip
-    """Build the relaxed top-k operator of a method by name, for num_scores scores and ranks 1..k <= num_scores.
+    """Build the relaxed top-k operator of a method by name.
 
-    None means the method's default. Raises ValueError for a method without a relaxed permutation matrix and for
-    settings that do not fit.
+    Args:
+        method: one of RELAXATIONS.
+        num_scores: n, the number of scores.
+        k: number of ranks, at most num_scores.
+        inverse_temperature, distribution, art_lambda: None: the method's default.
+
+    Raises:
+        ValueError: a method without a relaxed permutation matrix, or settings that do not fit it.
     """
     method, n = resolve_method(method, relaxed=True), check_integer("num_scores", num_scores, 1)
     beta, sigmoid, exponent, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda).values()

@@ -28,7 +28,7 @@ Layer = Sequence[tuple[int, int]]  # comparators (lo, hi)
 
 @dataclass(frozen=True)
 class Network:
-    """A comparator network that brings the k largest of n values, in order, to its last k wires."""
+    """Comparator network that brings the k largest of n values, in order, to its last k wires."""
 
     n: int
     k: int
@@ -36,7 +36,7 @@ class Network:
 
     @property
     def depth(self) -> int:
-        """The number of layers."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
@@ -46,7 +46,7 @@ class Network:
 
     @property
     def output_wires(self) -> range:
-        """The wire of rank 1, 2, ..., k."""
+        """Wires of rank 1, 2, ..., k."""
         return range(self.n - 1, self.n - 1 - self.k, -1)
 
     def pruned(self) -> "Network":
@@ -73,7 +73,7 @@ def _network(n: int, k: int, layers: Iterable[Layer]) -> Network:
 
 @lru_cache(maxsize=8, typed=True)
 def odd_even(n: SupportsIndex, k: SupportsIndex) -> Network:
-    """Odd-even transposition sort: n layers of neighbours. Raises ValueError unless 1 <= k <= n."""
+    """Build an odd-even transposition sort: n layers that compare neighbours. Raises ValueError unless 1 <= k <= n."""
     n, k = _checked(n, k)
     return _network(n, k, ([(lo, lo + 1) for lo in range(depth % 2, n - 1, 2)] for depth in range(n)))
 
@@ -228,17 +228,18 @@ def carry_mass(
 
 
 class RelaxedNetwork(TopKOperator):
-    """A comparator network with comparators relaxed by one of the six sigmoid families (Petersen et al. 2022, 3.3).
+    """Comparator network, relaxed by one of six sigmoid functions (Petersen et al. 2022, section 3.3).
 
     Args:
-        network: a Network, for its n and k; or one of `odd_even`, `bitonic` and `splitter_selection`, which build the
-            network for each n and k that are asked for.
-        inverse_temperature: default 1, published for ImageNet; 0.5 for CIFAR-100.
-        distribution: default "logistic_phi" with art_lambda 0.5, as published (the other five have no art_lambda).
-        art_lambda: in [0, 1).
-        k: number of ranks, where the network is built for them.
+        network: a Network, for its n and k; or `odd_even`, `bitonic` or `splitter_selection`, which build the network
+            for the n and k of each call.
+        inverse_temperature: above 0 (default: 1, as published for ImageNet; 0.5 for CIFAR-100).
+        distribution: one of DISTRIBUTIONS (default: "logistic_phi").
+        art_lambda: lambda of logistic_phi, in [0, 1) (default: 0.5, as published).
+        k: number of ranks, where `network` builds the network.
 
-    Raises ValueError for settings out of range and an art_lambda without logistic_phi.
+    Raises:
+        ValueError: settings out of range, or an art_lambda without logistic_phi.
     """
 
     settings = ("n", *TopKOperator.settings, "distribution", "art_lambda")

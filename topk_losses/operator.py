@@ -165,21 +165,20 @@ def fixed_beta(beta: Any) -> Any:
 
 
 class TopKOperator:
-    """A relaxed permutation matrix P, of which the first k rows are used: P[r, j] = P(class j has rank r + 1).
+    """Base class of relaxed sorts: the first k rows of a permutation matrix, P[r, j] = P(class j has rank r + 1).
 
-    An operator is a description: it holds settings and no state. The inverse temperature and the generator of noise
-    are arguments of each call.
+    An operator holds settings and no state. The inverse temperature and the generator of noise are arguments of each
+    call. Subclasses define one method, `_matrix(scores, k, beta, generator)`, which returns P (rows, k, n) for scores
+    (rows, n) in float32 or float64 with autocast off. Two more may be defined where they cost less: `_column`, P of the
+    true class, and `within`, P(rank <= k).
 
     Args:
         k: number of ranks, 1 <= k <= n.
         inverse_temperature: used where a call gives none; above 0, larger = closer to the hard operator. None: the
             default of the class.
 
-    Raises ValueError for an inverse temperature that is not above 0 and, at the call, for k > n.
-
-    Subclasses define one method, `_matrix(scores, k, beta, generator)` -> P (rows, k, n), of scores (rows, n) in
-    float32 or float64 with autocast off. Two more may be defined where they cost less: `_column`, P of the true class,
-    and `within`, P(rank <= k).
+    Raises:
+        ValueError: the inverse temperature is not above 0 or, at the call, k > n.
     """
 
     default_inverse_temperature = 1.0
@@ -211,7 +210,8 @@ class TopKOperator:
         Returns:
             (..., k), entry r: P(rank = r + 1); float32 for half-precision logits.
 
-        Raises TypeError or ValueError for shapes, types and labels that do not fit.
+        Raises:
+            TypeError, ValueError: shapes, types or labels that do not fit.
         """
         scores = self._checked(logits)
         several = isinstance(labels, Tensor) and labels.is_floating_point()
@@ -224,7 +224,10 @@ class TopKOperator:
             return self._column(scores, target, self.k, beta, generator).reshape(*logits.shape[:-1], self.k)
 
     def permutation_matrix(self, logits: Tensor, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
-        """Compute the first k rows of P, (..., k, n), of logits (..., n); row 0 is rank 1. Else as above."""
+        """Compute the first k rows of P, (..., k, n), for logits (..., n). Row 0 is rank 1.
+
+        The other arguments and the errors are those of rank_probabilities.
+        """
         scores = self._checked(logits)
         with full_precision(logits.device):
             P = self._matrix(scores, self.k, self._beta(inverse_temperature), generator)
@@ -233,9 +236,10 @@ class TopKOperator:
     __call__ = permutation_matrix
 
     def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
-        """Compute the soft top-k indicator, P(class j is among the k highest): like the logits (..., n).
+        """Compute the soft top-k indicator, P(class j is among the k highest), of the shape of the logits (..., n).
 
-        k: an integer from 1 to n, None for the operator's own. The rows of P sum to it. Else as above.
+        k is an integer from 1 to n; None: the operator's own. The other arguments and the errors are those of
+        rank_probabilities.
         """
         scores = self._checked(logits)
         k = self.k if k is None else check_k(k, scores.shape[1])
@@ -244,14 +248,14 @@ class TopKOperator:
         return (within if self.guarded else within.exp()).reshape(logits.shape)
 
     def within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
-        """Compute P(rank <= k) for several k, which is what a loss asks for; its logarithm if not `guarded`.
+        """Compute P(rank <= k) for several k, which is what a loss needs; its logarithm if not `guarded`.
 
         Args:
             scores: (rows, n), float32 or float64, -inf for classes that are masked out.
             target: labels (rows,) int64; a mass per class (rows, n), for the sum over the classes; None: every class.
             ks: the ranks k, rising, at most n.
             beta: inverse temperature, above 0.
-            generator: of noise.
+            generator: torch.Generator of noise.
 
         Returns:
             (rows, len(ks)), or (rows, len(ks), n) for every class.
@@ -285,10 +289,10 @@ class TopKOperator:
 
 
 class MaskOperator(TopKOperator):
-    """An operator made of soft top-k indicators, one for each k; row r of P is indicator_r - indicator_{r-1}.
+    """Base class of operators made of one soft top-k indicator for each k; row r of P is indicator_r - indicator_{r-1}.
 
     Subclasses define `_values(scores, labels, ks, beta, generator)`: the indicators if `guarded`, else their
-    logarithms, of labels (rows,), (rows, len(ks)), or of every class for None, (rows, len(ks), n).
+    logarithms. For labels (rows,) the shape is (rows, len(ks)); for None, every class, it is (rows, len(ks), n).
     """
 
     guarded = False

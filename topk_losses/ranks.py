@@ -18,10 +18,11 @@ AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
 
 
 class DFTopK(MaskOperator):
-    """DFTopK (Zhu et al. 2025): indicator_k = sigmoid(beta (s - t_k)), t_k = (s_[k] + s_[k+1]) / 2. O(n).
+    """DFTopK (Zhu et al. 2025): a threshold halfway between the k-th and the (k+1)-th score, in O(n).
 
-    The indicators of the k-th and the (k+1)-th score sum to 1, and nothing else does; the gradient reaches the true
-    class, s_[k] and s_[k+1] alone. For k = n the indicator is 1. Default inverse temperature: 0.25.
+    indicator_k = sigmoid(beta (s - (s_[k] + s_[k+1]) / 2)). The indicators of these two scores sum to 1, and those of
+    all classes to no fixed number. The gradient reaches the true class, s_[k] and s_[k+1] only. For k = n the indicator
+    is 1.
     """
 
     default_inverse_temperature = 0.25
@@ -39,12 +40,16 @@ class DFTopK(MaskOperator):
 
 
 class RecallSurrogate(MaskOperator):
-    """The indicator of the recall@k surrogate (Patel, Tolias and Matas 2022): sigmoid(k - r_i), r the soft rank.
+    """Recall@k surrogate (Patel, Tolias and Matas 2022): the indicator is a logistic function of a soft rank.
 
-    r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the published temperature of 1: as beta
-    grows r tends to the rank, and the indicator to sigmoid(k - rank), not to 0 and 1. One pass over the scores for the
-    true class, no sort; the indicators of all classes compare all pairs, O(n^2). Published inverse temperature: 100,
-    for cosine similarities; default 0.25.
+    indicator_k = sigmoid(k - r_i), r_i = 1 + sum_{j != i} sigmoid(beta (s_j - s_i)). The outer sigmoid has the
+    published temperature of 1: as beta grows r tends to the rank, and the indicator to sigmoid(k - rank), not to 0 and
+    1. The true class takes one pass over the scores, without a sort; the indicators of all classes compare all pairs,
+    O(n^2).
+
+    Args:
+        k: number of ranks.
+        inverse_temperature: beta, above 0 (default: 0.25; 100 was published for cosine similarities).
     """
 
     default_inverse_temperature = 0.25
@@ -60,20 +65,20 @@ class RecallSurrogate(MaskOperator):
 
 
 class PerturbedTopK(MaskOperator):
-    """Perturbed top-k indicators (Berthet et al. 2020; Cordonnier et al. 2021): P[r, j] = P(j is r-th in beta s + Z).
+    """Perturbed top-k (Berthet et al. 2020; Cordonnier et al. 2021): ranks of scores with normal noise.
 
-    Z standard normal; the probability is the mean over `num_samples` draws, new ones in each call, and its gradient
-    beta Cov[indicator, Z], by the same draws: E[indicator Z], as published, has the same mean, but is noise where all
-    draws agree, since the mean of their Z is not 0. Rows sum to 1. The true class's column counts who is above it in
-    each draw, in O(n K) memory per sample; the permutation matrix keeps its draws, O(n num_samples).
+    P[r, j] = P(j is the r-th largest of beta s + Z), Z standard normal: the mean over `num_samples` draws, new ones in
+    each call. Its gradient is beta Cov[indicator, Z] over the same draws. The published E[indicator Z] has the same
+    expectation, but is noise where all draws agree, since the mean of their Z is not 0. Rows sum to 1. The true class
+    needs O(n K) memory per sample; the permutation matrix keeps its draws, O(n num_samples).
 
     A class that no draw puts among the k highest has the indicator 0 and no gradient. A loss therefore takes the
-    official epsilon here and wants P_K(1) > 0 in the top1_mode "sm" or "smce". Second derivatives are 0.
+    official epsilon here, and needs P_K(1) > 0 with top1_mode "sm" or "smce". Second derivatives are 0.
 
     Args:
         k: number of ranks.
-        inverse_temperature: beta = 1 / sigma; default 0.1.
-        num_samples: at least 2, default 100.
+        inverse_temperature: beta, 1 / sigma in the papers (default: 0.1).
+        num_samples: number of draws, at least 2 (default: 100).
     """
 
     default_inverse_temperature = 0.1

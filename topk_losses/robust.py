@@ -37,15 +37,16 @@ class RobustLoss(ClassificationLoss):
 class ForwardCorrectionLoss(RobustLoss):
     """Forward correction (Patrini et al. 2017): cross-entropy of the noisy labels that the classifier predicts.
 
-    L = -log sum_j T[j, y] p_j, with T[j, y] the probability that class j is labelled y. For labels that are drawn anew
-    from all n classes with probability `noise_rate`: -log((1 - noise_rate) p_y + noise_rate / n).
+    L = -log sum_j T[j, y] p_j, where T[j, y] is the probability that class j is labelled y. For symmetric label noise
+    it is -log((1 - noise_rate) p_y + noise_rate / n).
 
     Args:
-        noise_rate: in [0, 1), for T = (1 - noise_rate) I + noise_rate / n; 0 is cross-entropy. Default 0.2.
-        T: (n, n), rows summing to 1, in place of noise_rate.
-        Others: as for ClassificationLoss.
+        noise_rate: in [0, 1), for T = (1 - noise_rate) I + noise_rate / n; 0 is cross-entropy (default: 0.2).
+        T: (n, n), rows summing to 1, instead of noise_rate.
+        others: arguments of ClassificationLoss.
 
-    Raises ValueError for a T that is no such matrix, and for both.
+    Raises:
+        ValueError: T is no such matrix, or both are given.
     """
 
     constants = ("weight", "T")
@@ -93,12 +94,14 @@ class ForwardCorrectionLoss(RobustLoss):
 
 
 class GeneralizedCrossEntropyLoss(RobustLoss):
-    """Generalized cross-entropy (Zhang and Sabuncu 2018): L = (1 - p_y^q) / q, between cross-entropy and mean error.
+    """Generalized cross-entropy (Zhang and Sabuncu 2018), between cross-entropy and the mean absolute error.
+
+    L = (1 - p_y^q) / q.
 
     Args:
-        q: in (0, 1]; near 0 it is cross-entropy, at 1 the mean absolute error. Default 0.7, as published; Ghosh and Lan
-            (2021) take 0.5 and 0.66 for pretrained networks.
-        Others: as for ClassificationLoss.
+        q: in (0, 1]; near 0 it is cross-entropy, at 1 the mean absolute error (default: 0.7, as published; Ghosh and
+            Lan (2021) take 0.5 and 0.66 for pretrained networks).
+        others: arguments of ClassificationLoss.
     """
 
     shown = ("q", *ClassificationLoss.shown)
@@ -133,12 +136,14 @@ class _SumLoss(RobustLoss):
 
 
 class SymmetricCrossEntropyLoss(_SumLoss):
-    """Symmetric cross-entropy (Wang et al. 2019): L = alpha CE + beta RCE, RCE = -A (1 - p_y).
+    """Symmetric cross-entropy (Wang et al. 2019): cross-entropy plus reverse cross-entropy.
+
+    L = -alpha log p_y - beta A (1 - p_y).
 
     Args:
-        alpha, beta: at least 0; default 6 and 0.1, published for CIFAR-100.
-        A: stands for log 0; default -4, as published.
-        Others: as for ClassificationLoss.
+        alpha, beta: at least 0 (default: 6 and 0.1, as published for CIFAR-100).
+        A: stands for log 0, below 0 (default: -4, as published).
+        others: arguments of ClassificationLoss.
     """
 
     def __init__(self, alpha: float = 6.0, beta: float = 0.1, A: float = -4.0, **others: Any) -> None:
@@ -149,14 +154,14 @@ class SymmetricCrossEntropyLoss(_SumLoss):
 
 
 class NCEAndRCELoss(_SumLoss):
-    """Normalised cross-entropy and reverse cross-entropy (Ma et al. 2020): L = alpha NCE + beta RCE.
+    """Normalised plus reverse cross-entropy (Ma et al. 2020).
 
-    NCE = log p_y / sum_j log p_j, over the classes that are not masked out; RCE = -A (1 - p_y).
+    L = alpha log p_y / (sum_j log p_j) - beta A (1 - p_y). The sum runs over the classes that are not masked out.
 
     Args:
-        alpha, beta: at least 0; default 10 and 0.1, published for CIFAR-100; another release has beta 1.
-        A: stands for log 0, as in SymmetricCrossEntropyLoss.
-        Others: as for ClassificationLoss.
+        alpha, beta: at least 0 (default: 10 and 0.1, as published for CIFAR-100; another release has beta 1).
+        A: stands for log 0, as in SymmetricCrossEntropyLoss (default: -4).
+        others: arguments of ClassificationLoss.
     """
 
     def __init__(self, alpha: float = 10.0, beta: float = 0.1, A: float = -4.0, **others: Any) -> None:
@@ -169,13 +174,13 @@ class NCEAndRCELoss(_SumLoss):
 
 
 class PHuberCrossEntropyLoss(RobustLoss):
-    """PHuber cross-entropy (Menon et al. 2020): -log p_y, continued as a straight line below p_y = 1 / tau.
+    """PHuber cross-entropy (Menon et al. 2020): cross-entropy that is a straight line where p_y is small.
 
-    L = -log p_y for p_y > 1 / tau, else 1 - tau p_y + log tau: gradients by p_y are at most tau.
+    L = -log p_y for p_y > 1 / tau, else 1 - tau p_y + log tau. Its derivative by p_y is at most tau.
 
     Args:
-        tau: above 1. Default 10, as published; its reproduction prefers 50.
-        Others: as for ClassificationLoss.
+        tau: above 1 (default: 10, as published for CIFAR-100; its reproduction prefers 50).
+        others: arguments of ClassificationLoss.
     """
 
     shown = ("tau", *ClassificationLoss.shown)

@@ -28,11 +28,14 @@ class SingleKLoss(ClassificationLoss):
 
 
 class TruncatedEntropyLoss(SingleKLoss):
-    """The truncated top-k entropy (Lapin, Hein and Schiele 2016): cross-entropy without the k - 1 highest others.
+    """Truncated top-k entropy (Lapin, Hein and Schiele 2016): cross-entropy without the k - 1 highest other classes.
 
-    L = log(1 + sum_{j in J} exp(s_j - s_y)), J the classes other than y but for the k - 1 highest of these. At k = 1 it
-    is cross-entropy. Positive; it tends to 0 once the true class is above all of J. Among equal scores the choice is
-    arbitrary. Arguments as for SingleKLoss.
+    L = log(1 + sum_{j in J} exp(s_j - s_y)), J the classes other than y, without the k - 1 highest of them. At k = 1 it
+    is cross-entropy. It tends to 0 once the true class is above all of J. Among equal scores the choice is arbitrary.
+
+    Args:
+        k: number of guesses, 1 <= k < number of classes.
+        num_classes, others: arguments of ClassificationLoss.
     """
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
@@ -52,21 +55,22 @@ class TruncatedEntropyLoss(SingleKLoss):
 
 
 class NoisedTopKLoss(SingleKLoss):
-    """The noised top-k hinge (Garcin, Servajean, Joly and Salmon 2022), balanced and imbalanced.
+    """Noised top-k hinge loss (Garcin et al. 2022), balanced and imbalanced.
 
-    L = scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y), [k+1]: the (k+1)-th largest, Z: standard normal numbers,
-    margin_y = max_margin (N_min / N_y)^(1/4), N: the number of training samples of each class. The expectation is the
-    mean over `num_samples` draws of Z, new ones in each call, and its gradient that of the score found at rank k + 1 in
-    each. O(n) memory per sample.
+    L = scale relu(margin_y + E[(s + eps Z)_[k+1]] - s_y), where [k+1] is the (k+1)-th largest and Z is standard normal.
+    margin_y = max_margin (N_min / N_y)^(1/4), with N the number of training samples of each class. The expectation is
+    the mean over `num_samples` draws of Z, new ones in each call. Its gradient goes to the score at rank k + 1 in each
+    draw.
 
     Args:
-        inverse_temperature: 1 / eps, above 0, larger = less noise; a tensor () that requires a gradient is learned;
-            "auto" follows the spread of the logits (AutoTemperature).
-        num_samples: draws of Z, at least 1; 5 as in the authors' package.
+        k: number of guesses, 1 <= k < number of classes.
+        inverse_temperature: 1 / eps, above 0, larger = less noise (default: 0.1); a tensor () that requires a gradient
+            is learned; "auto" follows the standard deviation of the logits (AutoTemperature).
+        num_samples: number of draws, at least 1 (default: 5, as in the authors' package).
         class_counts: N (n,), above 0; None (default): all alike, the balanced loss. It can be set at any time.
-        max_margin: the margin of the rarest class, above 0; 1 (default) as in the balanced loss.
-        scale: above 0; 1 (default) for logits of an ordinary last layer, 50 was published for normalised ones.
-        Others: as for SingleKLoss.
+        max_margin: margin of the rarest class, above 0 (default: 1, as in the balanced loss).
+        scale: above 0 (default: 1); more for logits of a normalised last layer, where 60 was published.
+        num_classes, others: arguments of ClassificationLoss.
     """
 
     constants = per_class = ("weight", "class_counts")

@@ -59,21 +59,20 @@ def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: 
 
 
 class SmoothTopKLoss(SingleKLoss):
-    """The smooth top-k SVM loss (Berrada et al. 2018, "Smooth Loss Functions for Deep Top-k Classification").
+    """Smooth top-k SVM loss (Berrada, Zisserman and Kumar 2018).
 
-    L = tau softplus((alpha + (kth - s_y) / k) / tau), kth = k tau (log e_k - log e_{k-1}), e_j the elementary symmetric
-    polynomials of exp(o / (k tau)), o the scores of the other classes. Positive; as tau -> 0 it tends to the hard hinge
-    relu(alpha + (o_[k] - s_y) / k). The authors advise to cross-validate tau over powers of ten.
+    L = tau softplus((alpha + (kth - s_y) / k) / tau), kth = k tau (log e_k - log e_{k-1}), where e_j are the elementary
+    symmetric polynomials of exp(o / (k tau)) and o the scores of the other classes. As tau -> 0 it tends to the hard
+    hinge relu(alpha + (o_[k] - s_y) / k). A sample with a logit of NaN or +inf has loss NaN and leaves the others
+    alone. A class at -inf is masked out: loss 0 if fewer than k other classes remain, +inf if the true class is the
+    masked one.
 
     Args:
-        k: the number of guesses, 1 <= k < number of classes.
-        tau: temperature, above 0, a number or a tensor () that is learned; the smaller, the closer to the hard hinge:
-            the paper's tau, *not* an inverse temperature as elsewhere in this library.
-        alpha: margin in units of the logits, above 0.
-        Others: as for ClassificationLoss.
-
-    A sample with a logit of NaN or +inf has loss NaN and leaves the others alone. A class at -inf is masked out: loss 0
-    if fewer than k other classes remain, +inf if the true class is the masked one.
+        k: number of guesses, 1 <= k < number of classes.
+        tau: temperature, above 0, a number or a tensor () that is learned (default: 1). The smaller, the closer to the
+            hard hinge: it is *not* an inverse temperature. The authors advise to cross-validate it over powers of ten.
+        alpha: margin in units of the logits, above 0 (default: 1).
+        others: arguments of ClassificationLoss.
     """
 
     shown = ("tau", "alpha", *SingleKLoss.shown)
@@ -117,12 +116,12 @@ class SmoothTopKLoss(SingleKLoss):
 
 
 class SmoothHardTopKLoss(SmoothTopKLoss):
-    """SmoothTopKLoss, but hard for samples whose k-th and (k+1)-th largest logits lie far apart.
+    """Smooth top-k SVM loss as released: hard for samples whose k-th and (k+1)-th largest logits lie far apart.
 
     Where s_[k] - s_[k+1] >= k tau log(1000), the true class included in the ranking, the loss is the hard hinge
-    relu(alpha + (o_[k] - s_y) / k): the official `smooth_hard`, which saves its authors time and is stable. Here the
-    smooth branch is stable and evaluated for every sample, so that this class exists to reproduce their numbers. The
-    loss is not continuous at the switch. Arguments, shapes and errors are those of SmoothTopKLoss.
+    relu(alpha + (o_[k] - s_y) / k). The release does so to save time and for stability; this class exists to reproduce
+    its numbers, and evaluates the smooth loss of every sample. The loss is not continuous at the switch. Arguments,
+    shapes and errors are those of SmoothTopKLoss.
     """
 
     def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor, tau: Any) -> Tensor:

@@ -10,16 +10,19 @@ from topk_losses.operator import TopKOperator, at_target, centered, is_mass, lar
 
 
 class NeuralSort(TopKOperator):
-    """The first k rows of NeuralSort's relaxed permutation matrix (Grover et al. 2019, equation 5): O(n log n + n k).
+    """NeuralSort (Grover et al. 2019, equation 5): the first k rows of its relaxed permutation matrix.
 
-    P[i, :] = softmax(((n + 1 - 2i) s - A 1) / tau), A_jl = |s_j - s_l|, i = 1..k. With the scores sorted,
-    s_(1) >= s_(2) >= ..., and the gaps delta_q = s_(q) - s_(q+1) >= 0, the softmax argument of s_(r) relative to
-    that of s_(1) is (2i - 1) D_r - 2 E_r with D_r = sum_{q<r} delta_q and E_r = sum_{q<r} q delta_q: two prefix
-    sums of non-negative terms, where the definition has n differences of large numbers.
+    P[i, :] = softmax(beta ((n + 1 - 2i) s - A 1)), A_jl = |s_j - s_l|, i = 1..k, in O(n log n + n k).
 
-    inverse_temperature: 1 / tau; published: 0.5 for ImageNet (m = 16), the default, and 0.0625 for CIFAR-100.
+    With the scores sorted, s_(1) >= s_(2) >= ..., and the gaps delta_q = s_(q) - s_(q+1) >= 0, the softmax argument of
+    s_(r) relative to that of s_(1) is (2i - 1) D_r - 2 E_r with D_r = sum_{q<r} delta_q and E_r = sum_{q<r} q delta_q:
+    two prefix sums of non-negative terms, where the definition has n differences of large numbers. Equal scores have
+    equal columns in P; their gradient is that of the order in which torch.sort puts them.
 
-    Equal scores have equal columns in P; their gradient is that of the order in which torch.sort puts them.
+    Args:
+        k: number of ranks.
+        inverse_temperature: beta, 1 / tau in the paper (default: 0.5, as published for ImageNet with m = 16; 0.0625 for
+            CIFAR-100).
     """
 
     default_inverse_temperature = 0.5
@@ -49,14 +52,18 @@ class NeuralSort(TopKOperator):
 
 
 class SoftSort(TopKOperator):
-    """The first k rows of SoftSort's relaxed permutation matrix (Prillo, Eisenschlos 2020): O(n + k^2) for one class.
+    """SoftSort (Prillo and Eisenschlos 2020): the first k rows of its relaxed permutation matrix.
 
-    P[i, j] is proportional to exp(-|s_[i] - s_j| / tau), s_[i] the i-th largest score. For i <= k the sum over all j
-    below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_j) there: one sum serves all k rows.
+    P[i, j] is proportional to exp(-beta |s_[i] - s_j|), s_[i] the i-th largest score. One class takes O(n + k^2).
 
-    inverse_temperature: 1 / tau; published: 0.5 for ImageNet (m = 16), the default, and 0.0625 for CIFAR-100.
+    For i <= k the sum over all j below rank k factorises, since s_[i] - s_j = (s_[i] - s_[k]) + (s_[k] - s_j) there:
+    one sum serves all k rows. Among equal scores s_[i] is any of them, and the derivative of |s_[k] - s_j| is that from
+    below.
 
-    Among equal scores s_[i] is any of them, and the derivative of |s_[k] - s_j| is that from below.
+    Args:
+        k: number of ranks.
+        inverse_temperature: beta, 1 / tau in the paper (default: 0.5, as published for ImageNet with m = 16; 0.0625 for
+            CIFAR-100).
     """
 
     default_inverse_temperature = 0.5

@@ -25,9 +25,10 @@ from topk_losses.smooth_svm import kth_largest, log_polynomials
 
 
 class SubsetTopK(MaskOperator):
-    """The marginals of a random k-subset; the formulas are at the top of this file. O(n k) for each k with mass.
+    """Marginals of a random k-subset (Vivier-Ardisson et al. 2026; Su 2024), in O(n k) for each k with mass.
 
-    beta multiplies the logits; default 0.25.
+    indicator_k is the probability that a class is in a subset S of k classes, drawn with weight exp(beta sum of its
+    scores). The formulas are at the top of this file.
     """
 
     default_inverse_temperature = 0.25

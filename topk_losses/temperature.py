@@ -30,15 +30,16 @@ def live_classes(scores: Tensor) -> Tensor:
 
 
 class AutoTemperature(nn.Module):
-    """An inverse temperature that is `target` over the running standard deviation of a sample's logits.
+    """Inverse temperature that follows the standard deviation of the logits over the classes.
 
-    The running mean is over batches in training mode, over all rows that count, and over all processes of
-    torch.distributed. It is kept in two float32 buffers, which the state dict and an average of buffers take along:
-    `spread`, the mean times `weight`, and `weight`, which is 0 before the first batch and 1 from then on.
+    Its value is `target` over a running mean of this standard deviation: over the rows that count of the batches in
+    training mode, and over all processes of torch.distributed. Two float32 buffers hold the mean, so that the state
+    dict and an average of buffers have it: `weight`, 0 before the first batch and 1 from then on, and `spread`, the
+    mean times `weight`.
 
     Args:
-        target: inverse temperature times standard deviation.
-        default: inverse temperature before the first batch; never exceeded more than twice.
+        target: inverse temperature times standard deviation, above 0.
+        default: inverse temperature before the first batch, above 0. The value never exceeds twice the default.
     """
 
     spread: Tensor
@@ -65,10 +66,13 @@ class AutoTemperature(nn.Module):
 
     @torch.no_grad()
     def observe(self, scores: Tensor, counts: Tensor | None = None) -> None:
-        """Take a batch of logits into the running mean, in training mode only, without waiting for the device.
+        """Update the running mean by a batch of logits, in training mode only, without waiting for the device.
 
-        scores (rows, n) float. counts (rows,) bool: rows that count; None: all. Rows with NaN or +inf, classes at -inf
-        and at a mask value do not count. Under torch.func only a buffer that is transformed itself is updated.
+        Under torch.func only a buffer that is transformed itself is updated.
+
+        Args:
+            scores: (rows, n) float. Rows with NaN or +inf, and classes at -inf or at a mask value, do not count.
+            counts: (rows,) bool, the rows that count; None: all.
         """
         if not self.training or not (is_ordinary(scores) or is_wrapped(self.spread)):
             return
@@ -93,6 +97,6 @@ class AutoTemperature(nn.Module):
         self.weight.copy_(self.weight.lerp(torch.ones_like(self.weight), share))
 
     def value(self) -> Tensor:
-        """Return the inverse temperature, (), on the device of the buffers."""
+        """Return the inverse temperature, a tensor (), on the device of the buffers."""
         beta = (self.target * self.weight / self.spread).clamp(max=MOST * self.default)
         return torch.where(self.weight > 0, beta, self.default)

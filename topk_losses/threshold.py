@@ -246,7 +246,10 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
 
 
 class ThresholdOperator(MaskOperator):
-    """An operator with a threshold. Subclasses name their family, of FAMILIES; beta multiplies the logits."""
+    """Base class of operators with a threshold: indicator_k = f(beta s - theta_k), with theta_k such that it sums to k.
+
+    Subclasses set `family`, a name of FAMILIES, which has f.
+    """
 
     default_inverse_temperature = 0.25
     family: str
@@ -261,10 +264,13 @@ class ThresholdOperator(MaskOperator):
         return scores, beta
 
     def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
-        """Compute the soft top-k indicator as every operator does, in [0, 1], which sums to k over the classes.
+        """Compute the soft top-k indicator, in [0, 1], which sums to k over the classes.
 
-        k: any number in (0, n], or a tensor that broadcasts to (...,) and receives a gradient if it wants one; default
-        the operator's own. At k = n all indicators are 1, and the gradient is that from below.
+        Args:
+            logits: (..., n), floating point.
+            k: any number in (0, n], or a tensor that broadcasts to (...,) and receives a gradient; None: the operator's
+                own. At k = n all indicators are 1, and the gradient is the derivative from below.
+            inverse_temperature, generator: as in TopKOperator.rank_probabilities.
         """
         if k is None:
             return super().mask(logits, None, inverse_temperature, generator)
@@ -295,46 +301,50 @@ class ThresholdOperator(MaskOperator):
 
 
 class LML(ThresholdOperator):
-    """The limited multi-label projection (Amos, Koltun and Kolter 2019): f = sigmoid, the indicator of largest entropy.
+    """Limited multi-label projection (Amos, Koltun and Kolter 2019): f is the logistic function.
 
-    A class far below theta has -log indicator = beta (theta - s), far above it next to nothing. At k = 1 it is no
-    softmax.
+    A class far below theta has -log indicator = beta (theta - s). At k = 1 the indicator is not softmax.
     """
 
     family = "logistic"
 
 
 class LapSum(ThresholdOperator):
-    """LapSum (Struski et al. 2025; Su 2024): f = Laplace's distribution function, theta in closed form.
+    """LapSum (Struski et al. 2025; Su 2024): f is the distribution function of Laplace's distribution.
 
-    f(t) = exp(t) / 2 below 0, 1 - exp(-t) / 2 above. Only the 2 k largest scores and the sum of exp of the others count
-    for theta. At k = 1 it is softmax while no class has more than half of the mass.
+    f(t) = exp(t) / 2 below 0, 1 - exp(-t) / 2 above. theta has a closed form, in the 2 k largest scores and the sum of
+    exp of the others. At k = 1 the indicator is softmax while no class has more than half of the mass.
     """
 
     family = "laplace"
 
 
 class CappedSoftmax(ThresholdOperator):
-    """Capped softmax (Su 2024): f = min(1, exp t), which at k = 1 is softmax, and its loss cross-entropy.
+    """Capped softmax (Su 2024): softmax, scaled up to the sum k and cut off at 1.
 
-    theta in closed form, from the k largest scores and the sum of exp of the others. A class within the k highest for
-    sure has the indicator 1, and a loss without a gradient.
+    f(t) = min(1, exp t). theta has a closed form, in the k largest scores and the sum of exp of the others. At k = 1 it
+    is softmax, and the loss cross-entropy. A class that is surely among the k highest has the indicator 1, and a loss
+    without a gradient.
     """
 
     family = "capped"
 
 
 class SparseTopK(ThresholdOperator):
-    """Sparse top-k (Sander et al. 2023): f = clip(t, 0, 1) for p = 2, the Euclidean projection onto the indicators of
-    sum k (at k = 1 sparsemax), and f = clip(t, 0, 1)^3 for p = 4/3.
+    """Sparse top-k (Sander et al. 2023): indicators with exact zeros and ones.
 
-    Classes 1 / beta or more below the k-th score have the indicator 0: -log of it would be infinite, and has no
-    gradient. A loss therefore takes the official epsilon here, and wants P_K(1) > 0 in the top1_mode "sm" or "smce":
-    the softmax term carries the gradient of such classes.
+    f(t) = clip(t, 0, 1) for p = 2, the Euclidean projection onto the indicators that sum to k (sparsemax at k = 1), and
+    f(t) = clip(t, 0, 1)^3 for p = 4/3. Classes 1 / beta or more below the k-th score have the indicator 0: -log of it
+    would be infinite, and has no gradient. A loss therefore takes the official epsilon here, and needs P_K(1) > 0 with
+    top1_mode "sm" or "smce": the softmax term carries the gradient of such classes.
 
     Args:
-        k, inverse_temperature: as in every operator; default 0.1.
-        p: 2 (default) or 4/3; ValueError for another.
+        k: number of ranks.
+        inverse_temperature: beta, above 0 (default: 0.1).
+        p: 2 (default) or 4/3.
+
+    Raises:
+        ValueError: p is another number.
     """
 
     default_inverse_temperature = 0.1

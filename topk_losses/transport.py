@@ -247,15 +247,15 @@ def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, 
 
 
 class SinkhornSort(_TransportOperator):
-    """SinkhornSort (Cuturi, Teboul and Vert 2019): n sorted target points, evenly spaced in [0, 1].
+    """SinkhornSort (Cuturi, Teboul and Vert 2019): entropic transport to n evenly spaced target points.
+
+    A transport that misses the tolerance warns.
 
     Args:
         k: number of ranks.
-        inverse_temperature: 1 / epsilon. No published value is known; OTT's default is 100 (epsilon 0.01), and ours.
-        tolerance: largest error of a point's mass, relative to it, above 0; default 2e-5 in float32, 1e-9 in float64.
+        inverse_temperature: 1 / epsilon (default: 100, that of OTT; no published value is known).
+        tolerance: largest error of a point's mass, relative to it, above 0 (default: 2e-5 in float32, 1e-9 in float64).
         max_iterations: Newton steps, each with an n x n solve; on CUDA all are made, so as not to wait for the device.
-
-    A transport that misses the tolerance warns.
     """
 
     default_inverse_temperature = 100.0
@@ -271,10 +271,14 @@ class SinkhornSort(_TransportOperator):
 
 
 class SortedSoftTopK(_TransportOperator):
-    """The sorted form of SOFT top-k (Xie et al. 2020): a target point for each of the k top ranks, one for the rest.
+    """Sorted SOFT top-k (Xie et al. 2020): a target point for each of the k top ranks, and one for the rest.
 
-    They are evenly spaced in [0, 1], so that where they lie depends on k. inverse_temperature: 1 / epsilon; default of
-    the authors: 10 (epsilon 0.1). tolerance and max_iterations as in SinkhornSort, with k x k solves.
+    The points are evenly spaced in [0, 1], so that their places depend on k.
+
+    Args:
+        k: number of ranks.
+        inverse_temperature: 1 / epsilon (default: 10, that of the authors).
+        tolerance, max_iterations: as in SinkhornSort, with k x k solves.
     """
 
     default_inverse_temperature = 10.0
@@ -286,10 +290,13 @@ class SortedSoftTopK(_TransportOperator):
 class SoftTopK(ThresholdOperator):
     """SOFT top-k (Xie et al. 2020): entropic transport to two target points, 1 for the k highest and 0 for the rest.
 
-    For each k on its own: indicator_k = sigmoid((2 x - theta_k) / epsilon) of the whitened and squashed scores x, with
-    theta_k such that it sums to k: the indicator of LML. Indicators are nested, so that row r of P is indicator_r -
-    indicator_{r-1}, and a loss is a mixture, sum_k P_K(k) indicator_k[y]: continuous in P_K, however P_K is given.
-    inverse_temperature: 1 / epsilon; default of the authors: 10 (epsilon 0.1).
+    indicator_k = sigmoid((2 x - theta_k) / epsilon) of the whitened and squashed scores x, with theta_k such that it
+    sums to k: the indicator of LML. Each k has a transport of its own. Indicators are nested, so that row r of P is
+    indicator_r - indicator_{r-1}.
+
+    Args:
+        k: number of ranks.
+        inverse_temperature: 1 / epsilon (default: 10, that of the authors).
     """
 
     default_inverse_temperature = 10.0

@@ -18,9 +18,15 @@ def escaped(line: str) -> str:
     return line[:start] + "".join(parts)
 
 
+def plain(docstring: str) -> str:
+    """Return a docstring as Markdown that shows it; its example, the last section, stays and is shown as code."""
+    text, heading, example = docstring.partition("\nExample:\n")
+    return "\n".join(map(escaped, text.splitlines())) + heading.replace("Example", "\nExamples") + example
+
+
 class PlainDocstrings(Extension):
     """mkdocstrings: escape every docstring before its sections are read."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = "\n".join(map(escaped, obj.docstring.value.splitlines()))
+            obj.docstring.value = plain(obj.docstring.value)
