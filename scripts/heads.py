@@ -21,13 +21,14 @@ from pathlib import Path
 import pandas as pd
 
 from scripts.launch import launch
-from scripts.sweeps import PAPER_P_KS, one_pass
+from scripts.reporting.runs import best_trial, read_runs
+from scripts.sweeps import PAPER_P_KS, as_flags, one_pass
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
 RATES = (0.0005, 0.001, 0.002, 0.004)
 SHORT, LONG = 5, 22  # epochs
-SEEDS = range(1, 11)  # of the finals; a trial's is 0
+SEEDS = range(1, 11)  # seeds of the finals; that of a trial is 0
 P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
 SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
 SOFTMAX_SETTINGS = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
@@ -87,8 +88,8 @@ def settings_of_table3(method: str) -> list[dict[str, object]]:
 
 
 def read_trials(path: Path, per_p_k: bool = False) -> pd.DataFrame:
-    """Read trials, the arm of each in a column, the setting of an empty cell not given."""
-    trials = pd.read_csv(path, dtype=dict.fromkeys(SETTINGS, str))
+    """Read trials, the arm of each in a column: its method, with per_p_k and its P_K."""
+    trials = read_runs(path)
     if per_p_k:
         return trials.assign(arm=trials["method"] + " " + trials["p_k"])
     without_order = (trials["method"] == "lapsum") & (pd.to_numeric(trials["inverse_temperature"], "coerce") == LEVEL)
@@ -96,51 +97,60 @@ def read_trials(path: Path, per_p_k: bool = False) -> pd.DataFrame:
 
 
 def best(trials: pd.DataFrame, arm: str) -> tuple[dict[str, object], int]:
-    """Return the flags, with lr, and the epochs of an arm's best trial by validation. Raises ValueError."""
+    """Return the settings, with lr, and the epochs of an arm's best trial by validation. Raises ValueError."""
     found = trials[trials["arm"] == arm]
     if found.empty:
         raise ValueError(f"there is no trial of {arm}: run the stage trials first")
-    row = found.loc[(found["valid_top1"] + found["valid_top5"]).idxmax()]
-    return {name: row[name] for name in (*SETTINGS, "lr") if pd.notna(row.get(name))}, int(row["n_epochs"])
+    trial = best_trial(found)
+    return {name: trial[name] for name in (*SETTINGS, "lr") if trial.get(name)}, int(trial["n_epochs"])
 
 
-def commands(stage: str, methods: Sequence[str], data: str, num_valid: int, files: argparse.Namespace) -> list[str]:
+def trials_of(stage: str, method: str, known: pd.DataFrame) -> tuple[list[dict[str, object]], int]:
+    """Return the settings that a stage tries with a method, and their epochs. known: earlier trials."""
+    if stage == "trials":
+        return [{**setting, "lr": lr} for setting, lr in product(settings_of(method), RATES)], SHORT
+    if stage == "table3":
+        settings = product(settings_of_table3(method), TABLE3_RATES)
+        return [{**setting, "lr": lr} for setting, lr in settings], TABLE3_EPOCHS
+    if stage == "longer":
+        chosen, _ = best(known[known["n_epochs"] == str(SHORT)], method)
+        return [{**chosen, "lr": lr} for lr in RATES], LONG
+    chosen, _ = best(known, method)
+    if stage == "more":
+        settings = product(settings_around(method, chosen), MORE_DECAYS, MORE_RATES)
+        return [{**setting, **decay, "lr": lr} for setting, decay, lr in settings], LONG
+    settings = product(TABLE3_SMALLER, TABLE3_DECAYS)
+    return [{**chosen, "lr": lr, "weight_decay": decay} for lr, decay in settings], TABLE3_LONGER
+
+
+def finals_of(method: str, known: pd.DataFrame) -> tuple[list[dict[str, object]], int]:
+    """Return the settings of the best trial of each arm of a method, and their epochs. Raises ValueError."""
+    arms = list(known.loc[known["method"] == method, "arm"].unique()) or [method]
+    settings, epochs = zip(*(best(known, arm) for arm in arms))
+    if len(set(epochs)) > 1:
+        raise ValueError(f"the best trials of {', '.join(arms)} have {epochs} epochs; give each its --methods")
+    return list(settings), epochs[0]
+
+
+def commands(stage: str, args: argparse.Namespace) -> list[str]:
     """Return a command per method, which trains its classifiers in one pass. Raises ValueError."""
-    rows = []
-    source = files.around if stage in ("more", "table3_more") else files.trials
-    if stage not in ("trials", "table3") and not source.is_file():
-        raise ValueError(f"{stage} needs the trials in {source}, which is not there")
-    known = pd.DataFrame() if stage in ("trials", "table3") else read_trials(source, files.per_p_k)
-    # no relaxed matrix to be softer
-    for method in methods if stage != "more" else [name for name in methods if name not in SINGLE_K]:
-        n_epochs, seeds, results = LONG, "0", files.trials
-        if stage == "trials":
-            n_epochs, tried = SHORT, [{**setting, "lr": lr} for setting, lr in product(settings_of(method), RATES)]
-        elif stage == "table3":
-            n_epochs, settings = TABLE3_EPOCHS, settings_of_table3(method)
-            tried = [{**setting, "lr": lr} for setting, lr in product(settings, TABLE3_RATES)]
-        elif stage == "table3_more":
-            n_epochs, grid = TABLE3_LONGER, product(TABLE3_SMALLER, TABLE3_DECAYS)
-            tried = [{**best(known, method)[0], "lr": lr, "weight_decay": decay} for lr, decay in grid]
-        elif stage == "longer":
-            tried = [{**best(known[known["n_epochs"] == SHORT], method)[0], "lr": lr} for lr in RATES]
-        elif stage == "more":
-            around = product(settings_around(method, best(known, method)[0]), MORE_DECAYS, MORE_RATES)
-            tried = [{**setting, **decay, "lr": lr} for setting, decay, lr in around]
-        else:
-            arms = list(known.loc[known["method"] == method, "arm"].unique()) or [method]
-            tried, epochs = zip(*(best(known, arm) for arm in arms))
-            if len(set(epochs)) > 1:
-                raise ValueError(f"the best trials of {', '.join(arms)} have {epochs} epochs; give each its --methods")
-            n_epochs, results = epochs[0], files.results
-            seeds = f"{' '.join(map(str, SEEDS))}"
-        heads = [
-            " ".join([f"--method {method}", *(f"--{name} {value}" for name, value in flags.items())]) for flags in tried
-        ]
-        valid = f" --num_valid {num_valid}" if num_valid else ""
-        record = f"--seeds {seeds} --results {shlex.quote(str(results))} -d {shlex.quote(data)}"
-        rows.append(one_pass(heads, f"--n_epochs {n_epochs} --batch_size 500{valid} --eval_freq 100000 {record}"))
-    return rows
+    known, methods = pd.DataFrame(), KNOWN if "all" in args.methods else args.methods
+    if stage not in ("trials", "table3"):
+        source = args.around if stage in ("more", "table3_more") else args.trials
+        if not source.is_file():
+            raise ValueError(f"{stage} needs the trials in {source}, which is not there")
+        known = read_trials(source, args.per_p_k)
+    if stage == "more":  # a loss of a single k has no relaxed matrix to be softer
+        methods = [method for method in methods if method not in SINGLE_K]
+    lines = []
+    for method in methods:
+        settings, n_epochs = finals_of(method, known) if stage == "finals" else trials_of(stage, method, known)
+        heads = [as_flags({"method": method, **setting}) for setting in settings]
+        seeds, results = (SEEDS, args.results) if stage == "finals" else ([0], args.trials)
+        flags = {"n_epochs": n_epochs, "batch_size": 500, "num_valid": args.num_valid or "", "eval_freq": 100000}
+        flags |= {"seeds": " ".join(map(str, seeds)), "results": shlex.quote(str(results))}
+        lines.append(one_pass(heads, f"{as_flags(flags)} -d {shlex.quote(args.data_path)}"))
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,16 +177,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no file {args.data_path}")
     if args.results in (args.trials, args.around):
         parser.error(f"--results {args.results} must not be a file of trials")
-    methods = KNOWN if "all" in args.methods else args.methods
     for number, stage in enumerate(args.stages):
         if number and {"--dry-run", "--status"} & set(flags):
             print(f"# {stage}: known when {args.stages[number - 1]} has run")
             continue
         try:
-            rows = commands(stage, methods, args.data_path, args.num_valid, args)
+            lines = commands(stage, args)
         except (ValueError, KeyError) as error:
             parser.error(str(error))
-        if status := launch(rows, ["--name", f"heads_{stage}", "--row-per-core", *flags]):
+        if status := launch(lines, ["--name", f"heads_{stage}", "--row-per-core", *flags]):
             return status
     return 0
 

@@ -22,8 +22,9 @@ import torch
 from data.embeddings import load_embeddings
 from scripts import relabel
 from scripts.launch import launch
-from scripts.reporting.noise import CHOICES, choose, read_noise
-from scripts.sweeps import loss_flags, one_pass
+from scripts.reporting.noise import CHOICES, read_noise
+from scripts.reporting.runs import best_trial
+from scripts.sweeps import as_flags, one_pass
 from topk_losses import METHODS
 
 LABELS = {
@@ -100,8 +101,8 @@ def trials_of(loss: Loss, stem: str) -> dict[int, list[str]]:
         numbers = {"lr": between(lr, *LEARNING_RATES), "weight_decay": between(decay, *WEIGHT_DECAYS)}
         for place, (name, ends) in zip(places, loss.own.items()):
             numbers[name] = between(place, *ends, even=name in EVEN)
-        flags = " ".join(f"--{name} {value}" for name, value in numbers.items())
-        found[EPOCHS[number * len(EPOCHS) // TRIALS]].append(f"--method {loss.flags.format(stem=stem)} {flags}")
+        command = f"--method {loss.flags.format(stem=stem)} {as_flags(numbers)}"
+        found[EPOCHS[number * len(EPOCHS) // TRIALS]].append(command)
     return found
 
 
@@ -120,14 +121,19 @@ def final_commands(trials: pd.DataFrame, losses: Sequence[str], flags: str) -> l
     Raises:
         ValueError: a loss has no trials.
     """
-    found: dict[int, dict[str, None]] = {}  # without repetition
+    heads: dict[int, list[str]] = {n_epochs: [] for n_epochs in EPOCHS}
     for name in losses:
-        for choice in CHOICES:
-            best = choose(trials, name, choice)
-            found.setdefault(int(best["n_epochs"]), {})[f"--method {loss_flags(best, SETTINGS)}"] = None
+        tried = trials[trials["loss"] == name]
+        if tried.empty:
+            raise ValueError(f"there is no trial of {name}")
+        for split in CHOICES.values():
+            best = best_trial(tried, split)
+            heads[int(best["n_epochs"])].append(as_flags(best.reindex(["method", *SETTINGS], fill_value="")))
     seeds = " ".join(map(str, SEEDS))
     return [
-        one_pass(losses, f"--n_epochs {n_epochs} --seeds {seeds} {flags}") for n_epochs, losses in sorted(found.items())
+        one_pass(dict.fromkeys(chosen), f"--n_epochs {n_epochs} --seeds {seeds} {flags}")
+        for n_epochs, chosen in heads.items()
+        if chosen
     ]
 
 

@@ -9,20 +9,23 @@ A generated part stands between two comments, which GitHub and the built documen
     <!-- begin paired results/heads.csv -->
     <!-- end -->
 
-The first word is a key of KINDS, and the others are the arguments of its function. Paths are relative to the repository
-root. The functions return Markdown.
+The first word is a key of KINDS, whose function returns Markdown. The others are its arguments: words as in a shell, and
+.csv files relative to the repository root.
 """
 
 import argparse
 import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
+from scripts import report
 from scripts.reporting import columns, findings, noise, reference, speed, studies, tables
-from scripts.reporting.runs import METRICS, ReportError, read_runs, shown_p_k
+from scripts.reporting.runs import METRICS, ReportError, shown_p_k
 from topk_losses import METHODS
 
 P_K = re.compile(r"\[[\d., ]+\]")  # which no narrow column shall break
@@ -32,11 +35,10 @@ PART = re.compile(r"(^<!-- begin (\S+)((?: [^\n]*?)?) -->\n).*?(^<!-- end -->$)"
 BASELINE = "softmax_cross_entropy"
 
 
-def results(file: str, *conditions: str) -> str:
-    """Return the runs beside the published ones. conditions: COLUMN=VALUE. Without the file no row has run."""
-    path = ROOT / file
-    runs = read_runs(path, conditions) if path.exists() else pd.DataFrame()
-    return tables.FORMATS["markdown"](tables.beside_published(path.stem, runs, tables.published_table(path, runs)))
+def results(file: Path, *conditions: str, flags: Sequence[str] = ()) -> str:
+    """Return what scripts/report.py shows with these flags. conditions: COLUMN=VALUE, as of --where."""
+    words = [str(file), *flags, *(f"--where={condition}" for condition in conditions)]
+    return report.report(report.parse_arguments(words))[0]
 
 
 def published(table: str) -> str:
@@ -56,55 +58,17 @@ def published(table: str) -> str:
     return f"{caption}\n\n{tables.as_markdown(pd.DataFrame(cells).fillna(''))}"
 
 
-def paired(file: str, *conditions: str) -> str:
-    """Return each setting minus cross-entropy, by seed. conditions: COLUMN=VALUE."""
-    return tables.FORMATS["markdown"](tables.paired(Path(file).stem, read_runs(ROOT / file, conditions), BASELINE))
-
-
-def temperatures(file: str, *p_k: str) -> str:
-    """Return each method's best inverse temperature for one P_K, such as: 0.5 0 0 0 0.5."""
-    runs = read_runs(ROOT / file, [f"p_k={' '.join(p_k)}"] if p_k else [])
-    return tables.FORMATS["markdown"](studies.temperatures(Path(file).stem, runs))
-
-
-def auto_gains(file: str, *methods: str) -> str:
-    """Return what the temperature "auto" gains on the default, in the trials of these methods for 5 epochs."""
-    return studies.auto_gains(Path(file).stem, read_runs(ROOT / file, ["n_epochs=5"]), methods)
-
-
-def epochs(file: str) -> str:
-    """Return what the runs reached after some of their epochs, and their differences to cross-entropy."""
-    return studies.epochs_text(ROOT / file, read_runs(ROOT / file))
-
-
-def beam_search(file: str) -> str:
-    """Return the error rates of each arm of the beam search."""
-    return studies.beam_search(Path(file).stem, read_runs(ROOT / file))
-
-
-def noise_table(file: str, *labels: str) -> str:
-    """Return the losses compared on one kind of labels, such as: 0.4 among 100, draw 0."""
-    return noise.noise_table(ROOT / file, " ".join(labels))
-
-
-def noise_answer(file: str) -> str:
-    """Return the best top-k loss minus the best robust loss, for each kind of labels."""
-    return noise.noise_answer(ROOT / file)
-
-
 KINDS: dict[str, Callable[..., str]] = {
     "results": results,
     "published": published,
-    "paired": paired,
-    "temperatures": temperatures,
-    "auto_gains": auto_gains,
-    "epochs": epochs,
-    "beam_search": beam_search,
+    "paired": partial(results, flags=["--paired", BASELINE]),
+    "temperatures": partial(results, flags=["--temperatures"]),
+    "auto_gains": studies.auto_gains,
     "benchmark": speed.benchmark,
     "official": speed.official,
     "training_steps": speed.training_steps,
-    "noise_table": noise_table,
-    "noise_answer": noise_answer,
+    "noise_table": noise.noise_table,
+    "noise_answer": noise.noise_answer,
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
     "methods": reference.methods,
@@ -135,7 +99,8 @@ def rewritten(text: str) -> str:
         begin, kind, arguments, end = part.groups()
         if kind not in KINDS:
             raise ReportError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
-        content = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*arguments.split()))
+        words = [ROOT / word if word.endswith(".csv") else word for word in shlex.split(arguments)]
+        content = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*words))
         return f"{begin}\n{content.strip()}\n\n{end}"
 
     text, number = PART.subn(made, text)
@@ -159,14 +124,9 @@ def draw_result_figures(folder: Path) -> list[Path]:
     from scripts.reporting import figures
 
     drawn = figures.draw_benchmarks(folder)
-    for name in ("temperature", "temperature_training"):
-        drawn += figures.draw_temperatures(name, read_runs(RESULTS / f"{name}.csv"), folder)
-    for name in ("table1_short", "table4_short", "strong"):
-        runs = read_runs(RESULTS / f"{name}.csv")
-        table = tables.published_table(Path(name), runs)
-        drawn += figures.draw_accuracy(tables.beside_published(name, runs, table), folder)
-    path = RESULTS / "table1_epochs.csv"
-    drawn += figures.draw_epochs(path, read_runs(path), folder)
+    for name in ("temperature", "temperature_training", "table1_short", "table4_short", "strong", "table1_epochs"):
+        flags = ["--temperatures"] if name.startswith("temperature") else []
+        drawn += report.report(report.parse_arguments([f"{RESULTS}/{name}.csv", f"--figures={folder}", *flags]))[1]
     drawn += figures.draw_noise(RESULTS / "noise.csv", "human", folder)
     return drawn + figures.draw_findings(folder)
 

@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from experiments.common.records import replace_file
 from scripts.reporting import studies, tables
 from scripts.reporting.runs import ReportError, read_runs
 
@@ -37,46 +38,43 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def report(args: argparse.Namespace) -> list[Path]:
-    """Print or write the table, draw the figures, and return what was written. Raises ReportError."""
+def report(args: argparse.Namespace) -> tuple[str, list[Path]]:
+    """Return the table as text, and the figures that were drawn. Raises ReportError."""
     path, runs = args.results, read_runs(args.results, args.where)
     if args.figures:
         from scripts.reporting import figures  # matplotlib takes a second, and a table needs none
     if "epoch" in runs:
-        text = studies.epochs_text(path, runs)
-        drawn = figures.draw_epochs(path, runs, args.figures) if args.figures else []
-    elif "arm" in runs:
-        text, drawn = studies.beam_search(path.stem, runs), []
-    elif args.temperatures:
-        text = tables.FORMATS[args.format](studies.temperatures(path.stem, runs))
+        return studies.epochs_text(path, runs), figures.draw_epochs(path, runs, args.figures) if args.figures else []
+    if "arm" in runs:
+        return studies.beam_search(path.stem, runs), []
+    if args.temperatures:
+        table = studies.temperatures(path.stem, runs)
         drawn = figures.draw_temperatures(path.stem, runs, args.figures) if args.figures else []
+    elif args.paired:
+        table = tables.paired(path.stem, runs, args.paired)
+        drawn = figures.draw_accuracy(table, args.figures) if args.figures else []
     else:
         name = args.table or tables.published_table(path, runs)
-        if args.paired:
-            table = tables.paired(path.stem, runs, args.paired)
-        else:
-            table = tables.beside_published(path.stem, runs, None if name == "none" else name)
-        text = tables.FORMATS[args.format](table)
+        table = tables.beside_published(path.stem, runs, None if name == "none" else name)
         drawn = figures.draw_accuracy(table, args.figures) if args.figures else []
-    if args.output is None:
-        print(text, end="")
-        return drawn
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.output.with_name(f"{args.output.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(args.output)
-    return [args.output, *drawn]
+    return tables.FORMATS[args.format](table), drawn
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script; return its exit status."""
     args = parse_arguments(argv)
     try:
-        for path in report(args):
-            print(f"wrote {path}", file=sys.stderr)
+        text, written = report(args)
+        if args.output:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(args.output, text)
+            written.insert(0, args.output)
     except (ReportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(text if args.output is None else "", end="")
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 

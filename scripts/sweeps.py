@@ -9,13 +9,14 @@ Each function returns the command lines of its study, which write results/STUDY.
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product, takewhile
 from pathlib import Path
 
 import pandas as pd
 
 from scripts.launch import launch
+from scripts.reporting.runs import best_trial, read_runs
 from topk_losses import METHODS, RELAXATIONS
 from topk_losses.methods import TOP1
 
@@ -118,31 +119,25 @@ def noise_scratch(human: str, results: str = "results/noise_scratch.csv") -> lis
     setting of each loss that the noisy validation labels choose, top-1 + top-5 at the end of training.
     """
     half = "--p_k .5 0 0 0 .5 --inverse_temperature"
-    tried = {
-        "softmax_cross_entropy --p_k 1 0 0 0 0": ["", "--label_smoothing 0.1"],
-        "forward_correction": [f"--noise_rate {rate}" for rate in (0.2, 0.4, 0.6)],
-        "generalized_cross_entropy": ["--q 0.7"],
-        "splitter_selection": [f"{half} 0.025", f"{half} 0.1"],
-        "lapsum": [f"{half} 0.1"],
-    }
-    path = Path(results)
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False) if path.is_file() else pd.DataFrame(columns=["seed"])
-    rows = rows[rows["seed"] == "0"]
-    settings = [f"{method} {flag}".strip() for method, flags in tried.items() for flag in flags]
-    chosen = [settings[0]]
-    if len(rows) == len(settings):
-        score = rows["last_valid_top1"].astype(float) + rows["last_valid_top5"].astype(float)
-        best = rows.loc[score.groupby(rows["method"]).idxmax()]
-        names = ("p_k", "inverse_temperature", "label_smoothing", "noise_rate", "q")
-        chosen += [loss_flags(row, names) for _, row in best.iterrows()]
-    command = f"{TRAIN} --noisy_labels {human} --results {results} {COSINE.format(16)} --method"
+    softmax = "--method softmax_cross_entropy --p_k 1 0 0 0 0"
+    losses = [softmax, f"{softmax} --label_smoothing 0.1"]
+    losses += [f"--method forward_correction --noise_rate {rate}" for rate in (0.2, 0.4, 0.6)]
+    losses += ["--method generalized_cross_entropy --q 0.7"]
+    losses += [f"--method splitter_selection {half} {beta}" for beta in (0.025, 0.1)] + [f"--method lapsum {half} 0.1"]
+    trials = read_runs(Path(results), ["seed=0"]) if Path(results).is_file() else pd.DataFrame()
+    chosen = [softmax]
+    if len(trials) == len(losses):
+        names = ["method", "p_k", "inverse_temperature", "label_smoothing", "noise_rate", "q"]
+        best = [best_trial(runs, "last_valid") for _, runs in trials.groupby("method")]
+        chosen += [as_flags(trial.reindex(names, fill_value="")) for trial in best]
+    command = f"{TRAIN} --noisy_labels {human} --results {results} {COSINE.format(16)}"
     again = over_seeds(command, dict.fromkeys(chosen), "", seeds=(1, 2))
-    return [*over_seeds(command, settings, "", seeds=(0,)), *again]
+    return [*over_seeds(command, losses, "", seeds=(0,)), *again]
 
 
-def loss_flags(row: pd.Series, names: Iterable[str]) -> str:
-    """Return the method of a row of results and those of these flags that it has, as words of a command."""
-    return " ".join([row["method"], *(f"--{name} {row[name]}" for name in names if row.get(name))])
+def as_flags(settings: Mapping[str, object]) -> str:
+    """Return settings as flags of a command, without those that are empty."""
+    return " ".join(f"--{name} {value}" for name, value in settings.items() if value != "")
 
 
 def implementation() -> list[str]:

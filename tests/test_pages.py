@@ -89,7 +89,7 @@ def test_a_changed_table_is_named_and_written_again(tmp_path, monkeypatch, capsy
     [
         ("<!-- begin tables a.csv -->\n<!-- end -->", "one of results, published"),
         ("<!-- begin columns -->\n", "needs an <!-- end -->"),
-        ("<!-- begin epochs none.csv -->\n<!-- end -->", "no file"),
+        ("<!-- begin results none.csv -->\n<!-- end -->", "no file"),
     ],
 )
 def test_errors_of_pages(text, message):

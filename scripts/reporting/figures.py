@@ -228,18 +228,18 @@ def draw_findings(folder: Path) -> list[Path]:
     figure, axes = plt.subplots(1, 2, figsize=(PAGE + 1, 0.9 + 0.27 * len(comparisons)), sharey=True)
     for place, comparison in enumerate(comparisons):
         found = findings.difference(comparison)
-        for axis, mean, half in zip(axes, found.mean, found.half):
-            is_clear = abs(mean) > half
-            color = ("C0" if mean > 0 else "C3") if is_clear else "C7"
-            look = {"marker": "o" if found.seeds > 1 else "D", "markerfacecolor": color if is_clear else "white"}
-            axis.errorbar(mean, place, xerr=half if found.seeds > 1 else None, color=color, capsize=2, **look)
+        for axis, gain in zip(axes, found.gains):
+            color = {"gain": "C0", "loss": "C3", "no clear difference": "C7"}[gain.verdict]
+            look = {"marker": "o" if found.seeds > 1 else "D", "markerfacecolor": color if gain.is_clear else "white"}
+            half = gain.half if found.seeds > 1 else None
+            axis.errorbar(gain.mean, place, xerr=half, color=color, capsize=2, **look)
         seeds = f"{found.seeds} seeds" if found.seeds > 1 else "1 seed"
         axes[1].text(1.02, place, seeds, transform=axes[1].get_yaxis_transform(), fontsize=7, va="center")
     for axis, metric in zip(axes, METRICS.values()):
         axis.axvline(0, color="black", linewidth=0.8)
         axis.set(title=metric, xlabel="difference to cross-entropy (points)", ylim=(len(comparisons) - 0.5, -0.5))
-    short_names = {findings.SCRATCH: "From scratch", findings.LINEAR: "Linear", findings.WRONG: "Linear"}
-    labels = [f"{short_names[row.data]}: {row.setting}\n{row.name}" for row in comparisons]
+    starts = [row.data.removesuffix(", wrong labels").removesuffix(" classifier") for row in comparisons]
+    labels = [f"{start}: {row.setting}\n{row.name}" for start, row in zip(starts, comparisons)]
     axes[0].set_yticks(range(len(comparisons)), labels)
     axes[0].tick_params(axis="y", labelsize=7)
     return save(figure, folder, "findings")

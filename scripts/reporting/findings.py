@@ -1,253 +1,132 @@
-"""The comparisons behind the findings: a loss minus a baseline, paired by seed, each from one results file."""
+"""The comparisons behind the findings: a loss minus a baseline, paired by seed, each from one results file.
+
+findings.csv has a line per comparison, in the order of the tables. Its columns:
+
+    loss, baseline                  runs that meet these conditions, COLUMN=VALUE, separated by semicolons
+    loss_chosen, baseline_chosen    further conditions: what validation chose among the trials
+    is_published                    settings are the published ones, not chosen here
+    epoch                           read the best validation epoch up to this one, in a file of scripts/epochs.py
+    is_main                         stands in the README and in the figure
+    baseline_name                   where it is not cross-entropy
+"""
 
 import functools
+import itertools
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from scripts.reporting import runs as core
 from scripts.reporting import studies
-from scripts.reporting.runs import METRICS, read_runs
+from scripts.reporting.runs import METRICS, Interval, interval, read_runs
 from scripts.reporting.tables import PAPER, as_markdown
 
 RESULTS = PAPER.parent
-EVEN = "0.2 0.2 0.2 0.2 0.2"
+COMPARISONS: list[Any] = list(
+    pd.read_csv(Path(__file__).with_name("findings.csv"), dtype={"epoch": str}, keep_default_na=False).itertuples()
+)
 BASELINE, GAINS = ["Cross-entropy top-1", "Cross-entropy top-5"], ["Δ top-1", "Δ top-5"]
-SCRATCH = "From scratch"
-LINEAR = "Linear classifier"
-WRONG = "Linear classifier, wrong labels"
-
-
-class Comparison(NamedTuple):
-    """A loss and its baseline: the runs of a results file that have these values in these columns."""
-
-    key: str  # by which pages name it
-    data: str
-    setting: str
-    name: str  # of the loss
-    file: str
-    loss: dict[str, str]
-    baseline: dict[str, str]
-    chosen: tuple[dict[str, str], dict[str, str]] = ({}, {})  # further values, which validation chose for either
-    is_published: bool = False  # published settings, not chosen here
-    epoch: int = 0  # of a file of scripts/epochs.py: read the best validation epoch up to this one
-    is_main: bool = True  # stands in the README and in the figure
-    baseline_name: str = ""  # where it is not cross-entropy
 
 
 class Difference(NamedTuple):
-    """What a comparison found: in percent, each value for top-1 and top-5."""
+    """What a comparison found, in percent: the baseline and the difference to it, for top-1 and top-5."""
 
     seeds: int
     baseline: list[float]
-    mean: list[float]
-    half: list[float]  # half of the 95 % interval; NaN with one pair of seeds
-
-
-CROSS_ENTROPY = {"method": "softmax_cross_entropy"}
-SPLITTER = {"method": "splitter_selection"}
-CORRECTION = {"method": "lapsum", "inverse_temperature": "0.000244140625"}
-PLAIN = CROSS_ENTROPY | {"label_smoothing": "", "mixup": ""}
-NETWORK, GCE = SPLITTER | {"noise_rate": ""}, {"method": "generalized_cross_entropy"}
-CLEAN, NOISY = {"label_noise": "0.0"}, {"label_noise": "0.2"}
-NOT_SMOOTHED = {"label_smoothing": ""}
-WITHIN, AMONG = "16 % wrong, within groups of five classes", "20 % wrong, among all classes"
-COMPARISONS = [
-    Comparison(
-        *(
-            "S1",
-            SCRATCH,
-            "200 epochs, constant learning rate",
-            "splitter_selection",
-            "table1.csv",
-            SPLITTER,
-            CROSS_ENTROPY,
-        ),
-        is_published=True,
-    ),
-    Comparison(
-        *("S2", SCRATCH, "200-epoch schedule, after 73 epochs", "splitter_selection", "table1_epochs.csv"),
-        *(SPLITTER, CROSS_ENTROPY),
-        is_published=True,
-        epoch=73,
-    ),
-    Comparison(
-        *("S3", SCRATCH, "16 epochs, cosine schedule, published settings", "splitter_selection", "table1_short.csv"),
-        *({**SPLITTER, "p_k": EVEN}, CROSS_ENTROPY),
-        is_published=True,
-    ),
-    Comparison(
-        *("S4", SCRATCH, "16 epochs, cosine schedule, both tuned", "splitter_selection", "scratch.csv"),
-        *(SPLITTER | CLEAN, CROSS_ENTROPY | CLEAN),
-        chosen=({"inverse_temperature": "0.1"}, {"lr": "0.001"} | NOT_SMOOTHED),
-    ),
-    Comparison(
-        *("S5", SCRATCH, "36 epochs, weight decay and weight averaging", "splitter_selection", "strong.csv"),
-        *(SPLITTER, CROSS_ENTROPY),
-        is_published=True,
-        is_main=False,
-    ),
-    Comparison(
-        *("S6", SCRATCH, f"16 epochs, labels {WITHIN}", "splitter_selection", "scratch.csv"),
-        *(SPLITTER | NOISY, CROSS_ENTROPY | NOISY),
-        chosen=({"inverse_temperature": "0.025"}, NOT_SMOOTHED),
-        is_main=False,
-    ),
-    Comparison("L1", LINEAR, "correct labels", "splitter_selection", "heads_more.csv", SPLITTER, CROSS_ENTROPY),
-    Comparison("L2", LINEAR, "correct labels", "ldr_kl", "heads_more.csv", {"method": "ldr_kl"}, CROSS_ENTROPY),
-    Comparison(
-        *(
-            "L3",
-            LINEAR,
-            "correct labels, top-5 only",
-            "smooth_topk",
-            "heads.csv",
-            {"method": "smooth_topk"},
-            CROSS_ENTROPY,
-        ),
-        is_main=False,
-    ),
-]
-COMPARISONS += [
-    Comparison(
-        *("T1", LINEAR, "correct labels, Tiny-ImageNet", "splitter_selection", "tiny_imagenet.csv"),
-        *(SPLITTER | {"p_k": "0.5 0 0 0 0.5"}, CROSS_ENTROPY),
-    ),
-    Comparison(
-        *("H1", WRONG, "40 % wrong, labels by people", "splitter_selection", "noise.csv", NETWORK, PLAIN),
-        chosen=({"inverse_temperature": "0.185"}, {}),
-    ),
-    Comparison(
-        *("H2", WRONG, "40 % wrong, labels by people", "generalized_cross_entropy", "noise.csv", GCE, PLAIN),
-        chosen=({"q": "0.511"}, {}),
-    ),
-    Comparison(
-        *("H3", WRONG, "40 % wrong, labels by people", "splitter_selection", "noise.csv", NETWORK, GCE),
-        chosen=({"inverse_temperature": "0.185"}, {"q": "0.511"}),
-        is_main=False,
-        baseline_name="generalized cross-entropy",
-    ),
-]
-for number, noise, file in ((1, WITHIN, "heads_noise_.2_more.csv"), (4, AMONG, "heads_noise_.2_of_100_more.csv")):
-    COMPARISONS += [
-        Comparison(f"W{number}", WRONG, noise, "splitter_selection", file, SPLITTER, CROSS_ENTROPY),
-        Comparison(
-            *(f"W{number + 1}", WRONG, noise, "forward_correction", file, CORRECTION, CROSS_ENTROPY),
-            is_main=False,
-        ),
-        Comparison(
-            *(f"W{number + 2}", WRONG, noise, "splitter_selection", file, SPLITTER, CORRECTION),
-            is_main=False,
-            baseline_name="forward correction",
-        ),
-    ]
+    gains: list[Interval]
 
 
 @functools.cache
-def runs_of(path: Path) -> pd.DataFrame:
-    """Return the runs of a results file."""
-    return read_runs(path)
+def runs_that_meet(file: str, conditions: str) -> pd.DataFrame:
+    """Return the runs of a results file that meet conditions, separated by semicolons."""
+    return read_runs(RESULTS / file, [condition for condition in conditions.split("; ") if condition])
 
 
-@functools.cache
-def epochs_of(path: Path) -> pd.DataFrame:
-    """Return the rows of a file of scripts/epochs.py."""
-    return studies.epochs(path, runs_of(path))
-
-
-def that_meet(runs: pd.DataFrame, conditions: dict[str, str]) -> pd.DataFrame:
-    """Return the runs that have these values."""
-    return runs[(runs[list(conditions)] == pd.Series(conditions)).all(axis=1)]
-
-
-def sides(comparison: Comparison) -> list[pd.DataFrame]:
+def sides(comparison: Any) -> list[pd.DataFrame]:
     """Return the runs of the loss and of its baseline, with accuracies in percent."""
-    path, found = RESULTS / comparison.file, []
-    for arm, chosen in zip((comparison.loss, comparison.baseline), comparison.chosen):
-        if comparison.epoch:
-            runs = that_meet(epochs_of(path), arm | chosen)
-            runs = runs[runs["epoch"] == comparison.epoch]
-            found.append(runs.assign(**{metric: runs[f"chosen_{metric}"] for metric in METRICS}))
-        else:
-            found.append(core.as_numbers(that_meet(runs_of(path), arm | chosen), METRICS, 100))
+    found = []
+    for conditions, chosen in (
+        (comparison.loss, comparison.loss_chosen),
+        (comparison.baseline, comparison.baseline_chosen),
+    ):
+        runs = runs_that_meet(comparison.file, f"{conditions}; {chosen}".removesuffix("; "))
+        if not comparison.epoch:
+            found.append(core.as_numbers(runs, METRICS, 100))
+            continue
+        runs = studies.epochs(Path(comparison.file), runs)
+        runs = runs[runs["epoch"] == int(comparison.epoch)]
+        found.append(runs.assign(**{metric: runs[f"chosen_{metric}"] for metric in METRICS}))
     return found
 
 
-def trials(comparison: Comparison) -> str:
+def trials(comparison: Any) -> str:
     """Return how many settings were tried for the loss and for its baseline."""
     if comparison.is_published:
         return "published"
-    path = RESULTS / comparison.file.replace(".csv", "_trials.csv")
-    path = path if path.exists() else RESULTS / comparison.file
-    arms = (comparison.loss, comparison.baseline)
-    numbers = [len(core.lines_of(that_meet(runs_of(path), arm))) for arm in arms]
-    return " / ".join(map(str, numbers))
+    file = comparison.file.replace(".csv", "_trials.csv")
+    file = file if (RESULTS / file).exists() else comparison.file
+    lines = [core.lines_of(runs_that_meet(file, conditions)) for conditions in (comparison.loss, comparison.baseline)]
+    return " / ".join(str(len(tried)) for tried in lines)
 
 
-def difference(comparison: Comparison) -> Difference:
+def difference(comparison: Any) -> Difference:
     """Return a comparison's mean difference and interval over the seeds that both sides have."""
     loss, baseline = sides(comparison)
     gains = core.differences(loss, baseline, list(METRICS))
     paired = baseline[baseline["seed"].isin(gains.index)]
-    half = core.half_width(gains.std(), len(gains))
-    return Difference(len(gains), paired[list(METRICS)].mean().tolist(), gains.mean().tolist(), half.tolist())
+    means = [paired[metric].mean() for metric in METRICS]
+    return Difference(len(gains), means, [interval(gains[metric]) for metric in METRICS])
 
 
 def status(found: Difference) -> str:
     """Return gain, loss or no clear difference, for top-1 and top-5."""
     if found.seeds == 1:
         return "one pair"
-    words = [
-        "no clear difference" if abs(mean) <= half else "gain" if mean > 0 else "loss"
-        for mean, half in zip(found.mean, found.half)
-    ]
-    return words[0] if words[0] == words[1] else f"top-1: {words[0]}; top-5: {words[1]}"
-
-
-def signed(mean: float, half: float) -> str:
-    """Return a difference with its interval, in bold where the interval excludes 0."""
-    text = f"{mean:+.2f}".replace("-", "−") + ("" if math.isnan(half) else f" ± {half:.2f}")
-    return f"**{text}**" if abs(mean) > half else text
+    top1, top5 = (gain.verdict for gain in found.gains)
+    return top1 if top1 == top5 else f"top-1: {top1}; top-5: {top5}"
 
 
 def published() -> dict[str, str]:
-    """Return the paper's own row of the README's table."""
+    """Return the line of the paper's own Table 1."""
     rows = pd.read_csv(PAPER / "table1.csv")
     rows = rows[rows["source"].str.startswith("Petersen")].set_index(["method", "p_k"])[list(METRICS)] * 100
-    baseline, loss = rows.loc["softmax_cross_entropy", "1 0 0 0 0"], rows.loc["splitter_selection", EVEN]
+    baseline, loss = (
+        rows.loc["softmax_cross_entropy", "1 0 0 0 0"],
+        rows.loc["splitter_selection", "0.2 0.2 0.2 0.2 0.2"],
+    )
     row = {"Setting": "paper: 200 epochs, constant learning rate", "Loss": "`splitter_selection`", "Seeds": "2"}
-    gains = [signed(gain, math.nan) for gain in loss - baseline]
-    return row | dict(zip(BASELINE, baseline.map("{:.2f}".format))) | dict(zip(GAINS, gains))
+    row |= dict(zip(BASELINE, baseline.map("{:.2f}".format)))
+    return row | {name: str(Interval(gain, math.nan)) for name, gain in zip(GAINS, loss - baseline)}
+
+
+def lines_of(comparisons: list[Any]) -> pd.DataFrame:
+    """Return a line per comparison, and above those on the same data its name. A clear difference is bold."""
+    rows: list[dict[str, str]] = []
+    for data, group in itertools.groupby(comparisons, key=lambda comparison: comparison.data):
+        rows.append({"Setting": f"**{data}**"})
+        for comparison in group:
+            found = difference(comparison)
+            other = f", against {comparison.baseline_name}" * bool(comparison.baseline_name)
+            row = {"#": comparison.key, "Setting": comparison.setting, "Loss": f"`{comparison.name}`{other}"}
+            row |= {"Seeds": str(found.seeds), **dict(zip(BASELINE, map("{:.2f}".format, found.baseline)))}
+            row |= {name: f"**{gain}**" if gain.is_clear else str(gain) for name, gain in zip(GAINS, found.gains)}
+            commits = sorted({commit[:7] for runs in sides(comparison) for commit in runs.get("git_commit", [])})
+            link = f"[{comparison.file.removesuffix('.csv')}](../results/{comparison.file})"
+            row |= {"Status": status(found), "Trials": trials(comparison), "Runs": ", ".join([link, *commits])}
+            rows.append(row)
+    return pd.DataFrame(rows).fillna("")
 
 
 def main_table() -> str:
     """Return the README's table: the main comparisons with cross-entropy's accuracy, and the paper's own row."""
-    rows: list[dict[str, str]] = []
-    for comparison in [comparison for comparison in COMPARISONS if comparison.is_main]:
-        if comparison.data not in [row["Setting"].strip("*") for row in rows]:
-            rows += [{"Setting": f"**{comparison.data}**"}, *([published()] if comparison.data == SCRATCH else [])]
-        found = difference(comparison)
-        row = {"Setting": comparison.setting, "Loss": f"`{comparison.name}`", "Seeds": str(found.seeds)}
-        row |= dict(zip(BASELINE, map("{:.2f}".format, found.baseline)))
-        rows.append(row | dict(zip(GAINS, map(signed, found.mean, found.half))))
-    return as_markdown(pd.DataFrame(rows).fillna(""))
+    table = lines_of([comparison for comparison in COMPARISONS if comparison.is_main])
+    title, ours = table[:1], table[1:]
+    table = pd.concat([title, pd.DataFrame([published()]), ours])
+    return as_markdown(table[["Setting", "Loss", "Seeds", *BASELINE, *GAINS]])
 
 
 def full_table() -> str:
     """Return the table of docs/findings.md: all comparisons, with their status, trials, file and commit."""
-    rows: list[dict[str, str]] = []
-    for comparison in COMPARISONS:
-        if comparison.data not in [row["Setting"].strip("*") for row in rows]:
-            rows.append({"Setting": f"**{comparison.data}**"})
-        found = difference(comparison)
-        baseline = f", against {comparison.baseline_name}" * bool(comparison.baseline_name)
-        row = {"#": comparison.key, "Setting": comparison.setting, "Loss": f"`{comparison.name}`{baseline}"}
-        row |= {"Seeds": str(found.seeds), **dict(zip(GAINS, map(signed, found.mean, found.half)))}
-        row |= {"Status": status(found), "Trials": trials(comparison)}
-        commits = sorted({commit[:7] for runs in sides(comparison) for commit in runs.get("git_commit", [])})
-        link = f"[{comparison.file.removesuffix('.csv')}](../results/{comparison.file})"
-        rows.append(row | {"Runs": ", ".join([link, *commits])})
-    columns = ["#", "Setting", "Loss", "Seeds", *GAINS, "Status", "Trials", "Runs"]
-    return as_markdown(pd.DataFrame(rows, columns=columns).fillna(""))
+    return as_markdown(lines_of(COMPARISONS)[["#", "Setting", "Loss", "Seeds", *GAINS, "Status", "Trials", "Runs"]])

@@ -9,10 +9,21 @@ from pathlib import Path
 import pandas as pd
 from scipy.stats import ttest_1samp
 
-from scripts.reporting.runs import IDENTITY, METRICS, SEEDS, ReportError, as_numbers, differences, half_width, mean_std
+from scripts.reporting.runs import (
+    IDENTITY,
+    METRICS,
+    SEEDS,
+    ReportError,
+    as_numbers,
+    best_trial,
+    differences,
+    interval,
+    mean_std,
+    read_runs,
+)
 from scripts.reporting.tables import as_markdown
 
-CHOICES = {"noisy": "valid", "clean": "clean"}  # what chooses: the split of that name at the end of training
+CHOICES = {"noisy": "last_valid", "clean": "last_clean"}  # the labels that choose, and the columns of their accuracy
 BASELINE = "cross_entropy"
 LOSSES = {  # and how tables call them
     "cross_entropy": "cross-entropy",
@@ -59,28 +70,8 @@ def loss_of(run: pd.Series) -> str:
 
 def read_noise(path: Path) -> pd.DataFrame:
     """Read a file of the study, cells as text, with the loss of each run in a column. Raises ReportError."""
-    if not path.is_file():
-        raise ReportError(f"there is no file {path}")
-    runs = pd.read_csv(path, dtype=str, keep_default_na=False)
+    runs = read_runs(path)
     return runs.assign(loss=[loss_of(run) for _, run in runs.iterrows()])
-
-
-def score(trials: pd.DataFrame, choice: str) -> pd.Series:
-    """Return what one of CHOICES chooses by: top-1 + top-5 at the end of training."""
-    split = CHOICES[choice]
-    return trials[f"last_{split}_top1"].astype(float) + trials[f"last_{split}_top5"].astype(float)
-
-
-def choose(trials: pd.DataFrame, loss: str, choice: str) -> pd.Series:
-    """Return the trial of a loss that one of CHOICES chooses.
-
-    Raises:
-        ReportError: the loss has no trials.
-    """
-    found = trials[trials["loss"] == loss]
-    if found.empty:
-        raise ReportError(f"there is no trial of {loss}")
-    return found.loc[score(found, choice).idxmax()]
 
 
 class Study:
@@ -100,17 +91,16 @@ class Study:
         flags = [name for name in own if name in IDENTITY and name not in SEEDS]
         self.finals: dict[tuple[str, str], pd.DataFrame] = {}
         for loss in self.losses:
-            for choice in CHOICES:
-                best = choose(self.trials, loss, choice)
+            for choice, split in CHOICES.items():
+                best = best_trial(self.trials[self.trials["loss"] == loss], split)
                 found = own[(own[flags] == best[flags]).all(axis=1)]
                 if found.empty:
                     raise ReportError(f"{labels}: what {choice} validation chose of {loss} has no final run")
                 self.finals[loss, choice] = found
 
-    def best(self, losses: tuple[str, ...], choice: str = "noisy") -> str:
-        """Return the loss whose chosen trial has the best validation."""
-        found = self.trials[self.trials["loss"].isin(losses)]
-        return str(found.loc[score(found, choice).idxmax(), "loss"])
+    def best(self, losses: tuple[str, ...]) -> str:
+        """Return the loss that has the best trial by noisy validation."""
+        return str(best_trial(self.trials[self.trials["loss"].isin(losses)], CHOICES["noisy"])["loss"])
 
     def minus(self, loss: str, other: str, choice: str = "noisy") -> pd.DataFrame:
         """Return the differences of two losses in points, a row per paired seed."""
@@ -150,8 +140,7 @@ def kept_by_holm(every: dict[str, Study]) -> pd.Series:
 
 def shown(values: pd.Series, star: bool = False) -> str:
     """Return a mean difference with its sign, half of its 95 % interval and, where Holm keeps it, a star."""
-    text = f"{values.mean():+.2f} ± {half_width(values.std(), len(values)):.2f}".replace("-", "−")
-    return text + "\\*" * star
+    return f"{interval(values)}" + "\\*" * star
 
 
 def kind_of(labels: str) -> str:
@@ -214,10 +203,8 @@ def noise_answer(file: Path) -> str:
         gains = study.minus(loss, other)
         row = {"labels": kind_of(labels), "top-k loss": LOSSES[loss], "robust loss": LOSSES[other]}
         for metric, name in METRICS.items():
-            values = gains[metric]
-            clear = abs(values.mean()) > half_width(values.std(), len(values))
-            verdict = ("gain" if values.mean() > 0 else "loss") if clear else "no clear difference"
-            row[name] = f"{shown(values, bool(kept[labels, loss, other, metric]))} ({verdict})"
+            star = bool(kept[labels, loss, other, metric])
+            row[name] = f"{shown(gains[metric], star)} ({interval(gains[metric]).verdict})"
         rows.append(row | {"seeds": str(len(gains))})
     caption = (
         "Best top-k loss minus best robust loss without order, each the best of its kind by noisy validation. Points "

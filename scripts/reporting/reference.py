@@ -17,7 +17,7 @@ import pandas as pd
 
 import topk_losses
 from scripts.reporting import tables
-from scripts.reporting.runs import as_numbers, differences, read_runs, short, with_interval
+from scripts.reporting.runs import as_numbers, differences, interval, read_runs, short
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1, any_operator
 
@@ -88,7 +88,7 @@ def gains_of_heads() -> dict[str, list[str]]:
         base = runs[runs["method"] == "softmax_cross_entropy"]
         for method, line in runs[runs["method"] != "softmax_cross_entropy"].groupby("method"):
             gains = differences(line, base, METRICS)
-            found[str(method)] = [with_interval(gains[metric]) for metric in METRICS]
+            found[str(method)] = [str(interval(gains[metric])) for metric in METRICS]
     return found
 
 

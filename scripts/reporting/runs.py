@@ -5,11 +5,12 @@ A line is every identity flag of the training scripts but the seed. Nothing else
 
 import csv
 import io
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from scipy.special import stdtrit
@@ -33,6 +34,31 @@ TRIED = (
 
 class ReportError(ValueError):
     """What is wrong with a file or a flag, in one sentence."""
+
+
+class Interval(NamedTuple):
+    """The mean of some values, and half of its 95 % interval: NaN of a single value."""
+
+    mean: float
+    half: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes 0."""
+        return abs(self.mean) > self.half
+
+    @property
+    def verdict(self) -> str:
+        """Gain, loss or no clear difference."""
+        if not self.is_clear:
+            return "no clear difference"
+        return "gain" if self.mean > 0 else "loss"
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return ""
+        spread = "" if math.isnan(self.half) else f" ± {self.half:.2f}"
+        return f"{self.mean:+.2f}{spread}".replace("-", "−")
 
 
 def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
@@ -134,15 +160,20 @@ def differences(line: pd.DataFrame, base: pd.DataFrame, metrics: Sequence[str]) 
     return (ours - theirs).dropna()
 
 
+def best_trial(trials: pd.DataFrame, split: str = "valid") -> pd.Series:
+    """Return the trial with the highest top-1 + top-5 of a split, such as valid, last_valid or last_clean."""
+    score = trials[f"{split}_top1"].astype(float) + trials[f"{split}_top5"].astype(float)
+    return trials.loc[score.idxmax()]
+
+
 def half_width(std: Any, number: Any) -> Any:
     """Half of the 95 % interval of a mean of so many values with that sample standard deviation (Student's t)."""
     return stdtrit(number - 1, 0.975) * std / number**0.5
 
 
-def with_interval(values: pd.Series) -> str:
-    """Return the mean with its sign and, of two or more, half the width of its interval; nothing of none."""
-    spread = f" ± {half_width(values.std(), len(values)):.2f}" if len(values) > 1 else ""
-    return f"{values.mean():+.2f}{spread}".replace("-", "−") if len(values) else ""
+def interval(values: pd.Series) -> Interval:
+    """Return the mean of values with its interval."""
+    return Interval(values.mean(), half_width(values.std(), len(values)))
 
 
 def mean_std(values: Iterable[float], decimals: int = 2) -> str:

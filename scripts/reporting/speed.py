@@ -10,14 +10,14 @@ BENCHMARKS = PAPER.parent / "benchmarks"
 STEPS = {"training_step": "CPU", "training_step_h100_torch": "H100, eager", "training_step_h100": "H100, Triton kernel"}
 
 
-def benchmark(file: str, *columns: str) -> str:
+def benchmark(file: Path, *columns: str) -> str:
     """Return a file of results/benchmarks/ above what all its rows share. columns: those to show; all by default."""
-    rows = pd.read_csv(PAPER.parents[1] / file, dtype=str, keep_default_na=False)
+    rows = pd.read_csv(file, dtype=str, keep_default_na=False)
     rows = rows.drop(columns=["python", "git_commit"], errors="ignore")
     shared = [name for name in rows if rows[name].nunique() == 1]
     source = ", ".join(f"{name} {rows[name][0]}" for name in shared if rows[name][0])
     shown = rows[list(columns) or [name for name in rows if name not in shared]]
-    return f"{as_markdown(shown.rename(columns=lambda name: name.replace('_', ' ')))}\n\n`{Path(file).name}`: {source}."
+    return f"{as_markdown(shown.rename(columns=lambda name: name.replace('_', ' ')))}\n\n`{file.name}`: {source}."
 
 
 def official() -> str:

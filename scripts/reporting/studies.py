@@ -1,12 +1,22 @@
 """The tables of studies that are not runs beside published ones: temperatures, epochs, beam search."""
 
-from collections.abc import Sequence
+import math
 from pathlib import Path
 
 import pandas as pd
 
 from scripts.reporting import runs as core
-from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, mean_std, settings_of, short, with_interval
+from scripts.reporting.runs import (
+    METRICS,
+    VALID,
+    Interval,
+    ReportError,
+    interval,
+    lines_of,
+    mean_std,
+    settings_of,
+    short,
+)
 from scripts.reporting.tables import PAPER, Table, as_markdown, origin, read_published, without_empty_columns
 from topk_losses import METHODS
 
@@ -86,8 +96,12 @@ def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     return cells | {"seeds": str(len(rows))}
 
 
-def auto_gains(name: str, runs: pd.DataFrame, methods: Sequence[str]) -> str:
-    """Return Markdown: auto minus the default temperature, each at the learning rate that validation chose."""
+def auto_gains(path: Path, *methods: str) -> str:
+    """Return Markdown: auto minus the default temperature, each at the learning rate that validation chose.
+
+    Read from the trials of 5 epochs.
+    """
+    runs = core.read_runs(path, ["n_epochs=5"])
     runs = core.as_numbers(runs[runs["method"].isin(methods)], [*METRICS, *VALID], 100)
     runs = runs.assign(is_auto=runs["inverse_temperature"] == "auto", valid=runs[VALID].sum(axis=1))
     best = runs.loc[runs.groupby(["method", "p_k", "m", "is_auto"], sort=False)["valid"].idxmax()]
@@ -96,8 +110,8 @@ def auto_gains(name: str, runs: pd.DataFrame, methods: Sequence[str]) -> str:
     table = gains.rename(columns={"p_k": "P_K", **{metric: f"Δ {label}" for metric, label in METRICS.items()}})
     table = table.assign(P_K=table["P_K"].map(core.shown_p_k), m=table["m"].map(short))
     for label in METRICS.values():
-        table[f"Δ {label}"] = table[f"Δ {label}"].map("{:+.2f}".format).str.replace("-", "−")
-    return f"{as_markdown(table)}\n\n{origin(name, runs, {})}\n"
+        table[f"Δ {label}"] = [str(Interval(gain, math.nan)) for gain in table[f"Δ {label}"]]
+    return f"{as_markdown(table)}\n\n{origin(path.stem, runs, {})}\n"
 
 
 def beam_search(name: str, runs: pd.DataFrame) -> str:
@@ -124,7 +138,7 @@ def beam_search(name: str, runs: pd.DataFrame) -> str:
         gains = core.differences(line, base, rates) if base is not line else line[:0]
         cells = (
             {RATES[rate]: mean_std(line[rate]) for rate in rates},
-            {RATES[rate]: with_interval(gains[rate]) for rate in rates},
+            {RATES[rate]: str(interval(gains[rate])) for rate in rates},
         )
         places = [accuracies(line, f"test_{kind}_accuracy") for kind in ("forced", "free")]
         both = {str(n + 1): f"{forced:.1f} / {free:.1f}" for n, (forced, free) in enumerate(zip(*places))}
@@ -194,7 +208,7 @@ def epochs_text(path: Path, runs: pd.DataFrame) -> str:
         for epoch in sorted({*MILESTONES, common}):
             there = pd.DataFrame([lead.loc[epoch] for lead in leads_by_seed if epoch in lead.index])
             if len(there):
-                cells = dict(zip(COLUMNS, (with_interval(there[name]) for name in there)))
+                cells = dict(zip(COLUMNS, (str(interval(there[name])) for name in there)))
                 gains.append({"method": method, "epochs": str(epoch), "seeds": str(len(there)), **cells})
     machines = ", ".join(sorted(set(table["device_name"])))
     p_k = "; ".join(

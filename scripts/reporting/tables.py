@@ -180,11 +180,12 @@ def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
 
 def gains_of(line: pd.DataFrame, base: pd.DataFrame | None, metrics: Sequence[str]) -> dict[str, object]:
     """Return the mean difference to a line by seed, half its interval, and the number of pairs."""
-    if base is None or base is line or (gains := core.differences(line, base, metrics)).empty:
+    if base is None or base is line or (differences := core.differences(line, base, metrics)).empty:
         return {"pairs": None}
-    halves = core.half_width(gains.std(), len(gains)) if len(gains) > 1 else gains.std()
-    found = {f"{metric}_gain": gains[metric].mean() for metric in metrics}
-    return found | {f"{metric}_half": halves[metric] for metric in metrics} | {"pairs": len(gains)}
+    gains: dict[str, object] = {}
+    for metric in metrics:
+        gains[f"{metric}_gain"], gains[f"{metric}_half"] = core.interval(differences[metric])
+    return gains | {"pairs": len(differences)}
 
 
 def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:

@@ -19,8 +19,9 @@ def asked(stage: str, methods: list[str], trials: Path, per_p_k: bool = False) -
     """The configurations of each command of a stage."""
     found = []
     results = trials.with_name("heads.csv")
-    files = argparse.Namespace(trials=trials, around=trials, results=results, per_p_k=per_p_k)
-    for row in heads.commands(stage, methods, "some.pt", 5000, files):
+    files = {"trials": trials, "around": trials, "results": results, "data_path": "some.pt"}
+    flags = argparse.Namespace(methods=methods, num_valid=5000, per_p_k=per_p_k, **files)
+    for row in heads.commands(stage, flags):
         args = parse_arguments(shlex.split(row)[2:])
         found += [args, *args.also]
     return found
@@ -78,10 +79,12 @@ def test_table_3_chooses_a_trial_for_each_p_k_of_a_method(tmp_path):
              for name, values in (("embeddings", features), ("labels", labels))}  # fmt: skip
     torch.save(parts, tmp_path / "some.pt")
     trials, finals = tmp_path / "trials.csv", tmp_path / "finals.csv"
-    files = argparse.Namespace(trials=trials, around=trials, results=finals, per_p_k=True)
+    methods, data = ["softmax_cross_entropy", "softsort"], str(tmp_path / "some.pt")
+    files = {"trials": trials, "around": trials, "results": finals, "data_path": data}
+    flags = argparse.Namespace(methods=methods, num_valid=40, per_p_k=True, **files)
     small = ["--n_epochs", "1", "--batch_size", "20", "--device", "cpu", "--threads", "1"]
     for stage, seeds in (("table3", ["0"]), ("finals", ["1", "2"])):
-        for row in heads.commands(stage, ["softmax_cross_entropy", "softsort"], str(tmp_path / "some.pt"), 40, files):
+        for row in heads.commands(stage, flags):
             assert main([*shlex.split(row)[2:], *small, "--m", "6", "--seeds", *seeds]) == 0
     tried, found = pd.read_csv(trials), pd.read_csv(finals)
     assert tried.groupby(["method", "p_k"]).size().tolist() == [9] * 6

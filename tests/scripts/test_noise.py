@@ -12,8 +12,8 @@ from scipy import stats
 from data.embeddings import load_embeddings, split_rows
 from experiments.finetune_imagenet import parse_arguments
 from scripts import noise, relabel
-from scripts.reporting.noise import choose, loss_of, noise_answer, noise_table
-from scripts.reporting.runs import ReportError
+from scripts.reporting.noise import CHOICES, loss_of, noise_answer, noise_table
+from scripts.reporting.runs import ReportError, best_trial
 
 CLASSES, ROWS, VALID = 20, 30_000, 6000
 
@@ -153,11 +153,10 @@ def trials_frame(loss: str, lrs) -> pd.DataFrame:
 def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test(order):
     trials = pd.concat([trials_frame("lapsum", list(MEASURED)[::order]), trials_frame("gce", ["0.004"])])
     trials = trials.reset_index(drop=True)
-    assert choose(trials, "lapsum", "noisy")["lr"] == "0.002"
-    assert choose(trials, "lapsum", "clean")["lr"] == "0.003"
-    assert choose(trials, "gce", "clean")["lr"] == "0.004"
+    lapsum = trials[trials["loss"] == "lapsum"]
+    assert [best_trial(lapsum, split)["lr"] for split in CHOICES.values()] == ["0.002", "0.003"]
     with pytest.raises(ValueError, match="no trial of phuber"):
-        choose(trials, "phuber", "noisy")
+        noise.final_commands(trials, ["phuber"], "")
     (both,), single = (noise.final_commands(trials, names, "") for names in (["lapsum", "gce"], ["gce"]))
     args = parse_arguments(shlex.split(single[0])[2:])  # both choices are one run
     assert (args.also, args.seeds, args.n_epochs) == ([], list(range(1, 11)), 4)
