@@ -9,8 +9,8 @@ A generated part stands between two comments, which GitHub and the built documen
     <!-- begin paired results/heads.csv -->
     <!-- end -->
 
-The first word is a key of KINDS, whose function returns Markdown. The others are its arguments: words as in a shell, and
-.csv files relative to the repository root.
+The first word is a key of KINDS, whose function returns Markdown. The others are its arguments: words as in a shell,
+and .csv files relative to the repository root.
 """
 
 import argparse
