@@ -154,12 +154,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no file {args.data_path}")
     if "human" in args.labels and (args.human is None or not args.human.is_file()):
         parser.error("--human must name CIFAR-100_human.pt; or leave human out by --labels")
-    args.folder.mkdir(parents=True, exist_ok=True)
+    only_shows = bool({"--dry-run", "--status"} & set(rest))
     for labels in args.labels:
         path = args.folder / f"{labels}.pt"
         if not path.is_file():
             noise = ["--human", str(args.human)] if labels == "human" else LABELS[labels].split()
-            relabel.main([str(args.data_path), *noise, "--noisy_valid", "--output", str(path)])
+            words = [str(args.data_path), *noise, "--noisy_valid", "--output", str(path)]
+            if only_shows:
+                print(shlex.join([".venv/bin/python", "scripts/relabel.py", *words]))
+            else:
+                args.folder.mkdir(parents=True, exist_ok=True)
+                relabel.main(words)
         # With right labels the matrices are the identity, which is cross-entropy.
         losses = [name for name in args.losses if labels != "right" or "stem" not in LOSSES[name].flags]
         stem, record = shlex.quote(str(path.with_suffix(""))), {}
@@ -170,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trials = trial_commands(stem, losses, record["noise_trials"])
         if status := launch(trials, ["--name", f"noise_trials_{labels}", *options]):
             return status
-        if {"--dry-run", "--status"} & set(rest):
+        if only_shows:
             print(f"# ten seeds of what is chosen for {labels}: known when these have run")
             continue
         done = read_noise(args.results / "noise_trials.csv")

@@ -269,9 +269,14 @@ def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(fil
 
 def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_loss(right, tmp_path, capsys):
     words = ["-d", str(right[0]), "--folder", str(tmp_path), "--labels", "blocks_.2", "right", "--dry-run"]
+    before = sorted(tmp_path.iterdir())
     assert noise.main(words) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
-    passes = [parse_arguments(shlex.split(line)[2:]) for line in lines]
+    assert sorted(tmp_path.iterdir()) == before  # a dry run starts nothing
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    for _, script, *flags in lines:
+        if script == "scripts/relabel.py":
+            assert relabel.main(flags) == 0
+    passes = [parse_arguments(flags) for _, script, *flags in lines if script != "scripts/relabel.py"]
     with_matrix = {"forward_true", "forward_estimated"}  # which is the identity for right labels
     for labels, number in (("blocks_.2", len(noise.LOSSES)), ("right", len(noise.LOSSES) - len(with_matrix))):
         own = [args for args in passes if args.data_path == str(tmp_path / f"{labels}.pt")]

@@ -220,6 +220,15 @@ def test_a_wrapper_ends_with_the_status_of_its_program():
     assert done.stderr.endswith("error: there is no file absent.pt\n")
 
 
+def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(tmp_path):
+    done = called("tiny_imagenet", tmp_path, "--dry-run")  # started, it would find no images and fail
+    assert (done.returncode, done.stderr) == (0, "")
+    extraction, *others = done.stdout.splitlines()
+    assert f"experiments/extract_embeddings.py --dataset {tmp_path} " in extraction
+    assert all(line.startswith(("#", ".venv/bin/python experiments/finetune")) for line in others)
+    assert called("tiny_imagenet", tmp_path / "absent", "--dry-run").returncode == 2
+
+
 def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, capsys):
     data, trials, more = tmp_path / "heads.pt", tmp_path / "t.csv", tmp_path / "more.csv"
     data.touch()
