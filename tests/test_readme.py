@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from scripts.pages import PART
 from topk_losses import METHODS, __all__
@@ -43,22 +42,14 @@ def blocks(page: Path, text: str) -> list[Block]:
     return found
 
 
-def a_training() -> dict[str, object]:
-    """What a block may take for granted: the names of the reader's own training, with 1000 classes."""
-    torch.manual_seed(0)
-    model = nn.Linear(12, 1000)
-    images, labels = torch.randn(8, 12), torch.randint(1000, (8,))
-    return {"model": model, "images": images, "labels": labels, "logits": model(images).detach()}
-
-
 def after(block: Block) -> dict[str, object]:
-    """The names that there are when a block has run: a training's, the block's, and those of blocks that it continues.
+    """The names that there are when a block has run: its own, and those of the blocks that it continues.
 
     Skips the test where the block needs a package that is not here. A failure shows the line of the page.
     """
     for package in ELSEWHERE & set(re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE)):
         pytest.importorskip(package, reason="scripts/docs.sh installs it and runs this")
-    namespace = after(block.before) if block.before else a_training()
+    namespace = after(block.before) if block.before else {}
     exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), namespace)
     return namespace
 
@@ -71,6 +62,7 @@ LAST = [block for block in BLOCKS if block not in {block.before for block in BLO
 def nothing_stays(tmp_path, monkeypatch):
     """What a snippet writes, it writes elsewhere; a method that it registers is gone afterwards."""
     monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
     before = {*METHODS}
     yield
     for name in {*METHODS} - before:
