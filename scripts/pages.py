@@ -77,6 +77,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "exports": reference.exports,
     "main_findings": findings.main_table,
     "findings": findings.full_table,
+    "evidence": findings.evidence,
     "speed": speed.summary,
 }
 
