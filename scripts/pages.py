@@ -111,10 +111,10 @@ def rewritten(text: str) -> str:
 
 
 def draw_method_figures(folder: Path) -> list[Path]:
-    """Draw a figure for each method, and one of all matrices; return their paths."""
+    """Draw a figure for each method, one of all matrices and the README's; return their paths."""
     from scripts.reporting import permutation_figure  # matplotlib takes a second, and tables need none
 
-    drawn = permutation_figure.draw_permutations(folder)
+    drawn = permutation_figure.draw_permutations(folder) + permutation_figure.draw_one_sample(folder)
     for method in METHODS:
         drawn += permutation_figure.draw_method(method, folder)
     return drawn

@@ -177,14 +177,14 @@ def draw_benchmarks(folder: Path) -> list[Path]:
     steps, losses, scaling = (pd.read_csv(BENCHMARKS / f"{name}.csv") for name in names)
     frame = pd.DataFrame(index=[method for method in STYLE if method in set(losses["method"])])
     frame["step"] = steps.set_index("method")["ms_per_step"] * STEPS_PER_EPOCH / 1000
-    panels = [("s per epoch\n(ResNet-18)", "step", "", "")]
+    panels = [("ResNet-18\n(s/epoch)", "step", "", "")]
     for (m, n, batch), part in losses.fillna({"m": 0}).groupby(["m", "n", "batch"]):
-        title = f"{batch} x {n}" + f"\nm {m:g}" * bool(m)
+        title = f"batch {batch}\nn {n}" + f"\nm {m:g}" * bool(m)
         frame[[title, f"{title} difftopk"]] = part.set_index("method")[["ms", "official_ms"]]
         panels.append((title, title, "", f"{title} difftopk"))
     first = losses.iloc[0]
     machine = f"{first['device']}, {first['threads']} threads, PyTorch {first['torch']}"
-    title = f"Training, then ms of each loss by batch x n; medians on {machine}; hollow: difftopk."
+    title = f"A training epoch, then ms of each loss; medians on {machine}; hollow: difftopk."
     drawn = save(dots(frame.assign(method=frame.index), panels), folder, "times", title)
     base, parts = scaling[[*SIZES]].mode().iloc[0], []
     for axis, label in SIZES.items():
@@ -212,10 +212,7 @@ def draw_noise(file: Path, labels: str, folder: Path) -> list[Path]:
         row = {"method": study.finals[loss, "noisy"]["method"].iloc[0]} | gains.mean().to_dict()
         row |= {f"{metric}_half": half_width(gains[metric].std(), len(gains)) for metric in METRICS}
         rows[noise.LOSSES[loss]] = row | clean.mean().add_prefix("clean_").to_dict()
-    panels = [
-        (f"{name} minus cross-entropy (points)", metric, f"{metric}_half", f"clean_{metric}")
-        for metric, name in METRICS.items()
-    ]
+    panels = [(f"Δ {name} (points)", metric, f"{metric}_half", f"clean_{metric}") for metric, name in METRICS.items()]
     figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
     for axis in figure.axes:
         axis.axvline(0, color="black", linewidth=0.8)

@@ -39,6 +39,13 @@ def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> 
     return matrix, weights, weights @ matrix
 
 
+def hard_sort() -> tuple[Tensor, Tensor, Tensor]:
+    """Return what relaxed_sort does, of the exact sort of SCORES with P_K."""
+    weights, order = rank_weights(P_K), torch.tensor(SCORES).argsort(descending=True)
+    matrix = torch.eye(len(SCORES), dtype=torch.float64)[order[: len(P_K)]]  # (k, n)
+    return matrix, weights, weights @ matrix
+
+
 def rank_weights(p_k: Sequence[float]) -> Tensor:
     """Return w_r = sum_{j>=r} P_K(j), (k,)."""
     return torch.tensor(p_k, dtype=torch.float64).flip(0).cumsum(0).flip(0)
@@ -81,12 +88,10 @@ def pull(loss: ClassificationLoss, own: Tensor) -> Tensor:
 
 def draw_permutations(folder: Path) -> list[Path]:
     """Draw permutation_matrix.svg and return its path."""
-    weights, order = rank_weights(P_K), torch.tensor(SCORES).argsort(descending=True)
-    hard = torch.eye(len(SCORES), dtype=torch.float64)[order[: len(P_K)]]  # (k, n)
-    panels = {"hard sort": (hard, weights, weights @ hard)}
+    panels = {"hard sort": hard_sort()}
     panels |= {f"{m}, β = {METHODS[m].inverse_temperature:g}": relaxed_sort(m, SCORES, P_K) for m in RELAXATIONS}
     rows = math.ceil(len(panels) / 4)
-    figure, axes = plt.subplots(rows, 4, figsize=(PAGE, 2.25 * rows))
+    figure, axes = plt.subplots(rows, 4, figsize=(PAGE, 2.3 * rows))
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
@@ -96,10 +101,21 @@ def draw_permutations(folder: Path) -> list[Path]:
     return save(figure, folder, "permutation_matrix", title)
 
 
+def draw_one_sample(folder: Path) -> list[Path]:
+    """Draw one_sample.svg, the picture of the README: the hard sort and a relaxed one, and return its path."""
+    figure, axes = plt.subplots(1, 2, figsize=(0.85 * PAGE, 2.9))
+    draw_panel(axes[0], *hard_sort(), "exact sort")
+    draw_panel(axes[1], *relaxed_sort("splitter_selection", SCORES, P_K), "relaxed: splitter selection network")
+    for axis in axes:
+        frame = {"facecolor": "none", "edgecolor": "C1", "linewidth": 2}
+        axis.add_patch(plt.Rectangle((TRUE - 0.5, -0.5), 1, len(P_K), **frame))
+    return save(figure, folder, "one_sample")
+
+
 def draw_method(method: str, folder: Path) -> list[Path]:
     """Draw METHOD.svg, P (where it has one) and the gradient, and return its path."""
     temperature, is_relaxed = METHODS[method].inverse_temperature, method in RELAXATIONS
-    figure, axes = plt.subplots(1, 1 + is_relaxed, figsize=(PAGE * (1 + is_relaxed) / 2, 2.6), squeeze=False)
+    figure, axes = plt.subplots(1, 1 + is_relaxed, figsize=(PAGE * (1 + is_relaxed) / 2, 2.9), squeeze=False)
     if is_relaxed:
         draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K), f"P of one sample, β = {temperature:g}")
     axis, own, highest = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64), 0.0
@@ -130,13 +146,13 @@ def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor, title: st
                 plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=plt.cm.Blues(value), edgecolor="C7", lw=0.4)
             )
             color = "white" if value > 0.6 else "black"
-            axis.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=6, color=color)
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
     for y, weight in enumerate(weights.tolist()):
-        axis.text(n - 0.25, y, f"×{weight:.3g}", ha="left", va="center", fontsize=7)
+        axis.text(n - 0.25, y, f"×{weight:.3g}", ha="left", va="center", fontsize=8)
     axis.set(xlim=(-0.5, n + 0.75), ylim=(places[-1] + 0.5, -0.5), aspect="equal", title=title)
     labels = [f"{name}  {score:g}".replace("-", "−") for name, score in zip(CLASSES, SCORES)]
-    axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=6.5)
-    axis.set_yticks(places, [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=7)
+    axis.set_xticks(range(n), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_yticks(places, [*(f"rank {row + 1}" for row in range(k)), "p"], fontsize=8)
     axis.tick_params(length=0, pad=2)
     axis.grid(False)
     axis.spines[:].set_visible(False)

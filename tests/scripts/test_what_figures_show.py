@@ -65,5 +65,5 @@ def test_seconds_per_epoch_are_of_as_many_steps_as_an_epoch_has(tmp_path, saved,
     )
     scaling.to_csv(tmp_path / "scaling.csv", index=False)
     figures.draw_benchmarks(tmp_path / "figures")
-    (axis,) = [axis for axis in saved[0].axes if "s per epoch" in axis.get_title(loc="left")]
+    (axis,) = [axis for axis in saved[0].axes if "s/epoch" in axis.get_title(loc="left")]
     assert sorted(numbers(axis, 0)) == pytest.approx([0.100 * steps, 0.120 * steps])
