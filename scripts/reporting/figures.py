@@ -3,6 +3,7 @@
 The colour is that of a method's family, the marker its own.
 """
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from scripts.reporting.runs import METRICS, half_width
 
 plt.style.use(Path(__file__).with_name("report.mplstyle"))
 BENCHMARKS = tables.PAPER.parent / "benchmarks"
-PAGE, WIDEST = 6.9, 35  # inches; points of accuracy that a panel shows
+PAGE, WIDEST = 7.6, 35  # inches; points of accuracy that a panel shows
 FAMILIES = {
     "C7": ("softmax_cross_entropy", "ldr_kl", "smooth_topk", "smooth_hard_topk", "truncated_entropy", "noised_topk"),
     "C5": ("imbalanced_noised_topk",),
@@ -46,7 +47,7 @@ SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]:
     """Write NAME.svg into a folder, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    figure.suptitle(title, fontsize=7, x=0.01, ha="left", wrap=True)
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
     path = folder / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -93,7 +94,7 @@ def dots(frame: pd.DataFrame, panels: Sequence[tuple[str, str, str, str]]) -> Fi
     panels: a title each, and the columns of the value, of half its interval, and of what is drawn hollow beside it. An
     accuracy far below the best is written at the edge.
     """
-    figure, grid = plt.subplots(1, len(panels), figsize=(PAGE, 0.8 + 0.17 * len(frame)), sharey=True, squeeze=False)
+    figure, grid = plt.subplots(1, len(panels), figsize=(PAGE, 0.8 + 0.19 * len(frame)), sharey=True, squeeze=False)
     for axis, (title, value, half, hollow) in zip(grid[0], panels):
         values = frame.reindex(columns=[value, hollow]).stack()
         least = values.max() - WIDEST if half else -float("inf")
@@ -106,7 +107,7 @@ def dots(frame: pd.DataFrame, panels: Sequence[tuple[str, str, str, str]]) -> Fi
                 elif name in row:
                     axis.errorbar(row[name], place, xerr=row.get(interval), capsize=2, markerfacecolor=face, **style)
             where = {"xy": (0.02, place), "xycoords": ("axes fraction", "data"), "va": "bottom"}
-            axis.annotate("◂ " * bool(outside) + ", ".join(outside), fontsize=6, **where)
+            axis.annotate("◂ " * bool(outside) + ", ".join(outside), fontsize=7, **where)
         axis.set(title=title, xscale="linear" if half or values.max() < 5 * values.min() else "log")
         axis.set_xlim(left=least if half and values.min() < least else None)
         axis.minorticks_off()
@@ -222,21 +223,26 @@ def draw_noise(file: Path, labels: str, folder: Path) -> list[Path]:
 def draw_findings(folder: Path) -> list[Path]:
     """Draw the differences to cross-entropy of the main comparisons, with their intervals."""
     comparisons = [comparison for comparison in findings.COMPARISONS if comparison.is_main]
-    figure, axes = plt.subplots(1, 2, figsize=(PAGE + 1, 0.9 + 0.27 * len(comparisons)), sharey=True)
-    for place, comparison in enumerate(comparisons):
+    headings = list(dict.fromkeys(comparison.data for comparison in comparisons))
+    # A heading has a line of its own above the comparisons on its data.
+    places = [place + 1 + headings.index(comparison.data) for place, comparison in enumerate(comparisons)]
+    last = places[-1]
+    figure, axes = plt.subplots(1, 2, figsize=(0.85 * PAGE, 0.9 + 0.36 * last), sharey=True)
+    labels = []
+    for place, comparison in zip(places, comparisons):
         found = findings.difference(comparison)
         for axis, gain in zip(axes, found.gains):
             color = {"gain": "C0", "loss": "C3", "no clear difference": "C7"}[gain.verdict]
             look = {"marker": "o" if found.seeds > 1 else "D", "markerfacecolor": color if gain.is_clear else "white"}
             half = gain.half if found.seeds > 1 else None
             axis.errorbar(gain.mean, place, xerr=half, color=color, capsize=2, **look)
-        seeds = f"{found.seeds} seeds" if found.seeds > 1 else "1 seed"
-        axes[1].text(1.02, place, seeds, transform=axes[1].get_yaxis_transform(), fontsize=7, va="center")
+        seeds = f"{found.seeds}\N{NO-BREAK SPACE}seed{'s' * (found.seeds > 1)}"
+        labels.append(textwrap.fill(f"{findings.title(comparison)} ({seeds})".replace("`", ""), 37))
     for axis, metric in zip(axes, METRICS.values()):
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set(title=metric, xlabel="difference to cross-entropy (points)", ylim=(len(comparisons) - 0.5, -0.5))
-    starts = [row.data.removesuffix(", wrong labels").removesuffix(" classifier") for row in comparisons]
-    labels = [f"{start}: {row.setting}\n{row.name}" for start, row in zip(starts, comparisons)]
-    axes[0].set_yticks(range(len(comparisons)), labels)
-    axes[0].tick_params(axis="y", labelsize=7)
+        axis.set(title=f"Δ {metric} (points)", ylim=(last + 0.5, -0.5))
+    axes[0].set_yticks(places, labels)
+    for place in sorted({*range(last)} - {*places}):
+        where = {"transform": axes[0].get_yaxis_transform(), "ha": "right", "va": "center"}
+        axes[0].text(-0.03, place, headings.pop(0), weight="bold", **where)
     return save(figure, folder, "findings")

@@ -61,14 +61,41 @@ def sides(comparison: Any) -> list[pd.DataFrame]:
     return found
 
 
+def title(comparison: Any) -> str:
+    """Return the setting, with the loss and the baseline where they are not the usual ones."""
+    loss = f", `{comparison.name}`" if comparison.name != "splitter_selection" else ""
+    baseline = f", against {comparison.baseline_name}" if comparison.baseline_name else ""
+    return comparison.setting + loss + baseline
+
+
 def trials(comparison: Any) -> str:
-    """Return how many settings were tried for the loss and for its baseline."""
+    """Return how many settings were tried for the loss and for its baseline; "52 + 30": in two rounds."""
     if comparison.is_published:
         return "published"
-    file = comparison.file.replace(".csv", "_trials.csv")
-    file = file if (RESULTS / file).exists() else comparison.file
-    lines = [core.lines_of(runs_that_meet(file, conditions)) for conditions in (comparison.loss, comparison.baseline)]
-    return " / ".join(str(len(tried)) for tried in lines)
+    stem = comparison.file.removesuffix(".csv")
+    files = [f"{stem.removesuffix('_more')}_trials.csv"] if stem.endswith("_more") else []
+    files.append(f"{stem}_trials.csv" if (RESULTS / f"{stem}_trials.csv").exists() else comparison.file)
+    return " / ".join(
+        " + ".join(str(number) for file in files if (number := number_of_lines(file, conditions)))
+        for conditions in (comparison.loss, comparison.baseline)
+    )
+
+
+def number_of_lines(file: str, conditions: str) -> int:
+    """Return how many settings of a results file meet conditions."""
+    try:
+        return len(core.lines_of(runs_that_meet(file, conditions)))
+    except core.ReportError:  # none does
+        return 0
+
+
+def commits(comparison: Any) -> str:
+    """Return the commits of a comparison's runs; of a file of scripts/epochs.py those of its finished runs."""
+    runs = pd.concat(sides(comparison))
+    if comparison.epoch:
+        finished = runs_that_meet(comparison.file.replace("_epochs", ""), "")
+        runs = finished[finished["run_id"].isin(runs["run_id"])]
+    return ", ".join(sorted({commit[:7] for commit in runs["git_commit"]}))
 
 
 def difference(comparison: Any) -> Difference:
@@ -96,7 +123,7 @@ def published() -> dict[str, str]:
         rows.loc["softmax_cross_entropy", "1 0 0 0 0"],
         rows.loc["splitter_selection", "0.2 0.2 0.2 0.2 0.2"],
     )
-    row = {"Setting": "paper: 200 epochs, constant learning rate", "Loss": "`splitter_selection`", "Seeds": "2"}
+    row = {"Setting": "the paper: 200 epochs, constant learning rate", "Seeds": "2"}
     row |= dict(zip(BASELINE, baseline.map("{:.2f}".format)))
     return row | {name: str(Interval(gain, math.nan)) for name, gain in zip(GAINS, loss - baseline)}
 
@@ -108,25 +135,37 @@ def lines_of(comparisons: list[Any]) -> pd.DataFrame:
         rows.append({"Setting": f"**{data}**"})
         for comparison in group:
             found = difference(comparison)
-            other = f", against {comparison.baseline_name}" * bool(comparison.baseline_name)
-            row = {"#": comparison.key, "Setting": comparison.setting, "Loss": f"`{comparison.name}`{other}"}
-            row |= {"Seeds": str(found.seeds), **dict(zip(BASELINE, map("{:.2f}".format, found.baseline)))}
+            row = {"Key": comparison.key, "Setting": title(comparison), "Seeds": str(found.seeds)}
             row |= {name: f"**{gain}**" if gain.is_clear else str(gain) for name, gain in zip(GAINS, found.gains)}
-            commits = sorted({commit[:7] for runs in sides(comparison) for commit in runs.get("git_commit", [])})
-            link = f"[{comparison.file.removesuffix('.csv')}](../results/{comparison.file})"
-            row |= {"Status": status(found), "Trials": trials(comparison), "Runs": ", ".join([link, *commits])}
-            rows.append(row)
+            row |= dict(zip(BASELINE, map("{:.2f}".format, found.baseline)))
+            rows.append(row | {"Status": status(found)})
     return pd.DataFrame(rows).fillna("")
 
 
 def main_table() -> str:
     """Return the README's table: the main comparisons with cross-entropy's accuracy, and the paper's own row."""
     table = lines_of([comparison for comparison in COMPARISONS if comparison.is_main])
-    title, ours = table[:1], table[1:]
-    table = pd.concat([title, pd.DataFrame([published()]), ours])
-    return as_markdown(table[["Setting", "Loss", "Seeds", *BASELINE, *GAINS]])
+    heading, ours = table[:1], table[1:]
+    table = pd.concat([heading, pd.DataFrame([published()]), ours])
+    return as_markdown(table[["Setting", *GAINS, "Seeds", *BASELINE]])
 
 
 def full_table() -> str:
-    """Return the table of docs/findings.md: all comparisons, with their status, trials, file and commit."""
-    return as_markdown(lines_of(COMPARISONS)[["#", "Setting", "Loss", "Seeds", *GAINS, "Status", "Trials", "Runs"]])
+    """Return the table of docs/findings.md: all comparisons, with their status."""
+    table = lines_of(COMPARISONS)
+    table["Setting"] = table["Setting"].where(table["Key"] == "", table["Key"] + ": " + table["Setting"])
+    return as_markdown(table[["Setting", *GAINS, "Seeds", "Status"]])
+
+
+def evidence() -> str:
+    """Return the table of docs/findings.md that says where each comparison comes from: trials, file, commits."""
+    rows = [
+        {
+            "Finding": comparison.key,
+            "Trials": trials(comparison),
+            "Runs": f"[{comparison.file}](../results/{comparison.file})",
+            "Commits": commits(comparison),
+        }
+        for comparison in COMPARISONS
+    ]
+    return as_markdown(pd.DataFrame(rows))
