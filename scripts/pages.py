@@ -14,6 +14,7 @@ and .csv files relative to the repository root.
 """
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -29,6 +30,11 @@ from scripts.reporting.runs import METRICS, ReportError, shown_p_k
 from topk_losses import METHODS
 
 P_K = re.compile(r"\[[\d., ]+\]")  # which no narrow column shall break
+# The line below a table that names its runs, and what a reader unfolds.
+RUNS = re.compile(
+    r"^Runs: ([\w.]+\.csv)(.*?)(?: Settings: (.*?)\.)?((?: (?:Published|Rerun|Not as published|[†≈]):.*)?)$",
+    re.MULTILINE,
+)
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
 PART = re.compile(r"(^<!-- begin (\S+)((?: [^\n]*?)?) -->\n).*?(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
@@ -89,12 +95,20 @@ def pages() -> list[Path]:
     )
 
 
-def rewritten(text: str) -> str:
-    """Return a page's text with its generated parts made again.
+def rewritten(text: str, folder: Path = ROOT) -> str:
+    """Return a page's text with its generated parts made again. folder: of the page.
 
     Raises:
         ReportError: if a kind is unknown, a comment has no partner, or a results file cannot be read.
     """
+
+    def linked(runs: re.Match[str]) -> str:
+        file, origin, settings, notes = runs.groups()
+        line = f"Runs: [{file}]({os.path.relpath(RESULTS / file, folder)}){origin}{notes}"
+        if not settings:
+            return line
+        listed = "\n".join(f"- {setting}" for setting in settings.split("; "))
+        return f'{line}\n\n<details markdown="1">\n<summary>Settings</summary>\n\n{listed}\n\n</details>'
 
     def made(part: re.Match[str]) -> str:
         begin, kind, arguments, end = part.groups()
@@ -102,7 +116,7 @@ def rewritten(text: str) -> str:
             raise ReportError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
         words = [ROOT / word if word.endswith(".csv") else word for word in shlex.split(arguments)]
         content = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*words))
-        return f"{begin}\n{content.strip()}\n\n{end}"
+        return f"{begin}\n{RUNS.sub(linked, content.strip())}\n\n{end}"
 
     text, number = PART.subn(made, text)
     if {number} != {len(re.findall(f"^<!-- {word}\\b", text, re.MULTILINE)) for word in ("begin", "end")}:
@@ -144,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     for page in pages():
         name, old = page.relative_to(ROOT), page.read_text(encoding="utf-8")
         try:
-            new = rewritten(old)
+            new = rewritten(old, page.parent)
         except (ReportError, OSError, TypeError) as error:
             print(f"error: {name}: {error}", file=sys.stderr)
             return 2

@@ -120,16 +120,14 @@ def beam_search(name: str, runs: pd.DataFrame) -> str:
     percent = [rate for rate in rates if "_per_" not in rate]
     runs = core.as_numbers(core.as_numbers(runs, percent, 100), [rate for rate in rates if rate not in percent])
     runs = runs.assign(**{rate: 100 * runs[rate] for rate in rates if rate not in percent})
-    arms = {name: place for place, name in enumerate(("cross_entropy", "retain", "soft_beam"))}
+    order = {name: place for place, name in enumerate(("cross_entropy", "retain", "soft_beam"))}
     lines = lines_of(runs)
-    lines.sort(key=lambda line: (arms.get(line["arm"].iloc[0], 9), list(METHODS).index(line["method"].iloc[0])))
+    lines.sort(key=lambda line: (order.get(line["arm"].iloc[0], 9), list(METHODS).index(line["method"].iloc[0])))
     settings, shared = settings_of(lines)
-    settings = (
-        settings.drop(columns="p_k", errors="ignore")
-        .rename(columns={"inverse_temperature": "inverse temperature"})
-        .map(short)
-    )
-    settings = settings.loc[:, (settings != "").any()]
+    settings = settings.drop(columns=["method", "arm", "p_k"], errors="ignore").map(short)
+    settings = settings.loc[:, (settings != "").any()].rename(columns={"inverse_temperature": "inverse temperature"})
+    arms = pd.DataFrame({"arm": [f"{line['arm'].iloc[0]}, {line['method'].iloc[0]}" for line in lines]})
+    arms = arms.replace("cross_entropy, softmax_cross_entropy", "cross_entropy")
     tables = {"mean ± sample standard deviation over the seeds": [], "minus the control (cross_entropy) by seed": []}
     tables |= {"right phonemes by position (the end is one), after the right ones / after the model's own": []}
     controls = {core.experiment(line): line for line in lines if line["arm"].iloc[0] == "cross_entropy"}
@@ -148,7 +146,7 @@ def beam_search(name: str, runs: pd.DataFrame) -> str:
             rows.append(row)
     text = ["WER, PER: word and phoneme error rate."]
     for caption, rows in tables.items():
-        text += [f"In percent, {caption}:", as_markdown(settings.join(pd.DataFrame(rows)).fillna(""))]
+        text += [f"In percent, {caption}:", as_markdown(arms.join(pd.DataFrame(rows)).join(settings).fillna(""))]
     return "\n\n".join([*text, origin(name, runs, shared)]) + "\n"
 
 

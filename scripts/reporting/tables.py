@@ -170,7 +170,8 @@ def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
     if (frame["pairs"].dropna() == frame["n_seeds"][frame["pairs"].notna()]).all():
         frame = frame.drop(columns="pairs")
     first = [name for name in frame if name in ("method", "p_k") or name.endswith(("_gain", "_half"))]
-    frame = frame[[*first, *frame.columns.difference(first, sort=False)]]
+    results = [name for name in frame if name.endswith(("_mean", "_std")) or name in ("n_seeds", "pairs")]
+    frame = frame[[*first, *results, *frame.columns.difference([*first, *results], sort=False)]]
     caption = (
         f"Test accuracy in percent at the best validation epoch, {SPREAD}. Validation: mean of top-1 and top-5. "
         f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
