@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from topk_losses.checks import check_inverse_temperature, check_k, check_positive
 from topk_losses.classification import Given
-from topk_losses.kernels import kernel
+from topk_losses.kernels import kth_largest_kernel
 from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, fixed_beta, pick_ranks
 from topk_losses.single_k import SingleKLoss
 
@@ -98,7 +98,7 @@ class SmoothTopKLoss(SingleKLoss):
         if target is None:
             return None
         tau = given.beta
-        find = kernel("kth_largest", scores, tau) or kth_largest
+        find = kth_largest_kernel(scores, tau) or kth_largest
         smooth, hard, top, *_ = find(scores, target, [self.k], as_tensor(self.k * tau, scores))
         smooth, hard = smooth.squeeze(1), hard.squeeze(1)
         true = scores.gather(1, target.unsqueeze(1)).squeeze(1).detach()  # (rows,)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.kernels import kernel
+from topk_losses.kernels import kth_largest_kernel
 from topk_losses.operator import MASKED, MaskOperator, as_tensor, centered, finite, pick_ranks
 from topk_losses.smooth_svm import kth_largest, log_polynomials
 
@@ -39,7 +39,7 @@ class SubsetTopK(MaskOperator):
         proper = [k for k in ks if k < scores.shape[1]]
         if not proper:  # among n classes all are within n
             return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
-        find = kernel("kth_largest", scores, beta) or kth_largest
+        find = kth_largest_kernel(scores, beta) or kth_largest
         # kth / beta - s_y
         distance, _, top, *_ = find(scores, labels, proper, 1 / as_tensor(beta, scores))
         true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)

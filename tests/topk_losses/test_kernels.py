@@ -13,16 +13,16 @@ from torch import Tensor
 from tests.methods import random_batch, value_and_gradient
 from tests.reference import NETWORKS
 from topk_losses import DISTRIBUTIONS, bitonic, splitter_selection
-from topk_losses.kernels import VARIABLE, device_of_kernels, kernel
-from topk_losses.networks import _tables_of, carry_mass
+from topk_losses.kernels import VARIABLE, backend_for, kth_largest_kernel, network_kernel, sinkhorn_kernel
+from topk_losses.networks import carry_mass
 from topk_losses.sigmoids import distance_of_rounding
 from topk_losses.smooth_svm import kth_largest
 from topk_losses.transport import sinkhorn
 
 # The interpreter computes with NumPy, which warns of an infinity on the way where a GPU is silent.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-TRITON = "topk_losses.kernels.cuda_networks"
-OPERATIONS = {"carry_mass": carry_mass, "kth_largest": kth_largest, "sinkhorn": sinkhorn}
+KERNELS = {"carry_mass": network_kernel, "kth_largest": kth_largest_kernel, "sinkhorn": sinkhorn_kernel}
+EAGER = {"carry_mass": carry_mass, "kth_largest": kth_largest, "sinkhorn": sinkhorn}
 NAN, INF = float("nan"), float("inf")
 
 
@@ -57,9 +57,11 @@ numba_alone = pytest.mark.parametrize("backend", ["numba"], indirect=True)
 
 def settings_of(network, beta, distribution, art_lambda=None, device="cpu"):
     """The arguments of carry_mass behind scores and target; art_lambda: default 0.5 for logistic_phi."""
-    comparators, sizes = _tables_of(network, device)
+    layers = network.pruned().layers
+    wires = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]
     art_lambda = 0.5 if distribution == "logistic_phi" and art_lambda is None else art_lambda
-    return torch.tensor(beta, device=device), comparators, sizes, network.k, distribution, art_lambda
+    comparators = torch.tensor(wires, dtype=torch.int64, device=device)
+    return torch.tensor(beta, device=device), comparators, [*map(len, layers)], network.k, distribution, art_lambda
 
 
 def arguments_of(operation, n, k=3, device="cpu"):
@@ -73,8 +75,8 @@ def arguments_of(operation, n, k=3, device="cpu"):
 
 def weighted(operation, scores, target, *arguments, results=1):
     """The results side by side (batch, ...), weighted, and the gradient of their sum; by the kernel in float32."""
-    run = kernel(operation, scores) or OPERATIONS[operation]
-    assert (run is OPERATIONS[operation]) == (scores.dtype == torch.float64)
+    run = KERNELS[operation](scores) or EAGER[operation]
+    assert (run is EAGER[operation]) == (scores.dtype == torch.float64)
 
     def compute(leaf: Tensor) -> Tensor:
         found = torch.cat(run(leaf, target, *arguments)[:results], dim=1)
@@ -159,10 +161,10 @@ ROWS += [[-INF, 0, *[-INF] * 4], [-INF] * 6, [NAN, 1, 2, 3, 4, 5], [INF, 1, 2, 3
 LABELS = torch.tensor([3, 0, 5, 1, 0, 1, 2, 1, 1])
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", KERNELS)
 def test_a_spoilt_sample_leaves_the_others_alone(operation, backend, device):
     scores, labels = torch.tensor(ROWS).to(device), LABELS.to(device)
-    if kernel(operation, scores) is None:
+    if KERNELS[operation](scores) is None:
         pytest.skip("Triton has networks alone")
     arguments = arguments_of(operation, 6, device=device)
     live = 4 if operation == "sinkhorn" else 7  # which masks classes in another way
@@ -171,7 +173,7 @@ def test_a_spoilt_sample_leaves_the_others_alone(operation, backend, device):
     got = weighted(operation, scores, labels, *arguments)
     want = weighted(operation, scores[:live].double(), labels[:live], *arguments)
     torch.testing.assert_close([each[:live].double() for each in got], list(want), rtol=1e-4, atol=1e-4, equal_nan=True)
-    spoilt = got[0][7:] if operation != "kth_largest" else kernel(operation, scores)(scores, labels, *arguments)[2][7:]
+    spoilt = got[0][7:] if operation != "kth_largest" else KERNELS[operation](scores)(scores, labels, *arguments)[2][7:]
     assert not bool((spoilt[:, :1] < INF).any())
 
 
@@ -185,7 +187,7 @@ def test_the_smooth_kth_largest_agrees_with_float64(backend, n, scale, data):
         scores = scores.bfloat16().float()
     ks = sorted(data.draw(st.sets(st.integers(1, min(n - 1, 70)), min_size=1, max_size=3)))
     tau = torch.tensor(data.draw(st.sampled_from([0.05, 0.5, 5.0])))
-    outputs = [(kernel("kth_largest", x) or kth_largest)(x, labels, ks, tau) for x in (scores, scores.double())]
+    outputs = [(kth_largest_kernel(x) or kth_largest)(x, labels, ks, tau) for x in (scores, scores.double())]
     slack = 2e-5 * (1 + scale / 10)
     for got, want in zip(*outputs[:2]):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=slack)
@@ -207,7 +209,7 @@ def test_sinkhorn_agrees_with_float64_on_live_classes(backend, n, beta):
     masked = masked.scatter(1, labels.unsqueeze(1), False)
     masked[5, labels[5]] = True  # the labelled class itself
     scores = x.masked_fill(masked, -1)
-    errors = kernel("sinkhorn", x)(scores, labels, *arguments)[1]
+    errors = sinkhorn_kernel(x)(scores, labels, *arguments)[1]
     assert bool((errors <= 2e-5).all())
     got, gradient = weighted("sinkhorn", scores, labels, *arguments)
     assert not bool(gradient[masked].any() | got[5].any() | gradient[5].any())
@@ -223,14 +225,14 @@ def test_sinkhorn_agrees_with_float64_on_live_classes(backend, n, beta):
         torch.testing.assert_close(gradient[row, ~masked[row]].double(), want_gradient[0], rtol=1e-3, atol=atol)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", KERNELS)
 def test_second_derivatives_are_those_of_float64_under_autocast_too(operation, backend, device):
     scores, labels = torch.rand(2, 9, device=device), torch.tensor([3, 8], device=device)
     arguments, results = arguments_of(operation, 9, device=device), []
-    if kernel(operation, scores) is None:
+    if KERNELS[operation](scores) is None:
         pytest.skip("Triton has networks alone")
     for leaf in (scores.clone().requires_grad_(), scores.double().requires_grad_()):
-        value = (kernel(operation, leaf) or OPERATIONS[operation])(leaf, labels, *arguments)[0]
+        value = (KERNELS[operation](leaf) or EAGER[operation])(leaf, labels, *arguments)[0]
         with torch.autocast(device, torch.bfloat16, enabled=leaf.dtype == torch.float32):
             (first,) = torch.autograd.grad(value.square().sum(), leaf, create_graph=True)
         results.append(torch.autograd.grad(first.square().sum(), leaf)[0].double())
@@ -238,10 +240,10 @@ def test_second_derivatives_are_those_of_float64_under_autocast_too(operation, b
 
 
 @numba_alone
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", KERNELS)
 def test_an_exported_kernel_takes_any_batch_size_and_keeps_the_rules_of_custom_operators(operation, backend):
     arguments, module, batch = arguments_of(operation, 9), torch.nn.Module(), {0: torch.export.Dim("batch", min=2)}
-    module.forward = lambda scores, labels: kernel(operation, scores)(scores, labels, *arguments)[0].square().sum()
+    module.forward = lambda scores, labels: KERNELS[operation](scores)(scores, labels, *arguments)[0].square().sum()
     scores, labels = torch.rand(200, 9), torch.arange(200) % 9
     program = torch.export.export(module, (scores, labels), dynamic_shapes=[batch, batch])
     operator = getattr(torch.ops.topk_losses, f"{operation}_cpu")
@@ -261,35 +263,36 @@ def test_a_backend_that_cannot_run_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     interpreter = "needs tensors on cuda, got cpu; unset it, or set TRITON_INTERPRET=1"
     refused = [("triton", "cpu", interpreter), ("numba", "meta", "needs tensors on cpu, got meta")]
-    for name, device, sentence in [*refused, ("cuda", "cpu", "must be torch, numba or triton")]:
+    for name, device, message in [*refused, ("cuda", "cpu", "must be torch, numba or triton")]:
         monkeypatch.setenv(VARIABLE, name)
-        with pytest.raises(ValueError, match=sentence):
-            device_of_kernels(torch.device(device))
+        with pytest.raises(ValueError, match=message):
+            backend_for(torch.device(device))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: False)
     for name in ("triton", "numba"):
         monkeypatch.setenv(VARIABLE, name)
         with pytest.raises(ValueError, match=f"needs the package {name}"):
-            device_of_kernels(torch.device("cpu"))
+            backend_for(torch.device("cpu"))
 
 
-def test_kernels_are_the_default_on_the_devices_that_they_are_made_for(monkeypatch):
-    scores = torch.rand(1, 2)
-    monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: True)
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_default_backend_of_a_device(installed, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    for capability, taken in (((7, 5), ""), ((8, 0), "cuda"), ((12, 0), "cuda")):
+    monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: installed)
+    for capability, wanted in (((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        assert device_of_kernels(torch.device("cuda")) == taken
-    assert device_of_kernels(torch.device("mps")) == ""
-    monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: False)
-    assert device_of_kernels(torch.device("cuda")) == device_of_kernels(torch.device("cpu")) == ""
-    monkeypatch.undo()
-    pytest.importorskip("numba")
-    monkeypatch.setenv(VARIABLE, "numba")
-    assert kernel("sinkhorn", scores) is not None
-    assert kernel("sinkhorn", scores.double()) is None
-    assert kernel("sinkhorn", scores, torch.ones((), requires_grad=True)) is None
-    assert kernel("no such operation", scores) is None
-    assert torch.vmap(lambda row: row * (kernel("sinkhorn", row) is None))(scores).all()
+        assert backend_for(torch.device("cuda")) == (wanted if installed else "torch")
+    assert backend_for(torch.device("cpu")) == ("numba" if installed else "torch")
+    assert backend_for(torch.device("mps")) == "torch"
+
+
+@numba_alone
+@pytest.mark.parametrize("operation", KERNELS)
+def test_kernels_take_float32_and_no_setting_that_is_learned(operation, backend, monkeypatch):
+    kernel, scores = KERNELS[operation], torch.rand(1, 2)
+    assert kernel(scores, torch.ones(())) is not None
+    assert kernel(scores.double()) is None
+    assert kernel(scores, torch.ones((), requires_grad=True)) is None
+    assert torch.vmap(lambda row: row * (kernel(row) is None))(scores).all()
     monkeypatch.setenv(VARIABLE, "torch")
-    assert kernel("sinkhorn", scores) is None
+    assert kernel(scores) is None

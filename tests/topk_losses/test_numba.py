@@ -13,8 +13,8 @@ import torch
 
 import topk_losses
 from tests.methods import value_and_gradient
-from tests.topk_losses.test_kernels import OPERATIONS, arguments_of
-from topk_losses.kernels import VARIABLE, kernel
+from tests.topk_losses.test_kernels import KERNELS, arguments_of
+from topk_losses.kernels import VARIABLE, network_kernel
 
 pytest.importorskip("numba")
 from topk_losses.kernels import numba_support
@@ -29,14 +29,14 @@ def _numba(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", KERNELS)
 def test_many_threads_give_the_bits_of_one(operation):
     scores, labels = torch.rand(600, 100, generator=torch.Generator().manual_seed(4)), torch.arange(600) % 100
     arguments = arguments_of(operation, 100, 5)
     results = []
     for number in (1, 4):
         torch.set_num_threads(number)
-        results.append(value_and_gradient(lambda leaf: kernel(operation, leaf)(leaf, labels, *arguments)[0], scores))
+        results.append(value_and_gradient(lambda leaf: KERNELS[operation](leaf)(leaf, labels, *arguments)[0], scores))
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
@@ -44,7 +44,7 @@ def _in_threads() -> float:
     # Scores few enough for PyTorch's own operations to stay in one thread: those of OpenMP hang after a fork.
     torch.set_num_threads(4)
     scores, labels = torch.zeros(30, 1000), torch.zeros(30, dtype=torch.long)
-    return kernel("carry_mass", scores)(scores, labels, *arguments_of("carry_mass", 1000, 5))[0].sum().item()
+    return network_kernel(scores)(scores, labels, *arguments_of("carry_mass", 1000, 5))[0].sum().item()
 
 
 def test_a_forked_process_has_threads_of_its_own():
@@ -55,28 +55,28 @@ def test_a_forked_process_has_threads_of_its_own():
 
 PROGRAM = """
 import torch
-from topk_losses.kernels import kernel
-wires, scores = torch.tensor([[1], [0]]), torch.arange(2.0).view(1, 2)
-run = kernel("carry_mass", scores)
-column = run(scores, torch.tensor([1]), torch.tensor(1.0), wires, [1], 1, "reciprocal", None)[0]
-from topk_losses.kernels.cpu_networks import _forward_of
-print(float(column), sum(_forward_of("reciprocal", 0.0).stats.cache_misses.values()))
+from topk_losses import RelaxedNetwork, bitonic
+operator = RelaxedNetwork(bitonic(2, 1), 1.0, "reciprocal")
+print(float(operator.rank_probabilities(torch.arange(2.0), torch.tensor(1))))
 """
 
 
 def test_a_second_process_compiles_nothing_unless_a_source_has_changed(tmp_path):
-    """The loop is a closure over a family's functions, which Numba alone would compile in every process."""
+    """Numba alone would compile the loop of a network, which is a closure, in every process."""
     shutil.copytree(Path(topk_losses.__file__).parent, tmp_path / "topk_losses", ignore=shutil.ignore_patterns("*pyc*"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
     def compute():
-        return subprocess.check_output(
-            [sys.executable, "-c", PROGRAM], env=environment, cwd=tmp_path, text=True
-        ).split()
+        """What the program printed, and whether it saved code that it had compiled."""
+        command = [sys.executable, "-c", PROGRAM]
+        output = subprocess.check_output(
+            command, env={**environment, "NUMBA_DEBUG_CACHE": "1"}, cwd=tmp_path, text=True
+        )
+        return output.splitlines()[-1], "data saved" in output
 
-    first, misses = compute()
-    assert misses == "1"
-    assert compute() == [first, "0"]
+    first, has_compiled = compute()
+    assert has_compiled
+    assert compute() == (first, False)
     formulas = tmp_path / "topk_losses" / "kernels" / "cpu_networks.py"
     formulas.write_text(formulas.read_text().replace("/ (_f32(2) + u)", "/ (_f32(3) + u)"))
     assert compute()[0] != first

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.topk_losses.test_kernels import TRITON, settings_of
+from tests.topk_losses.test_kernels import settings_of
 from topk_losses import DISTRIBUTIONS, splitter_selection
 
 triton = pytest.importorskip("triton")
 jit = pytest.importorskip("triton.runtime.jit")
 backends = pytest.importorskip("triton.backends.compiler")
 
+TRITON = "topk_losses.kernels.cuda_networks"
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # What a launch asks of CUDA's driver before it has code to load.
 HOPPER = SimpleNamespace(

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from topk_losses import transport
-from topk_losses.kernels import register
+from topk_losses.kernels.custom_operator import custom_operator, empty_gradient
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
 
 WORK_OF_A_THREAD = 100_000  # entries of plans that pay for another thread
@@ -136,7 +136,7 @@ def _solve(P, c, r, damping, tolerance, v):
 
 
 @jit
-def _forward(scores, labels, beta, tolerance, max_iterations, first, last, column, errors, potentials):
+def _forward(first, last, scores, labels, beta, tolerance, max_iterations, column, errors, potentials):
     """Rows first..last of scores (batch, n) to the column (batch, k), errors (batch,) and potentials (batch, n)."""
     n = -1  # for which there is room
     for row in range(first, last):
@@ -177,7 +177,7 @@ def _forward(scores, labels, beta, tolerance, max_iterations, first, last, colum
 
 
 @_any_order
-def _backward(scores, labels, beta, potentials, grad, first, last, grad_scores):
+def _backward(first, last, scores, labels, beta, potentials, grad, grad_scores):
     """Rows first..last of the gradient of the column (batch, k) to that of scores (batch, n), by the KKT conditions."""
     n = -1  # for which there is room
     for row in range(first, last):
@@ -207,20 +207,22 @@ def _backward(scores, labels, beta, potentials, grad, first, last, grad_scores):
         grad_scores[row, columns[own]] += _f32(2) * beta * _dot(by_mass, points)
 
 
-def _outputs(x, labels, beta, k, *_):
-    """The column (batch, k), its errors (batch,), and the potentials (batch, n) that the backward pass reads."""
+def _allocate(x, labels, beta, k, *_):
+    """Allocate the column (batch, k), its errors (batch,), and the potentials (batch, n) for the backward pass."""
     return [x.new_empty(x.shape[0], k), x.new_empty(x.shape[0]), x.new_empty(x.shape)]
 
 
-def _sinkhorn(made, x, labels, beta, k, tolerance, max_iterations):
-    """As transport.sinkhorn, for whitened scores x (batch, n) float32 in [0, 1], below 0 for masked-out classes."""
-    inputs, work = (x, labels, _f32(beta), _f32(tolerance), max_iterations), x.numel() * x.shape[1]
-    in_threads(_forward, work, WORK_OF_A_THREAD, len(x), inputs, made)
+def _sinkhorn(x, labels, beta, k, tolerance, max_iterations):
+    """Compute transport.sinkhorn for whitened scores x (batch, n), below 0 for masked-out classes."""
+    outputs, work = _allocate(x, labels, beta, k), x.numel() * x.shape[1] // WORK_OF_A_THREAD
+    in_threads(_forward, len(x), work, x, labels, _f32(beta), _f32(tolerance), max_iterations, *outputs)
+    return outputs
 
 
-def _sinkhorn_backward(grad_x, grads, made, x, labels, beta, *_):
-    inputs, work = (x, labels, _f32(beta), made[2], grads[0]), x.numel() * x.shape[1]
-    in_threads(_backward, work, WORK_OF_A_THREAD, len(x), inputs, [grad_x])
+def _gradient(grads, outputs, x, labels, beta, *_):
+    grad_x, work = empty_gradient(x), x.numel() * x.shape[1] // WORK_OF_A_THREAD
+    in_threads(_backward, len(x), work, x, labels, _f32(beta), outputs[2], grads[0], grad_x)
+    return grad_x
 
 
-register("sinkhorn", "cpu", 1, _outputs, _sinkhorn, _sinkhorn_backward, transport.sinkhorn)
+sinkhorn = custom_operator("sinkhorn_cpu", transport.sinkhorn, _sinkhorn, _allocate, _gradient)

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from topk_losses import smooth_svm
-from topk_losses.kernels import register
+from topk_losses.kernels.custom_operator import custom_operator, empty_gradient
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
 from topk_losses.operator import MASKED
 
@@ -68,7 +68,7 @@ def _sum_and_multiply(values, x):
 
 
 @jit
-def _forward(scores, labels, temperature, ks, first, last, smooth, hard, top, index, origin, powers, leaf_slopes):
+def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, index, origin, powers, leaf_slopes):
     """Rows first..last of scores (batch, n), for ks (J,) rising up to K, to smooth and hard (batch, J) and top.
 
     For the backward pass: index (batch, leaves + 1), the columns of the leaves, falling, and the true class; origin
@@ -145,7 +145,7 @@ def _forward(scores, labels, temperature, ks, first, last, smooth, hard, top, in
 
 @jit
 def _backward(
-    scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_hard, first, last, grad_scores
+    first, last, scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_hard, grad_scores
 ):
     """Rows first..last of the gradients of smooth and hard (batch, J) to that of scores (batch, n)."""
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, powers.shape[2]
@@ -171,8 +171,8 @@ def _backward(
         slope[labels[row]] = true
 
 
-def _outputs(scores, labels, ks, temperature):
-    """smooth, hard and top; then, for the backward pass, index, origin, powers and leaf_slopes."""
+def _allocate(scores, labels, ks, temperature):
+    """Allocate smooth, hard and top; then, for the backward pass, index, origin, powers and leaf_slopes."""
     (batch, n), J, K = scores.shape, len(ks), ks[-1]
     leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
     shapes = ((J,), (J,), (min(K + 1, n),), (leaves + 1,), (1,), (J, K), (J, leaves))
@@ -181,15 +181,18 @@ def _outputs(scores, labels, ks, temperature):
     return outputs
 
 
-def _kth_largest(made, scores, labels, ks, temperature):
-    """As smooth_svm.kth_largest, for scores (batch, n) float32."""
+def _kth_largest(scores, labels, ks, temperature):
+    outputs = _allocate(scores, labels, ks, temperature)
     inputs = (scores, labels, temperature.item(), np.array(ks))
-    in_threads(_forward, scores.numel(), WORK_OF_A_THREAD, len(scores), inputs, made)
+    in_threads(_forward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs, *outputs)
+    return outputs
 
 
-def _kth_largest_backward(grad_scores, grads, made, scores, labels, ks, temperature):
-    inputs = (scores, labels, temperature.item(), np.array(ks), *made[2:], *grads)
-    in_threads(_backward, scores.numel(), WORK_OF_A_THREAD, len(scores), inputs, [grad_scores])
+def _gradient(grads, outputs, scores, labels, ks, temperature):
+    grad_scores = empty_gradient(scores)
+    inputs = (scores, labels, temperature.item(), np.array(ks), *outputs[2:], *grads)
+    in_threads(_backward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs, grad_scores)
+    return grad_scores
 
 
-register("kth_largest", "cpu", 2, _outputs, _kth_largest, _kth_largest_backward, smooth_svm.kth_largest)
+kth_largest = custom_operator("kth_largest_cpu", smooth_svm.kth_largest, _kth_largest, _allocate, _gradient, 2)

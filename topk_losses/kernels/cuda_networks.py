@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from topk_losses import networks
-from topk_losses.kernels import register
+from topk_losses.kernels.custom_operator import custom_operator
 from topk_losses.operator import centered, mass_of
 from topk_losses.sigmoids import ART_TIE, distance_of_rounding
 
@@ -154,24 +154,25 @@ def _launch(backward, wires, saved, scores, beta, comparators, layer_sizes, dist
         carry_kernel[grid](wires, comparators.to(torch.int32), bounds, saved, *numbers, *constants, **shape)
 
 
-def _outputs(scores, target, beta, comparators, layer_sizes, k, *_):
-    """The column (batch, k), and each comparator's differences in the two channels, 8 bytes per sample."""
+def _allocate(scores, target, beta, comparators, layer_sizes, k, *_):
+    """Allocate the column (batch, k), and each comparator's differences in the two channels, 8 bytes per sample."""
     batch = scores.shape[0]
     return [scores.new_empty(batch, k), scores.new_empty(2, batch, comparators.shape[1])]
 
 
-def _carry_mass(made, scores, target, beta, comparators, layer_sizes, k, *sigmoid):
-    """P[1..k, y] (batch, k) of a relaxed network, as networks.carry_mass, for scores (batch, n) float32."""
+def _carry_mass(scores, target, beta, comparators, layer_sizes, k, *sigmoid):
+    column, saved = outputs = _allocate(scores, target, beta, comparators, layer_sizes, k)
     wires = torch.stack([centered(scores), mass_of(scores, target)])  # (2, batch, n)
-    _launch(False, wires, made[1], scores, beta, comparators, layer_sizes, *sigmoid)
-    made[0].copy_(wires[1, :, scores.shape[1] - k :].flip(1))
+    _launch(False, wires, saved, scores, beta, comparators, layer_sizes, *sigmoid)
+    column.copy_(wires[1, :, scores.shape[1] - k :].flip(1))
+    return outputs
 
 
-def _carry_mass_backward(grad_scores, grads, made, scores, target, beta, comparators, layer_sizes, k, *sigmoid):
+def _gradient(grads, outputs, scores, target, beta, comparators, layer_sizes, k, *sigmoid):
     wires = scores.new_zeros(2, *scores.shape)
     wires[1, :, scores.shape[1] - k :] = grads[0].flip(1)
-    _launch(True, wires, made[1], scores, beta, comparators, layer_sizes, *sigmoid)
-    grad_scores.copy_(wires[0]).masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
+    _launch(True, wires, outputs[1], scores, beta, comparators, layer_sizes, *sigmoid)
+    return wires[0].masked_fill(scores == -torch.inf, 0)  # MASKED stood in for them
 
 
-register("carry_mass", "cuda", 1, _outputs, _carry_mass, _carry_mass_backward, networks.carry_mass)
+carry_mass = custom_operator("carry_mass_cuda", networks.carry_mass, _carry_mass, _allocate, _gradient)

@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -85,24 +85,27 @@ _pool = lru_cache(maxsize=1)(lambda: ThreadPoolExecutor(os.cpu_count(), thread_n
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
-def in_threads(
-    loop: Callable[..., Any], work: int, work_per_thread: int, tiles: int, inputs: Sequence[Any], results: Sequence[Any]
-) -> None:
-    """Run loop(*inputs, first, last, *results) over all tiles, in as many threads as the work is worth.
+def in_threads(loop: Callable[..., Any], number: int, work: int, *arguments: Any) -> None:
+    """Run loop(first, last, *arguments) over the numbers below `number`, in several threads for enough work.
 
-    Tensors are passed as arrays. A thread takes the next share of tiles when it has finished one: PyTorch's threads
-    wait busily for some milliseconds after an operation, so that a core may be half taken. The threads are Python's,
-    since kernels run without its lock; Numba's serve one caller at a time, and OpenMP's do not survive a fork.
+    Args:
+        loop: a compiled function, which takes tensors as arrays. What it writes to must be contiguous.
+        number: of the batch's samples, or of tiles.
+        work: number of threads that are worth it, beyond the first.
+        arguments: of the loop.
+
+    A thread takes the next share when it has finished one: PyTorch's threads wait busily for some milliseconds after an
+    operation, so that a core may be half taken. The threads are Python's, since kernels run without its lock; Numba's
+    serve one caller at a time, and OpenMP's do not survive a fork.
     """
-    arrays = [value.detach().contiguous().numpy() if isinstance(value, Tensor) else value for value in inputs]
-    made = [result.numpy() for result in results]
-    threads = max(1, min(torch.get_num_threads(), tiles, 1 + work // work_per_thread))
-    size = -(-tiles // (SHARES * threads)) if threads > 1 else max(1, tiles)
-    starts = iter(range(0, tiles, size))  # next() holds Python's lock
+    arrays = [value.detach().contiguous().numpy() if isinstance(value, Tensor) else value for value in arguments]
+    threads = max(1, min(torch.get_num_threads(), number, 1 + work))
+    size = -(-number // (SHARES * threads)) if threads > 1 else max(1, number)
+    starts = iter(range(0, number, size))  # next() holds Python's lock
 
     def take_shares() -> None:
         for first in starts:
-            loop(*arrays, first, min(first + size, tiles), *made)
+            loop(first, min(first + size, number), *arrays)
 
     others = [_pool().submit(take_shares) for _ in range(threads - 1)]
     take_shares()
