@@ -15,7 +15,7 @@ from topk_losses import METHODS, __all__
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ELSEWHERE = {"lightning", "torchmetrics", "transformers"}  # what docs/requirements.txt installs for the snippets
+ELSEWHERE = {"ignite", "lightning", "torchmetrics", "transformers"}  # of docs/requirements.txt
 FENCE = re.compile(r"^```(\w*)$", re.MULTILINE)
 CONTINUES = re.compile(r"^#.*\b(continued|continues|as above)\b", re.IGNORECASE)
 

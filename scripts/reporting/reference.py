@@ -24,8 +24,8 @@ from topk_losses.methods import SINGLE_K, TOP1, any_operator
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGES, TUTORIAL = ROOT / "results", ROOT / "docs" / "methods", ROOT / "docs" / "tutorial.md"
 KINDS = {
-    "losses": "loss without a sort",
-    "robust": "loss for wrong labels",
+    "losses": "no sort",
+    "robust": "wrong labels",
     "sorts": "relaxed sort",
     "transports": "optimal transport",
     "thresholds": "threshold",
@@ -105,7 +105,7 @@ def methods() -> str:
         row = {
             "method": f"[`{method}`]({where[method]})",
             "kind": KINDS[spec.family],
-            "P_K": takes,
+            "P_K": takes.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}"),
             "inverse temperature": beta,
         }
         row |= dict(zip(("Δ top-1", "Δ top-5"), gains.get(method, ("", ""))))
