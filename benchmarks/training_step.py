@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from benchmarks.runner import SOFTMAX, Table, parser, ratio, take_turns
-from data.cifar import CIFAR_MEAN, CIFAR_STD, Split, crop_and_flip, epoch_generator, normalise, sample_crops
+from data.cifar import CIFAR_MEAN, CIFAR_STD, crop_and_flip, epoch_generator, sample_crops, scale_and_shift
+from data.splits import Split
 from experiments.common.losses import DEFAULT_P_K
 from experiments.common.official_loss import make_official_loss
 from experiments.common.processes import prepare_device
@@ -58,13 +59,14 @@ def our_steps(
 ) -> dict[str, Callable[[], object]]:
     """Return for each method a function that makes a training step of one network, and one that augments a batch."""
     split = Split(images.contiguous(memory_format=torch.channels_last), labels).to(device)
+    scale, shift = (number.to(device) for number in scale_and_shift("cifar100"))
     generator = epoch_generator(0, 1, device)
     model = resnet_cifar("resnet18", NUM_CLASSES).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True)
 
     def augmented() -> tuple[Tensor, Tensor]:
         rows, targets = split.batch(torch.randint(len(labels), (batch,), device=device))
-        return normalise(crop_and_flip(rows, *sample_crops(batch, generator)), CIFAR_MEAN, CIFAR_STD), targets
+        return crop_and_flip(rows, *sample_crops(batch, generator)) * scale + shift, targets
 
     def step_of(method: str) -> Callable[[], object]:
         loss_fn = make_loss(**settings_of(method)).to(device)

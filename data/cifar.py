@@ -11,8 +11,6 @@ purpose, so that a run that was resumed sees the same batches and the same crops
 
 import contextlib
 import socket
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from data.noisy_labels import human_labels, noisy_labels
+from data.splits import Dataset, Split, seeded
 
 Rgb = tuple[float, float, float]
 # Means and standard deviations in units of [0, 1]. The published code keeps CIFAR-10's for CIFAR-100.
@@ -36,51 +35,6 @@ NOISE_BLOCK = 5  # consecutive class ids among which a label is drawn
 VALID_SHARE = 0.05
 PADDING = 4
 SPLIT, _, LABEL_NOISE, ORDER, AUGMENTATION = range(5)  # purposes of random numbers
-
-
-def seeded(purpose: int, seed: int, epoch: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator for one purpose. CPU and CUDA generators draw different numbers from the same seed."""
-    state = np.random.SeedSequence(seed, spawn_key=(purpose, epoch)).generate_state(1, np.uint64)
-    return torch.Generator(device).manual_seed(int(state[0]))
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """images (N, 3, 32, 32) uint8, channels_last; labels (N,) int64."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def to(self, device: torch.device | str) -> "Split":
-        return Split(self.images.to(device), self.labels.to(device))
-
-    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, 3, 32, 32) and labels (B,) at `rows` (B,); ten times as fast as indexing on a CPU."""
-        images = self.images.permute(0, 2, 3, 1).index_select(0, rows)  # (B, 32, 32, 3)
-        return images.permute(0, 3, 1, 2), self.labels.index_select(0, rows)
-
-
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """Three splits without a common image; mean and standard deviation of each channel, in units of [0, 1].
-
-    clean: the images of valid with their right labels, where those of valid are wrong.
-    """
-
-    num_classes: int
-    train: Split
-    valid: Split
-    test: Split
-    mean: Rgb
-    std: Rgb
-    clean: Split | None = None
-
-    def to(self, device: torch.device | str) -> "Dataset":
-        splits = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Split)}
-        return replace(self, **splits)
 
 
 def load_dataset(
@@ -110,21 +64,28 @@ def load_dataset(
         labels = valid_labels = human_labels(noisy_labels_file, train.labels)
     if label_noise > 0:
         labels = noisy_labels(labels, NOISE_BLOCK, label_noise, seeded(LABEL_NOISE, seed))
-    mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    scale, shift = scale_and_shift(name)
 
     def split(images: Tensor, labels: Tensor) -> Split:
         return Split(images.contiguous(memory_format=torch.channels_last), labels)
 
-    valid = split(train.images[valid_rows], valid_labels[valid_rows])
+    valid = split(train.inputs[valid_rows], valid_labels[valid_rows])
     return Dataset(
         num_classes=DATASETS[name],
-        train=split(train.images[train_rows], labels[train_rows]),
+        train=split(train.inputs[train_rows], labels[train_rows]),
         valid=valid,
-        test=split(test.images, test.labels),
-        mean=mean,
-        std=std,
-        clean=None if noisy_labels_file is None else Split(valid.images, train.labels[valid_rows]),
+        test=split(test.inputs, test.labels),
+        scale=scale,
+        shift=shift,
+        clean=None if noisy_labels_file is None else Split(valid.inputs, train.labels[valid_rows]),
     )
+
+
+def scale_and_shift(name: str) -> tuple[Tensor, Tensor]:
+    """The numbers (3, 1, 1) with which p scale + shift is (p / 255 - mean) / std, for the pixels p of a data set."""
+    mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    means, stds = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (mean, std))
+    return (1 / (255 * stds)).float(), (-means / stds).float()
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -157,26 +118,6 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) ->
     pixels = ((first + rows) * canvas_width)[:, :, None] + columns[:, None, :]  # (B, H, W)
     cropped = canvas.reshape(-1, channels).index_select(0, pixels.flatten())  # (B * H * W, 3)
     return cropped.view(batch, height, width, channels).permute(0, 3, 1, 2)
-
-
-def normalise(images: Tensor, mean: Rgb, std: Rgb) -> Tensor:
-    """(pixel / 255 - mean) / std of images (B, 3, H, W) uint8: float32, channels_last."""
-    scale, shift = _affine(tuple(mean), tuple(std), images.shape[3], images.device)  # (W * 3,) each
-    pixels = images.permute(0, 2, 3, 1).to(torch.float32).contiguous()  # (B, H, W, 3), never the input itself
-    # Rows of W * 3 numbers, since a broadcast over the three channels alone would defeat vectorisation.
-    pixels.view(-1, scale.numel()).mul_(scale).add_(shift)
-    return pixels.permute(0, 3, 1, 2)
-
-
-@lru_cache(maxsize=16)
-def _affine(mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """1 / (255 std) and -mean / std, repeated over a line of pixels: (width * 3,) float32 each.
-
-    Kept between calls, since a copy of fresh constants to a GPU would make every batch wait for it.
-    """
-    means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
-    scale, shift = 1 / (255 * stds), -means / stds  # (3,)
-    return scale.repeat(width).to(device, torch.float32), shift.repeat(width).to(device, torch.float32)
 
 
 def load_complete(name: str, data_dir: Path) -> tuple[Split, Split]:

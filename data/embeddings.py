@@ -12,13 +12,11 @@ window is in a uniformly random order.
 
 import hashlib
 import json
-import mmap
 import os
 import re
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.cifar import seeded
 from data.published import published_info
+from data.splits import Split, seeded
+from data.torch_file import load_torch_file
 
 BLOCK_ROWS = 8  # neighbouring rows that stay in one window, so that a disk reads 32 KB at a time, not 4
 WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16; two windows are in memory
@@ -40,40 +39,28 @@ NEEDED = "train_embeddings (N, d) and train_labels (N,), and likewise test_... a
 
 
 @dataclass
-class Split:
-    """embeddings (N, d), floating point; labels (N,) int64."""
-
-    embeddings: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass
 class Embeddings:
-    """Splits by name: train, and others of SPLITS where there are such. info: what the file says of itself."""
+    """A file's splits by name: train, and others of SPLITS where there are such. info: what it says of itself."""
 
+    path: Path
     splits: dict[str, Split]
     num_classes: int
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any]
 
     def __getitem__(self, split: str) -> Split:
         return self.splits[split]
 
     @property
     def dim(self) -> int:
-        return self.splits["train"].embeddings.shape[1]
+        return self.splits["train"].inputs.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        return sum(split.embeddings.nbytes for split in self.splits.values())
+        return sum(split.inputs.nbytes for split in self.splits.values())
 
     def to(self, device: torch.device) -> "Embeddings":
-        moved = {
-            name: Split(split.embeddings.to(device), split.labels.to(device)) for name, split in self.splits.items()
-        }
-        return Embeddings(moved, self.num_classes, self.info)
+        moved = {name: split.to(device) for name, split in self.splits.items()}
+        return replace(self, splits=moved)
 
     def about(self, source: str) -> dict[str, Any]:
         """What a row says of them: the network that made them, and a name by their content. Reads the file once."""
@@ -86,13 +73,13 @@ class Embeddings:
 
         They are a hash of the SHA-256 of .npy files of so many rows: what the names of older runs were made of.
         """
-        shard_rows = self.info.get("shard_rows") or max(1, 2**27 // (self.dim * self["train"].embeddings.itemsize))
+        shard_rows = self.info.get("shard_rows") or max(1, 2**27 // (self.dim * self["train"].inputs.itemsize))
         content = []
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
             for name in (name for name in SPLITS if name in self.splits):
-                parts = (self[name].embeddings.split(shard_rows), self[name].labels.split(shard_rows))
+                parts = (self[name].inputs.split(shard_rows), self[name].labels.split(shard_rows))
                 sums = list(zip(*(threads.map(_sha256_of_npy, part) for part in parts)))
-                content.append([name, dtype_name(self[name].embeddings), sums])
+                content.append([name, dtype_name(self[name].inputs), sums])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
 
 
@@ -115,7 +102,9 @@ def load_embeddings(path: Path) -> Embeddings:
     Raises:
         SystemExit: it is not such a file, with what it holds instead.
     """
-    content = _load(path)
+    content = load_torch_file(path, "a torch file of tensors", mapped=True)
+    if not isinstance(content, dict):
+        raise SystemExit(f"error: {path} must hold a dictionary with {NEEDED}; it holds a {type(content).__name__}")
     tensors: dict[str, dict[str, Tensor]] = {}
     for key, value in content.items():
         if isinstance(value, Tensor) and (match := KEY.fullmatch(str(key))):
@@ -124,9 +113,9 @@ def load_embeddings(path: Path) -> Embeddings:
         raise SystemExit(f"error: {path} must hold {NEEDED}; it has {', '.join(map(str, content)) or 'nothing'}")
     splits = {name: Split(parts["embeddings"], parts["labels"]) for name, parts in tensors.items()}
     info = content.get("info") or {}
-    dim, num_classes = splits["train"].embeddings.shape[-1], info.get("num_classes")
+    dim, num_classes = splits["train"].inputs.shape[-1], info.get("num_classes")
     for name in (name for name in SPLITS if name in splits):
-        rows, labels = splits[name].embeddings, splits[name].labels
+        rows, labels = splits[name].inputs, splits[name].labels
         if rows.dim() != 2 or not rows.is_floating_point() or labels.shape != rows.shape[:1] or not rows.numel():
             found = f"{rows.dtype} {tuple(rows.shape)} and labels {tuple(labels.shape)}"
             raise SystemExit(f"error: {name} in {path} must be floating point, (N, d), with N labels; it has {found}")
@@ -138,35 +127,23 @@ def load_embeddings(path: Path) -> Embeddings:
         if labels.max() >= num_classes:
             found = f"a label {int(labels.max())}, and train has the classes 0 to {num_classes - 1}"
             raise SystemExit(f"error: {name} in {path} has {found}: the splits are of different sets of classes")
-        splits[name].labels = labels.long()
-    return Embeddings(splits, num_classes, info)
+        splits[name] = Split(rows, labels.long())
+    return Embeddings(path, splits, num_classes, info)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are read whole
-    try:
-        try:
-            content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-        except RuntimeError as error:
-            if "(12)" not in str(error):  # ENOMEM: a private map of a file larger than memory is refused
-                raise
-            with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-                content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except Exception as error:  # a damaged file raises one of a dozen types
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-        raise SystemExit(f"error: {path} is not a torch file of tensors, or a damaged one ({reason})") from None
-    if not isinstance(content, dict):
-        raise SystemExit(f"error: {path} must hold a dictionary with {NEEDED}; it holds a {type(content).__name__}")
-    return content
+def check_finite(embeddings: Embeddings, rows: Mapping[str, Tensor]) -> None:
+    """Raise SystemExit where one of these rows (R,) of a split has a number that is not finite.
 
-
-def first_not_finite(split: Split, rows: Tensor) -> int | None:
-    """The first of these rows (R,) whose embedding has a number that is not finite."""
-    for some in rows.split(CHECKED_ROWS):
-        finite = split.embeddings[some.to(split.embeddings.device)].isfinite().all(1)  # (rows,)
-        if not finite.all():
-            return int(some[(~finite).nonzero()[0, 0].cpu()])
-    return None
+    Rows of a split that the file does not have are those of train.
+    """
+    for name, chosen in rows.items():
+        name = name if name in embeddings.splits else "train"
+        inputs = embeddings[name].inputs
+        for some in chosen.to(inputs.device).split(CHECKED_ROWS):
+            broken = some[~inputs[some].isfinite().all(1)]
+            if len(broken):
+                found = f"row {int(broken[0])} of {name} in {embeddings.path} is not finite"
+                raise SystemExit(f"error: {found}; nothing is recorded")
 
 
 def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -207,10 +184,11 @@ def batches(
         rows: of the split that are used, (R,) int64, ascending.
         start: batches to leave out, as a run does that continues within an epoch.
     """
-    order = rows[epoch_order(len(rows), seed, epoch)].to(split.embeddings.device)
+    order = rows[epoch_order(len(rows), seed, epoch)].to(split.inputs.device)
     for begin in range(start * batch_size, len(order) - batch_size + 1, batch_size):
         chosen = order[begin : begin + batch_size]
-        yield split.embeddings.index_select(0, chosen).to(device), split.labels.index_select(0, chosen).to(device)
+        embeddings, labels = split.batch(chosen)
+        yield embeddings.to(device), labels.to(device)
 
 
 def streamed_batches(
@@ -222,13 +200,13 @@ def streamed_batches(
         if skip < len(within):
             windows.append((rows[positions], within[skip:]))
         skip = max(skip - len(within), 0)
-    batch = nothing = split.embeddings[:0], split.labels[:0]  # a batch may begin in one window and end in the next
+    batch = nothing = split.inputs[:0], split.labels[:0]  # a batch may begin in one window and end in the next
     with ThreadPoolExecutor(1) as reader:
-        pending = [reader.submit(split.embeddings.index_select, 0, chosen) for chosen, _ in windows[:1]]
+        pending = [reader.submit(split.inputs.index_select, 0, chosen) for chosen, _ in windows[:1]]
         for number, (chosen, within) in enumerate(windows):
             window, labels = pending.pop().result(), split.labels[chosen]
             if number + 1 < len(windows):
-                pending.append(reader.submit(split.embeddings.index_select, 0, windows[number + 1][0]))
+                pending.append(reader.submit(split.inputs.index_select, 0, windows[number + 1][0]))
             while len(within):
                 part, within = within.tensor_split([batch_size - len(batch[1])])
                 batch = torch.cat([batch[0], window[part]]), torch.cat([batch[1], labels[part]])

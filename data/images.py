@@ -17,11 +17,15 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".ti
 SPLIT_FOLDERS = {"train": ("train", "training"), "valid": ("val", "valid", "validation"), "test": ("test",)}
 
 
+class UnreadableImage(ValueError):
+    """An image that cannot be decoded; the message is a sentence with its path."""
+
+
 def load_rgb(path: str) -> Image.Image:
     """The image in a file as 8-bit RGB, upright, the first frame of several; transparency is dropped.
 
     Raises:
-        ValueError: it cannot be decoded, or has a mode whose range is not known (float, 32-bit), with its path.
+        UnreadableImage: it cannot be decoded, or has a mode whose range is not known (float, 32-bit).
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
@@ -36,7 +40,7 @@ def load_rgb(path: str) -> Image.Image:
             return image.convert("RGB")
     except Exception as error:  # what a decoder meets in a damaged file has no common class
         message = f"cannot read {printable(path)}: {str(error).partition(' <_io.')[0] or type(error).__name__}"
-        raise ValueError(f"{message}. Repair or delete it, and give the command again") from None
+        raise UnreadableImage(f"{message}. Repair or delete it, and give the command again") from None
 
 
 def printable(path: str | Path) -> str:
@@ -155,17 +159,3 @@ class Pixels(Dataset):
     def stamps(self) -> list[bytes]:
         """Of each image its bytes, and its label."""
         return [image.numpy().tobytes() + b"%d" % label for image, label in zip(self.images, self.labels.tolist())]
-
-
-class Decoded(Dataset):
-    """The items of several splits by (split, index): image and label, or why it cannot be read, and -1."""
-
-    def __init__(self, splits: dict[str, Dataset]) -> None:
-        self.splits = splits
-
-    def __getitem__(self, key: tuple[str, int]) -> tuple[Tensor | str, int]:
-        split, index = key
-        try:
-            return self.splits[split][index]
-        except ValueError as error:  # a process of DataLoader would add a traceback
-            return str(error), -1

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.torch_file import load_torch_file
+
 
 def noisy_labels(labels: Tensor, block: int, probability: float, generator: torch.Generator) -> Tensor:
     """Replace each label (N,), with this probability, by one of its block of so many consecutive class ids."""
@@ -27,13 +29,9 @@ def human_labels(path: Path, clean: Tensor) -> Tensor:
     reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
     allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
     allowed += [np.ndarray, np.dtype, type(np.dtype(np.int64))]
-    try:
-        with torch.serialization.safe_globals(allowed):
-            content = torch.load(path, weights_only=True)
-        noisy, right = (torch.from_numpy(content[name]).long() for name in ("noisy_label", "clean_label"))
-    except Exception as error:  # a file that is not there, or of another kind, raises one of a dozen types
-        reason = str(error).partition("\n")[0][:200]
-        raise SystemExit(f"error: {path} has no human labels ({type(error).__name__}: {reason})") from None
+    with torch.serialization.safe_globals(allowed):
+        content = load_torch_file(path, "a file of labels by people")
+    noisy, right = (torch.from_numpy(content[name]).long() for name in ("noisy_label", "clean_label"))
     if not torch.equal(right, clean.long()):
         raise SystemExit(
             f"error: the {len(right)} clean labels in {path} are not those of the {len(clean)} training images: they "

@@ -17,17 +17,18 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from tqdm import tqdm
 
-from data.cifar import DATASETS, Split, load_complete, load_dataset
-from data.images import Decoded, Pixels, find_splits, open_folders
+from data.cifar import DATASETS, load_complete, load_dataset
+from data.images import Pixels, UnreadableImage, find_splits, open_folders
+from data.torch_file import load_torch_file
 from experiments.common import flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
 from experiments.common.processes import Processes, prepare_device
@@ -83,26 +84,30 @@ def open_splits(args: argparse.Namespace, backbone: Backbone, config: dict[str, 
         separate = {"train": args.train_dir, "test": args.test_dir}
         folders = find_splits(flags.path(args.dataset)) if args.dataset else separate
         return open_folders({split: folder for split, folder in folders.items() if folder}, backbone.transform)
-    splits: dict[str, Split] = dict(zip(("train", "test"), load_complete(args.dataset, args.data_dir)))
+    splits = dict(zip(("train", "test"), load_complete(args.dataset, args.data_dir)))
     if config.get("dataset") == args.dataset:
         # Divided as when the network was trained, so that its validation images are still unseen.
         data = load_dataset(args.dataset, args.data_dir, seed=config["seed"], limit_train=config["limit_train"])
         splits = {"train": data.train, "valid": data.valid, "test": data.test}
-    return {name: Pixels(split.images, split.labels, backbone.transform) for name, split in splits.items()}
+    return {name: Pixels(split.inputs, split.labels, backbone.transform) for name, split in splits.items()}
 
 
 def list_shards(
     args: argparse.Namespace, backbone: Backbone, splits: dict[str, Dataset]
 ) -> list[tuple[str, str, range]]:
-    """The file name, split and rows of each shard. The name changes with its images, the network and the settings."""
+    """The file name, split and rows (of all splits, one behind the other) of each shard.
+
+    The name changes with its images, the network and the settings.
+    """
     settings = json.dumps([backbone.name, backbone.resolution, backbone.sha256(), args.precision, args.dtype])
-    shards = []
+    shards, first = [], 0
     for split, images in splits.items():
         stamps = images.stamps()
         for begin in range(0, len(stamps), args.shard_rows):
-            rows = range(begin, min(begin + args.shard_rows, len(stamps)))
-            digest = hashlib.sha256(settings.encode() + b"".join(stamps[begin : rows.stop])).hexdigest()
-            shards.append((f"{split}-{begin:09}-{digest[:16]}.pt", split, rows))
+            end = min(begin + args.shard_rows, len(stamps))
+            digest = hashlib.sha256(settings.encode() + b"".join(stamps[begin:end])).hexdigest()
+            shards.append((f"{split}-{begin:09}-{digest[:16]}.pt", split, range(first + begin, first + end)))
+        first += len(stamps)
     return shards
 
 
@@ -129,13 +134,16 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {device}")
     backbone.network.to(device, memory_format=torch.channels_last)
     mine = missing[processes.rank :: processes.count]
-    size, keys = args.batch_size, []  # of all shards, so that the processes that read images never pause
-    for _, split, rows in mine:
-        keys += [[(split, row) for row in rows[begin : begin + size]] for begin in range(0, len(rows), size)]
-    images = iter(DataLoader(Decoded(splits), batch_sampler=keys, collate_fn=list, num_workers=args.workers))
-    for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
-        batches = itertools.islice(images, -(-len(rows) // size))
-        replace_file(parts / name, extract_shard(batches, backbone, args, device))
+    size = args.batch_size
+    # One loader for all shards, so that the processes that read images never pause.
+    rows_of_batches = [rows[begin : begin + size] for _, _, rows in mine for begin in range(0, len(rows), size)]
+    images = iter(DataLoader(ConcatDataset(splits.values()), batch_sampler=rows_of_batches, num_workers=args.workers))
+    try:
+        for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
+            batches = itertools.islice(images, -(-len(rows) // size))
+            replace_file(parts / name, extract_shard(batches, backbone, args, device))
+    except UnreadableImage as error:  # from a process of DataLoader its message ends a traceback
+        raise SystemExit(f"error: {str(error).rpartition('UnreadableImage: ')[2].strip()}") from None
     processes.sum(torch.zeros(1))  # all have finished
 
     if processes.is_first:
@@ -154,28 +162,23 @@ def is_made(output: Path, digest: str) -> bool:
     """Whether the output is there, with this digest. Raises SystemExit for another file of that name."""
     if not output.exists():
         return False
-    try:
-        found = torch.load(output, map_location="cpu", mmap=True, weights_only=True)["info"]["digest"]
-    except Exception:  # something else
-        found = None
-    if found != digest:
+    content = load_torch_file(output, "a file of embeddings", mapped=True)
+    if not isinstance(content, Mapping) or content.get("info", {}).get("digest") != digest:
         raise SystemExit(f"error: {output} is there, made of other images or with other settings: delete or rename it")
     return True
 
 
 @torch.inference_mode()
 def extract_shard(
-    batches: Iterable[list[tuple[Tensor | str, int]]],
+    batches: Iterable[tuple[Tensor, Tensor]],
     backbone: Backbone,
     args: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The embeddings (R, d) and labels (R,) of some batches. Raises SystemExit for an image that is damaged."""
+    """The embeddings (R, d) and labels (R,) of some batches. Raises SystemExit for features that are not finite."""
     features, labels = [], []
-    for items in batches:
-        if broken := [image for image, _ in items if isinstance(image, str)]:
-            raise SystemExit(f"error: {broken[0]}")
-        batch = torch.stack([image for image, _ in items]).to(device, memory_format=torch.channels_last)
+    for batch, batch_labels in batches:
+        batch = batch.to(device, memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             found = backbone.features(batch)  # (batch, d)
         if found.dim() != 2:
@@ -185,8 +188,8 @@ def extract_shard(
             largest = f"features of up to {found.float().abs().max().item():.3g}"
             raise SystemExit(f"error: {largest} are not finite in {args.dtype}: try --precision fp32, --dtype float32")
         features.append(stored.cpu())
-        labels += [label for _, label in items]
-    return {"embeddings": torch.cat(features), "labels": torch.tensor(labels)}
+        labels.append(batch_labels)
+    return {"embeddings": torch.cat(features), "labels": torch.cat(labels)}
 
 
 def merge(parts: Path, shards: list[tuple[str, str, range]], splits: list[str]) -> dict[str, Tensor]:

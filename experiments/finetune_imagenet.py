@@ -33,13 +33,14 @@ from data.embeddings import (
     SPLITS,
     Embeddings,
     batches,
+    check_finite,
     dtype_name,
-    first_not_finite,
     load_embeddings,
     mixup,
     split_rows,
     streamed_batches,
 )
+from data.torch_file import load_torch_file
 from experiments.common import flags, losses
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
 from experiments.common.processes import Processes, prepare_device
@@ -110,11 +111,7 @@ def add_noise_flags(parser: argparse.ArgumentParser) -> None:
 
 def load_noise_matrix(path: Path) -> tuple[Tensor, str]:
     """Load T; return it and a name by its content. Raises SystemExit."""
-    try:
-        matrix = torch.load(path, map_location="cpu", weights_only=True).double()
-    except Exception as error:  # no such file, no torch file, no tensor
-        reason = str(error).partition("\n")[0][:200]
-        raise SystemExit(f"error: {path} is not a torch file of a matrix ({type(error).__name__}: {reason})") from None
+    matrix = load_torch_file(path, "a torch file of a matrix").double()
     digest = hashlib.sha256(matrix.contiguous().numpy().tobytes()).hexdigest()[:8]
     return matrix, f"{'x'.join(map(str, matrix.shape))}-{digest}"
 
@@ -244,21 +241,21 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
     for step, (embeddings, labels) in enumerate(bar, first):
         number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
         embeddings = embeddings.float()  # (batch, d)
+        progress = (epoch - 1 + step / num_steps) / args.n_epochs
         for candidate in group:
-            candidate.step, inputs, alpha = number, embeddings, candidate.config["mixup"]
-            if alpha:
-                kept_share, partners = mixup(batch_size, alpha, seed, number)
+            config, loss_fn, inputs = candidate.config, candidate.loss_fn, embeddings
+            if config["mixup"]:
+                kept_share, partners = mixup(batch_size, config["mixup"], seed, number)
                 inputs = kept_share * embeddings + (1 - kept_share) * embeddings[partners]
-            progress = (epoch - 1 + step / num_steps) / args.n_epochs
-            losses.set_temperature(candidate.loss_fn, candidate.config["inverse_temperature"], progress)
-            if losses.is_stochastic(candidate.config["method"]):
-                losses.seed_noise(candidate.loss_fn, device, seed, 0, number, processes.rank)
+            losses.set_temperature(loss_fn, config["inverse_temperature"], progress)
+            if losses.is_stochastic(config["method"]):
+                losses.seed_noise(loss_fn, device, seed, 0, number, processes.rank)
             kept = candidate.head.dropout_mask(batch_size, seed, number)  # of the whole batch, as for one process
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 logits = candidate.network(inputs[share], None if kept is None else kept[share])  # (share, num_classes)
-            loss = candidate.loss_fn(logits.float(), labels[share])
-            if alpha:  # of a label that is in part another one: losses are linear in the label
-                loss = kept_share * loss + (1 - kept_share) * candidate.loss_fn(logits.float(), labels[partners][share])
+            loss = loss_fn(logits.float(), labels[share])
+            if config["mixup"]:  # of a label that is in part another one: losses are linear in the label
+                loss = kept_share * loss + (1 - kept_share) * loss_fn(logits.float(), labels[partners][share])
             loss = loss * weight
 
             candidate.optimizer.zero_grad()
@@ -266,6 +263,7 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             processes.sum_gradients(candidate.head.parameters())
             candidate.optimizer.step()
             candidate.losses.append(loss.detach())
+            candidate.step = number
         is_last = number == args.n_epochs * num_steps
         if args.eval_freq:
             evaluates = step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps
@@ -274,21 +272,21 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
         if not evaluates:
             continue
 
-        entries = [{"epoch": epoch, "step": number, "train_steps": len(candidate.losses)} for candidate in group]
-        for candidate, entry in zip(group, entries):
+        entries = []
+        for candidate in group:
             step_losses = processes.sum(torch.stack(candidate.losses)).tolist()
-            entry["train_loss"] = math.fsum(step_losses) / len(step_losses)
             candidate.losses.clear()
             losses.check_convergence(candidate.loss_fn)
-        for candidate in group:
-            candidate.train_seconds += time.perf_counter() - started
+            entry = {"epoch": epoch, "step": number, "train_steps": len(step_losses)}
+            entries.append(entry | {"train_loss": math.fsum(step_losses) / len(step_losses)})
+        seconds = time.perf_counter() - started
         for candidate, entry, result in zip(group, entries, evaluate(group, data, rows)):
-            for value in (entry["train_loss"], *(result[name] for name in result if name.endswith("_loss"))):
-                if not math.isfinite(value):
-                    refuse_broken_rows(args, data, rows)
-                losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {candidate.run.name}")
-            entry |= {**result, "train_seconds": candidate.train_seconds}
+            entry |= {**result, "train_seconds": candidate.train_seconds + seconds}
             candidate.train_seconds = 0.0
+            for name, value in entry.items():
+                if name.endswith("_loss") and not math.isfinite(value):
+                    check_finite(data, rows)
+                    losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {candidate.run.name}")
             entry |= losses.current_temperature(candidate.loss_fn, candidate.config["inverse_temperature"])
             message = f"{candidate.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""
             candidate.run.save(entry, last=is_last, message=message)
@@ -309,9 +307,9 @@ def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) 
     for name in (name for name in rows if name != "train"):
         split, chosen = data.splits.get(name, data["train"]), rows[name][processes.share(len(rows[name]))]
         sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=device)  # losses, deviations, hits
-        for number, some in enumerate(chosen.to(split.embeddings.device).split(args.batch_size)):
-            embeddings = split.embeddings.index_select(0, some).to(device).float()  # (rows, d)
-            labels = split.labels.index_select(0, some).to(device)
+        for number, some in enumerate(chosen.to(split.inputs.device).split(args.batch_size)):
+            embeddings, labels = (part.to(device) for part in split.batch(some))
+            embeddings = embeddings.float()  # (rows, d)
             for candidate, total in zip(group, sums):
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                     logits = candidate.head(embeddings).float()  # (rows, num_classes)
@@ -329,15 +327,6 @@ def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) 
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 
-def refuse_broken_rows(args: argparse.Namespace, data: Embeddings, rows: dict[str, Tensor]) -> None:
-    """Raise SystemExit where one of the rows in use is not finite, and name it."""
-    for name, chosen in rows.items():
-        row = first_not_finite(data.splits.get(name, data["train"]), chosen)
-        if row is not None:
-            split = name if name in data.splits else "train"
-            raise SystemExit(f"error: row {row} of {split} in {args.data_path} is not finite; nothing is recorded")
-
-
 def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int:
     args, processes = parse_arguments(argv, protocol), Processes()
     device = processes.device(args.device)
@@ -349,7 +338,7 @@ def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int
     data = load_embeddings(path)
     processes.print(f"{path}: {data.num_classes} classes, {data.dim} dimensions")
     about = processes.from_first(lambda: data.about(args.data_path))
-    about["embedding_dtype"] = dtype_name(data["train"].embeddings)
+    about["embedding_dtype"] = dtype_name(data["train"].inputs)
     about["data_path"] = flags.portable(path) if path == flags.path(args.data_path) else args.data_path
     if device.type == "cuda" and not args.stream and data.num_bytes < 0.8 * torch.cuda.mem_get_info(device)[0]:
         data = data.to(device)

@@ -19,22 +19,27 @@ makes and the others wait for, in a folder of their own. A command that was stop
 import argparse
 import math
 import time
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import nll_loss, pad
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from data.cifar import epoch_order
-from data.cmudict import DATASETS, END, Words, load_words
+from data.cmudict import DATASETS, END, Reading, Words, WordSplit, load_words
 from experiments.common import flags, losses
-from experiments.common.beam_objectives import Objective, cross_entropy, retain, soft_beam_loss
 from experiments.common.processes import Processes, prepare_device
-from experiments.common.reading_metrics import BEAMS, error_rates, token_accuracies
 from experiments.common.run import Run
-from models.encoder_decoder import EncoderDecoder
-from topk_losses import RELAXATIONS
+from models.beam_search import beam_search, marginals, search, soft_beam
+from models.encoder_decoder import Encoded, EncoderDecoder
+from topk_losses import RELAXATIONS, TopKOperator
+from topk_losses.operator import guarded_log
+
+Objective = Callable[[EncoderDecoder, Tensor, Tensor], Tensor]  # model, letters (batch, L), phonemes (batch, T) -> ()
 
 # Flags that make it another pretraining, and what besides another experiment.
 PRETRAINING = (
@@ -54,6 +59,10 @@ ARMS = ("cross_entropy", "retain", "soft_beam")
 # phonemes without a gradient. SOFT top-k squashes the candidates into [0, 1] first. The others are the library's.
 SOFT_BEAM_INVERSE_TEMPERATURES = {"neuralsort": 1.0, "softsort": 1.0, "soft_topk": 100.0}
 M = 16  # scores that retain keeps
+IGNORED = -100  # the label of a place that counts for nothing
+BEAMS = (1, 4, 8)
+MAX_STEPS = 30  # no reading of CMUdict is longer
+EVAL_BATCH = 500  # words at once, on which no result depends
 MOST_REVERSED = 7  # letters: 97,655 words of five different ones
 
 
@@ -98,6 +107,51 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.arm == "retain" and not args.p_k:
         args.p_k = [1.0] if args.beam_size == 1 else [0.5, *[0.0] * (args.beam_size - 2), 0.5]
     return args
+
+
+def labels_of(phonemes: Tensor) -> Tensor:
+    """phonemes (batch, T), IGNORED behind the first END."""
+    behind = pad(phonemes[:, :-1] == END, (1, 0))  # (batch, T)
+    return phonemes.masked_fill(behind, IGNORED)
+
+
+def cross_entropy(model: EncoderDecoder, letters: Tensor, phonemes: Tensor) -> Tensor:
+    """-log p of each phoneme, the right ones before it given."""
+    return _cross_entropy(model, model.encode(letters), labels_of(phonemes), phonemes)
+
+
+def retain(
+    model: EncoderDecoder, letters: Tensor, phonemes: Tensor, K: int, loss_fn: nn.Module, nll_weight: float
+) -> Tensor:
+    """In each step loss_fn, which sums, of the candidates' scores: the right one, put back where it fell off, is to be
+    the best, or among the K that stay, as P_K says. Plus nll_weight times cross_entropy."""
+    encoded, labels = model.encode(letters), labels_of(phonemes)
+    total = torch.zeros((), device=phonemes.device)
+    for number, step in enumerate(search(model, encoded, K, phonemes)):
+        total = total + loss_fn(step.candidates, step.gold.masked_fill(labels[:, number] == IGNORED, IGNORED))
+    return total / (labels != IGNORED).sum() + nll_weight * _cross_entropy(model, encoded, labels, phonemes)
+
+
+def soft_beam_loss(
+    model: EncoderDecoder,
+    letters: Tensor,
+    phonemes: Tensor,
+    K: int,
+    operators: Callable[[int], TopKOperator],
+    nll_weight: float,
+) -> Tensor:
+    """-log q of each phoneme, q the distribution of the soft beam's best hypothesis where the right reading ends. Plus
+    nll_weight times cross_entropy."""
+    encoded, labels = model.encode(letters), labels_of(phonemes)
+    counted = labels != IGNORED  # (batch, T)
+    choices, _ = soft_beam(model, encoded, K, phonemes.shape[1], operators)
+    q = marginals(choices, counted.sum(1)).gather(2, phonemes.unsqueeze(2)).squeeze(2)  # (batch, T)
+    loss = -guarded_log(q[counted].clamp(0, 1)).mean()
+    return loss + nll_weight * _cross_entropy(model, encoded, labels, phonemes)
+
+
+def _cross_entropy(model: EncoderDecoder, encoded: Encoded, labels: Tensor, phonemes: Tensor) -> Tensor:
+    return nll_loss(model.forced(encoded, phonemes).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
@@ -190,6 +244,58 @@ def fit(
         entry = {"update": end, "train_loss": mean_loss} | {f"valid_{rate}": value for rate, value in rates.items()}
         entry |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
         run.save(entry, last=end == num_updates, message=f"update {end}/{num_updates}")
+
+
+def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
+    """The fewest insertions, deletions and replacements that make one the other."""
+    row = list(range(len(second) + 1))
+    for number, left in enumerate(first, start=1):
+        above, row = row, [number]
+        for place, right in enumerate(second, start=1):
+            row.append(min(above[place] + 1, row[-1] + 1, above[place - 1] + (left != right)))
+    return row[-1]
+
+
+def nearest(hypothesis: Reading, readings: Sequence[Reading]) -> tuple[int, int]:
+    """Edit distance to the reading for which it is the smallest share of its phonemes, and their number."""
+    distances = ((edit_distance(hypothesis, reading), len(reading)) for reading in readings)
+    return min(distances, key=lambda pair: pair[0] / pair[1])
+
+
+@torch.no_grad()
+def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device: torch.device) -> dict[str, float]:
+    """Shares in beam search's result: per (phonemes to be edited / phonemes), wer (words whose best hypothesis is no
+    reading), gold (words of which some hypothesis is a reading)."""
+    edits = phonemes = wrong = in_beam = 0
+    for begin in range(0, len(split), EVAL_BATCH):
+        letters = split.letters[begin : begin + EVAL_BATCH].to(device)
+        beam = beam_search(model, model.encode(letters), beam_size, MAX_STEPS)
+        for found, readings in zip(beam.phonemes.tolist(), split.readings[begin : begin + EVAL_BATCH]):
+            hypotheses = [tuple(beam[: beam.index(END)] if END in beam else beam) for beam in found]
+            distance, length = nearest(hypotheses[0], readings)
+            edits, phonemes = edits + distance, phonemes + length
+            wrong += hypotheses[0] not in readings
+            in_beam += any(hypothesis in readings for hypothesis in hypotheses)
+    return {"per": edits / phonemes, "wer": wrong / len(split), "gold": in_beam / len(split)}
+
+
+@torch.no_grad()
+def token_accuracies(model: EncoderDecoder, split: WordSplit, device: torch.device) -> dict[str, list[float]]:
+    """Share of right phonemes (the end counted) at each position of the first readings: "forced", the right ones
+    before it given, and "free", after the model's own, of beam 1. Where they part is exposure bias."""
+    phonemes = split.first_readings()
+    T = phonemes.shape[1]
+    counted = torch.cat([torch.ones(len(phonemes), 1, dtype=torch.bool), phonemes[:, :-1] != END], dim=1)
+    hits = {"forced": torch.zeros(T), "free": torch.zeros(T)}
+    for begin in range(0, len(split), EVAL_BATCH):
+        batch = slice(begin, begin + EVAL_BATCH)
+        letters, right = split.letters[batch].to(device), phonemes[batch]
+        encoded = model.encode(letters)
+        free = pad(beam_search(model, encoded, 1, T).phonemes[:, 0], (0, T), value=END)
+        forced = model.forced(encoded, right.to(device)).argmax(2)
+        for name, found in (("forced", forced), ("free", free[:, :T])):
+            hits[name] += ((found.cpu() == right) & counted[batch]).sum(0)
+    return {name: (number / counted.sum(0)).tolist() for name, number in hits.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

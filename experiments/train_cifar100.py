@@ -21,16 +21,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from data.cifar import (
-    DATASETS,
-    Dataset,
-    crop_and_flip,
-    epoch_generator,
-    epoch_order,
-    load_dataset,
-    normalise,
-    sample_crops,
-)
+from data.cifar import DATASETS, crop_and_flip, epoch_generator, epoch_order, load_dataset, sample_crops
+from data.splits import Dataset
 from experiments.common import flags, losses
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
 from experiments.common.processes import Processes, prepare_device
@@ -153,7 +145,7 @@ def train_epoch(
         rows = order[step * batch_size : (step + 1) * batch_size][share]
         tops, lefts, flips = (drawn[share] for drawn in sample_crops(batch_size, generator))
         images, labels = data.train.batch(rows)
-        images = normalise(crop_and_flip(images, tops, lefts, flips), data.mean, data.std)  # (share, 3, 32, 32)
+        images = data.normalise(crop_and_flip(images, tops, lefts, flips))  # (share, 3, 32, 32)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = network(images)  # (share, num_classes)
         logits = logits.float()
@@ -188,9 +180,9 @@ def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> d
         share = processes.share(len(split))
         sums = torch.zeros(1 + len(TOP_K), dtype=torch.float64, device=device)  # of losses, then hits
         size = EVAL_BATCH[device.type]
-        for images, labels in zip(split.images[share].split(size), split.labels[share].split(size)):
+        for images, labels in zip(split.inputs[share].split(size), split.labels[share].split(size)):
             with torch.autocast(device.type, torch.bfloat16, enabled=run.args.precision == "bf16"):
-                logits = model(normalise(images, data.mean, data.std)).float()  # (size, num_classes)
+                logits = model(data.normalise(images)).float()  # (size, num_classes)
             sums[0] += loss_fn(logits, labels) * len(labels)
             sums[1:] += count_hits(logits, labels)
         loss, *hits = processes.sum(sums).tolist()

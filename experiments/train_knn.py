@@ -9,8 +9,8 @@
 A step draws 100 queries and 100 candidates, each from a shuffled order of its own. Their embeddings' squared distances,
 negated, are scores, of which the relaxed top-k gives each candidate its mass among the k nearest; the loss is minus the
 mass on the candidates of the query's label. SGD with momentum 0.9 and a constant learning rate. After each epoch the
-queries of validation and test get the majority label of their k nearest among all training points (exact,
-experiments/common/neighbours.py). Baselines, and what differs from the published code: docs/knn.md.
+queries of validation and test get the majority label of their k nearest among all training points, by an exact search.
+Baselines, and what differs from the published code: docs/knn.md.
 
 The row in results/knn.csv has the test accuracy where validation accuracy was best; the run's folder is
 results/runs/<run id>. A command that was stopped or killed continues when it is given again.
@@ -19,7 +19,7 @@ results/runs/<run id>. A command that was stopped or killed continues when it is
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,18 +27,24 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from data.cifar import epoch_generator, epoch_order
+from data.cifar import crop_and_flip, epoch_generator, epoch_order, sample_crops
 from data.download import download
 from data.embeddings import Embeddings, load_embeddings
-from data.points import POINT_SETS, Points, Samples, load_points, points_of_embeddings
+from data.points import AUGMENTED, POINT_SETS, load_points, points_of_embeddings
+from data.splits import Dataset, Split
 from experiments.common import flags, losses
-from experiments.common.neighbours import CROSS_ENTROPY, LOSSES, METHODS, UNTRAINED, NeighbourLoss, majority, nearest
 from experiments.common.processes import Processes, prepare_device
 from experiments.common.run import Run
 from models.embedders import EMBEDDERS, embedder
 from topk_losses import METHODS as LIBRARY
-from topk_losses import RELAXATIONS
+from topk_losses import RELAXATIONS, AutoTemperature, TopKOperator
+from topk_losses.operator import guarded_log
 
+CROSS_ENTROPY = "softmax_cross_entropy"
+UNTRAINED = ("inputs", "pca")  # kNN on the inputs as they are, on their principal components
+METHODS = (*RELAXATIONS, CROSS_ENTROPY, *UNTRAINED)
+LOSSES = ("mass", "log_mass")
+QUERY_ROWS = 1000  # queries of a tile: with as many training points it takes some 10 MB
 # Flags that make it another experiment: see train_cifar100.py.
 IDENTITY = (
     *("dataset", "embeddings", "limit_train", "model", "dim", "hidden_dims", "precision"),
@@ -128,6 +134,54 @@ def configuration(args: argparse.Namespace, seed: int, device: torch.device) -> 
     return {name: value for name, value in config.items() if name != "top1_mode"}
 
 
+def squared_distances(queries: Tensor, candidates: Tensor) -> Tensor:
+    """Squared Euclidean distances (Q, N) of queries (Q, d) and candidates (N, d), at least 0, by one product.
+
+    Rounding is relative to the squared norms: the caller moves both to where these are small.
+    """
+    norms = candidates.square().sum(1)  # (N,)
+    distances = torch.addmm(norms, queries, candidates.T, alpha=-2) + queries.square().sum(1, keepdim=True)
+    return distances.clamp(min=0)
+
+
+class NeighbourLoss(nn.Module):
+    """The mean over queries of minus the soft top-k mass on right candidates, or of minus its logarithm.
+
+    Args:
+        operator: the relaxed top-k of the candidates.
+        loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], between -k and 0; or "log_mass", -log of that mass / k.
+        auto: what the inverse temperature follows the scores by; None: it is the operator's.
+    """
+
+    generator: torch.Generator | None = None  # of operators that draw noise
+
+    def __init__(self, operator: TopKOperator, loss: str, auto: AutoTemperature | None = None) -> None:
+        super().__init__()
+        self.operator, self.loss, self.auto = operator, loss, auto
+        self.inverse_temperature = operator.inverse_temperature
+
+    def forward(self, queries: Tensor, candidates: Tensor, right: Tensor, left_out: Tensor | None = None) -> Tensor:
+        """Compute the loss, (). A query without a right candidate counts as 0.
+
+        queries (Q, d) and candidates (C, d) float32. right (Q, C) bool: candidates of the query's label. left_out
+        (Q, C) bool: candidates that are masked out, the query itself say.
+        """
+        center = candidates.detach().mean(0)
+        scores = -squared_distances(queries - center, candidates - center)  # (Q, C)
+        if left_out is not None:
+            scores, right = scores.masked_fill(left_out, -torch.inf), right & ~left_out
+        beta: Any = self.inverse_temperature
+        if self.auto is not None:
+            self.auto.observe(scores)
+            beta = self.auto.value()
+        counts = right.any(1)  # (Q,)
+        # Where nothing is right all is: the sum is then k, whatever the scores, and is left out.
+        mass = (right | ~counts.unsqueeze(1)).to(scores.dtype)  # (Q, C)
+        share = self.operator.rank_probabilities(scores, mass, beta, self.generator).sum(1)  # (Q,)
+        losses = -share if self.loss == "mass" else -guarded_log((share / self.operator.k).clamp(max=1))
+        return torch.where(counts, losses, 0).mean()
+
+
 def build_loss(config: dict[str, Any]) -> NeighbourLoss | None:
     """The loss by a relaxed top-k of num_candidates scores; None of a baseline. Raises SystemExit."""
     if config["method"] not in RELAXATIONS:
@@ -137,20 +191,20 @@ def build_loss(config: dict[str, Any]) -> NeighbourLoss | None:
     return NeighbourLoss(operator, config["loss"], auto)
 
 
-def build_model(points: Points, config: dict[str, Any]) -> nn.ModuleDict:
+def build_model(points: Dataset, config: dict[str, Any]) -> nn.ModuleDict:
     """What embeds, freshly initialised, and of cross-entropy what classifies. Raises SystemExit."""
     if config["method"] == "inputs":
         return nn.ModuleDict({"embed": nn.Flatten()})
     if config["method"] == "pca":
         from sklearn.decomposition import PCA  # takes a second, and the others need none
 
-        inputs = torch.cat([points.inputs(part).flatten(1) for part in points.train.inputs.split(EVAL_BATCH)])
+        inputs = torch.cat([points.normalise(part).flatten(1) for part in points.train.inputs.split(EVAL_BATCH)])
         pca = PCA(min(COMPONENTS, *inputs.shape), svd_solver="covariance_eigh").fit(inputs.double().cpu())
         components = nn.Linear(*reversed(pca.components_.shape), bias=False).requires_grad_(False)
         components.weight.copy_(torch.from_numpy(pca.components_))
         return nn.ModuleDict({"embed": nn.Sequential(nn.Flatten(), components)})
     try:
-        embed = embedder(config["model"], points.input_shape, config["dim"], config["hidden_dims"] or ())
+        embed = embedder(config["model"], points.train.inputs.shape[1:], config["dim"], config["hidden_dims"] or ())
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if config["method"] != CROSS_ENTROPY:
@@ -206,21 +260,24 @@ def embeddings_of(inputs: Tensor, embed: nn.Module, precision: str) -> Tensor:
 
 
 def train_epoch(
-    epoch: int, run: Run, points: Points, model: nn.ModuleDict, embed: nn.Module, loss_fn: Any, optimizer: Any
+    epoch: int, run: Run, points: Dataset, model: nn.ModuleDict, embed: nn.Module, loss_fn: Any, optimizer: Any
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1: each training point is a query once, but for the last partial batch."""
     started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
     num_steps, seed = len(train) // args.batch_size, config["seed"]
     # Two independent orders; candidates go round where a step has more of them than queries.
     queries, candidates = (epoch_order(len(train), seed, 2 * epoch + number).to(device) for number in (0, 1))  # (N,)
-    generator = epoch_generator(seed, 2 * epoch, device) if points.augmented else None
+    generator = epoch_generator(seed, 2 * epoch, device) if args.dataset in AUGMENTED else None
     if loss_fn is not None:
         losses.seed_noise(loss_fn, device, seed, epoch)
     turn = torch.arange(args.num_candidates, device=device)
     step_losses = []
 
     def embedded(rows: Tensor) -> Tensor:
-        return embeddings_of(points.inputs(train.inputs[rows], generator), embed, args.precision)
+        inputs = train.inputs[rows]
+        if generator is not None:
+            inputs = crop_and_flip(inputs, *sample_crops(len(rows), generator))
+        return embeddings_of(points.normalise(inputs), embed, args.precision)
 
     model.train()
     for step in tqdm(range(num_steps), f"epoch {epoch}", leave=False, disable=None):
@@ -246,14 +303,14 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(args: argparse.Namespace, points: Points, model: nn.ModuleDict) -> dict[str, float]:
+def evaluate(args: argparse.Namespace, points: Dataset, model: nn.ModuleDict) -> dict[str, float]:
     """The top-1 accuracies (fractions) on the whole of valid and test."""
     started = time.perf_counter()
     model.eval()
 
-    def embedded(samples: Samples) -> Iterator[Tensor]:
+    def embedded(samples: Split) -> Iterator[Tensor]:
         for part in samples.inputs.split(EVAL_BATCH):
-            yield embeddings_of(points.inputs(part), model["embed"], args.precision)
+            yield embeddings_of(points.normalise(part), model["embed"], args.precision)
 
     asked = torch.cat([*embedded(points.valid), *embedded(points.test)])  # (Q, d)
     if not asked.isfinite().all():
@@ -266,6 +323,37 @@ def evaluate(args: argparse.Namespace, points: Points, model: nn.ModuleDict) -> 
     valid, test = hits.split([len(points.valid), len(points.test)])
     accuracies = {"valid_top1": int(valid.sum()) / len(valid), "test_top1": int(test.sum()) / len(test)}
     return {**accuracies, "eval_seconds": time.perf_counter() - started}
+
+
+def nearest(queries: Tensor, tiles: Iterable[Tensor], k: int) -> Tensor:
+    """The rows of the k nearest of any number of points to each query, nearest first: (Q, k) int64.
+
+    queries (Q, d) float32. tiles: the points, (T, d) each, in order. Exact, to the rounding of float32; of equal
+    distances the smaller row comes first.
+    """
+    centre = queries.mean(0)
+    queries = queries - centre
+    # A distance's bits, then its row, as one integer: bits of floats from 0 on have the order of the floats.
+    best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    begin = 0
+    for tile in tiles:
+        rows = torch.arange(begin, begin + len(tile), device=queries.device)  # (T,)
+        tile, merged = tile - centre, []
+        for part, so_far in zip(queries.split(QUERY_ROWS), best.split(QUERY_ROWS)):
+            bits = squared_distances(part, tile).view(torch.int32)
+            keys = torch.cat([so_far, torch.add(rows, bits, alpha=2**32)], dim=1)  # (q, at most k + T)
+            merged.append(keys.topk(min(k, keys.shape[1]), dim=1, largest=False).values)
+        best = torch.cat(merged)
+        begin += len(tile)
+    return best & 0xFFFFFFFF
+
+
+def majority(labels: Tensor) -> Tensor:
+    """The label (Q,) that most of the neighbours' labels (Q, k), nearest first, are; of equally many the nearest's."""
+    k = labels.shape[1]
+    votes = (labels.unsqueeze(2) == labels.unsqueeze(1)).sum(2)  # (Q, k) how many have the label of each
+    first = (votes * k - torch.arange(k, device=labels.device)).argmax(1, keepdim=True)  # (Q, 1)
+    return labels.gather(1, first).squeeze(1)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -192,8 +192,8 @@ FAULTS = r"""
 
 # labels_reversed: the labels of embeddings are read from the end
 @ data/embeddings.py
-- splits[name].labels = labels.long()
-+ splits[name].labels = labels.long().flip(0)
+- splits[name] = Split(rows, labels.long())
++ splits[name] = Split(rows, labels.long().flip(0))
 = tests/experiments/test_oracle_finetune_imagenet.py
 
 # linear_schedule: an inverse temperature such as 0.25:4 goes evenly, not evenly in its logarithm
@@ -239,7 +239,7 @@ FAULTS = r"""
 = tests/experiments/test_oracle_train_beam_search.py
 
 # no_likelihood: --nll_weight is recorded and not applied
-@ experiments/common/beam_objectives.py
+@ experiments/train_beam_search.py
 - return total / (labels != IGNORED).sum() + nll_weight *
 + return total / (labels != IGNORED).sum() + 0 *
 = tests/experiments/test_oracle_train_beam_search.py

@@ -18,7 +18,8 @@ from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, normalise
+from data.cifar import scale_and_shift
+from data.torch_file import reason
 from models.resnet_cifar import resnet_cifar
 
 # Weights of ImageNet that a package index has, so that no other server is needed: 75 % top-1.
@@ -80,8 +81,8 @@ def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None
         try:
             network = timm.create_model(timm_name, pretrained=weights == "pretrained", **arguments)
         except Exception as error:  # four libraries are at work below, each with exceptions of its own
-            message = f"cannot build {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            raise SystemExit(f"error: {message}. Without a network give --weights FILE or --weights none") from None
+            message = f"cannot build {name} ({reason(error)}). Without a network give --weights FILE or --weights none"
+            raise SystemExit(f"error: {message}") from None
     if weights == LITE:
         load_weights(network, _lite_file(), in_order=True)
     elif weights not in ("pretrained", "none"):
@@ -101,12 +102,16 @@ def cifar_backbone(config: dict[str, Any], weights: dict[str, Tensor], resolutio
     """The network of a run of train_cifar100.py, by its config.json and its weights."""
     network = resnet_cifar(config["model"], len(weights["fc.weight"]))
     network.load_state_dict(weights)
-    mean, std = (DIGITS_MEAN, DIGITS_STD) if config["dataset"] == "digits" else (CIFAR_MEAN, CIFAR_STD)
+    scale, shift = scale_and_shift(config["dataset"])
     size = resolution or 32
     # Bytes until they are on the device; both steps leave an image of the right size as it is.
     transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
     name = f"{config['dataset']}-{config['model']}"
-    return Backbone(name, network.eval(), lambda x: network.features(normalise(x, mean, std)), transform, size)
+
+    def features(images: Tensor) -> Tensor:
+        return network.features(images * scale.to(images.device) + shift.to(images.device))
+
+    return Backbone(name, network.eval(), features, transform, size)
 
 
 def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None:
@@ -127,8 +132,7 @@ def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None
                 found.setdefault(key, value)
         network.load_state_dict(found)
     except Exception as error:  # torch, pickle and safetensors fail with many kinds on a file that is none
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise SystemExit(f"error: --weights {path} is not a state dict of this network ({reason})") from None
+        raise SystemExit(f"error: --weights {path} is not a state dict of this network ({reason(error)})") from None
 
 
 def _lite_file() -> Path:

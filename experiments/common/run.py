@@ -27,6 +27,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from data.torch_file import load_torch_file, reason
 from experiments.common.environment import describe_environment, git_commit, peak_memory_mib
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
@@ -108,7 +109,7 @@ class Run:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise SystemExit(
                     f"error: the checkpoint in {self.folder} is of another version of this code "
-                    f"({type(error).__name__}: {str(error).strip().splitlines()[0]}): delete that folder to start anew"
+                    f"({reason(error)}): delete that folder to start anew"
                 ) from None
             commits = dict.fromkeys([*saved["info"]["git_commit"].split("+"), self.info["git_commit"]])
             self.history, self.info = saved["history"], saved["info"]
@@ -188,10 +189,4 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     path = folder / "checkpoint.pt"
     if not path.is_file():
         raise SystemExit(f"error: there is no {path}: give the folder of a run, results/runs/<run id>")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        saved["model"], saved["training"], saved["history"][-1], saved["info"]["started_utc"]
-    except Exception as error:  # a damaged archive raises one of a dozen types
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise SystemExit(f"error: {path} is damaged ({reason}): delete {folder} to start anew") from None
-    return saved
+    return load_torch_file(path, "a checkpoint", advice=f": delete {folder} to start anew")

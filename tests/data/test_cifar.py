@@ -29,8 +29,8 @@ from data.cifar import (
     epoch_order,
     load_complete,
     load_dataset,
-    normalise,
     sample_crops,
+    scale_and_shift,
 )
 from data.noisy_labels import noisy_labels
 
@@ -83,7 +83,7 @@ def data_dir(archive, tmp_path) -> Path:
 
 def check_complete(dataset) -> None:
     assert [len(split) for split in (dataset.train, dataset.valid, dataset.test)] == [380, 20, 200]
-    everything = torch.cat([numbers_of(split.images) for split in (dataset.train, dataset.valid, dataset.test)])
+    everything = torch.cat([numbers_of(split.inputs) for split in (dataset.train, dataset.valid, dataset.test)])
     assert everything.sort().values.tolist() == list(range(TRAIN + TEST))
 
 
@@ -126,17 +126,17 @@ def test_a_limit_shortens_both_splits_and_moves_no_image_between_them(data_dir):
         load_dataset("cifar100", data_dir, seed=2),
         load_dataset("cifar100", data_dir, seed=2, limit_train=100),
     )
-    train, valid = (set(numbers_of(split.images).tolist()) for split in (part.train, part.valid))
+    train, valid = (set(numbers_of(split.inputs).tolist()) for split in (part.train, part.valid))
     assert (len(train), len(valid)) == (95, 5)
-    assert train <= set(numbers_of(whole.train.images).tolist())
-    assert valid <= set(numbers_of(whole.valid.images).tolist())
+    assert train <= set(numbers_of(whole.train.inputs).tolist())
+    assert valid <= set(numbers_of(whole.valid.inputs).tolist())
     for limit in (401, 9):
         with pytest.raises(SystemExit, match=rf"--limit_train .*between 11 and 400 images, got {limit}"):
             load_dataset("cifar100", data_dir, limit_train=limit)
 
 
 def test_a_seed_chooses_the_images_that_validate():
-    first, again, other = (load_dataset("digits", "", seed=seed).valid.images for seed in (4, 4, 5))
+    first, again, other = (load_dataset("digits", "", seed=seed).valid.inputs for seed in (4, 4, 5))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -144,25 +144,27 @@ def test_a_seed_chooses_the_images_that_validate():
 def test_labels_stay_with_their_images_and_a_batch_is_indexing(data_dir):
     data = load_dataset("cifar100", data_dir)
     for split in (data.train, data.valid, data.test):
-        numbers = numbers_of(split.images)
+        numbers = numbers_of(split.inputs)
         assert torch.equal(split.labels, torch.where(numbers < TRAIN, numbers, numbers - TRAIN) % 100)
     rows = torch.tensor([5, 0, 379, 5])
     images, labels = data.train.batch(rows)
-    assert torch.equal(images, data.train.images[rows])
+    assert torch.equal(images, data.train.inputs[rows])
     assert torch.equal(labels, data.train.labels[rows])
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_pixels_are_normalised_by_the_numbers_of_the_published_code(data_dir):
     data = load_dataset("cifar100", data_dir)
-    assert (data.mean, data.std) == ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(-1, 3, 1, 1)  # black, white
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
+    torch.testing.assert_close(data.normalise(pixels).flatten(1), torch.stack([-mean / std, (1 - mean) / std]))
 
 
 def test_digits_need_no_files():
     data = load_dataset("digits", "/nowhere")
     assert [len(split) for split in (data.train, data.valid, data.test)] == [1365, 72, 360]
     assert data.test.labels.bincount().tolist() == pytest.approx([36] * 10, abs=1)  # stratified
-    pixels = torch.cat((data.train.images, data.valid.images)).double() / 255
+    pixels = torch.cat((data.train.inputs, data.valid.inputs)).double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(DIGITS_MEAN, abs=1e-4)
     assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(DIGITS_STD, abs=1e-4)
 
@@ -174,8 +176,8 @@ def test_noise_stays_in_its_block_and_in_the_training_split(data_dir):
     for name in ("valid", "test"):
         assert torch.equal(getattr(clean, name).labels, getattr(noisy, name).labels)
     limited = load_dataset("cifar100", data_dir, label_noise=1.0, seed=3, limit_train=100).train
-    known = dict(zip(numbers_of(noisy.train.images).tolist(), noisy.train.labels.tolist()))
-    assert all(known[n] == label for n, label in zip(numbers_of(limited.images).tolist(), limited.labels.tolist()))
+    known = dict(zip(numbers_of(noisy.train.inputs).tolist(), noisy.train.labels.tolist()))
+    assert all(known[n] == label for n, label in zip(numbers_of(limited.inputs).tolist(), limited.labels.tolist()))
 
 
 def test_labels_by_people_are_those_of_training_and_validation(data_dir, tmp_path):
@@ -184,14 +186,14 @@ def test_labels_by_people_are_those_of_training_and_validation(data_dir, tmp_pat
     torch.save(arrays, path := tmp_path / "human.pt")
     clean, noisy = (load_dataset("cifar100", data_dir, seed=3, noisy_labels_file=file) for file in (None, path))
     for name in ("train", "valid"):
-        assert torch.equal(getattr(noisy, name).images, getattr(clean, name).images)
+        assert torch.equal(getattr(noisy, name).inputs, getattr(clean, name).inputs)
         assert torch.equal(getattr(noisy, name).labels, (getattr(clean, name).labels + 1) % 100)
-    assert torch.equal(noisy.clean.images, clean.valid.images)
+    assert torch.equal(noisy.clean.inputs, clean.valid.inputs)
     assert torch.equal(noisy.clean.labels, clean.valid.labels)
     assert torch.equal(noisy.test.labels, clean.test.labels)
     assert clean.clean is None
     torch.save(arrays | {"clean_label": right.flip(0).numpy()}, path)
-    for wrong, message in ((path, "are not those of"), (tmp_path / "none.pt", "has no human labels")):
+    for wrong, message in ((path, "are not those of"), (tmp_path / "none.pt", "is not a file of labels by people")):
         with pytest.raises(SystemExit, match=message):
             load_dataset("cifar100", data_dir, noisy_labels_file=wrong)
 
@@ -209,8 +211,13 @@ def test_noise_has_the_stated_frequencies(probability):
     torch.testing.assert_close(shares, expected, rtol=0, atol=5 * 0.5 / count**0.5)
 
 
+def normalise(images: torch.Tensor) -> torch.Tensor:
+    scale, shift = (number.to(images.device) for number in scale_and_shift("cifar100"))
+    return images * scale + shift
+
+
 def augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return normalise(crop_and_flip(images, *sample_crops(len(images), generator)), CIFAR_MEAN, CIFAR_STD)
+    return normalise(crop_and_flip(images, *sample_crops(len(images), generator)))
 
 
 def test_the_bits_stay_as_they_are_over_versions():
@@ -220,12 +227,12 @@ def test_the_bits_stay_as_they_are_over_versions():
         return [zlib.crc32(tensor.contiguous().numpy()) for tensor in tensors]
 
     data = load_dataset("digits", "", seed=3, limit_train=1000, label_noise=0.5)
-    splits = [getattr(split, part) for split in (data.train, data.valid) for part in ("images", "labels")]
+    splits = [getattr(split, part) for split in (data.train, data.valid) for part in ("inputs", "labels")]
     assert sums(*splits) == [4178564455, 715954224, 1218007047, 1175475251]
     assert sums(epoch_order(1000, 2, 5)) == [4057983606]
     images, _ = data.train.batch(epoch_order(len(data.train), 3, 7)[:64])
     batch = augmented(images, epoch_generator(2, 5))
-    assert sums(batch, normalise(images, CIFAR_MEAN, CIFAR_STD)) == [3090056941, 3331756731]
+    assert sums(batch, normalise(images)) == [3090056941, 3331756731]
 
 
 def test_an_epoch_is_a_function_of_its_seed_and_its_number():
@@ -272,16 +279,15 @@ def test_every_crop_and_both_flips_occur_equally_often():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_gives_the_same_images_and_never_waits():
-    images = random_images(64, 3, 32, 32, channels_last=True)
+    data = load_dataset("digits", "")
     crops = sample_crops(64, epoch_generator(0, 0))
-    expected = normalise(crop_and_flip(images, *crops), CIFAR_MEAN, CIFAR_STD)
-    on_device = images.cuda()
-    actual = normalise(crop_and_flip(on_device, *(x.cuda() for x in crops)), CIFAR_MEAN, CIFAR_STD)
+    expected = data.normalise(crop_and_flip(data.test.inputs[:64], *crops))
+    data, crops = data.to("cuda"), [part.cuda() for part in crops]
+    actual = data.normalise(crop_and_flip(data.test.inputs[:64], *crops))
     torch.testing.assert_close(actual.cpu(), expected)
-    generator = epoch_generator(0, 0, on_device.device)
-    augmented(on_device, generator)  # the first call brings the constants over
+    generator = epoch_generator(0, 0, actual.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        augmented(on_device, generator)
+        data.normalise(crop_and_flip(data.test.inputs[:64], *sample_crops(64, generator)))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.embeddings as embeddings_module
-from data.embeddings import batches, epoch_order, first_not_finite, load_embeddings, split_rows, streamed_batches
+from data.embeddings import batches, check_finite, epoch_order, load_embeddings, split_rows, streamed_batches
 
 CPU = torch.device("cpu")
 ROWS = 1000
@@ -51,7 +51,7 @@ def test_published_layouts_are_read_also_from_files_of_old_versions(tmp_path, la
     found = load_embeddings(tmp_path / "e.p")
     assert (set(found.splits), found.num_classes, found.dim) == ({"train", "test"}, 7, 2)
     for split in ("train", "test"):
-        assert torch.equal(found[split].embeddings, parts[f"{split}_embeddings"])
+        assert torch.equal(found[split].inputs, parts[f"{split}_embeddings"])
         assert torch.equal(found[split].labels, parts[f"{split}_labels"])
 
 
@@ -102,7 +102,7 @@ def test_files_that_do_not_hold_what_they_must_are_refused(tmp_path, change, mes
 
 
 def write_other_things(path):
-    yield path.write_bytes(path.read_bytes()[:5000]), "a damaged one"
+    yield path.write_bytes(path.read_bytes()[:5000]), "or is damaged"
     yield path.write_text("<html>Sign in</html>"), "not a torch file"
     yield torch.save([1, 2], path), "it holds a list"
     yield torch.save({"train_embeddings": os.getcwd}, path), "not a torch file of tensors"  # it asks to run code
@@ -187,8 +187,10 @@ def test_validation_and_training_rows_are_disjoint_and_complete():
 
 
 def test_the_first_row_that_is_not_finite_is_named(path):
-    split, rows = load_embeddings(path)["train"], torch.arange(0, ROWS, 3)
-    assert first_not_finite(split, rows) is None
-    split.embeddings[601] = torch.nan  # not among them
-    split.embeddings[[903, 600]] = torch.inf
-    assert first_not_finite(split, rows) == 600
+    data, rows = load_embeddings(path), {"valid": torch.arange(0, ROWS, 3), "test": torch.arange(30)}
+    check_finite(data, rows)
+    data["train"].inputs[601] = torch.nan  # not among them
+    check_finite(data, rows)
+    data["train"].inputs[[903, 600]] = torch.inf  # rows that validate are rows of train
+    with pytest.raises(SystemExit, match=f"row 600 of train in {path} is not finite"):
+        check_finite(data, rows)

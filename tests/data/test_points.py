@@ -9,7 +9,7 @@ import torchvision
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from data.embeddings import load_embeddings
-from data.points import POINT_SETS, load_points, points_of_embeddings
+from data.points import load_points, points_of_embeddings
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def content():
 )
 def test_the_mnists_are_the_published_ones(folder, name, kind, transform):
     points = load_points(name, folder)
-    assert (points.num_classes, points.input_shape, points.augmented) == (10, (1, 28, 28), False)
+    assert (points.num_classes, points.train.inputs.shape[1:]) == (10, (1, 28, 28))
     assert [len(split) for split in (points.train, points.valid, points.test)] == [110, 10, 30]  # 55,000 and 5,000
     oracle = kind(folder, train=False, transform=transform)
-    got = points.inputs(points.test.inputs)
+    got = points.normalise(points.test.inputs)
     torch.testing.assert_close(got, torch.stack([image for image, _ in oracle]))
     assert points.test.labels.tolist() == [label for _, label in oracle]
     # Every training image trains or validates, once.
@@ -73,8 +73,8 @@ def test_mnist_is_read_from_gz_files_without_writing_beside_them(folder, tmp_pat
 def test_digits_have_one_channel_and_a_tenth_validates(tmp_path):
     points = load_points("digits", tmp_path)
     assert [len(split) for split in (points.train, points.valid, points.test)] == [1293, 144, 360]
-    pixels = points.inputs(torch.cat([points.train.inputs, points.valid.inputs]))
-    assert pixels.shape[1:] == points.input_shape == (1, 32, 32)
+    pixels = points.normalise(torch.cat([points.train.inputs, points.valid.inputs]))
+    assert pixels.shape[1:] == (1, 32, 32)
     assert (pixels.mean().item(), pixels.std().item()) == pytest.approx((0, 1), abs=1e-3)
 
 
@@ -90,26 +90,13 @@ def test_a_seed_chooses_who_validates_and_a_limit_takes_some(tmp_path):
         load_points("digits", tmp_path, limit_train=1438)
 
 
-def test_augmentation_crops_and_flips_before_it_normalises(tmp_path):
-    points = load_points("digits", tmp_path)
-    chosen = points.test.inputs[:64].expand(-1, 3, -1, -1)
-    plain, first, again = (
-        points.inputs(chosen, None if seed is None else torch.Generator().manual_seed(seed)) for seed in (None, 5, 5)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, plain)
-    black = points.inputs(torch.zeros_like(chosen))[0, 0, 0, 0]
-    assert (first == black).float().mean() > (plain == black).float().mean()  # the frame is black
-    assert [name for name, (*_, augmented) in POINT_SETS.items() if augmented] == ["cifar10", "cifar100"]
-
-
 def test_embeddings_keep_their_dtype_and_a_tenth_validates(content, tmp_path):
     torch.save(content, tmp_path / "e.pt")
     points = points_of_embeddings(load_embeddings(tmp_path / "e.pt"))
-    assert (points.num_classes, points.input_shape) == (3, (2,))
+    assert (points.num_classes, points.train.inputs.shape[1:]) == (3, (2,))
     assert [len(split) for split in (points.train, points.valid, points.test)] == [18, 2, 6]
     assert points.test.inputs.dtype == torch.float16
-    assert points.inputs(points.test.inputs).tolist() == [[2.0 * row, 2.0 * row + 1] for row in range(6)]
+    assert points.normalise(points.test.inputs).tolist() == [[2.0 * row, 2.0 * row + 1] for row in range(6)]
     values = torch.cat([points.train.inputs, points.valid.inputs])[:, 0].sort().values
     assert values.tolist() == list(range(0, 40, 2))
     pairs = zip(points.train.inputs[:, 0].tolist(), points.train.labels.tolist())

@@ -49,7 +49,7 @@ def test_each_image_has_the_features_that_the_classifier_sees(images, tmp_path):
         paths = sorted((images / folder).rglob("*.png"))
         with torch.no_grad():
             logits = network(torch.stack([transform(Image.open(path)) for path in paths]))
-            seen = network.get_classifier()(found[split].embeddings)
+            seen = network.get_classifier()(found[split].inputs)
         torch.testing.assert_close(seen, logits, rtol=1e-4, atol=1e-5)
         assert found[split].labels.tolist() == [int(path.parent.name[-1]) for path in paths]
     assert found.info["backbone"] == "timm:test_resnet"
@@ -100,7 +100,7 @@ def test_shards_of_other_settings_are_not_taken(images, tmp_path, change):
     extract("--dataset", images, "--output", tmp_path / "b" / "e.pt", *change.split())
     extract("--dataset", images, "--output", tmp_path / "c" / "e.pt", *change.split())
     assert (tmp_path / "b" / "e.pt").read_bytes() == (tmp_path / "c" / "e.pt").read_bytes()
-    rows = [load_embeddings(tmp_path / name)["train"].embeddings.float() for name in ("a.pt", "b/e.pt")]
+    rows = [load_embeddings(tmp_path / name)["train"].inputs.float() for name in ("a.pt", "b/e.pt")]
     assert rows[0].shape != rows[1].shape or not torch.equal(*rows)
 
 
@@ -136,7 +136,7 @@ def test_from_a_trained_network_to_heads_on_its_features(tmp_path):
     for split in ("train", "valid", "test"):
         assert torch.equal(found[split].labels, getattr(data, split).labels)
     weights = torch.load(run / "checkpoint.pt", weights_only=True)["model"]
-    logits = found["test"].embeddings.float() @ weights["fc.weight"].T + weights["fc.bias"]
+    logits = found["test"].inputs.float() @ weights["fc.weight"].T + weights["fc.bias"]
     hits = (logits.argmax(1) == data.test.labels).float().mean().item()
     assert hits == pytest.approx(float(row["last_test_top1"]), abs=0.01)
     words = f"-d {tmp_path / 'e.pt'} --method softsort --p_k .5 .5 --n_epochs 2 --device cpu --threads 1"

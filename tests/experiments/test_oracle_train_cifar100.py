@@ -66,7 +66,7 @@ def plain_loop(
         seed_noise(loss_fn, torch.device("cpu"), SEED, epoch, 0)
         for rows in epoch_order(len(clean.train), SEED, epoch).split(BATCH)[:steps]:
             crops.append(sample_crops(BATCH, generator))
-            images = normalised(crop_and_flip(noisy.train.images[rows], *crops[-1]))
+            images = normalised(crop_and_flip(noisy.train.inputs[rows], *crops[-1]))
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = model(images)
             elapsed = taken / (EPOCHS * steps)
@@ -90,7 +90,7 @@ def plain_loop(
         loss_fn.eval()
         for name, split in (("valid", clean.valid), ("test", clean.test)):
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                logits = evaluated(normalised(split.images))
+                logits = evaluated(normalised(split.inputs))
             found[-1][f"{name}_loss"] = loss_fn(logits.float(), split.labels).item()
             found[-1] |= {f"{name}_{key}": value for key, value in top_k(logits.float(), split.labels).items()}
     assert all((crops_of[0] != crops).float().mean() > 0.5 for crops in crops_of[1:])

@@ -43,9 +43,9 @@ def majority(labels: list[int]) -> int:
 def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, bf16=False):
     """Return what a loop without any of the script's functions finds in each epoch."""
     points = load_points("digits", "", seed=SEED, limit_train=LIMIT)
-    train, inputs = points.train, points.inputs(points.train.inputs)
+    train, inputs = points.train, points.normalise(points.train.inputs)
     torch.manual_seed(SEED)
-    embed = embedder("linear", points.input_shape, 6)
+    embed = embedder("linear", points.train.inputs.shape[1:], 6)
     classify = None if method else torch.nn.Linear(6, 10)
     weights = [*embed.parameters(), *(classify.parameters() if classify else ())]
     optimizer = torch.optim.SGD(weights, lr, momentum=0.9, weight_decay=weight_decay)
@@ -83,7 +83,7 @@ def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, b
         with torch.no_grad():
             places = embedded(inputs)
             for name, split in (("valid", points.valid), ("test", points.test)):
-                asked, right = embedded(points.inputs(split.inputs)), 0
+                asked, right = embedded(points.normalise(split.inputs)), 0
                 for place, label in zip(asked, split.labels.tolist()):
                     nearest = (place - places).square().sum(1).argsort()[:K]
                     predicted = int(classify(place).argmax()) if classify else majority(train.labels[nearest].tolist())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.cmudict import END, WordSplit
-from experiments.common.reading_metrics import MAX_STEPS, edit_distance, error_rates, nearest
+from experiments.train_beam_search import MAX_STEPS, edit_distance, error_rates, nearest
 from models.beam_search import beam_search
 from models.encoder_decoder import EncoderDecoder
 

@@ -56,7 +56,7 @@ def test_labels_that_train_and_that_validate_are_wrong_alike(right, tmp_path, ra
     learn, valid = split_rows(ROWS, VALID, 0)
     labels = right[2]
     for name, rows in (("train", learn), ("valid", valid), ("clean", valid)):
-        assert torch.equal(data[name].embeddings[:, 0].long(), rows)
+        assert torch.equal(data[name].inputs[:, 0].long(), rows)
         if name == "clean":
             assert torch.equal(data[name].labels, labels[rows])
             continue
@@ -90,7 +90,7 @@ def test_labels_by_people_and_the_matrix_that_5_percent_of_right_labels_give(rig
     data, true, estimated = relabelled(right, tmp_path, "--human", str(right[1]), "--noisy_valid")
     _, _, labels, by_people = right
     for name in ("train", "valid"):
-        assert torch.equal(data[name].labels, by_people[data[name].embeddings[:, 0].long()])
+        assert torch.equal(data[name].labels, by_people[data[name].inputs[:, 0].long()])
     assert data.info["labels"] == "human"
     shares = [float((by_people[labels[:ROWS] == c] == c).double().mean()) for c in range(CLASSES)]
     torch.testing.assert_close(true.diag(), torch.tensor(shares, dtype=torch.float64))

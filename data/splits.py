@@ -1,0 +1,59 @@
+"""Splits of a data set, of images or of embeddings, and their random numbers."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def seeded(purpose: int, seed: int, epoch: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator for one purpose. CPU and CUDA generators draw different numbers from the same seed."""
+    state = np.random.SeedSequence(seed, spawn_key=(purpose, epoch)).generate_state(1, np.uint64)
+    return torch.Generator(device).manual_seed(int(state[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """inputs: images (N, C, H, W) uint8, or embeddings (N, d) floating point; labels (N,) int64."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device | str) -> "Split":
+        return Split(self.inputs.to(device), self.labels.to(device))
+
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs (B, ...) and labels (B,) at `rows` (B,); of channels_last images ten times as fast as indexing."""
+        if self.inputs.dim() == 2:
+            return self.inputs.index_select(0, rows), self.labels.index_select(0, rows)
+        images = self.inputs.permute(0, 2, 3, 1).index_select(0, rows)  # (B, H, W, C)
+        return images.permute(0, 3, 1, 2), self.labels.index_select(0, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Three splits without a common sample.
+
+    scale, shift: (C, 1, 1) each; a network sees p scale + shift of a pixel p. None: it sees the inputs as they are.
+    clean: the images of valid with their right labels, where those of valid are wrong.
+    """
+
+    num_classes: int
+    train: Split
+    valid: Split
+    test: Split
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    clean: Split | None = None
+
+    def to(self, device: torch.device | str) -> "Dataset":
+        parts = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Split | Tensor)}
+        return replace(self, **parts)
+
+    def normalise(self, inputs: Tensor) -> Tensor:
+        """What a network sees of some inputs (B, ...), float32."""
+        return inputs.float() if self.scale is None else inputs * self.scale + self.shift
