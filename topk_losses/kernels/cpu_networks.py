@@ -1,8 +1,8 @@
-"""Relaxed comparator networks for the true class on the CPU, compiled by Numba. float32 only.
+"""Relaxed comparator networks for the true class on the CPU, compiled by Numba.
 
-Through PyTorch a network of 17 layers is some 400 operations on tensors of a few thousand numbers, most of whose time
-is the call. Here TILE samples at a time go through all comparators while their wires stay in the cache: a comparator
-costs 0.7 to 2 nanoseconds per sample forward, and 0.6 backward, since the slopes are kept.
+In eager PyTorch a network of 17 layers is some 400 operations on small tensors, most of whose time is the call. Here
+TILE samples at a time go through all comparators while their wires stay in the cache: a comparator costs 0.7 to 2
+nanoseconds per sample forward, and 0.6 backward, since the slopes are saved.
 """
 
 import functools
@@ -23,13 +23,12 @@ WORK_OF_A_THREAD = 300_000  # saved numbers, 3 per comparator and sample, that p
 _f32 = np.float32
 _TINY = _f32(np.finfo(np.float32).tiny)
 _MASKED, _ROUNDING = _f32(MASKED), _f32(distance_of_rounding(torch.float32))
-
 FAMILIES = ("logistic", "gaussian", "reciprocal", "cauchy", "optimal")
 
 
-@partial(jit, forceinline=True)  # with which the compiler keeps one branch alone
+@partial(jit, forceinline=True)  # so that the compiler keeps the one branch that is taken
 def _mix(u, family):
-    """The share sigmoid(-u) that is mixed, u >= 0, as in sigmoids.py, and its slope, for a place in FAMILIES.
+    """Compute the share sigmoid(-u) of sigmoids.py, u >= 0, and its slope; family: a place in FAMILIES.
 
     Every constant is float32: with any other Numba would compute in float64.
     """
@@ -63,16 +62,16 @@ def _mix(u, family):
 
 
 @functools.cache
-def _forward_of(distribution: str, exponent: float) -> Callable[..., None]:
-    """Compile the forward loop for a family; exponent: ART's lambda, 0 for none."""
+def _compile_forward(distribution: str, exponent: float) -> Callable[..., None]:
+    """Compile the forward loop for a distribution; exponent: ART's lambda, 0 for none."""
     family, art, published = FAMILIES.index(distribution.removesuffix("_phi")), exponent > 0, exponent == 0.5
 
-    def forward(first, last, scores, labels, mass, hi, lo, k, beta, exponent, tie_scale, saved, out):
-        """Carry tiles first..last of scores (batch, n) to the column out (batch, k); fill saved for the backward pass.
+    def forward(first, last, scores, labels, mass, hi, lo, k, beta, exponent, tie_scale, saved, column):
+        """Carry tiles first..last of scores (batch, n) to the column (batch, k), and save what the backward pass needs.
 
-        saved (tiles, comparators, 3 TILE), per comparator and sample: the share that is mixed, negative where the wires
-        are swapped; and what the gradients of the difference in score and in mass move of that of a score. The scores
-        are relative to their maximum: a common offset would cost digits. The mass is the one-hot of labels (batch,) or,
+        saved (tiles, comparators, 3 TILE), per comparator and sample: the share, negative where the wires are swapped,
+        and the factors by which differences in the gradients of scores and of masses move that of a score. Scores are
+        relative to their maximum: a common offset would cost digits. The mass is the one-hot of labels (batch,) or,
         unless that is empty, mass (batch, n).
         """
         batch, n = scores.shape
@@ -120,14 +119,14 @@ def _forward_of(distribution: str, exponent: float) -> Callable[..., None]:
                     up[TILE + i], down[TILE + i] = q_above - q_moved, q_below + q_moved
             for i in range(min(TILE, batch - start)):
                 for r in range(k):
-                    out[start + i, r] = wires[n - 1 - r, TILE + i]
+                    column[start + i, r] = wires[n - 1 - r, TILE + i]
 
     return jit(forward)
 
 
 @jit
 def _backward(first, last, grad, hi, lo, saved, grad_scores):
-    """Carry tiles first..last of the gradient (batch, k) of the column back to that of the scores, (batch, n)."""
+    """Carry the gradient of the column (batch, k) back to that of the scores (batch, n), for tiles first..last."""
     batch, n = grad_scores.shape
     wires = np.empty((n, 2 * TILE), np.float32)
     for t in range(first, last):
@@ -170,7 +169,7 @@ def _carry_mass(scores, target, beta, comparators, layer_sizes, k, distribution,
     numbers = map(_f32, (beta.item(), exponent, ART_TIE**-exponent))
     inputs = (scores, labels, mass.to(scores.dtype), *comparators, k, *numbers)
     work = saved.numel() // WORK_OF_A_THREAD
-    in_threads(_forward_of(distribution, exponent), len(saved), work, *inputs, saved, column)
+    in_threads(_compile_forward(distribution, exponent), len(saved), work, *inputs, saved, column)
     return outputs
 
 

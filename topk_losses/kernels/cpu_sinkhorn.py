@@ -1,8 +1,8 @@
 """SinkhornSort for the true class on the CPU, compiled by Numba: one sample's plan after the other, in the cache.
 
 Newton's method as in transport.py, after one Sinkhorn iteration. Its steps come from conjugate gradients on the
-Laplacian diag(c) - P^T P, which multiply by P alone: no matrix is factorised. diag(c) - diag(P^T P) is the
-preconditioner; some ten steps are enough for the plan, and as many for the gradient. float32 only.
+Laplacian diag(c) - P^T P, which multiply by P and factorise no matrix. diag(c) - diag(P^T P) is the preconditioner;
+some ten steps are enough for the plan, and as many for the gradient.
 """
 
 from functools import partial
@@ -137,7 +137,7 @@ def _solve(P, c, r, damping, tolerance, v):
 
 @jit
 def _forward(first, last, scores, labels, beta, tolerance, max_iterations, column, errors, potentials):
-    """Rows first..last of scores (batch, n) to the column (batch, k), errors (batch,) and potentials (batch, n)."""
+    """Write the column (batch, k), errors (batch,) and potentials (batch, n) of scores (batch, n), first..last."""
     n = -1  # for which there is room
     for row in range(first, last):
         columns, own = _live(scores[row], labels[row])
@@ -178,7 +178,7 @@ def _forward(first, last, scores, labels, beta, tolerance, max_iterations, colum
 
 @_any_order
 def _backward(first, last, scores, labels, beta, potentials, grad, grad_scores):
-    """Rows first..last of the gradient of the column (batch, k) to that of scores (batch, n), by the KKT conditions."""
+    """Write the gradient of scores (batch, n) from that of the column (batch, k), by the KKT conditions."""
     n = -1  # for which there is room
     for row in range(first, last):
         columns, own = _live(scores[row], labels[row])

@@ -69,7 +69,7 @@ def _sum_and_multiply(values, x):
 
 @jit
 def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, index, origin, powers, leaf_slopes):
-    """Rows first..last of scores (batch, n), for ks (J,) rising up to K, to smooth and hard (batch, J) and top.
+    """Write smooth and hard (batch, J) and top of scores (batch, n), for ks (J,) rising up to K, for rows first..last.
 
     For the backward pass: index (batch, leaves + 1), the columns of the leaves, falling, and the true class; origin
     (batch, 1), with x = exp((score - origin) / temperature); powers (batch, J, K), the coefficients of x, x^2, ... for
@@ -147,7 +147,7 @@ def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, in
 def _backward(
     first, last, scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_hard, grad_scores
 ):
-    """Rows first..last of the gradients of smooth and hard (batch, J) to that of scores (batch, n)."""
+    """Write the gradient of scores (batch, n) from those of smooth and hard (batch, J), for rows first..last."""
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, powers.shape[2]
     x, c, leaves = np.empty(n, _f32), np.empty(K, _f32), np.empty(num_leaves, _f32)
     for row in range(first, last):

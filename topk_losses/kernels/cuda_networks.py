@@ -6,7 +6,7 @@ stay in the L1 cache (8 KB for n = 1000, 84 KB for n = 10450), and the layers ar
 threads. With wires in registers, exchanged by tl.gather, the time would grow with the wires, not with the comparators.
 
 Layers are cut into tiles of WIDTH comparators. A tile's wires, and in the backward pass its saved differences, do not
-depend on the tile before, and are loaded ahead of the barrier that waits for it. float32 only.
+depend on the tile before, and are loaded ahead of the barrier that waits for it.
 """
 
 import functools
@@ -28,7 +28,7 @@ _ROUNDING = tl.constexpr(distance_of_rounding(torch.float32))
 
 @triton.jit
 def _mix(e, beta, exponent, tie_scale, FAMILY: tl.constexpr, ART: tl.constexpr):
-    """The share sigmoid(-u) that values at a distance e >= 0 take over, as in sigmoids.py, and its slope by e."""
+    """Compute the share sigmoid(-u) of sigmoids.py, of values at a distance e >= 0, and its slope by e."""
     u, slope_of_u = beta * e, beta
     if ART:
         power = tl.exp(-exponent * tl.log(e + 1e-10))
@@ -65,7 +65,7 @@ def _mix(e, beta, exponent, tie_scale, FAMILY: tl.constexpr, ART: tl.constexpr):
 
 @triton.jit
 def _load_tile(hi_wires, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH: tl.constexpr, BACKWARD: tl.constexpr):
-    """A tile's places among the comparators and wires hi and lo, -1 where it has none: (1, WIDTH) each.
+    """Load a tile's places among the comparators and wires hi and lo, -1 where it has none: (1, WIDTH) each.
 
     For the backward pass also its differences in the two channels, (ROWS, WIDTH) each.
     """
@@ -131,7 +131,7 @@ def carry_kernel(
 
 @functools.lru_cache(maxsize=32)
 def _tiles(layer_sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, dict[str, int]]:
-    """For the kernels: bounds (T + 1,) int32 on the device, and the shape of a program.
+    """Make the bounds of tiles, (T + 1,) int32 on the device, and the shape of a program.
 
     The bounds are the places among the comparators where each of the T tiles begins, and where the last one ends.
     """
