@@ -18,7 +18,6 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -78,7 +77,8 @@ def shown(address: str) -> str:
 
 def fetch(read: Read, path: Path, name: str) -> None:
     """Download a file part by part, from where an earlier process was stopped."""
-    _, size, version = retried(lambda: read(0, 1, ""), name)
+    stop = threading.Event()
+    _, size, version = read_patiently(read, 0, 1, "", name, stop)
     partial, progress = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.parts")
     header = f"{size} {PART_BYTES} {version}\n"
     lines = progress.read_text().splitlines(keepends=True) if progress.exists() else []
@@ -97,16 +97,9 @@ def fetch(read: Read, path: Path, name: str) -> None:
     with open(partial, "ab") as file:
         file.truncate(size)
 
-    stop = threading.Event()
-
-    def read_unless_stopped(begin: int, end: int) -> Answer:
-        if stop.is_set():
-            raise SystemExit("another part has failed")
-        return read(begin, end, version)
-
     def bring(number: int) -> int:
         begin = number * PART_BYTES
-        answer = retried(lambda: read_unless_stopped(begin, begin + sizes[number]), name)
+        answer = read_patiently(read, begin, begin + sizes[number], version, name, stop)
         with open(partial, "r+b") as file:
             file.seek(begin)
             file.write(answer.content)
@@ -128,15 +121,21 @@ def fetch(read: Read, path: Path, name: str) -> None:
     progress.unlink()
 
 
-def retried(request: Callable[[], Answer], name: str) -> Answer:
+def read_patiently(read: Read, begin: int, end: int, version: str, name: str, stop: threading.Event) -> Answer:
+    """Read a range, again after a failure that may pass, until the event is set. Raises SystemExit."""
+    problem = ""
     for attempt in range(RETRIES):
+        time.sleep(min(0.25 * 2**attempt, 30) if attempt else 0)
+        if stop.is_set():
+            raise SystemExit("another part has failed")
         try:
-            return request()
+            answer = read(begin, end, version)
+            if len(answer.content) == end - begin:
+                return answer
+            problem = f"{len(answer.content)} bytes came instead of {end - begin}"
         except Again as error:
-            if attempt == RETRIES - 1:
-                raise SystemExit(f"error: {name}: {error}. Finished parts are kept: give the command again") from None
-            time.sleep(min(0.5 * 2**attempt, 30))
-    raise AssertionError
+            problem = str(error)
+    raise SystemExit(f"error: {name}: {problem}. Finished parts are kept: give the command again")
 
 
 def http_reader(address: str) -> Read:
@@ -169,8 +168,6 @@ def http_reader(address: str) -> Read:
             kind = found.get("Content-Type", "other things")
             message = f"the server sends no ranges of a file with a version but {kind}"
             raise SystemExit(f"error: {name}: {message}. Download it by other means, and give its path")
-        if len(content) != end - begin:
-            raise Again(f"{len(content)} bytes came instead of {end - begin}")
         return Answer(content, int(size[1]), now)
 
     return read
