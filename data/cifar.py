@@ -46,7 +46,7 @@ def load_dataset(
     Args:
         data_dir: folder that holds cifar-100-python/ or cifar-10-batches-py/, or receives them.
         limit_train: use so many random training images; 5 % of them validate.
-        label_noise: probability with which a training label is drawn anew from its block of NOISE_BLOCK consecutive
+        label_noise: probability with which a training label is replaced by a random class of its block of NOISE_BLOCK
             classes, itself included (Berrada, Zisserman and Kumar 2018). Other labels stay clean.
         noisy_labels_file: labels by people (`human_labels`), for the images that train and for those that validate.
     """
@@ -82,7 +82,7 @@ def load_dataset(
 
 
 def scale_and_shift(name: str) -> tuple[Tensor, Tensor]:
-    """The numbers (3, 1, 1) with which p scale + shift is (p / 255 - mean) / std, for the pixels p of a data set."""
+    """Scale and shift (3, 1, 1) that normalise the pixels p of a data set: p scale + shift = (p / 255 - mean) / std."""
     mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
     means, stds = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (mean, std))
     return (1 / (255 * stds)).float(), (-means / stds).float()
@@ -121,7 +121,7 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) ->
 
 
 def load_complete(name: str, data_dir: Path) -> tuple[Split, Split]:
-    """The training and the test images of one of DATASETS, as they come. Raises SystemExit as load_dataset."""
+    """The training and the test images of one of DATASETS. Raises SystemExit where they cannot be downloaded."""
     if name == "digits":
         return _load_digits()
     kind = {"cifar100": CIFAR100, "cifar10": CIFAR10}[name]

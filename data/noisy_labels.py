@@ -10,7 +10,7 @@ from data.torch_file import load_torch_file
 
 
 def noisy_labels(labels: Tensor, block: int, probability: float, generator: torch.Generator) -> Tensor:
-    """Replace each label (N,), with this probability, by one of its block of so many consecutive class ids."""
+    """Replace each label (N,), with this probability, by a random one of its block of consecutive class ids."""
     replaced = torch.rand(len(labels), generator=generator) < probability  # (N,)
     member = torch.randint(block, (len(labels),), generator=generator)  # (N,)
     return torch.where(replaced, labels // block * block + member, labels)
@@ -24,7 +24,7 @@ def human_labels(path: Path, clean: Tensor) -> Tensor:
         clean: the right labels (N,) of the images.
 
     Raises:
-        SystemExit: it is no such file, or one of other images.
+        SystemExit: the file does not hold these labels, or is about other images.
     """
     reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
     allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]

@@ -29,7 +29,7 @@ AUGMENTED = ("cifar10", "cifar100")  # whose images are cropped and flipped in t
 
 
 def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | None = None) -> Dataset:
-    """Load one of POINT_SETS, on the CPU. seed: of the images that validate, and that limit_train leaves over."""
+    """Load one of POINT_SETS, on the CPU. seed: chooses the images that validate and those that limit_train keeps."""
     means, stds, valid_share = POINT_SETS[name]
     if "mnist" in name:
         kind = FashionMNIST if name == "fashion_mnist" else MNIST
@@ -65,7 +65,7 @@ def load_mnist(kind: type[MNIST], data_dir: Path) -> list[MNIST]:
 
 
 def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: int | None = None) -> Dataset:
-    """The splits of a file of embeddings; without a valid split a tenth of train validates. Else as load_points."""
+    """The splits of a file of embeddings; without a valid split a tenth of train validates. Arguments: load_points."""
     if "test" not in embeddings.splits:
         raise SystemExit("error: these embeddings have no test split")
     check_finite(embeddings, {name: torch.arange(len(split)) for name, split in embeddings.splits.items()})
@@ -74,7 +74,7 @@ def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: 
 
 
 def divide(train: Split, valid_share: float, seed: int, limit_train: int | None) -> tuple[Split, Split]:
-    """The samples that train, and those that validate."""
+    """Divide the samples at random into those that train and those that validate."""
     if (limit_train or 0) > len(train):
         raise SystemExit(f"error: --limit_train {limit_train} exceeds the {len(train)} training points")
     rows = torch.arange(len(train))

@@ -18,7 +18,7 @@ PUBLISHED_FILES: dict[str, tuple[str, str, int, int]] = {
 
 
 def published_info(source: str) -> dict[str, str | int]:
-    """The backbone and resolution of a published file, by its short name, or its own where it came by hand."""
+    """The backbone and resolution of a published file, by its short name or its file name."""
     names = {file: name for name, (file, *_) in PUBLISHED_FILES.items()}
     known = PUBLISHED_FILES.get(names.get(Path(source).name, source))
     return {"backbone": known[1], "resolution": known[2]} if known else {}

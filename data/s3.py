@@ -22,7 +22,7 @@ class Again(Exception):
 
 
 def s3_reader(address: str, requester_pays: bool) -> Read:
-    """Ranges of the object at an s3:// address. Raises SystemExit and Again."""
+    """A function that reads ranges of an object at an s3:// address. It raises SystemExit and Again."""
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config

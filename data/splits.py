@@ -27,7 +27,7 @@ class Split:
         return Split(self.inputs.to(device), self.labels.to(device))
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs (B, ...) and labels (B,) at `rows` (B,); of channels_last images ten times as fast as indexing."""
+        """Inputs (B, ...) and labels (B,) at `rows` (B,); for channels_last images ten times as fast as indexing."""
         if self.inputs.dim() == 2:
             return self.inputs.index_select(0, rows), self.labels.index_select(0, rows)
         images = self.inputs.permute(0, 2, 3, 1).index_select(0, rows)  # (B, H, W, C)
@@ -38,7 +38,7 @@ class Split:
 class Dataset:
     """Three splits without a common sample.
 
-    scale, shift: (C, 1, 1) each; a network sees p scale + shift of a pixel p. None: it sees the inputs as they are.
+    scale, shift: (C, 1, 1), with which pixels p are normalised to p scale + shift; None for embeddings.
     clean: the images of valid with their right labels, where those of valid are wrong.
     """
 
@@ -55,5 +55,5 @@ class Dataset:
         return replace(self, **parts)
 
     def normalise(self, inputs: Tensor) -> Tensor:
-        """What a network sees of some inputs (B, ...), float32."""
+        """The inputs (B, ...) of a network, float32."""
         return inputs.float() if self.scale is None else inputs * self.scale + self.shift

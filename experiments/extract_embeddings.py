@@ -67,7 +67,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def open_backbone(args: argparse.Namespace) -> tuple[Backbone, dict[str, Any]]:
-    """The network, and the configuration of the run that trained it, {} for a backbone."""
+    """The network, and the configuration of the run that trained it ({} for a backbone)."""
     if args.backbone:
         return timm_backbone(args.backbone, args.weights, args.resolution), {}
     folder = args.checkpoint.parent if args.checkpoint.is_file() else args.checkpoint
@@ -95,7 +95,7 @@ def open_splits(args: argparse.Namespace, backbone: Backbone, config: dict[str, 
 def list_shards(
     args: argparse.Namespace, backbone: Backbone, splits: dict[str, Dataset]
 ) -> list[tuple[str, str, range]]:
-    """The file name, split and rows (of all splits, one behind the other) of each shard.
+    """The file name, split and rows of each shard; the rows are counted over all splits.
 
     The name changes with its images, the network and the settings.
     """
@@ -159,7 +159,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
 
 
 def is_made(output: Path, digest: str) -> bool:
-    """Whether the output is there, with this digest. Raises SystemExit for another file of that name."""
+    """Return whether the output exists with this digest. Raises SystemExit for another file of that name."""
     if not output.exists():
         return False
     content = load_torch_file(output, "a file of embeddings", mapped=True)
@@ -193,7 +193,7 @@ def extract_shard(
 
 
 def merge(parts: Path, shards: list[tuple[str, str, range]], splits: list[str]) -> dict[str, Tensor]:
-    """All shards as tensors of the output file; the embeddings lie in files, so that no set is too large."""
+    """Join the shards to the tensors of the output file. They lie in files, so that no set is too large for memory."""
     content = {}
     for name in splits:
         loaded = [torch.load(parts / file, mmap=True, weights_only=True) for file, split, _ in shards if split == name]

@@ -49,7 +49,7 @@ from models.heads import Head, head
 
 
 class Protocol(NamedTuple):
-    """What the published experiments on a data set have in common."""
+    """The published settings of a data set."""
 
     data_path: str
     results: str
@@ -102,7 +102,7 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
 
 
 def add_noise_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what a linear classifier takes against wrong labels beside its loss."""
+    """Add the flags of mixup and forward correction."""
     message = "mix rows in pairs, labels too, with shares from Beta(ALPHA, ALPHA) (default: no mixing)"
     parser.add_argument("--mixup", type=flags.positive_float, metavar="ALPHA", help=message)
     message = "matrix T of forward_correction, a torch file that scripts/relabel.py writes (default: by --noise_rate)"
@@ -117,7 +117,7 @@ def load_noise_matrix(path: Path) -> tuple[Tensor, str]:
 
 
 def parse_also(text: str, args: argparse.Namespace) -> argparse.Namespace:
-    """The command with the loss flags of one --also, and its learning rate and weight decay where it has them."""
+    """The command's flags with the loss flags of one --also, and its learning rate and weight decay if given."""
     parser = argparse.ArgumentParser(prog=f"--also {text!r}", usage="loss flags, --lr, --weight_decay", add_help=False)
     flags.add_loss_flags(parser)
     add_noise_flags(parser)
@@ -133,7 +133,7 @@ def fill_in_schedule(args: argparse.Namespace, protocol: Protocol, num_rows: int
     """Fill in batch size and epochs that were not given by the number of training rows; return lr and nloglr.
 
     The published ones are for a million rows. A smaller set gets smaller batches and more epochs, until there are 2,000
-    steps, and a learning rate of 2 / steps: with Adam a weight can then come as far as in the published runs.
+    steps, and a learning rate of 2 / steps: with Adam a weight can then move as far as in the published runs.
     """
     args.batch_size = args.batch_size or max(min(num_rows // 20, BATCH_SIZE), 1)
     if args.batch_size > num_rows:
@@ -165,7 +165,7 @@ def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) 
 
 @dataclass
 class Candidate:
-    """A head, its loss and its optimizer: one row."""
+    """A head with its loss and its optimizer, which becomes a row."""
 
     run: Run
     head: Head

@@ -109,23 +109,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def labels_of(phonemes: Tensor) -> Tensor:
-    """phonemes (batch, T), IGNORED behind the first END."""
+def masked_labels(phonemes: Tensor) -> Tensor:
+    """The labels of phonemes (batch, T): IGNORED behind the first END."""
     behind = pad(phonemes[:, :-1] == END, (1, 0))  # (batch, T)
     return phonemes.masked_fill(behind, IGNORED)
 
 
 def cross_entropy(model: EncoderDecoder, letters: Tensor, phonemes: Tensor) -> Tensor:
-    """-log p of each phoneme, the right ones before it given."""
-    return _cross_entropy(model, model.encode(letters), labels_of(phonemes), phonemes)
+    """Mean of -log p of each phoneme, given the right ones before it."""
+    return _cross_entropy(model, model.encode(letters), masked_labels(phonemes), phonemes)
 
 
 def retain(
     model: EncoderDecoder, letters: Tensor, phonemes: Tensor, K: int, loss_fn: nn.Module, nll_weight: float
 ) -> Tensor:
-    """In each step loss_fn, which sums, of the candidates' scores: the right one, put back where it fell off, is to be
-    the best, or among the K that stay, as P_K says. Plus nll_weight times cross_entropy."""
-    encoded, labels = model.encode(letters), labels_of(phonemes)
+    """Mean over the steps of a top-k loss on the scores of the beam's candidates, plus nll_weight cross-entropies.
+
+    The right candidate is put back where it fell off the beam. loss_fn sums over the batch.
+    """
+    encoded, labels = model.encode(letters), masked_labels(phonemes)
     total = torch.zeros((), device=phonemes.device)
     for number, step in enumerate(search(model, encoded, K, phonemes)):
         total = total + loss_fn(step.candidates, step.gold.masked_fill(labels[:, number] == IGNORED, IGNORED))
@@ -140,9 +142,11 @@ def soft_beam_loss(
     operators: Callable[[int], TopKOperator],
     nll_weight: float,
 ) -> Tensor:
-    """-log q of each phoneme, q the distribution of the soft beam's best hypothesis where the right reading ends. Plus
-    nll_weight times cross_entropy."""
-    encoded, labels = model.encode(letters), labels_of(phonemes)
+    """Mean of -log q of each phoneme, plus nll_weight cross-entropies.
+
+    q is the distribution of the soft beam's best hypothesis when the right reading ends.
+    """
+    encoded, labels = model.encode(letters), masked_labels(phonemes)
     counted = labels != IGNORED  # (batch, T)
     choices, _ = soft_beam(model, encoded, K, phonemes.shape[1], operators)
     q = marginals(choices, counted.sum(1)).gather(2, phonemes.unsqueeze(2)).squeeze(2)  # (batch, T)
@@ -155,7 +159,7 @@ def _cross_entropy(model: EncoderDecoder, encoded: Encoded, labels: Tensor, phon
 
 
 def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
-    """The loss of an arm for V phonemes. Raises SystemExit for settings that do not fit."""
+    """Build the loss of an arm for V phonemes. Raises SystemExit for settings that do not fit."""
     K, nll_weight = args.beam_size, args.nll_weight
     if K > V:
         raise SystemExit(f"error: --beam_size must not exceed the {V} phonemes, the end among them, got {K}")
@@ -219,7 +223,7 @@ def fit(
     letters, phonemes = (part.to(run.device) for part in words.train.pairs())  # (M, L), (M, T)
     batch_size = min(args.batch_size, len(letters))
     per_epoch = len(letters) // batch_size
-    order_of = cache(lambda epoch: epoch_order(len(letters), seed, epoch).to(run.device))
+    epoch_rows = cache(lambda epoch: epoch_order(len(letters), seed, epoch).to(run.device))
     while run.done < num_updates:
         started, step_losses = time.perf_counter(), []
         end = min(run.done + args.eval_freq, num_updates)
@@ -227,7 +231,7 @@ def fit(
             optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / num_updates)) / 2
             epoch, place = divmod(before + update, per_epoch)
             torch.manual_seed(seed + (before + update << 32))  # for the methods that draw noise
-            chosen = order_of(epoch)[place * batch_size : (place + 1) * batch_size]
+            chosen = epoch_rows(epoch)[place * batch_size : (place + 1) * batch_size]
             right = phonemes[chosen]
             right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
             loss = objective(model, letters[chosen], right)
@@ -247,7 +251,7 @@ def fit(
 
 
 def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
-    """The fewest insertions, deletions and replacements that make one the other."""
+    """The smallest number of insertions, deletions and replacements from one sequence to the other."""
     row = list(range(len(second) + 1))
     for number, left in enumerate(first, start=1):
         above, row = row, [number]
@@ -257,15 +261,18 @@ def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def nearest(hypothesis: Reading, readings: Sequence[Reading]) -> tuple[int, int]:
-    """Edit distance to the reading for which it is the smallest share of its phonemes, and their number."""
+    """The edit distance to the nearest reading, relative to its length, and its length."""
     distances = ((edit_distance(hypothesis, reading), len(reading)) for reading in readings)
     return min(distances, key=lambda pair: pair[0] / pair[1])
 
 
 @torch.no_grad()
 def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device: torch.device) -> dict[str, float]:
-    """Shares in beam search's result: per (phonemes to be edited / phonemes), wer (words whose best hypothesis is no
-    reading), gold (words of which some hypothesis is a reading)."""
+    """Error rates of beam search.
+
+    per: edits per phoneme; wer: share of words whose best hypothesis is no reading; gold: share of words with a reading
+    among the hypotheses.
+    """
     edits = phonemes = wrong = in_beam = 0
     for begin in range(0, len(split), EVAL_BATCH):
         letters = split.letters[begin : begin + EVAL_BATCH].to(device)
@@ -281,8 +288,10 @@ def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device:
 
 @torch.no_grad()
 def token_accuracies(model: EncoderDecoder, split: WordSplit, device: torch.device) -> dict[str, list[float]]:
-    """Share of right phonemes (the end counted) at each position of the first readings: "forced", the right ones
-    before it given, and "free", after the model's own, of beam 1. Where they part is exposure bias."""
+    """Share of right phonemes at each position of the first readings, the end included.
+
+    "forced" is given the right phonemes before, "free" its own (beam 1); the difference is exposure bias.
+    """
     phonemes = split.first_readings()
     T = phonemes.shape[1]
     counted = torch.cat([torch.ones(len(phonemes), 1, dtype=torch.bool), phonemes[:, :-1] != END], dim=1)

@@ -168,7 +168,7 @@ def train_epoch(
 def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
     """Mean loss and top-k accuracies (fractions) on the whole validation and test set, without augmentation.
 
-    Where the labels of validation are wrong, on its images with right labels, too.
+    If the labels of validation are wrong, also on its images with right labels.
     """
     started, device, processes = time.perf_counter(), run.device, run.processes
     model.eval()

@@ -120,7 +120,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def configuration(args: argparse.Namespace, seed: int, device: torch.device) -> dict[str, Any]:
-    """Every flag with its default filled in; None where the method has nothing of the kind."""
+    """Every flag with its default filled in; None for a flag that does not apply to the method."""
     relaxed = args.method in RELAXATIONS
     model = args.model or (MODELS.get(args.dataset, "preact_resnet18") if args.dataset else "linear")
     if args.dim and model not in ("linear", "mlp") and args.method not in UNTRAINED:
@@ -135,9 +135,9 @@ def configuration(args: argparse.Namespace, seed: int, device: torch.device) -> 
 
 
 def squared_distances(queries: Tensor, candidates: Tensor) -> Tensor:
-    """Squared Euclidean distances (Q, N) of queries (Q, d) and candidates (N, d), at least 0, by one product.
+    """Squared Euclidean distances (Q, N) of queries (Q, d) and candidates (N, d), by one matrix product.
 
-    Rounding is relative to the squared norms: the caller moves both to where these are small.
+    The rounding error grows with the squared norms: the caller subtracts a mean first.
     """
     norms = candidates.square().sum(1)  # (N,)
     distances = torch.addmm(norms, queries, candidates.T, alpha=-2) + queries.square().sum(1, keepdim=True)
@@ -150,7 +150,7 @@ class NeighbourLoss(nn.Module):
     Args:
         operator: the relaxed top-k of the candidates.
         loss: "mass", -sum_j right_j sum_{r <= k} P[r, j], between -k and 0; or "log_mass", -log of that mass / k.
-        auto: what the inverse temperature follows the scores by; None: it is the operator's.
+        auto: sets the inverse temperature by the scores; None for the operator's.
     """
 
     generator: torch.Generator | None = None  # of operators that draw noise
@@ -164,7 +164,7 @@ class NeighbourLoss(nn.Module):
         """Compute the loss, (). A query without a right candidate counts as 0.
 
         queries (Q, d) and candidates (C, d) float32. right (Q, C) bool: candidates of the query's label. left_out
-        (Q, C) bool: candidates that are masked out, the query itself say.
+        (Q, C) bool: candidates that are masked out, such as the query itself.
         """
         center = candidates.detach().mean(0)
         scores = -squared_distances(queries - center, candidates - center)  # (Q, C)
@@ -183,7 +183,7 @@ class NeighbourLoss(nn.Module):
 
 
 def build_loss(config: dict[str, Any]) -> NeighbourLoss | None:
-    """The loss by a relaxed top-k of num_candidates scores; None of a baseline. Raises SystemExit."""
+    """Build the loss of a relaxed top-k of num_candidates scores; None for a baseline. Raises SystemExit."""
     if config["method"] not in RELAXATIONS:
         return None
     operator = losses.build_operator(config, config["num_candidates"], config["k"], sorted=bool(config["sorted"]))
@@ -192,7 +192,7 @@ def build_loss(config: dict[str, Any]) -> NeighbourLoss | None:
 
 
 def build_model(points: Dataset, config: dict[str, Any]) -> nn.ModuleDict:
-    """What embeds, freshly initialised, and of cross-entropy what classifies. Raises SystemExit."""
+    """Build the embedding network, and for cross-entropy its linear classifier. Raises SystemExit."""
     if config["method"] == "inputs":
         return nn.ModuleDict({"embed": nn.Flatten()})
     if config["method"] == "pca":
@@ -253,7 +253,7 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     run.record({"num_classes": points.num_classes, **sizes}, num_images)
 
 
-def embeddings_of(inputs: Tensor, embed: nn.Module, precision: str) -> Tensor:
+def embed_batch(inputs: Tensor, embed: nn.Module, precision: str) -> Tensor:
     """The embeddings (batch, d), float32, of a batch of inputs."""
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
         return embed(inputs).float()
@@ -262,7 +262,7 @@ def embeddings_of(inputs: Tensor, embed: nn.Module, precision: str) -> Tensor:
 def train_epoch(
     epoch: int, run: Run, points: Dataset, model: nn.ModuleDict, embed: nn.Module, loss_fn: Any, optimizer: Any
 ) -> dict[str, float]:
-    """Train for one epoch, counted from 1: each training point is a query once, but for the last partial batch."""
+    """Train for one epoch, counted from 1: each training point is a query once, except in the last partial batch."""
     started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
     num_steps, seed = len(train) // args.batch_size, config["seed"]
     # Two independent orders; candidates go round where a step has more of them than queries.
@@ -277,7 +277,7 @@ def train_epoch(
         inputs = train.inputs[rows]
         if generator is not None:
             inputs = crop_and_flip(inputs, *sample_crops(len(rows), generator))
-        return embeddings_of(points.normalise(inputs), embed, args.precision)
+        return embed_batch(points.normalise(inputs), embed, args.precision)
 
     model.train()
     for step in tqdm(range(num_steps), f"epoch {epoch}", leave=False, disable=None):
@@ -310,7 +310,7 @@ def evaluate(args: argparse.Namespace, points: Dataset, model: nn.ModuleDict) ->
 
     def embedded(samples: Split) -> Iterator[Tensor]:
         for part in samples.inputs.split(EVAL_BATCH):
-            yield embeddings_of(points.normalise(part), model["embed"], args.precision)
+            yield embed_batch(points.normalise(part), model["embed"], args.precision)
 
     asked = torch.cat([*embedded(points.valid), *embedded(points.test)])  # (Q, d)
     if not asked.isfinite().all():
@@ -326,7 +326,7 @@ def evaluate(args: argparse.Namespace, points: Dataset, model: nn.ModuleDict) ->
 
 
 def nearest(queries: Tensor, tiles: Iterable[Tensor], k: int) -> Tensor:
-    """The rows of the k nearest of any number of points to each query, nearest first: (Q, k) int64.
+    """The rows of the k nearest points to each query, nearest first: (Q, k) int64.
 
     queries (Q, d) float32. tiles: the points, (T, d) each, in order. Exact, to the rounding of float32; of equal
     distances the smaller row comes first.
@@ -349,7 +349,7 @@ def nearest(queries: Tensor, tiles: Iterable[Tensor], k: int) -> Tensor:
 
 
 def majority(labels: Tensor) -> Tensor:
-    """The label (Q,) that most of the neighbours' labels (Q, k), nearest first, are; of equally many the nearest's."""
+    """The most frequent (Q,) of the neighbours' labels (Q, k), nearest first; ties go to the nearest."""
     k = labels.shape[1]
     votes = (labels.unsqueeze(2) == labels.unsqueeze(1)).sum(2)  # (Q, k) how many have the label of each
     first = (votes * k - torch.arange(k, device=labels.device)).argmax(1, keepdim=True)  # (Q, 1)

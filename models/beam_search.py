@@ -21,16 +21,17 @@ Relaxed = Callable[[Tensor], Tensor]  # a relaxed top-k: scores (batch, n) -> (b
 
 
 class Beam(NamedTuple):
-    """phonemes (batch, K, steps) int64, END behind each hypothesis; scores (batch, K), falling, log-likelihoods."""
+    """Hypotheses, best first: phonemes (batch, K, steps) int64, padded with END; scores (batch, K), log-likelihoods."""
 
     phonemes: Tensor
     scores: Tensor
 
 
 class Step(NamedTuple):
-    """candidates (batch, Q V): scores, -inf for what cannot be; gold (batch,): the place of the right one, or None.
+    """A step of beam search.
 
-    parents, phonemes, scores (batch, K): of the hypotheses kept, whose place is parent * V + phoneme.
+    candidates (batch, Q V): scores, -inf where impossible; gold (batch,): place of the right candidate, or None.
+    parents, phonemes, scores (batch, K): the hypotheses that are kept; their place is parent * V + phoneme.
     """
 
     candidates: Tensor

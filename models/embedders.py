@@ -25,9 +25,9 @@ def embedder(
 
     Args:
         name: one of EMBEDDERS.
-        input_shape: (channels, height, width) of images, which the first two want, or (inputs,).
+        input_shape: (channels, height, width) of images, which the first two need, or (inputs,).
         dim: d of linear and mlp; cnn has 500, preact_resnet18 has 512.
-        hidden_dims: of mlp, which wants at least one.
+        hidden_dims: widths of the hidden layers of mlp, at least one.
 
     Raises:
         ValueError: the network does not take such inputs, or hidden layers.
@@ -80,7 +80,7 @@ class PreActBlock(nn.Module):
 class PreActResNet18(nn.Sequential):
     """Pre-activation ResNet-18 for 28 to 32 pixels, averaged: no max-pool, no batch norm or ReLU after the last block.
 
-    As published for the kNN classifier, which left out the linear layer and not more.
+    As published for the kNN classifier, which left out nothing more than the linear layer.
     """
 
     dim = 512

@@ -19,7 +19,7 @@ END = 0  # no letter; the phoneme that ends a reading, and that is the first inp
 
 
 class Encoded(NamedTuple):
-    """memory (batch, L, hidden); absent (batch, L) bool, where there is no letter; state (batch, hidden): the start."""
+    """Encoded words: memory (batch, L, hidden); absent (batch, L) bool, no letter; state (batch, hidden), the first."""
 
     memory: Tensor
     absent: Tensor
@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
 
 
 class EncoderDecoder(nn.Module):
-    """num_letters, num_phonemes: END among both, as 0. hidden_dim: of every layer and embedding."""
+    """The network. num_letters and num_phonemes count END (0); hidden_dim is the width of all layers and embeddings."""
 
     def __init__(self, num_letters: int, num_phonemes: int, hidden_dim: int) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class EncoderDecoder(nn.Module):
 
     @property
     def num_phonemes(self) -> int:
-        """V, the end among them."""
+        """V, which counts END."""
         return self.scores.out_features
 
     def encode(self, letters: Tensor) -> Encoded:
-        """letters (batch, L) int64, END behind each word; how many ENDs changes nothing."""
+        """Encode letters (batch, L) int64, padded with any number of ENDs."""
         absent = letters == END
         lengths = (~absent).sum(1).cpu()
         packed = pack_padded_sequence(self.letters(letters), lengths, batch_first=True, enforce_sorted=False)
@@ -69,7 +69,7 @@ class EncoderDecoder(nn.Module):
         return self.scores(combined).log_softmax(2)
 
     def forced(self, encoded: Encoded, phonemes: Tensor) -> Tensor:
-        """log_probs (batch, T, V) of each place of phonemes (batch, T), those before it given."""
+        """Log-probabilities (batch, T, V) of each of the phonemes (batch, T), given those before it."""
         before = nn.functional.pad(phonemes[:, :-1], (1, 0), value=END)  # (batch, T)
         states, _ = self.decoder(self.phonemes(before), encoded.state.unsqueeze(0))  # (batch, T, hidden)
         return self.log_probs(states, encoded)

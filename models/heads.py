@@ -68,7 +68,7 @@ def head(
 
 
 class LastLinear(nn.Linear):
-    """A linear layer whose backward pass on a CPU looks at its gradient, where few entries may count."""
+    """A linear layer whose backward pass on a CPU is faster where the gradient has few entries."""
 
     def forward(self, activations: Tensor) -> Tensor:
         """(batch, outputs) of activations (batch, inputs)."""
@@ -91,7 +91,7 @@ class _LastProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of activations, weight and bias, given that of the outputs, (batch, outputs)."""
+        """Gradients of activations, weight and bias from the gradient (batch, outputs) of the outputs."""
         activations, weight = ctx.saved_tensors
         # Under autocast the outputs and their gradient are bfloat16, and so were the factors of the product.
         activations, weight = activations.to(gradient.dtype), weight.to(gradient.dtype)
@@ -113,7 +113,7 @@ class _LastProduct(torch.autograd.Function):
 
 
 def _sum_rows(table: Tensor, row: Tensor, factor: Tensor, place: Tensor, num_places: int) -> Tensor:
-    """(num_places, d): at each place the sum of its entries' rows of the table (R, d), each times its factor.
+    """Sum rows of the table (R, d) times their factors at each place: (num_places, d).
 
     row, factor, place (E,). The order of the sum is that of the entries: it is the same each time, on any number of
     threads.

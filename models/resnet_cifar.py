@@ -44,8 +44,8 @@ class ResNetCifar(ResNet):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, num_classes) of images (batch, 3, H, W), normalised floats.
 
-        The last layer computes in its weights' precision under autocast too: its cost is nothing beside the rest, and
-        among 100 logits in bf16 some are always equal, which is no order to learn from.
+        The last layer computes in its weights' precision under autocast, too: this costs little, and among 100 logits
+        in bf16 some are always equal, which gives no order to learn from.
         """
         features = self.features(images)  # (batch, d)
         with torch.autocast(features.device.type, enabled=False):

@@ -46,7 +46,7 @@ class Backbone:
     resolution: int
 
     def sha256(self) -> str:
-        """Of the weights and the transform: what else the features depend on."""
+        """SHA-256 of the weights and the transform, on which the features depend."""
         digest = hashlib.sha256(" ".join(str(self.transform).split()).encode())
         for name, tensor in sorted(self.network.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -58,13 +58,13 @@ def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None
     """Build a network of timm, on the CPU.
 
     Args:
-        name: of timm, also as timm:NAME, or a key of PAPER.
+        name: name in timm, also as timm:NAME, or a key of PAPER.
         weights: "pretrained" (downloaded once), "none" (random, the same each time), "efficientnet-lite0" (of
             tf_efficientnet_lite0, from LITE_PACKAGE), or the path of a state dict, in which the classifier may differ.
         resolution: side of the images in pixels (default: the paper's, or the network's own).
 
     Raises:
-        SystemExit: there is no such network or file, or weights do not fit.
+        SystemExit: there is no such network or file, or the weights do not fit.
     """
     name = name.removeprefix("timm:")
     timm_name, paper_resolution, arguments = PAPER.get(name, (name, None, {}))
@@ -117,7 +117,7 @@ def cifar_backbone(config: dict[str, Any], weights: dict[str, Tensor], resolutio
 def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None:
     """Load a state dict, in which the classifier may differ. Raises SystemExit where it does not fit.
 
-    in_order: its tensors are those of the network one after another, under other names.
+    in_order: the tensors have other names, and come in the order of the network.
     """
     heads = network.pretrained_cfg.get("classifier") or ()
     heads = tuple(f"{head}." for head in ((heads,) if isinstance(heads, str) else heads))

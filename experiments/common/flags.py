@@ -98,7 +98,7 @@ def add_operator_flags(parser: ArgumentParser) -> None:
 
 
 def add_loss_flags(parser: ArgumentParser) -> None:
-    """Add --method and its settings. What a single loss takes is listed in losses.OWN_SETTINGS, too."""
+    """Add --method and its settings. A setting of a single loss is listed in losses.OWN_SETTINGS, too."""
     add_operator_flags(parser)
     group = parser.add_argument_group("loss", "A setting that is not given takes the method's default.")
     message = f"loss: {', '.join(METHODS)}"
@@ -122,7 +122,7 @@ def add_loss_flags(parser: ArgumentParser) -> None:
 
 
 def add_optimization_flags(parser: ArgumentParser, n_epochs: int | None, batch_size: int | None) -> None:
-    """Add the flags of a training. None: the script chooses by the size of the training split."""
+    """Add the flags of the optimization. None: the script chooses by the size of the training split."""
     group = parser.add_argument_group("optimization")
     chosen = "chosen by the size of the training split"
     message = f"passes over the training split (default: {n_epochs or chosen})"
@@ -191,5 +191,5 @@ def learning_rate(args: Namespace, nloglr: float) -> dict[str, float | None]:
 
 
 def portable(source: Path) -> str:
-    """A path as a row shows it: relative to the repository where it lies within."""
+    """A path as a row shows it: relative to the repository if it lies within."""
     return str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source)

@@ -53,7 +53,7 @@ def operator_settings(
 
 
 def build_operator(settings: Mapping[str, Any], num_scores: int, k: int, sorted: bool = False) -> TopKOperator:
-    """Build a relaxed top-k, of which each of k ranks has a row. Raises SystemExit for settings that do not fit.
+    """Build a relaxed top-k operator with a row for each of k ranks. Raises SystemExit for settings that do not fit.
 
     sorted: soft_topk with a target point for each rank, by which Xie et al. tell the ranks apart.
     """
@@ -78,7 +78,7 @@ def build_loss(
     """Build the loss that loss_settings describes. num_classes: None where it varies; more: reduction, or T.
 
     Raises:
-        SystemExit: settings that do not fit one another or the number of classes, with a sentence.
+        SystemExit: the settings do not fit one another or the number of classes.
     """
     ends = schedule_ends(settings["inverse_temperature"])
     arguments = {name: value for name, value in settings.items() if value is not None}
@@ -101,7 +101,7 @@ def build_loss(
 
 
 def count_classes(loss_fn: nn.Module, method: str, labels: Tensor, num_classes: int) -> None:
-    """Tell a loss that depends on it how many training labels (N,) each class has, at least 1."""
+    """Give imbalanced_noised_topk the number of training labels (N,) in each class, at least 1."""
     if method == "imbalanced_noised_topk":
         loss_fn.class_counts = torch.bincount(labels, minlength=num_classes).clamp(min=1)  # type: ignore[assignment]
 
@@ -115,19 +115,19 @@ def schedule_ends(beta: float | str | None) -> tuple[float, float] | None:
 
 
 def first_temperature(beta: float | str | None) -> float | str | None:
-    """Where a schedule begins; a number, "auto" or None as it is."""
+    """The first value of a schedule; a number, "auto" or None as it is."""
     ends = schedule_ends(beta)
     return ends[0] if ends else beta
 
 
 def set_temperature(loss_fn: nn.Module, beta: float | str | None, progress: float) -> None:
-    """Where beta is a schedule, move the loss to this share of the training, in [0, 1], in equal factors."""
+    """Set the inverse temperature of a schedule at this share of the training, in [0, 1]; it grows by equal factors."""
     if ends := schedule_ends(beta):
         loss_fn.inverse_temperature = ends[0] * (ends[1] / ends[0]) ** progress
 
 
 def current_temperature(loss_fn: nn.Module | None, beta: float | str | None) -> dict[str, float]:
-    """{"inverse_temperature": its value now} where it changes during training, else {}."""
+    """{"inverse_temperature": its current value} if it changes during training, else {}."""
     if not isinstance(beta, str):
         return {}
     auto = getattr(loss_fn, "auto", None)
@@ -152,7 +152,7 @@ def check_finite(value: float, where: str) -> None:
 
 
 def compiled(module: nn.Module, wanted: bool, device: torch.device) -> nn.Module:
-    """The module, through torch.compile where that is wanted; on a GPU its kernels are launched as one CUDA graph."""
+    """Compile a module if wanted; on a GPU its kernels are launched as one CUDA graph."""
     if not wanted:
         return module
     return torch.compile(module, mode="reduce-overhead" if device.type == "cuda" else None)

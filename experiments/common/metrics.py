@@ -36,11 +36,11 @@ def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str
 
 
 def summary(history: Sequence[Mapping[str, Any]], clock: str, num_images: int | None = None) -> dict[str, Any]:
-    """Return what a row says of a run's evaluations: the chosen ones, the last one, the seconds and the memory.
+    """Return the columns of a row: chosen and last accuracies, losses, seconds and memory.
 
-    `history` has one entry per evaluation, in order. Of each k validation chooses separately, as published, the
-    earliest of equals: its valid_top<k> and, where there is a test set, its test_top<k> and test_top<k>_<clock>.
-    num_images: of all training steps together.
+    `history` has one entry per evaluation, in order. For each k the evaluation with the best validation accuracy is
+    chosen, as published, the earliest of equals: its valid_top<k> and, if there is a test set, its test_top<k> and
+    test_top<k>_<clock>. num_images: number of images in all training steps together.
     """
     chosen, last = {}, history[-1]
     for k in (k for k in TOP_K if f"valid_top{k}" in last):

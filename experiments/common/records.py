@@ -78,9 +78,9 @@ def replace_file(path: Path, content: str | dict[str, Any]) -> None:
 
 
 def hold(path: Path, whose: str, wait: bool = False) -> FileLock:
-    """Take a lock, which ends with this process, in a folder that is made. Raises SystemExit where that cannot be.
+    """Take a lock, which ends with this process; make its folder. Raises SystemExit if another process holds it.
 
-    whose: what another process that has it is doing. wait: for that process.
+    whose: name for the message. wait: wait for another process that holds the lock.
     """
     lock = FileLock(path)
     try:

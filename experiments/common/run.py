@@ -44,7 +44,7 @@ class Run:
 
     Args:
         config: every flag with its default filled in; "seed" and "device" among them.
-        identity: the names in config that make it another experiment.
+        identity: names in config on which the run's name depends.
         readable: template of the readable part of its name.
         clock: what the history counts, a key of HISTORY_FILES.
     """
@@ -63,9 +63,9 @@ class Run:
         self.state: dict[str, Any] = {}
 
     def begin(self, wait: bool = False) -> bool:
-        """Take the folder; return False where the results file has the row already, and print so.
+        """Lock the folder; return False, and print so, if the results file has the row already.
 
-        wait: for another process that has it. Raises SystemExit where one has it. The lock ends with the process.
+        wait: wait for another process that has locked it. Raises SystemExit without. The lock ends with the process.
         """
         return self.processes.from_first(lambda: self._begin(wait))
 
@@ -81,7 +81,7 @@ class Run:
         return True
 
     def is_recorded(self) -> bool:
-        """Whether the results file has the row, and --force does not ask for it again; print so."""
+        """Return whether the results file has the row and --force is not given; print so."""
         skipped = not self.args.force and any(row["run_id"] == self.name for row in read_rows(self.results))
         if skipped:
             print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
@@ -89,11 +89,11 @@ class Run:
 
     @property
     def done(self) -> int:
-        """Epochs, steps or updates that are behind the run."""
+        """Number of epochs, steps or updates that are done."""
         return self.history[-1][self.clock] if self.history else 0
 
     def resume(self, **state: Any) -> None:
-        """Continue from the checkpoint, if there is one; otherwise begin alike in all processes.
+        """Load the checkpoint, if there is one; otherwise copy the first process's weights to the others.
 
         state: modules and optimizers (or None) by name; "model" is what the last checkpoint keeps. Raises SystemExit
         for a checkpoint that does not load, with the folder to delete.
