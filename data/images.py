@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision import datasets
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 SPLIT_FOLDERS = {"train": ("train", "training"), "valid": ("val", "valid", "validation"), "test": ("test",)}
@@ -48,46 +48,51 @@ def printable(path: str | Path) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
-class ImageFolder(Dataset):
-    """Images (transformed) and their labels: class folders and files in the order of torchvision's ImageFolder.
+def ending(path: str) -> str:
+    """The ending of a file's name, for messages."""
+    return Path(path).suffix.lower() or "without ending"
 
-    Hidden files and folders are left out at any depth. notes: sentences about other files that are left out.
+
+class ImageFolder(datasets.ImageFolder):
+    """torchvision's ImageFolder with `load_rgb`, without hidden files and folders at any depth.
+
+    notes: sentences about other files that are left out. Raises SystemExit for folders that cannot be read.
     """
 
     def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor] | None = None) -> None:
-        self.folder, self.transform = str(folder), transform
-        self.classes = class_folders(folder)
-        self.samples: list[tuple[str, int]] = []
-        ignored = Counter(Path(name).suffix.lower() for name in _visible(next(os.walk(folder))[2]))
-        for label, name in enumerate(self.classes):
-            for file in _files(os.path.join(folder, name)):
-                if file.lower().endswith(ENDINGS):
-                    self.samples.append((file, label))
-                else:
-                    ignored[Path(file).suffix.lower() or "without ending"] += 1
-        self.notes = []
-        if ignored:
-            kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in sorted(ignored.items()))
-            self.notes.append(f"{ignored.total()} files in {printable(folder)} are no images of a class: {kinds}")
-        present = {label for _, label in self.samples}
-        if empty := [printable(name) for label, name in enumerate(self.classes) if label not in present]:
-            self.notes.append(f"{len(empty)} classes of {printable(folder)} have no image: {', '.join(empty[:5])}")
+        for _, folders, _ in os.walk(folder, onerror=_refuse, followlinks=True):  # torchvision passes over them
+            folders[:] = _visible(folders)
+        # The files beside the class folders; _is_image counts those in them.
+        self.ignored = Counter(ending(name) for name in _visible(next(os.walk(folder))[2]))
+        super().__init__(str(folder), transform, loader=load_rgb, is_valid_file=self._is_image, allow_empty=True)
         if not self.samples:
             raise SystemExit(f"error: there is no image in the class folders of {printable(folder)}")
+        self.notes = []
+        if self.ignored:
+            kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in sorted(self.ignored.items()))
+            self.notes.append(f"{self.ignored.total()} files in {printable(folder)} are no images of a class: {kinds}")
+        present = set(self.targets)
+        if empty := [printable(name) for label, name in enumerate(self.classes) if label not in present]:
+            self.notes.append(f"{len(empty)} classes of {printable(folder)} have no image: {', '.join(empty[:5])}")
 
-    def __len__(self) -> int:
-        return len(self.samples)
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        names = class_folders(directory)
+        if not names:
+            raise SystemExit(f"error: {printable(directory)} holds no folder per class")
+        return names, {name: label for label, name in enumerate(names)}
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        path, label = self.samples[index]
-        image = load_rgb(path)
-        return self.transform(image) if self.transform else image, label
+    def _is_image(self, path: str) -> bool:
+        if "/." in path[len(self.root) :]:
+            return False
+        known = path.lower().endswith(ENDINGS)
+        self.ignored.update([] if known else [ending(path)])
+        return known
 
     def stamps(self) -> list[bytes]:
         """A line for each image that changes when the file is replaced: name, label, size, time of the last change."""
 
         def stamp(sample: tuple[str, int]) -> bytes:
-            status, name = os.stat(sample[0]), os.fsencode(os.path.relpath(sample[0], self.folder))
+            status, name = os.stat(sample[0]), os.fsencode(os.path.relpath(sample[0], self.root))
             return b"%s\n%d %d %d\n" % (name, sample[1], status.st_size, status.st_mtime_ns)
 
         with ThreadPoolExecutor(16) as threads:  # a file server answers several questions at a time
@@ -121,18 +126,9 @@ def find_splits(path: Path) -> dict[str, Path]:
     return found or {"train": path}
 
 
-def class_folders(path: Path) -> list[str]:
+def class_folders(path: Path | str) -> list[str]:
     """The names of the class folders in `path`, sorted. Raises SystemExit where it is no folder, or not readable."""
     return sorted(_visible(next(os.walk(path, onerror=_refuse))[1]))
-
-
-def _files(top: str) -> list[str]:
-    """All files that are not hidden, at any depth, in the order of torchvision."""
-    found = []
-    for root, folders, files in os.walk(top, onerror=_refuse, followlinks=True):
-        folders[:] = _visible(folders)
-        found += [(root, name) for name in _visible(files)]
-    return [os.path.join(root, name) for root, name in sorted(found)]
 
 
 def _visible(names: list[str]) -> list[str]:

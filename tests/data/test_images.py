@@ -154,10 +154,15 @@ def test_splits_are_folders_of_classes(tmp_path):
     assert {split: path.name for split, path in find_splits(tmp_path).items()} == {"train": "train", "valid": "val"}
     assert find_splits(tmp_path / "train") == {"train": tmp_path / "train"}
     make(tmp_path, ["valid/a/1.png"])
+    (tmp_path / "empty" / "a").mkdir(parents=True)
     for path, message in ((tmp_path, "may both be the valid split"), (tmp_path / "test", "no folder per class")):
         with pytest.raises(SystemExit, match=message):
             find_splits(path)
-    for folder, message in (("test", "no image in the class folders"), ("nowhere", "cannot read the folder")):
+    for folder, message in (
+        ("test", "no folder per class"),
+        ("empty", "no image in the class folders"),
+        ("nowhere", "cannot read the folder"),
+    ):
         with pytest.raises(SystemExit, match=message):
             ImageFolder(tmp_path / folder)
 
