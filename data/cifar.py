@@ -55,8 +55,7 @@ def load_dataset(
     num_valid = round(count * VALID_SHARE)
     if count > len(train) or num_valid == 0:
         raise SystemExit(f"error: --limit_train must be between 11 and {len(train)} images, got {limit_train}")
-    # Validation is taken from the front of the order and training from its end, so that a limit shortens each and moves
-    # no image from one to the other.
+    # Validation is the front of the order, training its end, so that a limit moves no image from one to the other.
     order = torch.randperm(len(train), generator=seeded(SPLIT, seed))  # (N,)
     train_rows, valid_rows = order[len(train) - (count - num_valid) :].sort().values, order[:num_valid].sort().values
     labels, valid_labels = train.labels, train.labels
@@ -125,10 +124,10 @@ def load_complete(name: str, data_dir: Path) -> tuple[Split, Split]:
     if name == "digits":
         return _load_digits()
     kind = {"cifar100": CIFAR100, "cifar10": CIFAR10}[name]
-    with contextlib.suppress(RuntimeError):  # not there: nothing is written where everything is
+    with contextlib.suppress(RuntimeError):  # the files are absent
         return _cifar_splits(kind, data_dir, download=False)
     timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(60)  # torchvision sets none, and a dead connection would hang for ever
+    socket.setdefaulttimeout(60)  # torchvision sets none: a dead connection would hang for ever
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(data_dir / f"{name}.lock"):  # commands that start together download once
@@ -153,7 +152,7 @@ def _cifar_splits(kind: type[CIFAR10], data_dir: Path, download: bool) -> tuple[
 
 def _load_digits() -> tuple[Split, Split]:
     """1,437 training and 360 test images of scikit-learn: 8x8 grey, enlarged to 32x32 RGB."""
-    # Imported here: it takes a second, and the other data sets do without.
+    # These imports take a second.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 DATASETS = ("cmudict", "reversal")
-END = 0  # ends a reading, and is in the place of what is not there: no letter, no phoneme
+END = 0  # ends a reading, and pads words and readings
 TEST_SHARE, VALID_SHARE = 0.05, 0.025
 
-Reading = tuple[int, ...]  # phonemes, from 1; END is not written
+Reading = tuple[int, ...]  # phonemes, from 1, without END
 
 
 @dataclass(frozen=True)

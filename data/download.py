@@ -82,11 +82,13 @@ def fetch(read: Read, path: Path, name: str) -> None:
     partial, progress = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.parts")
     header = f"{size} {PART_BYTES} {version}\n"
     lines = progress.read_text().splitlines(keepends=True) if progress.exists() else []
-    if lines[:1] != [header] or not partial.exists() or partial.stat().st_size != size:  # none, or of another version
+    if (
+        lines[:1] != [header] or not partial.exists() or partial.stat().st_size != size
+    ):  # no parts, or parts of another version
         lines = [header]
         partial.unlink(missing_ok=True)
         progress.write_text(header)
-    lines = [line for line in lines if line.endswith("\n")]  # the last one may be cut short
+    lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
     os.truncate(progress, len("".join(lines).encode()))
     done = {int(line) for line in lines[1:]}
     missing = [number for number in range(-(-size // PART_BYTES)) if number not in done]
@@ -146,14 +148,14 @@ def http_reader(address: str) -> Read:
 
     def read(begin: int, end: int, version: str) -> Answer:
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        if version.startswith('"'):  # a weak ETag or a date cannot be asked for
+        if version.startswith('"'):  # a weak ETag or a date is no If-Match
             headers["If-Match"] = version
         try:
             with requests.get(address, headers=headers, timeout=TIMEOUT, auth=auth, stream=True) as answer:
                 status, found = answer.status_code, answer.headers
                 content = answer.content if status == 206 else b""
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            raise Again(re.sub(r"\?[^\s)']*", "", str(error))) from None  # no signature on a screen
+            raise Again(re.sub(r"\?[^\s)']*", "", str(error))) from None  # without the signature
         except requests.RequestException as error:
             raise SystemExit(f"error: {name}: {type(error).__name__}") from None
         if status in (408, 425, 429) or status >= 500:

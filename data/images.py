@@ -38,7 +38,7 @@ def load_rgb(path: str) -> Image.Image:
             elif image.mode in ("I", "F"):
                 raise OSError(f"the range of its mode {image.mode} is not known: save it with 8 or 16 bits")
             return image.convert("RGB")
-    except Exception as error:  # what a decoder meets in a damaged file has no common class
+    except Exception as error:  # decoders raise many types for a damaged file
         message = f"cannot read {printable(path)}: {str(error).partition(' <_io.')[0] or type(error).__name__}"
         raise UnreadableImage(f"{message}. Repair or delete it, and give the command again") from None
 
@@ -60,7 +60,7 @@ class ImageFolder(datasets.ImageFolder):
     """
 
     def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor] | None = None) -> None:
-        for _, folders, _ in os.walk(folder, onerror=_refuse, followlinks=True):  # torchvision passes over them
+        for _, folders, _ in os.walk(folder, onerror=_refuse, followlinks=True):  # torchvision ignores errors
             folders[:] = _visible(folders)
         # The files beside the class folders; _is_image counts those in them.
         self.ignored = Counter(ending(name) for name in _visible(next(os.walk(folder))[2]))
@@ -95,7 +95,7 @@ class ImageFolder(datasets.ImageFolder):
             status, name = os.stat(sample[0]), os.fsencode(os.path.relpath(sample[0], self.root))
             return b"%s\n%d %d %d\n" % (name, sample[1], status.st_size, status.st_mtime_ns)
 
-        with ThreadPoolExecutor(16) as threads:  # a file server answers several questions at a time
+        with ThreadPoolExecutor(16) as threads:  # a file server answers several requests at once
             return list(threads.map(stamp, self.samples))
 
 
@@ -115,7 +115,7 @@ def find_splits(path: Path) -> dict[str, Path]:
     """The folder of each split in `path`; `path` itself as train where it holds the classes. Raises SystemExit."""
     found = {}
     for split, names in SPLIT_FOLDERS.items():
-        # The test images that ImageNet brings have no labels, and lie flat.
+        # ImageNet's test images have no labels, and no class folders.
         candidates = [path / name for name in names if (path / name).is_dir() and class_folders(path / name)]
         if len(candidates) > 1:
             raise SystemExit(f"error: {candidates[0]} and {candidates[1]} may both be the {split} split: rename one")

@@ -56,7 +56,7 @@ def s3_reader(address: str, requester_pays: bool) -> Read:
             raise Again(type(error).__name__) from None
         except BotoCoreError as error:
             raise SystemExit(f"error: {address}: {error}") from None
-        except Exception as error:  # of urllib3, whose connection broke while the body came
+        except Exception as error:  # urllib3: the connection broke
             raise Again(type(error).__name__) from None
         return Answer(content, int(answer["ContentRange"].rpartition("/")[2]), answer["ETag"])
 

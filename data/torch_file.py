@@ -24,7 +24,7 @@ def load_torch_file(path: Path, holds: str, *, mapped: bool = False, advice: str
         try:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         except RuntimeError as error:
-            if "(12)" not in str(error):  # ENOMEM: a private map of a file larger than memory is refused
+            if "(12)" not in str(error):  # ENOMEM: Linux refuses a private map of a file larger than memory
                 raise
             with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
                 return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)

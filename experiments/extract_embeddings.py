@@ -129,7 +129,7 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     parts = Path(f"{args.output}.parts")
     lock = processes.is_first and hold(parts / "lock", f"the extraction of {args.output}")
 
-    # The shards that are missing, this process its share of them.
+    # This process makes its share of the missing shards.
     missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard[0]).exists()])
     processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {device}")
     backbone.network.to(device, memory_format=torch.channels_last)
@@ -142,9 +142,9 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
             batches = itertools.islice(images, -(-len(rows) // size))
             replace_file(parts / name, extract_shard(batches, backbone, args, device))
-    except UnreadableImage as error:  # from a process of DataLoader its message ends a traceback
+    except UnreadableImage as error:  # a worker of DataLoader puts a traceback before the message
         raise SystemExit(f"error: {str(error).rpartition('UnreadableImage: ')[2].strip()}") from None
-    processes.sum(torch.zeros(1))  # all have finished
+    processes.sum(torch.zeros(1))  # wait for the other processes
 
     if processes.is_first:
         num_classes = len(getattr(splits["train"], "classes", ())) if "train" in splits else 0

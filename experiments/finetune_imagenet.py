@@ -61,7 +61,7 @@ class Protocol(NamedTuple):
 
 
 IMAGENET_1K = Protocol("wsl-32x48d-320", "imagenet1k.csv", 1000, m=16, nloglr=4.5, n_epochs=20, num_valid=50_000)
-# Flags that make it another experiment: see train_cifar100.py. Embeddings are known by their content.
+# Settings on which a run's name depends; embeddings are named by their content.
 IDENTITY = (
     *("embeddings", "limit_train", "num_valid", "split_seed", "order_seed"),
     *("hidden_dims", "apply_relu", "apply_dropout", "precision"),
@@ -169,11 +169,11 @@ class Candidate:
 
     run: Run
     head: Head
-    network: nn.Module  # the head, compiled perhaps
+    network: nn.Module  # the head, possibly compiled
     loss_fn: nn.Module
     optimizer: torch.optim.Optimizer
-    step: int  # behind it
-    losses: list[Tensor] = field(default_factory=list)  # each (), since the last evaluation
+    step: int  # steps done
+    losses: list[Tensor] = field(default_factory=list)  # of the steps since the last evaluation
     train_seconds: float = 0.0  # since the last evaluation
 
     config = property(lambda self: self.run.config)
@@ -211,7 +211,7 @@ def finetune(
         model = head(data.dim, data.num_classes, args.hidden_dims or (), **shape).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), config["lr"], weight_decay=options.weight_decay, fused=True)
         run.resume(model=model, optimizer=optimizer, loss=loss_fn)
-        # On a CPU the last layer is faster by itself: it looks at its gradient.
+        # On a CPU LastLinear is faster without torch.compile.
         network = torch.compile(model) if args.compile and device.type == "cuda" else model
         candidates.append(Candidate(run, model, network, loss_fn, optimizer, run.done))
 
@@ -239,7 +239,7 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
     bar = tqdm(stream, f"epoch {epoch}", num_steps, initial=first, leave=False, disable=hidden)
     started = time.perf_counter()
     for step, (embeddings, labels) in enumerate(bar, first):
-        number = (epoch - 1) * num_steps + step + 1  # of all steps, from 1
+        number = (epoch - 1) * num_steps + step + 1  # counted over all epochs, from 1
         embeddings = embeddings.float()  # (batch, d)
         progress = (epoch - 1 + step / num_steps) / args.n_epochs
         for candidate in group:
@@ -250,11 +250,13 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             losses.set_temperature(loss_fn, config["inverse_temperature"], progress)
             if losses.is_stochastic(config["method"]):
                 losses.seed_noise(loss_fn, device, seed, 0, number, processes.rank)
-            kept = candidate.head.dropout_mask(batch_size, seed, number)  # of the whole batch, as for one process
+            kept = candidate.head.dropout_mask(
+                batch_size, seed, number
+            )  # drawn for the whole batch, as with one process
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 logits = candidate.network(inputs[share], None if kept is None else kept[share])  # (share, num_classes)
             loss = loss_fn(logits.float(), labels[share])
-            if config["mixup"]:  # of a label that is in part another one: losses are linear in the label
+            if config["mixup"]:  # losses are linear in the label
                 loss = kept_share * loss + (1 - kept_share) * loss_fn(logits.float(), labels[partners][share])
             loss = loss * weight
 
@@ -292,7 +294,7 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             candidate.run.save(entry, last=is_last, message=message)
         started = time.perf_counter()
     for candidate in group:
-        candidate.train_seconds += time.perf_counter() - started  # until an evaluation in a later epoch
+        candidate.train_seconds += time.perf_counter() - started  # for the next evaluation, in a later epoch
 
 
 @torch.no_grad()
@@ -331,7 +333,7 @@ def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int
     args, processes = parse_arguments(argv, protocol), Processes()
     device = processes.device(args.device)
     prepare_device(device, args.threads)
-    for options in [args, *args.also]:  # refused before a download
+    for options in [args, *args.also]:  # settings are checked before a download
         settings = losses.loss_settings(options, top1_mode="sm", inverse_temperatures={}, m=options.m or protocol.m)
         losses.build_loss(settings, max(protocol.num_classes, settings["m"] or 0), device, options.implementation)
     path = processes.from_first(lambda: download(args.data_path, args.cache_dir, args.sha256, args.requester_pays))

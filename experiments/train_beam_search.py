@@ -5,15 +5,15 @@
     python experiments/train_beam_search.py --arm soft_beam --method softsort
     python experiments/train_beam_search.py --arm retain --method softsort --dataset reversal     # a toy
 
-All arms of a seed go on from the same weights, pretrained by cross-entropy, with as many updates of the same batches:
-cross_entropy, the control; retain, the top-k cross-entropy of this library on the beam's K V candidates, P_K on 1 and
-K, so that the right one leads or stays; soft_beam, in which a relaxed top-k operator chooses the hypotheses, and the
-best one's phonemes are compared with the right ones (Xie et al. 2020; Goyal et al. 2018). Neither paper's setting is
-known in full: model, data and every number here are ours (docs/beam_search.md). Adam, cosine schedule to 0.
+All arms of a seed start from the same weights, pretrained by cross-entropy, and see the same batches:
+- cross_entropy, the control;
+- retain: a top-k loss on the beam's K V candidates, half top-1, half top-K, so that the right one leads or stays;
+- soft_beam: a relaxed top-k operator chooses the hypotheses, and the loss compares the best one with the right reading
+  (Xie et al. 2020; Goyal et al. 2018). Model, data and settings are ours (docs/beam_search.md).
 
-A row of results/beam_search.csv has the last weights' errors on the test words, with beams of 1, 4 and 8, where any
-reading counts; no epoch is chosen. Runs are in results/runs/<run id>, and those of pretraining, which the first arm
-makes and the others wait for, in a folder of their own. A command that was stopped or killed continues.
+Adam, cosine schedule to 0. A row of results/beam_search.csv has the errors of the last weights on the test words, with
+beams of 1, 4 and 8; any reading counts. The first arm of a seed makes its pretraining, a run of its own, and the others
+wait. A command that was stopped or killed continues when it is repeated.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from topk_losses.operator import guarded_log
 
 Objective = Callable[[EncoderDecoder, Tensor, Tensor], Tensor]  # model, letters (batch, L), phonemes (batch, T) -> ()
 
-# Flags that make it another pretraining, and what besides another experiment.
+# Settings on which the names of pretraining and of the run depend.
 PRETRAINING = (
     *("dataset", "max_letters", "limit_train", "hidden_dim", "batch_size"),
     *("pretrain_updates", "pretrain_lr", "seed"),
@@ -53,17 +53,17 @@ IDENTITY = (
 )
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"
 READABLE_PRETRAINING = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
-LARGEST_NORM = 1.0  # of a gradient; a longer one is shortened
+LARGEST_NORM = 1.0  # gradients are clipped to it
 ARMS = ("cross_entropy", "retain", "soft_beam")
-# Of the soft beam, ours: on a batch of a pretrained network that no row uses, they are as sharp as leaves few right
-# phonemes without a gradient. SOFT top-k squashes the candidates into [0, 1] first. The others are the library's.
+# Chosen on a batch that no row uses, with a pretrained network: as sharp as possible while few right phonemes have no
+# gradient. Other methods have the library's default. SOFT top-k squashes the candidates into [0, 1] first.
 SOFT_BEAM_INVERSE_TEMPERATURES = {"neuralsort": 1.0, "softsort": 1.0, "soft_topk": 100.0}
 M = 16  # scores that retain keeps
-IGNORED = -100  # the label of a place that counts for nothing
+IGNORED = -100  # label of padding
 BEAMS = (1, 4, 8)
 MAX_STEPS = 30  # no reading of CMUdict is longer
-EVAL_BATCH = 500  # words at once, on which no result depends
-MOST_REVERSED = 7  # letters: 97,655 words of five different ones
+EVAL_BATCH = 500  # words at once; the result does not depend on it
+MOST_REVERSED = 7  # letters: 97,655 words
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -170,7 +170,7 @@ def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, 
         loss_fn = losses.build_loss(settings, None, device, reduction="sum")
         return partial(retain, K=K, loss_fn=loss_fn, nll_weight=nll_weight)
     operators = cache(lambda n: losses.build_operator(settings, n, K, sorted=args.method == "soft_topk"))
-    operators(V)  # refused before anything is trained
+    operators(V)  # settings are checked before the training
     return partial(soft_beam_loss, K=K, operators=operators, nll_weight=nll_weight)
 
 
@@ -190,7 +190,7 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     if not run.begin():
         return
 
-    # The other arms of this seed wait here until the first has made the pretrained weights.
+    # The first arm of a seed makes the pretrained weights; the others wait here.
     shared = {name: config[name] for name in (*PRETRAINING, "device")}
     pretraining = Run(args, shared, PRETRAINING, READABLE_PRETRAINING, processes, clock="update")
     pretraining.begin(wait=True)

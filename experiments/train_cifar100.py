@@ -8,7 +8,7 @@
 Protocol: 5 % of the training images validate, random crop and flip, batch 128, Adam with learning rate 1e-3, 200
 epochs. Validation and test are evaluated after each epoch. The row in results/cifar100.csv has, for each k, the test
 accuracy where validation accuracy was best; the run's folder is results/runs/<run id>. A command that was stopped or
-killed continues when it is given again; a run that the file already has is skipped.
+killed continues when it is repeated; a run that the file already has is skipped.
 """
 
 import argparse
@@ -35,7 +35,7 @@ INVERSE_TEMPERATURES = {
     **dict.fromkeys(("neuralsort", "softsort"), 0.0625),
     **dict.fromkeys(("odd_even", "bitonic", "splitter_selection"), 0.5),
 }
-# Flags that make it another experiment: the run's name has a hash of them.
+# Settings on which a run's name depends, by a hash.
 IDENTITY = (
     *("dataset", "limit_train", "label_noise", "noise_groups", "model", "precision"),
     *("method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
@@ -79,7 +79,7 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     loss_fn = losses.build_loss(settings, DATASETS[args.dataset], device, args.implementation)
     config = vars(args) | settings | flags.learning_rate(args, NLOGLR) | {"seed": seed, "device": str(device)}
     config["data_dir"] = flags.portable(args.data_dir)
-    # None where as published: the names of older rows stay.
+    # None for the published setting, so that the names of older rows stay.
     config["lr_schedule"] = None if args.lr_schedule == "constant" else args.lr_schedule
     config["weight_decay"] = args.weight_decay or None
     config["noise_groups"] = "blocks" if args.label_noise else None  # of five consecutive classes

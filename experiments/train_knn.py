@@ -41,11 +41,11 @@ from topk_losses import RELAXATIONS, AutoTemperature, TopKOperator
 from topk_losses.operator import guarded_log
 
 CROSS_ENTROPY = "softmax_cross_entropy"
-UNTRAINED = ("inputs", "pca")  # kNN on the inputs as they are, on their principal components
+UNTRAINED = ("inputs", "pca")  # nearest neighbours of the inputs, of their principal components
 METHODS = (*RELAXATIONS, CROSS_ENTROPY, *UNTRAINED)
 LOSSES = ("mass", "log_mass")
-QUERY_ROWS = 1000  # queries of a tile: with as many training points it takes some 10 MB
-# Flags that make it another experiment: see train_cifar100.py.
+QUERY_ROWS = 1000  # queries at once; a tile of as many training points takes about 10 MB
+# Settings on which a run's name depends.
 IDENTITY = (
     *("dataset", "embeddings", "limit_train", "model", "dim", "hidden_dims", "precision"),
     *("method", "loss", "k", "inverse_temperature", "distribution", "art_lambda", "sorted", "prediction"),
@@ -53,10 +53,10 @@ IDENTITY = (
 )
 READABLE = "{dataset}{embeddings}-{method}-k{k}-{n_epochs}epochs-seed{seed}"
 EVAL_BATCH = 1000  # points embedded at once; the result does not depend on it
-COMPONENTS = 50  # of pca, as published
-INVERSE_TEMPERATURES = {"neuralsort": 1 / 16}  # the published code's tau 16; other methods: the library's default
-MODELS = {"mnist": "cnn", "digits": "cnn"}  # the other image sets have the ResNet
-# What a row has only where something is relaxed, or trained.
+COMPONENTS = 50  # principal components, as published
+INVERSE_TEMPERATURES = {"neuralsort": 1 / 16}  # tau 16 in the published code; other methods have the library's default
+MODELS = {"mnist": "cnn", "digits": "cnn"}  # the other images: preact_resnet18
+# Columns that are empty for baselines, and for those that are not trained.
 OPERATOR_COLUMNS = ("inverse_temperature", "distribution", "art_lambda")
 RELAXED_COLUMNS = (*OPERATOR_COLUMNS, "loss", "sorted", "num_candidates", "self_match")
 TRAINING_COLUMNS = (
@@ -114,7 +114,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--prediction network is of {CROSS_ENTROPY} alone, got --method {args.method}")
     if args.sorted and args.method != "soft_topk":
         parser.error(f"--sorted is of soft_topk alone, got --method {args.method}")
-    if args.method in RELAXATIONS and args.k >= args.num_candidates:  # a query that meets itself does not count
+    if args.method in RELAXATIONS and args.k >= args.num_candidates:  # one candidate may be the query itself
         parser.error(f"--k must be below --num_candidates, got {args.k} and {args.num_candidates}")
     return args
 
@@ -153,7 +153,7 @@ class NeighbourLoss(nn.Module):
         auto: sets the inverse temperature by the scores; None for the operator's.
     """
 
-    generator: torch.Generator | None = None  # of operators that draw noise
+    generator: torch.Generator | None = None  # for operators that draw noise
 
     def __init__(self, operator: TopKOperator, loss: str, auto: AutoTemperature | None = None) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class NeighbourLoss(nn.Module):
             self.auto.observe(scores)
             beta = self.auto.value()
         counts = right.any(1)  # (Q,)
-        # Where nothing is right all is: the sum is then k, whatever the scores, and is left out.
+        # A query without a right candidate gets all of them: the sum is k, and torch.where below leaves it out.
         mass = (right | ~counts.unsqueeze(1)).to(scores.dtype)  # (Q, C)
         share = self.operator.rank_probabilities(scores, mass, beta, self.generator).sum(1)  # (Q,)
         losses = -share if self.loss == "mass" else -guarded_log((share / self.operator.k).clamp(max=1))
@@ -196,7 +196,7 @@ def build_model(points: Dataset, config: dict[str, Any]) -> nn.ModuleDict:
     if config["method"] == "inputs":
         return nn.ModuleDict({"embed": nn.Flatten()})
     if config["method"] == "pca":
-        from sklearn.decomposition import PCA  # takes a second, and the others need none
+        from sklearn.decomposition import PCA  # this import takes a second
 
         inputs = torch.cat([points.normalise(part).flatten(1) for part in points.train.inputs.split(EVAL_BATCH)])
         pca = PCA(min(COMPONENTS, *inputs.shape), svd_solver="covariance_eigh").fit(inputs.double().cpu())
@@ -265,7 +265,7 @@ def train_epoch(
     """Train for one epoch, counted from 1: each training point is a query once, except in the last partial batch."""
     started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
     num_steps, seed = len(train) // args.batch_size, config["seed"]
-    # Two independent orders; candidates go round where a step has more of them than queries.
+    # Two independent orders; the candidates start again if a step has more of them than queries.
     queries, candidates = (epoch_order(len(train), seed, 2 * epoch + number).to(device) for number in (0, 1))  # (N,)
     generator = epoch_generator(seed, 2 * epoch, device) if args.dataset in AUGMENTED else None
     if loss_fn is not None:
@@ -333,7 +333,7 @@ def nearest(queries: Tensor, tiles: Iterable[Tensor], k: int) -> Tensor:
     """
     centre = queries.mean(0)
     queries = queries - centre
-    # A distance's bits, then its row, as one integer: bits of floats from 0 on have the order of the floats.
+    # One integer holds the bits of a distance, then its row: bits of non-negative floats sort as the floats do.
     best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     begin = 0
     for tile in tiles:

@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot, pad
 
 from models.encoder_decoder import END, Encoded, EncoderDecoder
 
-# In place of a probability of 0 under the logarithm: finite in float32, and so is any sum of it over a reading.
+# Added to probabilities before the logarithm, which stays finite in float32, as do its sums over a reading.
 LEAST = 1e-30
 Relaxed = Callable[[Tensor], Tensor]  # a relaxed top-k: scores (batch, n) -> (batch, K, n)
 

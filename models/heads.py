@@ -72,7 +72,7 @@ class LastLinear(nn.Linear):
 
     def forward(self, activations: Tensor) -> Tensor:
         """(batch, outputs) of activations (batch, inputs)."""
-        # Looking at a gradient would make the host wait for a GPU, and break a compiled graph.
+        # Counting a gradient's entries would make the host wait for a GPU, and break a compiled graph.
         if activations.device.type == "cpu" and not torch.compiler.is_compiling():
             return _LastProduct.apply(activations, self.weight, self.bias)
         return super().forward(activations)
@@ -93,9 +93,9 @@ class _LastProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of activations, weight and bias from the gradient (batch, outputs) of the outputs."""
         activations, weight = ctx.saved_tensors
-        # Under autocast the outputs and their gradient are bfloat16, and so were the factors of the product.
+        # Under autocast the gradient is bfloat16, as were the factors of the product.
         activations, weight = activations.to(gradient.dtype), weight.to(gradient.dtype)
-        # Where a graph of this pass is asked for, for a second derivative, all of it is products.
+        # A second derivative needs products throughout.
         few = not torch.is_grad_enabled() and int(gradient.count_nonzero()) <= FEW * gradient.numel()
         activations_gradient = weight_gradient = None
         if few:
@@ -120,5 +120,5 @@ def _sum_rows(table: Tensor, row: Tensor, factor: Tensor, place: Tensor, num_pla
     """
     place, order = place.sort(stable=True)
     begin = torch.searchsorted(place, torch.arange(num_places))  # (num_places,)
-    # Of the ways to sum rows the fastest: a sparse CSR product takes 1.5 to 4 times as long, index_add 30 times.
+    # The fastest way to sum rows: a sparse CSR product takes 1.5 to 4 times as long, index_add 30 times.
     return embedding_bag(row[order], table, begin, mode="sum", per_sample_weights=factor[order])

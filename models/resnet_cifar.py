@@ -35,7 +35,7 @@ class ResNetCifar(ResNet):
     def features(self, images: Tensor) -> Tensor:
         """The averaged last maps (batch, d) of images (batch, 3, H, W): d is 512, of resnet50 2048."""
         maps = self.maxpool(self.bn1(self.conv1(images)))  # (batch, 64, H/2, W/2)
-        # After the pool and not before it, for the same bits, gradients included: a quarter of the work.
+        # The ReLU after the pool has the same bits and gradients as before it, with a quarter of the work.
         maps = self.relu(maps)
         maps = self.layer2(self.layer1(maps))
         maps = self.layer4(self.layer3(maps))  # (batch, d, H/16, W/16)
@@ -59,7 +59,7 @@ def resnet_cifar(name: str = "resnet18", num_classes: int = 100) -> ResNetCifar:
     drawn once from PyTorch's CPU generator, in the order of `modules()`, and nothing else is: a seed gives the same
     weights on every device, and a change of num_classes leaves all but fc alone.
     """
-    # Built without storage, so that constructors draw nothing for weights which are drawn below.
+    # Without storage, so that constructors draw no random numbers.
     with torch.device("meta"):
         model = ResNetCifar(*ARCHITECTURES[name], num_classes)
     model.to_empty(device="cpu")

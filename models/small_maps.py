@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-MAX_POSITIONS = 16  # of a map of outputs: on 8x8 the direct gradient of the weights is faster
-MAX_SIDE = 2  # of a map that is convolved by one product: on 4x4 most of the matrix would be zeros
+MAX_POSITIONS = 16  # outputs of a map; on 8x8 oneDNN's gradient of the weights is faster
+MAX_SIDE = 2  # of a map for one product; on 4x4 most of the matrix would be zeros
 
 
 class SmallMapConv2d(nn.Conv2d):
@@ -94,7 +94,7 @@ def _matrix(weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tens
 
 def _weight_gradient(maps: Tensor, gradient: Tensor, stride: int, dtype: torch.dtype) -> Tensor:
     """Return the gradient (C_out, C_in, 3, 3), channels_last, from that of the outputs (batch, C_out, H', W')."""
-    # Rows first: with the columns of a tap gathered, its rows lie together.
+    # Rows first, so that the rows of a tap are contiguous after its columns are gathered.
     inputs = maps.permute(2, 0, 3, 1)  # (H, batch, W, C_in)
     outputs = gradient.permute(2, 0, 3, 1)  # (H', batch, W', C_out)
     taps = maps.new_empty(outputs.shape[3], 3, 3, inputs.shape[3], dtype=dtype)  # (C_out, 3, 3, C_in)

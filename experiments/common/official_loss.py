@@ -75,11 +75,11 @@ def make_official_loss(
         return nn.CrossEntropyLoss()  # as the official script does
     if method in ("smooth_topk", "smooth_hard_topk"):
         loss_class = difftopk.SmoothTopKLoss if method == "smooth_topk" else difftopk.SmoothHardTopKLoss
-        k = 1 + max(range(len(p_k)), key=lambda rank: p_k[rank])  # the one k that has mass
+        k = 1 + max(range(len(p_k)), key=lambda rank: p_k[rank])  # the k with P(K = k) = 1
         return loss_class(num_classes, k, tau=settings["inverse_temperature"], device=device)
     if m is not None and m >= num_classes:
         raise ValueError(f"difftopk needs m < num_classes={num_classes}, got m={m}; leave m out to keep all scores")
-    # The splitter network prints its size, and PyTorch remarks on the way in which it is built.
+    # Building the splitter network prints its size and raises warnings of PyTorch.
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss = difftopk.TopKCrossEntropyLoss(

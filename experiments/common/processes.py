@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from experiments.common.cores import usable_cores
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(hours=24)  # the first process downloads for all; one that dies is noticed at once
+PATIENCE = timedelta(hours=24)  # the first process may download for hours; a process that dies is noticed at once
 
 
 class Processes:

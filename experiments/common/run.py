@@ -33,7 +33,7 @@ from experiments.common.metrics import summary
 from experiments.common.processes import Processes
 from experiments.common.records import hold, read_rows, replace_file, run_id, utc_now, write_csv
 
-HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by what they count
+HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by the clock
 SHOWN = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # printed after an evaluation
 NOT_COLUMNS = ("seeds", "also", "results", "force", "checkpoint_seconds")
 NOT_COLUMNS += ("cache_dir", "sha256", "requester_pays", "stream")
@@ -127,7 +127,7 @@ class Run:
             return None
         saved = load_checkpoint(self.folder)
         started = [row["started_utc"] for row in read_rows(self.results) if row["run_id"] == self.name]
-        return None if started == [saved["info"]["started_utc"]] else saved  # with --force: of the recorded run
+        return None if started == [saved["info"]["started_utc"]] else saved  # --force: a recorded run starts anew
 
     def save(self, entry: Mapping[str, Any], last: bool = False, message: str = "") -> None:
         """Append an evaluation to the history, and write the checkpoint if it is time.
@@ -161,7 +161,7 @@ class Run:
         row |= summary(self.history, self.clock, num_images) | dict(columns)
         row |= describe_environment(self.device) | self.info | {"finished_utc": utc_now()}
         with FileLock(f"{self.results}.lock"):
-            # Over NFS, making a file in the folder brings this machine's memory of its other files up to date.
+            # Over NFS, a new file in the folder refreshes this machine's cache of the others.
             self.results.with_name(self.results.name + ".tmp").touch()
             rows = [old for old in read_rows(self.results) if old["run_id"] != self.name]
             write_csv(self.results, [*rows, row])
