@@ -58,8 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     message = "processes that read images (default: one per core)"
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help=message)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: %(default)s)")
-    parser.add_argument("--threads", type=flags.positive_int, help="number of CPU threads (default: one per core)")
+    flags.add_device_flags(parser)
     args = parser.parse_args(argv)
     if (args.dataset is None) == (args.train_dir is None and args.test_dir is None):
         parser.error("the images are given by --dataset, or by --train_dir and --test_dir or one of them")

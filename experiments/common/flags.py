@@ -153,10 +153,14 @@ def add_network_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the network by torch.compile")
 
 
+def add_device_flags(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: %(default)s)")
+    parser.add_argument("--threads", type=positive_int, help="number of CPU threads (default: one per core)")
+
+
 def add_run_flags(parser: ArgumentParser, results: str) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: %(default)s)")
-    group.add_argument("--threads", type=positive_int, help="number of CPU threads (default: one per core)")
+    add_device_flags(group)
     message = f"CSV file for the result (default: results/{results})"
     group.add_argument("--results", type=path, default=ROOT / "results" / results, help=message)
     group.add_argument("--force", action="store_true", help="repeat a run that --results already has")

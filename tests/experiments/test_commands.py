@@ -200,12 +200,6 @@ def test_embeddings_with_a_row_that_is_not_finite_are_named(run, embeddings, tmp
         assert not (tmp_path / "r.csv").exists()
 
 
-def test_cifar_that_is_absent_without_a_network_says_what_to_place_where(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    with pytest.raises(SystemExit, match=r"put cifar-100-python.tar.gz"):
-        run(train_cifar100, flags=f"--data_dir {tmp_path / 'empty'} {NEITHER}")
-
-
 def test_a_results_file_with_a_damaged_line_is_not_rewritten(run, tmp_path):
     run(train_knn)
     text = (tmp_path / "r.csv").read_text()
