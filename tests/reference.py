@@ -277,20 +277,7 @@ def robust(logits: Tensor, labels: Tensor, method: str, **settings) -> Tensor:
 
 
 def smooth_topk(logits: Tensor, labels: Tensor, k: int, tau: float, alpha: float = 1.0) -> Tensor:
-    """Berrada et al. 2018, (batch,), a logsumexp over every k-subset of the classes:
-
-    tau log sum_S exp((alpha [y not in S] + mean of S) / tau) - tau log sum_{S with y} exp(mean of S / tau)
-    """
-    subsets = torch.tensor(list(itertools.combinations(range(logits.shape[1]), k)))  # (subsets, k)
-    hit = (subsets.unsqueeze(0) == labels.view(-1, 1, 1)).any(2)  # (batch, subsets)
-    mean = logits[:, subsets].mean(2)  # (batch, subsets)
-    every = torch.logsumexp((mean + alpha * (~hit).double()) / tau, 1)
-    right = torch.logsumexp((mean / tau).masked_fill(~hit, -math.inf), 1)
-    return tau * (every - right)
-
-
-def smooth_topk_by_recurrence(logits: Tensor, labels: Tensor, k: int, tau: float) -> Tensor:
-    """The same for alpha = 1, for many classes: tau softplus((1 + (kth - s_y) / k) / tau).
+    """Berrada et al. 2018, (batch,): tau softplus((alpha + (kth - s_y) / k) / tau), as SmoothTopKLoss.
 
     kth = k tau (log e_k - log e_{k-1}) of the others, by e_j <- e_j + x_i e_{j-1} in log space.
     """
@@ -302,7 +289,7 @@ def smooth_topk_by_recurrence(logits: Tensor, labels: Tensor, k: int, tau: float
         log_e = torch.cat([log_e[:, :1], torch.logaddexp(log_e[:, 1:], log_e[:, :-1] + z[:, i : i + 1])], 1)
     kth = k * tau * (log_e[:, k] - log_e[:, k - 1])
     true = logits.double().gather(1, labels.unsqueeze(1)).squeeze(1)
-    return tau * torch.nn.functional.softplus((1 + (kth - true) / k) / tau, threshold=700)
+    return tau * torch.nn.functional.softplus((alpha + (kth - true) / k) / tau, threshold=700)
 
 
 def hard_topk_hinge(logits: Tensor, labels: Tensor, k: int, alpha: float = 1.0) -> Tensor:

@@ -14,7 +14,7 @@ from topk_losses import METHODS, TopKCrossEntropyLoss, make_loss
 WEIGHT = torch.linspace(0.2, 2, 12, dtype=torch.float64)
 
 
-def each_class(loss, logits):
+def losses_of_all(loss, logits):
     """The loss for every class as the label, one by one: (batch, n)."""
     return torch.stack([loss(logits, torch.full((len(logits),), j)) for j in range(logits.shape[1])], dim=1)
 
@@ -31,19 +31,19 @@ def test_distributions_smoothing_and_weights_give_the_expected_loss(method, top1
     logits, labels = random_batch()
     build = functools.partial(make_loss, method, None, 12, m, top1_mode=top1_mode)
     plain = build(reduction="none")
-    every, each = each_class(plain, logits), plain(logits, labels)
+    every, losses = losses_of_all(plain, logits), plain(logits, labels)
     for mass in (mixup(labels), random_batch(seed=1)[0].softmax(1)):
         # pair by pair, and from the whole matrix where there is no m
         torch.testing.assert_close(plain(logits, mass), (mass * every).sum(1))
         summed = build(weight=WEIGHT, reduction="sum")(logits, mass)
         torch.testing.assert_close(summed, (WEIGHT * mass * every).sum())
     for hot in (one_hot(labels, 12).double(), one_hot(labels, 12).bfloat16()):
-        torch.testing.assert_close(plain(logits, hot), each)
+        torch.testing.assert_close(plain(logits, hot), losses)
         torch.testing.assert_close(plain(logits.float(), hot), plain(logits.float(), labels))
     smooth = build(label_smoothing=0.1, reduction="none")(logits, labels)
-    torch.testing.assert_close(smooth, 0.9 * each + 0.1 * every.mean(1))
+    torch.testing.assert_close(smooth, 0.9 * losses + 0.1 * every.mean(1))
     share = WEIGHT[labels]
-    torch.testing.assert_close(build(weight=WEIGHT)(logits, labels), (share * each).sum() / share.sum())
+    torch.testing.assert_close(build(weight=WEIGHT)(logits, labels), (share * losses).sum() / share.sum())
     assert build(weight=WEIGHT).state_dict() == {}
 
 

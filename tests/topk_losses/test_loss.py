@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn.functional import cross_entropy, logsigmoid, pad
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
-import topk_losses
 from tests import methods, reference
 from tests.methods import DETERMINISTIC, GUARDED, HAVE_ZEROS, MODES, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, TopKCrossEntropyLoss, make_loss, topk_cross_entropy, topk_mask
+from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, TopKCrossEntropyLoss, make_loss, topk_cross_entropy
 from topk_losses.kernels import VARIABLE
 from topk_losses.methods import SINGLE_K
 
@@ -126,24 +125,18 @@ def test_losses_without_a_matrix_at_their_limits():
         assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("method", ["splitter_selection", "lapsum", "softsort", "subset_topk"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_forward_correction_of_a_top_k_loss_sums_over_what_the_label_may_have_been(method, masked):
-    """-log sum_j T[j, y] s_j with exp(-loss) of every class for s, over the classes that are not masked out."""
+@pytest.mark.parametrize("method", RELAXED)
+def test_forward_correction_of_a_top_k_loss_sums_over_what_the_label_may_have_been(method):
+    """-log sum_j T[j, y] s_j with exp(-loss) of every class for s."""
     logits, labels = random_batch()
-    if masked:
-        logits[:, 9:], labels = -torch.inf, labels.clamp(max=8)
-    n, rate, rows = (9, 0.3, random_batch(12, 4)[0].softmax(1)) if masked else (12, 0.3, None)
+    rows, T = random_batch(12, 4)[0].softmax(1), 0.7 * torch.eye(12, dtype=torch.float64) + 0.3 / 12
     for p_k in ([0.5, 0, 0, 0, 0.5], [0.2] * 5, rows):
-        if p_k is None:
-            continue
         build = functools.partial(TopKCrossEntropyLoss, method, p_k, 12, reduction="none")
         share = rows[labels] if p_k is rows else None  # of the sample, whatever its label may have been
-        every = [build()(logits, torch.full_like(labels, j), share) for j in range(n)]
-        s = (-torch.stack(every, dim=1)).exp()  # (batch, n)
-        T = (1 - rate) * torch.eye(n, dtype=torch.float64) + rate / n
+        losses = [build()(logits, torch.full_like(labels, j), share) for j in range(12)]
+        s = (-torch.stack(losses, dim=1)).exp()  # (batch, n)
         want = -(s * T[:, labels].T).sum(1).log()
-        torch.testing.assert_close(build(noise_rate=rate)(logits, labels), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(build(noise_rate=0.3)(logits, labels), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", RELAXED)
@@ -155,10 +148,10 @@ def test_forward_correction_of_a_top_k_loss_at_its_limits(method, m):
     for target in (labels, mass):
         assert torch.equal(build(noise_rate=0)(logits, target), build()(logits, target))
         assert gradcheck(lambda s, target=target: loss(s, target), (logits.requires_grad_(),))
-    each = torch.stack([loss(logits, torch.full_like(labels, j)) for j in range(12)], dim=1)
-    torch.testing.assert_close(loss(logits, mass), (each * mass).sum(1))
+    losses = torch.stack([loss(logits, torch.full_like(labels, j)) for j in range(12)], dim=1)
+    torch.testing.assert_close(loss(logits, mass), (losses * mass).sum(1))
     smoothed = build(noise_rate=0.4, label_smoothing=0.1)(logits, labels)
-    torch.testing.assert_close(smoothed, 0.9 * loss(logits, labels) + 0.1 * each.mean(1))
+    torch.testing.assert_close(smoothed, 0.9 * loss(logits, labels) + 0.1 * losses.mean(1))
     logits = logits.detach()
     logits[0, labels[0]] = -torch.inf  # of a masked true class: the bound, without a gradient that is not finite
     value, gradient = value_and_gradient(loss, logits, labels)
@@ -260,17 +253,17 @@ def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, to
 @pytest.mark.parametrize("method", DETERMINISTIC)
 def test_reductions_and_ignored_samples_which_may_hold_anything(method, dtype):
     logits, labels = random_batch(dtype=dtype)
-    each, of_each = value_and_gradient(make_loss(method, None, 12, reduction="none"), logits, labels)
-    torch.testing.assert_close(make_loss(method, None, 12)(logits, labels), each.mean())
+    losses, gradients = value_and_gradient(make_loss(method, None, 12, reduction="none"), logits, labels)
+    torch.testing.assert_close(make_loss(method, None, 12)(logits, labels), losses.mean())
     logits[1] = torch.nan
     for ignore_index in (-100, 7):
         labels[[1, 4]] = ignore_index
         kept, build = labels != ignore_index, functools.partial(make_loss, method, ignore_index=ignore_index)
         value, gradient = value_and_gradient(build(reduction="none"), logits, labels)
-        torch.testing.assert_close(value, each * kept)
-        torch.testing.assert_close(gradient, of_each * kept.unsqueeze(1))
-        torch.testing.assert_close(build(reduction="sum")(logits, labels), each[kept].sum())
-        torch.testing.assert_close(build()(logits, labels), each[kept].mean())
+        torch.testing.assert_close(value, losses * kept)
+        torch.testing.assert_close(gradient, gradients * kept.unsqueeze(1))
+        torch.testing.assert_close(build(reduction="sum")(logits, labels), losses[kept].sum())
+        torch.testing.assert_close(build()(logits, labels), losses[kept].mean())
     assert bool(make_loss(method)(logits, torch.full_like(labels, -100)).isnan())  # as torch.nn.CrossEntropyLoss
     assert bool(make_loss(method)(logits[:0], labels[:0]).isnan())  # an empty batch, too
     value, gradient = value_and_gradient(make_loss(method, reduction="sum"), logits[:0], labels[:0])
@@ -347,33 +340,3 @@ def test_what_can_be_set_acts_and_the_rest_says_why_not(method):
     for name, value in (("p_k", [0.5, 0.6]), ("inverse_temperature", -1), ("reduction", "avg"), ("p_k", 13)):
         with pytest.raises(ValueError, match=name):
             setattr(loss, name, value)
-
-
-class Mine(topk_losses.MaskOperator):
-    """Sigmoids of the distance from the k-th score."""
-
-    default_inverse_temperature = 2.0
-
-    def _values(self, scores, labels, ks, beta, generator=None):
-        kth = scores.sort(dim=1, descending=True).values[:, [k - 1 for k in ks]]  # (rows, J)
-        t = beta * (scores.unsqueeze(1) - kth.unsqueeze(2))
-        return logsigmoid(t if labels is None else t[torch.arange(len(t)), :, labels])
-
-
-def test_a_registered_operator_is_a_method_like_all_others():
-    logits, labels = random_batch()
-    t = 2 * (logits - logits.sort(dim=1, descending=True).values[:, 2:3])
-    try:
-        topk_losses.register_method("mine", Mine, spread=3.0)
-        for build in (make_loss, TopKCrossEntropyLoss):
-            loss = build("mine", 3, top1_mode="sort")
-            torch.testing.assert_close(loss(logits, labels), -logsigmoid(t)[torch.arange(6), labels].mean())
-            assert gradcheck(lambda s, loss=loss: loss(s, labels), (logits.clone().requires_grad_(),))
-        torch.testing.assert_close(topk_mask(logits, 3, "mine"), t.sigmoid())
-        for name in ("mine", "lml", "bitonic__non_sparse"):
-            with pytest.raises(ValueError, match=f"there is a method '{name}' already"):
-                topk_losses.register_method(name, Mine)
-    finally:
-        METHODS.pop("mine", None)
-    for base in ("TopKOperator", "MaskOperator", "ThresholdOperator"):
-        assert issubclass(topk_losses.LapSum, getattr(topk_losses, base))

@@ -1,4 +1,4 @@
-"""The smooth top-k SVM losses against all k-subsets, a log-space recurrence, the hard hinge and difftopk."""
+"""The smooth top-k SVM losses against a log-space recurrence, the hard hinge and difftopk."""
 
 import contextlib
 import io
@@ -17,15 +17,6 @@ from topk_losses import SmoothHardTopKLoss, SmoothTopKLoss
 
 with contextlib.redirect_stdout(io.StringIO()):
     import difftopk.smooth_topk
-
-
-@pytest.mark.parametrize("n", range(2, 10))
-def test_is_the_definition_over_all_subsets(n):
-    logits, labels = random_batch(6, n, 3.0, seed=n)
-    for k, tau, alpha in itertools.product(range(1, n), (0.1, 1.0, 10.0), (0.3, 1.0)):
-        got = value_and_gradient(SmoothTopKLoss(k, tau, alpha, reduction="none"), logits, labels)
-        want = value_and_gradient(partial(reference.smooth_topk, k=k, tau=tau, alpha=alpha), logits, labels)
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @st.composite
@@ -48,13 +39,15 @@ def problems(draw):
     return logits.clamp(-6e4, 6e4).to(dtype), labels, k, tau
 
 
-@given(problems())
-@example((torch.tensor([[0.0, 0, 0, -1e4, 1e4]]), torch.tensor([1]), 2, 0.01))  # a highest score far above the k-th
+@given(problems(), st.sampled_from([0.3, 1.0]))
+@example(
+    (torch.tensor([[0.0, 0, 0, -1e4, 1e4]]), torch.tensor([1]), 2, 0.01), 1.0
+)  # a highest score far above the k-th
 @settings(max_examples=60, deadline=None)
-def test_agrees_with_the_recurrence_at_any_scale(problem):
+def test_agrees_with_the_recurrence_at_any_scale(problem, alpha):
     logits, labels, k, tau = problem
-    got, got_grad = value_and_gradient(SmoothTopKLoss(k, tau, reduction="none"), logits, labels)
-    want, want_grad = value_and_gradient(partial(reference.smooth_topk_by_recurrence, k=k, tau=tau), logits, labels)
+    got, got_grad = value_and_gradient(SmoothTopKLoss(k, tau, alpha, reduction="none"), logits, labels)
+    want, want_grad = value_and_gradient(partial(reference.smooth_topk, k=k, tau=tau, alpha=alpha), logits, labels)
     assert got.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
     assert got_grad.dtype == logits.dtype
     eps = max(torch.finfo(got.dtype).eps, 1e-9)  # the recurrence has its own rounding, up to 1e-9 at logits of 1e4

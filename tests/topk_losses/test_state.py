@@ -7,13 +7,15 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import gradcheck
 from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.functional import logsigmoid
 from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import topk_losses
 from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import METHODS, MaskOperator, RelaxedNetwork, TopKCrossEntropyLoss, TopKOperator, bitonic, make_loss
-from topk_losses.operator import guarded_log
+from topk_losses import METHODS, MaskOperator, RelaxedNetwork, TopKCrossEntropyLoss, bitonic, make_loss
 from topk_losses.temperature import MOMENTUM, AutoTemperature
 
 LEARNABLE = [name for name in DETERMINISTIC if METHODS[name].inverse_temperature is not None]
@@ -48,34 +50,21 @@ def test_functional_call_uses_the_temperature_that_it_is_given(method):
         torch.testing.assert_close(loss(logits, labels), build(method, 0.7)(logits, labels), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("start", ["learned", "auto"])
 @pytest.mark.parametrize("method", LEARNABLE)
-def test_an_ensemble_has_a_temperature_for_each_member(method):
-    logits, labels = random_batch(dtype=torch.float32)
-    losses = [build(method, nn.Parameter(torch.tensor(beta))) for beta in (0.4, 0.9, 2.0)]
-    parameters, buffers = stack_module_state(losses)
-
-    def call(parameters, buffers):
-        return functional_call(losses[0], (parameters, buffers), (logits, labels))
-
-    want = torch.stack([loss(logits, labels) for loss in losses])
-    torch.testing.assert_close(vmap(call)(parameters, buffers), want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", FOLLOW)
-def test_an_ensemble_of_temperatures_that_follow_the_logits(method):
-    logits, labels = random_batch(dtype=torch.float32)
-    losses = [build(method, "auto") for _ in range(2)]
-    for loss, scale in zip(losses, (3.0, 9.0)):
-        loss.generator = torch.Generator().manual_seed(0)
-        loss(logits * scale, labels)
-    parameters, buffers = stack_module_state(losses)
-    if METHODS[method].stochastic:  # whose noise vmap refuses
+def test_an_ensemble_has_a_temperature_for_each_member(method, start):
+    if start == "auto" and method not in FOLLOW:
         return
-    call = lambda *state: functional_call(losses[0], state, (logits, labels))  # noqa: E731
-    got = vmap(call)(parameters, buffers)
-    want = torch.stack([loss(logits, labels) for loss in losses])
+    logits, labels = random_batch(dtype=torch.float32)
+    members = [build(method, start if start == "auto" else nn.Parameter(torch.tensor(beta))) for beta in (0.4, 0.9)]
+    for member, scale in zip(members, (3.0, 9.0)):
+        member(logits * scale, labels)  # what "auto" follows
+    parameters, buffers = stack_module_state(members)
+    got = vmap(lambda *state: functional_call(members[0], state, (logits, labels)))(parameters, buffers)
+    want = torch.stack([member(logits, labels) for member in members])
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert torch.equal(buffers["auto.spread"], torch.stack([loss.auto.spread for loss in losses]))
+    if start == "auto":
+        assert torch.equal(buffers["auto.spread"], torch.stack([member.auto.spread for member in members]))
 
 
 @pytest.mark.parametrize("method", LEARNABLE)
@@ -134,7 +123,7 @@ def test_a_learned_temperature_is_an_ordinary_parameter_which_can_be_replaced(me
     logits, labels = random_batch(dtype=torch.float32)
     name, beta = name_of(method), nn.Parameter(torch.tensor(0.7))
     loss = build(method, beta)
-    assert [each for each, _ in loss.named_parameters()] == list(loss.state_dict()) == [name]
+    assert list(dict(loss.named_parameters())) == list(loss.state_dict()) == [name]
     loss(logits, labels).backward()
     assert float(beta.grad.abs()) > 0
     setattr(loss, name, 2.0)
@@ -145,7 +134,7 @@ def test_a_learned_temperature_is_an_ordinary_parameter_which_can_be_replaced(me
         loss(logits, labels)
         assert list(loss.state_dict()) == ["auto.spread", "auto.weight"]
     setattr(loss, name, beta)
-    assert [each for each, _ in loss.named_parameters()] == [name]
+    assert list(dict(loss.named_parameters())) == [name]
     with torch.no_grad():
         beta.fill_(-0.1)  # as an optimizer may
     with pytest.raises(ValueError, match=r"must be a finite number above 0, got -0\.1"):
@@ -155,43 +144,63 @@ def test_a_learned_temperature_is_an_ordinary_parameter_which_can_be_replaced(me
 # Operators.
 
 
-class Reversed(TopKOperator):
-    """An operator with a setting of its own: the scores, turned over or not."""
+class Distances(MaskOperator):
+    """Sigmoids of the distance from the k-th score, of the largest or, with a sign of -1, of the smallest scores."""
 
     default_inverse_temperature = 3.0
 
-    def __init__(self, k, sign, inverse_temperature=None):
+    def __init__(self, k, inverse_temperature=None, sign=1.0):
         super().__init__(k, inverse_temperature)
         self.sign = sign
 
-    def _matrix(self, scores, k, beta, generator=None):
-        top = (self.sign * scores).topk(k, dim=1).values
-        return (-beta * (top.unsqueeze(2) - self.sign * scores.unsqueeze(1)).square()).softmax(2)
+    def _values(self, scores, labels, ks, beta, generator=None):
+        x = self.sign * scores
+        kth = x.sort(dim=1, descending=True).values[:, [k - 1 for k in ks]]  # (rows, J)
+        t = beta * (x.unsqueeze(1) - kth.unsqueeze(2))
+        return logsigmoid(t if labels is None else t[torch.arange(len(t)), :, labels])
 
 
 def test_an_own_operator_stays_with_its_settings():
     logits, labels = random_batch()
-    operator = Reversed(2, -1.0, 0.5)
+    operator = Distances(2, 0.5, -1.0)
     loss = TopKCrossEntropyLoss(p_k=[0.5, 0.5], top1_mode="sort", operator=operator)
 
-    def by_definition(weights, beta):
-        P = operator._matrix(logits, len(weights), beta).cumsum(1)[range(6), :, labels]
-        return -guarded_log(P @ torch.tensor(weights, dtype=torch.float64)).mean()
+    def assert_is_by_definition(weights, beta):
+        distances = (-logits).topk(len(weights)).values + logits.gather(1, labels.unsqueeze(1))
+        want = -((-beta * distances).sigmoid() @ torch.tensor(weights, dtype=torch.float64)).log().mean()
+        torch.testing.assert_close(loss(logits, labels), want, rtol=1e-5, atol=1e-6)
 
-    torch.testing.assert_close(loss(logits, labels), by_definition([0.5, 0.5], 0.5))
+    assert_is_by_definition([0.5, 0.5], 0.5)
     loss.p_k = [0.2, 0.2, 0.6]  # another k
     loss = copy.deepcopy(loss.to("cpu").double())
-    torch.testing.assert_close(loss(logits, labels), by_definition([0.2, 0.2, 0.6], 0.5), rtol=1e-5, atol=1e-6)
+    assert_is_by_definition([0.2, 0.2, 0.6], 0.5)
     loss.inverse_temperature = 2.0
-    torch.testing.assert_close(loss(logits, labels), by_definition([0.2, 0.2, 0.6], 2.0), rtol=1e-5, atol=1e-6)
-    loss.operator = Reversed(2, -1.0)  # comes with its own
-    torch.testing.assert_close(loss(logits, labels), by_definition([0.2, 0.2, 0.6], 3.0), rtol=1e-5, atol=1e-6)
+    assert_is_by_definition([0.2, 0.2, 0.6], 2.0)
+    loss.operator = Distances(2, sign=-1.0)  # comes with its own
+    assert_is_by_definition([0.2, 0.2, 0.6], 3.0)
     assert (operator.k, operator.inverse_temperature) == (2, 0.5)
     for settings in ({"method": "softsort"}, {"distribution": "cauchy"}):
         with pytest.raises(ValueError, match="takes the place of method"):
             TopKCrossEntropyLoss(operator=operator, **settings)
     with pytest.raises(TypeError, match="must be a TopKOperator, got int"):
         TopKCrossEntropyLoss(operator=3)
+
+
+def test_a_registered_operator_is_a_method_like_all_others():
+    logits, labels = random_batch()
+    t = 3 * (logits - logits.sort(dim=1, descending=True).values[:, 2:3])
+    try:
+        topk_losses.register_method("mine", Distances, spread=3.0)
+        for make in (make_loss, TopKCrossEntropyLoss):
+            loss = make("mine", 3, top1_mode="sort")
+            torch.testing.assert_close(loss(logits, labels), -logsigmoid(t)[torch.arange(6), labels].mean())
+            assert gradcheck(lambda s, loss=loss: loss(s, labels), (logits.clone().requires_grad_(),))
+        torch.testing.assert_close(topk_losses.topk_mask(logits, 3, "mine"), t.sigmoid())
+        for name in ("mine", "lml", "bitonic__non_sparse"):
+            with pytest.raises(ValueError, match=f"there is a method '{name}' already"):
+                topk_losses.register_method(name, Distances)
+    finally:
+        METHODS.pop("mine", None)
 
 
 def test_a_network_of_ones_own_is_held_to_its_size():
@@ -221,7 +230,6 @@ def test_an_operator_has_the_default_of_its_method_and_takes_another_at_the_call
         got = getattr(operator, call)(*arguments, inverse_temperature=beta)
         torch.testing.assert_close(got, getattr(other, call)(*arguments))
         assert bool(torch.autograd.grad(got.square().sum(), beta)[0].isfinite())
-    assert isinstance(operator, MaskOperator) or not hasattr(operator, "_values")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -233,7 +241,8 @@ def test_m_of_n_or_more_is_no_m(method):
             loss = make_loss(method, p_k_of(method), m=m)
             loss.generator = torch.Generator().manual_seed(0)
             results.append(value_and_gradient(loss, logits, target))
-        assert all(torch.equal(*each) for other in results[1:] for each in zip(other, results[0]))
+        for other in results[1:]:
+            torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
 # The inverse temperature that follows the logits.
@@ -309,14 +318,14 @@ def test_auto_is_saved_moved_and_copied_with_its_loss(method):
     assert beta == pytest.approx(METHODS[method].spread / logits.std(1).mean().item(), rel=1e-5)
     other.bfloat16().load_state_dict(loss.state_dict())
     copies = copy.deepcopy(loss), copy.copy(loss), pickle.loads(pickle.dumps(loss))
-    for each in (other, *copies):
-        assert each.auto.value() == beta
-        each(logits * 3, labels)
-        assert each.auto.value() != beta == loss.auto.value().item()  # each has its own
+    for own in (other, *copies):
+        assert own.auto.value() == beta
+        own(logits * 3, labels)
+        assert own.auto.value() != beta == loss.auto.value().item()
     fixed = build(method, beta)
     loss.eval()
-    for each in (loss, fixed):
-        each.generator = torch.Generator().manual_seed(0)
+    for seeded in (loss, fixed):
+        seeded.generator = torch.Generator().manual_seed(0)
     torch.testing.assert_close(loss(logits / 9, labels), fixed(logits / 9, labels), rtol=1e-5, atol=1e-6)
     loss.inverse_temperature = 0.3
     assert loss.auto is None
