@@ -61,7 +61,8 @@ def published(table: str) -> str:
         cells += [{"Row": name, "P_K": shown_p_k(row["p_k"]), **values}] if values else []
     notes = " †: second-hand, read in a note about a paper." * any(row["second_hand"] == "true" for row in rows)
     caption = f"{protocol['title']}: published test accuracy in percent.{notes}"
-    return f"{caption}\n\n{tables.as_markdown(pd.DataFrame(cells).fillna(''))}"
+    frame = pd.DataFrame(cells).fillna("")
+    return f"{caption}\n\n{tables.as_markdown(frame.loc[:, (frame != '').any()])}"
 
 
 KINDS: dict[str, Callable[..., str]] = {

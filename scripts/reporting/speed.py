@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from scripts.reporting.runs import shown_p_k
 from scripts.reporting.tables import PAPER, as_markdown
 
 BENCHMARKS = PAPER.parent / "benchmarks"
@@ -16,8 +17,13 @@ def benchmark(file: Path, *columns: str) -> str:
     rows = rows.drop(columns=["python", "git_commit"], errors="ignore")
     shared = [name for name in rows if rows[name].nunique() == 1]
     source = ", ".join(f"{name} {rows[name][0]}" for name in shared if rows[name][0])
-    shown = rows[list(columns) or [name for name in rows if name not in shared]]
-    return f"{as_markdown(shown.rename(columns=lambda name: name.replace('_', ' ')))}\n\n`{file.name}`: {source}."
+    shown = rows[list(columns) or [name for name in rows if name not in shared]].copy()
+    for name in shown.columns.intersection(["top1", "top5"]):
+        shown[name] = shown[name].astype(float).map("{:.2f}".format)
+    if "p_k" in shown:
+        shown["p_k"] = shown["p_k"].map(shown_p_k)
+    headings = {name: name.replace("_", " ") for name in shown} | {"p_k": "P_K", "top1": "top-1", "top5": "top-5"}
+    return f"{as_markdown(shown.rename(columns=headings))}\n\n`{file.name}`: {source}."
 
 
 def official() -> str:

@@ -32,7 +32,7 @@ TEMPERATURES = (
 )
 RATES = {
     f"test_{short_name}_beam{K}": f"{label}{K}"
-    for short_name, label in (("wer", "WER, beam "), ("per", "PER, beam "), ("gold", "gold in beam "))
+    for short_name, label in (("wer", "WER beam "), ("per", "PER beam "), ("gold", "gold in beam "))
     for K in (1, 4, 8)
     if (short_name, K) != ("gold", 1)
 }

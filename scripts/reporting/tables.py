@@ -251,7 +251,7 @@ def shown(table: Table) -> pd.DataFrame:
 
 def as_markdown(table: pd.DataFrame) -> str:
     """Return a table of text, numbers to the right."""
-    number = r"(\*\*)?[+−≈]?[\d.,]+(e-\d+)?( ± [\d.]+)?(\*\*)?|not run|"
+    number = r"(\*\*)?[+−≈]?[\d.,]+(e-\d+)?( ± [\d.]+(\\\*)?| / [\d.]+)?(\*\*)?|not run|the same trial|"
     sides = ["right" if table[name].str.fullmatch(number).all() else "left" for name in table]
     return table.to_markdown(index=False, tablefmt="pipe", colalign=sides, disable_numparse=True)
 
