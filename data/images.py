@@ -62,7 +62,7 @@ class ImageFolder(datasets.ImageFolder):
     def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor] | None = None) -> None:
         for _, folders, _ in os.walk(folder, onerror=_refuse, followlinks=True):  # torchvision ignores errors
             folders[:] = _visible(folders)
-        # The files beside the class folders; _is_image counts those in them.
+        # Files in the folder itself; _is_image counts those in class folders.
         self.ignored = Counter(ending(name) for name in _visible(next(os.walk(folder))[2]))
         super().__init__(str(folder), transform, loader=load_rgb, is_valid_file=self._is_image, allow_empty=True)
         if not self.samples:

@@ -1,8 +1,7 @@
 """Labelled points, images or embeddings, whole in memory, in three splits: what a nearest-neighbour classifier takes.
 
-Protocol of Grover et al. 2019: of MNIST and Fashion-MNIST 5,000 training images validate, of CIFAR-10 likewise; of
-other sets here a tenth. Pixels are normalised as in the published code: not at all for MNIST. Digits and the MNISTs
-have one channel.
+Protocol of Grover et al. 2019: 5,000 training images of MNIST, Fashion-MNIST and CIFAR-10 validate; a tenth of other
+sets. Pixels are normalised as in the published code: not at all for MNIST. Digits and the MNISTs have one channel.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
 def load_mnist(kind: type[MNIST], data_dir: Path) -> list[MNIST]:
     """Load the training and the test images from their files or their .gz files, and download what is not there.
 
-    torchvision would unpack .gz files beside them: here they may lie in a folder that is read-only.
+    torchvision would unpack the .gz files in their folder, which may be read-only.
     """
     raw = data_dir / kind.__name__ / "raw"
     names = [Path(address).stem for address, _ in kind.resources]

@@ -8,7 +8,7 @@
 FOLDER has train/, val/ and test/, or some of them, each with a folder per class; val/ validates. The paper, for which
 ImageNet's val/ is the test set, draws the rows that validate from train/. Images are not augmented, and keep their
 order. Each SHARD_ROWS images become a file in OUTPUT.parts/ until all are there, so that a command that was stopped or
-killed continues; an image that was replaced meanwhile is read again, and so are those of its shard.
+killed continues when it is repeated. The shard of an image that was replaced meanwhile is made again.
 """
 
 import argparse

@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
 def fit(
     run: Run, model: EncoderDecoder, objective: Objective, words: Words, before: int, num_updates: int, lr: float
 ) -> None:
-    """Train for so many updates, whose batches follow the first `before`; validate, and save."""
+    """Train for num_updates, on the batches that follow the first `before`; validate, and save."""
     args, seed = run.args, run.config["seed"]
     optimizer = torch.optim.Adam(model.parameters(), lr)
     run.resume(model=model, optimizer=optimizer)

@@ -7,8 +7,8 @@
     python experiments/train_knn.py --dataset mnist --method pca                                  # a baseline
 
 A step draws 100 queries and 100 candidates, each from a shuffled order of its own. Their embeddings' squared distances,
-negated, are scores, of which the relaxed top-k gives each candidate its mass among the k nearest; the loss is minus the
-mass on the candidates of the query's label. SGD with momentum 0.9 and a constant learning rate. After each epoch the
+negated, are scores. The relaxed top-k gives each candidate its mass among the k nearest, and the loss is minus the mass
+on the candidates of the query's label. SGD with momentum 0.9 and a constant learning rate. After each epoch the
 queries of validation and test get the majority label of their k nearest among all training points, by an exact search.
 Baselines, and what differs from the published code: docs/knn.md.
 

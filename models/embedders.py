@@ -1,4 +1,4 @@
-"""Networks that place an input in a space whose neighbours are of its class: those of Grover et al. 2019, and maps.
+"""Embedding networks for nearest neighbours: the two of Grover et al. 2019, and linear maps.
 
 embedder("cnn", (1, 28, 28))                       MNIST: 5x5x20, pool, 5x5x50, pool, 500
 embedder("preact_resnet18", (3, 32, 32))           Fashion-MNIST and CIFAR: 512

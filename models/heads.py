@@ -1,7 +1,7 @@
 """New heads on frozen embeddings: one linear layer as published, hidden layers, relu and dropout by choice.
 
-A loss that keeps m of n scores (m 16 of 1000, say) has a gradient of m entries per sample. On a CPU the last layer's
-backward pass looks for that, and adds the few rows that count in place of a product over all of them.
+A loss that keeps m of n scores (such as 16 of 1000) has a gradient of m entries per sample. On a CPU the last layer's
+backward pass checks for this, and adds the few rows that count instead of multiplying all of them.
 """
 
 import itertools
@@ -34,7 +34,7 @@ class Head(nn.Sequential):
         return embeddings
 
     def dropout_mask(self, batch: int, seed: int, step: int) -> Tensor | None:
-        """The inputs that are kept, (batch, d) bool, by the seed and the step alone; None without dropout."""
+        """The inputs that are kept, (batch, d) bool: a function of seed and step; None without dropout."""
         if not any(isinstance(layer, nn.Dropout) for layer in self):
             return None
         weight = next(self.parameters())
@@ -79,7 +79,7 @@ class LastLinear(nn.Linear):
 
 
 class _LastProduct(torch.autograd.Function):
-    """`linear`, whose backward pass sums row by row where few entries of its gradient are not zero (NaN is not)."""
+    """`linear`, with a backward pass that sums rows if few entries of its gradient are not zero (NaN is not zero)."""
 
     @staticmethod
     def forward(activations: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -115,8 +115,7 @@ class _LastProduct(torch.autograd.Function):
 def _sum_rows(table: Tensor, row: Tensor, factor: Tensor, place: Tensor, num_places: int) -> Tensor:
     """Sum rows of the table (R, d) times their factors at each place: (num_places, d).
 
-    row, factor, place (E,). The order of the sum is that of the entries: it is the same each time, on any number of
-    threads.
+    row, factor, place (E,). Entries are summed in their order, on any number of threads.
     """
     place, order = place.sort(stable=True)
     begin = torch.searchsorted(place, torch.arange(num_places))  # (num_places,)

@@ -57,7 +57,7 @@ def resnet_cifar(name: str = "resnet18", num_classes: int = 100) -> ResNetCifar:
 
     Convolutions: Kaiming normal, fan_out, relu. Batch norm: weight 1, bias 0. fc: PyTorch's default. Each weight is
     drawn once from PyTorch's CPU generator, in the order of `modules()`, and nothing else is: a seed gives the same
-    weights on every device, and a change of num_classes leaves all but fc alone.
+    weights on every device, and a change of num_classes changes only fc.
     """
     # Without storage, so that constructors draw no random numbers.
     with torch.device("meta"):

@@ -7,10 +7,10 @@ Here, with weights (C_out, C_in, 3, 3) in channels_last order, so that each tap'
 - The gradient of the weights on maps of up to 4x4 outputs is a product for each of the nine taps, of the outputs'
   gradients and the inputs that the tap meets: (C_out, positions) x (positions, C_in), nothing computed on the padding.
 - On a map of 2x2 every output meets every input through one tap. The convolution is one product,
-  (batch, 4 C_in) x (4 C_in, 4 C_out), whose matrix is made of 16 copied taps, with 16 / 36 of the multiplications that
-  the nine taps and their padding would take; so is the gradient of the inputs.
+  (batch, 4 C_in) x (4 C_in, 4 C_out), with a matrix of 16 copied taps, which takes 16 / 36 of the multiplications of
+  the nine taps and their padding. The gradient of the inputs is one product, too.
 
-The values are those of nn.Conv2d to rounding. Elsewhere (CUDA, larger maps) it is nn.Conv2d.
+The values are those of nn.Conv2d to rounding. On CUDA and on larger maps it is nn.Conv2d.
 """
 
 import torch
@@ -93,7 +93,7 @@ def _matrix(weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tens
 
 
 def _weight_gradient(maps: Tensor, gradient: Tensor, stride: int, dtype: torch.dtype) -> Tensor:
-    """Return the gradient (C_out, C_in, 3, 3), channels_last, from that of the outputs (batch, C_out, H', W')."""
+    """Return the gradient (C_out, C_in, 3, 3), channels_last, from the outputs' (batch, C_out, H', W')."""
     # Rows first, so that the rows of a tap are contiguous after its columns are gathered.
     inputs = maps.permute(2, 0, 3, 1)  # (H, batch, W, C_in)
     outputs = gradient.permute(2, 0, 3, 1)  # (H', batch, W', C_out)

@@ -1,4 +1,4 @@
-"""Frozen networks whose penultimate features become embeddings: those of timm, and the paper's by short name.
+"""Frozen networks, whose penultimate features are the embeddings: timm's by name, the paper's by short name.
 
 Published with the embedding files: the networks, the resolutions, and that EfficientNet-L2 used timm's transform.
 Assumed: that "WSL" means the weights fine-tuned on ImageNet-1K, the only ones released; that the features are the

@@ -61,8 +61,8 @@ def make_official_loss(
 ) -> nn.Module:
     """Return the official loss as a module: logits (batch, num_classes) float32, labels (batch,) int64 -> ().
 
-    settings: inverse_temperature, distribution, art_lambda, top1_mode. Arguments and refusals (ValueError) are those of
-    make_loss, and of what the package lacks. It does not move.
+    settings: inverse_temperature, distribution, art_lambda, top1_mode. Raises ValueError for arguments that
+    make_loss refuses, or that the package lacks. The module cannot be moved to another device.
     """
     make_loss(method, p_k, num_classes, m, **settings)
     settings = resolve_settings(method, **settings)

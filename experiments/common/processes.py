@@ -5,8 +5,8 @@
     loss.backward()
     processes.sum_gradients(model.parameters())                 # the gradient of the mean over the global batch
 
-With one process every method returns at once. Gradients are summed here and not by DistributedDataParallel, whose
-buckets change after the first step, so that a resumed run would differ in the last bits.
+With one process every method returns at once. The buckets of DistributedDataParallel change after the
+first step, and a resumed run would differ in the last bits: gradients are summed here instead.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ PATIENCE = timedelta(hours=24)  # the first process may download for hours; a pr
 
 
 class Processes:
-    """count processes, of which this one is `rank`; `local_rank` counts those of this machine."""
+    """The number of processes, `count`; this process's `rank` among all and `local_rank` on this machine."""
 
     def __init__(self) -> None:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
@@ -66,7 +66,7 @@ class Processes:
         return (share.stop - share.start) / length
 
     def from_first(self, function: Callable[[], Value]) -> Value:
-        """What `function` returns in the first process, which alone calls it. It must be picklable, on the CPU."""
+        """Call `function` in the first process; return its value, which must be picklable, to all."""
         value = [function() if self.is_first else None]
         if self.count > 1:
             distributed.broadcast_object_list(value, 0)

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 def run_id(identity: Mapping[str, Any], readable: str) -> str:
     """Name a configuration: the template, filled in, then ten digits of a hash.
 
-    What is None is not hashed, so that a flag that is added later leaves the names of older runs alone.
+    None is not hashed, so that a flag that is added later does not change the names of older runs.
     """
     settings = {name: value for name, value in identity.items() if value is not None}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -60,7 +60,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def replace_file(path: Path, content: str | dict[str, Any]) -> None:
-    """Write a text, or a dictionary as a torch file, whole or not at all. Raises SystemExit without space, say."""
+    """Write a text, or a dictionary as a torch file, whole or not at all. Raises SystemExit if the disk is full."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:

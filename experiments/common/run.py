@@ -12,7 +12,7 @@
 
 Files are replaced, never edited, and a checkpoint is written every --checkpoint_seconds. A run that ends in any way
 (Ctrl-C, kill -9, a crash, a time limit) loses at most what came since, and the same command continues it with the same
-bits. Under torchrun all processes call these methods, and the first alone writes and prints.
+bits. Under torchrun all processes call these methods; only the first writes and prints.
 """
 
 import json
@@ -132,8 +132,8 @@ class Run:
     def save(self, entry: Mapping[str, Any], last: bool = False, message: str = "") -> None:
         """Append an evaluation to the history, and write the checkpoint if it is time.
 
-        last: nothing continues the run after this: its checkpoint keeps the model alone. message: printed with the
-        figures. Raises SystemExit for weights that are not finite, and without space.
+        last: the run ends, and its checkpoint keeps only the model. message: printed with the figures. Raises
+        SystemExit for weights that are not finite, and if the disk is full.
         """
         networks = [part for name, part in self.state.items() if isinstance(part, nn.Module) and name != "loss"]
         if not all(map(is_finite, networks)):
@@ -154,7 +154,7 @@ class Run:
             print("  ".join([message, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
 
     def record(self, columns: Mapping[str, Any], num_images: int | None = None) -> None:
-        """Add the row, in place of an earlier one of this run. num_images: of all training steps together."""
+        """Add the row, or replace this run's. num_images: number of images in all training steps."""
         if not self.processes.is_first:
             return
         row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
