@@ -253,10 +253,14 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     run.record({"num_classes": points.num_classes, **sizes}, num_images)
 
 
-def embed_batch(inputs: Tensor, embed: nn.Module, precision: str) -> Tensor:
-    """The embeddings (batch, d), float32, of a batch of inputs."""
+def embed_batch(
+    points: Dataset, inputs: Tensor, embed: nn.Module, precision: str, generator: torch.Generator | None = None
+) -> Tensor:
+    """The embeddings (batch, d), float32, of a batch of inputs. generator: crops and flips them first."""
+    if generator is not None:
+        inputs = crop_and_flip(inputs, *sample_crops(len(inputs), generator))
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        return embed(inputs).float()
+        return embed(points.normalise(inputs)).float()
 
 
 def train_epoch(
@@ -274,10 +278,7 @@ def train_epoch(
     step_losses = []
 
     def embedded(rows: Tensor) -> Tensor:
-        inputs = train.inputs[rows]
-        if generator is not None:
-            inputs = crop_and_flip(inputs, *sample_crops(len(rows), generator))
-        return embed_batch(points.normalise(inputs), embed, args.precision)
+        return embed_batch(points, train.inputs[rows], embed, args.precision, generator)
 
     model.train()
     for step in tqdm(range(num_steps), f"epoch {epoch}", leave=False, disable=None):
@@ -310,7 +311,7 @@ def evaluate(args: argparse.Namespace, points: Dataset, model: nn.ModuleDict) ->
 
     def embedded(samples: Split) -> Iterator[Tensor]:
         for part in samples.inputs.split(EVAL_BATCH):
-            yield embed_batch(points.normalise(part), model["embed"], args.precision)
+            yield embed_batch(points, part, model["embed"], args.precision)
 
     asked = torch.cat([*embedded(points.valid), *embedded(points.test)])  # (Q, d)
     if not asked.isfinite().all():
