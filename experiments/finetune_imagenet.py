@@ -222,8 +222,7 @@ def finetune(
         train_epoch(group, data, rows)
     sizes = {f"{name}_images": count for name, count in counts.items()}
     for candidate in candidates:
-        columns = {"num_classes": data.num_classes, "processes": processes.count, **sizes}
-        candidate.run.record(columns, last_step * args.batch_size)
+        candidate.run.record({"num_classes": data.num_classes, "processes": processes.count, **sizes})
 
 
 def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> None:

@@ -92,8 +92,7 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
 
     wrong = {"label_noise": args.label_noise, "noisy_labels_file": args.noisy_labels}
     data = load_dataset(args.dataset, args.data_dir, seed=seed, limit_train=args.limit_train, **wrong).to(device)
-    num_steps = len(data.train) // args.batch_size  # the last partial batch is dropped
-    if not num_steps:
+    if args.batch_size > len(data.train):
         raise SystemExit(f"error: --batch_size {args.batch_size} exceeds the {len(data.train)} training images")
     losses.count_classes(loss_fn, args.method, data.train.labels, data.num_classes)
     torch.manual_seed(seed)
@@ -115,8 +114,7 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
         entry |= losses.current_temperature(loss_fn, config["inverse_temperature"])
         run.save(entry, last=epoch == args.n_epochs, message=f"epoch {epoch}/{args.n_epochs}")
     sizes = {f"{name}_images": len(getattr(data, name)) for name in ("train", "valid", "test")}
-    num_images = args.n_epochs * num_steps * args.batch_size
-    run.record({"num_classes": data.num_classes, "processes": processes.count, **sizes}, num_images)
+    run.record({"num_classes": data.num_classes, "processes": processes.count, **sizes})
 
 
 def train_epoch(
@@ -125,7 +123,7 @@ def train_epoch(
     """Train for one epoch, counted from 1; return its mean loss, accuracies (fractions) and seconds."""
     started, device, batch_size = time.perf_counter(), run.device, run.args.batch_size
     args, config, processes = run.args, run.config, run.processes
-    num_steps, share = len(data.train) // batch_size, processes.share(batch_size)
+    num_steps, share = len(data.train) // batch_size, processes.share(batch_size)  # without the last partial batch
     order = epoch_order(len(data.train), config["seed"], epoch).to(device)
     generator = epoch_generator(config["seed"], epoch, device)
     if losses.is_stochastic(args.method):

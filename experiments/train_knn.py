@@ -240,7 +240,6 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     run.resume(model=model, optimizer=optimizer, loss=loss_fn)
     embed = losses.compiled(model["embed"], args.compile, device) if optimizer else model["embed"]
     n_epochs = args.n_epochs if optimizer else 1
-    num_steps = len(points.train) // args.batch_size  # the last partial batch is dropped
     for epoch in range(run.done + 1, n_epochs + 1):
         entry: dict[str, Any] = {"epoch": epoch, "train_loss": None, "train_seconds": 0.0}
         if optimizer:
@@ -249,8 +248,7 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
         entry |= losses.current_temperature(loss_fn, config["inverse_temperature"])
         run.save(entry, last=epoch == n_epochs, message=f"epoch {epoch}/{n_epochs}")
     sizes = {f"{name}_images": len(getattr(points, name)) for name in ("train", "valid", "test")}
-    num_images = n_epochs * num_steps * args.batch_size if optimizer else None
-    run.record({"num_classes": points.num_classes, **sizes}, num_images)
+    run.record({"num_classes": points.num_classes, **sizes})
 
 
 def embed_batch(
@@ -268,7 +266,7 @@ def train_epoch(
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1: each training point is a query once, except in the last partial batch."""
     started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
-    num_steps, seed = len(train) // args.batch_size, config["seed"]
+    num_steps, seed = len(train) // args.batch_size, config["seed"]  # the last partial batch is dropped
     # Two independent orders; the candidates start again if a step has more of them than queries.
     queries, candidates = (epoch_order(len(train), seed, 2 * epoch + number).to(device) for number in (0, 1))  # (N,)
     generator = epoch_generator(seed, 2 * epoch, device) if args.dataset in AUGMENTED else None

@@ -35,12 +35,12 @@ def hit_fractions(split: str, hits: Sequence[int], num_samples: int) -> dict[str
     return {f"{split}_top{k}": int(count) / num_samples for k, count in zip(TOP_K, hits)}
 
 
-def summary(history: Sequence[Mapping[str, Any]], clock: str, num_images: int | None = None) -> dict[str, Any]:
+def summary(history: Sequence[Mapping[str, Any]], clock: str) -> dict[str, Any]:
     """Return the columns of a row: chosen and last accuracies, losses, seconds and memory.
 
     `history` has one entry per evaluation, in order. For each k the evaluation with the best validation accuracy is
     chosen, as published, the earliest of equals: its valid_top<k> and, if there is a test set, its test_top<k> and
-    test_top<k>_<clock>. num_images: number of images in all training steps together.
+    test_top<k>_<clock>.
     """
     chosen, last = {}, history[-1]
     for k in (k for k in TOP_K if f"valid_top{k}" in last):
@@ -62,5 +62,4 @@ def summary(history: Sequence[Mapping[str, Any]], clock: str, num_images: int | 
         "peak_memory_mib": max(entry["peak_memory_mib"] for entry in history),
         "last_train_loss": loss,
         "last_inverse_temperature": last.get("inverse_temperature"),
-        "images_per_second": num_images and num_images / seconds["train_seconds"],
     }

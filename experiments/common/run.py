@@ -153,12 +153,12 @@ class Run:
         if message:
             print("  ".join([message, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
 
-    def record(self, columns: Mapping[str, Any], num_images: int | None = None) -> None:
-        """Add the row, or replace this run's. num_images: number of images in all training steps."""
+    def record(self, columns: Mapping[str, Any]) -> None:
+        """Add the row with these columns, or replace the run's earlier row."""
         if not self.processes.is_first:
             return
         row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
-        row |= summary(self.history, self.clock, num_images) | dict(columns)
+        row |= summary(self.history, self.clock) | dict(columns)
         row |= describe_environment(self.device) | self.info | {"finished_utc": utc_now()}
         with FileLock(f"{self.results}.lock"):
             # Over NFS, a new file in the folder refreshes this machine's cache of the others.

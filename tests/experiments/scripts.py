@@ -10,7 +10,7 @@ from torch import nn
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 
-TIMES = ("train_seconds", "eval_seconds", "pretrain_seconds", "images_per_second", "peak_memory_mib", "git_commit")
+TIMES = ("train_seconds", "eval_seconds", "pretrain_seconds", "peak_memory_mib", "git_commit")
 TIMES += ("started_utc", "finished_utc", "times_resumed")
 SCRIPTS: dict[ModuleType, str] = {
     train_cifar100: "--dataset digits --limit_train 60 --batch_size 16 --n_epochs 3 --method perturbed_topk "
