@@ -131,7 +131,7 @@ def load_embeddings(path: Path) -> Embeddings:
     return Embeddings(path, splits, num_classes, info)
 
 
-def check_finite(embeddings: Embeddings, rows: Mapping[str, Tensor]) -> None:
+def check_rows(embeddings: Embeddings, rows: Mapping[str, Tensor]) -> None:
     """Raise SystemExit for the first of these rows, by split, that has a number that is not finite.
 
     Rows of a split that the file lacks are rows of train.

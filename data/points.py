@@ -13,7 +13,7 @@ import torch
 from torchvision.datasets import MNIST, FashionMNIST
 
 from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, load_complete
-from data.embeddings import Embeddings, check_finite, split_rows
+from data.embeddings import Embeddings, check_rows, split_rows
 from data.splits import Dataset, Split
 
 # Name -> mean and standard deviation of the pixels in [0, 1], share of the training images that validate.
@@ -67,7 +67,7 @@ def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: 
     """The splits of a file of embeddings; without a valid split a tenth of train validates. Arguments: load_points."""
     if "test" not in embeddings.splits:
         raise SystemExit("error: these embeddings have no test split")
-    check_finite(embeddings, {name: torch.arange(len(split)) for name, split in embeddings.splits.items()})
+    check_rows(embeddings, {name: torch.arange(len(split)) for name, split in embeddings.splits.items()})
     train, valid = divide(embeddings["train"], 0 if "valid" in embeddings.splits else 1 / 10, seed, limit_train)
     return Dataset(embeddings.num_classes, train, embeddings.splits.get("valid", valid), embeddings["test"])
 

@@ -33,7 +33,7 @@ from data.embeddings import (
     SPLITS,
     Embeddings,
     batches,
-    check_finite,
+    check_rows,
     dtype_name,
     load_embeddings,
     mixup,
@@ -249,9 +249,7 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             losses.set_temperature(loss_fn, config["inverse_temperature"], progress)
             if losses.is_stochastic(config["method"]):
                 losses.seed_noise(loss_fn, device, seed, 0, number, processes.rank)
-            kept = candidate.head.dropout_mask(
-                batch_size, seed, number
-            )  # drawn for the whole batch, as with one process
+            kept = candidate.head.dropout_mask(batch_size, seed, number)  # for the whole batch, as with one process
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 logits = candidate.network(inputs[share], None if kept is None else kept[share])  # (share, num_classes)
             loss = loss_fn(logits.float(), labels[share])
@@ -286,7 +284,7 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             candidate.train_seconds = 0.0
             for name, value in entry.items():
                 if name.endswith("_loss") and not math.isfinite(value):
-                    check_finite(data, rows)
+                    check_rows(data, rows)
                     losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {candidate.run.name}")
             entry |= losses.current_temperature(candidate.loss_fn, candidate.config["inverse_temperature"])
             message = f"{candidate.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""

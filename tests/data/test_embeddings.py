@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.embeddings as embeddings_module
-from data.embeddings import batches, check_finite, epoch_order, load_embeddings, split_rows, streamed_batches
+from data.embeddings import batches, check_rows, epoch_order, load_embeddings, split_rows, streamed_batches
 
 CPU = torch.device("cpu")
 ROWS = 1000
@@ -188,9 +188,9 @@ def test_validation_and_training_rows_are_disjoint_and_complete():
 
 def test_the_first_row_that_is_not_finite_is_named(path):
     data, rows = load_embeddings(path), {"valid": torch.arange(0, ROWS, 3), "test": torch.arange(30)}
-    check_finite(data, rows)
+    check_rows(data, rows)
     data["train"].inputs[601] = torch.nan  # not among them
-    check_finite(data, rows)
+    check_rows(data, rows)
     data["train"].inputs[[903, 600]] = torch.inf  # rows that validate are rows of train
     with pytest.raises(SystemExit, match=f"row 600 of train in {path} is not finite"):
-        check_finite(data, rows)
+        check_rows(data, rows)
