@@ -75,7 +75,6 @@ def steps_of(
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "finetuning.csv", turns=7, steps=3)
-    flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help="methods (default: all)")
     flags.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="sizes, BATCHxDIMxNmM")
     flags.add_argument("--heads", type=positive_int, default=3, help="heads in one pass, also timed (default: 3)")
     args = flags.parse_args(argv)

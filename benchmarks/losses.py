@@ -115,9 +115,7 @@ def work(method: str, n: int, k: int) -> tuple[float, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    flags = parser(__doc__, "losses.csv", repeats=7, limit_gib=16)
-    message = "methods (default: all; with --scaling ten)"
-    flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
+    flags = parser(__doc__, "losses.csv", "all; with --scaling ten", repeats=7, limit_gib=16)
     flags.add_argument(
         "--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="sizes, BATCHxN or BATCHxNmM"
     )

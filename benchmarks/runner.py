@@ -14,6 +14,7 @@ import torch
 from experiments.common.environment import device_name, git_commit
 from experiments.common.flags import make_parser, positive_int
 from experiments.common.records import replace_file
+from topk_losses import METHODS
 
 RESULTS = Path(__file__).parent.parent / "results" / "benchmarks"
 SOFTMAX = "softmax_cross_entropy"
@@ -36,10 +37,15 @@ def size(text: str) -> tuple[int | None, ...]:
     return *map(int, numbers.split("x")), int(m) if m else None
 
 
-def parser(docstring: str, name: str, **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser with the flags of all benchmarks, and a whole number for each of `numbers`."""
+def parser(docstring: str, name: str, methods: str = "all", **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser with the flags of all benchmarks, and a whole number for each of `numbers`.
+
+    methods: what help calls the methods that are measured without --methods.
+    """
     made = make_parser(docstring)
     made.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda:INDEX (default: cpu)")
+    message = f"methods (default: {methods})"
+    made.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
     message = "number of CPU threads (default: PyTorch's)"
     made.add_argument("--threads", type=positive_int, default=torch.get_num_threads(), help=message)
     message = f"CSV file for the result (default: results/benchmarks/{name})"

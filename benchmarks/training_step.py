@@ -108,9 +108,7 @@ def official_step(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    flags = parser(__doc__, "training_step.csv", turns=7, steps=3, batch=128, images=5000)
-    message = "methods (default: all; with --recipe two)"
-    flags.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
+    flags = parser(__doc__, "training_step.csv", "all; with --recipe two", turns=7, steps=3, batch=128, images=5000)
     flags.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="precision of our step (default: bf16)"
     )

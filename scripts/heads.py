@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = commands(stage, args)
         except (ValueError, KeyError) as error:
             parser.error(str(error))
-        if status := launch(lines, ["--name", f"heads_{stage}", "--row-per-core", *flags]):
+        if status := launch(lines, ["--name", f"heads_{stage}", "--run-per-core", *flags]):
             return status
     return 0
 

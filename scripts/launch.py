@@ -152,7 +152,7 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number")
     parser.add_argument("--status", action="store_true", help="print where each run stands")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one per GPU slot, or 1 on the CPU)")
-    parser.add_argument("--row-per-core", action="store_true", help="one run per core, where there is no GPU")
+    parser.add_argument("--run-per-core", action="store_true", help="one run per core, where there is no GPU")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs at a time on one GPU (default: %(default)s)")
     sys.stdout.reconfigure(line_buffering=True)
     split = [*argv, "--"].index("--")
@@ -161,7 +161,7 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
     try:
         runs = runs_of(lines, [*extra, *argv[split + 1 :]], logs)
         gpus = [] if args.dry_run or args.status else visible_gpus()
-        default = len(gpus) * args.per_gpu or (min(len(runs), usable_cores()) if args.row_per_core else 1)
+        default = len(gpus) * args.per_gpu or (min(len(runs), usable_cores()) if args.run_per_core else 1)
         jobs = default if args.jobs is None else args.jobs
         if min(jobs, args.per_gpu) < 1 or (gpus and jobs > default):
             raise ValueError(f"--jobs and --per-gpu must be at least 1, and fit {len(gpus)} GPUs, got --jobs {jobs}")
@@ -170,7 +170,7 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
     if args.dry_run or args.status:
         shown = [f"{run.log.stem}: {run.standing()}" if args.status else run.command for run in runs]
         done = f"{sum(line.endswith(': done') for line in shown)} done of " if args.status else ""
-        print(*shown, f"# {done}{len(runs)} rows", sep="\n")
+        print(*shown, f"# {done}{len(runs)} runs", sep="\n")
         return 0
     logs.mkdir(parents=True, exist_ok=True)
     with open(logs / "launch.lock", "w") as lock:
@@ -178,7 +178,7 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             parser.error(f"another launcher, or a run that outlived one, holds {lock.name}; wait for it, or end it")
-        print(f"{args.name}: {len(runs)} rows; logs in {logs}")
+        print(f"{args.name}: {len(runs)} runs; logs in {logs}")
         received = run_all(runs, jobs, gpus, lock.fileno())
     failed = [run for run in runs if run.failure and not received]
     for run in failed:
@@ -186,7 +186,7 @@ def launch(lines: Iterable[str], argv: Sequence[str]) -> int:
         print(*(f"    {line}" for line in run.lines()[-TAIL:]), sep="\n")
     left = "; stopped: the same call continues" if received else f", {len(failed)} failed"
     done = sum(run.attempts > 0 and not run.failure for run in runs)
-    print(f"{args.name}: {done} of {len(runs)} rows done{left}")
+    print(f"{args.name}: {done} of {len(runs)} runs done{left}")
     return 128 + received[0] if received else int(bool(failed))
 
 

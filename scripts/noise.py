@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("noise_trials", "noise"):
             results = shlex.quote(str(args.results / f"{name}.csv"))
             record[name] = f"--batch_size 500 --eval_freq 0 --results {results} -d {stem}.pt"
-        options = ["--row-per-core", *rest]
+        options = ["--run-per-core", *rest]
         trials = trial_commands(stem, losses, record["noise_trials"])
         if status := launch(trials, ["--name", f"noise_trials_{labels}", *options]):
             return status

@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = globals()[args.study](*map(shlex.quote, args.data), **options)
     except TypeError as error:  # too little data, or --short where there is none
         parser.error(str(error))
-    at_once = [] if "-d wsl-32x48d" in runs[0] else ["--row-per-core"]  # embeddings of ImageNet fill the memory
+    at_once = [] if "-d wsl-32x48d" in runs[0] else ["--run-per-core"]  # embeddings of ImageNet fill the memory
     name = args.study + "_short" * len(options)
     return launch(runs, ["--name", name, *at_once, *(word for word in words[len(head) :] if word != "--short")])
 

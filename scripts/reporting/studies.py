@@ -103,9 +103,10 @@ def auto_gains(path: Path, *methods: str) -> str:
     """
     runs = core.read_runs(path, ["n_epochs=5"])
     runs = core.as_numbers(runs[runs["method"].isin(methods)], [*METRICS, *VALID], 100)
-    runs = runs.assign(is_auto=runs["inverse_temperature"] == "auto", valid=runs[VALID].sum(axis=1))
-    best = runs.loc[runs.groupby(["method", "p_k", "m", "is_auto"], sort=False)["valid"].idxmax()]
-    best = best.set_index(["method", "p_k", "m", "is_auto"])[list(METRICS)]
+    runs = runs.assign(is_auto=runs["inverse_temperature"] == "auto")
+    keys = ["method", "p_k", "m", "is_auto"]
+    best = pd.DataFrame([core.best_trial(tried) for _, tried in runs.groupby(keys, sort=False)])
+    best = best.set_index(keys)[list(METRICS)].astype(float)
     gains = (best.xs(True, level="is_auto") - best.xs(False, level="is_auto")).dropna().reset_index()
     table = gains.rename(columns={"p_k": "P_K", **{metric: f"Δ {label}" for metric, label in METRICS.items()}})
     table = table.assign(P_K=table["P_K"].map(core.shown_p_k), m=table["m"].map(short))

@@ -30,7 +30,7 @@ def start(tmp_path):
     """Start the launcher on command lines, its logs in tmp_path / "logs"; it is killed after the test."""
     with contextlib.ExitStack() as started:
 
-        def call(rows: list[str], *flags: str, **environment: str) -> subprocess.Popen:
+        def call(commands: list[str], *flags: str, **environment: str) -> subprocess.Popen:
             process = subprocess.Popen(
                 [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
                 stdin=subprocess.PIPE,
@@ -40,7 +40,7 @@ def start(tmp_path):
                 cwd=tmp_path,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
             )
-            process.stdin.write("\n".join(rows))
+            process.stdin.write("\n".join(commands))
             process.stdin.close()
             process.stdin = None
             started.enter_context(process)
@@ -54,8 +54,8 @@ def start(tmp_path):
 def run(start):
     """Run the launcher on command lines to its end; return its status and what it printed."""
 
-    def call(rows: list[str], *flags: str, **environment: str) -> tuple[int, str]:
-        process = start(rows, *flags, **environment)
+    def call(commands: list[str], *flags: str, **environment: str) -> tuple[int, str]:
+        process = start(commands, *flags, **environment)
         printed = process.communicate()[0]
         return process.returncode, printed
 
@@ -77,18 +77,18 @@ def program(path: Path, script: str) -> None:
 
 
 def test_every_run_has_a_log_and_status_is_that_of_the_command_that_ran(run, tmp_path):
-    rows = ["# a comment", python("print('one')"), "", python("print('two')")]
-    status, printed = run(rows, "--name", "small")
+    commands = ["# a comment", python("print('one')"), "", python("print('two')")]
+    status, printed = run(commands, "--name", "small")
     assert status == 0
-    assert printed.endswith("small: 2 of 2 rows done, 0 failed\n")
+    assert printed.endswith("small: 2 of 2 runs done, 0 failed\n")
     first, second = sorted((tmp_path / "logs").glob("*.log"))
     assert (first.name, second.name) == ("01-print_one.log", "02-print_two.log")
     header, *lines = first.read_text().splitlines()
     assert "attempt 1 of 2" in header
-    assert lines == [f"$ {rows[1]}", "one", "=== exit status 0"]
-    shown = run([*rows, "true"], "--status")[1]
-    assert shown == "01-print_one: done\n02-print_two: done\n03-true: waiting\n# 2 done of 3 rows\n"
-    assert "its log is of another command" in run([f"{rows[1]} --flag"], "--status")[1]
+    assert lines == [f"$ {commands[1]}", "one", "=== exit status 0"]
+    shown = run([*commands, "true"], "--status")[1]
+    assert shown == "01-print_one: done\n02-print_two: done\n03-true: waiting\n# 2 done of 3 runs\n"
+    assert "its log is of another command" in run([f"{commands[1]} --flag"], "--status")[1]
 
 
 def test_a_failed_run_is_tried_again_then_named_with_the_end_of_its_log(run, tmp_path):
@@ -110,7 +110,7 @@ def test_a_failed_run_is_tried_again_then_named_with_the_end_of_its_log(run, tmp
     assert "FAILED (it cannot be started: [Errno 2] No such file or directory: 'no-such-program')" in printed
     assert printed.count("it cannot be started") == 9
     assert "06-false.log is a pipe" in printed
-    assert "sweep: 1 of 6 rows done, 5 failed" in printed
+    assert "sweep: 1 of 6 runs done, 5 failed" in printed
 
 
 def test_at_most_jobs_runs_at_once(run, tmp_path):
@@ -132,8 +132,8 @@ def test_at_most_jobs_runs_at_once(run, tmp_path):
 )
 def test_runs_share_the_gpus_evenly(run, tmp_path, flags, visible, expected):
     show = "import os, time; print('gpu', os.environ.get('CUDA_VISIBLE_DEVICES')); time.sleep(1.5) #"
-    rows = [python(f"{show} {number}") for number in range(len(expected))]
-    assert run(rows, *flags, CUDA_VISIBLE_DEVICES=visible)[0] == 0
+    commands = [python(f"{show} {number}") for number in range(len(expected))]
+    assert run(commands, *flags, CUDA_VISIBLE_DEVICES=visible)[0] == 0
     logs = (tmp_path / "logs").glob("*.log")
     assert sorted(re.search(r"^gpu (.*)$", log.read_text(), re.MULTILINE)[1] for log in logs) == expected
 
@@ -164,7 +164,7 @@ def test_the_gpus_are_those_of_cuda_or_of_nvidia_smi_which_may_hang(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("flags", "at_once"), [((), 1), (("--row-per-core",), 2), (("--row-per-core", "--jobs", "1"), 1)]
+    ("flags", "at_once"), [((), 1), (("--run-per-core",), 2), (("--run-per-core", "--jobs", "1"), 1)]
 )
 def test_cpu_threads_are_divided_among_the_runs_at_once(run, tmp_path, flags, at_once):
     show = python("import os; print('threads', os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS']) #")
@@ -214,7 +214,7 @@ def test_ctrl_c_and_sigterm_are_passed_on_and_waited_for(start, patient, tmp_pat
     assert (tmp_path / "saved").exists() == (number == signal.SIGINT)
     assert not (tmp_path / "second").exists()  # no run is started any more
     assert f"{number.name} to 1 runs" in printed
-    assert "0 of 2 rows done; stopped: the same call continues" in printed
+    assert "0 of 2 runs done; stopped: the same call continues" in printed
     assert "FAILED" not in printed
 
 
@@ -248,20 +248,20 @@ def test_a_run_that_outlives_its_killed_launcher_holds_the_sweep(start, run, pat
 
 
 def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
-    rows = ["# comment", "python a.py --p_k .5 0", "python b.py 'with space'"]
+    commands = ["# comment", "python a.py --p_k .5 0", "python b.py 'with space'"]
     flags = ("--n_epochs", "5", "--jobs", "2", "--limit_train", "50", "--", "--jobs", "a b")
-    status, printed = run(rows, "--dry-run", *flags)
+    status, printed = run(commands, "--dry-run", *flags)
     assert status == 0
     assert printed.splitlines() == [
         "python a.py --p_k .5 0 --n_epochs 5 --limit_train 50 --jobs 'a b'",
         "python b.py 'with space' --n_epochs 5 --limit_train 50 --jobs 'a b'",
-        "# 2 rows",
+        "# 2 runs",
     ]
     assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize(
-    ("rows", "flags", "sentence"),
+    ("commands", "flags", "sentence"),
     [
         (["# nothing"], "", "there is no command line"),
         (["true", "echo 'open"], "", "No closing quotation"),
@@ -272,8 +272,8 @@ def test_dry_run_prints_what_can_be_pasted(run, tmp_path):
         (["true", "echo a\0b"], "", "without NUL"),
     ],
 )
-def test_refusals_are_a_sentence_before_anything_starts(run, tmp_path, rows, flags, sentence):
-    status, printed = run(rows, *flags.split(), CUDA_VISIBLE_DEVICES="0,1")
+def test_refusals_are_a_sentence_before_anything_starts(run, tmp_path, commands, flags, sentence):
+    status, printed = run(commands, *flags.split(), CUDA_VISIBLE_DEVICES="0,1")
     assert (status, "Traceback" in printed) == (2, False)
     assert sentence in printed.splitlines()[-1]
     assert not (tmp_path / "logs").exists()
@@ -301,8 +301,8 @@ def slurm(tmp_path) -> dict[str, str]:
 
 def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_runs(slurm, tmp_path):
     program(tmp_path / "scripts" / "slurm.sh", SLURM.read_text())
-    rows = [python("print('two  words', '$HOME')"), "ls no-such-file"]
-    lines = "\n".join([rows[0], "", "# a comment", rows[1], "# 2 rows\n"])
+    commands = [python("print('two  words', '$HOME')"), "ls no-such-file"]
+    lines = "\n".join([commands[0], "", "# a comment", commands[1], "# 2 runs\n"])
     words = [tmp_path / "scripts" / "slurm.sh", "a-test", "--partition", "gpu"]
     done = subprocess.run(words, input=lines, env={**slurm, "CDPATH": str(ROOT)}, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

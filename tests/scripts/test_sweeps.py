@@ -112,7 +112,7 @@ def test_each_study_has_a_wrapper_that_prints_its_runs():
     for study in set(sweeps.STUDIES) - {"quickstart"}:
         assert wrappers[study].endswith(f'/begin.sh" && exec .venv/bin/python scripts/sweeps.py {study} "$@"')
     done = called("table1", "--dry-run")
-    assert done.stdout.splitlines() == [*sweeps.table1(), "# 20 rows"]
+    assert done.stdout.splitlines() == [*sweeps.table1(), "# 20 runs"]
 
 
 def test_table_1_is_what_the_documentation_says():
@@ -278,28 +278,22 @@ def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, caps
     assert [trial(flags, 22, 0.9) for flags in recipes] == best
 
 
-def test_wrong_labels_are_of_the_same_block_and_of_the_rows_that_train(tmp_path):
-    labels, rows = torch.arange(15_000) % 10, torch.randn(15_000, 2)
-    content = {f"{split}_{name}": values for split in ("train", "test") for name, values in
-               (("embeddings", rows), ("labels", labels))}  # fmt: skip
-    torch.save(content, data := tmp_path / "some.pt")
-    for among, words in ((5, []), (10, ["--among", "10"])):
-        output = tmp_path / f"noise_{among}.pt"
-        assert relabel.main([str(data), "--label_noise", "0.4", "--output", str(output), *words]) == 0
-        noisy = torch.load(output)
-        train, valid = relabel.split_rows(15_000, 5000, seed=0)
-        found = noisy["train_labels"]
-        assert torch.equal(found[valid], labels[valid])
-        assert torch.equal(found // among, labels // among)
-        wrong = (found != labels)[train].double().mean().item()
-        assert wrong == pytest.approx(0.4 * (among - 1) / among, abs=0.02)  # of those drawn anew some stay
-        assert torch.equal(noisy["test_labels"], labels)
-        assert torch.equal(noisy["train_embeddings"], rows)
-    for num_classes in (1, 100):
+def test_labels_that_validate_stay_right_and_classes_are_joined_or_split(tmp_path):
+    labels, rows = torch.arange(600) % 10, torch.randn(600, 2)
+    content = {"train_embeddings": rows, "train_labels": labels, "test_embeddings": rows, "test_labels": labels}
+    data, output = tmp_path / "some.pt", tmp_path / "new.pt"
+    torch.save(content, data)
+    assert relabel.main([str(data), "--label_noise", "0.4", "--num_valid", "200", "--output", str(output)]) == 0
+    found, (train, valid) = torch.load(output), relabel.split_rows(600, 200, seed=0)
+    assert torch.equal(found["train_labels"][valid], labels[valid])
+    assert torch.equal(found["train_labels"] // 5, labels // 5)  # of the same block
+    wrong = (found["train_labels"] != labels)[train].double().mean().item()
+    assert wrong == pytest.approx(0.4 * 4 / 5, abs=0.1)  # of those drawn anew some stay
+    assert torch.equal(found["test_labels"], labels)
+    assert torch.equal(found["train_embeddings"], rows)
+    for num_classes, joined, split in ((1, 10, 1), (100, 1, 10)):
         assert relabel.main([str(data), "--num_classes", str(num_classes), "--output", str(output)]) == 0
-        assert torch.equal(
-            torch.load(output)["test_labels"] // max(1, num_classes // 10), labels // (10 // num_classes or 1)
-        )
+        assert torch.equal(torch.load(output)["test_labels"] // split, labels // joined)
     before = data.read_bytes()
     for wrong_call in (["--output", str(data), "--label_noise", ".1"], ["--output", "x.pt"]):
         with pytest.raises(SystemExit, match="2"):
