@@ -29,7 +29,7 @@ from scripts.reporting import columns, findings, noise, reference, speed, studie
 from scripts.reporting.runs import METRICS, ReportError, shown_p_k
 from topk_losses import METHODS
 
-P_K = re.compile(r"\[[\d., ]+\]")  # which no narrow column shall break
+WHOLE = re.compile(r"\[[\d., ]+\]|\d ± \d|Δ top")  # a P_K, a number with its interval: no narrow column shall break it
 # The line below a table that names its runs, and what a reader unfolds.
 RUNS = re.compile(
     r"^Runs: ([\w.]+\.csv)(.*?)(?: Settings: (.*?)\.)?((?: (?:Published|Rerun|Not as published|[†≈]):.*)?)$",
@@ -116,7 +116,7 @@ def rewritten(text: str, folder: Path = ROOT) -> str:
         if kind not in KINDS:
             raise ReportError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
         words = [ROOT / word if word.endswith(".csv") else word for word in shlex.split(arguments)]
-        content = P_K.sub(lambda p_k: p_k[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*words))
+        content = WHOLE.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*words))
         return f"{begin}\n{RUNS.sub(linked, content.strip())}\n\n{end}"
 
     text, number = PART.subn(made, text)
