@@ -12,10 +12,6 @@ import torch
 from experiments.common.flags import ROOT
 
 
-def describe_environment(device: torch.device) -> dict[str, str]:
-    return {"device_name": device_name(device), "torch_version": torch.__version__}
-
-
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the CPU's model name."""
     if device.type == "cuda":

@@ -28,7 +28,7 @@ from filelock import FileLock
 from torch import nn
 
 from data.torch_file import load_torch_file, reason
-from experiments.common.environment import describe_environment, git_commit, peak_memory_mib
+from experiments.common.environment import device_name, git_commit, peak_memory_mib
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
 from experiments.common.records import hold, read_rows, replace_file, run_id, utc_now, write_csv
@@ -159,7 +159,8 @@ class Run:
             return
         row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
         row |= summary(self.history, self.clock) | dict(columns)
-        row |= describe_environment(self.device) | self.info | {"finished_utc": utc_now()}
+        row |= {"device_name": device_name(self.device), "torch_version": torch.__version__}
+        row |= self.info | {"finished_utc": utc_now()}
         with FileLock(f"{self.results}.lock"):
             # Over NFS, a new file in the folder refreshes this machine's cache of the others.
             self.results.with_name(self.results.name + ".tmp").touch()
