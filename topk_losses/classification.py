@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 from topk_losses import checks
 from topk_losses.checks import full_precision, has_known_values, is_ordinary, static
 from topk_losses.operator import (
-    MASKED,
     as_tensor,
     centered,
     fixed_beta,
+    is_above,
     log_softmax,
     log_sum_of_others,
     mass_of,
@@ -329,13 +329,13 @@ class LDRKLLoss(ClassificationLoss):
         return checks.check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
 
     def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
-        beta, live = as_tensor(given.beta, scores), scores != -torch.inf  # (), (rows, n)
-        log_n = live.sum(1).clamp(min=1).to(scores.dtype).log()  # (rows,)
-        z = torch.where(live, beta * centered(scores), MASKED)
+        beta, n = as_tensor(given.beta, scores), scores.new_full((), scores.shape[1])
+        if not is_above(scores, -torch.inf):
+            n = (scores != -torch.inf).sum(1).clamp(min=1).to(scores.dtype)  # (rows,)
+        z = centered(scores) * beta  # (rows, n)
         if target is None:
             total = torch.logaddexp(log_sum_of_others(z) + beta * self.margin, z)  # (rows, n)
-            return (total - z - log_n.unsqueeze(1)) / beta
-        raised = z + beta * self.margin
-        own = z.gather(1, target.unsqueeze(1))  # (rows, 1)
-        raised = raised.scatter(1, target.unsqueeze(1), own)
-        return (raised.logsumexp(1) - own.squeeze(1) - log_n) / beta
+            return (total - z - n.log().view(-1, 1)) / beta
+        if self.margin:  # the true class lowered, as if the others were raised
+            z = z.scatter_add(1, target.unsqueeze(1), (-self.margin * beta).expand(len(target), 1))
+        return (-log_softmax(z, target) - n.log()) / beta

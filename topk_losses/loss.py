@@ -11,11 +11,11 @@ from topk_losses import checks
 from topk_losses.checks import PK, check_p_k, has_known_values
 from topk_losses.classification import ClassificationLoss, Given
 from topk_losses.methods import METHODS, TOP1, TOP1_MODES, any_operator, is_relaxation, resolve_method, resolve_settings
-from topk_losses.networks import RelaxedNetwork
 from topk_losses.operator import (
     MASKED,
     TopKOperator,
     guarded_log,
+    has_masked,
     is_mass,
     largest,
     log_mixture,
@@ -28,23 +28,56 @@ from topk_losses.operator import (
 def top_m(scores: Tensor, target: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """Keep m scores (rows, m) of each row, and the target among them (Petersen et al. 2022, section 3.4).
 
-    For labels: the true class's score, then the m - 1 largest others, falling. For a set, no right answer is left out.
-    Among equal scores the choice is arbitrary.
+    Args:
+        scores: (rows, n), n > m.
+        target: labels (rows,), or a set of right answers (rows, n), none of which is left out.
+        m: how many to keep.
+
+    Returns:
+        The scores, and the target: places (rows,), or the set (rows, m).
+
+    Raises ValueError for more than m right answers.
     """
     if not is_mass(target):
-        index = true_and_largest(largest(scores, m), target)
-        return scores.gather(1, index), torch.zeros_like(target)
+        index, place = choose_m(scores, target, m)
+        return scores.gather(1, index), place
     if has_known_values(target) and target.numel() and int((target > 0).sum(1).max()) > m:
         raise ValueError(f"m={m} scores cannot hold {int((target > 0).sum(1).max())} right answers; raise m")
     index = largest(scores.detach().masked_fill(target > 0, torch.inf), m)
+    if has_masked(scores):
+        index = torch.where(has_few(scores, m), index.sort(1).values, index)
     return scores.gather(1, index), target.gather(1, index)
 
 
-def true_and_largest(index: Tensor, labels: Tensor) -> Tensor:
-    """Put the true class first, then the m - 1 largest others, of the classes of the m largest scores (rows, m)."""
+def choose_m(scores: Tensor, labels: Tensor, m: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the true class, then the m - 1 largest others, falling; among equal scores the choice is arbitrary.
+
+    A row with at most m live classes keeps them in their order, as without m.
+
+    Args:
+        scores: (rows, n), n > m.
+        labels: (rows,), or (pairs,) with `rows`.
+        m: how many to choose.
+        rows: (pairs,), the row of each label, where a row has several.
+
+    Returns:
+        The classes (rows or pairs, m), and the place of the true one.
+    """
+    index, few = largest(scores, m), has_few(scores, m) if has_masked(scores) else None
+    if rows is not None:
+        index, few = index[rows], None if few is None else few[rows]
     true = labels.unsqueeze(1)
     at_or_behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is at this place or before
-    return torch.cat([true, torch.where(at_or_behind, index[:, 1:], index[:, :-1])], dim=1)
+    index = torch.cat([true, torch.where(at_or_behind, index[:, 1:], index[:, :-1])], dim=1)
+    if few is None:
+        return index, torch.zeros_like(labels)
+    index = torch.where(few, index.sort(1).values, index)
+    return index, (index == true).int().argmax(1)
+
+
+def has_few(scores: Tensor, m: int) -> Tensor:
+    """Tell the rows with at most m live classes, (rows, 1)."""
+    return (scores != -torch.inf).sum(1, keepdim=True) <= m
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):
@@ -253,8 +286,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if target is None and (sorts_few or self.operator.pairwise):
             return None  # with m each class has scores of its own
         shares = self._shares(given.p_k, scores, target)
-        by_number = self._sorts_live_classes(scores) and bool((scores == -torch.inf).any())
-        losses = (self._of_live_classes if by_number else self._of_scores)(scores, target, shares, given)
+        losses = self._of_scores(scores, target, shares, given)
         return self._corrected(losses, scores, shares, given) if self.noise_rate else losses
 
     def _corrected(self, losses: Tensor, scores: Tensor, shares: Tensor, given: Given) -> Tensor:
@@ -267,43 +299,14 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         right = math.log1p(-self.noise_rate) - losses.clamp(max=-MASKED)
         return -torch.logaddexp(right, wrong.log().expand_as(right))
 
-    def _sorts_live_classes(self, scores: Tensor) -> bool:
-        """Whether a network is built anew for the classes that are not masked out."""
-        return isinstance(self.operator, RelaxedNetwork) and self.operator.n is None and has_known_values(scores)
-
     def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
-        m = scores.shape[1] if self.m is None else min(self.m, scores.shape[1])
-        few = self._sorts_live_classes(scores) and bool(((scores != -torch.inf).sum(1) <= m).any())
-        if few or m == scores.shape[1]:
+        if self.m is None or self.m >= scores.shape[1]:
             return super()._losses_of_pairs(scores, row, column, given)
         given = given.of(row)
         shares = self._shares(given.p_k, scores, column)
-        index = true_and_largest(largest(scores, m)[row], column)  # (pairs, m)
-        kept = scores[row.unsqueeze(1), index]
-        losses = self._of_scores(kept, torch.zeros_like(column), shares, given)
+        index, place = choose_m(scores, column, self.m, row)  # (pairs, m)
+        losses = self._of_scores(scores[row.unsqueeze(1), index], place, shares, given)
         return self._corrected(losses, scores[row], shares, given) if self.noise_rate else losses
-
-    def _of_live_classes(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
-        """`_of_scores` by a network of as many wires as a row has live classes, for rows of equal number together."""
-        live = scores != -torch.inf  # (rows, n)
-        number = live.sum(1)  # (rows,)
-        if target is not None and not is_mass(target):  # a row whose true class is masked out is left as it is
-            number = number.where(live.gather(1, target.unsqueeze(1)).squeeze(1), scores.shape[1])
-        number = number.where(number >= (self.k if given.p_k is None else given.p_k.shape[1]), scores.shape[1])
-        losses = scores.new_full((len(scores),) if target is not None else scores.shape, torch.inf)
-        for n in number.unique().tolist():
-            rows = (number == n).nonzero().squeeze(1)
-            every = torch.arange(n).expand(len(rows), n)
-            columns = every if n == scores.shape[1] else live[rows].nonzero()[:, 1].view(-1, n)  # (some, n)
-            own = target
-            if target is not None:
-                own = target[rows]
-                own = own.gather(1, columns) if is_mass(own) else (columns == own.unsqueeze(1)).int().argmax(1)
-            share = shares if shares.shape[0] == 1 else shares[rows]
-            found = self._of_scores(scores[rows].gather(1, columns), own, share, given)
-            places = (rows,) if target is not None else (rows.unsqueeze(1), columns)
-            losses = losses.index_put(places, found)
-        return losses
 
     def _of_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
         """The loss of scores (rows, n), of which m are sorted: -log of the mixture of P(rank <= k), by P_K."""
@@ -317,22 +320,23 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         operator = self.operator
         softmax = self.top1_mode != "sort" and ranks[0] == 1
         within = operator.within(scores, target, ranks[softmax:], given.beta, self.generator)  # (rows, J[, n])
-        log_top1 = log_softmax(scores, target) if softmax else None  # (rows[, n])
-        first, shares = shares[:, 0], shares[:, 1:] if softmax else shares
         if target is not None and is_mass(target):
             # the sum over a set counts how many are expected within k; above 1, one is
             within = within.clamp(max=1 if operator.guarded else 0)
-        if log_top1 is not None and self.top1_mode == "sm":
-            top1 = log_top1.exp() if operator.guarded else log_top1
-            within = torch.cat([top1.unsqueeze(1), within], dim=1)
-            shares = torch.cat([first.unsqueeze(1), shares], dim=1)
-        if operator.guarded:  # columns of NeuralSort and SoftSort may sum to more than 1
-            mixture = guarded_log((within * shares).sum(1).clamp(max=1))
-        else:
-            mixture = log_mixture(within, shares, all_positive=given.p_k is None and self.p_k.dim() == 1)
-        if log_top1 is None or self.top1_mode == "sm":
-            return -mixture
-        return -first * log_top1 - (1 - first) * mixture
+        if not softmax:
+            return -self._log_mixture(within, shares, given)
+        log_top1, first, others = log_softmax(scores, target), shares[:, 0], shares[:, 1:]  # (rows[, n]), ...
+        if self.top1_mode == "smce":
+            return -first * log_top1 - (1 - first) * self._log_mixture(within, others, given)
+        if operator.guarded:
+            return -guarded_log(((within * others).sum(1) + first * log_top1.exp()).clamp(max=1))
+        return -self._log_mixture(torch.cat([log_top1.unsqueeze(1), within], dim=1), shares, given)
+
+    def _log_mixture(self, within: Tensor, shares: Tensor, given: Given) -> Tensor:
+        """log sum_k P_K(k) P(rank <= k), (rows[, n]), of what the operator computes, (rows, J[, n])."""
+        if self.operator.guarded:  # columns of NeuralSort and SoftSort may sum to more than 1
+            return guarded_log((within * shares).sum(1).clamp(max=1))
+        return log_mixture(within, shares, all_positive=given.p_k is None and self.p_k.dim() == 1)
 
 
 def make_loss(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_integer, check_k, static
 from topk_losses.kernels import network_kernel
-from topk_losses.operator import Beta, TopKOperator, as_tensor, centered, mass_of
+from topk_losses.operator import Beta, TopKOperator, as_tensor, centered, has_masked, is_mass, mass_of
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 
 Layer = Sequence[tuple[int, int]]  # comparators (lo, hi)
@@ -276,6 +276,35 @@ class RelaxedNetwork(TopKOperator):
         carry = network_kernel(scores, beta, target) if sizes else None
         settings = (comparators, sizes, k, self.distribution, self.art_lambda)
         return (carry or carry_mass)(scores, target, as_tensor(beta, scores), *settings)[0]
+
+    def within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
+        """Compute P(rank <= k) as every operator does, by a network of as many wires as a row has live classes.
+
+        Rows of equal number go together. A row whose true class is masked out, or with less than k classes, keeps all
+        its wires, and so do all rows where their numbers would have to be waited for.
+        """
+        if self.n is not None or not has_masked(scores):
+            return super().within(scores, target, ks, beta)
+        n, live = scores.shape[1], scores != -torch.inf  # (rows, n)
+        number = live.sum(1)  # (rows,)
+        keeps_all = number < max(ks, default=1)
+        if target is not None and not is_mass(target):
+            keeps_all |= ~live.gather(1, target.unsqueeze(1)).squeeze(1)
+        number = number.masked_fill(keeps_all, n)
+        result = scores.new_zeros(len(scores), len(ks), *([n] if target is None else []))
+        for count in number.unique().tolist():
+            rows = (number == count).nonzero().squeeze(1)
+            columns = live[rows] if count < n else torch.ones_like(live[rows])
+            columns = columns.nonzero()[:, 1].view(-1, count)  # (some, count)
+            own = target
+            if target is not None:
+                own = target[rows]
+                own = own.gather(1, columns) if is_mass(own) else (columns == own.unsqueeze(1)).int().argmax(1)
+            found = super().within(scores[rows].gather(1, columns), own, ks, beta)
+            if target is None:
+                found = found.new_zeros(len(rows), len(ks), n).scatter(2, columns.unsqueeze(1).expand_as(found), found)
+            result = result.index_copy(0, rows, found)
+        return result
 
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         """Evaluate in both directions (Petersen et al. 2022, section 3.2): scores forward, rows of P backward.

@@ -22,9 +22,20 @@ def to_compute_dtype(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+def is_above(scores: Tensor, bound: float) -> bool:
+    """Tell whether all scores are known to lie above a bound, without waiting for a device."""
+    return has_known_values(scores) and (not scores.numel() or float(scores.detach().amin()) > bound)
+
+
+def has_masked(scores: Tensor) -> bool:
+    """Tell whether scores are known to hold a class at -inf, or NaN."""
+    return has_known_values(scores) and not is_above(scores, -torch.inf)
+
+
 def finite(scores: Tensor) -> Tensor:
     """Replace -inf by MASKED; NaN and +inf stay, and spoil their own sample only."""
-    return scores.clamp(min=MASKED)
+    # the minimum takes a tenth of the time of a clamp and its gradient
+    return scores if is_above(scores, MASKED) else scores.clamp(min=MASKED)
 
 
 def centered(scores: Tensor) -> Tensor:

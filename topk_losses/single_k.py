@@ -42,10 +42,9 @@ class TruncatedEntropyLoss(SingleKLoss):
         check_k(self.k, scores.shape[1] - 1)
         z = centered(scores)  # (rows, n)
         if target is not None:
-            own = target.unsqueeze(1)  # (rows, 1)
-            places = largest(z.scatter(1, own, -torch.inf), self.k - 1)  # (rows, k - 1), without the true class
-            left = z.scatter(1, places, MASKED)
-            return -log_softmax(left, target) + 0 * z[:, 0].detach()  # NaN for a row with NaN or +inf
+            places = largest(z.scatter(1, target.unsqueeze(1), -torch.inf), self.k - 1)  # (rows, k - 1)
+            spoilt = 0 * z[:, 0].detach()  # NaN for a row with NaN or +inf
+            return spoilt - log_softmax(z.scatter(1, places, MASKED), target)
         # Of a class that is not among the k - 1 highest these are left out; of one of them the k highest are.
         places = largest(z, self.k)  # (rows, k)
         without_k = z.scatter(1, places, MASKED).logsumexp(1, keepdim=True)  # (rows, 1)
