@@ -8,11 +8,16 @@ from topk_losses.methods import TOP1
 
 # without noise: functions of their arguments
 DETERMINISTIC = tuple(name for name, method in METHODS.items() if not method.stochastic)
+# with a temperature that can be learned, and with "auto"
+LEARNABLE = [name for name in DETERMINISTIC if METHODS[name].inverse_temperature is not None]
+FOLLOW = [name for name, method in METHODS.items() if method.spread]
 STOCHASTIC = tuple(name for name, method in METHODS.items() if method.stochastic)
 # with the official epsilon, log(p (1 - 2e-7) + 1e-7); the others stay in exact logarithms
 GUARDED = {"neuralsort", "softsort", "sinkhorn_sort", "sparse_topk", "perturbed_topk"}
 GUARDED |= {name for name, method in METHODS.items() if method.network}
 RELAXED = tuple(name for name in RELAXATIONS if name in DETERMINISTIC)
+# whose indicators do not sum to k, nor do rows of P to 1
+WITHOUT_A_SUM = ("df_topk", "recall_surrogate")
 # whose indicators have zeros: their losses want a part of the softmax
 HAVE_ZEROS = {"sparse_topk", "perturbed_topk"}
 MODES = [(method, mode) for method in RELAXED for mode in TOP1_MODES if mode != "sort" or method not in HAVE_ZEROS]

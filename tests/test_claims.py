@@ -41,7 +41,7 @@ def test_the_status_of_each_finding():
     status |= dict.fromkeys(("W1", "W2", "W4", "W5", "H1", "H2"), gain)
     status |= {"W3": f"top-1: {same}; top-5: {loss}", "W6": f"top-1: {gain}; top-5: {loss}"}
     status |= dict.fromkeys(("T1", "T2"), f"top-1: {gain}; top-5: {same}") | {"H3": f"top-1: {same}; top-5: {gain}"}
-    found = {each.key: findings.status(findings.difference(each)) for each in findings.COMPARISONS}
+    found = {line.key: findings.status(findings.difference(line)) for line in findings.COMPARISONS}
     assert {key: found[key] for key in status} == status
 
 

@@ -1,4 +1,4 @@
-"""The directions of the house: which room may import which, and what may not stand in the repository."""
+"""Which package may import which, and what stands at the top of a folder of scripts."""
 
 import ast
 import pathlib
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-ROOMS = ("topk_losses", "models", "data", "experiments", "benchmarks", "scripts")
+PACKAGES = ("topk_losses", "models", "data", "experiments", "benchmarks", "scripts")
 FORBIDDEN = {
     "topk_losses": {"models", "data", "experiments", "benchmarks", "scripts", "torchvision", "difftopk"},
     "models": {"topk_losses", "data", "experiments", "benchmarks", "scripts"},
@@ -41,19 +41,19 @@ def imported_modules(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_only_what_they_may(room):
-    for path in (ROOT / room).rglob("*.py"):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_they_may(package):
+    for path in (ROOT / package).rglob("*.py"):
         imported = set(imported_modules(path))
-        assert not {name.split(".")[0] for name in imported} & FORBIDDEN[room], path
+        assert not {name.split(".")[0] for name in imported} & FORBIDDEN[package], path
         allowed = VARIANTS.get(path.relative_to(ROOT).as_posix(), set())
         assert not imported & (EXECUTABLE - allowed), f"{path} imports a script"
 
 
-@pytest.mark.parametrize("room", ["experiments", "scripts"])
-def test_a_room_of_scripts_shows_at_its_top_what_one_runs(room):
+@pytest.mark.parametrize("folder", ["experiments", "scripts"])
+def test_a_folder_of_scripts_shows_at_its_top_what_one_runs(folder):
     """What they share lies in sub-packages; what scripts source ends in .sh, too."""
-    for path in (ROOT / room).iterdir():
+    for path in (ROOT / folder).iterdir():
         runnable = path.suffix == ".py" and ("__main__" in path.read_text() or path.stem == "__init__")
         assert path.is_dir() or runnable or path.suffix == ".sh", path
 
@@ -66,7 +66,7 @@ def test_the_library_imports_torch_and_the_standard_library_only():
         assert names <= {"torch", "typing_extensions", "topk_losses"} | kernels | sys.stdlib_module_names, path
 
 
-def test_importing_the_library_prints_nothing_and_loads_no_other_room():
+def test_importing_the_library_prints_nothing_and_loads_no_other_package():
     program = (
         "import sys, torch, topk_losses\n"
         "others = {'models', 'data', 'experiments', 'difftopk', 'torchvision', 'torch._dynamo'}\n"

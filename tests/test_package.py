@@ -86,7 +86,7 @@ def test_with_pytorch_alone_the_wheel_computes_every_method(built):
             brought.add(name)
             needs = map(Requirement, importlib.metadata.requires(name) or [])
             wanted += [
-                canonicalize_name(each.name) for each in needs if not each.marker or each.marker.evaluate({"extra": ""})
+                canonicalize_name(need.name) for need in needs if not need.marker or need.marker.evaluate({"extra": ""})
             ]
     brought -= {"triton"}  # with CUDA alone
     files = [path for name in brought for path in importlib.metadata.files(name) or []]
@@ -95,13 +95,13 @@ def test_with_pytorch_alone_the_wheel_computes_every_method(built):
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(4, 12, generator=generator), torch.arange(4)
     packages = str(Path(torch.__file__).parents[1])
-    data = [json.dumps(each.tolist()) for each in (logits, labels)]
+    data = [json.dumps(tensor.tolist()) for tensor in (logits, labels)]
     program = [sys.executable, "-I", "-S", "-c", ALONE, built, packages, " ".join([*allowed, "topk_losses"]), *data]
     done = subprocess.run(program, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert Path(said["from"]).is_relative_to(built)
-    assert said["losses"] == {
+    printed = json.loads(done.stdout)
+    assert Path(printed["from"]).is_relative_to(built)
+    assert printed["losses"] == {
         method: pytest.approx(seeded_loss(method, logits, labels), rel=1e-4) for method in METHODS
     }
 

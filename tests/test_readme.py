@@ -112,9 +112,9 @@ def test_a_trainer_with_accumulated_micro_batches_takes_the_step_of_the_whole_ba
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_paragraph_stands_twice(page):
     typed = PART.sub("", page.read_text(encoding="utf-8"))
-    paragraphs = [" ".join(each.split()) for each in typed.split("\n\n")]
-    long = [each for each in paragraphs if len(each) > 80]
-    assert sorted({each for each in long if long.count(each) > 1}) == []
+    paragraphs = [" ".join(part.split()) for part in typed.split("\n\n")]
+    long = [text for text in paragraphs if len(text) > 80]
+    assert sorted({text for text in long if long.count(text) > 1}) == []
 
 
 def test_the_api_page_has_every_export():

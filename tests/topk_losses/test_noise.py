@@ -122,8 +122,8 @@ def test_noised_losses_keep_the_digits_of_float64():
 def test_distributions_over_classes_cost_one_draw(method):
     logits, _ = random_batch(8, 9)
     loss = make_loss(method, 3, reduction="none")
-    of_all = torch.stack([seeded(loss)(logits, torch.full((8,), j)) for j in range(9)], dim=1)
+    losses = torch.stack([seeded(loss)(logits, torch.full((8,), j)) for j in range(9)], dim=1)
     uniform = seeded(loss)(logits, torch.full_like(logits, 1 / 9))
-    torch.testing.assert_close(uniform, of_all.mean(1))
+    torch.testing.assert_close(uniform, losses.mean(1))
     smooth = seeded(make_loss(method, 3, label_smoothing=0.2, reduction="none"))(logits, torch.zeros(8).long())
-    torch.testing.assert_close(smooth, 0.8 * of_all[:, 0] + 0.2 * of_all.mean(1))
+    torch.testing.assert_close(smooth, 0.8 * losses[:, 0] + 0.2 * losses.mean(1))

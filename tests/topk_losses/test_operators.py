@@ -1,5 +1,6 @@
 """The relaxed operators against their textbook definitions, gradcheck, hard limits, corners and each other."""
 
+import functools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import cross_entropy
 
 from tests import reference
-from tests.methods import RELAXED, random_batch, random_logits, value_and_gradient
+from tests.methods import RELAXED, WITHOUT_A_SUM, random_batch, random_logits, value_and_gradient
 from topk_losses import DISTRIBUTIONS, METHODS, RelaxedNetwork, SparseTopK, TopKCrossEntropyLoss, make_operator
 from topk_losses.functional import soft_topk_values, topk_mask
 from topk_losses.operator import largest
@@ -18,18 +19,17 @@ from topk_losses.operator import largest
 INF = math.inf
 NETWORKS = reference.NETWORKS
 THRESHOLDS = {name: METHODS[name].operator for name in ("lml", "lapsum", "sparse_topk", "capped_softmax")}
-THRESHOLDS["sparse_topk 4/3"] = lambda k, beta: SparseTopK(k, beta, p=4 / 3)
+THRESHOLDS["sparse_topk 4/3"] = functools.partial(SparseTopK, p=4 / 3)
 NAMES = (*RELAXED, "sparse_topk 4/3")
 OTHERS = [name for name in NAMES if name not in NETWORKS]
-WITHOUT_A_SUM = ("df_topk", "recall_surrogate")  # their indicators do not sum to k, nor do rows of P to 1
 WHITENED = ("sinkhorn_sort", "soft_topk")
-CASES = [(name, None) for name in OTHERS] + [(name, each) for name in NETWORKS for each in DISTRIBUTIONS]
+CASES = [(name, None) for name in OTHERS] + [(name, family) for name in NETWORKS for family in DISTRIBUTIONS]
 both_precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
 def build(name, n, k, beta, distribution=None):
-    if name == "sparse_topk 4/3":
-        return SparseTopK(k, beta, p=4 / 3)
+    if name in THRESHOLDS:
+        return THRESHOLDS[name](k, beta)
     return make_operator(name, n, k, beta, distribution)
 
 
@@ -219,7 +219,7 @@ def test_indicators_sum_to_k_are_nested_and_equal_bisection(name, n, data):
 
 
 def mask_of(name, logits, k, beta):
-    return THRESHOLDS[name](1, beta).mask(logits, k) if name in THRESHOLDS else topk_mask(logits, k, name, beta)
+    return build(name, None, 1, beta).mask(logits, k) if name in THRESHOLDS else topk_mask(logits, k, name, beta)
 
 
 @pytest.mark.parametrize("name", THRESHOLDS)
@@ -229,8 +229,8 @@ def test_a_real_k_and_a_temperature_receive_their_gradients(name):
     beta = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     for check in (gradcheck, gradgradcheck):
         assert check(lambda logits, k, beta: mask_of(name, logits, k, beta), (logits, k, beta))
-    (of_k,) = torch.autograd.grad(mask_of(name, logits, k, beta).sum(), k)
-    torch.testing.assert_close(of_k, torch.ones_like(k))  # the sum is k
+    (gradient,) = torch.autograd.grad(mask_of(name, logits, k, beta).sum(), k)
+    torch.testing.assert_close(gradient, torch.ones_like(k))  # the sum is k
 
 
 @pytest.mark.parametrize("method", RELAXED)

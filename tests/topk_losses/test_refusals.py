@@ -1,4 +1,4 @@
-"""Each misuse gets a sentence: what was wrong, what was received, how to put it right."""
+"""Each misuse gets a message: what was wrong, what was received, how to put it right."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ sinkhorn = partial(METHODS["sinkhorn_sort"].operator, 3)
 mask, forward = partial(topk_mask, torch.randn(2, 6)), partial(make_loss, "forward_correction", num_classes=3)
 noised, sparse = partial(make_loss, "noised_topk", 2, num_classes=6), partial(build, "sparse_topk")
 ZEROS = r"sparse_topk gives exactly 0 .* P_K\(1\) > 0 with top1_mode 'sm' or 'smce'"
-# what is built, with which settings, one of them out of range, and the sentence that refuses it
+# what is built, with which settings, one of them out of range, and the message that refuses it
 CONSTRUCTIONS = [
     # the method and its settings
     (build, "method", ["splitter_selektion"], "did you mean 'splitter_selection'"),
@@ -72,9 +72,9 @@ CONSTRUCTIONS = [
     (partial(make_loss, "phuber_cross_entropy"), "tau", [1.0, 0, INF], "tau must be"),
     (partial(make_loss, "symmetric_cross_entropy"), "A", [0.0, -INF, NAN], "below 0"),
     (partial(make_loss, "nce_rce"), "alpha", [-1], "alpha must be a finite number >= 0"),
-    *((each, "p_k", [[0.5, 0.5], 0], "single k") for each in SINGLE_K),
-    *((each, "num_classes", [5], "k must be an integer .* n=4, got 5|only 5 scores") for each in SINGLE_K),
-    *((each, "soft_labels", ["any"], "has one true class; it knows no soft") for each in (*SINGLE_K, *TOP1)),
+    *((loss, "p_k", [[0.5, 0.5], 0], "single k") for loss in SINGLE_K),
+    *((loss, "num_classes", [5], "k must be an integer .* n=4, got 5|only 5 scores") for loss in SINGLE_K),
+    *((loss, "soft_labels", ["any"], "has one true class; it knows no soft") for loss in (*SINGLE_K, *TOP1)),
     # operators
     (partial(make_operator, "softsort", 9), "k", [10], "n=9, got 10"),
     (partial(make_operator, "softsort", k=3), "num_scores", ["9"], "num_scores must be an integer .* got '9'"),
@@ -84,8 +84,8 @@ CONSTRUCTIONS = [
     (sinkhorn, "max_iterations", [0], "max_iterations must be"),
     (mask, "k", [0.0, 6.5, torch.tensor([1.0, 7.0])], r"k must lie in \(0, n=6\]"),
     (partial(mask, 2.5), "method", ["softsort"], "needs lml, lapsum, .*, capped_softmax or soft_topk, not softsort"),
-    *((partial(each, 5), "k", [0, 6, 2.0, True], "k must be") for each in NETWORKS.values()),
-    *((partial(each, k=1), "n", [0, 5.0], "the number of scores n must be") for each in NETWORKS.values()),
+    *((partial(network, 5), "k", [0, 6, 2.0, True], "k must be") for network in NETWORKS.values()),
+    *((partial(network, k=1), "n", [0, 5.0], "the number of scores n must be") for network in NETWORKS.values()),
 ]
 
 
@@ -126,7 +126,7 @@ CALLS = [
     (COUNTS_OF_9, LOGITS, LABELS, ValueError, "class_counts holds 9 .* 10"),
     (MATRIX_OF_3, LOGITS, LABELS, ValueError, "T is for 3 classes, but .* 10"),
     (partial(plain, p_k=12), LOGITS, LABELS, ValueError, "p_k reaches rank 12, but only 10 scores are sorted"),
-    *((each, LOGITS[:, :5], LABELS, ValueError, "between 1 and the number of scores n=4, got 5") for each in SINGLE_K),
+    *((loss, LOGITS[:, :5], LABELS, ValueError, "between 1 and the number of scores n=4, got 5") for loss in SINGLE_K),
 ]
 
 
@@ -156,14 +156,14 @@ def test_inputs_of_an_operator_are_refused_with_a_sentence(method, backend, monk
     monkeypatch.setenv(VARIABLE, backend)
     operator, logits, labels = make_operator(method, 9, 3), torch.randn(4, 9), torch.zeros(4, dtype=torch.long)
     fewer, refusal = (8, "built for n=9 scores, got 8") if method in NETWORKS else (2, "n=2, got 3")
-    for bad_logits, bad_labels, error, sentence in (
+    for bad_logits, bad_labels, error, message in (
         (logits.long(), labels, TypeError, "floating-point"),
         (logits[:, :fewer], labels, ValueError, refusal),
         (logits, labels[:3], ValueError, "shape"),
         (logits, -torch.ones(4, 9), ValueError, "entries in"),
         *((logits, labels + bad, ValueError, rf"\[0, 8\], got {bad} at position 0") for bad in (-100, -1, 9, 2**40)),
     ):
-        with pytest.raises(error, match=sentence):
+        with pytest.raises(error, match=message):
             operator.rank_probabilities(bad_logits, bad_labels)
     with pytest.raises(ValueError, match="shape"):
         operator.permutation_matrix(torch.tensor(0.0))

@@ -14,12 +14,9 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import topk_losses
-from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch, value_and_gradient
+from tests.methods import FOLLOW, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
 from topk_losses import METHODS, MaskOperator, RelaxedNetwork, TopKCrossEntropyLoss, bitonic, make_loss
 from topk_losses.temperature import MOMENTUM, AutoTemperature
-
-LEARNABLE = [name for name in DETERMINISTIC if METHODS[name].inverse_temperature is not None]
-FOLLOW = [name for name, method in METHODS.items() if method.spread]
 
 
 def build(method, beta, **settings):
