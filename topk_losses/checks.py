@@ -57,7 +57,7 @@ def iterates(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 def _uses_forward_mode() -> bool:
     """Whether torch.func.jvp, jacfwd or hessian is at work, at any level of nesting."""
     stack = get_interpreter_stack()
-    return stack is not None and any(each.key() == TransformType.Jvp for each in stack)
+    return stack is not None and any(level.key() == TransformType.Jvp for level in stack)
 
 
 # What torch.compiler.assume_constant_result sets, without importing the compiler, which takes a second.

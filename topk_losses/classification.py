@@ -13,11 +13,11 @@ from topk_losses.checks import full_precision, has_known_values, is_ordinary, st
 from topk_losses.operator import (
     as_tensor,
     centered,
+    class_mass,
     fixed_beta,
     is_above,
     log_softmax,
     log_sum_of_others,
-    mass_of,
     to_compute_dtype,
 )
 from topk_losses.temperature import AutoTemperature
@@ -36,15 +36,15 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-class Given(NamedTuple):
+class CallSettings(NamedTuple):
     """What a call has beside logits and labels: the inverse temperature, read once, and P_K of each row, or None."""
 
     beta: Any = None
     p_k: Tensor | None = None
 
-    def of(self, rows: Any) -> "Given":
+    def select(self, rows: Any) -> "CallSettings":
         """Select rows."""
-        return self if self.p_k is None else Given(self.beta, self.p_k[rows])
+        return self if self.p_k is None else CallSettings(self.beta, self.p_k[rows])
 
 
 class Recomputed(torch.autograd.Function):
@@ -53,8 +53,8 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         ctx.function = function
-        ctx.others = [None if isinstance(each, Tensor) else each for each in inputs]
-        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in inputs))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
         return function(*inputs)
 
     @staticmethod
@@ -62,11 +62,11 @@ class Recomputed(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()  # for second derivatives
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad(), full_precision(grad.device):
-            inputs = [other if each is None else each for each, other in zip(ctx.saved_tensors, ctx.others)]
-            inputs = [each.view_as(each) if wanted else each for each, wanted in zip(inputs, needed)]
-            wanted = [each for each, is_wanted in zip(inputs, needed) if is_wanted]
-            found = iter(torch.autograd.grad(ctx.function(*inputs), wanted, grad, create_graph=create_graph))
-        return None, *(next(found) if is_wanted else None for is_wanted in needed)
+            inputs = [other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others)]
+            inputs = [value.view_as(value) if is_needed else value for value, is_needed in zip(inputs, needed)]
+            leaves = [value for value, is_needed in zip(inputs, needed) if is_needed]
+            grads = iter(torch.autograd.grad(ctx.function(*inputs), leaves, grad, create_graph=create_graph))
+        return None, *(next(grads) if is_needed else None for is_needed in needed)
 
 
 class ClassificationLoss(nn.Module):
@@ -176,7 +176,7 @@ class ClassificationLoss(nn.Module):
         """Compute the loss of logits and labels."""
         return self._reduced(logits, labels, None)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         """The loss of each row of scores (rows, n).
 
         target: labels (rows,) int64 in [0, n) -> (rows,); a set of right answers, mass (rows, n) in [0, 1] -> (rows,),
@@ -185,9 +185,9 @@ class ClassificationLoss(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} does not define _losses")
 
-    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
+    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, call: CallSettings) -> Tensor:
         """The loss of pairs of a row of scores (rows, n) and a class as its label, (pairs,)."""
-        return self._losses(scores[row], column, given.of(row))
+        return self._losses(scores[row], column, call.select(row))
 
     def _width(self, n: int) -> int:
         """The number of scores that one pair of a row and a class is worked out from."""
@@ -218,31 +218,33 @@ class ClassificationLoss(nn.Module):
             counts = None if is_mass else labels.reshape(-1) != self.ignore_index  # (rows,)
             if self.auto is not None:
                 self.auto.observe(scores, counts)
-            given = Given(self._beta(), p_k)
+            call = CallSettings(self._beta(), p_k)
             weight = None if self.weight is None else self.weight.to(scores)  # (n,)
             if counts is None:
                 mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses = self._losses(scores, mass, given) if several else self._expected(scores, mass, weight, given)
+                losses = self._losses(scores, mass, call) if several else self._expected(scores, mass, weight, call)
                 counted = scores.new_full((), scores.shape[0])
             else:
-                losses, counted = self._of_labels(scores, labels.reshape(-1), counts, weight, given)
+                losses, counted = self._label_losses(scores, labels.reshape(-1), counts, weight, call)
             if self.reduction == "none":
                 return losses.reshape(shape)
             return losses.sum() if self.reduction == "sum" else losses.sum() / counted
 
-    def _of_labels(self, scores: Tensor, labels: Tensor, counts: Tensor, weight: Tensor | None, given: Given) -> Any:
+    def _label_losses(
+        self, scores: Tensor, labels: Tensor, counts: Tensor, weight: Tensor | None, call: CallSettings
+    ) -> Any:
         """The losses (rows,), 0 where the label is ignored, and the weight of all that count ()."""
         if not has_known_values(counts) or not bool(counts.all()):
             # what is ignored may hold anything, and gets no gradient
             scores, labels = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, labels, 0)
         share = counts.to(scores.dtype) if weight is None else counts * weight[labels]
         if self.label_smoothing:
-            losses = self._expected(scores, mass_of(scores, labels), weight, given)
+            losses = self._expected(scores, class_mass(scores, labels), weight, call)
         else:
-            losses = self._losses(scores, labels, given) * share
+            losses = self._losses(scores, labels, call) * share
         return torch.where(counts, losses, 0), share.sum()
 
-    def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, given: Given) -> Tensor:
+    def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, call: CallSettings) -> Tensor:
         """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""
         if self.label_smoothing:
             live = (scores > -torch.inf).to(scores.dtype)  # (rows, n); no part goes to classes that are masked out
@@ -251,7 +253,7 @@ class ClassificationLoss(nn.Module):
         mass = mass if weight is None else mass * weight
         known = has_known_values(mass) and not mass.requires_grad
         if not known or int(mass.count_nonzero()) > MANY * len(mass):
-            losses = self._losses(scores, None, given)  # (rows, n)
+            losses = self._losses(scores, None, call)  # (rows, n)
             if losses is not None:
                 # an infinite loss of a class without mass counts as 0; a finite one is the gradient of its mass
                 return torch.where((mass > 0) | losses.isfinite(), losses * mass, 0).sum(1)
@@ -265,14 +267,14 @@ class ClassificationLoss(nn.Module):
         size = max(AT_ONCE // self._width(n), 1)  # pairs at a time
         in_parts = not torch.compiler.is_compiling() and is_ordinary(scores) and is_ordinary(mass)
         if not in_parts or len(row) <= size or self.draws_noise:
-            return self._sum_of_pairs(scores, row, column, share, *given)
+            return self._sum_of_pairs(scores, row, column, share, *call)
         total = torch.zeros_like(scores[:, 0])
         for start in range(0, len(row), size):
             part, ends = slice(start, start + size), (start, min(start + size, len(row)) - 1)
             first, last = (int(row[pair]) if known else pair // n for pair in ends)
             own = slice(first, last + 1)
             pairs_of_part = (row[part] - first, column[part], share[part])
-            found = Recomputed.apply(self._sum_of_pairs, scores[own], *pairs_of_part, *given.of(own))
+            found = Recomputed.apply(self._sum_of_pairs, scores[own], *pairs_of_part, *call.select(own))
             total = total + pad(found, (first, len(total) - last - 1))
         return total
 
@@ -280,7 +282,7 @@ class ClassificationLoss(nn.Module):
         self, scores: Tensor, row: Tensor, column: Tensor, share: Tensor, beta: Any, p_k: Tensor | None
     ) -> Tensor:
         """For each row of scores (rows, n) the sum of share times loss over its pairs (pairs,): (rows,)."""
-        losses = self._losses_of_pairs(scores, row, column, Given(beta, p_k))
+        losses = self._losses_of_pairs(scores, row, column, CallSettings(beta, p_k))
         losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
         return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
 
@@ -293,7 +295,7 @@ class ClassificationLoss(nn.Module):
 class SoftmaxCrossEntropyLoss(ClassificationLoss):
     """torch.nn.CrossEntropyLoss, with the checks of the other losses, and in float32 under autocast as they are."""
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         return -log_softmax(scores, target)
 
 
@@ -328,8 +330,8 @@ class LDRKLLoss(ClassificationLoss):
             return self._checked_temperature(value, None)
         return checks.check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
-        beta, n = as_tensor(given.beta, scores), scores.new_full((), scores.shape[1])
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
+        beta, n = as_tensor(call.beta, scores), scores.new_full((), scores.shape[1])
         if not is_above(scores, -torch.inf):
             n = (scores != -torch.inf).sum(1).clamp(min=1).to(scores.dtype)  # (rows,)
         z = centered(scores) * beta  # (rows, n)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from topk_losses import checks
 from topk_losses.checks import PK, check_p_k, has_known_values
-from topk_losses.classification import ClassificationLoss, Given
+from topk_losses.classification import CallSettings, ClassificationLoss
 from topk_losses.methods import METHODS, TOP1, TOP1_MODES, any_operator, is_relaxation, resolve_method, resolve_settings
 from topk_losses.operator import (
     MASKED,
@@ -281,62 +281,62 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         rows = rows if rows.dim() == 2 else rows.unsqueeze(0)
         return rows.unsqueeze(2) if target is None else rows
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         sorts_few = self.m is not None and self.m < scores.shape[1]
         if target is None and (sorts_few or self.operator.pairwise):
             return None  # with m each class has scores of its own
-        shares = self._shares(given.p_k, scores, target)
-        losses = self._of_scores(scores, target, shares, given)
-        return self._corrected(losses, scores, shares, given) if self.noise_rate else losses
+        shares = self._shares(call.p_k, scores, target)
+        losses = self._losses_from_scores(scores, target, shares, call)
+        return self._corrected(losses, scores, shares, call) if self.noise_rate else losses
 
-    def _corrected(self, losses: Tensor, scores: Tensor, shares: Tensor, given: Given) -> Tensor:
+    def _corrected(self, losses: Tensor, scores: Tensor, shares: Tensor, call: CallSettings) -> Tensor:
         """Forward correction of losses (rows,), or (rows, n) of every class, for noise_rate."""
         live = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
-        ranks = self.ranks if given.p_k is None else range(1, given.p_k.shape[1] + 1)
+        ranks = self.ranks if call.p_k is None else range(1, call.p_k.shape[1] + 1)
         within = ranks_like(ranks, scores).minimum(live)  # (rows, J), classes within k
         expected = ((within.unsqueeze(2) if shares.dim() == 3 else within) * shares).sum(1)  # (rows,) or (rows, 1 or n)
         wrong = self.noise_rate * expected / (live if shares.dim() == 3 else live.squeeze(1))
         right = math.log1p(-self.noise_rate) - losses.clamp(max=-MASKED)
         return -torch.logaddexp(right, wrong.log().expand_as(right))
 
-    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, given: Given) -> Tensor:
+    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, call: CallSettings) -> Tensor:
         if self.m is None or self.m >= scores.shape[1]:
-            return super()._losses_of_pairs(scores, row, column, given)
-        given = given.of(row)
-        shares = self._shares(given.p_k, scores, column)
+            return super()._losses_of_pairs(scores, row, column, call)
+        call = call.select(row)
+        shares = self._shares(call.p_k, scores, column)
         index, place = choose_m(scores, column, self.m, row)  # (pairs, m)
-        losses = self._of_scores(scores[row.unsqueeze(1), index], place, shares, given)
-        return self._corrected(losses, scores[row], shares, given) if self.noise_rate else losses
+        losses = self._losses_from_scores(scores[row.unsqueeze(1), index], place, shares, call)
+        return self._corrected(losses, scores[row], shares, call) if self.noise_rate else losses
 
-    def _of_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, given: Given) -> Tensor:
+    def _losses_from_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, call: CallSettings) -> Tensor:
         """The loss of scores (rows, n), of which m are sorted: -log of the mixture of P(rank <= k), by P_K."""
         if self.m is not None and self.m < scores.shape[1]:
             assert target is not None
             scores, target = top_m(scores, target, self.m)  # (rows, m)
-        ranks = self.ranks if given.p_k is None else list(range(1, given.p_k.shape[1] + 1))
+        ranks = self.ranks if call.p_k is None else list(range(1, call.p_k.shape[1] + 1))
         if ranks[-1] > scores.shape[1]:
             n = scores.shape[1]
             raise ValueError(f"p_k reaches rank {ranks[-1]}, but only {n} scores are sorted (n, or m); shorten p_k")
         operator = self.operator
         softmax = self.top1_mode != "sort" and ranks[0] == 1
-        within = operator.within(scores, target, ranks[softmax:], given.beta, self.generator)  # (rows, J[, n])
+        within = operator.within(scores, target, ranks[softmax:], call.beta, self.generator)  # (rows, J[, n])
         if target is not None and is_mass(target):
             # the sum over a set counts how many are expected within k; above 1, one is
             within = within.clamp(max=1 if operator.guarded else 0)
         if not softmax:
-            return -self._log_mixture(within, shares, given)
+            return -self._log_mixture(within, shares, call)
         log_top1, first, others = log_softmax(scores, target), shares[:, 0], shares[:, 1:]  # (rows[, n]), ...
         if self.top1_mode == "smce":
-            return -first * log_top1 - (1 - first) * self._log_mixture(within, others, given)
+            return -first * log_top1 - (1 - first) * self._log_mixture(within, others, call)
         if operator.guarded:
             return -guarded_log(((within * others).sum(1) + first * log_top1.exp()).clamp(max=1))
-        return -self._log_mixture(torch.cat([log_top1.unsqueeze(1), within], dim=1), shares, given)
+        return -self._log_mixture(torch.cat([log_top1.unsqueeze(1), within], dim=1), shares, call)
 
-    def _log_mixture(self, within: Tensor, shares: Tensor, given: Given) -> Tensor:
+    def _log_mixture(self, within: Tensor, shares: Tensor, call: CallSettings) -> Tensor:
         """log sum_k P_K(k) P(rank <= k), (rows[, n]), of what the operator computes, (rows, J[, n])."""
         if self.operator.guarded:  # columns of NeuralSort and SoftSort may sum to more than 1
             return guarded_log((within * shares).sum(1).clamp(max=1))
-        return log_mixture(within, shares, all_positive=given.p_k is None and self.p_k.dim() == 1)
+        return log_mixture(within, shares, all_positive=call.p_k is None and self.p_k.dim() == 1)
 
 
 def make_loss(
@@ -363,8 +363,9 @@ def make_loss(
     method = resolve_method(method)
     if is_relaxation(method):
         p_k = (0.2,) * 5 if p_k is None else p_k
-        of_sort = (m, inverse_temperature, distribution, art_lambda, top1_mode)
-        return TopKCrossEntropyLoss(method, p_k, num_classes, *of_sort, **settings)
+        return TopKCrossEntropyLoss(
+            method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode, **settings
+        )
     beta = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)["inverse_temperature"]
     build, n, has_k = METHODS[method].loss, checks.check_several("num_classes", num_classes), method not in TOP1
     assert build is not None
@@ -374,6 +375,6 @@ def make_loss(
         raise ValueError(
             f"{method} optimises a single k: p_k must have all its mass on one entry, {which}; got {rows.tolist()}"
         )
-    given = [len(rows)] if has_k else []
-    given += [] if beta is None else [beta]
-    return build(*given, num_classes=n, **settings)
+    arguments = [len(rows)] if has_k else []
+    arguments += [] if beta is None else [beta]
+    return build(*arguments, num_classes=n, **settings)

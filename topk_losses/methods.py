@@ -59,7 +59,7 @@ class Method(NamedTuple):
         return AutoTemperature(self.spread, self.inverse_temperature)
 
 
-def _of(family: str, operator: type[TopKOperator], spread: float | None = None) -> Method:
+def _from_operator(family: str, operator: type[TopKOperator], spread: float | None = None) -> Method:
     return Method(family, operator.default_inverse_temperature, operator, None, None, operator.stochastic, spread)
 
 
@@ -77,18 +77,18 @@ METHODS: dict[str, Method] = {
     "symmetric_cross_entropy": Method("robust", None, loss=robust.SymmetricCrossEntropyLoss),
     "nce_rce": Method("robust", None, loss=robust.NCEAndRCELoss),
     "phuber_cross_entropy": Method("robust", None, loss=robust.PHuberCrossEntropyLoss),
-    "neuralsort": _of("sorts", NeuralSort, 0.8),
-    "softsort": _of("sorts", SoftSort, 3.0),
-    "sinkhorn_sort": _of("transports", SinkhornSort),
-    "soft_topk": _of("transports", SoftTopK),
-    "lml": _of("thresholds", LML, 3.0),
-    "lapsum": _of("thresholds", LapSum, 2.7),
-    "sparse_topk": _of("thresholds", SparseTopK, 0.7),
-    "capped_softmax": _of("thresholds", CappedSoftmax, 2.2),
-    "subset_topk": _of("subsets", SubsetTopK, 3.0),
-    "df_topk": _of("ranks", DFTopK, 2.0),
-    "recall_surrogate": _of("ranks", RecallSurrogate, 2.2),
-    "perturbed_topk": _of("ranks", PerturbedTopK, 1.2),
+    "neuralsort": _from_operator("sorts", NeuralSort, 0.8),
+    "softsort": _from_operator("sorts", SoftSort, 3.0),
+    "sinkhorn_sort": _from_operator("transports", SinkhornSort),
+    "soft_topk": _from_operator("transports", SoftTopK),
+    "lml": _from_operator("thresholds", LML, 3.0),
+    "lapsum": _from_operator("thresholds", LapSum, 2.7),
+    "sparse_topk": _from_operator("thresholds", SparseTopK, 0.7),
+    "capped_softmax": _from_operator("thresholds", CappedSoftmax, 2.2),
+    "subset_topk": _from_operator("subsets", SubsetTopK, 3.0),
+    "df_topk": _from_operator("ranks", DFTopK, 2.0),
+    "recall_surrogate": _from_operator("ranks", RecallSurrogate, 2.2),
+    "perturbed_topk": _from_operator("ranks", PerturbedTopK, 1.2),
     "odd_even": Method("networks", 1.0, network=odd_even),
     "bitonic": Method("networks", 1.0, network=bitonic, spread=13.0),
     "splitter_selection": Method("networks", 1.0, network=splitter_selection, spread=6.0),

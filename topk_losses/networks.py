@@ -20,7 +20,7 @@ from torch import Tensor
 
 from topk_losses.checks import check_integer, check_k, static
 from topk_losses.kernels import network_kernel
-from topk_losses.operator import Beta, TopKOperator, as_tensor, centered, has_masked, is_mass, mass_of
+from topk_losses.operator import Beta, TopKOperator, as_tensor, centered, class_mass, has_masked, is_mass
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 
 Layer = Sequence[tuple[int, int]]  # comparators (lo, hi)
@@ -158,10 +158,10 @@ def _tables(construct: Callable[..., Network], n: int, k: int, device: str) -> T
 
     Comparators without a path to the output wires cost time and change nothing: they are left out.
     """
-    return _tables_of(construct(n, k), device)
+    return _network_tables(construct(n, k), device)
 
 
-def _tables_of(network: Network, device: str = "cpu") -> Tables:
+def _network_tables(network: Network, device: str = "cpu") -> Tables:
     layers = network.pruned().layers
     wires = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]
     with torch.inference_mode(False):  # training may follow a first call for inference
@@ -169,7 +169,7 @@ def _tables_of(network: Network, device: str = "cpu") -> Tables:
 
 
 CONSTRUCTIONS: dict[str, Callable[..., Network]] = {
-    each.__name__: each for each in (odd_even, bitonic, splitter_selection)
+    build.__name__: build for build in (odd_even, bitonic, splitter_selection)
 }
 
 
@@ -220,7 +220,7 @@ def carry_mass(
 
     scores (rows, n); target: labels (rows,) or a mass (rows, n); comparators (2, C): the wires hi and the wires lo.
     """
-    x = torch.stack([centered(scores).T, mass_of(scores, target).T], dim=1)  # (n, 2, rows)
+    x = torch.stack([centered(scores).T, class_mass(scores, target).T], dim=1)  # (n, 2, rows)
     for layer in comparators.split(layer_sizes, dim=1):
         wires = layer.flatten()
         x = _exchange(x, wires, *_compare(x[:, 0], wires, distribution, beta, art_lambda))
@@ -252,7 +252,7 @@ class RelaxedNetwork(TopKOperator):
         self.n = network.n if isinstance(network, Network) else None
         self.network = network
         self.distribution, self.art_lambda = check_sigmoid(distribution, art_lambda)
-        self._fixed_tables = _tables_of(network) if isinstance(network, Network) else None
+        self._fixed_tables = _network_tables(network) if isinstance(network, Network) else None
 
     def _tables(self, scores: Tensor, k: int) -> Tables:
         """The comparators where the scores are, (2, C), and the sizes of the layers."""

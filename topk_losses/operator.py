@@ -84,7 +84,7 @@ def is_mass(target: Tensor | None) -> bool:
     return target is not None and target.is_floating_point()
 
 
-def mass_of(scores: Tensor, target: Tensor) -> Tensor:
+def class_mass(scores: Tensor, target: Tensor) -> Tensor:
     """Return the mass per class (rows, n) of labels (rows,), their one-hot, or of a mass, itself."""
     return target.to(scores.dtype) if is_mass(target) else torch.zeros_like(scores).scatter(1, target.unsqueeze(1), 1)
 
@@ -144,11 +144,11 @@ class LogCumSumExp(torch.autograd.Function):
 def _sums(values: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
     """sum_{j<=i} values_j exp(inner_j + outer_i), (rows, n), however large the exponents."""
 
-    def of_positive(part: Tensor) -> Tensor:
+    def sums_of_positive(part: Tensor) -> Tensor:
         logs = torch.where(part > 0, torch.where(part > 0, part, 1).log(), -1e30)
         return (LogCumSumExp.apply(logs + inner) + outer).exp()
 
-    return of_positive(values) - of_positive(-values)
+    return sums_of_positive(values) - sums_of_positive(-values)
 
 
 def log_sum_of_others(z: Tensor) -> Tensor:

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from topk_losses.checks import check_fraction, check_positive
-from topk_losses.classification import ClassificationLoss, Given
+from topk_losses.classification import CallSettings, ClassificationLoss
 from topk_losses.operator import MASKED, finite
 
 
 class RobustLoss(ClassificationLoss):
-    """A loss of log p, the log softmax, of one true class; subclasses define `_of_log_p`.
+    """A loss of log p, the log softmax, of one true class; subclasses define `_from_log_p`.
 
     Arguments, shapes and errors are those of ClassificationLoss.
     """
 
     knows_sets = False
 
-    def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
+    def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         """The loss for log p of the labels (rows, 1), or of every class (rows, n); every: (rows, n)."""
-        raise TypeError(f"{type(self).__name__} does not define _of_log_p")
+        raise TypeError(f"{type(self).__name__} does not define _from_log_p")
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         every = finite(scores.log_softmax(1))  # (rows, n)
         if target is None:
-            return self._of_log_p(every, every)
-        return self._of_log_p(every.gather(1, target.unsqueeze(1)), every).squeeze(1)
+            return self._from_log_p(every, every)
+        return self._from_log_p(every.gather(1, target.unsqueeze(1)), every).squeeze(1)
 
 
 class ForwardCorrectionLoss(RobustLoss):
@@ -74,9 +74,9 @@ class ForwardCorrectionLoss(RobustLoss):
             )
         return matrix
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         if self.T is None:
-            return super()._losses(scores, target, given)
+            return super()._losses(scores, target, call)
         if len(self.T) != scores.shape[1]:
             raise ValueError(f"T is for {len(self.T)} classes, but the logits have {scores.shape[1]}")
         # in float64, where the device has it, which autocast leaves alone in the backward pass too
@@ -85,7 +85,7 @@ class ForwardCorrectionLoss(RobustLoss):
         predicted = predicted.clamp(min=torch.finfo(wide).tiny).log().to(scores.dtype)
         return -predicted if target is None else -predicted.gather(1, target.unsqueeze(1)).squeeze(1)
 
-    def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
+    def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         if not self.noise_rate:
             return -log_p
         live = (every > MASKED).sum(1, keepdim=True)  # (rows, 1)
@@ -116,7 +116,7 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
             raise ValueError(f"q must lie in (0, 1], got {value:g}")
         return value
 
-    def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
+    def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         return -torch.expm1(self.q * log_p) / self.q
 
 
@@ -149,7 +149,7 @@ class SymmetricCrossEntropyLoss(_SumLoss):
     def __init__(self, alpha: float = 6.0, beta: float = 0.1, A: float = -4.0, **others: Any) -> None:
         super().__init__(alpha, beta, A, **others)
 
-    def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
+    def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         return -self.alpha * log_p + self.beta * self._reverse(log_p)
 
 
@@ -167,7 +167,7 @@ class NCEAndRCELoss(_SumLoss):
     def __init__(self, alpha: float = 10.0, beta: float = 0.1, A: float = -4.0, **others: Any) -> None:
         super().__init__(alpha, beta, A, **others)
 
-    def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
+    def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         total = every.masked_fill(every == MASKED, 0).sum(1, keepdim=True)  # (rows, 1), below 0
         total = total.masked_fill(total == 0, -1)  # of one class alone, whose log p is 0
         return self.alpha * log_p / total + self.beta * self._reverse(log_p)
@@ -195,7 +195,7 @@ class PHuberCrossEntropyLoss(RobustLoss):
             raise ValueError(f"tau must be above 1, got {value:g}")
         return value
 
-    def _of_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
+    def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         log_tau = math.log(self.tau)
         certain = log_p > -log_tau
         line = 1 + log_tau - (log_p + log_tau).clamp(max=0).exp()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 from topk_losses.checks import check_integer, check_k, check_per_class, check_positive
-from topk_losses.classification import ClassificationLoss, Given
+from topk_losses.classification import CallSettings, ClassificationLoss
 from topk_losses.operator import MASKED, centered, finite, largest, log_softmax, log_sum_of_others, normal_noise
 from topk_losses.temperature import AutoTemperature
 
@@ -38,7 +38,7 @@ class TruncatedEntropyLoss(SingleKLoss):
         num_classes, others: arguments of ClassificationLoss.
     """
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         check_k(self.k, scores.shape[1] - 1)
         z = centered(scores)  # (rows, n)
         if target is not None:
@@ -108,7 +108,7 @@ class NoisedTopKLoss(SingleKLoss):
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         return total / self.num_samples + spoilt
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         check_k(self.k, scores.shape[1] - 1)
         margins: float | Tensor = self.max_margin
         if self.class_counts is not None:
@@ -116,5 +116,5 @@ class NoisedTopKLoss(SingleKLoss):
             rarity = (counts.min() / counts).pow(0.25)  # (n,), at most 1
             margins = self.max_margin * (rarity if target is None else rarity[target])
         own = scores if target is None else scores.gather(1, target.unsqueeze(1))  # (rows, n or 1)
-        gap = self._next_largest(scores, given.beta) - own
+        gap = self._next_largest(scores, call.beta) - own
         return self.scale * relu(margins + (gap if target is None else gap.squeeze(1)))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from topk_losses.checks import check_inverse_temperature, check_k, check_positive
-from topk_losses.classification import Given
+from topk_losses.classification import CallSettings
 from topk_losses.kernels import kth_largest_kernel
 from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, fixed_beta, pick_ranks
 from topk_losses.single_k import SingleKLoss
@@ -93,18 +93,18 @@ class SmoothTopKLoss(SingleKLoss):
     def _beta(self) -> Any:
         return fixed_beta(self.tau)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, given: Given) -> Any:
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         check_k(self.k, scores.shape[1] - 1)
         if target is None:
             return None
-        tau = given.beta
+        tau = call.beta
         find = kth_largest_kernel(scores, tau) or kth_largest
         smooth, hard, top, *_ = find(scores, target, [self.k], as_tensor(self.k * tau, scores))
         smooth, hard = smooth.squeeze(1), hard.squeeze(1)
         true = scores.gather(1, target.unsqueeze(1)).squeeze(1).detach()  # (rows,)
         # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
         spoilt = torch.zeros_like(true).where(torch.maximum(top[:, 0], true) < math.inf, math.nan)  # (rows,)
-        smooth, hard = (self.alpha + each / self.k + spoilt for each in (smooth, hard))
+        smooth, hard = self.alpha + smooth / self.k + spoilt, self.alpha + hard / self.k + spoilt
         return self._hinge(smooth, hard, top, true, tau)
 
     def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor, tau: Any) -> Tensor:

@@ -60,8 +60,8 @@ class SubsetTopK(MaskOperator):
         most = max(ks, default=0)
         # e_j of the first i classes, (rows, n + 1): -inf, none, for i < j
         before, behind = (
-            [pad(e, (n + 1 - e.shape[1], 0), value=-torch.inf) for e in log_polynomials(each, most)]
-            for each in (z, z.flip(1))
+            [pad(e, (n + 1 - e.shape[1], 0), value=-torch.inf) for e in log_polynomials(scaled, most)]
+            for scaled in (z, z.flip(1))
         )
         logs = []
         for k in ks:

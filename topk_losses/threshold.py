@@ -87,7 +87,8 @@ def _logistic_root(z: Tensor, k: Tensor, most: int) -> Tensor:
     top, rest = _top_and_rest(z, 2 * most)  # (rows, M), (rows, n)
     M = top.shape[1]
     low, high = top[:, -1:] - (k / (M - k)).log(), -(k / (n - k)).log()  # (rows, J), of z that are 0 at most
-    low, high = (each + side * 4 * finfo.eps * (1 + each.abs()) for each, side in ((low, -1), (high, 1)))
+    low = low - 4 * finfo.eps * (1 + low.abs())
+    high = high + 4 * finfo.eps * (1 + high.abs())
 
     def evaluate(theta: Tensor) -> tuple[Tensor, Tensor]:
         t = top.unsqueeze(1) - theta.unsqueeze(2)  # (rows, J, M)
@@ -173,8 +174,12 @@ class Family(NamedTuple):
 
 
 def _power_family(power: int) -> Family:
-    value, root, slopes = (partial(each, power=power) for each in (_power_of_clipped, _power_root, _log_power_slopes))
-    return Family(value, root, slopes, True)
+    return Family(
+        partial(_power_of_clipped, power=power),
+        partial(_power_root, power=power),
+        partial(_log_power_slopes, power=power),
+        lowest_alone=True,
+    )
 
 
 FAMILIES = {

@@ -119,9 +119,9 @@ class _Plan(torch.autograd.Function):
             weighted = grad * P  # (rows, n, A)
             mean = weighted.sum(2, keepdim=True)  # (rows, n, 1); at fixed h the gradient is P (grad - mean)
             # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
-            of_mass = weighted.sum(1) - (mean.mT @ P).squeeze(1)  # (rows, A)
+            mass_gradient = weighted.sum(1) - (mean.mT @ P).squeeze(1)  # (rows, A)
             damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
-            adjoint = _solve_laplacian(P, damping, of_mass).unsqueeze(2)  # (rows, A, 1)
+            adjoint = _solve_laplacian(P, damping, mass_gradient).unsqueeze(2)  # (rows, A, 1)
             return weighted - P * (mean + adjoint.mT - P @ adjoint), None, None, None, None, None
 
 
@@ -167,14 +167,14 @@ class _TransportOperator(TopKOperator):
         error, self.largest_error = self.largest_error, None
         return 0.0 if error is None else self._warn_above(error, self.inverse_temperature)
 
-    def _tolerance_of(self, dtype: torch.dtype, beta: Any) -> float:
+    def _default_tolerance(self, dtype: torch.dtype, beta: Any) -> float:
         if isinstance(beta, Tensor):
             beta = float(beta.detach()) if has_known_values(beta) else 1.0
         # the logits are of the size of beta, and their rounding moves the masses
         return self.tolerance or max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
 
     def _warn_above(self, error: Tensor, beta: Any) -> float:
-        largest, tolerance = float(error), self._tolerance_of(error.dtype, beta)
+        largest, tolerance = float(error), self._default_tolerance(error.dtype, beta)
         if largest > tolerance:
             message = (
                 f"{type(self).__name__}: the optimal transport did not converge within {self.max_iterations} "
@@ -202,7 +202,7 @@ class _TransportOperator(TopKOperator):
 
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         x, points = whitened(scores), self._num_points(scores.shape[1], k)
-        P, error = _plan(x, beta, points, self._tolerance_of(x.dtype, beta), self.max_iterations)
+        P, error = _plan(x, beta, points, self._default_tolerance(x.dtype, beta), self.max_iterations)
         self._record(error, beta)
         return P[:, :k]
 
@@ -264,7 +264,7 @@ class SinkhornSort(_TransportOperator):
         if is_mass(target):
             return super()._column(scores, target, k, beta)
         solve = sinkhorn_kernel(scores, beta) or sinkhorn
-        settings = (k, self._tolerance_of(scores.dtype, beta), self.max_iterations)
+        settings = (k, self._default_tolerance(scores.dtype, beta), self.max_iterations)
         column, error, *_ = solve(whitened(scores), target, as_tensor(beta, scores), *settings)
         self._record(error, beta)
         return column

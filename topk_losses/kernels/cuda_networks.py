@@ -19,7 +19,7 @@ from torch import Tensor
 
 from topk_losses import networks
 from topk_losses.kernels.custom_operator import custom_operator
-from topk_losses.operator import centered, mass_of
+from topk_losses.operator import centered, class_mass
 from topk_losses.sigmoids import ART_TIE, distance_of_rounding
 
 WIDEST = 1024  # comparators of a tile
@@ -162,7 +162,7 @@ def _allocate(scores, target, beta, comparators, layer_sizes, k, *_):
 
 def _carry_mass(scores, target, beta, comparators, layer_sizes, k, *sigmoid):
     column, saved = outputs = _allocate(scores, target, beta, comparators, layer_sizes, k)
-    wires = torch.stack([centered(scores), mass_of(scores, target)])  # (2, batch, n)
+    wires = torch.stack([centered(scores), class_mass(scores, target)])  # (2, batch, n)
     _launch(False, wires, saved, scores, beta, comparators, layer_sizes, *sigmoid)
     column.copy_(wires[1, :, scores.shape[1] - k :].flip(1))
     return outputs
