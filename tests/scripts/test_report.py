@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import finetune_imagenet, train_cifar100, train_knn
+from experiments import train_cifar100
 from scripts import report
 from scripts.reporting import figures
-from scripts.reporting.runs import IDENTITY, read_runs
-from scripts.reporting.tables import HEADINGS, PAPER, not_as_published, read_published
+from scripts.reporting.runs import read_runs
+from scripts.reporting.tables import HEADINGS, PAPER, read_published
 from topk_losses import METHODS
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -109,11 +109,6 @@ def test_every_identity_flag_makes_lines_of_its_own(made, flag):
     first, second = cells(text, "softmax")
     assert (first["top-1"], second["top-1"]) == ("61.50 ± 0.71", "30.00")
     assert first[HEADINGS.get(flag, flag)] != second[HEADINGS.get(flag, flag)]
-
-
-def test_every_flag_that_makes_another_run_id_tells_lines_apart():
-    for script in (train_cifar100, finetune_imagenet, train_knn):
-        assert set(script.IDENTITY) <= set(IDENTITY)
 
 
 def test_imagenet_rows_have_three_digits_and_are_recognised_by_their_columns(made):
@@ -346,7 +341,6 @@ def test_the_published_values_are_those_of_the_facts(table, expected):
     assert (rows[list(expected)] == pd.Series(expected)).all(axis=1).any()
     if table != "network_depths":
         assert (rows["source"] != "").all()
-        assert not not_as_published(pd.Series({"method": "softmax_cross_entropy"}), {}, {})
         assert read_published(table)[1]["table"] == table
 
 
