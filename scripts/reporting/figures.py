@@ -3,6 +3,7 @@
 The colour is that of a method's family, the marker its own.
 """
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,21 +204,26 @@ def draw_benchmarks(folder: Path) -> list[Path]:
     return [*drawn, *save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")]
 
 
-def draw_noise(file: Path, labels: str, folder: Path) -> list[Path]:
-    """Draw each loss minus cross-entropy, as noisy validation chooses and, hollow, as clean validation does."""
-    study, rows = noise.studies(file)[labels], {}
-    for loss in study.losses:
-        if loss == noise.BASELINE:
-            continue
-        gains, clean = (study.minus(loss, noise.BASELINE, choice)[list(METRICS)] for choice in noise.CHOICES)
-        row = {"method": study.finals[loss, "noisy"]["method"].iloc[0]} | gains.mean().to_dict()
-        row |= {f"{metric}_half": half_width(gains[metric].std(), len(gains)) for metric in METRICS}
-        rows[noise.LOSSES[loss]] = row | clean.mean().add_prefix("clean_").to_dict()
-    panels = [(f"Δ {name} (points)", metric, f"{metric}_half", f"clean_{metric}") for metric, name in METRICS.items()]
-    figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
-    for axis in figure.axes:
-        axis.axvline(0, color="black", linewidth=0.8)
-    return save(figure, folder, f"noise_{labels.partition(' ')[0]}")
+def draw_noise(file: Path, folder: Path) -> list[Path]:
+    """Draw, for each kind of labels, each loss minus cross-entropy; hollow: as clean validation chooses."""
+    drawn = []
+    for labels, study in noise.studies(file).items():
+        rows = {}
+        for loss in study.losses:
+            if loss == noise.BASELINE:
+                continue
+            gains, clean = (study.minus(loss, noise.BASELINE, choice)[list(METRICS)] for choice in noise.CHOICES)
+            row = {"method": study.finals[loss, "noisy"]["method"].iloc[0]} | gains.mean().to_dict()
+            row |= {f"{metric}_half": half_width(gains[metric].std(), len(gains)) for metric in METRICS}
+            rows[noise.LOSSES[loss]] = row | clean.mean().add_prefix("clean_").to_dict()
+        panels = [
+            (f"Δ {name} (points)", metric, f"{metric}_half", f"clean_{metric}") for metric, name in METRICS.items()
+        ]
+        figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
+        for axis in figure.axes:
+            axis.axvline(0, color="black", linewidth=0.8)
+        drawn += save(figure, folder, "noise_" + re.sub(r"\W+", "_", labels))
+    return drawn
 
 
 def draw_findings(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ Differences are of paired seeds. A star marks one that Holm's method keeps at a 
 differences of the trials that noisy validation chose: of every kind of labels, to both baselines, top-1 and top-5.
 """
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -144,18 +145,17 @@ def shown(values: pd.Series, star: bool = False) -> str:
 
 
 def kind_of(labels: str) -> str:
-    """Return how tables call a kind of labels: "0.4 among 100, draw 1" is symmetric noise."""
+    """Return how tables call a kind of labels: "0.4 among 100, draw 1" is symmetric noise, drawn a second time."""
     if labels in KINDS:
         return KINDS[labels]
-    rate, _, among = labels.partition(" among ")
-    number, _, draw = among.partition(", ")
-    kind = "among all classes" if number == "100" else f"within blocks of {number} class ids"
-    return f"{float(rate):.0%} of labels drawn {kind}, {draw}".replace("%", " %")
+    rate, among, draw = re.split(" among |, draw ", labels)
+    kind = "among all classes" if among == "100" else f"within groups of {among} class ids"
+    return f"{float(rate):.0%} drawn {kind}".replace("%", " %") + (f", draw {int(draw) + 1}" if int(draw) else "")
 
 
-def noise_table(file: Path, labels: str) -> str:
-    """Return Markdown for one kind of labels: what noisy validation chose of each loss, then what clean did."""
-    every = studies(file)
+def noise_table(file: Path, *words: str) -> str:
+    """Return Markdown for the labels of this name: what noisy validation chose of each loss, then what clean did."""
+    every, labels = studies(file), " ".join(words)
     if labels not in every:
         raise ReportError(f"{file} has no {labels!r}, but {', '.join(every)}")
     study, kept = every[labels], kept_by_holm(every)
