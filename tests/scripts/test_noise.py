@@ -239,7 +239,7 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
 def test_the_answer_is_the_best_top_k_loss_minus_the_best_robust_loss_by_noisy_validation(files):
     path, runs = files
     rows = [line for line in noise_answer(path).splitlines() if "LapSum" in line]
-    assert [("labels by people" in row, "40 % of labels drawn among all classes, draw 1" in row) for row in rows] == [
+    assert [("labels by people" in row, "40 % drawn among all classes, draw 2" in row) for row in rows] == [
         (True, False), (False, True),
     ]  # fmt: skip
     for labels, row in zip(LABELS, rows):
