@@ -140,7 +140,7 @@ def draw_result_figures(folder: Path) -> list[Path]:
     from scripts.reporting import figures
 
     drawn = figures.draw_benchmarks(folder)
-    for name in ("temperature", "temperature_training", "table1_short", "table4_short", "strong", "table1_epochs"):
+    for name in ("temperature", "temperature_training", "table1_short", "table4_short", "table1_epochs"):
         flags = ["--temperatures"] if name.startswith("temperature") else []
         drawn += report.report(report.parse_arguments([f"{RESULTS}/{name}.csv", f"--figures={folder}", *flags]))[1]
     drawn += figures.draw_noise(RESULTS / "noise.csv", folder)
