@@ -137,7 +137,9 @@ def add_rate_flags(parser: argparse._ActionsContainer) -> None:
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--lr", type=positive_float, help="learning rate (default: see the protocol)")
     rate.add_argument("--nloglr", type=float, help="learning rate as 10^-NLOGLR")
-    parser.add_argument("--weight_decay", type=non_negative_float, default=0.0, help="default: %(default)g")
+    parser.add_argument(
+        "--weight_decay", type=non_negative_float, default=0.0, help="weight decay of AdamW (default: %(default)g)"
+    )
 
 
 def add_seed_flags(parser: argparse._ActionsContainer) -> None:

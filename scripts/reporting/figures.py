@@ -166,9 +166,11 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
         ys = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
         figure = lines(part, x, ys, by="line", xscale="log")
         for axis, metric in zip(figure.axes, METRICS):
-            axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)
+            if not softmax.empty:
+                axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)
             axis.set_ylim(part[metric].max() - (5 if is_linear else 35), part[metric].max() + 1)
-        title = f"{name}.csv, P_K = {core.shown_p_k(p_k)}: mean over the seeds; grey line: softmax cross-entropy."
+        title = f"{name}.csv, P_K = {core.shown_p_k(p_k)}: mean over the seeds"
+        title += "." if softmax.empty else "; grey line: softmax cross-entropy."
         drawn += save(figure, folder, f"{name}_{p_k.replace(' ', '_').replace('0.', '.')}", title)
     return drawn
 
