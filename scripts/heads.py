@@ -14,7 +14,7 @@ trials of each row of the paper's Table 3, 6 epochs; with --per_p_k an arm is su
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -22,69 +22,62 @@ import pandas as pd
 
 from scripts.launch import launch
 from scripts.reporting.runs import best_trial, read_runs
-from scripts.sweeps import PAPER_P_KS, as_flags, one_pass
+from scripts.sweeps import CHOSEN, PAPER_P_KS, as_flags, most_scores, one_pass, p_ks_of, passes_of
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
+Settings = dict[str, object]
+EPOCHS = {"trials": 5, "longer": 22, "more": 22, "table3": 6, "table3_more": 12}
+STAGES = (*EPOCHS, "finals")
 RATES = (0.0005, 0.001, 0.002, 0.004)
-SHORT, LONG = 5, 22  # epochs
-SEEDS = range(1, 11)  # seeds of the finals; that of a trial is 0
-P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
-SETTINGS = ("p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin")
-SOFTMAX_SETTINGS = [{}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0}]
-LDR_KL_SETTINGS = [{"inverse_temperature": b, "margin": c} for b, c in product((0.5, 1, 2), (0, 1)) if b != 1 or c]
-MORE_RATES, MORE_DECAYS = (0.00025, 0.0005, 0.001), ({}, {"weight_decay": 1.0})
-MORE_SMOOTHING = (0, 0.1, 0.2, 0.4, 0.6)
+SEEDS = "1 2 3 4 5 6 7 8 9 10"  # of the finals; that of a trial is 0
 MORE_MARGINS = ((0.25, 1), (0.5, 1), (0.5, 2), (1, 1), (1, 2))  # with their inverse temperatures
 SOFTER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # inverse temperatures, in units of the default
 # -log(share softmax + (1 - share) 5 / 100): at this inverse temperature lapsum gives each class the indicator k / n.
 LEVEL = METHODS["lapsum"].inverse_temperature / 1024
 SHARES = (0.95, 0.8, 0.5, 0.3, 0.15)
-# The rows of Table 3, in the paper's order: two losses of one k, and each relaxed method with each of PAPER_P_KS.
-TABLE3_METHODS = ("softmax_cross_entropy", "smooth_hard_topk")
-TABLE3_METHODS += ("neuralsort", "softsort", "sinkhorn_sort", "splitter_selection")
-TABLE3_EPOCHS, TABLE3_RATES, TABLE3_FACTORS = 6, (0.001, 0.002, 0.004), (1 / 4, 1, 4)
-TABLE3_LONGER, TABLE3_SMALLER, TABLE3_DECAYS = 12, (0.0005, 0.001), (1.0, 3.0, 10.0)
 KNOWN = [name for name in METHODS if name != "imbalanced_noised_topk"]  # noised_topk where classes are alike
-STAGES = ("trials", "longer", "more", "table3", "table3_more", "finals")
 
 
-def settings_of(method: str) -> list[dict[str, object]]:
-    """Return the settings of a method that are tried first, as flags."""
+def grid(settings: Iterable[Settings], **values: Iterable[object]) -> list[Settings]:
+    """Return each setting with each combination of further values, as flags; an empty one is left out."""
+    return [{**first, **dict(zip(values, more))} for first, *more in product(settings, *values.values())]
+
+
+def settings_of(method: str) -> list[Settings]:
+    """Return the settings of a method that are tried first."""
+    if method == "ldr_kl":
+        return [{"p_k": "1", "inverse_temperature": b, "margin": c} for b in (0.5, 1, 2) for c in (0, 1) if b != 1 or c]
     if method in TOP1:
-        return [{"p_k": "1", **setting} for setting in (LDR_KL_SETTINGS if method == "ldr_kl" else SOFTMAX_SETTINGS)]
+        more = ({}, {"label_smoothing": 0.1}, {"weight_decay": 0.1}, {"weight_decay": 1.0})
+        return [{"p_k": "1", **settings} for settings in more]
     spec = METHODS[method]
-    temperatures = [{"inverse_temperature": spec.inverse_temperature}] if spec.inverse_temperature else [{}]
-    temperatures += [{"inverse_temperature": "auto"}] if spec.spread else []
-    if method in SINGLE_K:
-        return [{"p_k": P_KS[2], **temperature} for temperature in temperatures]
-    # Indicators with zeros need the softmax's part. The time of sinkhorn_sort grows with the cube of m.
-    p_ks = P_KS[:2] if getattr(spec.operator, "has_zeros", False) else P_KS
-    scores = (16, 50 if method == "sinkhorn_sort" else 100)
-    return [{"p_k": p_k, "m": m, **temperature} for p_k, m, temperature in product(p_ks, scores, temperatures)]
+    betas = [spec.inverse_temperature or "", *(["auto"] if spec.spread else [])]
+    scores = ("",) if method in SINGLE_K else (16, most_scores(method))
+    return grid([{}], p_k=p_ks_of(method), m=scores, inverse_temperature=betas)
 
 
-def settings_around(method: str, chosen: dict[str, object]) -> list[dict[str, object]]:
-    """Return five settings around the best one, as flags; for lapsum also five of the loss without order."""
+def settings_around(method: str, chosen: Settings) -> list[Settings]:
+    """Return five settings around the best one; for lapsum also five of the loss without order."""
     if method == "ldr_kl":
         return [{"p_k": "1", "inverse_temperature": beta, "margin": c} for beta, c in MORE_MARGINS]
     if method in TOP1:
-        return [{"p_k": "1", **({"label_smoothing": smoothing} if smoothing else {})} for smoothing in MORE_SMOOTHING]
-    kept, default = {name: chosen[name] for name in ("p_k", "m")}, METHODS[method].inverse_temperature
-    without = [{"p_k": f"{share} 0 0 0 {1 - share:g}", "m": 100, "inverse_temperature": LEVEL} for share in SHARES]
-    return [{**kept, "inverse_temperature": default * by} for by in SOFTER] + without * (method == "lapsum")
+        return grid([{"p_k": "1"}], label_smoothing=("", 0.1, 0.2, 0.4, 0.6))
+    betas = [METHODS[method].inverse_temperature * factor for factor in SOFTER]
+    softer = grid([{"p_k": chosen["p_k"], "m": chosen["m"]}], inverse_temperature=betas)
+    p_ks = [f"{share} 0 0 0 {1 - share:g}" for share in SHARES]
+    return softer + grid([{}], p_k=p_ks, m=[100], inverse_temperature=[LEVEL]) * (method == "lapsum")
 
 
-def settings_of_table3(method: str) -> list[dict[str, object]]:
-    """Return three settings of each row of Table 3 that is of the method, as flags; m is the paper's, 16.
+def settings_of_table3(method: str) -> list[Settings]:
+    """Return three settings of each row of Table 3 that is of the method; m is the paper's, 16.
 
     Cross-entropy has no inverse temperature: it has label smoothing and weight decay in its place.
     """
     if method in TOP1:
-        return [{"p_k": "1", **setting} for setting in ({}, {"label_smoothing": 0.1}, {"weight_decay": 1.0})]
+        return [{"p_k": "1", **settings} for settings in ({}, {"label_smoothing": 0.1}, {"weight_decay": 1.0})]
     p_ks = PAPER_P_KS[:1] if method in SINGLE_K else PAPER_P_KS
-    betas = [factor * METHODS[method].inverse_temperature for factor in TABLE3_FACTORS]
-    return [{"p_k": p_k, "inverse_temperature": beta} for p_k, beta in product(p_ks, betas)]
+    return grid([{}], p_k=p_ks, inverse_temperature=[METHODS[method].inverse_temperature * by for by in (1 / 4, 1, 4)])
 
 
 def read_trials(path: Path, per_p_k: bool = False) -> pd.DataFrame:
@@ -96,60 +89,48 @@ def read_trials(path: Path, per_p_k: bool = False) -> pd.DataFrame:
     return trials.assign(arm=trials["method"].mask(without_order, "without_order"))
 
 
-def best(trials: pd.DataFrame, arm: str) -> tuple[dict[str, object], int]:
-    """Return the settings, with lr, and the epochs of an arm's best trial by validation. Raises ValueError."""
+def best(trials: pd.DataFrame, arm: str) -> pd.Series:
+    """Return an arm's best trial by validation, without what is no setting but its epochs. Raises ValueError."""
     found = trials[trials["arm"] == arm]
     if found.empty:
         raise ValueError(f"there is no trial of {arm}: run the stage trials first")
-    trial = best_trial(found)
-    return {name: trial[name] for name in (*SETTINGS, "lr") if trial.get(name)}, int(trial["n_epochs"])
+    return best_trial(found).reindex([*CHOSEN, "n_epochs"], fill_value="")
 
 
-def trials_of(stage: str, method: str, known: pd.DataFrame) -> tuple[list[dict[str, object]], int]:
-    """Return the settings that a stage tries with a method, and their epochs. known: earlier trials."""
+def trials_of(stage: str, method: str, known: pd.DataFrame) -> list[Settings]:
+    """Return the settings that a stage tries with a method. known: earlier trials."""
     if stage == "trials":
-        return [{**setting, "lr": lr} for setting, lr in product(settings_of(method), RATES)], SHORT
+        return grid(settings_of(method), lr=RATES)
     if stage == "table3":
-        settings = product(settings_of_table3(method), TABLE3_RATES)
-        return [{**setting, "lr": lr} for setting, lr in settings], TABLE3_EPOCHS
+        return grid(settings_of_table3(method), lr=(0.001, 0.002, 0.004))
     if stage == "longer":
-        chosen, _ = best(known[known["n_epochs"] == str(SHORT)], method)
-        return [{**chosen, "lr": lr} for lr in RATES], LONG
-    chosen, _ = best(known, method)
+        known = known[known["n_epochs"] == str(EPOCHS["trials"])]
+    chosen = best(known, method)[list(CHOSEN)].to_dict()
+    if stage == "longer":
+        return grid([chosen], lr=RATES)
     if stage == "more":
-        settings = product(settings_around(method, chosen), MORE_DECAYS, MORE_RATES)
-        return [{**setting, **decay, "lr": lr} for setting, decay, lr in settings], LONG
-    settings = product(TABLE3_SMALLER, TABLE3_DECAYS)
-    return [{**chosen, "lr": lr, "weight_decay": decay} for lr, decay in settings], TABLE3_LONGER
-
-
-def finals_of(method: str, known: pd.DataFrame) -> tuple[list[dict[str, object]], int]:
-    """Return the settings of the best trial of each arm of a method, and their epochs. Raises ValueError."""
-    arms = list(known.loc[known["method"] == method, "arm"].unique()) or [method]
-    settings, epochs = zip(*(best(known, arm) for arm in arms))
-    if len(set(epochs)) > 1:
-        raise ValueError(f"the best trials of {', '.join(arms)} have {epochs} epochs; give each its --methods")
-    return list(settings), epochs[0]
+        return grid(settings_around(method, chosen), weight_decay=("", 1.0), lr=(0.00025, 0.0005, 0.001))
+    return grid([chosen], lr=(0.0005, 0.001), weight_decay=(1.0, 3.0, 10.0))
 
 
 def commands(stage: str, args: argparse.Namespace) -> list[str]:
-    """Return a command per method, which trains its classifiers in one pass. Raises ValueError."""
-    known, methods = pd.DataFrame(), KNOWN if "all" in args.methods else args.methods
+    """Return the commands of a stage, each of which trains classifiers in one pass. Raises ValueError."""
+    known, methods, lines = pd.DataFrame(), KNOWN if "all" in args.methods else args.methods, []
     if stage not in ("trials", "table3"):
         source = args.around if stage in ("more", "table3_more") else args.trials
         if not source.is_file():
             raise ValueError(f"{stage} needs the trials in {source}, which is not there")
         known = read_trials(source, args.per_p_k)
-    if stage == "more":  # a loss of a single k has no relaxed matrix to be softer
-        methods = [method for method in methods if method not in SINGLE_K]
-    lines = []
+    seeds, results = (SEEDS, args.results) if stage == "finals" else ("0", args.trials)
+    flags = as_flags({"batch_size": 500, "num_valid": args.num_valid or "", "eval_freq": 100000, "seeds": seeds})
+    flags += f" --results {shlex.quote(str(results))} -d {shlex.quote(args.data_path)}"
     for method in methods:
-        settings, n_epochs = finals_of(method, known) if stage == "finals" else trials_of(stage, method, known)
-        heads = [as_flags({"method": method, **setting}) for setting in settings]
-        seeds, results = (SEEDS, args.results) if stage == "finals" else ([0], args.trials)
-        flags = {"n_epochs": n_epochs, "batch_size": 500, "num_valid": args.num_valid or "", "eval_freq": 100000}
-        flags |= {"seeds": " ".join(map(str, seeds)), "results": shlex.quote(str(results))}
-        lines.append(one_pass(heads, f"{as_flags(flags)} -d {shlex.quote(args.data_path)}"))
+        if stage == "finals":
+            arms = known.loc[known["method"] == method, "arm"].unique()
+            lines += passes_of([best(known, arm) for arm in (arms if len(arms) else [method])], flags)
+        elif stage != "more" or method not in SINGLE_K:  # a loss of a single k has no relaxed matrix to be softer
+            heads = [as_flags({"method": method, **settings}) for settings in trials_of(stage, method, known)]
+            lines.append(one_pass(heads, f"--n_epochs {EPOCHS[stage]} {flags}"))
     return lines
 
 

@@ -15,12 +15,14 @@ ten random directions a row lies furthest along from the mean of its class.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.embeddings import split_rows
 from data.noisy_labels import human_labels, noisy_labels
+from experiments.common.records import replace_file
 
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
@@ -42,8 +44,7 @@ def counted_matrix(clean: Tensor, noisy: Tensor, classes: int, prior_rows: float
     """
     counts = torch.bincount(clean * classes + noisy, minlength=classes**2).view(classes, classes).double()
     wrong = 1 - counts.diag().sum() / counts.sum()
-    prior = torch.full_like(counts, wrong / (classes - 1)).fill_diagonal_(1 - wrong)
-    counts += prior_rows * prior
+    counts += prior_rows * torch.full_like(counts, wrong / (classes - 1)).fill_diagonal_(1 - wrong)
     return counts / counts.sum(1, keepdim=True)
 
 
@@ -58,12 +59,28 @@ def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes:
         by_people = human_labels(args.human, train)
         noisy[rows] = by_people[rows]
         return noisy, counted_matrix(train, by_people, classes, prior_rows=0)
-    generator = torch.Generator().manual_seed(args.draw)
-    noisy[rows] = noisy_labels(train[rows], args.among, args.label_noise, generator)
-    block_of = torch.arange(classes) // args.among
-    same_block = (block_of.unsqueeze(1) == block_of).double()
-    identity = torch.eye(classes, dtype=torch.float64)
-    return noisy, (1 - args.label_noise) * identity + args.label_noise / args.among * same_block
+    noisy[rows] = noisy_labels(train[rows], args.among, args.label_noise, torch.Generator().manual_seed(args.draw))
+    block = torch.full((args.among, args.among), args.label_noise / args.among, dtype=torch.float64)
+    block.diagonal().add_(1 - args.label_noise)
+    return noisy, torch.block_diag(*[block] * (classes // args.among))
+
+
+def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) -> dict[str, Any]:
+    """Return the parts of a file that wrong labels change, and write the two matrices beside it."""
+    train, every = content["train_labels"], torch.arange(len(content["train_labels"]))
+    learn, valid = (every, every) if "valid_labels" in content else split_rows(len(train), args.num_valid, seed=0)
+    noisy, true = wrong_labels(args, train, every if args.noisy_valid else learn, classes)
+    known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
+    estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
+    for name, matrix in (("true", true), ("estimated", estimated)):
+        torch.save(matrix, args.output.with_name(f"{args.output.stem}_{name}.pt"))
+    drawn = f"{args.label_noise:g} among {args.among}, draw {args.draw}" if args.label_noise else "right"
+    changed = {"info": content.get("info", {}) | {"labels": "human" if args.human is not None else drawn}}
+    if not args.noisy_valid:
+        return changed | {"train_labels": noisy}
+    for name, rows, labels in (("train", learn, noisy), ("valid", valid, noisy), ("clean", valid, train)):
+        changed |= {f"{name}_embeddings": content["train_embeddings"][rows], f"{name}_labels": labels[rows]}
+    return changed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,46 +94,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--among", type=int, default=5, help="consecutive class ids to draw from (default: 5)")
     parser.add_argument("--draw", type=int, default=0, help="random seed of the noise (default: 0)")
     parser.add_argument("--noisy_valid", action="store_true", help="give the rows that validate wrong labels, too")
-    parser.add_argument(
-        "--num_valid", type=int, default=5000, help="training rows that validate if no others do (default: 5000)"
-    )
+    message = "training rows that validate if no others do (default: 5000)"
+    parser.add_argument("--num_valid", type=int, default=5000, help=message)
     parser.add_argument("--output", type=Path, required=True, help="torch file to write")
     args = parser.parse_args(argv)
     if not args.data.is_file() or (args.output.exists() and args.output.samefile(args.data)):
         parser.error(f"{args.data} must be a file, and --output another one")
     content = torch.load(args.data, mmap=True, weights_only=True)
     labels = {name: content[f"{name}_labels"] for name in ("train", "valid", "test") if f"{name}_labels" in content}
-    train, classes = labels["train"], 1 + max(int(ids.max()) for ids in labels.values())
+    classes = 1 + max(int(ids.max()) for ids in labels.values())
     if args.num_classes is None:
         if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
             parser.error(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
         if args.noisy_valid and "valid" in labels:
-            parser.error(
-                f"--noisy_valid: {args.data} has rows that validate, which are not drawn from those that train"
-            )
-        every = torch.arange(len(train))
-        learn, valid = (every, every) if "valid" in labels else split_rows(len(train), args.num_valid, seed=0)
-        noisy, true = wrong_labels(args, train, every if args.noisy_valid else learn, classes)
-        known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
-        estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
-        for name, matrix in (("true", true), ("estimated", estimated)):
-            torch.save(matrix, args.output.with_name(f"{args.output.stem}_{name}.pt"))
-        drawn = f"{args.label_noise:g} among {args.among}, draw {args.draw}" if args.label_noise else "right"
-        content["info"] = content.get("info", {}) | {"labels": "human" if args.human is not None else drawn}
-        labels["train"] = noisy
-        if args.noisy_valid:
-            rows, embeddings = {"train": learn, "valid": valid, "clean": valid}, content["train_embeddings"]
-            labels |= {"train": noisy[learn], "valid": noisy[valid], "clean": train[valid]}
-            content |= {f"{name}_embeddings": embeddings[chosen] for name, chosen in rows.items()}
+            message = "has rows that validate, which are not drawn from those that train"
+            parser.error(f"--noisy_valid: {args.data} {message}")
+        content |= with_noise(args, content, classes)
     elif args.num_classes not in (classes // 10, 10 * classes):
         parser.error(f"--num_classes must be a tenth of {classes}, or ten times as many")
     else:
-        means = torch.stack([content["train_embeddings"][train == c].float().mean(0) for c in range(classes)])
+        means = [content["train_embeddings"][labels["train"] == c].float().mean(0) for c in range(classes)]
         for name, ids in labels.items():
-            labels[name] = other_classes(content[f"{name}_embeddings"], ids, means, args.num_classes)
-    partial = args.output.with_name(f"{args.output.name}.tmp")
-    torch.save(content | {f"{name}_labels": ids for name, ids in labels.items()}, partial)
-    partial.replace(args.output)
+            rows = content[f"{name}_embeddings"]
+            content[f"{name}_labels"] = other_classes(rows, ids, torch.stack(means), args.num_classes)
+    replace_file(args.output, content)
     return 0
 
 

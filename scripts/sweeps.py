@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.common.losses import OWN_SETTINGS
 from scripts.launch import launch
 from scripts.reporting.runs import best_trial, read_runs
 from topk_losses import METHODS, RELAXATIONS
@@ -26,26 +27,51 @@ TRAIN, HEADS, HEADS21K, KNN, BEAM = (
 )
 SOFTMAX = "softmax_cross_entropy --p_k 1. 0. 0. 0. 0."
 K5, HALF, EVEN = "0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".2 .2 .2 .2 .2"
+P_KS = (".5 0 0 0 .5", ".2 .2 .2 .2 .2", "0 0 0 0 1")
 PAPER_P_KS = (K5, HALF, ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", EVEN)
 SPLITTER = "splitter_selection --distribution logistic_phi --inverse_temperature {} --art_lambda .5"
-COSINE = "--n_epochs {} --lr_schedule cosine --precision bf16"
+COSINE = " --n_epochs {} --lr_schedule cosine --precision bf16"
 DATASETS = ("mnist", "fashion_mnist", "cifar10", "cifar100", "digits")
-STUDIES = ("table1", "table4", "table2_3_imagenet1k", "table2_3_imagenet21k", "table5", "strong", "scratch", "knn")
-STUDIES += (
-    "noise_scratch",
-    "implementation",
-    "quickstart",
-    "temperature",
-    "temperature_classes",
-    "temperature_training",
-    "beam_search",
-)
 FACTORS = (0.1, 0.25, 0.5, 1, 2, 4, 10)  # of inverse temperatures
+# What a trial of a linear classifier chooses.
+CHOSEN = ("method", "p_k", "m", "inverse_temperature", *OWN_SETTINGS, "mixup", "noise_matrix", "weight_decay", "lr")
 
 
-def over_seeds(command, losses, record, seeds=(0, 1)):
-    """The command with each loss, seed by seed."""
-    return [f"{command} {loss} --seed {seed} {record}" for seed in seeds for loss in losses]
+def over_seeds(command, name, losses, seeds=(0, 1), more=""):
+    """The command with each loss, seed by seed, for results/NAME.csv."""
+    return [f"{command} {loss} --seed {seed} --results results/{name}.csv{more}" for seed in seeds for loss in losses]
+
+
+def as_flags(settings: Mapping[str, object]) -> str:
+    """Return settings as flags of a command, without those that are empty."""
+    return " ".join(f"--{name} {value}" for name, value in settings.items() if value != "")
+
+
+def one_pass(heads: Iterable[str], flags: str) -> str:
+    """Return the command that trains many linear classifiers in one pass over the data."""
+    first, *others = heads
+    return " ".join([HEADS, first, *(f'--also "{head}"' for head in others), flags])
+
+
+def passes_of(trials: Iterable[pd.Series], flags: str) -> list[str]:
+    """Return a command for each number of epochs, which trains the classifiers of these trials in one pass."""
+    heads: dict[int, list[str]] = {}
+    for trial in trials:
+        heads.setdefault(int(trial["n_epochs"]), []).append(as_flags(trial.reindex(CHOSEN, fill_value="")))
+    return [one_pass(dict.fromkeys(chosen), f"--n_epochs {n} {flags}") for n, chosen in sorted(heads.items())]
+
+
+def p_ks_of(method: str) -> Sequence[str]:
+    """Return the P_K that studies of linear classifiers try with a method."""
+    if method not in RELAXATIONS:
+        return ["1"] if method in TOP1 else P_KS[2:]
+    # Indicators with zeros need the softmax's part.
+    return P_KS[:2] if getattr(METHODS[method].operator, "has_zeros", False) else P_KS
+
+
+def most_scores(method: str) -> int:
+    """Return the largest m that these studies try: the time of sinkhorn_sort grows with its cube."""
+    return 50 if method == "sinkhorn_sort" else 100
 
 
 def published(command, name, p_ks, sorts, networks, smooth=(K5,), seeds=(0, 1), more=""):
@@ -54,19 +80,19 @@ def published(command, name, p_ks, sorts, networks, smooth=(K5,), seeds=(0, 1), 
     relaxed += ["sinkhorn_sort", SPLITTER.format(networks)]
     losses = [SOFTMAX, *(f"smooth_hard_topk --inverse_temperature 1. --p_k {p_k}" for p_k in smooth)]
     losses += [f"{method} --p_k {p_k}" for p_k in p_ks for method in relaxed]
-    return over_seeds(f"{command} --method", losses, f"--results results/{name}.csv{more}", seeds)
+    return over_seeds(f"{command} --method", name, losses, seeds, more)
 
 
 def table1(*, short: bool = False) -> list[str]:
     """Table 1: ResNet-18 from scratch on CIFAR-100, two seeds; --short: 16 epochs, three seeds."""
-    name, seeds, more = ("table1_short", (0, 1, 2), f" {COSINE.format(16)}") if short else ("table1", (0, 1), "")
-    return published(TRAIN, name, [K5, EVEN], 0.0625, ".5", seeds=seeds, more=more)
+    how = {"name": "table1_short", "seeds": (0, 1, 2), "more": COSINE.format(16)} if short else {"name": "table1"}
+    return published(TRAIN, p_ks=[K5, EVEN], sorts=0.0625, networks=".5", **how)
 
 
 def table4(*, short: bool = False) -> list[str]:
     """Table 4: as Table 1, each method over six P_K; of P_K = 1 0 0 0 0 softmax cross-entropy stands for all."""
-    name, more = ("table4_short", f" {COSINE.format(16)}") if short else ("table4", "")
-    return published(TRAIN, name, PAPER_P_KS, 0.0625, ".5", smooth=("1. 0. 0. 0. 0.", K5), more=more)
+    how = {"name": "table4_short", "more": COSINE.format(16)} if short else {"name": "table4"}
+    return published(TRAIN, p_ks=PAPER_P_KS, sorts=0.0625, networks=".5", smooth=("1. 0. 0. 0. 0.", K5), **how)
 
 
 def table2_3_imagenet1k() -> list[str]:
@@ -88,14 +114,13 @@ def table5() -> list[str]:
     resnext = [SOFTMAX, f"sinkhorn_sort {k_even}", f"{SPLITTER.format('1.')} {k_even}"]
     losses = [f"-d wsl-32x48d-320 --method {loss}" for loss in resnext]
     losses += [f"-d efficientnet-l2-800 --method {loss}" for loss in (SOFTMAX, f"sinkhorn_sort {quarter}", large)]
-    return over_seeds(f"{HEADS} --m 16 --nloglr 4.5", losses, "--results results/table5.csv")
+    return over_seeds(f"{HEADS} --m 16 --nloglr 4.5", "table5", losses)
 
 
 def strong() -> list[str]:
     """Three losses of Table 1 with 36 epochs, weight decay and averaged weights: not the paper's protocol."""
-    recipe = f"{COSINE.format(36)} --weight_decay .5 --ema .999"
     losses = [SOFTMAX, f"{SPLITTER.format('.5')} --p_k {EVEN}", f"softsort --inverse_temperature 0.0625 --p_k {EVEN}"]
-    return over_seeds(f"{TRAIN} --method", losses, f"--results results/strong.csv {recipe}")
+    return over_seeds(f"{TRAIN} --method", "strong", losses, more=f"{COSINE.format(36)} --weight_decay .5 --ema .999")
 
 
 def scratch() -> list[str]:
@@ -108,7 +133,7 @@ def scratch() -> list[str]:
     best = [f"{softmax} .001", f"{network} .1", f"{df} .1", f"{softsort} 1", f"{lapsum} .25"]
     noisy = [f"{softmax} .001", f"{network} .1", f"{softmax} .001 --label_smoothing .1", f"{lapsum} .1"]
     groups = {"0": tried, "1": best, "2": best, "0 --label_noise .2": [*noisy, f"{network} .05", f"{network} .025"]}
-    command = f"{TRAIN} --results results/scratch.csv {COSINE.format(16)} --method"
+    command = f"{TRAIN} --results results/scratch.csv{COSINE.format(16)} --method"
     return [f"{command} {loss} --seed {seed}" for seed, losses in groups.items() for loss in losses]
 
 
@@ -118,35 +143,27 @@ def noise_scratch(human: str, results: str = "results/noise_scratch.csv") -> lis
     Seed 0 of every setting and seeds 1 and 2 of cross-entropy. Once seed 0 is in the file: also seeds 1 and 2 of the
     setting of each loss that the noisy validation labels choose, top-1 + top-5 at the end of training.
     """
-    half = "--p_k .5 0 0 0 .5 --inverse_temperature"
-    softmax = "--method softmax_cross_entropy --p_k 1 0 0 0 0"
+    half, softmax = "--p_k .5 0 0 0 .5 --inverse_temperature", "--method softmax_cross_entropy --p_k 1 0 0 0 0"
     losses = [softmax, f"{softmax} --label_smoothing 0.1"]
     losses += [f"--method forward_correction --noise_rate {rate}" for rate in (0.2, 0.4, 0.6)]
-    losses += ["--method generalized_cross_entropy --q 0.7"]
-    losses += [f"--method splitter_selection {half} {beta}" for beta in (0.025, 0.1)] + [f"--method lapsum {half} 0.1"]
+    losses += ["--method generalized_cross_entropy --q 0.7", f"--method splitter_selection {half} 0.025"]
+    losses += [f"--method splitter_selection {half} 0.1", f"--method lapsum {half} 0.1"]
+    runs, again = [(loss, 0) for loss in losses], {softmax: None}
     trials = read_runs(Path(results), ["seed=0"]) if Path(results).is_file() else pd.DataFrame()
-    chosen = [softmax]
     if len(trials) == len(losses):
         names = ["method", "p_k", "inverse_temperature", "label_smoothing", "noise_rate", "q"]
-        best = [best_trial(runs, "last_valid") for _, runs in trials.groupby("method")]
-        chosen += [as_flags(trial.reindex(names, fill_value="")) for trial in best]
-    command = f"{TRAIN} --noisy_labels {human} --results {results} {COSINE.format(16)}"
-    again = over_seeds(command, dict.fromkeys(chosen), "", seeds=(1, 2))
-    return [*over_seeds(command, losses, "", seeds=(0,)), *again]
-
-
-def as_flags(settings: Mapping[str, object]) -> str:
-    """Return settings as flags of a command, without those that are empty."""
-    return " ".join(f"--{name} {value}" for name, value in settings.items() if value != "")
+        best = [best_trial(tried, "last_valid") for _, tried in trials.groupby("method")]
+        again |= dict.fromkeys(as_flags(trial.reindex(names, fill_value="")) for trial in best)
+    runs += [(loss, seed) for seed in (1, 2) for loss in again]
+    command = f"{TRAIN} --noisy_labels {human} --results {results}{COSINE.format(16)}"
+    return [f"{command} {loss} --seed {seed} " for loss, seed in runs]
 
 
 def implementation() -> list[str]:
     """Five epochs of the splitter selection network by the official loss, in mode sm and in fp32, two seeds."""
-    command = f"{TRAIN} --method splitter_selection --p_k {EVEN} --n_epochs 5"
-    settings, record = ("bf16", "bf16 --implementation difftopk", "bf16 --top1_mode sm", "fp32"), "implementation.csv"
-    return [
-        f"{command} --seed {n} --results results/{record} --precision {setting}" for n in (0, 1) for setting in settings
-    ]
+    settings = ("bf16", "bf16 --implementation difftopk", "bf16 --top1_mode sm", "fp32")
+    command = f"{TRAIN} --method splitter_selection --p_k {EVEN} --n_epochs 5 --precision"
+    return over_seeds(command, "implementation", settings)
 
 
 def temperature(data: str) -> list[str]:
@@ -158,20 +175,15 @@ def temperature(data: str) -> list[str]:
         betas = [f"{factor * middles.get(method, 1):g}" for factor in FACTORS] + ["auto"] * bool(follows)
         if follows and method not in slow:
             betas += [f"{0.25 * default:g}:{4 * default:g}", f"{4 * default:g}:{0.25 * default:g}"]
-        # A method whose indicators have zeros needs the softmax's part; a loss of a single k takes one.
-        p_ks = [EVEN, ".5 0 0 0 .5", "0 0 0 0 1"][: 2 if getattr(METHODS[method].operator, "has_zeros", False) else 3]
-        if method not in RELAXATIONS:
-            p_ks = ["1" if method in TOP1 else "0 0 0 0 1"]
-        m = 50 if method == "sinkhorn_sort" else 100  # its time grows with the cube
-        for p_k in p_ks:
-            flags = [f" --inverse_temperature {beta}" for beta in betas] if default is not None else [""]
-            heads = [f"--method {method} --p_k {p_k}{flag} --m {m}" for flag in flags]
+        for p_k in p_ks_of(method):
+            settings = {"method": method, "p_k": p_k, "m": most_scores(method)}
+            heads = [as_flags(settings | {"inverse_temperature": beta}) for beta in (betas if default else [""])]
             runs.append(one_pass(heads, f"--seeds 0 1 2 --n_epochs 5 --results results/temperature.csv -d {data}"))
     return runs
 
 
 def temperature_classes(data10: str, data100: str, data1000: str) -> list[str]:
-    """How the best temperature moves with classes and m; DATA: embeddings of 10, 100 and 1000 classes (heads.py)."""
+    """How the best temperature moves with classes and m; DATA: embeddings of 10, 100 and 1000 classes."""
     runs, sets = [], {10: (data10, (10,)), 100: (data100, (16, 50, 100)), 1000: (data1000, (16, 50, 1000))}
     for num_classes, (data, scores) in sets.items():
         flags = f"--seeds 0 1 2 --n_epochs 5 -d {data} --results results/temperature_classes_{num_classes}.csv"
@@ -189,14 +201,8 @@ def temperature_training() -> list[str]:
     for p_k, ends, (method, middle) in product((EVEN, "0 0 0 0 1"), factors, middles):
         beta = ":".join(factor if factor == "auto" else f"{factor * middle:g}" for factor in ends)
         losses.append(f"{method} --p_k {p_k} --inverse_temperature {beta}")
-    losses = [f"{loss} {COSINE.format(6)}" for loss in losses]
-    return over_seeds(f"{TRAIN} --method", losses, "--results results/temperature_training.csv")
-
-
-def one_pass(heads: Iterable[str], flags: str) -> str:
-    """Return the command that trains many linear classifiers in one pass over the data."""
-    first, *others = heads
-    return " ".join([HEADS, first, *(f'--also "{head}"' for head in others), flags])
+    losses = [f"{loss}{COSINE.format(6)}" for loss in losses]
+    return over_seeds(f"{TRAIN} --method", "temperature_training", losses)
 
 
 def beam_search(*, short: bool = False) -> list[str]:
@@ -204,7 +210,7 @@ def beam_search(*, short: bool = False) -> list[str]:
     more = " --hidden_dim 64 --pretrain_updates 1300 --n_updates 325" if short else ""
     arms = ["cross_entropy --method softmax_cross_entropy", "retain --method softsort"]
     arms += ["soft_beam --method softsort", "soft_beam --method soft_topk"]
-    return over_seeds(f"{BEAM} --arm", arms, f"--results results/beam_search{'_short' * short}.csv{more}", range(5))
+    return over_seeds(f"{BEAM} --arm", "beam_search" + "_short" * short, arms, range(5), more)
 
 
 def knn(*data: str, short: bool = False) -> list[str]:
@@ -219,7 +225,7 @@ def knn(*data: str, short: bool = False) -> list[str]:
     more, runs = " --n_epochs 3 --precision bf16" * short, []
     for source in data or DATASETS[:3]:
         command = f"{KNN} {'--dataset' if source in DATASETS else '--data_path'} {source} --method"
-        runs += over_seeds(command, losses, f"--results results/knn.csv{more}", range(3))
+        runs += over_seeds(command, "knn", losses, range(3), more)
     return runs
 
 
@@ -229,6 +235,15 @@ def quickstart() -> list[str]:
     losses = ["softmax_cross_entropy", *(f"{method} --p_k .5 0 .5" for method in relaxed)]
     command = f"{TRAIN} --dataset digits --n_epochs 3 --batch_size 32 --results results/quickstart.csv"
     return [f"{command} --method {loss}" for loss in losses]
+
+
+STUDIES = {
+    study.__name__: study
+    for study in (
+        *(table1, table4, table2_3_imagenet1k, table2_3_imagenet21k, table5, strong, scratch, knn, noise_scratch),
+        *(implementation, quickstart, temperature, temperature_classes, temperature_training, beam_search),
+    )
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -243,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if absent := [name for name in args.data if name not in DATASETS and not Path(name).exists()]:
         parser.error(f"there is no file {absent[0]}")
     try:
-        runs = globals()[args.study](*map(shlex.quote, args.data), **options)
+        runs = STUDIES[args.study](*map(shlex.quote, args.data), **options)
     except TypeError as error:  # too little data, or --short where there is none
         parser.error(str(error))
     at_once = [] if "-d wsl-32x48d" in runs[0] else ["--run-per-core"]  # embeddings of ImageNet fill the memory

@@ -217,7 +217,7 @@ def draw_noise(file: Path, folder: Path) -> list[Path]:
             gains, clean = (study.minus(loss, noise.BASELINE, choice)[list(METRICS)] for choice in noise.CHOICES)
             row = {"method": study.finals[loss, "noisy"]["method"].iloc[0]} | gains.mean().to_dict()
             row |= {f"{metric}_half": half_width(gains[metric].std(), len(gains)) for metric in METRICS}
-            rows[noise.LOSSES[loss]] = row | clean.mean().add_prefix("clean_").to_dict()
+            rows[noise.LOSSES[loss].title] = row | clean.mean().add_prefix("clean_").to_dict()
         panels = [
             (f"Δ {name} (points)", metric, f"{metric}_half", f"clean_{metric}") for metric, name in METRICS.items()
         ]

@@ -1,77 +1,88 @@
-"""The study of wrong labels (scripts/noise.py): which loss a run has, which trial validation chooses, and the tables.
+"""The study of wrong labels (scripts/noise.py): its losses, which trial validation chooses, and the tables.
 
 Differences are of paired seeds. A star marks one that Holm's method keeps at a family-wise error of 5 %, among all
 differences of the trials that noisy validation chose: of every kind of labels, to both baselines, top-1 and top-5.
 """
 
+import itertools
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 from scipy.stats import ttest_1samp
 
-from scripts.reporting.runs import (
-    IDENTITY,
-    METRICS,
-    SEEDS,
-    ReportError,
-    as_numbers,
-    best_trial,
-    differences,
-    interval,
-    mean_std,
-    read_runs,
-)
+from scripts.reporting import runs as core
+from scripts.reporting.runs import METRICS, ReportError, interval
 from scripts.reporting.tables import as_markdown
+from topk_losses import METHODS
 
 CHOICES = {"noisy": "last_valid", "clean": "last_clean"}  # the labels that choose, and the columns of their accuracy
 BASELINE = "cross_entropy"
-LOSSES = {  # and how tables call them
-    "cross_entropy": "cross-entropy",
-    "label_smoothing": "cross-entropy, label smoothing",
-    "mixup": "cross-entropy, mixup",
-    "ldr_kl": "LDR-KL",
-    "forward_true": "forward correction, true T",
-    "forward_estimated": "forward correction, T from 5 % clean labels",
-    "forward_uniform": "forward correction, uniform T",
-    "gce": "GCE",
-    "sce": "SCE",
-    "nce_rce": "NCE + RCE",
-    "phuber": "PHuber cross-entropy",
-    "splitter_selection": "splitter selection network",
-    "lapsum": "LapSum",
-    "softsort": "SoftSort",
-    "df_topk": "DFTopK",
-    "smooth_topk": "smooth top-k, top-5 only",
-    "splitter_selection_forward": "splitter selection network, forward correction",
-    "lapsum_forward": "LapSum, forward correction",
+KINDS = {"human": "labels by people (CIFAR-100N)", "right": "right labels"}
+EVEN = ("label_smoothing", "margin", "noise_rate", "q")  # numbers that are tried at equal distances
+RATE, SOFTMAX, FORWARD = (0.05, 0.8), "softmax_cross_entropy", "forward_correction"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss: what tables call it, its flags, and the lowest and the highest value of each of its own numbers.
+
+    Numbers are tried at equal distances of their logarithm, except those of EVEN. matrix: which T it is given, true or
+    estimated.
+    """
+
+    title: str
+    flags: str
+    own: dict[str, tuple[float, float]] = field(default_factory=dict)
+    matrix: str = ""
+
+
+def relaxed(title: str, method: str, **own: tuple[float, float]) -> Loss:
+    """Return the loss of a method that sorts, half top-1 and half top-5, from its default temperature to a 32nd."""
+    default = METHODS[method].inverse_temperature
+    return Loss(title, f"{method} --p_k .5 0 0 0 .5 --m 16", {"inverse_temperature": (default / 32, default), **own})
+
+
+LOSSES = {
+    "cross_entropy": Loss("cross-entropy", SOFTMAX),
+    "label_smoothing": Loss("cross-entropy, label smoothing", SOFTMAX, {"label_smoothing": (0.05, 0.6)}),
+    "mixup": Loss("cross-entropy, mixup", SOFTMAX, {"mixup": (0.1, 2)}),
+    "ldr_kl": Loss("LDR-KL", "ldr_kl", {"inverse_temperature": (0.25, 2), "margin": (0, 2)}),
+    "forward_true": Loss("forward correction, true T", FORWARD, matrix="true"),
+    "forward_estimated": Loss("forward correction, T from 5 % clean labels", FORWARD, matrix="estimated"),
+    "forward_uniform": Loss("forward correction, uniform T", FORWARD, {"noise_rate": RATE}),
+    "gce": Loss("GCE", "generalized_cross_entropy", {"q": (0.1, 0.9)}),
+    "sce": Loss("SCE", "symmetric_cross_entropy --alpha 1", {"beta": (0.01, 10)}),
+    "nce_rce": Loss("NCE + RCE", "nce_rce --alpha 10", {"beta": (0.03, 3)}),
+    "phuber": Loss("PHuber cross-entropy", "phuber_cross_entropy", {"tau": (2, 100)}),
+    "splitter_selection": relaxed("splitter selection network", "splitter_selection"),
+    "lapsum": relaxed("LapSum", "lapsum"),
+    "softsort": relaxed("SoftSort", "softsort"),
+    "df_topk": relaxed("DFTopK", "df_topk"),
+    "smooth_topk": Loss("smooth top-k, top-5 only", "smooth_topk --p_k 0 0 0 0 1", {"inverse_temperature": (0.25, 8)}),
+    "splitter_selection_forward": relaxed(
+        "splitter selection network, forward correction", "splitter_selection", noise_rate=RATE
+    ),
+    "lapsum_forward": relaxed("LapSum, forward correction", "lapsum", noise_rate=RATE),
 }
 ROBUST = ("forward_uniform", "gce", "sce", "nce_rce", "phuber")  # without order, and without clean labels
 RANKING = tuple(LOSSES)[list(LOSSES).index("splitter_selection") :]
-BY_METHOD = {  # where the name of a loss is not that of its method
-    "softmax_cross_entropy": "cross_entropy",
-    "forward_correction": "forward_uniform",
-    "generalized_cross_entropy": "gce",
-    "symmetric_cross_entropy": "sce",
-    "phuber_cross_entropy": "phuber",
-}
-KINDS = {"human": "labels by people (CIFAR-100N)", "right": "right labels"}
 
 
 def loss_of(run: pd.Series) -> str:
-    """Return the name in scripts/noise.py of the loss that a run has."""
-    for name in ("mixup", "label_smoothing"):
-        if run[name]:
+    """Return the name in LOSSES of the loss that a run has."""
+    matrix = Path(run["noise_matrix"]).stem.rpartition("_")[2]
+    given = {name for name in ("mixup", "label_smoothing", "noise_rate") if run[name]}
+    for name, loss in LOSSES.items():
+        if loss.flags.split()[0] == run["method"] and loss.matrix == matrix and given <= set(loss.own):
             return name
-    if run["noise_matrix"]:
-        return f"forward_{Path(run['noise_matrix']).stem.rpartition('_')[2]}"
-    name = BY_METHOD.get(run["method"], run["method"])
-    return f"{name}_forward" if run["noise_rate"] and f"{name}_forward" in LOSSES else name
+    return ""
 
 
 def read_noise(path: Path) -> pd.DataFrame:
     """Read a file of the study, cells as text, with the loss of each run in a column. Raises ReportError."""
-    runs = read_runs(path)
+    runs = core.read_runs(path)
     return runs.assign(loss=[loss_of(run) for _, run in runs.iterrows()])
 
 
@@ -88,24 +99,22 @@ class Study:
     def __init__(self, trials: pd.DataFrame, runs: pd.DataFrame, labels: str) -> None:
         self.trials, self.labels = trials[trials["labels"] == labels], labels
         self.losses = [name for name in LOSSES if name in set(self.trials["loss"])]
-        own = as_numbers(runs[runs["labels"] == labels], METRICS, 100)
-        flags = [name for name in own if name in IDENTITY and name not in SEEDS]
+        own = core.as_numbers(runs[runs["labels"] == labels], METRICS, 100)
+        flags = core.flags_of(own)
         self.finals: dict[tuple[str, str], pd.DataFrame] = {}
-        for loss in self.losses:
-            for choice, split in CHOICES.items():
-                best = best_trial(self.trials[self.trials["loss"] == loss], split)
-                found = own[(own[flags] == best[flags]).all(axis=1)]
-                if found.empty:
-                    raise ReportError(f"{labels}: what {choice} validation chose of {loss} has no final run")
-                self.finals[loss, choice] = found
+        for loss, (choice, split) in itertools.product(self.losses, CHOICES.items()):
+            best = core.best_trial(self.trials[self.trials["loss"] == loss], split)
+            self.finals[loss, choice] = own[(own[flags] == best[flags]).all(axis=1)]
+            if self.finals[loss, choice].empty:
+                raise ReportError(f"{labels}: what {choice} validation chose of {loss} has no final run")
 
     def best(self, losses: tuple[str, ...]) -> str:
         """Return the loss that has the best trial by noisy validation."""
-        return str(best_trial(self.trials[self.trials["loss"].isin(losses)], CHOICES["noisy"])["loss"])
+        return str(core.best_trial(self.trials[self.trials["loss"].isin(losses)], CHOICES["noisy"])["loss"])
 
     def minus(self, loss: str, other: str, choice: str = "noisy") -> pd.DataFrame:
         """Return the differences of two losses in points, a row per paired seed."""
-        return differences(self.finals[loss, choice], self.finals[other, choice], list(METRICS))
+        return core.differences(self.finals[loss, choice], self.finals[other, choice], list(METRICS))
 
     def compared(self) -> dict[tuple[str, str], pd.DataFrame]:
         """Return the differences of every loss to both baselines, each once, where noisy validation chose."""
@@ -121,14 +130,7 @@ def studies(file: Path) -> dict[str, Study]:
     return {labels: Study(trials, runs, labels) for labels in runs["labels"].unique()}
 
 
-def holm(p_values: pd.Series, error: float = 0.05) -> pd.Series:
-    """Return which hypotheses are rejected at a family-wise error, by Holm's method."""
-    ordered = p_values.sort_values()
-    levels = [error / (len(ordered) - place) for place in range(len(ordered))]
-    return (ordered <= levels).cummin().reindex(p_values.index)
-
-
-def kept_by_holm(every: dict[str, Study]) -> pd.Series:
+def kept_by_holm(every: dict[str, Study], error: float = 0.05) -> pd.Series:
     """Return by (labels, loss, other loss, metric) whether Holm's method keeps the difference."""
     p_values = {
         (labels, *pair, metric): ttest_1samp(gains[metric], 0).pvalue
@@ -136,12 +138,9 @@ def kept_by_holm(every: dict[str, Study]) -> pd.Series:
         for pair, gains in study.compared().items()
         for metric in METRICS
     }
-    return holm(pd.Series(p_values))
-
-
-def shown(values: pd.Series, star: bool = False) -> str:
-    """Return a mean difference with its sign, half of its 95 % interval and, where Holm keeps it, a star."""
-    return f"{interval(values)}" + "\\*" * star
+    ordered = pd.Series(p_values).sort_values()
+    levels = [error / (len(ordered) - place) for place in range(len(ordered))]
+    return (ordered <= levels).cummin()
 
 
 def kind_of(labels: str) -> str:
@@ -161,22 +160,22 @@ def noise_table(file: Path, *words: str) -> str:
     study, kept = every[labels], kept_by_holm(every)
     robust, run = study.best(ROBUST), study.finals[BASELINE, "noisy"].iloc[0]
     tables: dict[str, list[dict[str, str]]] = {choice: [] for choice in CHOICES}
-    for loss in study.losses:
-        for choice, rows in tables.items():
-            row = {"loss": LOSSES[loss]}
-            row |= {name: mean_std(study.finals[loss, choice][metric]) for metric, name in METRICS.items()}
-            for other in (BASELINE, robust) if choice == "noisy" else (BASELINE,):
-                for metric, name in METRICS.items():
-                    pair = (loss, other) if loss != BASELINE else (other, loss)
-                    star = choice == "noisy" and loss != other and bool(kept[(labels, *pair, metric)])
-                    cell = "" if loss == other else shown(study.minus(loss, other, choice)[metric], star)
-                    row[f"Δ {name}" + (f" to {LOSSES[other]}" if other != BASELINE else "")] = cell
-            if choice == "clean":
-                noisy = study.finals[loss, "noisy"]
-                for metric, name in METRICS.items():
-                    gain = differences(study.finals[loss, choice], noisy, [metric])[metric]
-                    row[f"Δ {name} to noisy choice"] = shown(gain) if gain.any() else "the same trial"
-            rows.append(row)
+    for loss, (choice, rows) in itertools.product(study.losses, tables.items()):
+        row = {"loss": LOSSES[loss].title}
+        row |= {name: core.mean_std(study.finals[loss, choice][metric]) for metric, name in METRICS.items()}
+        for other in (BASELINE, robust) if choice == "noisy" else (BASELINE,):
+            gains = study.minus(loss, other, choice)
+            for metric, name in METRICS.items():
+                key = (labels, *((other, loss) if loss == BASELINE else (loss, other)), metric)
+                star = "\\*" if choice == "noisy" and kept.get(key) else ""
+                heading = f"Δ {name}" + f" to {LOSSES[other].title}" * (other != BASELINE)
+                row[heading] = f"{interval(gains[metric])}{star}" if loss != other else ""
+        if choice == "clean":
+            gains = core.differences(study.finals[loss, "clean"], study.finals[loss, "noisy"], list(METRICS))
+            for metric, name in METRICS.items():
+                same = not gains[metric].any()
+                row[f"Δ {name} to noisy choice"] = "the same trial" if same else str(interval(gains[metric]))
+        rows.append(row)
     seeds = len(study.finals[BASELINE, "noisy"])
     trials, epochs = study.trials.groupby("loss").size().max(), sorted(study.trials["n_epochs"].astype(int).unique())
     caption = (
@@ -186,15 +185,13 @@ def noise_table(file: Path, *words: str) -> str:
         f"0; chosen by top-1 + top-5 of validation, at the end. Test accuracy in %, ± standard deviation over {seeds} "
         f"seeds. Δ: difference to cross-entropy, or to the loss that is named, in points, ± 95 % interval over paired "
         f"seeds. \\*: Holm's method keeps it, at a family-wise error of 5 % among {len(kept)} differences. "
-        f"{LOSSES[robust]}: best by validation of the robust losses that know neither the order nor clean labels."
+        f"{LOSSES[robust].title}: best by validation of the robust losses that know neither the order nor clean labels."
     )
     noisy, clean = (as_markdown(pd.DataFrame(rows)) for rows in tables.values())
-    parts = [
-        f"Chosen by noisy validation labels:\n\n{noisy}",
-        '<details markdown="1">\n<summary>Chosen by clean validation labels</summary>',
-        f"{clean}\n\n</details>",
-    ]
-    return "\n\n".join([caption, *parts])
+    return (
+        f"{caption}\n\nChosen by noisy validation labels:\n\n{noisy}\n\n"
+        f'<details markdown="1">\n<summary>Chosen by clean validation labels</summary>\n\n{clean}\n\n</details>'
+    )
 
 
 def noise_answer(file: Path) -> str:
@@ -204,10 +201,10 @@ def noise_answer(file: Path) -> str:
     for labels, study in every.items():
         loss, other = study.best(RANKING), study.best(ROBUST)
         gains = study.minus(loss, other)
-        row = {"labels": kind_of(labels), "top-k loss": LOSSES[loss], "robust loss": LOSSES[other]}
+        row = {"labels": kind_of(labels), "top-k loss": LOSSES[loss].title, "robust loss": LOSSES[other].title}
         for metric, name in METRICS.items():
-            star = bool(kept[labels, loss, other, metric])
-            row[name] = f"{shown(gains[metric], star)} ({interval(gains[metric]).verdict})"
+            gain, star = interval(gains[metric]), "\\*" if kept[labels, loss, other, metric] else ""
+            row[name] = f"{gain}{star} ({gain.verdict})"
         rows.append(row | {"seeds": str(len(gains))})
     caption = (
         "Best top-k loss minus best robust loss without order, each the best of its kind by noisy validation. Points "

@@ -124,20 +124,24 @@ def as_numbers(runs: pd.DataFrame, columns: Iterable[str], scale: float = 1) -> 
     return runs
 
 
-def lines_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> list[pd.DataFrame]:
+def flags_of(runs: pd.DataFrame, *besides: str) -> list[str]:
+    """Return the identity flags that are columns, but the seeds and these."""
+    return [name for name in runs if name in IDENTITY and name not in (*SEEDS, *besides)]
+
+
+def lines_of(runs: pd.DataFrame, *besides: str) -> list[pd.DataFrame]:
     """Return the runs of each line. besides: flags that may differ within one."""
-    flags = [name for name in runs if name in IDENTITY and name not in (*SEEDS, *besides)]
-    return [runs.loc[rows.index] for _, rows in runs.groupby(flags, sort=False)]
+    return [line for _, line in runs.groupby(flags_of(runs, *besides), sort=False)]
 
 
-def settings_of(lines: Sequence[pd.DataFrame], besides: Sequence[str] = ()) -> tuple[pd.DataFrame, dict[str, str]]:
+def settings_of(lines: Sequence[pd.DataFrame], *besides: str) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return a row per line with the flags in which lines differ, and what is the same for all or for each method.
 
     A flag that differs between lines of one method, or is one of OWN, has a column. What differs between methods alone
     stands in the second value under their names, such as {"softsort, neuralsort:": "top1_mode sm"}.
     """
     firsts = pd.DataFrame([line.iloc[0] for line in lines]).reset_index(drop=True)
-    flags = [name for name in firsts if name in IDENTITY and name not in (*SEEDS, "method", "p_k", *besides)]
+    flags = flags_of(firsts, "method", "p_k", *besides)
     differ = [name for name in flags if firsts[name].nunique() > 1]
     own = [name for name in differ if name in OWN or (firsts.groupby("method")[name].nunique() > 1).any()]
     shared = {name: firsts[name][0] for name in flags if name not in differ and firsts[name][0]}
@@ -151,7 +155,7 @@ def settings_of(lines: Sequence[pd.DataFrame], besides: Sequence[str] = ()) -> t
 
 def experiment(line: pd.DataFrame) -> tuple[str, ...]:
     """Return the flags that make runs comparable with one another: data, network, precision, ..."""
-    return tuple(line[name].iloc[0] for name in line if name in IDENTITY and name not in (*SEEDS, *TRIED))
+    return tuple(line.iloc[0][flags_of(line, *TRIED)])
 
 
 def differences(line: pd.DataFrame, base: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:

@@ -51,7 +51,7 @@ def temperature_lines(runs: pd.DataFrame) -> list[pd.DataFrame]:
     place = runs["method"].map({method: number for number, method in enumerate(METHODS)})
     runs = runs.assign(place=place).sort_values(["place", "ended_at"], kind="stable")
     runs = runs.sort_values("p_k", key=lambda cells: cells.str.split(), ascending=False, kind="stable")
-    return lines_of(runs, besides=("inverse_temperature",))
+    return lines_of(runs, "inverse_temperature")
 
 
 def temperatures(name: str, runs: pd.DataFrame) -> Table:
@@ -60,7 +60,7 @@ def temperatures(name: str, runs: pd.DataFrame) -> Table:
     Best: by the mean over the seeds of P_K(1) top-1 + (1 - P_K(1)) top-5.
     """
     lines = temperature_lines(runs)
-    settings, shared = settings_of(lines, besides=("inverse_temperature",))
+    settings, shared = settings_of(lines, "inverse_temperature")
     cells = pd.DataFrame([temperature_cells(line) for line in lines])
     shared |= {
         name: settings.pop(name)[0] for name in list(settings) if name != "method" and settings[name].nunique() == 1

@@ -31,6 +31,7 @@ NUM_ROWS = {
     **{"temperature_training": 122, "scratch": 30, "implementation": 8, "quickstart": 4},
 }
 HEADS = "experiments/finetune_imagenet.py"
+SETTINGS = ("method", "p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin", "lr")
 PARSE = {
     "experiments/train_cifar100.py": train_cifar100.parse_arguments,
     HEADS: finetune_imagenet.parse_arguments,
@@ -241,7 +242,7 @@ def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, caps
         return {args.method: (args, recipes) for args, recipes in found}
 
     def trial(flags: dict, n_epochs: int, top5: float) -> dict:
-        cells = {name: flags[name] for name in ("method", *heads.SETTINGS, "lr")}
+        cells = {name: flags[name] for name in SETTINGS}
         measured = {"n_epochs": n_epochs, "valid_top1": 0.6, "valid_top5": top5}
         return {**cells, "p_k": " ".join(map(str, flags["p_k"])), **measured}
 
