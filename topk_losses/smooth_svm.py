@@ -35,27 +35,31 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
 
 
 def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
-    """Compute the smooth and the hard k-th largest score of the other classes, less the true class's: (rows, J) each.
+    """Compute what the kernel computes: the smooth k-th largest score of the others, less the true class's, (rows, J).
 
-    The smooth one is temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of
-    exp(others / temperature). Also returned: the largest scores of the others, falling, (rows, K + 1) or as many as
-    there are, without a gradient. scores (rows, n), labels (rows,) int64, ks rising up to K. O(n K) per row.
+    It is temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others /
+    temperature). Also returned: the K + 1 largest scores of the others, falling, without a gradient, -inf where there
+    are too few; and their classes. scores (rows, n), labels (rows,) int64, ks rising up to K < n. O(n K) per row.
     """
-    true = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
-    # The last class takes the true one's place. (A score of -inf there has no second derivatives: 0 times infinity.)
-    others = finite(scores.scatter(1, labels.unsqueeze(1), scores[:, -1:])[:, :-1])  # (rows, n - 1)
-    top = pad(others, (0, 1), value=MASKED).topk(min(ks[-1] + 1, scores.shape[1]), dim=1).values
-    kth = pick_ranks(top, ks)  # (rows, J)
-    enough = kth > MASKED / 2  # are there k others at all?
+    own = labels.unsqueeze(1)  # (rows, 1)
+    others, true = finite(scores).scatter(1, own, MASKED), scores.gather(1, own)
+    top, places = others.topk(ks[-1] + 1, dim=1)  # (rows, K + 1)
     # Logarithms of the size of z carry the rounding of z: float64, where the device has it, until all is subtracted.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
     highest = top[:, :1].detach().to(wide)  # (rows, 1)
     e = log_polynomials((others.to(wide) - highest) / temperature, ks[-1])
     logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)  # (rows, J)
     smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
-    too_few = -math.inf - true.detach()
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
-    return [torch.where(enough, smooth, too_few), torch.where(enough, kth - true, too_few), top]
+    return [torch.where(pick_ranks(top, ks) > -math.inf, smooth, -math.inf), top, places]
+
+
+def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
+    """Compute kth_largest by a kernel where there is one, with NaN for a row with NaN or +inf."""
+    kth, top, places, *_ = (kth_largest_kernel(scores, temperature) or kth_largest)(scores, labels, ks, temperature)
+    highest = torch.maximum(top[:, :1], scores.gather(1, labels.unsqueeze(1))).detach()  # (rows, 1)
+    # added, so that its gradient is NaN too
+    return [kth + torch.zeros_like(highest).where(highest < math.inf, math.nan), top, places]
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -76,6 +80,7 @@ class SmoothTopKLoss(SingleKLoss):
     """
 
     shown = ("tau", "alpha", *SingleKLoss.shown)
+    turns_hard = False  # where the k-th and the (k+1)-th largest logits lie far apart
 
     def __init__(
         self, k: SupportsIndex, tau: float | Tensor = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
@@ -98,21 +103,20 @@ class SmoothTopKLoss(SingleKLoss):
         if target is None:
             return None
         tau = call.beta
-        find = kth_largest_kernel(scores, tau) or kth_largest
-        smooth, hard, top, *_ = find(scores, target, [self.k], as_tensor(self.k * tau, scores))
-        smooth, hard = smooth.squeeze(1), hard.squeeze(1)
-        true = scores.gather(1, target.unsqueeze(1)).squeeze(1).detach()  # (rows,)
-        # NaN for a row with NaN or +inf; added, so that its gradient is NaN too
-        spoilt = torch.zeros_like(true).where(torch.maximum(top[:, 0], true) < math.inf, math.nan)  # (rows,)
-        smooth, hard = self.alpha + smooth / self.k + spoilt, self.alpha + hard / self.k + spoilt
-        return self._hinge(smooth, hard, top, true, tau)
-
-    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor, tau: Any) -> Tensor:
-        """The loss (rows,) from alpha + (kth - s_y) / k, smooth or hard (rows,); the rest serves SmoothHardTopKLoss."""
+        kth, top, places = compare_with_kth(scores, target, [self.k], as_tensor(self.k * tau, scores))
+        margin = self.alpha + kth.squeeze(1) / self.k  # (rows,)
         # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
-        if isinstance(tau, Tensor):
-            return tau * F.softplus(smooth / tau, threshold=40)
-        return F.softplus(smooth, beta=1 / tau, threshold=40)
+        smooth = tau * F.softplus(margin / tau, threshold=40)
+        if not self.turns_hard:
+            return smooth
+        pair = torch.cat(
+            [places[:, self.k - 1 : self.k], target.unsqueeze(1)], dim=1
+        )  # the k-th largest other class, the true one
+        hard_kth, true = scores.gather(1, pair).unbind(1)  # (rows,) each
+        ranked = torch.cat([top, true.detach().unsqueeze(1)], dim=1).sort(dim=1, descending=True).values
+        far_apart = ranked[:, self.k - 1] - ranked[:, self.k] >= self.k * tau * math.log(HARD_RATIO)  # (rows,)
+        hard = F.relu(self.alpha + (hard_kth - true) / self.k)
+        return torch.where(far_apart & ~smooth.isnan(), hard, smooth)
 
 
 class SmoothHardTopKLoss(SmoothTopKLoss):
@@ -124,12 +128,4 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     shapes and errors are those of SmoothTopKLoss.
     """
 
-    def _hinge(self, smooth: Tensor, hard: Tensor, top: Tensor, true: Tensor, tau: Any) -> Tensor:
-        # Insert the true class's score into the ranking of the others: s_[r] is the median of o_[r], s_y, o_[r-1].
-        kth, following = top[:, self.k - 1], top[:, self.k]  # (rows,)
-        kth_of_all = torch.maximum(kth, true)  # (rows,)
-        if self.k > 1:
-            kth_of_all = torch.minimum(kth_of_all, top[:, self.k - 2])
-        next_of_all = torch.maximum(following, torch.minimum(kth, true))  # (rows,)
-        far_apart = kth_of_all - next_of_all >= self.k * tau * math.log(HARD_RATIO)  # (rows,)
-        return torch.where(far_apart, F.relu(hard), super()._hinge(smooth, hard, top, true, tau))
+    turns_hard = True

@@ -11,7 +11,6 @@ sample and k, from smooth_svm.py. A loss over a P_K with several k mixes them, -
 publication of that was found.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.kernels import kth_largest_kernel
-from topk_losses.operator import MASKED, MaskOperator, as_tensor, centered, finite, pick_ranks
-from topk_losses.smooth_svm import kth_largest, log_polynomials
+from topk_losses.operator import MASKED, MaskOperator, as_tensor, centered, finite
+from topk_losses.smooth_svm import compare_with_kth, log_polynomials
 
 
 class SubsetTopK(MaskOperator):
@@ -39,14 +37,8 @@ class SubsetTopK(MaskOperator):
         proper = [k for k in ks if k < scores.shape[1]]
         if not proper:  # among n classes all are within n
             return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
-        find = kth_largest_kernel(scores, beta) or kth_largest
-        # kth / beta - s_y
-        distance, _, top, *_ = find(scores, labels, proper, 1 / as_tensor(beta, scores))
-        true = scores.gather(1, labels.unsqueeze(1)).detach()  # (rows, 1)
-        spoilt = torch.zeros_like(true).where(torch.maximum(top[:, :1], true) < math.inf, math.nan)  # by a NaN or +inf
-        distance = torch.where(true == -math.inf, -MASKED, distance)  # (rows, J)
-        few = pick_ranks(top, proper) == -math.inf  # fewer than k others: the true class is within k for sure
-        distance = torch.where(few, MASKED, distance) + spoilt  # beta times -inf would have no gradient
+        distance, *_ = compare_with_kth(scores, labels, proper, 1 / as_tensor(beta, scores))  # kth / beta - s_y
+        distance = distance.nan_to_num(torch.nan, -MASKED, MASKED)  # (rows, J); beta times inf would have no gradient
         return pad(logsigmoid(-beta * distance), (0, len(ks) - len(proper)))
 
     def _values_of_all(self, scores: Tensor, ks: Sequence[int], beta: Any) -> Tensor:

@@ -16,20 +16,19 @@ def empty_gradient(scores: Tensor) -> Tensor:
 
 def custom_operator(
     name: str, eager: Callable[..., list[Tensor]], compute: Callable[..., list[Tensor]],
-    allocate: Callable[..., list[Tensor]], compute_gradient: Callable[..., Tensor], num_results: int = 1,
+    allocate: Callable[..., list[Tensor]], compute_gradient: Callable[..., Tensor],
 ) -> Callable[..., list[Tensor]]:  # fmt: skip
-    """Make a kernel the operator torch.ops.topk_losses.<name>, differentiable by its first argument, the scores.
+    """Make a kernel the operator torch.ops.topk_losses.<name>; its first result is differentiable by the scores.
 
     Args:
         name: of the operator.
-        eager: eager(*inputs) returns the results, by eager PyTorch, for second derivatives. PyTorch reads the types of
-            its arguments.
-        compute: compute(*inputs) returns the results and then what the backward pass needs.
-        allocate: allocate(*inputs) returns the same tensors without their numbers. Sizes stay symbolic (`.shape[0]`,
-            never `len`), for one compiled graph over all batch sizes.
-        compute_gradient: compute_gradient(grads, outputs, *inputs) returns the gradient of the scores from those of
-            the results, and from what `compute` returned.
-        num_results: number of results that have a gradient.
+        eager: eager(scores, *settings) returns the results, by eager PyTorch, for second derivatives. PyTorch reads
+            the types of its arguments.
+        compute: compute(scores, *settings) returns the results and then what the backward pass needs.
+        allocate: allocate(scores, *settings) returns the same tensors without their numbers. Sizes stay symbolic
+            (`.shape[0]`, never `len`), for one compiled graph over all batch sizes.
+        compute_gradient: compute_gradient(grad, outputs, scores, *settings) returns the gradient of the scores from
+            that of the first result, and from what `compute` returned.
 
     Returns:
         The operator; outside of a compiler without PyTorch's dispatcher, whose Python code takes tenths of a
@@ -38,33 +37,30 @@ def custom_operator(
     schema = torch.library.infer_schema(eager, mutates_args=())
     operator = torch.library.custom_op(f"topk_losses::{name}", compute, mutates_args=(), schema=schema)
     operator.register_fake(allocate)
-    schema = schema.replace("(", "(Tensor[] grads, Tensor[] outputs, ").replace("-> Tensor[]", "-> Tensor")
+    schema = schema.replace("(", "(Tensor grad, Tensor[] outputs, ").replace("-> Tensor[]", "-> Tensor")
     gradient = torch.library.custom_op(
         f"topk_losses::{name}_backward", compute_gradient, mutates_args=(), schema=schema
     )
-    gradient.register_fake(lambda grads, outputs, scores, *others: empty_gradient(scores))
+    gradient.register_fake(lambda grad, outputs, scores, *settings: empty_gradient(scores))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         ctx.settings = [None if isinstance(value, Tensor) else value for value in inputs]
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs), *output)
         ctx.set_materialize_grads(False)
 
-    def gradients(ctx: Any, grads: Sequence[Tensor | None], compute_gradient: Callable[..., Tensor]) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, compute_gradient: Callable[..., Tensor]) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: where memory is saved by computing again, each access does so
         inputs = [tensor if setting is None else setting for setting, tensor in zip(ctx.settings, saved)]
-        outputs, grads = saved[len(inputs) :], grads[:num_results]
         if torch.is_grad_enabled():  # create_graph=True
-            with full_precision(inputs[0].device):  # backward may run under autocast
+            with full_precision(grad.device):  # backward may run under autocast
                 scores = inputs[0].view_as(inputs[0])
-                pairs = zip(eager(scores, *inputs[1:]), grads)
-                results, weights = zip(*(pair for pair in pairs if pair[1] is not None))
-                (grad_scores,) = torch.autograd.grad(results, scores, weights, create_graph=True)
+                result = eager(scores, *inputs[1:])[0]
+                (grad_scores,) = torch.autograd.grad(result, scores, grad, create_graph=True)
         else:
-            known = [torch.zeros_like(result) if grad is None else grad for result, grad in zip(outputs, grads)]
-            grad_scores = compute_gradient(known, outputs, *inputs)
+            grad_scores = compute_gradient(grad, saved[len(inputs) :], *inputs)
         return grad_scores, *(None for _ in inputs[1:])
 
-    operator.register_autograd(lambda ctx, grads: gradients(ctx, grads, gradient), setup_context=setup_context)
+    operator.register_autograd(lambda ctx, grads: backward(ctx, grads[0], gradient), setup_context=setup_context)
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -74,10 +70,7 @@ def custom_operator(
             return tuple(outputs)
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            return gradients(ctx, grads, compute_gradient)
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            return backward(ctx, grads[0], compute_gradient)
 
-    def choose(*inputs: Any) -> list[Tensor]:
-        return operator(*inputs) if torch.compiler.is_compiling() else list(Direct.apply(*inputs))
-
-    return choose
+    return lambda *inputs: operator(*inputs) if torch.compiler.is_compiling() else list(Direct.apply(*inputs))
