@@ -9,6 +9,8 @@ turn, and all numbers are medians. A row with `heads` above 1 is one step of tha
 `over_separate` its time as a share of so many steps of one head. `loss` and `official_loss` are those of one batch.
 """
 
+import contextlib
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -60,15 +62,13 @@ def steps_of(
     steps, losses = {}, {}
     for method in methods:
         case = (method, DEFAULT_P_K.get(method, [0.2] * 5), n, m if method in RELAXATIONS else None, device)
-        ours = make_ours(*case)
-        steps |= {("ours", method, number): step_of(ours, number) for number in sorted({1, heads})}
-        losses["ours", method, 1] = ours(logits, labels[:batch]).item()
-        try:
-            official = difftopk.make(*case)
-        except ValueError:  # it has no such loss
-            continue
-        steps["difftopk", method, 1] = step_of(official, 1)
-        losses["difftopk", method, 1] = official(logits, labels[:batch]).item()
+        found = {"ours": make_ours(*case)}
+        with contextlib.suppress(ValueError):  # it has no such loss
+            found["difftopk"] = difftopk.make(*case)
+        for name, loss_fn in found.items():
+            losses[name, method, 1] = loss_fn(logits, labels[:batch]).item()
+            for number in sorted({1, heads if name == "ours" else 1}):
+                steps[name, method, number] = step_of(loss_fn, number)
     return steps, losses
 
 
@@ -78,12 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="sizes, BATCHxDIMxNmM")
     flags.add_argument("--heads", type=positive_int, default=3, help="heads in one pass, also timed (default: 3)")
     args = flags.parse_args(argv)
-    methods = list(dict.fromkeys([SOFTMAX, *(args.methods or METHODS)]))
-    for case in args.sizes:
-        if len(case) != 4:
-            flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, got {case}")
+    if wrong := [case for case in args.sizes if len(case) != 4]:
+        flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, got {wrong[0]}")
     prepare_device(args.device, args.threads)
-    table = Table(args)
+    table, methods = Table(args), list(dict.fromkeys([SOFTMAX, *(args.methods or METHODS)]))
     for case in args.sizes:
         batch, dim, n, m = case
         steps, losses = steps_of(case, methods, args.heads, args.device)
@@ -91,16 +89,15 @@ def main(argv: list[str] | None = None) -> int:
         for implementation, method, number in times:
             if implementation == "difftopk":
                 continue
-            ours, alone = times["ours", method, number], times["ours", method, 1]
-            official = times.get(("difftopk", method, number))
+            ours, softmax = times["ours", method, number], times["ours", SOFTMAX, number]
+            official = times.get(("difftopk", method, number), [math.nan])
             table.add(
                 **{"method": method, "batch": batch, "dim": dim, "n": n, "m": m if method in RELAXATIONS else None},
-                **{"heads": number, "ms": statistics.median(ours)},
-                over_softmax=f"{ratio(ours, times['ours', SOFTMAX, number]):.3f}",
-                over_separate=f"{ratio(ours, alone) / number:.3f}" if number > 1 else None,
-                official_path=executor_of(method) if official else None,
-                official_ms=statistics.median(official) if official else None,
-                official_over_ours=ratio(official, ours) if official else None,
+                **{"heads": number, "ms": statistics.median(ours), "over_softmax": f"{ratio(ours, softmax):.3f}"},
+                over_separate=f"{ratio(ours, times['ours', method, 1]) / number:.3f}" if number > 1 else None,
+                official_path=executor_of(method) if len(official) > 1 else None,
+                official_ms=statistics.median(official),
+                official_over_ours=ratio(official, ours),
                 loss=losses.get(("ours", method, number)),
                 official_loss=losses.get(("difftopk", method, number)),
             )

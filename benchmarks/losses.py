@@ -55,7 +55,7 @@ def peak_mib(device: torch.device) -> float:
 
 
 def measure(name: str, case: tuple, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: the first pass's peak memory and the later passes' times, or {"failed": reason}."""
+    """In a process of its own: the first pass's peak memory and the later passes' times; NaN, and why it failed."""
     method, p_k, n, m, device = case
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -78,19 +78,20 @@ def measure(name: str, case: tuple, batch: int, arguments: argparse.Namespace) -
         one_pass()
         peak, first = peak_mib(device) - before, time.perf_counter() - start
         keep_freed_memory()  # as the scripts do
-        left, passes, median = arguments.limit_s - first, 1, first
-        if left > 0:
-            from torch.utils.benchmark import Timer  # see runner.py
+        if (left := arguments.limit_s - first) <= 0:
+            return {"ms": 1e3 * first, "peak_mib": f"{peak:.1f}", "passes": 1}
+        from torch.utils.benchmark import Timer  # see runner.py
 
-            timer = Timer("one_pass()", globals={"one_pass": one_pass}, num_threads=arguments.threads)
-            measured = timer.blocked_autorange(min_run_time=min(left, max(arguments.repeats * first, 0.2)))
-            passes, median = measured.number_per_run * len(measured.times), measured.median
-        return {"ms": 1e3 * median, "peak_mib": f"{peak:.1f}", "passes": passes}
+        timer = Timer("one_pass()", globals={"one_pass": one_pass}, num_threads=arguments.threads)
+        measured = timer.blocked_autorange(min_run_time=min(left, max(arguments.repeats * first, 0.2)))
+        passes = measured.number_per_run * len(measured.times)
+        return {"ms": 1e3 * measured.median, "peak_mib": f"{peak:.1f}", "passes": passes}
     except ValueError as error:  # it has no such loss
-        return {"failed": str(error)}
+        return {"ms": math.nan, "failed": str(error)}
     except (MemoryError, RuntimeError) as error:
         out = isinstance(error, MemoryError) or "alloc" in str(error)
-        return {"failed": f"needs more than {arguments.limit_gib} GiB" if out else str(error).splitlines()[0]}
+        reason = f"needs more than {arguments.limit_gib} GiB" if out else str(error).splitlines()[0]
+        return {"ms": math.nan, "failed": reason}
 
 
 def run(*task: Any) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def run(*task: Any) -> dict[str, Any]:
         with ProcessPoolExecutor(1, context) as process:
             return process.submit(measure, *task).result()
     except BrokenProcessPool:
-        return {"failed": "the process was killed"}
+        return {"ms": math.nan, "failed": "the process was killed"}
 
 
 def work(method: str, n: int, k: int) -> tuple[float, float]:
@@ -116,41 +117,36 @@ def work(method: str, n: int, k: int) -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "losses.csv", "all; with --scaling ten", repeats=7, limit_gib=16)
-    flags.add_argument(
-        "--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="sizes, BATCHxN or BATCHxNmM"
-    )
+    message = "sizes, BATCHxN or BATCHxNmM"
+    flags.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help=message)
     flags.add_argument("--limit_s", type=float, default=60, help="seconds of a measurement (default: 60)")
     flags.add_argument("--scaling", action="store_true", help="vary n, k and the batch size instead")
-    flags.add_argument(
-        "--max_n", type=positive_int, default=max(NS), help="largest n of --scaling (default: %(default)s)"
-    )
+    message = "largest n of --scaling (default: %(default)s)"
+    flags.add_argument("--max_n", type=positive_int, default=max(NS), help=message)
     arguments = flags.parse_args(argv)
-    sizes = arguments.sizes
+    sizes, methods = [(*numbers, 5) for numbers in arguments.sizes], arguments.methods or METHODS
     if arguments.scaling:
-        moved = [(128, n, 5) for n in NS] + [(128, 1000, k) for k in KS] + [(batch, 1000, 5) for batch in BATCHES]
-        sizes = [(batch, n, None, k) for batch, n, k in dict.fromkeys(moved) if n <= arguments.max_n]
+        sizes = [(128, n, None, 5) for n in NS] + [(128, 1000, None, k) for k in KS]
+        sizes += [(batch, 1000, None, 5) for batch in BATCHES]
+        sizes, methods = [case for case in sizes if case[1] <= arguments.max_n], arguments.methods or LOSSES
     others = {} if arguments.scaling else contenders.installed()
     table, device = Table(arguments), arguments.device
-    for batch, n, m, *ks in sizes:
-        plain = run("ours", (SOFTMAX, [1.0], n, None, device), batch, arguments)
-        for method in arguments.methods or (LOSSES if arguments.scaling else METHODS):
-            k = ks[0] if ks else 5
+    for batch, n, m, k in dict.fromkeys(sizes):
+        plain = run("ours", (SOFTMAX, [1.0], n, None, device), batch, arguments)["ms"]
+        for method in methods:
             p_k = [1.0] if method in TOP1 else [0.0] * (k - 1) + [1.0] if method in SINGLE_K else [1 / k] * k
-            case = (method, p_k, n, m, device)
-            ours = run("ours", case, batch, arguments)
+            found = {name: run(name, (method, p_k, n, m, device), batch, arguments) for name in ("ours", *others)}
+            ours = found["ours"]
             row = {"method": method, "batch": batch, "n": n, "m": m, "k": k, "p_k": " ".join(f"{p:g}" for p in p_k)}
             row |= {name: ours.get(name) for name in ("ms", "peak_mib", "passes")}
-            notes = {"ours": ours.get("failed")}
             for name in others:
-                found, column = run(name, case, batch, arguments), name.replace("difftopk", "official")
-                notes[name] = found.get("failed")
-                row |= {f"{column}_ms": found.get("ms"), f"{column}_peak_mib": found.get("peak_mib")}
-                row[f"{column}_over_ours"] = found["ms"] / ours["ms"] if "ms" in found and "ms" in ours else None
-            if "difftopk" in others:
-                row["official_path"] = executor_of(method)
-            row["cross_entropy_ms"], row["spin_count"] = plain.get("ms"), os.environ.get("GOMP_SPINCOUNT")
-            row["ours_over_cross_entropy"] = ours["ms"] / plain["ms"] if "ms" in ours and "ms" in plain else None
-            row["note"] = "; ".join(f"{whose}: {why}" for whose, why in notes.items() if why)
+                column, other = name.replace("difftopk", "official"), found[name]
+                row |= {f"{column}_ms": other["ms"], f"{column}_peak_mib": other.get("peak_mib")}
+                row[f"{column}_over_ours"] = other["ms"] / ours["ms"]
+            row |= {"official_path": executor_of(method)} if "difftopk" in others else {}
+            row |= {"cross_entropy_ms": plain, "spin_count": os.environ.get("GOMP_SPINCOUNT")}
+            row["ours_over_cross_entropy"] = ours["ms"] / plain
+            row["note"] = "; ".join(f"{whose}: {one['failed']}" for whose, one in found.items() if one.get("failed"))
             table.add(**row)
     if arguments.scaling:  # only now: processes are forked from one that ran no tensor operation
         for row in table.rows:

@@ -86,9 +86,9 @@ class Table:
         self._machine |= {"torch": torch.__version__, "python": platform.python_version(), "git_commit": git_commit()}
 
     def add(self, **row: Any) -> None:
-        """Add a row and print it; a float has four digits, None is empty."""
+        """Add a row and print it; a float has four digits, None and NaN are empty."""
         row = {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()}
-        row = {name: "" if cell is None else cell for name, cell in row.items()}
+        row = {name: "" if cell in (None, "nan") else cell for name, cell in row.items()}
         print("  ".join(f"{name} {cell}" for name, cell in row.items() if cell != ""), flush=True)
         self.rows.append({**row, **self._machine})
 

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable
 
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision import transforms
+from torchvision.datasets import CIFAR100
 
 from benchmarks.runner import SOFTMAX, Table, parser, ratio, take_turns
 from data.cifar import CIFAR_MEAN, CIFAR_STD, crop_and_flip, epoch_generator, sample_crops, scale_and_shift
@@ -33,19 +33,13 @@ from topk_losses import METHODS, RELAXATIONS, make_loss
 NUM_CLASSES = 100
 
 
-class PilImages(Dataset):
-    """Images (N, 3, 32, 32) uint8 and labels (N,), each made a PIL image and transformed when it is asked for."""
+class RandomImages(CIFAR100):
+    """torchvision's CIFAR-100 with other images (N, 3, 32, 32) uint8 and labels (N,)."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
+        self.data, self.targets, self.target_transform = images.permute(0, 2, 3, 1).numpy(), labels.tolist(), None
         steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
         self.transform = transforms.Compose([*steps, transforms.Normalize(CIFAR_MEAN, CIFAR_STD)])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
 
 
 def settings_of(method: str) -> dict[str, object]:
@@ -89,7 +83,7 @@ def official_step(
 ) -> Callable[[], None]:
     """Return a function that makes one training step by the official recipe."""
     options = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
-    loader = DataLoader(PilImages(images, labels), batch, shuffle=True, drop_last=True, **options)
+    loader = DataLoader(RandomImages(images, labels), batch, shuffle=True, drop_last=True, **options)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # of epoch after epoch
     model = resnet_cifar("resnet18", NUM_CLASSES).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
@@ -109,37 +103,34 @@ def official_step(
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     flags = parser(__doc__, "training_step.csv", "all; with --recipe two", turns=7, steps=3, batch=128, images=5000)
-    flags.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="bf16", help="precision of our step (default: bf16)"
-    )
+    message = "precision of our step (default: bf16)"
+    flags.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help=message)
     flags.add_argument("--recipe", action="store_true", help="compare with the official recipe instead")
     args = flags.parse_args(argv)
     torch.manual_seed(0)
     prepare_device(args.device, args.threads)
     data = torch.randint(256, (args.images, 3, 32, 32), dtype=torch.uint8), torch.randint(NUM_CLASSES, (args.images,))
-    table, methods = Table(args), args.methods or ([SOFTMAX, "splitter_selection"] if args.recipe else list(METHODS))
+    table, turns = Table(args), (args.turns, args.steps, args.threads)
     if not args.recipe:
-        steps = our_steps(list(dict.fromkeys([SOFTMAX, *methods])), *data, args.batch, args.precision, args.device)
-        times = take_turns(steps, args.turns, args.steps, args.threads)
-        for name, turns in times.items():
-            over, milliseconds = ratio(turns, times[SOFTMAX]), statistics.median(turns)
-            row = {"method": name, "precision": args.precision, "ms_per_step": milliseconds}
-            row["over_softmax"] = f"{over:.3f}" if name != "augmentation" else None
-            table.add(**row, images_per_second=f"{args.batch / milliseconds * 1e3:.0f}")
+        methods = list(dict.fromkeys([SOFTMAX, *(args.methods or METHODS)]))
+        times = take_turns(our_steps(methods, *data, args.batch, args.precision, args.device), *turns)
+        for name, found in times.items():
+            row = {"method": name, "precision": args.precision, "ms_per_step": statistics.median(found)}
+            row["over_softmax"] = f"{ratio(found, times[SOFTMAX]):.3f}" if name != "augmentation" else None
+            table.add(**row, images_per_second=f"{args.batch / row['ms_per_step'] * 1e3:.0f}")
         return table.write()
-    for method in methods:
+    for method in args.methods or [SOFTMAX, "splitter_selection"]:
         found = []
         for workers in (0, args.threads):
             ours = our_steps([method], *data, args.batch, args.precision, args.device)[method]
-            steps = {"ours": ours, "official": official_step(method, *data, args.batch, workers, args.device)}
-            turns = take_turns(steps, args.turns, args.steps, args.threads)
-            rate, official = (1e3 * args.batch / statistics.median(times) for times in turns.values())
-            found.append((official, rate, ratio(turns["official"], turns["ours"]), workers))
-        official, rate, over, workers = max(found)
-        row = {"method": method, "precision": args.precision, "images_per_second": rate}
-        table.add(
-            **row, official_images_per_second=official, ours_over_official=f"{over:.3f}", official_workers=workers
-        )
+            official = official_step(method, *data, args.batch, workers, args.device)
+            times = take_turns({"ours": ours, "official": official}, *turns)
+            rate, official_rate = (
+                1e3 * args.batch / statistics.median(milliseconds) for milliseconds in times.values()
+            )
+            found.append((official_rate, rate, f"{ratio(times['official'], times['ours']):.3f}", workers))
+        names = ("official_images_per_second", "images_per_second", "ours_over_official", "official_workers")
+        table.add(method=method, precision=args.precision, **dict(zip(names, max(found))))
     return table.write()
 
 
