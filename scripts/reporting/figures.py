@@ -6,6 +6,7 @@ The colour is that of a method's family, the marker its own.
 import re
 import textwrap
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib as mpl
@@ -19,29 +20,21 @@ from matplotlib.figure import Figure
 from scripts.reporting import findings, noise, studies, tables
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, half_width
+from topk_losses import METHODS
 
 plt.style.use(Path(__file__).with_name("report.mplstyle"))
 BENCHMARKS = tables.PAPER.parent / "benchmarks"
 PAGE, WIDEST = 7.6, 35  # inches; points of accuracy that a panel shows
-FAMILIES = {
-    "C7": ("softmax_cross_entropy", "ldr_kl", "smooth_topk", "smooth_hard_topk", "truncated_entropy", "noised_topk"),
-    "C5": ("imbalanced_noised_topk",),
-    "C6": (
-        "forward_correction",
-        "generalized_cross_entropy",
-        "symmetric_cross_entropy",
-        "nce_rce",
-        "phuber_cross_entropy",
-    ),
-    "C1": ("neuralsort", "softsort"),
-    "C2": ("sinkhorn_sort", "soft_topk"),
-    "C4": ("lml", "lapsum", "sparse_topk", "capped_softmax", "subset_topk"),
-    "C3": ("df_topk", "recall_surrogate", "perturbed_topk"),
-    "C0": ("odd_even", "bitonic", "splitter_selection"),
+COLORS = {"losses": "C7", "robust": "C6", "sorts": "C1", "transports": "C2", "thresholds": "C4", "subsets": "C4"}
+COLORS |= {"ranks": "C3", "networks": "C0"}
+STYLE = {
+    name: {"color": color, "marker": mark}
+    for color, names in groupby(METHODS, lambda name: COLORS[METHODS[name].family])
+    for name, mark in zip(names, "os^DvX")
 }
-PAIRS = [(color, mark, name) for color, names in FAMILIES.items() for mark, name in zip("os^DvX", names)]
-STYLE = {name: {"color": color, "marker": mark} for color, mark, name in PAIRS}
+STYLE["imbalanced_noised_topk"] = {"color": "C5", "marker": "o"}  # the seventh of six marks
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
+ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
 SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 
 
@@ -68,16 +61,12 @@ def lines(
     for (title, part), column in zip(parts, grid.T):
         for axis, (y, label) in zip(column, ys.items()):
             for _, rows in part.dropna(subset=[x, y]).groupby(by, sort=False):
-                found, style = (
-                    rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"]),
-                    STYLE[rows["method"].iloc[0]],
-                )
-                half, every = half_width(found["std"], found["count"]), max(1, len(found) // 8)
-                axis.plot(found["mean"], label=rows["method"].iloc[0], markevery=every, **style)
-                band = found["mean"] - half, found["mean"] + half
-                axis.fill_between(found.index, *band, alpha=0.2, color=style["color"])
+                method, found = rows["method"].iloc[0], rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"])
+                half, color = half_width(found["std"], found["count"]), STYLE[method]["color"]
+                axis.plot(found["mean"], label=method, markevery=max(1, len(found) // 8), **STYLE[method])
+                axis.fill_between(found.index, found["mean"] - half, found["mean"] + half, alpha=0.2, color=color)
                 if dotted:
-                    axis.plot(rows[x], rows[y + dotted], linestyle=":", linewidth=0.8, color=style["color"])
+                    axis.plot(rows[x], rows[y + dotted], linestyle=":", linewidth=0.8, color=color)
             axis.set(ylabel=label if axis in grid[:, 0] else "", **axes)
             axis.minorticks_off()
         column[0].set_title(title)
@@ -123,7 +112,7 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     metrics = [metric for metric in METRICS if f"{metric}_mean" in frame]
     for metric in metrics:
         frame[f"{metric}_half"] = half_width(frame.get(f"{metric}_std", float("nan")), frame["n_seeds"].astype(float))
-        panels.append((f"test {METRICS[metric]} (%)", f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
+        panels.append((ACCURACIES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
     frame = frame.dropna(subset=[f"{metrics[0]}_mean"])
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
     cells = tables.shown(table._replace(frame=frame))
@@ -139,7 +128,7 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
 def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
     """Draw the mean of five epochs over the epochs, a line per run, with the published end points."""
     table = studies.epochs(path, runs)
-    ys = {f"mean_{metric}": f"test {label} (%)" for metric, label in METRICS.items()}
+    ys = {f"mean_{metric}": label for metric, label in ACCURACIES.items()}
     figure, ends = lines(table, "epoch", ys, by="run_id"), studies.published_ends(path, table)
     for axis, metric in zip(figure.axes, METRICS):
         for run_id, method in table.groupby("run_id")["method"].first().items():
@@ -150,10 +139,8 @@ def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
 
 def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]:
     """Draw NAME_P_K for each P_K: accuracy over the inverse temperature, of heads times the spread of the logits."""
-    frame, drawn = (
-        pd.concat(line.assign(line=number) for number, line in enumerate(studies.temperature_lines(runs))),
-        [],
-    )
+    numbered = enumerate(studies.temperature_lines(runs))
+    frame, drawn = pd.concat(line.assign(line=number) for number, line in numbered), []
     is_linear = studies.SPREAD in frame
     x = "inverse temperature" + " × standard deviation of the logits" * is_linear
     frame[x] = frame["number"] * (frame[studies.SPREAD] if is_linear else 1)
@@ -163,8 +150,7 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
         part = part.groupby("line").filter(lambda rows: len(rows) > 1)
         if part.empty:
             continue
-        ys = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
-        figure = lines(part, x, ys, by="line", xscale="log")
+        figure = lines(part, x, ACCURACIES, by="line", xscale="log")
         for axis, metric in zip(figure.axes, METRICS):
             if not softmax.empty:
                 axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)
@@ -179,7 +165,7 @@ def draw_benchmarks(folder: Path) -> list[Path]:
     """Draw times (ours beside difftopk's) and cost_over_size (with its asymptotes, dotted) of results/benchmarks/."""
     names = ("training_step", "losses", "scaling")
     steps, losses, scaling = (pd.read_csv(BENCHMARKS / f"{name}.csv") for name in names)
-    frame = pd.DataFrame(index=[method for method in STYLE if method in set(losses["method"])])
+    frame = pd.DataFrame(index=[method for method in METHODS if method in set(losses["method"])])
     frame["step"] = steps.set_index("method")["ms_per_step"] * STEPS_PER_EPOCH / 1000
     panels = [("ResNet-18\n(s/epoch)", "step", "", "")]
     for (m, n, batch), part in losses.fillna({"m": 0}).groupby(["m", "n", "batch"]):
