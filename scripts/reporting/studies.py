@@ -6,17 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from scripts.reporting import runs as core
-from scripts.reporting.runs import (
-    METRICS,
-    VALID,
-    Interval,
-    ReportError,
-    interval,
-    lines_of,
-    mean_std,
-    settings_of,
-    short,
-)
+from scripts.reporting.runs import METRICS, VALID, Interval, ReportError, interval, mean_std, short
 from scripts.reporting.tables import PAPER, Table, as_markdown, origin, read_published, without_empty_columns
 from topk_losses import METHODS
 
@@ -51,7 +41,7 @@ def temperature_lines(runs: pd.DataFrame) -> list[pd.DataFrame]:
     place = runs["method"].map({method: number for number, method in enumerate(METHODS)})
     runs = runs.assign(place=place).sort_values(["place", "ended_at"], kind="stable")
     runs = runs.sort_values("p_k", key=lambda cells: cells.str.split(), ascending=False, kind="stable")
-    return lines_of(runs, "inverse_temperature")
+    return core.lines_of(runs, "inverse_temperature")
 
 
 def temperatures(name: str, runs: pd.DataFrame) -> Table:
@@ -60,7 +50,7 @@ def temperatures(name: str, runs: pd.DataFrame) -> Table:
     Best: by the mean over the seeds of P_K(1) top-1 + (1 - P_K(1)) top-5.
     """
     lines = temperature_lines(runs)
-    settings, shared = settings_of(lines, "inverse_temperature")
+    settings, shared = core.settings_of(lines, "inverse_temperature")
     cells = pd.DataFrame([temperature_cells(line) for line in lines])
     shared |= {
         name: settings.pop(name)[0] for name in list(settings) if name != "method" and settings[name].nunique() == 1
@@ -70,25 +60,21 @@ def temperatures(name: str, runs: pd.DataFrame) -> Table:
 
 def temperature_cells(line: pd.DataFrame) -> dict[str, str]:
     """Return the cells of one method and P_K, by their headings."""
-    groups = dict(iter(line.groupby("temperature", sort=False)))
-    means = line.groupby("temperature", sort=False)[[*METRICS, *VALID, "number"]].mean()
-    first = core.p_k_of(line["p_k"].iloc[0])[0]
+    by_temperature = line.groupby("temperature", sort=False)
+    means = by_temperature[[*METRICS, *VALID, "number"]].mean()
+    first, default = core.p_k_of(line["p_k"].iloc[0])[0], METHODS[line["method"].iloc[0]].inverse_temperature
     aim = first * means["valid_top1"] + (1 - first) * means["valid_top5"]
     is_schedule = aim.index.str.contains(":")
     constant, schedules = aim[~is_schedule & (aim.index != "auto")], aim[is_schedule]
-    rows = groups[constant.idxmax()] if len(constant) else line[:0]
-    default = METHODS[line["method"].iloc[0]].inverse_temperature
-    best, shown, times_spread = rows["number"].mean(), "—", ""
+    rows = by_temperature.get_group(constant.idxmax()) if len(constant) else line[:0]
+    cells, best = {"inverse temperature": "—", "times logit std": ""}, rows["number"].mean()
     if best > 0 and default is not None:
-        end = (
-            ", the least" if best == means["number"].min() else ", the largest" if best == means["number"].max() else ""
-        )
-        shown = f"{best:g} ({best / default:g}x{end})"
-        times_spread = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
+        ends = {means["number"].max(): ", the largest", means["number"].min(): ", the least"}
+        cells["inverse temperature"] = f"{best:g} ({best / default:g}x{ends.get(best, '')})"
+        cells["times logit std"] = f"{best * rows[SPREAD].mean():.2g}" if SPREAD in rows else ""
+    cells |= {label: mean_std(rows[metric]) for metric, label in METRICS.items()}
     others = {"default": "" if default is None else f"{default:g}", "auto": "auto"}
     others["schedule"] = schedules.idxmax() if len(schedules) else None
-    cells = {"inverse temperature": shown, "times logit std": times_spread}
-    cells |= {label: mean_std(rows[metric]) for metric, label in METRICS.items()}
     for kind, temperature in others.items():
         cells |= {kind: temperature or ""} if kind == "schedule" else {}
         for metric, label in METRICS.items():
@@ -117,34 +103,31 @@ def auto_gains(path: Path, *methods: str) -> str:
 
 def beam_search(name: str, runs: pd.DataFrame) -> str:
     """Return Markdown: error rates of each arm, each arm minus the control by seed, accuracy by position."""
-    rates = [metric for metric in RATES if metric in runs and runs[metric].any()]
-    percent = [rate for rate in rates if "_per_" not in rate]
-    runs = core.as_numbers(core.as_numbers(runs, percent, 100), [rate for rate in rates if rate not in percent])
-    runs = runs.assign(**{rate: 100 * runs[rate] for rate in rates if rate not in percent})
+    rates = [rate for rate in RATES if rate in runs and runs[rate].any()]
+    runs = core.as_numbers(runs, rates)
+    runs[rates] *= 100
     order = {name: place for place, name in enumerate(("cross_entropy", "retain", "soft_beam"))}
-    lines = lines_of(runs)
+    lines = core.lines_of(runs)
     lines.sort(key=lambda line: (order.get(line["arm"].iloc[0], 9), list(METHODS).index(line["method"].iloc[0])))
-    settings, shared = settings_of(lines)
+    settings, shared = core.settings_of(lines)
     settings = settings.drop(columns=["method", "arm", "p_k"], errors="ignore").map(short)
     settings = settings.loc[:, (settings != "").any()].rename(columns={"inverse_temperature": "inverse temperature"})
     arms = pd.DataFrame({"arm": [f"{line['arm'].iloc[0]}, {line['method'].iloc[0]}" for line in lines]})
     arms = arms.replace("cross_entropy, softmax_cross_entropy", "cross_entropy")
-    tables = {"mean ± sample standard deviation over the seeds": [], "minus the control (cross_entropy) by seed": []}
-    tables |= {"right phonemes by position (the end is one), after the right ones / after the model's own": []}
     controls = {core.experiment(line): line for line in lines if line["arm"].iloc[0] == "cross_entropy"}
+    means, differences, positions = [], [], []
     for line in lines:
         base = controls.get(core.experiment(line), line)
         gains = core.differences(line, base, rates) if base is not line else line[:0]
-        cells = (
-            {RATES[rate]: mean_std(line[rate]) for rate in rates},
-            {RATES[rate]: str(interval(gains[rate])) for rate in rates},
-        )
-        places = [accuracies(line, f"test_{kind}_accuracy") for kind in ("forced", "free")]
-        both = {str(n + 1): f"{forced:.1f} / {free:.1f}" for n, (forced, free) in enumerate(zip(*places))}
-        for rows, row in zip(
-            tables.values(), ({**cells[0], "seeds": str(len(line))}, {**cells[1], "pairs": str(len(gains))}, both)
-        ):
-            rows.append(row)
+        means.append({RATES[rate]: mean_std(line[rate]) for rate in rates} | {"seeds": str(len(line))})
+        differences.append({RATES[rate]: str(interval(gains[rate])) for rate in rates} | {"pairs": str(len(gains))})
+        both = enumerate(zip(*(accuracies(line, f"test_{kind}_accuracy") for kind in ("forced", "free"))), start=1)
+        positions.append({str(place): f"{forced:.1f} / {free:.1f}" for place, (forced, free) in both})
+    tables = {
+        "mean ± sample standard deviation over the seeds": means,
+        "minus the control (cross_entropy) by seed": differences,
+        "right phonemes by position (the end is one), after the right ones / after the model's own": positions,
+    }
     text = ["WER, PER: word and phoneme error rate."]
     for caption, rows in tables.items():
         text += [f"In percent, {caption}:", as_markdown(arms.join(pd.DataFrame(rows)).join(settings).fillna(""))]
@@ -187,41 +170,33 @@ def published_ends(path: Path, table: pd.DataFrame) -> pd.DataFrame:
 
 def epochs_text(path: Path, runs: pd.DataFrame) -> str:
     """Return Markdown: what each run reached after some epochs, and the differences to cross-entropy by seed."""
-    table, means, chosen = epochs(path, runs), *([f"{kind}_{metric}" for metric in METRICS] for kind in KINDS)
+    table, columns = epochs(path, runs), [f"{kind}_{metric}" for kind in KINDS for metric in METRICS]
     published, reached, leads = published_ends(path, table), [], {}
     for run_id, run in table.groupby("run_id", sort=False):
-        first, by_epoch = run.iloc[0], run.set_index("epoch")[means + chosen]
-        last = by_epoch.index[-1]
-        for epoch in sorted({*(end for end in MILESTONES if end < last), last}):
+        first, by_epoch = run.iloc[0], run.set_index("epoch")[columns]
+        for epoch in sorted({*MILESTONES, by_epoch.index[-1]} & {*by_epoch.index}):
             cells = dict(zip(COLUMNS, by_epoch.loc[epoch].map("{:.2f}".format)))
             reached.append({"method": first.method, "seed": first.seed, "epochs": str(epoch), **cells})
             if epoch == 200:
-                ends = dict(zip(METRICS.values(), published.loc[run_id].map("{:.2f}".format)))
-                reached[-1] |= {f"published {label}": cell for label, cell in ends.items() if cell != "nan"}
-        base = table[(table.method == SOFTMAX) & (table.seed == first.seed)].set_index("epoch")[means + chosen]
+                ends = {f"published {label}": published.loc[run_id, metric] for metric, label in METRICS.items()}
+                reached[-1] |= {label: f"{end:.2f}" for label, end in ends.items() if not math.isnan(end)}
+        base = table[(table.method == SOFTMAX) & (table.seed == first.seed)].set_index("epoch")[columns]
         if first.method != SOFTMAX and len(lead := (by_epoch - base).dropna()):
             leads.setdefault(first.method, []).append(lead)
     gains = []
-    for method, leads_by_seed in leads.items():
-        common = min(lead.index[-1] for lead in leads_by_seed)
-        for epoch in sorted({*MILESTONES, common}):
-            there = pd.DataFrame([lead.loc[epoch] for lead in leads_by_seed if epoch in lead.index])
-            if len(there):
-                cells = dict(zip(COLUMNS, (str(interval(there[name])) for name in there)))
-                gains.append({"method": method, "epochs": str(epoch), "seeds": str(len(there)), **cells})
-    machines = ", ".join(sorted(set(table["device_name"])))
-    p_k = "; ".join(
-        f"{method} {core.shown_p_k(cell)}" for (method, cell), _ in table.groupby(["method", "p_k"], sort=False)
-    )
+    for method, by_seed in leads.items():
+        common, every = min(lead.index[-1] for lead in by_seed), pd.concat(by_seed)
+        for epoch in sorted({*MILESTONES, common} & {*every.index}):
+            there = every.loc[[epoch]]
+            cells = dict(zip(COLUMNS, (str(interval(there[name])) for name in there)))
+            gains.append({"method": method, "epochs": str(epoch), "seeds": str(len(there)), **cells})
+    machines, precision = (", ".join(sorted(set(table[name]))) for name in ("device_name", "precision"))
+    pairs = table[["method", "p_k"]].drop_duplicates().itertuples()
+    p_k = "; ".join(f"{pair.method} {core.shown_p_k(pair.p_k)}" for pair in pairs)
     return (
-        "\n\n".join(
-            [
-                f"Test accuracy in percent, mean of the last {WINDOW} epochs, and at the best validation epoch so far.",
-                as_markdown(pd.DataFrame(reached).fillna("")),
-                "Difference to cross-entropy in points, paired by seed, ± 95 % interval.",
-                as_markdown(pd.DataFrame(gains)),
-                f"Runs: {path.name}, {machines}, precision {', '.join(sorted(set(table['precision'])))}. P_K: {p_k}.",
-            ]
-        )
-        + "\n"
+        f"Test accuracy in percent, mean of the last {WINDOW} epochs, and at the best validation epoch so far.\n\n"
+        f"{as_markdown(pd.DataFrame(reached).fillna(''))}\n\n"
+        "Difference to cross-entropy in points, paired by seed, ± 95 % interval.\n\n"
+        f"{as_markdown(pd.DataFrame(gains))}\n\n"
+        f"Runs: {path.name}, {machines}, precision {precision}. P_K: {p_k}.\n"
     )
