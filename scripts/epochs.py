@@ -15,18 +15,20 @@ from pathlib import Path
 import pandas as pd
 from filelock import FileLock
 
+from experiments.common.records import replace_file
+
 OF_THE_RUN = ("run_id", "method", "p_k", "seed", "precision", "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
 
 
-def epochs_of(config: Path, results: str) -> pd.DataFrame:
-    """Return the epochs of a run, as text; none where it writes to another results file."""
+def epochs_of(config: Path, results: str) -> list[pd.DataFrame]:
+    """Return the epochs of a run, as text; nothing where it has none or writes to another results file."""
     flags, history = json.loads(config.read_text(encoding="utf-8")), config.with_name("epochs.csv")
     if Path(flags["results"]).name != results or not history.exists():
-        return pd.DataFrame()
+        return []
     flags["p_k"] = " ".join(f"{share:g}" for share in flags["p_k"])
     rows = pd.read_csv(history, dtype=str, usecols=OF_AN_EPOCH)
-    return rows.assign(**{name: str(flags[name]) for name in OF_THE_RUN})
+    return [rows.assign(**{name: str(flags[name]) for name in OF_THE_RUN})] if len(rows) else []
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,22 +41,18 @@ def main(argv: list[str] | None = None) -> int:
     found = []
     for config in sorted(runs.glob("*/config.json")):
         try:
-            found.append(epochs_of(config, args.results.name))
+            found += epochs_of(config, args.results.name)
         except (ValueError, KeyError, TypeError, OSError) as error:
             print(f"note: {config.parent} cannot be read and is left out: {error!r}", file=sys.stderr)
-    found = [rows for rows in found if len(rows)]
     if not found:
         parser.error(f"{runs} holds no run that writes to {args.results.name}; name its folder by --runs")
     with FileLock(output.with_name(f".{output.name}.lock")):
         known = [rows for _, rows in pd.read_csv(output, dtype=str).groupby("run_id")] if output.exists() else []
-        longest = {
-            rows["run_id"].iloc[0]: rows for rows in sorted([*found, *known], key=len)
-        }  # of equals the known one
+        by_length = sorted([*found, *known], key=len)  # of equals the known one stays
+        longest = {rows["run_id"].iloc[0]: rows for rows in by_length}
         table = pd.concat([longest[run_id] for run_id in sorted(longest)])
-        columns = dict.fromkeys([*OF_THE_RUN, *OF_AN_EPOCH, *table])
-        partial = output.with_name(f"{output.name}.tmp")
-        table.to_csv(partial, columns=list(columns), index=False, lineterminator="\n")
-        partial.replace(output)
+        columns = list(dict.fromkeys([*OF_THE_RUN, *OF_AN_EPOCH, *table]))
+        replace_file(output, table.to_csv(columns=columns, index=False, lineterminator="\n"))
     print(f"{output}: " + ", ".join(f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(longest.items())))
     return 0
 

@@ -5,7 +5,7 @@ has each number in a column of its own. What all lines share stands below the ta
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -70,7 +70,7 @@ def published_table(path: Path, runs: pd.DataFrame) -> str | None:
     return name if name in TABLES else None
 
 
-def not_as_published(run: pd.Series, published: dict[str, str], protocol: dict[str, str]) -> str:
+def not_as_published(run: pd.Series, published: Mapping[str, str], protocol: Mapping[str, str]) -> str:
     """Return the settings of a run that are not the published ones, with those in brackets.
 
     A setting whose published value is not known, an empty cell, is not compared.
@@ -93,10 +93,10 @@ def same(cell: str, published: str) -> bool:
         return cell == published or cell in ("fp32", "constant")
 
 
-def matches(run: dict[str, str], row: dict[str, str]) -> bool:
-    """Whether a run is of a published row; one whose P_K is not known takes any."""
+def matches(run: Mapping[str, str], row: Mapping[str, str]) -> bool:
+    """Whether a run is of a published row that has a method; one whose P_K is not known takes any."""
     same_data = all(run.get(name, "") == row.get(name, "") for name in ("method", "backbone", *VARIANT))
-    return same_data and p_k_of(row.get("p_k", "")) in ((), p_k_of(run.get("p_k", "")))
+    return bool(row.get("method")) and same_data and p_k_of(row["p_k"]) in ((), p_k_of(run.get("p_k", "")))
 
 
 def measured(lines: Sequence[pd.DataFrame], metrics: Sequence[str]) -> pd.DataFrame:
@@ -108,34 +108,36 @@ def measured(lines: Sequence[pd.DataFrame], metrics: Sequence[str]) -> pd.DataFr
 
 def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
     """Return every line beside the published row of its method and P_K; a row without runs is not run."""
-    metrics = [metric for metric in METRICS if metric in runs or runs.empty]
-    lines = lines_of(core.as_numbers(runs, metrics, 100)) if len(runs) else []
-    settings, shared = settings_of(lines) if lines else (pd.DataFrame(columns=["method", "p_k"]), {})
-    ours = settings.join(measured(lines, metrics)).to_dict("records") if lines else []
-    firsts = [line.iloc[0].to_dict() for line in lines]
+    metrics = [metric for metric in METRICS if metric in runs]
+    lines = lines_of(core.as_numbers(runs, metrics, 100))
+    settings, shared = settings_of(lines)
+    ours = settings.join(measured(lines, metrics)).to_dict("records")
+    firsts = [line.iloc[0] for line in lines]
     published, protocol = read_published(table)
     records, left = [], list(range(len(lines)))
     for row in published:
         values = {metric: 100 * float(row[metric]) if row[metric] else math.nan for metric in metrics}
-        if again := [record for record in records if row["method"] and matches(row, record["row"])]:
+        if again := [record for record in records if matches(row, record["row"])]:
             for record in again:  # the same row by others
                 record |= {f"rerun_{metric}": value for metric, value in values.items()}
             continue
-        found = [number for number in left if row["method"] and matches(firsts[number], row)]
-        left = [number for number in left if number not in found]
         called = row["published_name"] + f" ({row['method']})" * bool(row["method"])
         called += "†" * (row["second_hand"] == "true") + "≈" * bool(row.get("approximate"))
-        not_run = {"n_seeds": 0 if row["method"] else None, "p_k": row.get("p_k", "")}
-        for line, first in [(ours[number], firsts[number]) for number in found] or [(not_run, {})]:
-            record = {**line, "row": row, "method": called, "public": row.get("public", "")}
-            record |= {f"published_{metric}": value for metric, value in values.items()}
-            record["not as published"] = not_as_published(first, row, protocol) if first else None
-            for metric in metrics if first and not record["not as published"] else []:
-                record[f"{metric}_difference"] = line[f"{metric}_mean"] - values[metric]
+        stated = {"row": row, "method": called, "public": row.get("public", "")}
+        stated |= {f"published_{metric}": value for metric, value in values.items()}
+        found = [number for number in left if matches(firsts[number], row)]
+        left = [number for number in left if number not in found]
+        for number in found:
+            reasons = not_as_published(firsts[number], row, protocol)
+            record = {**ours[number], **stated, "not as published": reasons}
+            for metric in metrics if not reasons else []:
+                record[f"{metric}_difference"] = record[f"{metric}_mean"] - values[metric]
             records.append(record)
+        if not found:
+            records.append({**stated, "n_seeds": 0 if row["method"] else None, "p_k": row.get("p_k", "")})
     place = {method: number for number, method in enumerate(METHODS)}
-    for number in sorted(left, key=lambda number: place.get(firsts[number]["method"], -1)):
-        records.append({**ours[number], "row": {}})
+    left.sort(key=lambda number: place.get(firsts[number]["method"], -1))
+    records += [{**ours[number], "row": {}} for number in left]
     columns = [*settings, "public"]
     for metric in metrics:
         columns += [f"published_{metric}", f"rerun_{metric}", f"{metric}_mean", f"{metric}_std", f"{metric}_difference"]
@@ -191,8 +193,6 @@ def gains_of(line: pd.DataFrame, base: pd.DataFrame | None, metrics: Sequence[st
 
 def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
     """Return where the runs of a table come from: file, seeds, machines, versions, and the settings that they share."""
-    if runs.empty:
-        return f"Runs: {name}.csv, not run."
     parts = [f"{name}.csv"]
     if "seed" in runs:
         seeds = sorted(map(int, set(runs["seed"])))
