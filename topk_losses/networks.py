@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from topk_losses.checks import check_integer, check_k, static
-from topk_losses.kernels import network_kernel
+from topk_losses.kernels import find_kernel
 from topk_losses.operator import Beta, TopKOperator, as_tensor, centered, class_mass, has_masked, is_mass
 from topk_losses.sigmoids import check_sigmoid, distance_of_rounding, mixing
 
@@ -273,7 +273,7 @@ class RelaxedNetwork(TopKOperator):
 
     def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         comparators, sizes = self._tables(scores, k)
-        carry = network_kernel(scores, beta, target) if sizes else None
+        carry = find_kernel("carry_mass", scores, beta, target) if sizes else None
         settings = (comparators, sizes, k, self.distribution, self.art_lambda)
         return (carry or carry_mass)(scores, target, as_tensor(beta, scores), *settings)[0]
 

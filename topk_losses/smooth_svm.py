@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from topk_losses.checks import check_inverse_temperature, check_k, check_positive
 from topk_losses.classification import CallSettings
-from topk_losses.kernels import kth_largest_kernel
+from topk_losses.kernels import find_kernel
 from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, fixed_beta, pick_ranks
 from topk_losses.single_k import SingleKLoss
 
@@ -56,7 +56,8 @@ def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: 
 
 def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
     """Compute kth_largest by a kernel where there is one, with NaN for a row with NaN or +inf."""
-    kth, top, places, *_ = (kth_largest_kernel(scores, temperature) or kth_largest)(scores, labels, ks, temperature)
+    compute = find_kernel("kth_largest", scores, temperature) or kth_largest
+    kth, top, places, *_ = compute(scores, labels, ks, temperature)
     highest = torch.maximum(top[:, :1], scores.gather(1, labels.unsqueeze(1))).detach()  # (rows, 1)
     # added, so that its gradient is NaN too
     return [kth + torch.zeros_like(highest).where(highest < math.inf, math.nan), top, places]
@@ -109,13 +110,11 @@ class SmoothTopKLoss(SingleKLoss):
         smooth = tau * F.softplus(margin / tau, threshold=40)
         if not self.turns_hard:
             return smooth
-        pair = torch.cat(
-            [places[:, self.k - 1 : self.k], target.unsqueeze(1)], dim=1
-        )  # the k-th largest other class, the true one
-        hard_kth, true = scores.gather(1, pair).unbind(1)  # (rows,) each
+        k, own = self.k, target.unsqueeze(1)  # (rows, 1)
+        kth, true = scores.gather(1, torch.cat([places[:, k - 1 : k], own], dim=1)).unbind(1)  # (rows,) each
         ranked = torch.cat([top, true.detach().unsqueeze(1)], dim=1).sort(dim=1, descending=True).values
-        far_apart = ranked[:, self.k - 1] - ranked[:, self.k] >= self.k * tau * math.log(HARD_RATIO)  # (rows,)
-        hard = F.relu(self.alpha + (hard_kth - true) / self.k)
+        far_apart = ranked[:, k - 1] - ranked[:, k] >= k * tau * math.log(HARD_RATIO)  # (rows,)
+        hard = F.relu(self.alpha + (kth - true) / k)
         return torch.where(far_apart & ~smooth.isnan(), hard, smooth)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_positive, full_precision, has_known_values, is_ordinary, iterates
-from topk_losses.kernels import sinkhorn_kernel
+from topk_losses.kernels import find_kernel
 from topk_losses.operator import Beta, TopKOperator, as_tensor, at_target, finite, is_mass
 from topk_losses.threshold import ThresholdOperator
 
@@ -263,7 +263,7 @@ class SinkhornSort(_TransportOperator):
     def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         if is_mass(target):
             return super()._column(scores, target, k, beta)
-        solve = sinkhorn_kernel(scores, beta) or sinkhorn
+        solve = find_kernel("sinkhorn", scores, beta) or sinkhorn
         settings = (k, self._default_tolerance(scores.dtype, beta), self.max_iterations)
         column, error, *_ = solve(whitened(scores), target, as_tensor(beta, scores), *settings)
         self._record(error, beta)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from tests.methods import random_batch, value_and_gradient
 from tests.reference import NETWORKS
 from topk_losses import DISTRIBUTIONS, bitonic, splitter_selection
-from topk_losses.kernels import VARIABLE, backend_for, kth_largest_kernel, network_kernel, sinkhorn_kernel
+from topk_losses.kernels import VARIABLE, backend_for, find_kernel
 from topk_losses.networks import carry_mass
 from topk_losses.sigmoids import distance_of_rounding
 from topk_losses.smooth_svm import kth_largest
@@ -21,7 +22,6 @@ from topk_losses.transport import sinkhorn
 
 # The interpreter computes with NumPy, which warns of an infinity on the way where a GPU is silent.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-KERNELS = {"carry_mass": network_kernel, "kth_largest": kth_largest_kernel, "sinkhorn": sinkhorn_kernel}
 EAGER = {"carry_mass": carry_mass, "kth_largest": kth_largest, "sinkhorn": sinkhorn}
 NAN, INF = float("nan"), float("inf")
 
@@ -75,7 +75,7 @@ def arguments_of(operation, n, k=3, device="cpu"):
 
 def weighted(operation, scores, target, *arguments):
     """The first result (batch, ...), weighted, and the gradient of its sum; by the kernel in float32."""
-    run = KERNELS[operation](scores) or EAGER[operation]
+    run = find_kernel(operation, scores) or EAGER[operation]
     assert (run is EAGER[operation]) == (scores.dtype == torch.float64)
 
     def compute(leaf: Tensor) -> Tensor:
@@ -161,10 +161,10 @@ ROWS += [[-INF, 0, *[-INF] * 4], [-INF] * 6, [NAN, 1, 2, 3, 4, 5], [INF, 1, 2, 3
 LABELS = torch.tensor([3, 0, 5, 1, 0, 1, 2, 1, 1])
 
 
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation", EAGER)
 def test_a_spoilt_sample_leaves_the_others_alone(operation, backend, device):
     scores, labels = torch.tensor(ROWS).to(device), LABELS.to(device)
-    if KERNELS[operation](scores) is None:
+    if find_kernel(operation, scores) is None:
         pytest.skip("Triton has networks alone")
     arguments = arguments_of(operation, 6, device=device)
     live = 4 if operation == "sinkhorn" else 7  # which masks classes in another way
@@ -174,7 +174,9 @@ def test_a_spoilt_sample_leaves_the_others_alone(operation, backend, device):
     want = weighted(operation, scores[:live].double(), labels[:live], *arguments)
     for part, wanted in zip(got, want):
         torch.testing.assert_close(part[:live].double(), wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
-    spoilt = got[0][7:] if operation != "kth_largest" else KERNELS[operation](scores)(scores, labels, *arguments)[1][7:]
+    spoilt = (
+        got[0][7:] if operation != "kth_largest" else find_kernel(operation, scores)(scores, labels, *arguments)[1][7:]
+    )
     assert not bool((spoilt[:, :1] < INF).any())
 
 
@@ -188,7 +190,7 @@ def test_the_smooth_kth_largest_agrees_with_float64(backend, n, scale, data):
         scores = scores.bfloat16().float()
     ks = sorted(data.draw(st.sets(st.integers(1, min(n - 1, 70)), min_size=1, max_size=3)))
     tau = torch.tensor(data.draw(st.sampled_from([0.05, 0.5, 5.0])))
-    outputs = [(kth_largest_kernel(x) or kth_largest)(x, labels, ks, tau) for x in (scores, scores.double())]
+    outputs = [(find_kernel("kth_largest", x) or kth_largest)(x, labels, ks, tau) for x in (scores, scores.double())]
     slack = 2e-5 * (1 + scale / 10)
     for got, want in zip(*(found[:2] for found in outputs)):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=slack)
@@ -211,7 +213,7 @@ def test_sinkhorn_agrees_with_float64_on_live_classes(backend, n, beta):
     masked = masked.scatter(1, labels.unsqueeze(1), False)
     masked[5, labels[5]] = True  # the labelled class itself
     scores, arguments = x.masked_fill(masked, -1), (torch.tensor(beta), min(n, 5), 2e-5, 30)
-    assert bool((sinkhorn_kernel(x)(scores, labels, *arguments)[1] <= 2e-5).all())
+    assert bool((find_kernel("sinkhorn", x)(scores, labels, *arguments)[1] <= 2e-5).all())
     got, gradient = weighted("sinkhorn", scores, labels, *arguments)
     assert not bool(gradient[masked].any() | got[5].any() | gradient[5].any())
     want, want_gradient = weighted("sinkhorn", scores[:5].double(), labels[:5], *arguments[:2], 1e-9, 30)
@@ -220,14 +222,14 @@ def test_sinkhorn_agrees_with_float64_on_live_classes(backend, n, beta):
     assert bool(((gradient[:5] - want_gradient).abs() <= 1e-3 * want_gradient.abs() + slack).all())
 
 
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation", EAGER)
 def test_second_derivatives_are_those_of_float64_under_autocast_too(operation, backend, device):
     scores, labels = torch.rand(2, 9, device=device), torch.tensor([3, 8], device=device)
     arguments, results = arguments_of(operation, 9, device=device), []
-    if KERNELS[operation](scores) is None:
+    if find_kernel(operation, scores) is None:
         pytest.skip("Triton has networks alone")
     for leaf in (scores.clone().requires_grad_(), scores.double().requires_grad_()):
-        value = (KERNELS[operation](leaf) or EAGER[operation])(leaf, labels, *arguments)[0]
+        value = (find_kernel(operation, leaf) or EAGER[operation])(leaf, labels, *arguments)[0]
         with torch.autocast(device, torch.bfloat16, enabled=leaf.dtype == torch.float32):
             (first,) = torch.autograd.grad(value.square().sum(), leaf, create_graph=True)
         results.append(torch.autograd.grad(first.square().sum(), leaf)[0].double())
@@ -235,10 +237,10 @@ def test_second_derivatives_are_those_of_float64_under_autocast_too(operation, b
 
 
 @numba_alone
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation", EAGER)
 def test_an_exported_kernel_takes_any_batch_size_and_keeps_the_rules_of_custom_operators(operation, backend):
     arguments, module, batch = arguments_of(operation, 9), torch.nn.Module(), {0: torch.export.Dim("batch", min=2)}
-    module.forward = lambda scores, labels: KERNELS[operation](scores)(scores, labels, *arguments)[0].square().sum()
+    module.forward = lambda scores, labels: find_kernel(operation, scores)(scores, labels, *arguments)[0].square().sum()
     scores, labels = torch.rand(200, 9), torch.arange(200) % 9
     program = torch.export.export(module, (scores, labels), dynamic_shapes=[batch, batch])
     operator = getattr(torch.ops.topk_losses, f"{operation}_cpu")
@@ -282,9 +284,9 @@ def test_the_default_backend_of_a_device(installed, monkeypatch):
 
 
 @numba_alone
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation", EAGER)
 def test_kernels_take_float32_and_no_setting_that_is_learned(operation, backend, monkeypatch):
-    kernel, scores = KERNELS[operation], torch.rand(1, 2)
+    kernel, scores = partial(find_kernel, operation), torch.rand(1, 2)
     assert kernel(scores, torch.ones(())) is not None
     assert kernel(scores.double()) is None
     assert kernel(scores, torch.ones((), requires_grad=True)) is None

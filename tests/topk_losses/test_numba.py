@@ -13,8 +13,8 @@ import torch
 
 import topk_losses
 from tests.methods import value_and_gradient
-from tests.topk_losses.test_kernels import KERNELS, arguments_of
-from topk_losses.kernels import VARIABLE, network_kernel
+from tests.topk_losses.test_kernels import EAGER, arguments_of
+from topk_losses.kernels import VARIABLE, find_kernel
 
 pytest.importorskip("numba")
 from topk_losses.kernels import numba_support
@@ -29,14 +29,16 @@ def _numba(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation", EAGER)
 def test_many_threads_give_the_bits_of_one(operation):
     scores, labels = torch.rand(600, 100, generator=torch.Generator().manual_seed(4)), torch.arange(600) % 100
     arguments = arguments_of(operation, 100, 5)
     results = []
     for number in (1, 4):
         torch.set_num_threads(number)
-        results.append(value_and_gradient(lambda leaf: KERNELS[operation](leaf)(leaf, labels, *arguments)[0], scores))
+        results.append(
+            value_and_gradient(lambda leaf: find_kernel(operation, leaf)(leaf, labels, *arguments)[0], scores)
+        )
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
@@ -44,7 +46,7 @@ def _in_threads() -> float:
     # Scores few enough for PyTorch's own operations to stay in one thread: those of OpenMP hang after a fork.
     torch.set_num_threads(4)
     scores, labels = torch.zeros(30, 1000), torch.zeros(30, dtype=torch.long)
-    return network_kernel(scores)(scores, labels, *arguments_of("carry_mass", 1000, 5))[0].sum().item()
+    return find_kernel("carry_mass", scores)(scores, labels, *arguments_of("carry_mass", 1000, 5))[0].sum().item()
 
 
 def test_a_forked_process_has_threads_of_its_own():

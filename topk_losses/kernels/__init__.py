@@ -18,6 +18,13 @@ from topk_losses.checks import is_ordinary
 VARIABLE = "TOPK_LOSSES_BACKEND"
 DEVICES = {"numba": "cpu", "triton": "cuda"}
 Kernel = Callable[..., list[Tensor]]
+KERNELS: dict[str, Kernel] = {}  # by operation and device, from these modules once they are imported
+MODULES = {
+    "carry_mass_cpu": "cpu_networks",
+    "carry_mass_cuda": "cuda_networks",
+    "sinkhorn_cpu": "cpu_sinkhorn",
+    "kth_largest_cpu": "cpu_smooth",
+}
 
 
 @functools.cache
@@ -52,44 +59,28 @@ def backend_for(device: torch.device) -> str:
     return backend
 
 
+def _load(operation: str, device: torch.device) -> str:
+    """Import the kernel of an operation, and return its name; "" where there is none."""
+    name = f"{operation}_{DEVICES.get(backend_for(device))}"
+    if name in MODULES:
+        importlib.import_module(f"topk_losses.kernels.{MODULES[name]}")
+    return name if name in MODULES else ""
+
+
 # What torch.compiler.assume_constant_result does. That function would import the compiler, which takes a second.
-backend_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _choose(scores: Tensor, settings: tuple[object, ...]) -> str:
-    """Choose the backend for an operation: kernels have a derivative by the scores alone, and none of torch.func."""
+def find_kernel(operation: str, scores: Tensor, *settings: object) -> Kernel | None:
+    """Return the kernel of networks.carry_mass, transport.sinkhorn or smooth_svm.kth_largest, by that name.
+
+    None where eager PyTorch is to compute it: kernels have a derivative by the scores alone, and none of torch.func.
+    """
     tensors = [value for value in settings if isinstance(value, Tensor)]
     is_constant = not any(tensor.requires_grad for tensor in tensors)
-    if scores.dtype == torch.float32 and is_constant and all(map(is_ordinary, (scores, *tensors))):
-        return backend_for(scores.device)
-    return "torch"
-
-
-def network_kernel(scores: Tensor, *settings: object) -> Kernel | None:
-    """Return the kernel of networks.carry_mass, or None where eager PyTorch is to compute it."""
-    backend = _choose(scores, settings)
-    if backend == "numba":
-        from topk_losses.kernels.cpu_networks import carry_mass
-    elif backend == "triton":
-        from topk_losses.kernels.cuda_networks import carry_mass
-    else:
+    if scores.dtype != torch.float32 or not is_constant or not all(map(is_ordinary, (scores, *tensors))):
         return None
-    return carry_mass
-
-
-def sinkhorn_kernel(scores: Tensor, *settings: object) -> Kernel | None:
-    """Return the kernel of transport.sinkhorn, or None where eager PyTorch is to compute it."""
-    if _choose(scores, settings) != "numba":
-        return None
-    from topk_losses.kernels.cpu_sinkhorn import sinkhorn
-
-    return sinkhorn
-
-
-def kth_largest_kernel(scores: Tensor, *settings: object) -> Kernel | None:
-    """Return the kernel of smooth_svm.kth_largest, or None where eager PyTorch is to compute it."""
-    if _choose(scores, settings) != "numba":
-        return None
-    from topk_losses.kernels.cpu_smooth import kth_largest
-
-    return kth_largest
+    name = _load(operation, scores.device)
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.topk_losses, name) if name else None
+    return KERNELS.get(name)

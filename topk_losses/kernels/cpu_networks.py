@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from topk_losses import networks
-from topk_losses.kernels.custom_operator import custom_operator, empty_gradient
 from topk_losses.kernels.numba_support import exp, in_threads, jit
+from topk_losses.kernels.register import empty_gradient, register_kernel
 from topk_losses.operator import MASKED, is_mass
 from topk_losses.sigmoids import ART_TIE, distance_of_rounding
 
@@ -180,4 +180,4 @@ def _gradient(grad, outputs, scores, target, beta, comparators, *_):
     return grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
 
 
-carry_mass = custom_operator("carry_mass_cpu", networks.carry_mass, _carry_mass, _allocate, _gradient)
+register_kernel("carry_mass_cpu", networks.carry_mass, _carry_mass, _allocate, _gradient)

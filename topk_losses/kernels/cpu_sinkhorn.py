@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from topk_losses import transport
-from topk_losses.kernels.custom_operator import custom_operator, empty_gradient
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
+from topk_losses.kernels.register import empty_gradient, register_kernel
 
 WORK_OF_A_THREAD = 100_000  # entries of plans that pay for another thread
 MOST_STEPS = 100
@@ -225,4 +225,4 @@ def _gradient(grad, outputs, x, labels, beta, *_):
     return grad_x
 
 
-sinkhorn = custom_operator("sinkhorn_cpu", transport.sinkhorn, _sinkhorn, _allocate, _gradient)
+register_kernel("sinkhorn_cpu", transport.sinkhorn, _sinkhorn, _allocate, _gradient)

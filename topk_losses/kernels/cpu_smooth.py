@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 
 from topk_losses import smooth_svm
-from topk_losses.kernels.custom_operator import custom_operator, empty_gradient
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
+from topk_losses.kernels.register import empty_gradient, register_kernel
 from topk_losses.operator import MASKED
 
 MAX_K_WITH_REST = 64  # e^k is a float32 number
@@ -191,4 +191,4 @@ def _gradient(grad, outputs, scores, labels, ks, temperature):
     return grad_scores
 
 
-kth_largest = custom_operator("kth_largest_cpu", smooth_svm.kth_largest, _kth_largest, _allocate, _gradient)
+register_kernel("kth_largest_cpu", smooth_svm.kth_largest, _kth_largest, _allocate, _gradient)

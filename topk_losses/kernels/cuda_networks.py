@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from topk_losses import networks
-from topk_losses.kernels.custom_operator import custom_operator
+from topk_losses.kernels.register import register_kernel
 from topk_losses.operator import centered, class_mass
 from topk_losses.sigmoids import ART_TIE, distance_of_rounding
 
@@ -175,4 +175,4 @@ def _gradient(grad, outputs, scores, target, beta, comparators, layer_sizes, k, 
     return wires[0].masked_fill(scores == -torch.inf, 0)  # MASKED stood in for them
 
 
-carry_mass = custom_operator("carry_mass_cuda", networks.carry_mass, _carry_mass, _allocate, _gradient)
+register_kernel("carry_mass_cuda", networks.carry_mass, _carry_mass, _allocate, _gradient)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from topk_losses.checks import full_precision
+from topk_losses.kernels import KERNELS
 
 
 def empty_gradient(scores: Tensor) -> Tensor:
@@ -14,14 +15,17 @@ def empty_gradient(scores: Tensor) -> Tensor:
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
-def custom_operator(
+def register_kernel(
     name: str, eager: Callable[..., list[Tensor]], compute: Callable[..., list[Tensor]],
     allocate: Callable[..., list[Tensor]], compute_gradient: Callable[..., Tensor],
-) -> Callable[..., list[Tensor]]:  # fmt: skip
+) -> None:  # fmt: skip
     """Make a kernel the operator torch.ops.topk_losses.<name>; its first result is differentiable by the scores.
 
+    It becomes KERNELS[name], too, for calls without PyTorch's dispatcher, whose Python code takes tenths of a
+    millisecond per step.
+
     Args:
-        name: of the operator.
+        name: of MODULES.
         eager: eager(scores, *settings) returns the results, by eager PyTorch, for second derivatives. PyTorch reads
             the types of its arguments.
         compute: compute(scores, *settings) returns the results and then what the backward pass needs.
@@ -29,10 +33,6 @@ def custom_operator(
             (`.shape[0]`, never `len`), for one compiled graph over all batch sizes.
         compute_gradient: compute_gradient(grad, outputs, scores, *settings) returns the gradient of the scores from
             that of the first result, and from what `compute` returned.
-
-    Returns:
-        The operator; outside of a compiler without PyTorch's dispatcher, whose Python code takes tenths of a
-        millisecond per step.
     """
     schema = torch.library.infer_schema(eager, mutates_args=())
     operator = torch.library.custom_op(f"topk_losses::{name}", compute, mutates_args=(), schema=schema)
@@ -73,4 +73,4 @@ def custom_operator(
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             return backward(ctx, grads[0], compute_gradient)
 
-    return lambda *inputs: operator(*inputs) if torch.compiler.is_compiling() else list(Direct.apply(*inputs))
+    KERNELS[name] = Direct.apply
