@@ -1,6 +1,5 @@
 """What stands in the figures, read from the figure as it is saved: the right numbers in the right panel."""
 
-import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
@@ -8,44 +7,46 @@ from matplotlib.figure import Figure
 from scripts import report
 from scripts.reporting import figures
 from tests.scripts.test_published_rows import published
-from tests.scripts.test_report import cifar_run
+from tests.scripts.test_report import TWO_SEEDS, cifar_run
+from topk_losses import METHODS
 
 
 @pytest.fixture
 def saved(monkeypatch):
-    """The figures that are saved from now on, each once."""
+    """The figures that are saved from now on."""
     figures, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *rest, **how: figures.append(self) or save(self, *rest, **how))
     return figures
 
 
-def panels(figures, label):
-    """The panels one of whose axes has a label with these words."""
-    axes = [axis for figure in dict.fromkeys(figures) for axis in figure.axes]
-    return [axis for axis in axes if label in axis.get_ylabel() + axis.get_xlabel()]
+def test_each_metric_is_in_its_panel_and_a_figure_is_the_same_bytes_twice(made, tmp_path, saved):
+    drawn = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        assert made(TWO_SEEDS, "--figures", folder)[0] == 0
+        drawn.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert set(drawn[0]) == {"table1_accuracy.svg"}
+    assert drawn[0] == drawn[1]
+    for axis, label, means in zip(saved[0].axes, ("top-1", "top-5"), ([61.5, 62.0], [85.3, 86.0])):
+        points = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]
+        assert all(any(point == pytest.approx(mean) for point in points) for mean in means)
+        assert axis.get_title(loc="left") == f"test {label} (%)"
 
 
-def numbers(axis, direction):
-    """The numbers of the lines of a panel, those of the x-axis (0) or of the y-axis (1)."""
-    found = np.concatenate([np.asarray(line.get_data()[direction], dtype=float) for line in axis.lines])
-    return found[np.isfinite(found)]
+def test_every_method_has_a_look_of_its_own_and_its_family_a_colour():
+    assert set(figures.STYLE) == set(METHODS)
+    assert len({tuple(style.values()) for style in figures.STYLE.values()}) == len(METHODS)
 
 
-def test_the_epochs_of_a_run_stand_in_the_panel_of_their_k(tmp_path, saved):
-    folder = tmp_path / "runs" / "a-run"
-    folder.mkdir(parents=True)
-    history = pd.DataFrame({"epoch": range(1, 9)})
+def test_the_epochs_of_a_run_stand_in_the_panel_of_their_k(write, tmp_path, saved):
+    epochs = pd.Series(range(1, 9))
+    history = pd.DataFrame({"epoch": epochs})
     for split, low in (("valid", 0.1), ("test", 0.2)):
-        history[f"{split}_top1"], history[f"{split}_top5"] = (
-            low + history["epoch"] / 50,
-            0.5 + low + history["epoch"] / 99,
-        )
-    shared = {**cifar_run(0, 0, 0), "run_id": "a-run"}
-    rows = pd.DataFrame([{**shared, **entry} for entry in history.to_dict("records")])
-    rows.to_csv(tmp_path / "table1_epochs.csv", index=False)
-    assert report.main([str(tmp_path / "table1_epochs.csv"), "--figures", str(tmp_path / "figures")]) == 0
-    for k, name in (("top1", "top-1"), ("top5", "top-5")):
-        (axis,) = panels(saved, f"test {name}")
+        history[f"{split}_top1"], history[f"{split}_top5"] = low + epochs / 50, 0.5 + low + epochs / 99
+    rows = [{**cifar_run(0, 0, 0), "run_id": "a-run", **entry} for entry in history.to_dict("records")]
+    path = write(*rows, name="table1_epochs.csv")
+    assert report.main([str(path), "--figures", str(tmp_path / "figures")]) == 0
+    for axis, (k, name) in zip(saved[0].axes, (("top1", "top-1"), ("top5", "top-5"))):
+        assert axis.get_ylabel() == f"test {name} (%)"
         means = 100 * history[f"test_{k}"].rolling(5).mean().dropna()
         assert means.to_numpy() == pytest.approx(axis.lines[0].get_ydata())
 
@@ -55,15 +56,13 @@ def test_seconds_per_epoch_are_of_as_many_steps_as_an_epoch_has(tmp_path, saved,
     images = 50_000 - round(0.05 * 50_000)  # 5 % validate
     steps = images // int(protocol["batch_size"])  # the last partial batch is dropped
     monkeypatch.setattr(figures, "BENCHMARKS", tmp_path)
-    common = {"method": ["softsort", "neuralsort"], "device": "a CPU", "threads": 2, "torch": "2.9"}
-    step = pd.DataFrame({**common, "precision": "fp32", "ms_per_step": [100.0, 120.0]})
-    step.to_csv(tmp_path / "training_step.csv", index=False)
-    loss = pd.DataFrame({**common, "batch": 128, "n": 100, "m": 16, "ms": [1.0, 2.0], "official_ms": [3.0, 4.0]})
-    loss.to_csv(tmp_path / "losses.csv", index=False)
-    scaling = pd.DataFrame(
-        {**common, "n": 16, "k": 5, "batch": 128, "ms": 1.0, "peak_mib": 1.0, "operations": 1, "numbers": 1}
-    )
-    scaling.to_csv(tmp_path / "scaling.csv", index=False)
+    common = {"method": ["softsort", "neuralsort"], "device": "a CPU", "threads": 2, "torch": "2.9", "batch": 128}
+    scaling = {"n": 16, "k": 5, "ms": 1.0, "peak_mib": 1.0, "operations": 1, "numbers": 1}
+    tables = {"training_step": {"precision": "fp32", "ms_per_step": [100.0, 120.0]}, "scaling": scaling}
+    tables["losses"] = {"n": 100, "m": 16, "ms": [1.0, 2.0], "official_ms": [3.0, 4.0]}
+    for name, columns in tables.items():
+        pd.DataFrame(common | columns).to_csv(tmp_path / f"{name}.csv", index=False)
     figures.draw_benchmarks(tmp_path / "figures")
     (axis,) = [axis for axis in saved[0].axes if "s/epoch" in axis.get_title(loc="left")]
-    assert sorted(numbers(axis, 0)) == pytest.approx([0.100 * steps, 0.120 * steps])
+    seconds = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]
+    assert seconds == pytest.approx([0.120 * steps, 0.100 * steps])  # in the library's order
