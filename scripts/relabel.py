@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, ids in labels.items():
             rows = content[f"{name}_embeddings"]
             content[f"{name}_labels"] = other_classes(rows, ids, torch.stack(means), args.num_classes)
+        content["info"] = content.get("info", {}) | {"num_classes": args.num_classes}
     replace_file(args.output, content)
     return 0
 

@@ -12,18 +12,22 @@ import torch
 from experiments.finetune_imagenet import main, parse_arguments
 from scripts import heads
 from tests.scripts.test_published_rows import number_or_word, published
+from tests.scripts.test_sweeps import recipe_of
 from topk_losses.methods import SINGLE_K
 
+NAMES = ["method", "p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin", "lr"]
 TABLE3 = ("softmax_cross_entropy", "smooth_hard_topk", "neuralsort", "softsort", "sinkhorn_sort", "splitter_selection")
 
 
-def asked(stage: str, methods: list[str], trials: Path, per_p_k: bool = False) -> list:
-    """The configurations of each command of a stage."""
+def flags_of(methods: list[str], trials: Path, **others) -> argparse.Namespace:
+    files = {"trials": trials, "around": trials, "results": trials.with_name("heads.csv"), "data_path": "some.pt"}
+    return argparse.Namespace(**{"methods": methods, "num_valid": 5000, "per_p_k": False, **files, **others})
+
+
+def asked(stage: str, methods: list[str], trials: Path, **others) -> list:
+    """The configurations of each command of a stage. others: flags, such as around."""
     found = []
-    results = trials.with_name("heads.csv")
-    files = {"trials": trials, "around": trials, "results": results, "data_path": "some.pt"}
-    flags = argparse.Namespace(methods=methods, num_valid=5000, per_p_k=per_p_k, **files)
-    for row in heads.commands(stage, flags):
+    for row in heads.commands(stage, flags_of(methods, trials, **others)):
         args = parse_arguments(shlex.split(row)[2:])
         found += [args, *args.also]
     return found
@@ -32,8 +36,7 @@ def asked(stage: str, methods: list[str], trials: Path, per_p_k: bool = False) -
 def test_every_trial_has_a_p_k_of_the_paper_and_what_is_of_one_k_has_k_5(tmp_path):
     top5 = next(number_or_word(row["p_k"]) for row in published("table1") if row["method"] == "smooth_hard_topk")
     p_ks = {number_or_word(row["p_k"]) for row in published("table4")}
-    relaxed = [args for args in asked("trials", ["neuralsort", "lapsum"], tmp_path / "heads_trials.csv")]
-    tried = {tuple(args.p_k) for args in relaxed}
+    tried = {tuple(args.p_k) for args in asked("trials", ["neuralsort", "lapsum"], tmp_path / "heads_trials.csv")}
     assert tried <= p_ks
     assert top5 in tried
     methods = [method for method in SINGLE_K if method != "imbalanced_noised_topk"]
@@ -43,11 +46,8 @@ def test_every_trial_has_a_p_k_of_the_paper_and_what_is_of_one_k_has_k_5(tmp_pat
 @pytest.mark.parametrize("stage", ["longer", "finals"])
 def test_the_best_trial_is_best_in_the_sum_of_validation_top_1_and_top_5(tmp_path, stage):
     """The other two are best in the one and in the other, in test accuracy the last; so the order does not choose."""
-    measured = {  # by m: valid top-1 and top-5, test top-1 and top-5
-        16: (0.70, 0.80, 0.70, 0.80),
-        50: (0.60, 0.88, 0.90, 0.90),
-        100: (0.74, 0.70, 0.60, 0.99),
-    }
+    # By m: valid top-1 and top-5, test top-1 and top-5.
+    measured = {16: (0.70, 0.80, 0.70, 0.80), 50: (0.60, 0.88, 0.90, 0.90), 100: (0.74, 0.70, 0.60, 0.99)}
     names = ("valid_top1", "valid_top5", "test_top1", "test_top5")
     for order in (measured, reversed(measured)):
         trials = [
@@ -57,6 +57,60 @@ def test_the_best_trial_is_best_in_the_sum_of_validation_top_1_and_top_5(tmp_pat
         ]
         pd.DataFrame(trials).to_csv(tmp_path / "heads_trials.csv", index=False)
         assert {args.m for args in asked(stage, ["softsort"], tmp_path / "heads_trials.csv")} == {16}
+
+
+def test_each_stage_goes_on_with_the_best_of_the_one_before_and_no_loss_is_refused(tmp_path):
+    def tried(stage, methods=heads.KNOWN, trials="trials.csv"):
+        rows = []
+        for args in asked(stage, methods, tmp_path / trials):
+            recipe = recipe_of(args)
+            row = {name: recipe[name] for name in NAMES} | {"p_k": " ".join(map(str, recipe["p_k"]))}
+            run = (args.n_epochs, *args.seeds, args.results.name, args.num_valid)
+            rows.append({**row, "n_epochs": args.n_epochs, "run": run, "valid_top1": 0.6, "valid_top5": 0.5})
+        return pd.DataFrame(rows, dtype=object)
+
+    def same(found, expected, *columns):
+        columns = [*NAMES, *columns]
+        pd.testing.assert_frame_equal(found[columns], expected[columns].reset_index(drop=True), check_dtype=False)
+
+    first = tried("trials")
+    assert list(first["method"].unique()) == heads.KNOWN
+    assert all(set(rates) == set(heads.RATES) for _, rates in first.groupby("method")["lr"])
+    assert set(first["run"]) == {(5, 0, "trials.csv", 5000)}
+    best = first.groupby("method", sort=False).nth(-2)
+    first.loc[best.index, "valid_top5"] = 0.9
+    first.to_csv(tmp_path / "trials.csv", index=False)
+
+    longer = tried("longer")
+    same(longer, best.loc[best.index.repeat(4)].assign(lr=list(heads.RATES) * len(best)))
+    assert set(longer["run"]) == {(22, 0, "trials.csv", 5000)}
+    longer.loc[(longer["method"] == "lapsum") & (longer["lr"] == 0.0005), "valid_top5"] = 0.95
+    pd.concat([first, longer]).to_csv(tmp_path / "trials.csv", index=False)
+
+    finals = tried("finals")
+    best.loc[best["method"] == "lapsum", ["lr", "n_epochs"]] = 0.0005, 22
+    same(finals, best, "n_epochs")
+    assert {run[1:] for run in finals["run"]} == {(*range(1, 11), "heads.csv", 5000)}
+
+    more = tried("more")
+    assert set(more["run"]) == {(22, 0, "trials.csv", 5000)}
+    without = more[more["inverse_temperature"] == heads.LEVEL]
+    assert more.groupby("method").size().to_dict() == {
+        method: 60 if method == "lapsum" else 30 for method in heads.KNOWN if method not in SINGLE_K
+    }
+    assert (len(without), set(without["method"])) == (30, {"lapsum"})
+    best = more.loc[sorted([*more.groupby("method").nth(7).index, without.index[-1]])]
+    more.loc[best.index, "valid_top5"] = 0.9
+    more.to_csv(tmp_path / "more.csv", index=False)
+    same(tried("finals", list(more["method"].unique()), "more.csv"), best)
+
+
+def test_a_dry_run_prints_what_is_known(tmp_path, capsys):
+    (data := tmp_path / "heads.pt").touch()
+    assert heads.main(["trials", "longer", "-d", str(data), "--methods", "all", "--dry-run"]) == 0
+    *runs, number, more = capsys.readouterr().out.splitlines()
+    assert (number, more) == (f"# {len(heads.KNOWN)} runs", "# longer: known when trials has run")
+    assert len(runs) == len(heads.KNOWN)
 
 
 def test_the_trials_of_table_3_are_the_papers_rows_in_its_order_and_as_many_for_each(tmp_path):
@@ -81,9 +135,8 @@ def test_table_3_chooses_a_trial_for_each_p_k_of_a_method(tmp_path):
              for name, values in (("embeddings", features), ("labels", labels))}  # fmt: skip
     torch.save(parts, tmp_path / "some.pt")
     trials, finals = tmp_path / "trials.csv", tmp_path / "finals.csv"
-    methods, data = ["softmax_cross_entropy", "softsort"], str(tmp_path / "some.pt")
-    files = {"trials": trials, "around": trials, "results": finals, "data_path": data}
-    flags = argparse.Namespace(methods=methods, num_valid=40, per_p_k=True, **files)
+    others = {"results": finals, "data_path": str(tmp_path / "some.pt"), "num_valid": 40, "per_p_k": True}
+    flags = flags_of(["softmax_cross_entropy", "softsort"], trials, **others)
     small = ["--n_epochs", "1", "--batch_size", "20", "--device", "cpu", "--threads", "1"]
     for stage, seeds in (("table3", ["0"]), ("finals", ["1", "2"])):
         for row in heads.commands(stage, flags):

@@ -74,6 +74,25 @@ def test_labels_that_train_and_that_validate_are_wrong_alike(right, tmp_path, ra
     assert bool((estimated > 0).all()) or rate == 0
 
 
+def test_labels_that_validate_stay_right_and_classes_are_joined_or_split(right, tmp_path):
+    labels, output, before = right[2], tmp_path / "new.pt", right[0].read_bytes()
+    data = relabelled(right, tmp_path, "--label_noise", "0.4")[0]
+    (train, valid), found = split_rows(ROWS, VALID, 0), data["train"].labels
+    assert torch.equal(found[valid], labels[valid])
+    assert torch.equal(found // 5, labels[:ROWS] // 5)  # of the same block
+    wrong = (found[train] != labels[train]).double().mean().item()
+    assert wrong == pytest.approx(0.4 * 4 / 5, abs=0.01)  # of those drawn anew some stay
+    assert torch.equal(data["test"].labels, labels[ROWS:])
+    assert torch.equal(data["train"].inputs[:, 0], torch.arange(ROWS).float())
+    for num_classes, joined, split in ((2, 10, 1), (200, 1, 10)):
+        assert relabel.main([str(right[0]), "--num_classes", str(num_classes), "--output", str(output)]) == 0
+        assert torch.equal(load_embeddings(output)["test"].labels // split, labels[ROWS:] // joined)
+    for wrong_call in (["--output", str(right[0]), "--label_noise", ".1"], ["--output", "x.pt"]):
+        with pytest.raises(SystemExit, match="2"):
+            relabel.main([str(right[0]), *wrong_call])
+    assert right[0].read_bytes() == before
+
+
 def test_another_draw_is_other_noise_and_the_same_division(right, tmp_path):
     draws = []
     for draw in ("0", "1", "0"):
@@ -111,27 +130,20 @@ def test_labels_by_people_and_the_matrix_that_5_percent_of_right_labels_give(rig
 
 
 def test_every_loss_has_the_same_trials_but_for_its_own_numbers():
-    by_loss = {}
-    for name, loss in noise.LOSSES.items():
+    common = set()
+    for loss in noise.LOSSES.values():
         trials = noise.trials_of(loss, "folder/human")
         assert [len(commands) for commands in trials.values()] == [15, 15]
-        common = []
-        for n_epochs, commands in trials.items():
-            for words in commands:
-                args = parse_arguments(shlex.split(words))
-                common.append((n_epochs, args.lr, args.weight_decay))
-                for flag, (low, high) in loss.own.items():
-                    assert low <= getattr(args, flag) <= high
+        parsed = [(n, parse_arguments(shlex.split(words))) for n, commands in trials.items() for words in commands]
+        common.add(tuple((n_epochs, args.lr, args.weight_decay) for n_epochs, args in parsed))
         for flag, (low, high) in loss.own.items():  # the range is used
-            values = [
-                getattr(parse_arguments(shlex.split(words)), flag) for commands in trials.values() for words in commands
-            ]
+            values = [getattr(args, flag) for _, args in parsed]
+            assert low <= min(values) <= max(values) <= high
             middle = (low + high) / 2 if flag in noise.EVEN else (low * high) ** 0.5
             assert 13 <= sum(value < middle for value in values) <= 17
             assert len(set(values)) > 27
-        by_loss[name] = common
-    assert len({tuple(common) for common in by_loss.values()}) == 1
-    assert {args[0] for args in by_loss["gce"]} == set(noise.EPOCHS)
+    (common,) = common
+    assert {n_epochs for n_epochs, _, _ in common} == set(noise.EPOCHS)
 
 
 MEASURED = {  # by lr: noisy top-1 and top-5, clean top-1 and top-5, and test
@@ -158,9 +170,8 @@ def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test
     (both,), single = (noise.final_commands(trials, names, "") for names in (["lapsum", "gce"], ["gce"]))
     args = parse_arguments(shlex.split(single[0])[2:])  # both choices are one run
     assert (args.also, args.seeds, args.n_epochs) == ([], list(range(1, 11)), 4)
-    assert [head.split("--lr ")[1].split('"')[0].split()[0] for head in both.split("--method")[1:]] == [
-        "0.002", "0.003", "0.004",
-    ]  # fmt: skip
+    args = parse_arguments(shlex.split(both)[2:])
+    assert [head.lr for head in (args, *args.also)] == [0.002, 0.003, 0.004]
 
 
 def test_a_run_has_the_name_of_its_loss():
@@ -202,10 +213,8 @@ def files(tmp_path):
 
 def plain_difference(runs, labels, one, other, metric, lr="0.1"):
     """The differences of ten seeds in points, as an array."""
-    pick = [
-        runs[(runs["labels"] == labels) & (runs["method"] == method) & (runs["lr"] == lr)] for method in (one, other)
-    ]
-    first, second = (100 * side.sort_values("seed")[metric].astype(float).to_numpy() for side in pick)
+    runs = runs[(runs["labels"] == labels) & (runs["lr"] == lr)].sort_values("seed")
+    first, second = (100 * runs[runs["method"] == name][metric].astype(float).to_numpy() for name in (one, other))
     return first - second
 
 
@@ -237,10 +246,9 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
 def test_the_answer_is_the_best_top_k_loss_minus_the_best_robust_loss_by_noisy_validation(files):
     path, runs = files
     rows = [line for line in noise_answer(path).splitlines() if "LapSum" in line]
-    assert [("labels by people" in row, "40 % drawn among all classes, draw 2" in row) for row in rows] == [
-        (True, False), (False, True),
-    ]  # fmt: skip
-    for labels, row in zip(LABELS, rows):
+    shown = ("labels by people", "40 % drawn among all classes, draw 2")
+    for labels, name, row in zip(LABELS, shown, rows, strict=True):
+        assert name in row
         assert "| GCE " in row
         values = plain_difference(runs, labels, "lapsum", "generalized_cross_entropy", "test_top1")
         half = stats.t.ppf(0.975, 9) * values.std(ddof=1) / 10**0.5
@@ -253,10 +261,8 @@ def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(fil
     path, runs = files
     text = noise_table(path, "human")
     noisy, clean = text[text.index("Chosen by noisy") :].split("Chosen by clean")
-    gain = 100 * (
-        runs[(runs["labels"] == "human") & (runs["method"] == "lapsum")].groupby("lr")["test_top1"].agg(
-            lambda cells: cells.astype(float).mean())
-    )  # fmt: skip
+    lapsum = runs[(runs["labels"] == "human") & (runs["method"] == "lapsum")].astype({"test_top1": float})
+    gain = 100 * lapsum.groupby("lr")["test_top1"].mean()
     assert f"{gain['0.1']:.2f} ± " in noisy
     assert f"{gain['0.2']:.2f} ± " in clean
     assert clean.count("the same trial") == 2 * 4  # of all but LapSum

@@ -19,7 +19,7 @@ from experiments.common import losses
 from experiments.common.records import cell
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from scripts import heads, relabel, sweeps
+from scripts import heads, sweeps
 from tests.experiments.scripts import MACHINE, SCRIPTS, outcome
 from tests.processes import wait_for
 from tests.scripts.test_published_rows import published
@@ -31,7 +31,6 @@ NUM_ROWS = {
     **{"temperature_training": 122, "scratch": 30, "implementation": 8, "quickstart": 4},
 }
 HEADS = "experiments/finetune_imagenet.py"
-SETTINGS = ("method", "p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin", "lr")
 PARSE = {
     "experiments/train_cifar100.py": train_cifar100.parse_arguments,
     HEADS: finetune_imagenet.parse_arguments,
@@ -39,14 +38,11 @@ PARSE = {
 }
 
 
-def recipes_of(args, protocol=IMAGENET_1K, num_classes=100) -> list[dict]:
-    """The settings of each loss of a command, each of which can be built."""
-    found = []
-    for head in [args, *args.also]:
-        settings = losses.loss_settings(head, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
-        losses.build_loss(settings, num_classes, torch.device("cpu"), head.implementation)
-        found.append({**settings, "lr": head.lr, "weight_decay": head.weight_decay or None})
-    return found
+def recipe_of(head, protocol=IMAGENET_1K, num_classes=100) -> dict:
+    """The settings of a loss, which can be built, and of its training."""
+    settings = losses.loss_settings(head, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
+    losses.build_loss(settings, num_classes, torch.device("cpu"), head.implementation)
+    return {**settings, "lr": head.lr, "weight_decay": head.weight_decay or None}
 
 
 def called(script: str, *words: object) -> subprocess.CompletedProcess:
@@ -143,7 +139,8 @@ def test_the_losses_of_a_seed_can_be_one_command(study):
     defaults = IMAGENET_21K if "21k" in script else IMAGENET_1K
 
     def recipes(words: list[str]) -> list[dict]:
-        return recipes_of(PARSE[script](words), defaults, defaults.num_classes)
+        args = PARSE[script](words)
+        return [recipe_of(head, defaults, defaults.num_classes) for head in (args, *args.also)]
 
     flags = [re.search(r"(--method .*) --seed", row)[1] for row in rows]
     together = recipes([*words, *(word for loss in flags[1:] for word in ("--also", loss))])
@@ -182,14 +179,15 @@ def test_temperatures_are_heads_of_every_method_and_none_is_refused():
     seen, results = set(), Counter()
     for row in [*sweeps.temperature("some.pt"), *sweeps.temperature_classes("a.pt", "b.pt", "c.pt")]:
         args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
-        recipes = recipes_of(args)
-        seen |= {recipe["method"] for recipe in recipes}
-        assert len(recipes) == 1 + len(args.also)
+        seen |= {recipe_of(head)["method"] for head in (args, *args.also)}
         results[f"{args.results.stem} {args.data_path}"] += 1
     assert seen == set(METHODS)
-    assert dict(list(results.items())[1:]) == {
-        "temperature_classes_10 a.pt": 5, "temperature_classes_100 b.pt": 15, "temperature_classes_1000 c.pt": 15,
-    }  # fmt: skip
+    numbers = {
+        "temperature_classes_10 a.pt": 5,
+        "temperature_classes_100 b.pt": 15,
+        "temperature_classes_1000 c.pt": 15,
+    }
+    assert dict(list(results.items())[1:]) == numbers
 
 
 def test_the_arms_of_a_seed_share_their_pretraining():
@@ -228,78 +226,6 @@ def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(
     assert f"experiments/extract_embeddings.py --dataset {tmp_path} " in extraction
     assert all(line.startswith(("#", ".venv/bin/python experiments/finetune")) for line in others)
     assert called("tiny_imagenet", tmp_path / "absent", "--dry-run").returncode == 2
-
-
-def test_heads_are_the_best_trial_of_each_arm_and_none_is_refused(tmp_path, capsys):
-    data, trials, more = tmp_path / "heads.pt", tmp_path / "t.csv", tmp_path / "more.csv"
-    data.touch()
-
-    def asked(*words: object) -> dict[str, tuple]:
-        flags = ["-d", data, "--methods", "all", "--results", tmp_path / "finals.csv", "--dry-run"]
-        assert heads.main([str(word) for word in (*words, *flags)]) == 0
-        rows = [shlex.split(row)[2:] for row in capsys.readouterr().out.splitlines() if row[0] != "#"]
-        found = [(args, recipes_of(args)) for args in map(PARSE[HEADS], rows)]
-        return {args.method: (args, recipes) for args, recipes in found}
-
-    def trial(flags: dict, n_epochs: int, top5: float) -> dict:
-        cells = {name: flags[name] for name in SETTINGS}
-        measured = {"n_epochs": n_epochs, "valid_top1": 0.6, "valid_top5": top5}
-        return {**cells, "p_k": " ".join(map(str, flags["p_k"])), **measured}
-
-    rows, chosen = [], {}
-    for method, (args, flags) in asked("trials", "longer", "--trials", trials).items():
-        assert (args.n_epochs, args.seeds, {head["lr"] for head in flags}) == (5, [0], set(heads.RATES))
-        assert (str(args.data_path), args.num_valid, args.results) == (str(data), 5000, trials)
-        chosen[method] = trial(flags[-2], 5, 0.9)
-        rows += [chosen[method], *(trial(head, 5, 0.5) for head in flags if head is not flags[-2])]
-    assert list(chosen) == heads.KNOWN
-    pd.DataFrame(rows, dtype=object).to_csv(trials, index=False)
-    for method, (args, flags) in asked("longer", "--trials", trials).items():
-        again = [{**chosen[method], "lr": lr} for lr in heads.RATES]
-        assert ([trial(head, 5, 0.9) for head in flags], args.n_epochs) == (again, 22)
-        rows.append({**again[0], "n_epochs": 22, "valid_top5": 0.95 if method == "lapsum" else 0.85})
-    pd.DataFrame(rows, dtype=object).to_csv(trials, index=False)
-    for method, (args, (flags,)) in asked("finals", "--trials", trials).items():
-        n_epochs, lr = (22, 0.0005) if method == "lapsum" else (5, 0.002)
-        assert (args.n_epochs, args.seeds) == (n_epochs, list(range(1, 11)))
-        assert (trial(flags, 5, 0.9), args.results.name) == ({**chosen[method], "lr": lr}, "finals.csv")
-    rows, best = [], []
-    for method, (args, flags) in asked("more", "--around", trials, "--trials", more).items():
-        assert (args.n_epochs, args.seeds, args.results) == (22, [0], more)
-        without = [head for head in flags if head["inverse_temperature"] == heads.LEVEL]
-        assert (len(flags), len(without)) == ((60, 30) if method == "lapsum" else (30, 0))
-        best += [trial(head, 22, 0.9) for head in (flags[7], *without[-1:])]
-        rows += [trial(head, 22, 0.9 if head in (flags[7], *without[-1:]) else 0.5) for head in flags]
-    pd.DataFrame(rows, dtype=object).to_csv(more, index=False)
-    methods = list(dict.fromkeys(row["method"] for row in best))
-    finals = heads.main(["finals", "-d", str(data), "--trials", str(more), "--dry-run", "--methods", *methods])
-    assert finals == 0
-    found = [PARSE[HEADS](shlex.split(row)[2:]) for row in capsys.readouterr().out.splitlines() if row[0] != "#"]
-    recipes = [recipe for args in found for recipe in recipes_of(args)]
-    assert [trial(flags, 22, 0.9) for flags in recipes] == best
-
-
-def test_labels_that_validate_stay_right_and_classes_are_joined_or_split(tmp_path):
-    labels, rows = torch.arange(600) % 10, torch.randn(600, 2)
-    content = {"train_embeddings": rows, "train_labels": labels, "test_embeddings": rows, "test_labels": labels}
-    data, output = tmp_path / "some.pt", tmp_path / "new.pt"
-    torch.save(content, data)
-    assert relabel.main([str(data), "--label_noise", "0.4", "--num_valid", "200", "--output", str(output)]) == 0
-    found, (train, valid) = torch.load(output), relabel.split_rows(600, 200, seed=0)
-    assert torch.equal(found["train_labels"][valid], labels[valid])
-    assert torch.equal(found["train_labels"] // 5, labels // 5)  # of the same block
-    wrong = (found["train_labels"] != labels)[train].double().mean().item()
-    assert wrong == pytest.approx(0.4 * 4 / 5, abs=0.1)  # of those drawn anew some stay
-    assert torch.equal(found["test_labels"], labels)
-    assert torch.equal(found["train_embeddings"], rows)
-    for num_classes, joined, split in ((1, 10, 1), (100, 1, 10)):
-        assert relabel.main([str(data), "--num_classes", str(num_classes), "--output", str(output)]) == 0
-        assert torch.equal(torch.load(output)["test_labels"] // split, labels // joined)
-    before = data.read_bytes()
-    for wrong_call in (["--output", str(data), "--label_noise", ".1"], ["--output", "x.pt"]):
-        with pytest.raises(SystemExit, match="2"):
-            relabel.main([str(data), *wrong_call])
-    assert data.read_bytes() == before
 
 
 def children(pid: int) -> list[int]:
