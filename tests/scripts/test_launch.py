@@ -31,19 +31,12 @@ def start(tmp_path):
     with contextlib.ExitStack() as started:
 
         def call(commands: list[str], *flags: str, **environment: str) -> subprocess.Popen:
-            process = subprocess.Popen(
-                [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=tmp_path,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-            )
-            process.stdin.write("\n".join(commands))
-            process.stdin.close()
-            process.stdin = None
-            started.enter_context(process)
+            (tmp_path / "commands").write_text("\n".join(commands))
+            words = [sys.executable, LAUNCH, "--logs", tmp_path / "logs", *flags]
+            where = {"cwd": tmp_path, "env": {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}}
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            with (tmp_path / "commands").open() as lines:
+                process = started.enter_context(subprocess.Popen(words, stdin=lines, **streams, **where))
             started.callback(process.kill)
             return process
 
@@ -63,11 +56,8 @@ def run(start):
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def program(path: Path, script: str) -> None:
@@ -126,14 +116,14 @@ def test_at_most_jobs_runs_at_once(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "visible", "expected"),
     [
-        ((), "2,5,GPU-ab", ["2", "5", "GPU-ab"]),  # as many at once as there are GPUs
-        (("--per-gpu", "2", "--jobs", "4"), "0,1", ["0", "0", "1", "1"]),
+        ("", "2,5,GPU-ab", ["2", "5", "GPU-ab"]),  # as many at once as there are GPUs
+        ("--per-gpu 2 --jobs 4", "0,1", ["0", "0", "1", "1"]),
     ],
 )
 def test_runs_share_the_gpus_evenly(run, tmp_path, flags, visible, expected):
     show = "import os, time; print('gpu', os.environ.get('CUDA_VISIBLE_DEVICES')); time.sleep(1.5) #"
     commands = [python(f"{show} {number}") for number in range(len(expected))]
-    assert run(commands, *flags, CUDA_VISIBLE_DEVICES=visible)[0] == 0
+    assert run(commands, *flags.split(), CUDA_VISIBLE_DEVICES=visible)[0] == 0
     logs = (tmp_path / "logs").glob("*.log")
     assert sorted(re.search(r"^gpu (.*)$", log.read_text(), re.MULTILINE)[1] for log in logs) == expected
 

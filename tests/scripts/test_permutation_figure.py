@@ -1,7 +1,5 @@
 """What the figures of P and of the gradient show is what the losses compute."""
 
-import re
-
 import pytest
 import torch
 
@@ -58,25 +56,3 @@ def test_the_noise_of_a_figure_is_the_same_each_time_and_nobody_elses(method):
         matrices = [permutation_figure.relaxed_sort(method, [1.0, 8.0, -1.0], [0.5, 0.5])[0] for _ in range(2)]
         assert torch.equal(*matrices)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_figure_of_a_method_has_a_matrix_where_there_is_one_and_names_the_temperature_as_its_flag_is_meant(
-    tmp_path, monkeypatch
-):
-    """tau for the smooth top-k losses, the one exception of the paper; none where there is no temperature."""
-    symbols, save = {}, permutation_figure.save
-
-    def saved(figure, folder, method):
-        symbols[method] = {line.get_label()[0] for line in figure.axes[-1].lines} - {"_"}
-        return save(figure, folder, method)
-
-    monkeypatch.setattr(permutation_figure, "save", saved)
-    monkeypatch.setattr(permutation_figure, "DRAWS", 1)
-    widths = {}
-    for method in ("softsort", "df_topk", "smooth_hard_topk", "noised_topk", "truncated_entropy"):
-        paths = permutation_figure.draw_method(method, tmp_path)
-        assert [path.name for path in paths] == [f"{method}.svg"]
-        widths[method] = float(re.search(r'width="([\d.]+)pt"', paths[0].read_text())[1])
-    assert list(symbols.values()) == [{"β"}, {"β"}, {"τ"}, {"β"}, set()]
-    wide, narrow = list(widths.values())[:2], list(widths.values())[2:]
-    assert min(wide) > 1.5 * max(narrow)

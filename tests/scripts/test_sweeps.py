@@ -1,12 +1,10 @@
-"""The lists of runs are commands of their scripts; a sweep that is killed ends with the rows of an undisturbed one."""
+"""The lists of runs are commands of their scripts, with the settings that the studies name."""
 
 import itertools
 import os
 import re
 import shlex
-import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from experiments.common.records import cell
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts import heads, sweeps
-from tests.experiments.scripts import MACHINE, SCRIPTS, outcome
-from tests.processes import wait_for
 from tests.scripts.test_published_rows import published
 from topk_losses import METHODS, RELAXATIONS
 
@@ -226,39 +222,3 @@ def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(
     assert f"experiments/extract_embeddings.py --dataset {tmp_path} " in extraction
     assert all(line.startswith(("#", ".venv/bin/python experiments/finetune")) for line in others)
     assert called("tiny_imagenet", tmp_path / "absent", "--dry-run").returncode == 2
-
-
-def children(pid: int) -> list[int]:
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for thread in threads for child in thread.read_text().split())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the runs' processes in /proc")
-def test_a_sweep_killed_in_the_middle_ends_with_the_same_rows(tmp_path):
-    """The launcher and its run are killed between epochs, and the sweep is started again."""
-    results, undisturbed = tmp_path / "r.csv", tmp_path / "undisturbed" / "r.csv"
-    words = f"{SCRIPTS[train_knn]} --n_epochs 20 {MACHINE}".split()
-    (tmp_path / "rows").write_text(shlex.join([sys.executable, train_knn.__file__, *words, "--results", str(results)]))
-
-    def start() -> subprocess.Popen:
-        command = [sys.executable, ROOT / "scripts" / "launch.py", "--logs", tmp_path / "logs"]
-        with (tmp_path / "rows").open() as file:
-            return subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-
-    def logged(text: str) -> bool:
-        return any(text in log.read_text() for log in tmp_path.glob("logs/*.log"))
-
-    first = start()
-    wait_for(lambda: logged("epoch 1/20"))
-    (run,) = children(first.pid)
-    first.kill()
-    first.communicate()
-    os.kill(run, signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{run}").exists())
-    assert not results.exists()
-    second = start()
-    printed = second.communicate(timeout=120)[0]
-    assert second.returncode == 0, printed
-    assert logged("continuing after")
-    assert train_knn.main([*words, "--results", str(undisturbed)]) == 0
-    assert outcome(results) == outcome(undisturbed)
