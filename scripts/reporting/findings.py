@@ -156,13 +156,6 @@ def full_table() -> str:
 
 def evidence() -> str:
     """Return the table of docs/findings.md that says where each comparison comes from: trials, file, commits."""
-    rows = [
-        {
-            "Finding": comparison.key,
-            "Trials": trials(comparison),
-            "Runs": f"[{comparison.file}](../results/{comparison.file})",
-            "Commits": commits(comparison),
-        }
-        for comparison in COMPARISONS
-    ]
-    return as_markdown(pd.DataFrame(rows))
+    columns = {"Finding": [comparison.key for comparison in COMPARISONS], "Trials": map(trials, COMPARISONS)}
+    columns |= {"Runs": [f"[{comparison.file}](../results/{comparison.file})" for comparison in COMPARISONS]}
+    return as_markdown(pd.DataFrame(columns | {"Commits": map(commits, COMPARISONS)}))

@@ -17,7 +17,7 @@ import pandas as pd
 
 import topk_losses
 from scripts.reporting import tables
-from scripts.reporting.runs import as_numbers, differences, interval, read_runs, short
+from scripts.reporting.runs import METRICS, as_numbers, differences, interval, read_runs, read_text, short
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1, any_operator
 
@@ -33,7 +33,6 @@ KINDS = {
     "ranks": "ranks",
     "networks": "sorting network",
 }
-METRICS = ["test_top1", "test_top5"]
 SIZES = {"time, 100 classes": (128, 100, ""), "time, 1,000 classes": (500, 1000, "16")}  # batch, classes, m
 
 
@@ -52,8 +51,7 @@ def default_of(method: str, parameter: str) -> str:
 
 def parameters(method: str) -> str:
     """Return the table of a method's own parameters: its default and the published value."""
-    rows = pd.read_csv(RESULTS / "paper" / "parameters.csv", dtype=str, keep_default_na=False)
-    rows = rows[rows["method"] == method]
+    rows = read_text(tables.PAPER / "parameters.csv").query("method == @method")
     names = [f"`{row.parameter}` {row.symbol}".strip() for row in rows.itertuples()]
     defaults = [default_of(method, parameter) for parameter in rows["parameter"]]
     table = pd.DataFrame({"parameter": names, "default": defaults, "published": rows["published"].replace("", "—")})
@@ -87,27 +85,24 @@ def gains_of_heads() -> dict[str, list[str]]:
         runs = as_numbers(read_runs(RESULTS / f"{name}.csv"), METRICS, 100)
         base = runs[runs["method"] == "softmax_cross_entropy"]
         for method, line in runs[runs["method"] != "softmax_cross_entropy"].groupby("method"):
-            gains = differences(line, base, METRICS)
+            gains = differences(line, base, list(METRICS))
             found[str(method)] = [str(interval(gains[metric])) for metric in METRICS]
     return found
 
 
 def methods() -> str:
     """Return all methods beside one another: what they take, their default, their accuracy and their time."""
-    times = pd.read_csv(RESULTS / "benchmarks" / "losses.csv", dtype=str, keep_default_na=False)
-    times = times.set_index(["method", "batch", "n", "m"])["ours_over_cross_entropy"]
+    times = read_text(RESULTS / "benchmarks" / "losses.csv").set_index(["method", "batch", "n", "m"])[
+        "ours_over_cross_entropy"
+    ]
     where, gains, rows = sections(), gains_of_heads(), []
     for method, spec in METHODS.items():
         takes = "top-1" if method in TOP1 else "one k" if method in SINGLE_K else "any"
         if spec.operator and spec.operator.has_zeros:
             takes = "with top-1"
-        beta = "" if spec.inverse_temperature is None else f"{spec.inverse_temperature:g}"
-        row = {
-            "method": f"[`{method}`]({where[method]})",
-            "kind": KINDS[spec.family],
-            "P_K": takes.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}"),
-            "inverse temperature": beta,
-        }
+        row = {"method": f"[`{method}`]({where[method]})", "kind": KINDS[spec.family]}
+        row["P_K"] = takes.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}")
+        row["inverse temperature"] = "" if spec.inverse_temperature is None else f"{spec.inverse_temperature:g}"
         row |= dict(zip(("Δ top-1", "Δ top-5"), gains.get(method, ("", ""))))
         for name, size in SIZES.items():
             time = float(times.get((method, *map(str, size)), "nan"))
@@ -130,7 +125,7 @@ def sorted_scores() -> str:
         for method in best.index.unique("method"):
             few, every = best.loc[(method, "16")], best.loc[(method, "all")]
             row = {"classes": f"{classes:,}", "method": f"`{method}`"}
-            for name, metric in zip(("top-1", "top-5"), METRICS):
+            for metric, name in METRICS.items():
                 row |= {f"{name}, m = 16": f"{few[metric]:.2f}", f"{name}, all": f"{every[metric]:.2f}"}
             rows.append(row)
     return tables.as_markdown(pd.DataFrame(rows))

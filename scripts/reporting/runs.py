@@ -61,6 +61,11 @@ class Interval(NamedTuple):
         return f"{self.mean:+.2f}{spread}".replace("-", "−")
 
 
+def read_text(path: Path) -> pd.DataFrame:
+    """Return a CSV file of the repository, cells as text."""
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
 def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     """Return the runs that meet every condition, each once, cells as text; raises ReportError.
 
@@ -117,9 +122,8 @@ def as_numbers(runs: pd.DataFrame, columns: Iterable[str], scale: float = 1) -> 
         values = pd.to_numeric(runs[name], errors="coerce").astype(float)
         wrong = runs[name][(runs[name] != "") & ~values.between(0, 1 if scale > 1 else float("inf"))]
         if len(wrong):
-            raise ReportError(
-                f"{name} must be a {'fraction in [0, 1]' if scale > 1 else 'number'}, got {wrong.iloc[0]!r}"
-            )
+            kind = "fraction in [0, 1]" if scale > 1 else "number"
+            raise ReportError(f"{name} must be a {kind}, got {wrong.iloc[0]!r}")
         runs[name] = scale * values
     return runs
 

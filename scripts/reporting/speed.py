@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.reporting.runs import shown_p_k
+from scripts.reporting.runs import read_text, shown_p_k
 from scripts.reporting.tables import PAPER, as_markdown
 
 BENCHMARKS = PAPER.parent / "benchmarks"
@@ -13,8 +13,7 @@ STEPS = {"training_step": "CPU", "training_step_h100_torch": "H100, eager", "tra
 
 def benchmark(file: Path, *columns: str) -> str:
     """Return a file of results/benchmarks/ above what all its rows share. columns: those to show; all by default."""
-    rows = pd.read_csv(file, dtype=str, keep_default_na=False)
-    rows = rows.drop(columns=["python", "git_commit"], errors="ignore")
+    rows = read_text(file).drop(columns=["python", "git_commit"], errors="ignore")
     shared = [name for name in rows if rows[name].nunique() == 1]
     source = ", ".join(f"{name} {rows[name][0]}" for name in shared if rows[name][0])
     shown = rows[list(columns) or [name for name in rows if name not in shared]].copy()
@@ -28,18 +27,13 @@ def benchmark(file: Path, *columns: str) -> str:
 
 def official() -> str:
     """Return our times beside the official package's, where both ran."""
-    rows = pd.read_csv(BENCHMARKS / "losses.csv", dtype=str, keep_default_na=False)
+    rows = read_text(BENCHMARKS / "losses.csv").query("official_ms != ''")
+    columns = {"method": "Loss", "batch": "Batch", "n": "Classes", "m": "m", "ms": "Ours (ms)"}
+    columns |= {"official_ms": "`difftopk` (ms)", "official_over_ours": "`difftopk` / ours"}
+    columns |= {"ours_over_cross_entropy": "Ours / cross-entropy"}
+    table = rows.assign(method="`" + rows["method"] + "`")[list(columns)].rename(columns=columns)
     machine = rows.iloc[0]
-    rows = rows[rows["official_ms"] != ""]
-    frame = pd.DataFrame(
-        {
-            **{"Loss": "`" + rows["method"] + "`", "Batch": rows["batch"], "Classes": rows["n"], "m": rows["m"]},
-            **{"Ours (ms)": rows["ms"], "`difftopk` (ms)": rows["official_ms"]},
-            "`difftopk` / ours": rows["official_over_ours"],
-            "Ours / cross-entropy": rows["ours_over_cross_entropy"],
-        }
-    )
-    return f"{as_markdown(frame)}\n\n`losses.csv`: {machine['device']}, {machine['threads']} threads, float32."
+    return f"{as_markdown(table)}\n\n`losses.csv`: {machine['device']}, {machine['threads']} threads, float32."
 
 
 def training_steps() -> str:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, VALID, Interval, ReportError, interval, mean_std, short
-from scripts.reporting.tables import PAPER, Table, as_markdown, origin, read_published, without_empty_columns
+from scripts.reporting.tables import TABLES, Table, as_markdown, origin, read_published, without_empty_columns
 from topk_losses import METHODS
 
 SPREAD = "last_test_logit_std"
@@ -161,7 +161,7 @@ def epochs(path: Path, runs: pd.DataFrame) -> pd.DataFrame:
 def published_ends(path: Path, table: pd.DataFrame) -> pd.DataFrame:
     """Return the published row of each run, in percent; NaN where a table is none of the paper's."""
     name = path.stem.removesuffix("_epochs")
-    rows, _ = read_published(name if (PAPER / f"{name}.csv").exists() else None)
+    rows, _ = read_published(name if name in TABLES else None)
     paper = pd.DataFrame(rows, columns=["method", "p_k", *METRICS]).drop_duplicates(["method", "p_k"])
     paper = 100 * paper.set_index(["method", "p_k"]).apply(pd.to_numeric)
     first = table.groupby("run_id", sort=False)[["method", "p_k"]].first()

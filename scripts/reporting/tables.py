@@ -17,9 +17,8 @@ from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, p_k_of
 from topk_losses import METHODS, RELAXATIONS
 
 PAPER = Path(__file__).resolve().parents[2] / "results" / "paper"
-TABLES = [
-    path.stem for path in sorted(PAPER.glob("*.csv")) if path.stem not in ("protocols", "network_depths", "parameters")
-]
+PROTOCOLS = core.read_text(PAPER / "protocols.csv").set_index("table")
+TABLES = sorted(PROTOCOLS.index)
 VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifier: lines of one method of their own
 # On a published row's own line.
 LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k", "n_epochs", "num_candidates")
@@ -52,11 +51,7 @@ def read_published(table: str | None) -> tuple[list[dict[str, str]], dict[str, s
     """Return the rows of a table of results/paper/ and its protocol; nothing where there is none."""
     if table is None:
         return [], {}
-    rows, protocols = (
-        pd.read_csv(PAPER / f"{name}.csv", dtype=str, keep_default_na=False).to_dict("records")
-        for name in (table, "protocols")
-    )
-    return rows, next(protocol for protocol in protocols if protocol["table"] == table)
+    return core.read_text(PAPER / f"{table}.csv").to_dict("records"), PROTOCOLS.loc[table].to_dict()
 
 
 def published_table(path: Path, runs: pd.DataFrame) -> str | None:
@@ -75,7 +70,7 @@ def not_as_published(run: pd.Series, published: Mapping[str, str], protocol: Map
 
     A setting whose published value is not known, an empty cell, is not compared.
     """
-    expected = {name: cell for name, cell in protocol.items() if name not in ("table", "title", "n_seeds", "source")}
+    expected = {name: cell for name, cell in protocol.items() if name not in ("title", "n_seeds", "source")}
     expected |= {name: published[name] for name in LOSS_SETTINGS if published.get(name)}
     skipped = () if run["method"] in RELAXATIONS else ("m", "top1_mode")
     expected = {name: cell for name, cell in expected.items() if cell and name not in skipped}
@@ -199,10 +194,8 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
         is_range = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
         parts.append(f"seeds {seeds[0]} to {seeds[-1]}" if is_range else f"seed {', '.join(map(str, seeds))}")
     machines = runs.get("device_name", pd.Series(dtype=str)).value_counts()
-    parts += [
-        f"{count} run{'s' * (count > 1)} on {machine}" if len(machines) > 1 else machine
-        for machine, count in machines.items()
-    ]
+    for machine, count in machines.items():
+        parts.append(f"{count} run{'s' * (count > 1)} on {machine}" if len(machines) > 1 else str(machine))
     versions = sorted({version.partition("+")[0] for version in runs.get("torch_version", "") if version})
     parts += [f"PyTorch {', '.join(versions)}"] if versions else []
     settings = {name: short(cell) for name, cell in shared.items() if cell not in ("0.0", "false", "ours")}
@@ -259,12 +252,8 @@ def as_markdown(table: pd.DataFrame) -> str:
 def latex(table: Table) -> str:
     """Return a table environment; it needs the package booktabs."""
     cells = shown(table).map(lambda cell: cell.translate(LATEX)).rename(columns=lambda name: name.translate(LATEX))
-    text = cells.style.hide(axis="index").to_latex(
-        hrules=True,
-        caption=f"{table.caption} {table.source}".translate(LATEX),
-        label=f"tab:{table.name}",
-        position_float="centering",
-    )
+    about = {"caption": f"{table.caption} {table.source}".translate(LATEX), "label": f"tab:{table.name}"}
+    text = cells.style.hide(axis="index").to_latex(hrules=True, position_float="centering", **about)
     return "% needs \\usepackage{booktabs}\n" + text.replace("P\\_K", "$P_K$")
 
 

@@ -12,7 +12,7 @@ import pytest
 from experiments import train_cifar100
 from scripts import report
 from scripts.reporting.runs import read_runs
-from scripts.reporting.tables import HEADINGS, PAPER, read_published
+from scripts.reporting.tables import HEADINGS, PAPER, TABLES
 
 RESULTS = Path(__file__).parents[2] / "results"
 FIVE = "0.2 0.2 0.2 0.2 0.2"
@@ -310,7 +310,7 @@ def test_the_published_values_are_those_of_the_facts(table, expected):
     assert (rows[list(cells.index)] == cells).all(axis=1).any()
     if table != "network_depths":
         assert (rows["source"] != "").all()
-        assert read_published(table)[1]["table"] == table
+        assert table in TABLES
 
 
 def test_read_runs_keeps_own_columns(write):
