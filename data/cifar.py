@@ -10,7 +10,6 @@ purpose, so that a run that was resumed sees the same batches and the same crops
 """
 
 import contextlib
-import socket
 from http.client import HTTPException
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from data.noisy_labels import human_labels, noisy_labels
 from data.splits import Dataset, Split, seeded
+from data.torch_file import load_torch_file
 
 Rgb = tuple[float, float, float]
 # Means and standard deviations in units of [0, 1]. The published code keeps CIFAR-10's for CIFAR-100.
@@ -80,6 +79,37 @@ def load_dataset(
     )
 
 
+def noisy_labels(labels: Tensor, block: int, probability: float, generator: torch.Generator) -> Tensor:
+    """Replace each label (N,), with this probability, by a random one of its block of consecutive class ids."""
+    replaced = torch.rand(len(labels), generator=generator) < probability  # (N,)
+    member = torch.randint(block, (len(labels),), generator=generator)  # (N,)
+    return torch.where(replaced, labels // block * block + member, labels)
+
+
+def human_labels(path: Path, clean: Tensor) -> Tensor:
+    """Read the labels (N,) that people gave the training images, in their order (CIFAR-100N, Wei et al. 2022).
+
+    Args:
+        path: CIFAR-100_human.pt, a pickle of NumPy arrays; no other code in it is run.
+        clean: the right labels (N,) of the images.
+
+    Raises:
+        SystemExit: the file does not hold these labels, or is about other images.
+    """
+    reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
+    allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
+    allowed += [np.ndarray, np.dtype, type(np.dtype(np.int64))]
+    with torch.serialization.safe_globals(allowed):
+        content = load_torch_file(path, "a file of labels by people")
+    noisy, right = (torch.from_numpy(content[name]).long() for name in ("noisy_label", "clean_label"))
+    if not torch.equal(right, clean.long()):
+        raise SystemExit(
+            f"error: the {len(right)} clean labels in {path} are not those of the {len(clean)} training images: they "
+            "must be CIFAR-100's, all of them, in torchvision's order"
+        )
+    return noisy
+
+
 def scale_and_shift(name: str) -> tuple[Tensor, Tensor]:
     """Scale and shift (3, 1, 1) that normalise the pixels p of a data set: p scale + shift = (p / 255 - mean) / std."""
     mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
@@ -126,8 +156,6 @@ def load_complete(name: str, data_dir: Path) -> tuple[Split, Split]:
     kind = {"cifar100": CIFAR100, "cifar10": CIFAR10}[name]
     with contextlib.suppress(RuntimeError):  # the files are absent
         return _cifar_splits(kind, data_dir, download=False)
-    timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(60)  # torchvision sets none: a dead connection would hang for ever
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(data_dir / f"{name}.lock"):  # commands that start together download once
@@ -137,8 +165,6 @@ def load_complete(name: str, data_dir: Path) -> tuple[Split, Split]:
             f"error: {name} is not in {data_dir}, and cannot be downloaded from {kind.url} ({error}). Check the "
             f"network, or put {kind.filename} (MD5 {kind.tgz_md5}) into that folder; --data_dir names another one"
         ) from None
-    finally:
-        socket.setdefaulttimeout(timeout)
 
 
 def _cifar_splits(kind: type[CIFAR10], data_dir: Path, download: bool) -> tuple[Split, Split]:

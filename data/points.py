@@ -4,16 +4,13 @@ Protocol of Grover et al. 2019: 5,000 training images of MNIST, Fashion-MNIST an
 sets. Pixels are normalised as in the published code: not at all for MNIST. Digits and the MNISTs have one channel.
 """
 
-import contextlib
-import gzip
-import tempfile
 from pathlib import Path
 
 import torch
 from torchvision.datasets import MNIST, FashionMNIST
 
 from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, load_complete
-from data.embeddings import Embeddings, check_rows, split_rows
+from data.embeddings import Embeddings, check_rows, limited_rows, split_rows
 from data.splits import Dataset, Split
 
 # Name -> mean and standard deviation of the pixels in [0, 1], share of the training images that validate.
@@ -33,7 +30,7 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
     if "mnist" in name:
         kind = FashionMNIST if name == "fashion_mnist" else MNIST
         try:
-            both = load_mnist(kind, data_dir)
+            both = [kind(data_dir, train=train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             raise SystemExit(f"error: {name} is not in {data_dir}, and cannot be downloaded ({error})") from None
         train, test = (Split(part.data.unsqueeze(1), part.targets) for part in both)  # (N, 1, 28, 28)
@@ -44,23 +41,6 @@ def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | 
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (means, stds))
     num_classes = 1 + int(train.labels.max())
     return Dataset(num_classes, train, valid, test, scale=1 / (255 * std), shift=-mean / std)
-
-
-def load_mnist(kind: type[MNIST], data_dir: Path) -> list[MNIST]:
-    """Load the training and the test images from their files or their .gz files, and download what is not there.
-
-    torchvision would unpack the .gz files in their folder, which may be read-only.
-    """
-    raw = data_dir / kind.__name__ / "raw"
-    names = [Path(address).stem for address, _ in kind.resources]
-    if not all((raw / name).exists() for name in names):
-        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, EOFError):  # absent or cut short
-            unpacked = Path(folder) / kind.__name__ / "raw"
-            unpacked.mkdir(parents=True)
-            for name in names:
-                (unpacked / name).write_bytes(gzip.decompress((raw / f"{name}.gz").read_bytes()))
-            return [kind(folder, train=train) for train in (True, False)]
-    return [kind(data_dir, train=train, download=True) for train in (True, False)]
 
 
 def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: int | None = None) -> Dataset:
@@ -74,11 +54,7 @@ def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: 
 
 def divide(train: Split, valid_share: float, seed: int, limit_train: int | None) -> tuple[Split, Split]:
     """Divide the samples at random into those that train and those that validate."""
-    if (limit_train or 0) > len(train):
-        raise SystemExit(f"error: --limit_train {limit_train} exceeds the {len(train)} training points")
-    rows = torch.arange(len(train))
-    if limit_train and limit_train < len(train):
-        rows = split_rows(len(train), limit_train, seed)[1]
+    rows = limited_rows(len(train), limit_train, seed)
     valid = rows[:0]
     if valid_share:
         learn, validate = split_rows(len(rows), round(len(rows) * valid_share), seed)

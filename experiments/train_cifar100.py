@@ -25,7 +25,7 @@ from data.cifar import DATASETS, crop_and_flip, epoch_generator, epoch_order, lo
 from data.splits import Dataset
 from experiments.common import flags, losses
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
-from experiments.common.processes import Processes, prepare_device
+from experiments.common.processes import Processes
 from experiments.common.run import Run
 from models.resnet_cifar import resnet_cifar
 
@@ -57,8 +57,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", choices=DATASETS, default="cifar100", help="default: cifar100")
     flags.add_data_dir(parser)
     parser.add_argument("--limit_train", type=flags.positive_int, help="number of training images (default: all)")
-    message = "share of training labels made random within groups of five classes (default: 0)"
     noise = parser.add_mutually_exclusive_group()
+    message = "share of training labels made random within groups of five classes (default: 0)"
     noise.add_argument("--label_noise", type=flags.fraction, default=0.0, help=message)
     message = "labels by people for training and validation, CIFAR-100_human.pt of CIFAR-100N (default: right labels)"
     noise.add_argument("--noisy_labels", type=flags.path, metavar="FILE", help=message)
@@ -73,19 +73,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
-    device = processes.device(args.device)
-    prepare_device(device, args.threads)
+    device = processes.device
     settings = losses.loss_settings(args, top1_mode="smce", inverse_temperatures=INVERSE_TEMPERATURES)
     loss_fn = losses.build_loss(settings, DATASETS[args.dataset], device, args.implementation)
-    config = vars(args) | settings | flags.learning_rate(args, NLOGLR) | {"seed": seed, "device": str(device)}
-    config["data_dir"] = flags.portable(args.data_dir)
+    config = vars(args) | settings | flags.learning_rate(args, NLOGLR) | {"seed": seed}
     # None for the published setting, so that the names of older rows stay.
     config["lr_schedule"] = None if args.lr_schedule == "constant" else args.lr_schedule
     config["weight_decay"] = args.weight_decay or None
     config["noise_groups"] = "blocks" if args.label_noise else None  # of five consecutive classes
     if args.noisy_labels:
         config["noise_groups"] = f"human-{hashlib.sha256(args.noisy_labels.read_bytes()).hexdigest()[:8]}"
-        config["noisy_labels"] = flags.portable(args.noisy_labels)
     run = Run(args, config, IDENTITY, READABLE, processes)
     if not run.begin():
         return
@@ -121,8 +118,8 @@ def train_epoch(
     epoch: int, run: Run, data: Dataset, network: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1; return its mean loss, accuracies (fractions) and seconds."""
-    started, device, batch_size = time.perf_counter(), run.device, run.args.batch_size
-    args, config, processes = run.args, run.config, run.processes
+    started, args, config, processes = time.perf_counter(), run.args, run.config, run.processes
+    device, batch_size = processes.device, args.batch_size
     num_steps, share = len(data.train) // batch_size, processes.share(batch_size)  # without the last partial batch
     order = epoch_order(len(data.train), config["seed"], epoch).to(device)
     generator = epoch_generator(config["seed"], epoch, device)
@@ -168,7 +165,7 @@ def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> d
 
     If the labels of validation are wrong, also on its images with right labels.
     """
-    started, device, processes = time.perf_counter(), run.device, run.processes
+    started, processes, device = time.perf_counter(), run.processes, run.processes.device
     model.eval()
     loss_fn.eval()
     result = {}
@@ -190,8 +187,9 @@ def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> d
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, processes = parse_arguments(argv), Processes()
-    for seed in flags.seeds_of(args):
+    args = parse_arguments(argv)
+    processes = Processes(args.device, args.threads)
+    for seed in args.seed:
         train(args, seed, processes)
     processes.close()
     return 0

@@ -13,7 +13,7 @@ queries of validation and test get the majority label of their k nearest among a
 Baselines, and what differs from the published code: docs/knn.md.
 
 The row in results/knn.csv has the test accuracy where validation accuracy was best; the run's folder is
-results/runs/<run id>. A command that was stopped or killed continues when it is given again.
+results/runs/<run id>. A command that was stopped or killed continues when it is repeated.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from data.embeddings import Embeddings, load_embeddings
 from data.points import AUGMENTED, POINT_SETS, load_points, points_of_embeddings
 from data.splits import Dataset, Split
 from experiments.common import flags, losses
-from experiments.common.processes import Processes, prepare_device
+from experiments.common.processes import Processes
 from experiments.common.run import Run
 from models.embedders import EMBEDDERS, embedder
 from topk_losses import METHODS as LIBRARY
@@ -60,24 +60,16 @@ MODELS = {"mnist": "cnn", "digits": "cnn"}  # the other images: preact_resnet18
 OPERATOR_COLUMNS = ("inverse_temperature", "distribution", "art_lambda")
 RELAXED_COLUMNS = (*OPERATOR_COLUMNS, "loss", "sorted", "num_candidates", "self_match")
 TRAINING_COLUMNS = (
-    "model",
-    "dim",
-    "hidden_dims",
-    "n_epochs",
-    "batch_size",
-    "lr",
-    "nloglr",
-    "weight_decay",
-    "precision",
+    *("model", "dim", "hidden_dims", "precision"),
+    *("n_epochs", "batch_size", "lr", "nloglr", "weight_decay"),
 )
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
-    method = flags.method_among(METHODS)
     message = f"relaxed top-k: {', '.join(RELAXATIONS)}; or a baseline: {CROSS_ENTROPY}, inputs (kNN on the points "
     message += f"themselves), pca (kNN on their {COMPONENTS} leading principal components)"
-    parser.add_argument("--method", type=method, required=True, metavar="NAME", help=message)
+    parser.add_argument("--method", type=flags.method_among(METHODS), required=True, metavar="NAME", help=message)
     flags.add_operator_flags(parser)
     flags.add_optimization_flags(parser, n_epochs=200, batch_size=100)
     flags.add_network_flags(parser)
@@ -89,9 +81,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     message = "neighbours, in training and in the vote (default: %(default)s)"
     parser.add_argument("--k", type=flags.positive_int, default=9, help=message)
     parser.add_argument("--sorted", action="store_true", help="give soft_topk a target point for each of the k ranks")
-    prediction = ("neighbours", "network")
     message = f"majority of the k nearest, or largest logit with {CROSS_ENTROPY} (default: neighbours)"
-    parser.add_argument("--prediction", choices=prediction, default="neighbours", help=message)
+    parser.add_argument("--prediction", choices=("neighbours", "network"), default="neighbours", help=message)
     message = "candidates of a training step (default: %(default)s)"
     parser.add_argument("--num_candidates", type=flags.positive_int, default=100, help=message)
     parser.add_argument("--self_match", action="store_true", help="let a query be its own candidate, as published")
@@ -106,10 +97,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset and args.data_path:
         parser.error("the points are given by --dataset or by -d")
     args.dataset = args.dataset or ("mnist" if args.data_path is None else None)
-    if args.method not in RELAXATIONS:
-        for name in OPERATOR_COLUMNS:
-            if getattr(args, name) is not None:
-                parser.error(f"--{name} is of a relaxed top-k, not of --method {args.method}")
+    operator_flags = [f"--{name}" for name in OPERATOR_COLUMNS if getattr(args, name) is not None]
+    if args.method not in RELAXATIONS and operator_flags:
+        parser.error(f"{operator_flags[0]} is of a relaxed top-k, not of --method {args.method}")
     if args.prediction == "network" and args.method != CROSS_ENTROPY:
         parser.error(f"--prediction network is of {CROSS_ENTROPY} alone, got --method {args.method}")
     if args.sorted and args.method != "soft_topk":
@@ -119,19 +109,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def configuration(args: argparse.Namespace, seed: int, device: torch.device) -> dict[str, Any]:
+def configuration(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Every flag with its default filled in; None for a flag that does not apply to the method."""
-    relaxed = args.method in RELAXATIONS
     model = args.model or (MODELS.get(args.dataset, "preact_resnet18") if args.dataset else "linear")
     if args.dim and model not in ("linear", "mlp") and args.method not in UNTRAINED:
         raise SystemExit(f"error: --dim is of linear and mlp, not of --model {model}")
-    config = vars(args) | flags.learning_rate(args, nloglr=3.0) | {"seed": seed, "device": str(device)}
-    config |= {"model": model, "dim": (args.dim or 128) if model in ("linear", "mlp") else None, "embeddings": None}
+    config = vars(args) | flags.learning_rate(args, nloglr=3.0) | {"seed": seed, "model": model, "embeddings": None}
+    config["dim"] = (args.dim or 128) if model in ("linear", "mlp") else None
     config |= {name: getattr(args, name) or None for name in ("sorted", "self_match")}
-    config["data_dir"] = flags.portable(args.data_dir) if args.dataset else None
-    config |= losses.operator_settings(args, INVERSE_TEMPERATURES) if relaxed else dict.fromkeys(RELAXED_COLUMNS)
-    config |= dict.fromkeys(TRAINING_COLUMNS) if args.method in UNTRAINED else {}
-    return {name: value for name, value in config.items() if name != "top1_mode"}
+    config["data_dir"] = args.data_dir if args.dataset else None
+    if args.method in RELAXATIONS:
+        config |= losses.operator_settings(args, INVERSE_TEMPERATURES)
+        del config["top1_mode"]
+    else:
+        config |= dict.fromkeys(RELAXED_COLUMNS)
+    return config | (dict.fromkeys(TRAINING_COLUMNS) if args.method in UNTRAINED else {})
 
 
 def squared_distances(queries: Tensor, candidates: Tensor) -> Tensor:
@@ -213,8 +205,8 @@ def build_model(points: Dataset, config: dict[str, Any]) -> nn.ModuleDict:
 
 
 def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, processes: Processes) -> None:
-    device = processes.device(args.device)
-    config = configuration(args, seed, device)
+    device = processes.device
+    config = configuration(args, seed)
     loss_fn = build_loss(config)
     if embeddings:
         config |= embeddings.about(args.data_path)
@@ -232,13 +224,12 @@ def train(args: argparse.Namespace, seed: int, embeddings: Embeddings | None, pr
     torch.manual_seed(seed)
     model = build_model(points, config)
     points, model = points.to(device), model.to(device, memory_format=torch.channels_last)  # faster on a CPU
-    loss_fn = loss_fn.to(device) if loss_fn else None
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = None
-    if parameters:
-        optimizer = torch.optim.SGD(parameters, config["lr"], momentum=0.9, weight_decay=args.weight_decay)
+    if args.method not in UNTRAINED:
+        optimizer = torch.optim.SGD(model.parameters(), config["lr"], momentum=0.9, weight_decay=args.weight_decay)
     run.resume(model=model, optimizer=optimizer, loss=loss_fn)
-    embed = losses.compiled(model["embed"], args.compile, device) if optimizer else model["embed"]
+    embed = losses.compiled(model["embed"], args.compile, device)
+
     n_epochs = args.n_epochs if optimizer else 1
     for epoch in range(run.done + 1, n_epochs + 1):
         entry: dict[str, Any] = {"epoch": epoch, "train_loss": None, "train_seconds": 0.0}
@@ -265,7 +256,8 @@ def train_epoch(
     epoch: int, run: Run, points: Dataset, model: nn.ModuleDict, embed: nn.Module, loss_fn: Any, optimizer: Any
 ) -> dict[str, float]:
     """Train for one epoch, counted from 1: each training point is a query once, except in the last partial batch."""
-    started, args, config, device, train = time.perf_counter(), run.args, run.config, run.device, points.train
+    started, args, config, train = time.perf_counter(), run.args, run.config, points.train
+    device = train.labels.device
     num_steps, seed = len(train) // args.batch_size, config["seed"]  # the last partial batch is dropped
     # Two independent orders; the candidates start again if a step has more of them than queries.
     queries, candidates = (epoch_order(len(train), seed, 2 * epoch + number).to(device) for number in (0, 1))  # (N,)
@@ -356,14 +348,14 @@ def majority(labels: Tensor) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, processes = parse_arguments(argv), Processes()
+    args = parse_arguments(argv)
+    processes = Processes(args.device, args.threads)
     if processes.count > 1:
         raise SystemExit("error: train_knn.py is one process: leave torchrun out")
-    prepare_device(processes.device(args.device), args.threads)
     embeddings = None
     if args.data_path:
         embeddings = load_embeddings(download(args.data_path, args.cache_dir, args.sha256, args.requester_pays))
-    for seed in flags.seeds_of(args):
+    for seed in args.seed:
         train(args, seed, embeddings, processes)
     return 0
 

@@ -1,10 +1,4 @@
-"""Embedding networks for nearest neighbours: the two of Grover et al. 2019, and linear maps.
-
-embedder("cnn", (1, 28, 28))                       MNIST: 5x5x20, pool, 5x5x50, pool, 500
-embedder("preact_resnet18", (3, 32, 32))           Fashion-MNIST and CIFAR: 512
-embedder("linear", (2048,), dim=128)               a linear map of embeddings, or of pixels
-embedder("mlp", (2048,), dim=128, hidden_dims=[512])
-"""
+"""Embedding networks for nearest neighbours: the two of Grover et al. 2019, and linear maps."""
 
 import itertools
 import math
@@ -24,7 +18,7 @@ def embedder(
     """A freshly initialised network on the CPU: inputs (batch, *input_shape) -> embeddings (batch, d).
 
     Args:
-        name: one of EMBEDDERS.
+        name: one of EMBEDDERS; cnn is for MNIST, preact_resnet18 for Fashion-MNIST and CIFAR.
         input_shape: (channels, height, width) of images, which the first two need, or (inputs,).
         dim: d of linear and mlp; cnn has 500, preact_resnet18 has 512.
         hidden_dims: widths of the hidden layers of mlp, at least one.

@@ -92,24 +92,19 @@ class _LastProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of activations, weight and bias from the gradient (batch, outputs) of the outputs."""
-        activations, weight = ctx.saved_tensors
         # Under autocast the gradient is bfloat16, as were the factors of the product.
-        activations, weight = activations.to(gradient.dtype), weight.to(gradient.dtype)
+        inputs, weight = (tensor.to(gradient.dtype) for tensor in ctx.saved_tensors)
         # A second derivative needs products throughout.
         few = not torch.is_grad_enabled() and int(gradient.count_nonzero()) <= FEW * gradient.numel()
-        activations_gradient = weight_gradient = None
         if few:
             sample, output = gradient.nonzero(as_tuple=True)  # (E,) each
             value = gradient[sample, output]  # (E,)
+        inputs_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            activations_gradient = (
-                _sum_rows(weight, output, value, sample, len(activations)) if few else gradient @ weight
-            )
+            inputs_gradient = _sum_rows(weight, output, value, sample, len(inputs)) if few else gradient @ weight
         if ctx.needs_input_grad[1]:
-            weight_gradient = (
-                _sum_rows(activations, sample, value, output, len(weight)) if few else gradient.T @ activations
-            )
-        return activations_gradient, weight_gradient, gradient.sum(0) if ctx.needs_input_grad[2] else None
+            weight_gradient = _sum_rows(inputs, sample, value, output, len(weight)) if few else gradient.T @ inputs
+        return inputs_gradient, weight_gradient, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _sum_rows(table: Tensor, row: Tensor, factor: Tensor, place: Tensor, num_places: int) -> Tensor:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.cifar import human_labels, noisy_labels
 from data.embeddings import split_rows
-from data.noisy_labels import human_labels, noisy_labels
 from experiments.common.records import replace_file
 
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix

@@ -119,18 +119,16 @@ def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None
 
     in_order: the tensors have other names, and come in the order of the network.
     """
-    heads = network.pretrained_cfg.get("classifier") or ()
+    own, heads = network.state_dict(), network.pretrained_cfg.get("classifier") or ()
     heads = tuple(f"{head}." for head in ((heads,) if isinstance(heads, str) else heads))
     try:
         found = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
         if in_order:
-            found = dict(zip(network.state_dict(), found.values(), strict=True))
+            found = dict(zip(own, found.values(), strict=True))
         found = {key: value for key, value in found.items() if not key.startswith(heads)}
-        for key, value in network.state_dict().items():
-            # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
-            if key.startswith(heads) or key.endswith("num_batches_tracked"):
-                found.setdefault(key, value)
-        network.load_state_dict(found)
+        # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
+        free = (*heads, *(key for key in own if key.endswith("num_batches_tracked")))
+        network.load_state_dict({key: own[key] for key in own if key.startswith(free)} | found)
     except Exception as error:  # torch, pickle and safetensors raise many types
         raise SystemExit(f"error: --weights {path} is not a state dict of this network ({reason(error)})") from None
 

@@ -6,6 +6,7 @@ import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
 
@@ -22,38 +23,22 @@ def make_parser(docstring: str) -> ArgumentParser:
 # Argument types.
 
 
-def positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def number(kind: Callable[[str], float], lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
+    """An argument type for an int or a float within bounds."""
+
+    def parse(text: str) -> float:
+        if not lowest <= kind(text) <= highest:
+            raise ArgumentTypeError(f"{text} is not between {lowest:g} and {highest:g}")
+        return kind(text)
+
+    return parse
 
 
-def non_negative_int(text: str) -> int:
-    if int(text) < 0:
-        raise ValueError
-    return int(text)
-
-
-def seed(text: str) -> int:
-    if not 0 <= int(text) < 2**32:
-        raise ValueError
-    return int(text)
-
-
-def non_negative_float(text: str, highest: float = math.inf) -> float:
-    if not 0 <= float(text) <= highest or math.isinf(float(text)):
-        raise ValueError
-    return float(text)
-
-
-def positive_float(text: str) -> float:
-    if non_negative_float(text) == 0:
-        raise ValueError
-    return float(text)
-
-
-def fraction(text: str) -> float:
-    return non_negative_float(text, highest=1)
+positive_int = number(int, 1)
+seed = number(int, 0, 2**32 - 1)
+positive_float = number(float, 1e-30)
+non_negative_float = number(float, 0)
+fraction = number(float, 0, 1)
 
 
 def path(text: str) -> Path:
@@ -64,10 +49,8 @@ def temperature(text: str) -> float | str:
     """A positive number, "auto", or the two ends of a schedule such as "0.25:4"."""
     if text == "auto":
         return text
-    ends = [positive_float(end) for end in text.split(":")]
-    if not all(1e-30 <= end <= 1e30 for end in ends) or len(ends) > 2:
-        raise ValueError
-    return f"{ends[0]:g}:{ends[1]:g}" if len(ends) == 2 else ends[0]
+    start, *end = map(number(float, 1e-30, 1e30), text.split(":", 1))
+    return f"{start:g}:{end[0]:g}" if end else start
 
 
 def method_among(names: Iterable[str]) -> Callable[[str], str]:
@@ -130,23 +113,20 @@ def add_optimization_flags(parser: ArgumentParser, n_epochs: int | None, batch_s
     message = f"samples of a training step; the last partial batch is dropped (default: {batch_size or chosen})"
     group.add_argument("--batch_size", type=positive_int, default=batch_size, help=message)
     add_rate_flags(group)
-    add_seed_flags(group)
+    add_seed_flag(group)
 
 
 def add_rate_flags(parser: argparse._ActionsContainer) -> None:
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--lr", type=positive_float, help="learning rate (default: see the protocol)")
     rate.add_argument("--nloglr", type=float, help="learning rate as 10^-NLOGLR")
-    parser.add_argument(
-        "--weight_decay", type=non_negative_float, default=0.0, help="weight decay of AdamW (default: %(default)g)"
-    )
+    message = "weight decay of AdamW (default: %(default)g)"
+    parser.add_argument("--weight_decay", type=non_negative_float, default=0.0, help=message)
 
 
-def add_seed_flags(parser: argparse._ActionsContainer) -> None:
-    seeds = parser.add_mutually_exclusive_group()
-    message = "random seed for the split, the initialisation and the data order (default: %(default)s)"
-    seeds.add_argument("--seed", type=seed, default=0, help=message)
-    seeds.add_argument("--seeds", type=seed, nargs="+", help="several runs, one after another")
+def add_seed_flag(parser: argparse._ActionsContainer) -> None:
+    message = "random seeds for the split, the initialisation and the data order, one run for each (default: 0)"
+    parser.add_argument("--seed", "--seeds", type=seed, nargs="+", default=[0], help=message)
 
 
 def add_network_flags(parser: ArgumentParser) -> None:
@@ -156,7 +136,7 @@ def add_network_flags(parser: ArgumentParser) -> None:
 
 
 def add_device_flags(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     parser.add_argument("--threads", type=positive_int, help="number of CPU threads (default: one per core)")
 
 
@@ -166,7 +146,7 @@ def add_run_flags(parser: ArgumentParser, results: str) -> None:
     message = f"CSV file for the result (default: results/{results})"
     group.add_argument("--results", type=path, default=ROOT / "results" / results, help=message)
     group.add_argument("--force", action="store_true", help="repeat a run that --results already has")
-    message = "seconds between checkpoints (default: %(default)s)"
+    message = "seconds between checkpoints (default: 60)"
     group.add_argument("--checkpoint_seconds", type=non_negative_float, default=60, help=message)
 
 
@@ -181,11 +161,6 @@ def add_embedding_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--cache_dir", type=path, help="folder for downloads (default: $TOPK_CACHE, or data/downloads)")
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
-
-
-def seeds_of(args: Namespace) -> list[int]:
-    """The seeds of a command, each once."""
-    return list(dict.fromkeys(args.seeds or [args.seed]))
 
 
 def learning_rate(args: Namespace, nloglr: float) -> dict[str, float | None]:

@@ -1,5 +1,6 @@
 """The processes of one run, as torchrun starts them, and the device and threads of each.
 
+    processes = Processes(args.device, args.threads)
     share = processes.share(batch_size)                         # this process's slice of every global batch
     loss = loss_fn(model(images[share]), labels[share]) * processes.weight(batch_size)
     loss.backward()
@@ -26,31 +27,30 @@ PATIENCE = timedelta(hours=24)  # the first process may download for hours; a pr
 
 
 class Processes:
-    """The number of processes, `count`; this process's `rank` among all and `local_rank` on this machine."""
+    """The number of processes, `count`; this process's `rank` among all, and its `device`.
 
-    def __init__(self) -> None:
+    Args:
+        device: auto, cpu, cuda or cuda:<number>; under torchrun cuda is the GPU of the local rank.
+        threads: number of CPU threads (default: one per core).
+
+    Raises:
+        SystemExit: this machine has no such GPU.
+    """
+
+    def __init__(self, device: str = "cpu", threads: int | None = None) -> None:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_first = self.rank == 0
-        if self.count > 1:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            distributed.init_process_group(backend, timeout=PATIENCE)
-
-    def device(self, name: str) -> torch.device:
-        """The device of --device; under torchrun each process has the GPU of its local rank. Raises SystemExit."""
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        name = ("cuda" if there else "cpu") if name == "auto" else name
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise SystemExit(f"error: --device is auto, cpu, cuda or cuda:<number>, got {name!r}") from None
-        if device.type != "cuda":
-            return device
-        number = (self.local_rank if self.count > 1 else 0) if device.index is None else device.index
-        if number >= there:
-            raise SystemExit(f"error: --device {name}: this machine has {there} GPUs; take --device cpu, or auto")
-        return torch.device("cuda", number)
+        self.device = torch.device(("cuda" if there else "cpu") if device == "auto" else device)
+        if self.device.type == "cuda":
+            if self.device.index is None:
+                self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            if self.device.index >= there:
+                raise SystemExit(f"error: --device {device}: this machine has {there} GPUs; take --device cpu, or auto")
+        prepare_device(self.device, threads)
+        if self.count > 1:
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if there else "gloo", timeout=PATIENCE)
 
     def print(self, line: str) -> None:
         if self.is_first:
@@ -104,7 +104,6 @@ def prepare_device(device: torch.device, threads: int | None) -> None:
     torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.reset_peak_memory_stats(device)
         torch.backends.cudnn.benchmark = True
     keep_freed_memory()
 

@@ -28,22 +28,31 @@ from filelock import FileLock
 from torch import nn
 
 from data.torch_file import load_torch_file, reason
-from experiments.common.environment import device_name, git_commit, peak_memory_mib
+from experiments.common.flags import portable
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
-from experiments.common.records import hold, read_rows, replace_file, run_id, utc_now, write_csv
+from experiments.common.records import (
+    device_name,
+    git_commit,
+    hold,
+    peak_memory_mib,
+    read_rows,
+    replace_file,
+    run_id,
+    utc_now,
+    write_csv,
+)
 
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by the clock
 SHOWN = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # printed after an evaluation
-NOT_COLUMNS = ("seeds", "also", "results", "force", "checkpoint_seconds")
-NOT_COLUMNS += ("cache_dir", "sha256", "requester_pays", "stream")
+NOT_COLUMNS = ("also", "results", "force", "checkpoint_seconds", "cache_dir", "sha256", "requester_pays", "stream")
 
 
 class Run:
     """One configuration, one folder, one row.
 
     Args:
-        config: every flag with its default filled in; "seed" and "device" among them.
+        config: every flag with its default filled in, "seed" among them.
         identity: names in config on which the run's name depends.
         readable: template of the readable part of its name.
         clock: what the history counts, a key of HISTORY_FILES.
@@ -54,10 +63,11 @@ class Run:
         clock: str = "epoch",
     ) -> None:  # fmt: skip
         self.name = run_id({name: config[name] for name in identity}, readable)
-        self.config = {name: value for name, value in config.items() if name not in NOT_COLUMNS}
+        columns = {name: value for name, value in config.items() if name not in NOT_COLUMNS}
+        self.config = columns | {name: portable(value) for name, value in columns.items() if isinstance(value, Path)}
+        self.config["device"] = str(processes.device)
         self.args, self.processes, self.clock, self.results = args, processes, clock, args.results
         self.folder = args.results.parent / "runs" / self.name
-        self.device = torch.device(config["device"])
         self.history: list[dict[str, Any]] = []  # one entry per evaluation
         self.info = {"started_utc": utc_now(), "times_resumed": 0, "git_commit": git_commit()}
         self.state: dict[str, Any] = {}
@@ -70,18 +80,19 @@ class Run:
         return self.processes.from_first(lambda: self._begin(wait))
 
     def _begin(self, wait: bool) -> bool:
-        if self.is_recorded():
+        if self._is_recorded():
             return False
         self.lock = hold(self.folder / "run.lock", self.name, wait)
-        if self.is_recorded():  # another process may just have finished it
+        if self._is_recorded():  # another process may just have finished it
             self.lock.release()
             return False
         config = {"run_id": self.name} | self.config | self.info
-        replace_file(self.folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        replace_file(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        if self.processes.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.processes.device)
         return True
 
-    def is_recorded(self) -> bool:
-        """Return whether the results file has the row and --force is not given; print so."""
+    def _is_recorded(self) -> bool:
         skipped = not self.args.force and any(row["run_id"] == self.name for row in read_rows(self.results))
         if skipped:
             print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
@@ -115,12 +126,10 @@ class Run:
             self.history, self.info = saved["history"], saved["info"]
             self.info["times_resumed"] += 1
             self.info["git_commit"] = "+".join(filter(None, commits))
-            if self.processes.is_first:
-                write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
         else:
             self.processes.copy_from_first(self.state["model"].parameters())
         where = f"continuing after {self.clock} {self.done}" if saved else "starting"
-        self.processes.print(f"{self.name}: {where} on {self.device}, {torch.get_num_threads()} threads")
+        self.processes.print(f"{self.name}: {where} on {self.processes.device}, {torch.get_num_threads()} threads")
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
         if not (self.folder / "checkpoint.pt").exists():
@@ -136,20 +145,20 @@ class Run:
         SystemExit for weights that are not finite, and if the disk is full.
         """
         networks = [part for name, part in self.state.items() if isinstance(part, nn.Module) and name != "loss"]
-        if not all(map(is_finite, networks)):
+        if not all(tensor.isfinite().all() for network in networks for tensor in network.state_dict().values()):
             raise SystemExit(
                 f"error: weights of {self.name} are not finite at {self.clock} {entry[self.clock]}; nothing is "
                 "recorded. Try a smaller --lr, or --precision fp32"
             )
-        self.history.append({**entry, "peak_memory_mib": peak_memory_mib(self.device)})
+        self.history.append({**entry, "peak_memory_mib": peak_memory_mib(self.processes.device)})
         if not self.processes.is_first:
             return
+        write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
         if last or time.monotonic() - self.saved_at >= self.args.checkpoint_seconds:
             training = {name: part.state_dict() for name, part in self.state.items() if name != "model"}
             saved = {"model": self.state["model"].state_dict(), "training": None if last else training}
             replace_file(self.folder / "checkpoint.pt", saved | {"history": self.history, "info": self.info})
             self.saved_at = time.monotonic()
-        write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
         if message:
             print("  ".join([message, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
 
@@ -158,8 +167,8 @@ class Run:
         if not self.processes.is_first:
             return
         row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
-        row |= summary(self.history, self.clock) | dict(columns)
-        row |= {"device_name": device_name(self.device), "torch_version": torch.__version__}
+        row |= summary(self.history, self.clock)
+        row |= {"device_name": device_name(self.processes.device), "torch_version": torch.__version__}
         row |= self.info | {"finished_utc": utc_now()}
         with FileLock(f"{self.results}.lock"):
             # Over NFS, a new file in the folder refreshes this machine's cache of the others.
@@ -173,12 +182,6 @@ class Run:
 def figures(entry: Mapping[str, Any]) -> list[str]:
     shown = ((name, value) for name, value in entry.items() if SHOWN.fullmatch(name) and value is not None)
     return [f"{name.replace('_', ' ')} {float(value):.4f}" for name, value in shown]
-
-
-@torch.no_grad()
-def is_finite(module: nn.Module) -> bool:
-    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
-    return not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:

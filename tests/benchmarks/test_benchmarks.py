@@ -111,7 +111,7 @@ def test_a_fine_tuning_step_beside_softmax_and_difftopk(measured):
     [
         (losses, ["--sizes", "12"], "BATCHxN"),
         (finetuning, ["--sizes", "500x1000"], "BATCHxDIMxN"),
-        (training_step, ["--turns", "0"], "invalid positive_int value: '0'"),
+        (training_step, ["--turns", "0"], "0 is not between 1 and inf"),
     ],
 )
 def test_mistakes_are_answered_before_anything_is_measured(benchmark, flags, sentence, tmp_path, capsys):

@@ -77,8 +77,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(int(fault), server.error, server.headers)
         if fault == "page":
             return self.answer(200, b"<html>Sign in</html>", {})
-        if self.headers.get("If-Match", etag) != etag:
-            return self.answer(412, b"", {})
         headers = dict(server.headers)
         headers |= {"ETag": etag} if etag else {}
         headers |= {"Last-Modified": server.last_modified} if server.last_modified else {}

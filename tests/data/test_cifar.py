@@ -29,10 +29,10 @@ from data.cifar import (
     epoch_order,
     load_complete,
     load_dataset,
+    noisy_labels,
     sample_crops,
     scale_and_shift,
 )
-from data.noisy_labels import noisy_labels
 
 TRAIN, TEST = 400, 200
 

@@ -66,13 +66,12 @@ def test_faults_that_pass_are_tried_again(source, body, tmp_path, fault):
     ("change", "message"),
     [
         (lambda s: s.faults.extend(["404"] * 9), "the server answered 404"),
-        (lambda s: s.faults.extend(["503"] * 99), "the server answered 503. Finished parts are kept"),
+        (lambda s: s.faults.extend(["503"] * 99), "the server answered 503.*Finished parts are kept"),
         (lambda s: s.faults.append("page"), "Download it by other means"),
         (lambda s: s.faults.append("shifted"), "Download it by other means|changed"),
         (lambda s: setattr(s, "ranges", False), "sends no ranges"),
         (lambda s: setattr(s, "etag", None), "sends no ranges of a file with a version"),
         (lambda s: s.headers.update({"Content-Type": "text/html; charset=utf-8"}), "text/html"),
-        (lambda s: s.headers.update({"Content-Encoding": "gzip"}), "Download it by other means"),
     ],
 )
 def test_what_is_no_file_does_not_stay(source, tmp_path, change, message):
@@ -196,7 +195,7 @@ def test_an_object_comes_with_the_user_s_credentials(bucket, body, tmp_path):
     ("address", "code"), [("s3://store/absent.pt", "NoSuchKey"), ("s3://nowhere/a", "NoSuchBucket")]
 )
 def test_a_refusal_names_reason_region_and_what_to_set(bucket, tmp_path, address, code):
-    with pytest.raises(SystemExit, match=rf"{address}: {code}.*region us-east-1.*AWS_PROFILE") as error:
+    with pytest.raises(SystemExit, match=rf"{address}: .*{code}.*region us-east-1.*AWS_PROFILE") as error:
         download(address, tmp_path)
     assert "--requester_pays" in str(error.value)
     assert left(tmp_path) == set()

@@ -79,7 +79,6 @@ BROKEN = {
     "text.jpg": lambda path: path.write_text("no image"),
     "empty.png": lambda path: path.touch(),
     "folder.png": lambda path: path.mkdir(),
-    "pipe.png": lambda path: os.mkfifo(path),
     "absent.png": lambda path: None,
 }
 

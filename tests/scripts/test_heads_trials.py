@@ -65,7 +65,7 @@ def test_each_stage_goes_on_with_the_best_of_the_one_before_and_no_loss_is_refus
         for args in asked(stage, methods, tmp_path / trials):
             recipe = recipe_of(args)
             row = {name: recipe[name] for name in NAMES} | {"p_k": " ".join(map(str, recipe["p_k"]))}
-            run = (args.n_epochs, *args.seeds, args.results.name, args.num_valid)
+            run = (args.n_epochs, *args.seed, args.results.name, args.num_valid)
             rows.append({**row, "n_epochs": args.n_epochs, "run": run, "valid_top1": 0.6, "valid_top5": 0.5})
         return pd.DataFrame(rows, dtype=object)
 

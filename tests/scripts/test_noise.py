@@ -169,7 +169,7 @@ def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test
     assert [best_trial(lapsum, split)["lr"] for split in CHOICES.values()] == ["0.002", "0.003"]
     (both,), single = (noise.final_commands(trials, names, "") for names in (["lapsum", "gce"], ["gce"]))
     args = parse_arguments(shlex.split(single[0])[2:])  # both choices are one run
-    assert (args.also, args.seeds, args.n_epochs) == ([], list(range(1, 11)), 4)
+    assert (args.also, args.seed, args.n_epochs) == ([], list(range(1, 11)), 4)
     args = parse_arguments(shlex.split(both)[2:])
     assert [head.lr for head in (args, *args.also)] == [0.002, 0.003, 0.004]
 
@@ -285,7 +285,7 @@ def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_
     for labels, number in (("blocks_.2", len(noise.LOSSES)), ("right", len(noise.LOSSES) - len(with_matrix))):
         own = [args for args in passes if args.data_path == str(tmp_path / f"{labels}.pt")]
         assert len(own) == 2 * number
-        assert {(1 + len(args.also), args.seed, args.eval_freq, str(args.results)) for args in own} == {
+        assert {(1 + len(args.also), *args.seed, args.eval_freq, str(args.results)) for args in own} == {
             (15, 0, 0, "results/noise_trials.csv")
         }
         assert {args.n_epochs for args in own} == set(noise.EPOCHS)

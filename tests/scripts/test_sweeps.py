@@ -75,7 +75,7 @@ def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
             settings = losses.loss_settings(args, "smce", train_cifar100.INVERSE_TEMPERATURES)
             losses.build_loss(settings, 100, torch.device("cpu"))
             assert args.noisy_labels == human
-            found.append({name: cell(value) for name, value in settings.items()} | {"seed": str(args.seed)})
+            found.append({name: cell(value) for name, value in settings.items()} | {"seed": cell(args.seed)})
         return found
 
     first = commands()
@@ -149,9 +149,9 @@ def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baseli
     lines = {"digits": [], str(data): []}
     for row in sweeps.knn("digits", shlex.quote(str(data))):
         args = train_knn.parse_arguments(shlex.split(row)[2:])
-        train_knn.configuration(args, args.seed, torch.device("cpu"))
+        train_knn.configuration(args, args.seed[0])
         loss = args.loss if args.method in RELAXATIONS else ""
-        lines[args.dataset or str(args.data_path)].append((args.seed, args.method, loss, args.sorted, args.prediction))
+        lines[args.dataset or str(args.data_path)].append((*args.seed, args.method, loss, args.sorted, args.prediction))
     relaxed = [(method, False) for method in RELAXATIONS] + [("soft_topk", True)]
     expected = {(method, loss, order, "neighbours") for method, order in relaxed for loss in ("mass", "log_mass")}
     expected |= {(method, "", False, "neighbours") for method in ("inputs", "pca", "softmax_cross_entropy")}
@@ -188,7 +188,7 @@ def test_temperatures_are_heads_of_every_method_and_none_is_refused():
 
 def test_the_arms_of_a_seed_share_their_pretraining():
     resolved = [train_beam_search.parse_arguments(shlex.split(row)[2:]) for row in sweeps.beam_search(short=True)]
-    shared = Counter(tuple(getattr(args, name) for name in train_beam_search.PRETRAINING) for args in resolved)
+    shared = Counter(tuple(cell(getattr(args, name)) for name in train_beam_search.PRETRAINING) for args in resolved)
     assert list(shared.values()) == [4] * 5
 
 
