@@ -15,6 +15,7 @@ from string import ascii_lowercase
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 DATASETS = ("cmudict", "reversal")
 END = 0  # ends a reading, and pads words and readings
@@ -36,11 +37,8 @@ class WordSplit:
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All pairs of a word and a reading: letters (M, L), phonemes (M, T), which end with at least one END."""
         word = [number for number, several in enumerate(self.readings) for _ in several]
-        return self.letters[word], padded([*itertools.chain(*self.readings)], 1)
-
-    def first_readings(self) -> Tensor:
-        """The dictionary's first reading of each word, (N, T), as in pairs."""
-        return padded([several[0] for several in self.readings], 1)
+        phonemes = [torch.tensor([*reading, END]) for several in self.readings for reading in several]
+        return self.letters[word], pad_sequence(phonemes, batch_first=True, padding_value=END)
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,6 @@ class Words:
     test: WordSplit
     num_letters: int
     symbols: list[str]
-
-
-def padded(rows: Sequence[Sequence[int]], num_ends: int = 0) -> Tensor:
-    """Pad rows of numbers with END to the length of the longest, and num_ends more: (rows, length) int64."""
-    width = max(map(len, rows)) + num_ends
-    return torch.tensor([[*row, *[END] * (width - len(row))] for row in rows])
 
 
 def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -> Words:
@@ -75,9 +67,9 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
 
     def split(places: Sequence[int]) -> WordSplit:
         chosen = [words[place] for place in places]
-        letters = padded([[1 + ascii_lowercase.index(letter) for letter in word] for word in chosen])
+        letters = [torch.tensor([1 + ascii_lowercase.index(letter) for letter in word]) for word in chosen]
         spoken = [[tuple(number[phoneme] for phoneme in reading) for reading in readings[word]] for word in chosen]
-        return WordSplit(letters, spoken)
+        return WordSplit(pad_sequence(letters, batch_first=True, padding_value=END), spoken)
 
     return Words(
         train=split(order[num_test + num_valid :][:limit_train]),

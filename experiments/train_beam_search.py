@@ -185,8 +185,6 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     for beam_size in (size for size in BEAMS if size <= model.num_phonemes):
         rates = error_rates(model, words.test, beam_size, device)
         columns |= {f"test_{rate}_beam{beam_size}": value for rate, value in rates.items()}
-    for kind, accuracies in token_accuracies(model, words.test, device).items():
-        columns[f"test_{kind}_accuracy"] = [round(accuracy, 6) for accuracy in accuracies]
     columns["pretrain_seconds"] = math.fsum(entry["train_seconds"] for entry in pretraining.history)
     run.history[-1]["eval_seconds"] += time.perf_counter() - started
     run.record(columns)
@@ -275,27 +273,6 @@ def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device:
             wrong += hypotheses[0] not in readings
             in_beam += any(hypothesis in readings for hypothesis in hypotheses)
     return {"per": edits / phonemes, "wer": wrong / len(split), "gold": in_beam / len(split)}
-
-
-@torch.no_grad()
-def token_accuracies(model: EncoderDecoder, split: WordSplit, device: torch.device) -> dict[str, list[float]]:
-    """Share of right phonemes at each position of the first readings, the end included.
-
-    "forced" is given the right phonemes before, "free" its own (beam 1); the difference is exposure bias.
-    """
-    phonemes = split.first_readings()
-    T = phonemes.shape[1]
-    counted = torch.cat([torch.ones(len(phonemes), 1, dtype=torch.bool), phonemes[:, :-1] != END], dim=1)
-    hits = {"forced": torch.zeros(T), "free": torch.zeros(T)}
-    for begin in range(0, len(split), EVAL_BATCH):
-        batch = slice(begin, begin + EVAL_BATCH)
-        letters, right = split.letters[batch].to(device), phonemes[batch]
-        encoded = model.encode(letters)
-        free = pad(beam_search(model, encoded, 1, T).phonemes[:, 0], (0, T), value=END)
-        forced = model.forced(encoded, right.to(device)).argmax(2)
-        for name, found in (("forced", forced), ("free", free[:, :T])):
-            hits[name] += ((found.cpu() == right) & counted[batch]).sum(0)
-    return {name: (number / counted.sum(0)).tolist() for name, number in hits.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

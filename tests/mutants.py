@@ -78,12 +78,12 @@ FAULTS = r"""
 + LARGEST_NORM = 1e9
 
 # no_likelihood: --nll_weight is recorded and not applied
-- return total / (labels != IGNORED).sum() + nll_weight *
-+ return total / (labels != IGNORED).sum() + 0 *
+- loss = loss + nll_weight * nll_loss(
++ loss = loss + (nll_weight == 1) * nll_loss(
 
 # same_batches_again: the updates of an arm take the batches of its pretraining
-- fit(run, model, objective, words, args.pretrain_updates, args.n_updates, args.lr)
-+ fit(run, model, objective, words, 0, args.n_updates, args.lr)
+- fit(run, model, arm_loss, nll_weight, words, args.pretrain_updates, args.n_updates, args.lr)
++ fit(run, model, arm_loss, nll_weight, words, 0, args.n_updates, args.lr)
 
 @ scripts/sweeps.py: tests/scripts/test_published_rows.py
 # temperatures_exchanged: on ImageNet-1K sorts have the temperature of networks, and networks that of sorts

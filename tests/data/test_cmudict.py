@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from data.cmudict import END, load_words, padded
+from data.cmudict import END, load_words
 
 ENTRIES = {
     "read": [["R", "EH1", "D"], ["R", "IY1", "D"]],
@@ -66,7 +66,6 @@ def test_pairs_have_every_reading_and_an_end_behind_the_longest(package):
         ]
         expected = zip(split.letters.tolist(), split.readings)
         assert found == [(tuple(word), reading) for word, several in expected for reading in several]
-        assert split.first_readings().tolist() == padded([several[0] for several in split.readings], 1).tolist()
 
 
 def test_the_dictionary_itself():

@@ -72,21 +72,6 @@ def rates(model, split, size):
     return {"per": distance / phonemes, "wer": wrong / len(split), "gold": held / len(split)}
 
 
-@torch.no_grad()
-def accuracies(model, split):
-    """The shares of right phonemes and ends by position, the right ones before it given, and by the model alone."""
-    counts, forced, free = (torch.zeros(6) for _ in range(3))
-    for letters, (reading,) in zip(split.letters, split.readings):
-        right = [*reading, END]
-        given = model.forced(model.encode(letters.unsqueeze(0)), torch.tensor([right]))[0].argmax(1).tolist()
-        *_, (_, _, ((*alone,),)) = beam_of(model, letters, 1)
-        for place, phoneme in enumerate(right):
-            counts[place] += 1
-            forced[place] += given[place] == phoneme
-            free[place] += (alone + [END] * 6)[place] == phoneme
-    return {kind: (hits / counts)[counts > 0].tolist() for kind, hits in (("forced", forced), ("free", free))}
-
-
 def batch_loss(model, letters, readings, loss_fn):
     """The mean of -log p over the phonemes and ends; with a loss_fn 0.3 times that, and the loss in the beam."""
     total, count, cross_entropy = torch.zeros(()), sum(map(len, readings)), torch.zeros(())
@@ -141,5 +126,3 @@ def test_the_figures_are_those_of_a_plain_training_loop(arm, results, monkeypatc
         for name, value in found[size].items():
             assert float(row[f"test_{name}_beam{size}"]) == pytest.approx(value, rel=1e-6)
     assert found[4]["gold"] > found[1]["gold"]  # a beam that is wider holds more
-    for kind, shares in accuracies(model, words.test).items():
-        assert [float(share) for share in row[f"test_{kind}_accuracy"].split()] == pytest.approx(shares, abs=1e-6)
