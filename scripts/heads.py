@@ -65,8 +65,10 @@ def settings_around(method: str, chosen: Settings) -> list[Settings]:
         return grid([{"p_k": "1"}], label_smoothing=("", 0.1, 0.2, 0.4, 0.6))
     betas = [METHODS[method].inverse_temperature * factor for factor in SOFTER]
     softer = grid([{"p_k": chosen["p_k"], "m": chosen["m"]}], inverse_temperature=betas)
+    if method != "lapsum":
+        return softer
     p_ks = [f"{share} 0 0 0 {1 - share:g}" for share in SHARES]
-    return softer + grid([{}], p_k=p_ks, m=[100], inverse_temperature=[LEVEL]) * (method == "lapsum")
+    return softer + grid([{}], p_k=p_ks, m=[100], inverse_temperature=[LEVEL])
 
 
 def settings_of_table3(method: str) -> list[Settings]:

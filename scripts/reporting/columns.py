@@ -1,12 +1,12 @@
 """What the columns of results/*.csv mean; the meanings of flags are in --help of their scripts."""
 
-NUMBERS = {"{k}": (1, 3, 5, 10, 20), "{b}": (1, 4, 8)}  # ranks, beams
+# Ranks, beams, splits, splits that are evaluated, and packages that a name with a placeholder stands for.
+PLACES = {"{k}": (1, 3, 5, 10, 20), "{b}": (1, 4, 8), "{split}": ("train", "valid", "test")}
+PLACES |= {"{evaluated}": ("valid", "test", "clean"), "{package}": ("python", "torchvision", "numpy")}
 COLUMNS = {
     "run_id": "name of the configuration and of its folder in runs/: the readable part, then a hash",
     "num_classes": "number of classes n",
-    "train_images": "images in the training split, after --limit_train",
-    "valid_images": "images in the validation split",
-    "test_images": "images in the test split",
+    "{split}_images": "images in the split; those that train, after --limit_train",
     "clean_images": "images of validation whose right labels are known beside the wrong ones",
     "embeddings": "content of the embeddings: classes x dimensions, then eight digits of a hash of all rows",
     "embedding_dtype": "floating-point type of the embeddings in the file; training is in float32 or --precision",
@@ -28,16 +28,10 @@ COLUMNS = {
     "last_valid_top{k}": "validation top-k accuracy of the last evaluation, fraction in [0, 1]",
     "last_clean_top{k}": "top-k accuracy of the last evaluation, validation images with right labels, in [0, 1]",
     "last_train_loss": "mean training loss over the last epoch (beam search: since the last but one validation), nats",
-    "last_valid_loss": "mean validation loss of the last evaluation, nats",
-    "last_test_loss": "mean test loss of the last evaluation, nats",
-    "last_clean_loss": "mean loss of the last evaluation, validation images with right labels, nats",
+    "last_{evaluated}_loss": "mean loss of the last evaluation, nats; clean: validation images with right labels",
     "last_inverse_temperature": "where inverse_temperature is auto or from:to, what it was at the end",
-    "last_valid_logit_std": "standard deviation of a row's logits over the classes, mean over validation; a head's",
-    "last_test_logit_std": "standard deviation of a row's logits over the classes, mean over test; a head's",
-    "last_clean_logit_std": "as last_valid_logit_std, whose images are the same",
-    "train_words": "words in the train split",
-    "valid_words": "words in the valid split",
-    "test_words": "words in the test split",
+    "last_{evaluated}_logit_std": "standard deviation of a row's logits over the classes, mean over the split; a head's",
+    "{split}_words": "words in the split",
     "test_per_beam{b}": "phoneme error rate of the best hypothesis, edits per phoneme; test, beam of 1, 4, 8",
     "test_wer_beam{b}": "word error rate, share of words whose best hypothesis is no reading; test, beam of 1, 4, 8",
     "test_gold_beam{b}": "share of words of which the last beam holds a reading; test, beam of 1, 4, 8",
@@ -53,10 +47,8 @@ COLUMNS = {
     "images_per_second": "training images (loading, forward, backward, step) per second of train_seconds",
     "peak_memory_mib": "peak memory in MiB: tensors on the GPU, or the whole process on the CPU",
     "device_name": "model of the GPU or CPU",
-    "python_version": "of older runs: Python",
     "torch_version": "PyTorch",
-    "torchvision_version": "of older runs: torchvision",
-    "numpy_version": "of older runs: NumPy",
+    "{package}_version": "of older runs: Python, torchvision, NumPy",
     "git_commit": "commit of this repository, -dirty if tracked files differed; a+b if resumed on another",
     "times_resumed": "how often the run was continued from a checkpoint",
     "started_utc": "when the run began, UTC, ISO 8601",
@@ -65,9 +57,11 @@ COLUMNS = {
 
 
 def names_of(column: str) -> list[str]:
-    """Return the columns that a name with {k} or {b} stands for."""
-    place = column[column.find("{") :][:3]
-    return [column.replace(place, str(number)) for number in NUMBERS[place]] if place in NUMBERS else [column]
+    """Return the columns that a name with placeholders stands for."""
+    for place, values in PLACES.items():
+        if place in column:
+            return [name for value in values for name in names_of(column.replace(place, str(value)))]
+    return [column]
 
 
 def as_markdown() -> str:

@@ -87,11 +87,12 @@ def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
     if wrong := [row for row in rows if len(row) != len(header)]:
         raise ReportError(f"{path} has a line with {len(wrong[0])} cells under {len(header)} columns: {wrong[0][:3]}")
     runs = pd.DataFrame(rows, columns=header, dtype=str)
-    clock = [name for name in ("epoch",) if name in runs]
-    flags = list(runs) if clock else [name for name in runs if name in IDENTITY]
-    for keys in [["run_id", *clock]] * ("run_id" in runs) + [flags] * ("seed" in runs):
-        notes[f"runs are there twice ({keys[0]}, ...), the last one counts"] = runs[runs.duplicated(keys, keep="last")]
-        runs = runs.drop_duplicates(keys, keep="last")
+    flags = [name for name in runs if name in IDENTITY]
+    for keys in [["run_id", "epoch"]] if "epoch" in runs else [["run_id"], flags]:
+        if {"run_id", "seed"} & {*keys} & {*runs}:
+            twice = runs[runs.duplicated(keys, keep="last")]
+            notes[f"runs are there twice ({keys[0]}, ...), the last one counts"] = twice
+            runs = runs.drop_duplicates(keys, keep="last")
     for note, lines in notes.items():
         if len(lines):
             print(f"note: {path}: {note}: {len(lines)} left out", file=sys.stderr)
