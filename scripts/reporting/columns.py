@@ -30,7 +30,7 @@ COLUMNS = {
     "last_train_loss": "mean training loss over the last epoch (beam search: since the last but one validation), nats",
     "last_{evaluated}_loss": "mean loss of the last evaluation, nats; clean: validation images with right labels",
     "last_inverse_temperature": "where inverse_temperature is auto or from:to, what it was at the end",
-    "last_{evaluated}_logit_std": "standard deviation of a row's logits over the classes, mean over the split; a head's",
+    "last_{evaluated}_logit_std": "standard deviation of the logits over the classes, mean over the split: a head's",
     "{split}_words": "words in the split",
     "test_per_beam{b}": "phoneme error rate of the best hypothesis, edits per phoneme; test, beam of 1, 4, 8",
     "test_wer_beam{b}": "word error rate, share of words whose best hypothesis is no reading; test, beam of 1, 4, 8",
