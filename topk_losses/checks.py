@@ -10,7 +10,6 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 AS_TENSOR = "torch.as_tensor"
@@ -54,20 +53,9 @@ def iterates(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
     return decorate
 
 
-def _uses_forward_mode() -> bool:
-    """Whether torch.func.jvp, jacfwd or hessian is at work, at any level of nesting."""
-    stack = get_interpreter_stack()
-    return stack is not None and any(level.key() == TransformType.Jvp for level in stack)
-
-
-# What torch.compiler.assume_constant_result sets, without importing the compiler, which takes a second.
-_uses_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def refuse_forward_mode(tensor: Tensor) -> None:
-    """Raise NotImplementedError under forward-mode differentiation."""
-    dual = not torch.compiler.is_compiling() and not is_wrapped(tensor)
-    if _uses_forward_mode() or (dual and forward_ad.unpack_dual(tensor).tangent is not None):
+def refuse_forward_mode() -> None:
+    """Raise NotImplementedError within torch.func.jvp, jacfwd or hessian, or a dual level of torch.autograd."""
+    if forward_ad._current_level >= 0:
         raise NotImplementedError(
             "topk_losses has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, "
             "torch.func.grad or jacrev; for a Hessian jacrev(jacrev(...))"
@@ -108,41 +96,45 @@ def _made(make: Callable[[Any], Any], value: Any, rule: str) -> Any:
         raise ValueError(f"{rule}, got {value!r}") from None
 
 
-def check_positive(name: str, value: float, or_zero: bool = False) -> float:
-    """Return `value` as a float; raise ValueError unless it is finite and above zero, or zero."""
+def check_number(name: str, value: float, rule: str, fits: Callable[[float], bool]) -> float:
+    """Return `value` as a float; raise ValueError with the rule unless it fits."""
     value = _made(float, value, f"{name} must be a number")
-    if not (math.isfinite(value) and (value > 0 or (or_zero and value == 0))):
-        raise ValueError(f"{name} must be a finite number {'>= 0' if or_zero else 'above 0'}, got {value:g}")
+    if not fits(value):
+        raise ValueError(f"{name} must {rule}, got {value:g}")
     return value
 
 
-def check_positive_now(value: Tensor) -> Tensor:
-    """Return an inverse temperature; raise ValueError where training has brought it to 0 or below."""
-    if has_known_values(value):
-        check_positive("inverse_temperature", float(value.detach()))
-    return value
+def check_positive(name: str, value: float) -> float:
+    """Return `value` as a float; raise ValueError unless it is finite and above zero."""
+    return check_number(name, value, "be a finite number above 0", lambda number: 0 < number < math.inf)
 
 
-def check_inverse_temperature(value: float | Tensor | str, or_auto: bool = False) -> float | Tensor | str:
-    """Return a positive float, or a tensor () of one floating-point number as it is, which is learned or scheduled.
+def check_not_negative(name: str, value: float) -> float:
+    """Return `value` as a float; raise ValueError unless it is finite and at least zero."""
+    return check_number(name, value, "be a finite number >= 0", lambda number: 0 <= number < math.inf)
 
-    or_auto: "auto" is returned as it is. Raises ValueError for anything else.
-    """
+
+def check_fraction(name: str, value: float) -> float:
+    """Return `value` as a float in [0, 1); raise ValueError for another."""
+    return check_number(name, value, "lie in [0, 1)", lambda number: 0 <= number < 1)
+
+
+def check_inverse_temperature(value: Any, name: str = "inverse_temperature") -> float | Tensor:
+    """Return a float above 0, or a tensor () above 0 as it is, which is learned or scheduled; raise ValueError else."""
     if isinstance(value, str):
-        if or_auto and value == AUTO:
-            return value
         raise ValueError(
-            f'inverse_temperature must be a number above 0, a tensor, or for a loss "auto", which follows its logits: '
-            f"got {value!r}"
+            f'{name} must be a number above 0, a tensor, or for a loss "auto", which follows its logits: got {value!r}'
         )
     if not isinstance(value, Tensor):
-        return check_positive("inverse_temperature", value)
+        return check_positive(name, value)
     if value.dim() != 0 or not value.is_floating_point():
         raise ValueError(
-            "inverse_temperature as a tensor must hold one floating-point number, of shape (), "
+            f"{name} as a tensor must hold one floating-point number, of shape (), "
             f"got {value.dtype} of shape {tuple(value.shape)}"
         )
-    return check_positive_now(value)
+    if has_known_values(value):
+        check_positive(name, float(value.detach()))
+    return value
 
 
 def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: bool) -> Tensor:
@@ -157,14 +149,6 @@ def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: boo
             f"classes, got shape {tuple(numbers.shape)}" + (f" with {numbers.tolist()}" if numbers.numel() < 20 else "")
         )
     return numbers
-
-
-def check_fraction(name: str, value: float) -> float:
-    """Return `value` as a float in [0, 1); raise ValueError for another."""
-    value = _made(float, value, f"{name} must be a number")
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must lie in [0, 1), got {value:g}")
-    return value
 
 
 def check_integer(name: str, value: SupportsIndex, least: int, most: int | None = None, of: str = "") -> int:
@@ -238,7 +222,7 @@ def check_logits(logits: Tensor) -> None:
         raise TypeError(f"logits must be a floating-point tensor, got {kind}; convert with {how}")
     if logits.dim() == 0:
         raise ValueError("logits must have a dimension for the classes, got a tensor of shape ()")
-    refuse_forward_mode(logits)
+    refuse_forward_mode()
 
 
 def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_index: int | None = None) -> None:

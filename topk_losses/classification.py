@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from topk_losses import checks
 from topk_losses.checks import full_precision, has_known_values, is_ordinary, static
@@ -14,15 +15,14 @@ from topk_losses.operator import (
     as_tensor,
     centered,
     class_mass,
-    fixed_beta,
     is_above,
+    is_mass,
     log_softmax,
     log_sum_of_others,
     to_compute_dtype,
 )
 from topk_losses.temperature import AutoTemperature
 
-CHOICES = {"reduction": ("mean", "sum", "none"), "soft_labels": ("expected", "any")}
 MANY = 8  # classes with mass, per sample, from which on every class at once costs less than each alone
 AT_ONCE = 2**16  # scores that are worked on at a time where each pair of a sample and a class has scores of its own
 
@@ -30,9 +30,7 @@ AT_ONCE = 2**16  # scores that are worked on at a time where each pair of a samp
 def _shown(value: Any) -> str:
     """A setting as a module prints it: numbers to six digits, long tensors by their shape."""
     if isinstance(value, Tensor):
-        value = f"<{tuple(value.shape)}>" if value.dim() > 1 else value.detach().cpu().double().tolist()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        value = value.tolist() if value.dim() < 2 else f"<{tuple(value.shape)}>"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -45,28 +43,6 @@ class CallSettings(NamedTuple):
     def select(self, rows: Any) -> "CallSettings":
         """Select rows."""
         return self if self.p_k is None else CallSettings(self.beta, self.p_k[rows])
-
-
-class Recomputed(torch.autograd.Function):
-    """A function whose backward pass computes again what it needs, in place of keeping it."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        ctx.function = function
-        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
-        return function(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        create_graph = torch.is_grad_enabled()  # for second derivatives
-        needed = ctx.needs_input_grad[1:]
-        with torch.enable_grad(), full_precision(grad.device):
-            inputs = [other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others)]
-            inputs = [value.view_as(value) if is_needed else value for value, is_needed in zip(inputs, needed)]
-            leaves = [value for value, is_needed in zip(inputs, needed) if is_needed]
-            grads = iter(torch.autograd.grad(ctx.function(*inputs), leaves, grad, create_graph=create_graph))
-        return None, *(next(grads) if is_needed else None for is_needed in needed)
 
 
 class ClassificationLoss(nn.Module):
@@ -95,11 +71,14 @@ class ClassificationLoss(nn.Module):
     """
 
     generator: torch.Generator | None = None  # of losses that draw noise, on the logits' device; None: PyTorch's own
+    stochastic = False  # whether it draws noise
+    knows_sets = True  # of right answers: soft_labels "any"
+    temperature = "inverse_temperature"  # the setting that may be learned, or "auto"
+    m: int | None = None  # number of scores that one class as the label is worked out from; None: all
     constants: tuple[str, ...] = ("weight",)  # tensors that move with the module, and are never cast nor saved
     per_class: tuple[str, ...] = ("weight",)  # settings with a number for each class
     shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
-    fixed: tuple[str, ...] = ("num_classes",)  # what cannot be changed once the loss is built
-    knows_sets = True  # of right answers: soft_labels "any"
+    fixed: tuple[str, ...] = ("num_classes", "soft_labels")  # what cannot be changed once the loss is built
 
     def __init__(
         self, num_classes: SupportsIndex | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
@@ -110,7 +89,9 @@ class ClassificationLoss(nn.Module):
         self.num_classes = checks.check_several("num_classes", num_classes)
         self.weight = weight
         self.label_smoothing = label_smoothing
-        self.soft_labels = soft_labels
+        self.soft_labels = checks.check_choice("soft_labels", soft_labels, ("expected", "any"))
+        if soft_labels == "any" and not self.knows_sets:
+            raise ValueError(f"{type(self).__name__} has one true class; it knows no {soft_labels=}")
         self.ignore_index = ignore_index
         self.reduction = reduction
 
@@ -124,43 +105,40 @@ class ClassificationLoss(nn.Module):
         super().__setattr__(name, static(value) if name in self.constants and isinstance(value, Tensor) else value)
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "soft_labels" and value == "any" and not self.knows_sets:
-            raise ValueError(f"{type(self).__name__} has one true class; it knows no soft_labels={value!r}")
-        if name in CHOICES:
-            return checks.check_choice(name, value, CHOICES[name])
+        if name == self.temperature:
+            auto = self._auto() if value == checks.AUTO else None
+            self.auto = auto if isinstance(auto, AutoTemperature) else None
+            return value if self.auto else checks.check_inverse_temperature(auto or value, name)
+        if name == "reduction":
+            return checks.check_choice(name, value, ("mean", "sum", "none"))
         if name == "label_smoothing":
             return checks.check_fraction(name, value)
         if name == "ignore_index":
             return checks.check_integer(name, value, -(2**63))
-        if name == "weight" and value is not None:
-            return checks.check_per_class(name, value, self.num_classes, or_zero=True)
+        if name in self.per_class and value is not None:
+            return checks.check_per_class(name, value, self.num_classes, or_zero=name == "weight")
         return value
 
-    def _checked_temperature(self, value: Any, auto: AutoTemperature | None) -> Any:
-        """Check an inverse temperature; where it is "auto", take what it follows the logits by."""
-        value = checks.check_inverse_temperature(value, or_auto=auto is not None)
-        self.auto = auto if isinstance(value, str) else None
-        return value
+    def _auto(self) -> AutoTemperature | float | None:
+        """What the inverse temperature "auto" stands for; None: it is refused."""
+        return None
 
     def _beta(self) -> Any:
         """The inverse temperature as it is now. Raises ValueError where training has brought it to 0 or below."""
         if self.auto is not None:
             return self.auto.value()
-        return fixed_beta(getattr(self, "inverse_temperature", None))
+        beta = getattr(self, self.temperature, None)
+        return None if beta is None else checks.check_inverse_temperature(beta, self.temperature)
 
     def extra_repr(self) -> str:
         settings = ((name, getattr(self, name)) for name in self.shown)
         return ", ".join(f"{name}={_shown(value)}" for name, value in settings if value is not None)
 
     def __copy__(self) -> "ClassificationLoss":
-        """A copy whose settings are its own; tensors are shared."""
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        for name in ("_parameters", "_buffers", "_modules"):
-            copied.__dict__[name] = dict(self.__dict__[name])
-        if self.auto is not None:
-            copied._modules["auto"] = copy.deepcopy(self.auto)
-        return copied
+        """A copy whose settings are its own; tensors and the generator are shared."""
+        values = (*vars(self).values(), *self.parameters())
+        shared = {id(value): value for value in values if isinstance(value, (Tensor, torch.Generator))}
+        return copy.deepcopy(self, shared)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassificationLoss":
         super()._apply(fn, recurse)
@@ -189,10 +167,6 @@ class ClassificationLoss(nn.Module):
         """The loss of pairs of a row of scores (rows, n) and a class as its label, (pairs,)."""
         return self._losses(scores[row], column, call.select(row))
 
-    def _width(self, n: int) -> int:
-        """The number of scores that one pair of a row and a class is worked out from."""
-        return n
-
     def _reduced(self, logits: Tensor, labels: Tensor, p_k: Tensor | None) -> Tensor:
         checks.check_logits(logits)
         axis = 0 if logits.dim() == 1 else 1
@@ -205,44 +179,37 @@ class ClassificationLoss(nn.Module):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != n:
                 raise ValueError(f"{name} holds {len(numbers)} numbers, but the logits have {n} classes")
-        several, is_tensor = self.soft_labels == "any", isinstance(labels, Tensor)
-        is_mass = is_tensor and (labels.is_floating_point() or (several and labels.shape == logits.shape))
-        if is_mass:
-            checks.check_label_masses(labels, logits, axis, several)
-            if several and (self.weight is not None or self.label_smoothing):
+        is_set = self.soft_labels == "any"
+        has_mass = is_mass(labels) or (is_set and labels.shape == logits.shape)
+        if has_mass:
+            checks.check_label_masses(labels, logits, axis, is_set)
+            if is_set and (self.weight is not None or self.label_smoothing):
                 raise ValueError("soft_labels='any' takes neither weight nor label_smoothing: leave them out")
         else:
             checks.check_labels(labels, shape, n, self.ignore_index)
         with full_precision(logits.device):
             scores = to_compute_dtype(rows.reshape(-1, n))  # (rows, n)
-            counts = None if is_mass else labels.reshape(-1) != self.ignore_index  # (rows,)
+            weight = None if self.weight is None else self.weight.to(scores)  # (n,)
+            if has_mass:
+                target = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)  # (rows, n)
+                counts = torch.ones_like(scores[:, 0], dtype=torch.bool)  # (rows,)
+            else:
+                target, counts = labels.reshape(-1), labels.reshape(-1) != self.ignore_index
             if self.auto is not None:
                 self.auto.observe(scores, counts)
+            if not has_mass and not (has_known_values(counts) and bool(counts.all())):
+                # what is ignored may hold anything, and gets no gradient
+                scores, target = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, target, 0)
+            share = counts.to(scores.dtype) if has_mass or weight is None else counts * weight[target]  # (rows,)
             call = CallSettings(self._beta(), p_k)
-            weight = None if self.weight is None else self.weight.to(scores)  # (n,)
-            if counts is None:
-                mass = labels.movedim(axis, -1).reshape(-1, n).to(scores.dtype)
-                losses = self._losses(scores, mass, call) if several else self._expected(scores, mass, weight, call)
-                counted = scores.new_full((), scores.shape[0])
+            if self.label_smoothing or (has_mass and not is_set):
+                losses = self._expected(scores, class_mass(scores, target), weight, call)
             else:
-                losses, counted = self._label_losses(scores, labels.reshape(-1), counts, weight, call)
+                losses = self._losses(scores, target, call) * share
+            losses = torch.where(counts, losses, 0)
             if self.reduction == "none":
                 return losses.reshape(shape)
-            return losses.sum() if self.reduction == "sum" else losses.sum() / counted
-
-    def _label_losses(
-        self, scores: Tensor, labels: Tensor, counts: Tensor, weight: Tensor | None, call: CallSettings
-    ) -> Any:
-        """The losses (rows,), 0 where the label is ignored, and the weight of all that count ()."""
-        if not has_known_values(counts) or not bool(counts.all()):
-            # what is ignored may hold anything, and gets no gradient
-            scores, labels = scores.masked_fill(~counts.unsqueeze(1), 0), torch.where(counts, labels, 0)
-        share = counts.to(scores.dtype) if weight is None else counts * weight[labels]
-        if self.label_smoothing:
-            losses = self._expected(scores, class_mass(scores, labels), weight, call)
-        else:
-            losses = self._losses(scores, labels, call) * share
-        return torch.where(counts, losses, 0), share.sum()
+            return losses.sum() if self.reduction == "sum" else losses.sum() / share.sum()
 
     def _expected(self, scores: Tensor, mass: Tensor, weight: Tensor | None, call: CallSettings) -> Tensor:
         """sum_j mass_j L(s, j), (rows,), of the smoothed and weighted mass (rows, n) >= 0."""
@@ -264,32 +231,25 @@ class ClassificationLoss(nn.Module):
             pairs = torch.arange(mass.shape[0] * n, device=mass.device)
             row, column = pairs // n, pairs % n
         share = mass[row, column]
-        size = max(AT_ONCE // self._width(n), 1)  # pairs at a time
+        size = max(AT_ONCE // min(self.m or n, n), 1)  # pairs at a time
         in_parts = not torch.compiler.is_compiling() and is_ordinary(scores) and is_ordinary(mass)
-        if not in_parts or len(row) <= size or self.draws_noise:
-            return self._sum_of_pairs(scores, row, column, share, *call)
+        if not in_parts or len(row) <= size or self.stochastic:
+            return self._sum_of_pairs(scores, row, column, share, call)
         total = torch.zeros_like(scores[:, 0])
         for start in range(0, len(row), size):
             part, ends = slice(start, start + size), (start, min(start + size, len(row)) - 1)
             first, last = (int(row[pair]) if known else pair // n for pair in ends)
             own = slice(first, last + 1)
-            pairs_of_part = (row[part] - first, column[part], share[part])
-            found = Recomputed.apply(self._sum_of_pairs, scores[own], *pairs_of_part, *call.select(own))
+            arguments = (scores[own], row[part] - first, column[part], share[part], call.select(own))
+            found = checkpoint(self._sum_of_pairs, *arguments, use_reentrant=False, preserve_rng_state=False)
             total = total + pad(found, (first, len(total) - last - 1))
         return total
 
-    def _sum_of_pairs(
-        self, scores: Tensor, row: Tensor, column: Tensor, share: Tensor, beta: Any, p_k: Tensor | None
-    ) -> Tensor:
+    def _sum_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, share: Tensor, call: CallSettings) -> Tensor:
         """For each row of scores (rows, n) the sum of share times loss over its pairs (pairs,): (rows,)."""
-        losses = self._losses_of_pairs(scores, row, column, CallSettings(beta, p_k))
+        losses = self._losses_of_pairs(scores, row, column, call)
         losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
         return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
-
-    @property
-    def draws_noise(self) -> bool:
-        """Whether two calls differ: what is computed in parts would differ between the two passes."""
-        return False
 
 
 class SoftmaxCrossEntropyLoss(ClassificationLoss):
@@ -323,12 +283,7 @@ class LDRKLLoss(ClassificationLoss):
     ) -> None:  # fmt: skip
         super().__init__(num_classes, **others)
         self.inverse_temperature = inverse_temperature
-        self.margin = margin
-
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "inverse_temperature":
-            return self._checked_temperature(value, None)
-        return checks.check_positive(name, value, True) if name == "margin" else super()._checked_setting(name, value)
+        self.margin = checks.check_not_negative("margin", margin)
 
     def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         beta, n = as_tensor(call.beta, scores), scores.new_full((), scores.shape[1])

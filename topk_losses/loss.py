@@ -10,7 +10,7 @@ from torch import Tensor
 from topk_losses import checks
 from topk_losses.checks import PK, check_p_k, has_known_values
 from topk_losses.classification import CallSettings, ClassificationLoss
-from topk_losses.methods import METHODS, TOP1, TOP1_MODES, any_operator, is_relaxation, resolve_method, resolve_settings
+from topk_losses.methods import METHODS, TOP1, TOP1_MODES, make_operator, resolve_method, resolve_settings
 from topk_losses.operator import (
     MASKED,
     TopKOperator,
@@ -20,64 +20,44 @@ from topk_losses.operator import (
     largest,
     log_mixture,
     log_softmax,
-    pick_ranks,
     ranks_like,
 )
+from topk_losses.temperature import AutoTemperature
 
 
-def top_m(scores: Tensor, target: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Keep m scores (rows, m) of each row, and the target among them (Petersen et al. 2022, section 3.4).
+def top_m(scores: Tensor, target: Tensor, m: int, row: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Keep the true class's score and the m - 1 largest others (Petersen et al. 2022, section 3.4).
+
+    They come in this order, falling; among equal scores the choice is arbitrary. A row with at most m live classes
+    keeps them in their own order, as without m.
 
     Args:
         scores: (rows, n), n > m.
-        target: labels (rows,), or a set of right answers (rows, n), none of which is left out.
+        target: labels (rows,), or (pairs,) with `row`; or a set of right answers (rows, n), none of which is left out.
         m: how many to keep.
+        row: (pairs,), the row of each label, where a row has several.
 
     Returns:
-        The scores, and the target: places (rows,), or the set (rows, m).
+        The scores (rows or pairs, m), and the target among them: places (rows or pairs,), or the set (rows, m).
 
     Raises ValueError for more than m right answers.
     """
-    if not is_mass(target):
-        index, place = choose_m(scores, target, m)
-        return scores.gather(1, index), place
-    if has_known_values(target) and target.numel() and int((target > 0).sum(1).max()) > m:
-        raise ValueError(f"m={m} scores cannot hold {int((target > 0).sum(1).max())} right answers; raise m")
-    index = largest(scores.detach().masked_fill(target > 0, torch.inf), m)
-    if has_masked(scores):
-        index = torch.where(has_few(scores, m), index.sort(1).values, index)
-    return scores.gather(1, index), target.gather(1, index)
-
-
-def choose_m(scores: Tensor, labels: Tensor, m: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose the true class, then the m - 1 largest others, falling; among equal scores the choice is arbitrary.
-
-    A row with at most m live classes keeps them in their order, as without m.
-
-    Args:
-        scores: (rows, n), n > m.
-        labels: (rows,), or (pairs,) with `rows`.
-        m: how many to choose.
-        rows: (pairs,), the row of each label, where a row has several.
-
-    Returns:
-        The classes (rows or pairs, m), and the place of the true one.
-    """
-    index, few = largest(scores, m), has_few(scores, m) if has_masked(scores) else None
-    if rows is not None:
-        index, few = index[rows], None if few is None else few[rows]
-    true = labels.unsqueeze(1)
-    at_or_behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is at this place or before
-    index = torch.cat([true, torch.where(at_or_behind, index[:, 1:], index[:, :-1])], dim=1)
-    if few is None:
-        return index, torch.zeros_like(labels)
-    index = torch.where(few, index.sort(1).values, index)
-    return index, (index == true).int().argmax(1)
-
-
-def has_few(scores: Tensor, m: int) -> Tensor:
-    """Tell the rows with at most m live classes, (rows, 1)."""
-    return (scores != -torch.inf).sum(1, keepdim=True) <= m
+    few = (scores > -torch.inf).sum(1, keepdim=True) <= m if has_masked(scores) else None  # (rows, 1)
+    if is_mass(target):
+        number = int((target > 0).sum(1).max()) if has_known_values(target) and target.numel() else 0
+        if number > m:
+            raise ValueError(f"m={m} scores cannot hold {number} right answers; raise m")
+        index = largest(scores.detach().masked_fill(target > 0, torch.inf), m)  # (rows, m)
+    else:
+        index, true = largest(scores, m), target.unsqueeze(1)
+        if row is not None:
+            index, few = index[row], None if few is None else few[row]
+        at_or_behind = (index[:, :-1] == true).cumsum(1) > 0  # (rows, m - 1): the true class is at this place or before
+        index = torch.cat([true, torch.where(at_or_behind, index[:, 1:], index[:, :-1])], dim=1)
+    if few is not None:
+        index = torch.where(few, index.sort(1).values, index)
+    kept = scores.gather(1, index) if row is None else scores[row.unsqueeze(1), index]
+    return kept, target.gather(1, index) if is_mass(target) else (index == true).int().argmax(1)
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):
@@ -121,9 +101,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     """
 
     constants = ("weight", "p_k", "shares")
-    fixed = ("num_classes", "method", "m", "distribution", "art_lambda", "top1_mode")
-    shown = ("p_k", "inverse_temperature", *fixed[1:], "noise_rate", *ClassificationLoss.shown)
-    operator: TopKOperator
+    fixed: tuple[str, ...] = ("method", "m", "distribution", "art_lambda", "top1_mode", "noise_rate")
+    shown = ("p_k", "inverse_temperature", *fixed, *ClassificationLoss.shown)
+    fixed += ("operator", *ClassificationLoss.fixed)
     p_k: Tensor
 
     def __init__(
@@ -136,26 +116,31 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         noise_rate: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(num_classes, weight, label_smoothing, soft_labels, ignore_index, reduction)
-        if operator is not None and (method, distribution, art_lambda) != (None, None, None):
-            raise ValueError("an operator takes the place of method, distribution and art_lambda: leave them out")
-        self.m = checks.check_several("m", m)
         if operator is None:
-            self.method: str | None = resolve_method(method or "splitter_selection", relaxed=True)
-            settings = resolve_settings(self.method, inverse_temperature, distribution, art_lambda, top1_mode)
-            beta, self.distribution, self.art_lambda, self.top1_mode = settings.values()
-            self.__dict__["operator"] = any_operator(self.method, 1, self.distribution, self.art_lambda)
-            self.inverse_temperature: Any = beta
-        else:
-            self.method = self.distribution = self.art_lambda = None
-            self.top1_mode = checks.check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
-            self.operator = operator
-            if inverse_temperature is not None:
-                self.inverse_temperature = inverse_temperature
+            method = resolve_method(method or "splitter_selection", relaxed=True)
+            settings = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)
+            inverse_temperature, distribution, art_lambda, top1_mode = settings.values()
+            operator = make_operator(method, None, check_p_k(p_k).shape[-1], None, distribution, art_lambda)
+        elif (method, distribution, art_lambda) != (None, None, None):
+            raise ValueError("an operator takes the place of method, distribution and art_lambda: leave them out")
+        elif not isinstance(operator, TopKOperator):
+            raise TypeError(f"operator must be a TopKOperator, got {type(operator).__name__}")
+        self.method, self.operator, self.stochastic = method, operator, operator.stochastic
+        self.distribution, self.art_lambda = distribution, art_lambda
+        self.m = checks.check_several("m", m)
+        self.top1_mode = checks.check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
+        self.noise_rate = checks.check_fraction("noise_rate", noise_rate)
+        if noise_rate and (self.top1_mode == "smce" or soft_labels == "any"):
+            raise ValueError(
+                "noise_rate corrects one logarithm of one true class: take top1_mode 'sm' or 'sort' and "
+                f"soft_labels 'expected'; got top1_mode={self.top1_mode!r} and {soft_labels=}"
+            )
+        beta = operator.inverse_temperature if inverse_temperature is None else inverse_temperature
+        self.inverse_temperature: Any = beta
         self.p_k = p_k  # type: ignore[assignment]
-        self.noise_rate = noise_rate
-        if self._num_scores(self.num_classes) == 2 and getattr(self.operator, "whitens", False):
+        if self._num_scores(self.num_classes) == 2 and getattr(operator, "whitens", False):
             message = (
-                f"{self.method or self.operator} whitens the scores, and two scores are the same two numbers then: "
+                f"{method or operator} whitens the scores, and two scores are the same two numbers then: "
                 "they get next to no gradient. Sort three or more, or take another method"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -165,52 +150,18 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         """Largest rank with a weight in P_K."""
         return self.p_k.shape[-1]
 
-    @property
-    def draws_noise(self) -> bool:
-        return self.operator.stochastic
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "k":
-            raise AttributeError("k is the length of p_k: set p_k")
-        super().__setattr__(name, value)
-        if name == "p_k":  # read here, once: where P_K is on a GPU its numbers would have to be waited for
-            has_mass = (self.p_k.reshape(-1, self.k) > 0).any(0).tolist()
-            self.ranks = [k for k, any_mass in enumerate(has_mass, start=1) if any_mass]
-            shares = pick_ranks(self.p_k.reshape(-1, self.k), self.ranks)
-            self.shares = shares.reshape(*self.p_k.shape[:-1], -1).clone()
-            if self.method is not None:
-                self.__dict__["operator"] = any_operator(self.method, self.k, self.distribution, self.art_lambda)
-        elif name == "operator":  # an own one comes with its inverse temperature
-            self.__dict__["method"] = None
-            self.inverse_temperature = value.inverse_temperature
+    def _auto(self) -> AutoTemperature | float | None:
+        return None if self.method is None else METHODS[self.method].auto()
 
     def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "inverse_temperature":
-            auto = None
-            if isinstance(value, str) and self.method is not None:
-                value = resolve_settings(self.method, value)["inverse_temperature"]
-                auto = METHODS[self.method].auto()
-            return self._checked_temperature(value, auto)
-        if name == "operator" and not isinstance(value, TopKOperator):
-            raise TypeError(f"operator must be a TopKOperator, got {type(value).__name__}")
-        value = self._checked_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
-        if name == "noise_rate":
-            value = checks.check_fraction(name, value)
-        if name in ("noise_rate", "soft_labels"):
-            now = self.__dict__ | {name: value}
-            if now.get("noise_rate") and (self.top1_mode == "smce" or now["soft_labels"] == "any"):
-                raise ValueError(
-                    "noise_rate corrects one logarithm of one true class: take top1_mode 'sm' or 'sort' and "
-                    f"soft_labels 'expected'; got top1_mode={self.top1_mode!r} and soft_labels={now['soft_labels']!r}"
-                )
-        return value
+        return self._read_p_k(value) if name == "p_k" else super()._checked_setting(name, value)
 
     def _num_scores(self, n: int | None) -> int | None:
         """How many of n scores are sorted; None if that is not known."""
         return min(filter(None, (self.m, n)), default=None)
 
-    def _checked_p_k(self, p_k: PK) -> Tensor:
-        """P_K as it is kept: float64 where the device has it."""
+    def _read_p_k(self, p_k: PK) -> Tensor:
+        """Check P_K, in float64 where the device has it, and keep the ranks with a weight and their weights."""
         rows = check_p_k(p_k, self.num_classes, self._num_scores(self.num_classes))
         if rows.dim() == 2 and self.num_classes is None:
             raise ValueError(f"p_k with one row per class needs num_classes={len(rows)}; got num_classes=None")
@@ -220,8 +171,11 @@ class TopKCrossEntropyLoss(ClassificationLoss):
                 f"cross-entropy. Use method='softmax_cross_entropy', or top1_mode='sort'; got p_k={rows.tolist()}"
             )
         self._check_top1(rows)
-        before = self.__dict__.get("p_k")
-        return rows if before is None else rows.to(before.device, before.dtype)
+        self.ranks = [rank for rank in range(1, rows.shape[-1] + 1) if bool((rows[..., rank - 1] > 0).any())]
+        before = self.__dict__.get("p_k", rows)
+        rows = rows.to(before.device, before.dtype)
+        self.shares = torch.stack([rows[..., rank - 1] for rank in self.ranks], dim=-1)  # (J,) or (num_classes, J)
+        return rows
 
     def _check_top1(self, p_k: Tensor) -> None:
         """Refuse a P_K (..., K) that leaves classes without a gradient where P has zeros."""
@@ -249,94 +203,93 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         if not isinstance(p_k, Tensor):
             raise TypeError(f"p_k of a call must be a tensor, got {type(p_k).__name__}; convert with torch.as_tensor")
         checks.check_logits(logits)
-        shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
-        if p_k.shape[:-1] != shape or p_k.dim() == 0:
+        shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else ()
+        if p_k.shape[:-1] != shape:
             raise ValueError(f"p_k must have shape {(*shape, 'K')}, a row per sample, got {tuple(p_k.shape)}")
         rows = p_k.reshape(-1, p_k.shape[-1])  # (rows, K)
-        num_scores = self._num_scores(logits.shape[min(1, logits.dim() - 1)])
-        checks.check_integer(
-            "the length of p_k", rows.shape[1], 1, num_scores, "the number of scores that are sorted, "
-        )
         if has_known_values(p_k) and rows.numel():
             check_p_k(rows)
             self._check_top1(rows)
         return self._reduced(logits, labels, rows)
 
-    def _width(self, n: int) -> int:
-        return n if self.m is None else min(self.m, n)
+    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
+        if target is None and (self.operator.pairwise or self._num_scores(scores.shape[1]) != scores.shape[1]):
+            return None  # with m each class has scores of its own
+        return self._topk_losses(scores, target, call)
 
-    def _shares(self, p_k: Tensor | None, scores: Tensor, target: Tensor | None) -> Tensor:
-        """P_K(k) of the ranks with mass, in the scores' dtype: (1 or rows, J), or (1 or rows, J, 1 or n) for all.
+    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, call: CallSettings) -> Tensor:
+        return self._topk_losses(scores, column, call.select(row), row)
+
+    def _topk_losses(
+        self, scores: Tensor, target: Tensor | None, call: CallSettings, row: Tensor | None = None
+    ) -> Tensor:
+        """As _losses; with `row`, of the pairs of these rows of scores (rows, n) and the labels (pairs,)."""
+        if self.m is None or self.m >= scores.shape[1]:
+            kept, place = scores if row is None else scores[row], target
+        else:
+            assert target is not None
+            kept, place = top_m(scores, target, self.m, row)  # (rows or pairs, m)
+        shares = self._shares(scores, target, call)
+        losses = self._mixed(kept, place, shares, call)
+        if not self.noise_rate:
+            return losses
+        live = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
+        return self._corrected(losses, live if row is None else live[row], shares, call)
+
+    def _ranks(self, call: CallSettings) -> list[int]:
+        """The ranks of the shares."""
+        return self.ranks if call.p_k is None else list(range(1, call.p_k.shape[1] + 1))
+
+    def _shares(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Tensor:
+        """P_K(k) of the ranks, in the scores' dtype: (1 or rows, J), or (1 or rows, J, 1 or n) for every class.
 
         With one P_K per class: those of the labels (rows,), their mean for masses (rows, n).
         """
-        rows = (self.shares if p_k is None else p_k).to(scores)
-        if p_k is None and rows.dim() == 2:
-            if target is None:
-                return rows.T.unsqueeze(0)
-            if is_mass(target):
-                share = target / target.sum(1, keepdim=True)
-                return (share.unsqueeze(2) * rows).sum(1)
+        rows = (self.shares if call.p_k is None else call.p_k).to(scores)
+        if rows.dim() == 1 or call.p_k is not None:
+            rows = rows.view(-1, rows.shape[-1])
+            return rows.unsqueeze(2) if target is None else rows
+        if target is None:
+            return rows.T.unsqueeze(0)
+        if not is_mass(target):
             return rows[target]
-        rows = rows if rows.dim() == 2 else rows.unsqueeze(0)
-        return rows.unsqueeze(2) if target is None else rows
+        share = target / target.sum(1, keepdim=True)
+        return (share.unsqueeze(2) * rows).sum(1)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
-        sorts_few = self.m is not None and self.m < scores.shape[1]
-        if target is None and (sorts_few or self.operator.pairwise):
-            return None  # with m each class has scores of its own
-        shares = self._shares(call.p_k, scores, target)
-        losses = self._losses_from_scores(scores, target, shares, call)
-        return self._corrected(losses, scores, shares, call) if self.noise_rate else losses
-
-    def _corrected(self, losses: Tensor, scores: Tensor, shares: Tensor, call: CallSettings) -> Tensor:
-        """Forward correction of losses (rows,), or (rows, n) of every class, for noise_rate."""
-        live = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
-        ranks = self.ranks if call.p_k is None else range(1, call.p_k.shape[1] + 1)
-        within = ranks_like(ranks, scores).minimum(live)  # (rows, J), classes within k
-        expected = ((within.unsqueeze(2) if shares.dim() == 3 else within) * shares).sum(1)  # (rows,) or (rows, 1 or n)
-        wrong = self.noise_rate * expected / (live if shares.dim() == 3 else live.squeeze(1))
-        right = math.log1p(-self.noise_rate) - losses.clamp(max=-MASKED)
-        return -torch.logaddexp(right, wrong.log().expand_as(right))
-
-    def _losses_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, call: CallSettings) -> Tensor:
-        if self.m is None or self.m >= scores.shape[1]:
-            return super()._losses_of_pairs(scores, row, column, call)
-        call = call.select(row)
-        shares = self._shares(call.p_k, scores, column)
-        index, place = choose_m(scores, column, self.m, row)  # (pairs, m)
-        losses = self._losses_from_scores(scores[row.unsqueeze(1), index], place, shares, call)
-        return self._corrected(losses, scores[row], shares, call) if self.noise_rate else losses
-
-    def _losses_from_scores(self, scores: Tensor, target: Tensor | None, shares: Tensor, call: CallSettings) -> Tensor:
-        """The loss of scores (rows, n), of which m are sorted: -log of the mixture of P(rank <= k), by P_K."""
-        if self.m is not None and self.m < scores.shape[1]:
-            assert target is not None
-            scores, target = top_m(scores, target, self.m)  # (rows, m)
-        ranks = self.ranks if call.p_k is None else list(range(1, call.p_k.shape[1] + 1))
-        if ranks[-1] > scores.shape[1]:
-            n = scores.shape[1]
+    def _mixed(self, scores: Tensor, target: Tensor | None, shares: Tensor, call: CallSettings) -> Tensor:
+        """-log of the mixture of P(rank <= k), by P_K, for scores all of which are sorted."""
+        ranks, n, operator = self._ranks(call), scores.shape[1], self.operator
+        if ranks[-1] > n:
             raise ValueError(f"p_k reaches rank {ranks[-1]}, but only {n} scores are sorted (n, or m); shorten p_k")
-        operator = self.operator
         softmax = self.top1_mode != "sort" and ranks[0] == 1
         within = operator.within(scores, target, ranks[softmax:], call.beta, self.generator)  # (rows, J[, n])
-        if target is not None and is_mass(target):
+        if is_mass(target):
             # the sum over a set counts how many are expected within k; above 1, one is
             within = within.clamp(max=1 if operator.guarded else 0)
-        if not softmax:
-            return -self._log_mixture(within, shares, call)
-        log_top1, first, others = log_softmax(scores, target), shares[:, 0], shares[:, 1:]  # (rows[, n]), ...
-        if self.top1_mode == "smce":
-            return -first * log_top1 - (1 - first) * self._log_mixture(within, others, call)
-        if operator.guarded:
-            return -guarded_log(((within * others).sum(1) + first * log_top1.exp()).clamp(max=1))
-        return -self._log_mixture(torch.cat([log_top1.unsqueeze(1), within], dim=1), shares, call)
+        if softmax:
+            log_top1, first = log_softmax(scores, target), shares[:, 0]  # (rows[, n])
+            if self.top1_mode == "smce":
+                return -first * log_top1 - (1 - first) * self._log_mixture(within, shares[:, 1:], call)
+            top1 = log_top1.exp() if operator.guarded else log_top1
+            within = torch.cat([top1.unsqueeze(1), within], dim=1)
+        return -self._log_mixture(within, shares, call)
 
     def _log_mixture(self, within: Tensor, shares: Tensor, call: CallSettings) -> Tensor:
         """log sum_k P_K(k) P(rank <= k), (rows[, n]), of what the operator computes, (rows, J[, n])."""
         if self.operator.guarded:  # columns of NeuralSort and SoftSort may sum to more than 1
             return guarded_log((within * shares).sum(1).clamp(max=1))
         return log_mixture(within, shares, all_positive=call.p_k is None and self.p_k.dim() == 1)
+
+    def _corrected(self, losses: Tensor, live: Tensor, shares: Tensor, call: CallSettings) -> Tensor:
+        """Forward correction for noise_rate of losses (rows,), or (rows, n); live (rows, 1): the number of classes."""
+        within = ranks_like(self._ranks(call), losses).minimum(live)  # (rows, J), classes within k
+        if losses.dim() == 2:
+            within = within.unsqueeze(2)
+        else:
+            live = live.squeeze(1)
+        wrong = self.noise_rate * (within * shares).sum(1) / live  # (rows[, 1 or n])
+        right = math.log1p(-self.noise_rate) - losses.clamp(max=-MASKED)
+        return -torch.logaddexp(right, wrong.log().expand_as(right))
 
 
 def make_loss(
@@ -361,14 +314,14 @@ def make_loss(
         ValueError: an unknown method (the message has the nearest name), or settings that do not fit it.
     """
     method = resolve_method(method)
-    if is_relaxation(method):
+    spec = METHODS[method]
+    if spec.loss is None:
         p_k = (0.2,) * 5 if p_k is None else p_k
         return TopKCrossEntropyLoss(
             method, p_k, num_classes, m, inverse_temperature, distribution, art_lambda, top1_mode, **settings
         )
     beta = resolve_settings(method, inverse_temperature, distribution, art_lambda, top1_mode)["inverse_temperature"]
-    build, n, has_k = METHODS[method].loss, checks.check_several("num_classes", num_classes), method not in TOP1
-    assert build is not None
+    n, has_k = checks.check_several("num_classes", num_classes), method not in TOP1
     rows = check_p_k((5 if has_k else 1) if p_k is None else p_k, n, n)
     if rows.dim() != 1 or int((rows > 0).sum()) != 1 or (not has_k and len(rows) > 1):
         which = "for instance 0 0 0 0 1 for top-5 only" if has_k else "the first: P_K = [1, 0, ..]"
@@ -377,4 +330,4 @@ def make_loss(
         )
     arguments = [len(rows)] if has_k else []
     arguments += [] if beta is None else [beta]
-    return build(*arguments, num_classes=n, **settings)
+    return spec.loss(*arguments, num_classes=n, **settings)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from torch import Tensor
 
 from topk_losses import robust
-from topk_losses.checks import check_choice, check_integer, check_inverse_temperature, check_k
+from topk_losses.checks import AUTO, check_choice, check_integer, check_inverse_temperature, check_k
 from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCrossEntropyLoss
 from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
 from topk_losses.operator import TopKOperator
@@ -52,10 +52,10 @@ class Method(NamedTuple):
     stochastic: bool = False
     spread: float | None = None
 
-    def auto(self) -> AutoTemperature | None:
-        """Build an inverse temperature that follows the logits; None where the default does as well."""
+    def auto(self) -> AutoTemperature | float | None:
+        """What inverse_temperature="auto" stands for: one that follows the logits, or the default."""
         if self.spread is None or self.inverse_temperature is None:
-            return None
+            return self.inverse_temperature
         return AutoTemperature(self.spread, self.inverse_temperature)
 
 
@@ -96,14 +96,9 @@ METHODS: dict[str, Method] = {
 # Without a k, as P_K = [1, 0, ..].
 TOP1 = ("softmax_cross_entropy", "ldr_kl", *(name for name, method in METHODS.items() if method.family == "robust"))
 SINGLE_K = tuple(name for name, method in METHODS.items() if method.loss and name not in TOP1)
-RELAXATIONS = tuple(name for name, method in METHODS.items() if method.operator or method.network)
+RELAXATIONS = tuple(name for name, method in METHODS.items() if method.loss is None)
 # Published commands name the official code's dense path; here one evaluation serves both.
 ALIASES = {"bitonic__non_sparse": "bitonic"}
-
-
-def is_relaxation(method: str) -> bool:
-    """Whether a method of METHODS has a relaxed permutation matrix."""
-    return METHODS[method].operator is not None or METHODS[method].network is not None
 
 
 def register_method(
@@ -142,10 +137,10 @@ def resolve_method(method: str, relaxed: bool = False) -> str:
         ValueError: the name is unknown (the message has the nearest one), or the method is refused.
     """
     method = check_choice("method", ALIASES.get(method, method), METHODS)
-    if relaxed and not is_relaxation(method):
+    if relaxed and METHODS[method].loss:
         raise ValueError(
             f"{method} has no relaxed permutation matrix; build its loss with make_loss({method!r}, ...), or choose "
-            f"one of: {', '.join(filter(is_relaxation, METHODS))}"
+            f"one of: {', '.join(name for name, spec in METHODS.items() if spec.loss is None)}"
         )
     return method
 
@@ -164,55 +159,48 @@ def resolve_settings(
     """
     method = resolve_method(method)
     spec, beta = METHODS[method], inverse_temperature
+    is_relaxed = spec.loss is None
     for name, value, applies, where in (
-        ("inverse_temperature", beta, spec.inverse_temperature, "methods with a temperature"),
+        ("inverse_temperature", beta, spec.inverse_temperature is not None, "methods with a temperature"),
         ("distribution", distribution, spec.network, "relaxed networks (odd_even, bitonic, splitter_selection)"),
         ("art_lambda", art_lambda, spec.network, "relaxed networks with the distribution logistic_phi"),
-        ("top1_mode", top1_mode, is_relaxation(method) or None, "methods with a relaxed permutation matrix"),
+        ("top1_mode", top1_mode, is_relaxed, "methods with a relaxed permutation matrix"),
     ):
-        if value is not None and applies is None:
+        if value is not None and not applies:
             raise ValueError(f"{name} applies to {where}, not to {method}; leave it out, got {value!r}")
-    if beta is not None:
-        beta = check_inverse_temperature(beta, or_auto=True)
-    if beta is None or (isinstance(beta, str) and spec.spread is None):
+    if beta is None or (beta == AUTO and spec.spread is None):
         beta = spec.inverse_temperature
-    if spec.network is not None:
+    elif beta != AUTO:
+        beta = check_inverse_temperature(beta)
+    if spec.network:
         distribution, art_lambda = check_sigmoid(distribution, art_lambda)
-    if is_relaxation(method):
+    if is_relaxed:
         top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
     return {
         "inverse_temperature": beta, "distribution": distribution, "art_lambda": art_lambda, "top1_mode": top1_mode,
     }  # fmt: skip
 
 
-def any_operator(
-    method: str, k: int, distribution: str | None = None, art_lambda: float | None = None, beta: Any = None,
-    n: int | None = None,
-) -> TopKOperator:  # fmt: skip
-    """Build the operator of a method for k ranks of n scores, None: of any number; beta: None for the default."""
-    spec = METHODS[method]
-    beta = spec.inverse_temperature if beta is None else beta
-    if spec.network is not None:
-        return RelaxedNetwork(spec.network if n is None else spec.network(n, k), beta, distribution, art_lambda, k)
-    assert spec.operator is not None
-    return spec.operator(k, beta)
-
-
 def make_operator(
-    method: str, num_scores: int, k: SupportsIndex, inverse_temperature: float | Tensor | None = None,
+    method: str, num_scores: int | None, k: SupportsIndex, inverse_temperature: float | Tensor | None = None,
     distribution: str | None = None, art_lambda: float | None = None,
 ) -> TopKOperator:  # fmt: skip
     """Build the relaxed top-k operator of a method by name.
 
     Args:
         method: one of RELAXATIONS.
-        num_scores: n, the number of scores.
+        num_scores: n, the number of scores; None: any, that of each call.
         k: number of ranks, at most num_scores.
         inverse_temperature, distribution, art_lambda: None: the method's default.
 
     Raises:
         ValueError: a method without a relaxed permutation matrix, or settings that do not fit it.
     """
-    method, n = resolve_method(method, relaxed=True), check_integer("num_scores", num_scores, 1)
-    beta, sigmoid, exponent, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda).values()
-    return any_operator(method, check_k(k, n), sigmoid, exponent, beta, n)
+    method = resolve_method(method, relaxed=True)
+    n = None if num_scores is None else check_integer("num_scores", num_scores, 1)
+    k, spec = check_k(k, n), METHODS[method]
+    beta, distribution, art_lambda, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda).values()
+    if spec.network:
+        return RelaxedNetwork(spec.network(n, k) if n else spec.network, beta, distribution, art_lambda, k)
+    assert spec.operator is not None
+    return spec.operator(k, beta)

@@ -79,9 +79,9 @@ def as_tensor(beta: float | Tensor, like: Tensor) -> Tensor:
     return beta.to(like) if isinstance(beta, Tensor) else like.new_full((), beta)
 
 
-def is_mass(target: Tensor | None) -> bool:
+def is_mass(target: Any) -> bool:
     """Tell a target that is a mass per class (rows, n) from labels (rows,) and from None, which is every class."""
-    return target is not None and target.is_floating_point()
+    return isinstance(target, Tensor) and target.is_floating_point()
 
 
 def class_mass(scores: Tensor, target: Tensor) -> Tensor:
@@ -161,18 +161,6 @@ def log_sum_of_others(z: Tensor) -> Tensor:
 def guarded_log(p: Tensor) -> Tensor:
     """Return log(p (1 - 2e-7) + 1e-7), which is finite for p in [0, 1]: the epsilon of the official code."""
     return torch.log(p * (1 - 2e-7) + 1e-7)
-
-
-def normal_noise(like: Tensor, *shape: int, generator: torch.Generator | None) -> Tensor:
-    """Draw standard normal numbers of a shape, with the dtype and on the device of another tensor."""
-    if generator is None:  # torch.compile does not accept generator=None beside a symbolic size
-        return torch.randn(shape, dtype=like.dtype, device=like.device)
-    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
-
-
-def fixed_beta(beta: Any) -> Any:
-    """Check and copy an inverse temperature that is a tensor: writing into it later leaves this graph alone."""
-    return checks.check_positive_now(beta).clone() if isinstance(beta, Tensor) else beta
 
 
 class TopKOperator:
@@ -289,7 +277,7 @@ class TopKOperator:
 
     def _beta(self, inverse_temperature: Beta) -> Any:
         beta = self.inverse_temperature if inverse_temperature is None else inverse_temperature
-        return fixed_beta(checks.check_inverse_temperature(beta))
+        return checks.check_inverse_temperature(beta)
 
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define _matrix")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from topk_losses.checks import check_integer
-from topk_losses.operator import MASKED, Beta, MaskOperator, centered, largest, normal_noise, pick_ranks, ranks_like
+from topk_losses.operator import MASKED, Beta, MaskOperator, centered, largest, pick_ranks, ranks_like
 
 # Numbers of noise drawn at a time: what a CPU's caches hold, and what a GPU draws in one launch.
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
@@ -102,7 +102,7 @@ class PerturbedTopK(MaskOperator):
             at_once = max(AT_ONCE.get(z.device.type, AT_ONCE["cpu"]) // max(z.numel(), 1), 1)
         for first in range(0, self.num_samples, at_once):
             draws = min(at_once, self.num_samples - first)
-            noise = normal_noise(z, batch, draws, n, generator=generator)  # (rows, draws, n)
+            noise = z.new_empty(batch, draws, n).normal_(generator=generator)
             noised = fixed.unsqueeze(1) + noise
             own = noised.gather(2, labels.view(-1, 1, 1).expand(-1, draws, 1))
             rank = 1 + (noised > own).sum(2)  # (rows, draws)
@@ -118,7 +118,7 @@ class PerturbedTopK(MaskOperator):
 
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         z = centered(scores) * beta  # (rows, n)
-        noise = normal_noise(z, z.shape[0], self.num_samples, z.shape[1], generator=generator)  # (rows, draws, n)
+        noise = z.new_empty(z.shape[0], self.num_samples, z.shape[1]).normal_(generator=generator)  # (rows, draws, n)
         index = (z.detach().unsqueeze(1) + noise).topk(k, dim=2).indices.transpose(1, 2)  # (rows, k, draws)
         # 0, with the noise as its gradient: an indicator times that, less its mean, has their covariance
         change = ((noise - noise.mean(1, keepdim=True)) * (z - z.detach()).unsqueeze(1)).sum(2)  # (rows, draws)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topk_losses.checks import check_fraction, check_positive
+from topk_losses.checks import check_fraction, check_not_negative, check_number
 from topk_losses.classification import CallSettings, ClassificationLoss
 from topk_losses.operator import MASKED, finite
 
@@ -56,15 +56,12 @@ class ForwardCorrectionLoss(RobustLoss):
         super().__init__(**others)
         if noise_rate is not None and T is not None:
             raise ValueError("noise_rate and T both say how labels are wrong: give one of them")
-        self.noise_rate: Any = noise_rate if T is not None or noise_rate is not None else 0.2
-        self.T: Any = T
+        rate = 0.2 if noise_rate is None else noise_rate
+        self.noise_rate = check_fraction("noise_rate", rate) if T is None else None
+        self.T = None if T is None else self._checked_matrix(T)
 
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        if value is None or name not in ("noise_rate", "T"):
-            return super()._checked_setting(name, value)
-        if name == "noise_rate":
-            return check_fraction(name, value)
-        matrix = torch.as_tensor(value, dtype=torch.float64).detach()
+    def _checked_matrix(self, T: Any) -> Tensor:
+        matrix = torch.as_tensor(T, dtype=torch.float64).detach()
         n = self.num_classes or len(matrix)
         sums_to_1 = matrix.shape == (n, n) and bool((matrix.sum(1) - 1).abs().max() < 1e-4)
         if not sums_to_1 or not bool((matrix >= 0).all()):
@@ -108,13 +105,7 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
 
     def __init__(self, q: float = 0.7, **others: Any) -> None:
         super().__init__(**others)
-        self.q = q
-
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        value = check_positive(name, value) if name == "q" else super()._checked_setting(name, value)
-        if name == "q" and value > 1:
-            raise ValueError(f"q must lie in (0, 1], got {value:g}")
-        return value
+        self.q = check_number("q", q, "lie in (0, 1]", lambda number: 0 < number <= 1)
 
     def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         return -torch.expm1(self.q * log_p) / self.q
@@ -127,9 +118,8 @@ class _SumLoss(RobustLoss):
 
     def __init__(self, alpha: float, beta: float, A: float = -4.0, **others: Any) -> None:
         super().__init__(**others)
-        self.alpha, self.beta, self.A = check_positive("alpha", alpha, True), check_positive("beta", beta, True), A
-        if not -math.inf < A < 0:
-            raise ValueError(f"A stands for log 0: it must be a finite number below 0, got {A:g}")
+        self.alpha, self.beta = check_not_negative("alpha", alpha), check_not_negative("beta", beta)
+        self.A = check_number("A", A, "be a finite number below 0, as it stands for log 0", lambda x: -math.inf < x < 0)
 
     def _reverse(self, log_p: Tensor) -> Tensor:
         return self.A * torch.expm1(log_p)  # -A (1 - p)
@@ -187,13 +177,7 @@ class PHuberCrossEntropyLoss(RobustLoss):
 
     def __init__(self, tau: float = 10.0, **others: Any) -> None:
         super().__init__(**others)
-        self.tau = tau
-
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        value = check_positive(name, value) if name == "tau" else super()._checked_setting(name, value)
-        if name == "tau" and value <= 1:
-            raise ValueError(f"tau must be above 1, got {value:g}")
-        return value
+        self.tau = check_number("tau", tau, "be a finite number above 1", lambda number: 1 < number < math.inf)
 
     def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         log_tau = math.log(self.tau)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
-from topk_losses.checks import check_integer, check_k, check_per_class, check_positive
+from topk_losses.checks import check_integer, check_k, check_positive
 from topk_losses.classification import CallSettings, ClassificationLoss
-from topk_losses.operator import MASKED, centered, finite, largest, log_softmax, log_sum_of_others, normal_noise
+from topk_losses.operator import MASKED, centered, finite, largest, log_softmax, log_sum_of_others
 from topk_losses.temperature import AutoTemperature
 
 BETA = 0.1  # default inverse temperature of the noised losses (results/temperature.csv, as SPREAD)
@@ -72,6 +72,7 @@ class NoisedTopKLoss(SingleKLoss):
         num_classes, others: arguments of ClassificationLoss.
     """
 
+    stochastic = True
     constants = per_class = ("weight", "class_counts")
     shown = ("inverse_temperature", "num_samples", "max_margin", "scale", *SingleKLoss.shown)
 
@@ -87,23 +88,16 @@ class NoisedTopKLoss(SingleKLoss):
         self.max_margin = check_positive("max_margin", max_margin)
         self.scale = check_positive("scale", scale)
 
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        if name == "inverse_temperature":
-            return self._checked_temperature(value, AutoTemperature(SPREAD, BETA) if isinstance(value, str) else None)
-        if name == "class_counts" and value is not None:
-            return check_per_class(name, value, self.num_classes, or_zero=False)
-        return super()._checked_setting(name, value)
-
-    @property
-    def draws_noise(self) -> bool:
-        return True
+    def _auto(self) -> AutoTemperature:
+        return AutoTemperature(SPREAD, BETA)
 
     def _next_largest(self, scores: Tensor, beta: Any) -> Tensor:
         """E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
         total = torch.zeros_like(scores[:, :1])
         scores = finite(scores)
         for _ in range(self.num_samples):
-            noised = scores + normal_noise(scores, *scores.shape, generator=self.generator) / beta  # (rows, n)
+            noise = scores.new_empty(scores.shape).normal_(generator=self.generator)  # (rows, n)
+            noised = scores + noise / beta
             total = total + noised.gather(1, largest(noised, self.k + 1)[:, -1:])
         spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
         return total / self.num_samples + spoilt

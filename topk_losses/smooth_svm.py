@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
-from topk_losses.checks import check_inverse_temperature, check_k, check_positive
+from topk_losses.checks import check_k, check_positive
 from topk_losses.classification import CallSettings
 from topk_losses.kernels import find_kernel
-from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, fixed_beta, pick_ranks
+from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, pick_ranks
 from topk_losses.single_k import SingleKLoss
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
@@ -80,6 +80,7 @@ class SmoothTopKLoss(SingleKLoss):
         others: arguments of ClassificationLoss.
     """
 
+    temperature = "tau"
     shown = ("tau", "alpha", *SingleKLoss.shown)
     turns_hard = False  # where the k-th and the (k+1)-th largest logits lie far apart
 
@@ -90,14 +91,6 @@ class SmoothTopKLoss(SingleKLoss):
         super().__init__(k, num_classes, **others)
         self.tau: Any = tau
         self.alpha = check_positive("alpha", alpha)
-
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        if name != "tau":
-            return super()._checked_setting(name, value)
-        return check_inverse_temperature(value) if isinstance(value, Tensor) else check_positive(name, value)
-
-    def _beta(self) -> Any:
-        return fixed_beta(self.tau)
 
     def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         check_k(self.k, scores.shape[1] - 1)

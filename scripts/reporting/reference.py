@@ -18,8 +18,8 @@ import pandas as pd
 import topk_losses
 from scripts.reporting import tables
 from scripts.reporting.runs import METRICS, as_numbers, differences, interval, read_runs, read_text, short
-from topk_losses import METHODS
-from topk_losses.methods import SINGLE_K, TOP1, any_operator
+from topk_losses import METHODS, make_operator
+from topk_losses.methods import SINGLE_K, TOP1
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGES, TUTORIAL = ROOT / "results", ROOT / "docs" / "methods", ROOT / "docs" / "tutorial.md"
@@ -45,7 +45,7 @@ def default_of(method: str, parameter: str) -> str:
         return "required"
     if spec.loss:
         built = spec.loss(k=5) if method in SINGLE_K else spec.loss()
-    value = getattr(built if spec.loss else any_operator(method, 5), parameter)
+    value = getattr(built if spec.loss else make_operator(method, None, 5), parameter)
     return "none" if value is None else short(str(value))
 
 

@@ -141,7 +141,7 @@ def test_a_p_k_per_sample_is_refused_with_a_sentence():
     for p_k, error, message in (
         ([[0.5, 0.5]] * 4, TypeError, "must be a tensor, got list; convert with torch.as_tensor"),
         (torch.full((3, 3), 1 / 3), ValueError, r"shape \(4, 'K'\)"),
-        (torch.full((4, 11), 1 / 11), ValueError, "the length of p_k"),
+        (torch.full((4, 11), 1 / 11), ValueError, "p_k reaches rank 11, but only 10 scores are sorted"),
         (torch.tensor([[0.5, 0.5], [1, 0], [1, 1], [0, 1]]), ValueError, r"sum to 1.*in row 2"),
         (torch.tensor([[0.5, 0.5]] * 3 + [[0, 1.0]]), ValueError, "sparse_topk gives exactly 0"),
     ):

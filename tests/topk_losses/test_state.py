@@ -173,8 +173,6 @@ def test_an_own_operator_stays_with_its_settings():
     assert_is_by_definition([0.2, 0.2, 0.6], 0.5)
     loss.inverse_temperature = 2.0
     assert_is_by_definition([0.2, 0.2, 0.6], 2.0)
-    loss.operator = Distances(2, sign=-1.0)  # comes with its own
-    assert_is_by_definition([0.2, 0.2, 0.6], 3.0)
     assert (operator.k, operator.inverse_temperature) == (2, 0.5)
     for settings in ({"method": "softsort"}, {"distribution": "cauchy"}):
         with pytest.raises(ValueError, match="takes the place of method"):
