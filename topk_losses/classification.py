@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
 from topk_losses import checks
 from topk_losses.checks import full_precision, has_known_values, is_ordinary, static
@@ -43,6 +42,28 @@ class CallSettings(NamedTuple):
     def select(self, rows: Any) -> "CallSettings":
         """Select rows."""
         return self if self.p_k is None else CallSettings(self.beta, self.p_k[rows])
+
+
+class Recomputed(torch.autograd.Function):
+    """A function whose backward pass computes again what it needs, in place of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        ctx.function = function
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        create_graph = torch.is_grad_enabled()  # for second derivatives
+        needed = ctx.needs_input_grad[1:]
+        with torch.enable_grad(), full_precision(grad.device):
+            inputs = [other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others)]
+            inputs = [value.view_as(value) if is_needed else value for value, is_needed in zip(inputs, needed)]
+            leaves = [value for value, is_needed in zip(inputs, needed) if is_needed]
+            grads = iter(torch.autograd.grad(ctx.function(*inputs), leaves, grad, create_graph=create_graph))
+        return None, *(next(grads) if is_needed else None for is_needed in needed)
 
 
 class ClassificationLoss(nn.Module):
@@ -234,20 +255,22 @@ class ClassificationLoss(nn.Module):
         size = max(AT_ONCE // min(self.m or n, n), 1)  # pairs at a time
         in_parts = not torch.compiler.is_compiling() and is_ordinary(scores) and is_ordinary(mass)
         if not in_parts or len(row) <= size or self.stochastic:
-            return self._sum_of_pairs(scores, row, column, share, call)
+            return self._sum_of_pairs(scores, row, column, share, *call)
         total = torch.zeros_like(scores[:, 0])
         for start in range(0, len(row), size):
             part, ends = slice(start, start + size), (start, min(start + size, len(row)) - 1)
             first, last = (int(row[pair]) if known else pair // n for pair in ends)
             own = slice(first, last + 1)
-            arguments = (scores[own], row[part] - first, column[part], share[part], call.select(own))
-            found = checkpoint(self._sum_of_pairs, *arguments, use_reentrant=False, preserve_rng_state=False)
+            pairs_of_part = (row[part] - first, column[part], share[part])
+            found = Recomputed.apply(self._sum_of_pairs, scores[own], *pairs_of_part, *call.select(own))
             total = total + pad(found, (first, len(total) - last - 1))
         return total
 
-    def _sum_of_pairs(self, scores: Tensor, row: Tensor, column: Tensor, share: Tensor, call: CallSettings) -> Tensor:
+    def _sum_of_pairs(
+        self, scores: Tensor, row: Tensor, column: Tensor, share: Tensor, beta: Any, p_k: Tensor | None
+    ) -> Tensor:
         """For each row of scores (rows, n) the sum of share times loss over its pairs (pairs,): (rows,)."""
-        losses = self._losses_of_pairs(scores, row, column, call)
+        losses = self._losses_of_pairs(scores, row, column, CallSettings(beta, p_k))
         losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
         return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
 

@@ -57,7 +57,9 @@ def top_m(scores: Tensor, target: Tensor, m: int, row: Tensor | None = None) -> 
     if few is not None:
         index = torch.where(few, index.sort(1).values, index)
     kept = scores.gather(1, index) if row is None else scores[row.unsqueeze(1), index]
-    return kept, target.gather(1, index) if is_mass(target) else (index == true).int().argmax(1)
+    if is_mass(target):
+        return kept, target.gather(1, index)
+    return kept, torch.zeros_like(target) if few is None else (index == true).int().argmax(1)
 
 
 class TopKCrossEntropyLoss(ClassificationLoss):

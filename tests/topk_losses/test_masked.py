@@ -168,7 +168,7 @@ def test_half_precision_and_autocast_compute_in_float32(method, kind, precision)
 # Memory.
 
 MEASURE = """
-import resource, sys, torch
+import resource, sys, torch, torch.fx.experimental.symbolic_shapes  # loaded by the first torch.autograd.grad
 from topk_losses import make_loss
 method, smoothing, batch, n, m = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:])
 torch.manual_seed(0)
