@@ -28,14 +28,6 @@ KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
 
 
-def other_classes(embeddings: Tensor, labels: Tensor, means: Tensor, num_classes: int) -> Tensor:
-    """Return labels (N,) of a tenth, or of ten times, as many classes; means (classes, dim)."""
-    if num_classes < len(means):
-        return labels // 10
-    directions = torch.randn(embeddings.shape[1], 10, generator=torch.Generator().manual_seed(0))
-    return 10 * labels + ((embeddings.float() - means[labels]) @ directions).argmax(1)
-
-
 def counted_matrix(clean: Tensor, noisy: Tensor, classes: int, prior_rows: float) -> Tensor:
     """Return T (classes, classes): the shares of the noisy labels (N,) of each clean class, float64.
 
@@ -113,10 +105,12 @@ def main(argv: list[str] | None = None) -> int:
     elif args.num_classes not in (classes // 10, 10 * classes):
         parser.error(f"--num_classes must be a tenth of {classes}, or ten times as many")
     else:
-        means = [content["train_embeddings"][labels["train"] == c].float().mean(0) for c in range(classes)]
+        train = content["train_embeddings"].float()
+        means = torch.stack([train[labels["train"] == c].mean(0) for c in range(classes)])  # (classes, dim)
+        directions = torch.randn(train.shape[1], 10, generator=torch.Generator().manual_seed(0))  # (dim, 10)
         for name, ids in labels.items():
-            rows = content[f"{name}_embeddings"]
-            content[f"{name}_labels"] = other_classes(rows, ids, torch.stack(means), args.num_classes)
+            part = ((content[f"{name}_embeddings"].float() - means[ids]) @ directions).argmax(1)  # (N,)
+            content[f"{name}_labels"] = ids // 10 if args.num_classes < classes else 10 * ids + part
         content["info"] = content.get("info", {}) | {"num_classes": args.num_classes}
     replace_file(args.output, content)
     return 0

@@ -97,7 +97,7 @@ class Study:
     """
 
     def __init__(self, trials: pd.DataFrame, runs: pd.DataFrame, labels: str) -> None:
-        self.trials, self.labels = trials[trials["labels"] == labels], labels
+        self.trials = trials[trials["labels"] == labels]
         self.losses = [name for name in LOSSES if name in set(self.trials["loss"])]
         own = core.as_numbers(runs[runs["labels"] == labels], METRICS, 100)
         flags = core.flags_of(own)
