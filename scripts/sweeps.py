@@ -237,13 +237,9 @@ def quickstart() -> list[str]:
     return [f"{command} --method {loss}" for loss in losses]
 
 
-STUDIES = {
-    study.__name__: study
-    for study in (
-        *(table1, table4, table2_3_imagenet1k, table2_3_imagenet21k, table5, strong, scratch, knn, noise_scratch),
-        *(implementation, quickstart, temperature, temperature_classes, temperature_training, beam_search),
-    )
-}
+LISTS = (table1, table4, table2_3_imagenet1k, table2_3_imagenet21k, table5, strong, scratch, knn, noise_scratch)
+LISTS += (implementation, quickstart, temperature, temperature_classes, temperature_training, beam_search)
+STUDIES = {study.__name__: study for study in LISTS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -262,8 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TypeError as error:  # too little data, or --short where there is none
         parser.error(str(error))
     at_once = [] if "-d wsl-32x48d" in runs[0] else ["--run-per-core"]  # embeddings of ImageNet fill the memory
-    name = args.study + "_short" * len(options)
-    return launch(runs, ["--name", name, *at_once, *(word for word in words[len(head) :] if word != "--short")])
+    flags = [word for word in words[len(head) :] if word != "--short"]
+    return launch(runs, ["--name", args.study + "_short" * len(options), *at_once, *flags])
 
 
 if __name__ == "__main__":
