@@ -22,7 +22,7 @@ import pandas as pd
 
 from scripts.launch import launch
 from scripts.reporting.runs import best_trial, read_runs
-from scripts.sweeps import CHOSEN, PAPER_P_KS, as_flags, most_scores, one_pass, p_ks_of, passes_of
+from scripts.sweeps import CHOSEN, PAPER_P_KS, as_flags, finals_of, most_scores, one_pass, p_ks_of
 from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
@@ -30,7 +30,6 @@ Settings = dict[str, object]
 EPOCHS = {"trials": 5, "longer": 22, "more": 22, "table3": 6, "table3_more": 12}
 STAGES = (*EPOCHS, "finals")
 RATES = (0.0005, 0.001, 0.002, 0.004)
-SEEDS = "1 2 3 4 5 6 7 8 9 10"  # of the finals; that of a trial is 0
 MORE_MARGINS = ((0.25, 1), (0.5, 1), (0.5, 2), (1, 1), (1, 2))  # with their inverse temperatures
 SOFTER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # inverse temperatures, in units of the default
 # -log(share softmax + (1 - share) 5 / 100): at this inverse temperature lapsum gives each class the indicator k / n.
@@ -123,16 +122,16 @@ def commands(stage: str, args: argparse.Namespace) -> list[str]:
         if not source.is_file():
             raise ValueError(f"{stage} needs the trials in {source}, which is not there")
         known = read_trials(source, args.per_p_k)
-    seeds, results = (SEEDS, args.results) if stage == "finals" else ("0", args.trials)
-    flags = as_flags({"batch_size": 500, "num_valid": args.num_valid or "", "eval_freq": 100000, "seeds": seeds})
-    flags += f" --results {shlex.quote(str(results))} -d {shlex.quote(args.data_path)}"
+    results = shlex.quote(str(args.results if stage == "finals" else args.trials))
+    flags = as_flags({"batch_size": 500, "num_valid": args.num_valid or "", "eval_freq": 100000, "results": results})
+    flags += f" -d {shlex.quote(args.data_path)}"
     for method in methods:
         if stage == "finals":
             arms = known.loc[known["method"] == method, "arm"].unique()
-            lines += passes_of([best(known, arm) for arm in (arms if len(arms) else [method])], flags)
+            lines += finals_of([best(known, arm) for arm in (arms if len(arms) else [method])], flags)
         elif stage != "more" or method not in SINGLE_K:  # a loss of a single k has no relaxed matrix to be softer
             heads = [as_flags({"method": method, **settings}) for settings in trials_of(stage, method, known)]
-            lines.append(one_pass(heads, f"--n_epochs {EPOCHS[stage]} {flags}"))
+            lines.append(one_pass(heads, f"--n_epochs {EPOCHS[stage]} --seeds 0 {flags}"))
     return lines
 
 

@@ -24,7 +24,7 @@ from scripts import relabel
 from scripts.launch import launch
 from scripts.reporting.noise import CHOICES, EVEN, LOSSES, Loss, read_noise
 from scripts.reporting.runs import best_trial
-from scripts.sweeps import as_flags, one_pass, passes_of
+from scripts.sweeps import as_flags, finals_of, one_pass
 
 LABELS = {
     "human": "",
@@ -36,7 +36,7 @@ LABELS = {
     "symmetric_.2_again": "--label_noise .2 --among 100 --draw 1",
     "blocks_.2_again": "--label_noise .2 --among 5 --draw 1",
 }
-TRIALS, EPOCHS, SEEDS = 30, (4, 12), "1 2 3 4 5 6 7 8 9 10"  # half of the trials have 4 epochs, half 12
+TRIALS, EPOCHS = 30, (4, 12)  # half of the trials have 4 epochs, half 12
 LEARNING_RATES, WEIGHT_DECAYS = (0.0002, 0.003), (0.1, 10.0)
 
 
@@ -62,10 +62,9 @@ def trials_of(loss: Loss, stem: str) -> dict[int, list[str]]:
 
 
 def final_commands(trials: pd.DataFrame, losses: Sequence[str], flags: str) -> list[str]:
-    """Return a command per number of epochs: a pass over the data, seed by seed, for what was chosen of each loss."""
+    """Return a command per number of epochs: ten seeds of what both kinds of validation labels choose of each loss."""
     choices = product(losses, CHOICES.values())
-    chosen = [best_trial(trials[trials["loss"] == name], split) for name, split in choices]
-    return passes_of(chosen, f"--seeds {SEEDS} {flags}")
+    return finals_of([best_trial(trials[trials["loss"] == name], split) for name, split in choices], flags)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,12 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 args.folder.mkdir(parents=True, exist_ok=True)
                 relabel.main(words)
-        stem, trials = shlex.quote(str(path.with_suffix(""))), args.results / "noise_trials.csv"
-        flags = f"--batch_size 500 --eval_freq 0 --results {{}} -d {stem}.pt"
+        stem, record = shlex.quote(str(path.with_suffix(""))), {}
+        for name in ("noise_trials", "noise"):
+            results = shlex.quote(str(args.results / f"{name}.csv"))
+            record[name] = f"--batch_size 500 --eval_freq 0 --results {results} -d {stem}.pt"
         # With right labels the matrices are the identity, which is cross-entropy.
         losses = [name for name in args.losses if labels != "right" or not LOSSES[name].matrix]
         passes = [
-            one_pass(heads, f"--n_epochs {n_epochs} --seed 0 {flags.format(shlex.quote(str(trials)))}")
+            one_pass(heads, f"--n_epochs {n_epochs} --seed 0 {record['noise_trials']}")
             for name in losses
             for n_epochs, heads in trials_of(LOSSES[name], stem).items()
         ]
@@ -110,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if only_shows:
             print(f"# ten seeds of what is chosen for {labels}: known when these have run")
             continue
-        tried = read_noise(trials)
+        tried = read_noise(args.results / "noise_trials.csv")
         tried = tried[tried["labels"] == load_embeddings(path).info["labels"]]
-        finals = final_commands(tried, losses, flags.format(shlex.quote(str(args.results / "noise.csv"))))
+        finals = final_commands(tried, losses, record["noise"])
         if status := launch(finals, ["--name", f"noise_{labels}", "--run-per-core", *rest]):
             return status
     return 0

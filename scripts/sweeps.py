@@ -53,12 +53,15 @@ def one_pass(heads: Iterable[str], flags: str) -> str:
     return " ".join([HEADS, first, *(f'--also "{head}"' for head in others), flags])
 
 
-def passes_of(trials: Iterable[pd.Series], flags: str) -> list[str]:
-    """Return a command for each number of epochs, which trains the classifiers of these trials in one pass."""
+def finals_of(trials: Iterable[pd.Series], flags: str) -> list[str]:
+    """Return a command for each number of epochs: ten other seeds of the classifiers of these trials."""
     heads: dict[int, list[str]] = {}
     for trial in trials:
         heads.setdefault(int(trial["n_epochs"]), []).append(as_flags(trial.reindex(CHOSEN, fill_value="")))
-    return [one_pass(dict.fromkeys(chosen), f"--n_epochs {n} {flags}") for n, chosen in sorted(heads.items())]
+    return [
+        one_pass(dict.fromkeys(chosen), f"--n_epochs {n_epochs} --seeds 1 2 3 4 5 6 7 8 9 10 {flags}")
+        for n_epochs, chosen in sorted(heads.items())
+    ]
 
 
 def p_ks_of(method: str) -> Sequence[str]:
