@@ -139,15 +139,14 @@ def check_inverse_temperature(value: Any, name: str = "inverse_temperature") -> 
 
 def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: bool) -> Tensor:
     """Return a tensor (n,) of finite numbers above 0, or 0, one per class; raise ValueError for anything else."""
-    numbers = _made(torch.as_tensor, value, f"{name} must hold a number per class").detach()
+    least = ">= 0" if or_zero else "above 0"
+    rule = f"{name} must hold a finite number {least} for each of the {num_classes or 'n'} classes"
+    numbers = _made(torch.as_tensor, value, rule).detach()
     fits = numbers.dim() == 1 and len(numbers) == (num_classes or len(numbers))
     if fits and has_known_values(numbers):
         fits = bool(((numbers >= 0 if or_zero else numbers > 0) & numbers.isfinite()).all())
     if not fits:
-        raise ValueError(
-            f"{name} must hold a finite number {'>= 0' if or_zero else 'above 0'} for each of the {num_classes or 'n'} "
-            f"classes, got shape {tuple(numbers.shape)}" + (f" with {numbers.tolist()}" if numbers.numel() < 20 else "")
-        )
+        raise ValueError(f"{rule}, got {numbers.tolist() if numbers.numel() < 20 else tuple(numbers.shape)}")
     return numbers
 
 
@@ -174,12 +173,9 @@ def check_several(name: str, value: SupportsIndex | None) -> int | None:
 
 
 def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = None) -> Tensor:
-    """Return P_K as a float64 tensor (K,) or (num_classes, K), each row scaled to sum to 1, without trailing zeros.
+    """Return P_K, of any form of PK, as a float64 tensor (K,) or (num_classes, K), without trailing zeros.
 
-    p_k: a sequence, array or tensor (K,), p_k[j] = P(K = j + 1); an integer k, for [0, .., 0, 1]; a mapping
-    {k: P(K = k)}; or one row per class, (num_classes, K). Raises ValueError if an entry is negative or not finite, a
-    row's sum is further than 1e-4 from 1 (the tolerance of difftopk), the shape is another one, or a rank with mass is
-    beyond num_scores.
+    Its rows are scaled to sum to 1. Raises ValueError for what is no P_K, or has mass on a rank beyond num_scores.
     """
     if isinstance(p_k, SupportsIndex) and not isinstance(p_k, Sized):
         p_k = {check_integer("p_k as a single k", p_k, 1): 1.0}
@@ -197,7 +193,7 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
         )
     flat = rows.reshape(-1, rows.shape[-1])  # (1 or num_classes, K)
     sums = flat.sum(1)
-    wrong = ~((flat >= 0).all(1) & ((sums - 1).abs() < 1e-4))  # true for NaN
+    wrong = ~((flat >= 0).all(1) & ((sums - 1).abs() < 1e-4))  # the tolerance of difftopk; true for NaN
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0])
         where = "" if rows.dim() == 1 else f" in row {first}"
@@ -212,10 +208,7 @@ def check_p_k(p_k: PK, num_classes: int | None = None, num_scores: int | None = 
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise TypeError unless `logits` is a floating-point tensor, ValueError if it has no dimension for classes.
-
-    Raises NotImplementedError under forward-mode differentiation.
-    """
+    """Raise TypeError or ValueError unless `logits` is a floating-point tensor with a dimension for classes."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         is_tensor = isinstance(logits, Tensor)
         kind, how = (logits.dtype, "logits.float()") if is_tensor else (type(logits).__name__, AS_TENSOR)
@@ -226,17 +219,17 @@ def check_logits(logits: Tensor) -> None:
 
 
 def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_index: int | None = None) -> None:
-    """Raise unless `labels` are int64 classes of the given shape, in [0, num_classes) or equal to ignore_index.
+    """Raise unless `labels` are int64 classes of a shape, in [0, num_classes) or equal to ignore_index.
 
-    Values are looked at where that costs no wait (has_known_values). Elsewhere, on CUDA say, the gather of the true
-    class's score checks its index itself, with PyTorch's own error.
+    Values are looked at where that costs no wait. Elsewhere, on CUDA say, the gather of the true class's score raises
+    PyTorch's own error.
     """
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}; convert with {AS_TENSOR}")
     got, hint = tuple(labels.shape), ""
-    extra = [d for d in range(len(got) - 1, -1, -1) if got[d] == 1 and got[:d] + got[d + 1 :] == tuple(shape)]
+    extra = [d for d in range(len(got)) if got[d] == 1 and got[:d] + got[d + 1 :] == tuple(shape)]
     if extra:
-        hint = f"; take the extra dimension out with labels.squeeze({extra[0] if extra[0] < len(got) - 1 else -1})"
+        hint = f"; take the extra dimension out with labels.squeeze({extra[-1]})"
     elif labels.dim() > len(shape) and num_classes in got:
         hint = "; a column per class is a distribution (labels.float()) or, with soft_labels='any', a set of answers"
     if labels.dtype != torch.int64:
@@ -257,11 +250,7 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
 
 
 def check_label_masses(labels: Tensor, logits: Tensor, axis: int, several: bool) -> None:
-    """Raise ValueError unless `labels` (like logits) are distributions over the classes or, if `several`, sets of them.
-
-    axis: that of the classes. several: entries in [0, 1], at least one of them above 0 per sample. Values are looked at
-    as in check_labels.
-    """
+    """Raise ValueError unless `labels` (like logits) are distributions over the classes or, if `several`, sets."""
     if labels.shape != logits.shape:
         raise ValueError(
             f"labels that name several classes must have the shape of the logits {tuple(logits.shape)}, "

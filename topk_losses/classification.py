@@ -14,7 +14,6 @@ from topk_losses.operator import (
     as_tensor,
     centered,
     class_mass,
-    is_above,
     is_mass,
     log_softmax,
     log_sum_of_others,
@@ -309,13 +308,12 @@ class LDRKLLoss(ClassificationLoss):
         self.margin = checks.check_not_negative("margin", margin)
 
     def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
-        beta, n = as_tensor(call.beta, scores), scores.new_full((), scores.shape[1])
-        if not is_above(scores, -torch.inf):
-            n = (scores != -torch.inf).sum(1).clamp(min=1).to(scores.dtype)  # (rows,)
+        beta = as_tensor(call.beta, scores)
+        n = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1).to(scores.dtype)  # (rows, 1)
         z = centered(scores) * beta  # (rows, n)
         if target is None:
             total = torch.logaddexp(log_sum_of_others(z) + beta * self.margin, z)  # (rows, n)
-            return (total - z - n.log().view(-1, 1)) / beta
+            return (total - z - n.log()) / beta
         if self.margin:  # the true class lowered, as if the others were raised
             z = z.scatter_add(1, target.unsqueeze(1), (-self.margin * beta).expand(len(target), 1))
-        return (-log_softmax(z, target) - n.log()) / beta
+        return (-log_softmax(z, target) - n.log().squeeze(1)) / beta

@@ -57,9 +57,7 @@ def topk_mask(
     check_logits(x)
     rows = x.movedim(dim, -1)  # (..., n)
     n = rows.shape[-1]
-    if isinstance(k, Tensor) and not k.is_floating_point() and k.dim() == 0:
-        k = int(k)
-    if not isinstance(k, (float, Tensor)):
+    if not isinstance(k, float) and not (isinstance(k, Tensor) and (k.dim() or k.is_floating_point())):
         return make_operator(method, n, k, inverse_temperature, **settings).mask(rows).movedim(-1, dim)
     operator = make_operator(method, n, 1, inverse_temperature, **settings)
     if not isinstance(operator, ThresholdOperator):
@@ -89,5 +87,4 @@ def soft_topk_values(
     check_logits(x)
     rows = x.movedim(dim, -1)
     P = make_operator(method, rows.shape[-1], k, inverse_temperature, **settings)(rows)  # (..., k, n)
-    out = (rows == -torch.inf).unsqueeze(-2)
-    return torch.where(out, 0, P * rows.masked_fill(rows == -torch.inf, 0).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+    return (P * rows.masked_fill(rows == -torch.inf, 0).unsqueeze(-2)).sum(-1).movedim(-1, dim)

@@ -1,7 +1,6 @@
 """The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name."""
 
 import math
-import warnings
 from typing import Any, SupportsIndex
 
 import torch
@@ -140,12 +139,6 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         beta = operator.inverse_temperature if inverse_temperature is None else inverse_temperature
         self.inverse_temperature: Any = beta
         self.p_k = p_k  # type: ignore[assignment]
-        if self._num_scores(self.num_classes) == 2 and getattr(operator, "whitens", False):
-            message = (
-                f"{method or operator} whitens the scores, and two scores are the same two numbers then: "
-                "they get next to no gradient. Sort three or more, or take another method"
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     @property
     def k(self) -> int:
@@ -235,7 +228,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         losses = self._mixed(kept, place, shares, call)
         if not self.noise_rate:
             return losses
-        live = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
+        live = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1)  # (rows, 1), the number of classes
         return self._corrected(losses, live if row is None else live[row], shares, call)
 
     def _ranks(self, call: CallSettings) -> list[int]:
@@ -283,7 +276,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return log_mixture(within, shares, all_positive=call.p_k is None and self.p_k.dim() == 1)
 
     def _corrected(self, losses: Tensor, live: Tensor, shares: Tensor, call: CallSettings) -> Tensor:
-        """Forward correction for noise_rate of losses (rows,), or (rows, n); live (rows, 1): the number of classes."""
+        """Forward correction for noise_rate of losses (rows,), or (rows, n) of every class."""
         within = ranks_like(self._ranks(call), losses).minimum(live)  # (rows, J), classes within k
         if losses.dim() == 2:
             within = within.unsqueeze(2)

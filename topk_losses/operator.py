@@ -213,12 +213,11 @@ class TopKOperator:
             TypeError, ValueError: shapes, types or labels that do not fit.
         """
         scores = self._checked(logits)
-        several = isinstance(labels, Tensor) and labels.is_floating_point()
-        if several:
-            checks.check_label_masses(labels, logits, -1, several)
+        if is_mass(labels):
+            checks.check_label_masses(labels, logits, -1, several=True)
         else:
             checks.check_labels(labels, logits.shape[:-1], logits.shape[-1])
-        target, beta = labels.reshape(scores.shape if several else -1), self._beta(inverse_temperature)
+        target, beta = labels.reshape(scores.shape if is_mass(labels) else -1), self._beta(inverse_temperature)
         with full_precision(logits.device):
             return self._column(scores, target, self.k, beta, generator).reshape(*logits.shape[:-1], self.k)
 

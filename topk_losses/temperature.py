@@ -51,17 +51,12 @@ class AutoTemperature(nn.Module):
         for name in ("spread", "weight"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float32, device="cpu"))
 
-    def extra_repr(self) -> str:
-        return f"target={self.target:g}, default={self.default:g}"
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AutoTemperature":
         """Move to another device, and stay float32: half precision would stop the running mean."""
-        before = {name: buffer for name, buffer in self.named_buffers()}
+        before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            device = getattr(self, name).device
-            made_anew = buffer.is_meta and device.type != "meta"
-            setattr(self, name, torch.zeros_like(buffer, device=device) if made_anew else buffer.to(device))
+            setattr(self, name, buffer.to(getattr(self, name).device))
         return self
 
     @torch.no_grad()
@@ -91,8 +86,7 @@ class AutoTemperature(nn.Module):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
         batch_mean, rows = totals[0] / totals[1].clamp(min=1), totals[1]
-        first = (self.weight == 0).float()
-        share = (first + (1 - first) * MOMENTUM) * (rows > 0)
+        share = torch.where(self.weight == 0, 1.0, MOMENTUM) * (rows > 0)
         self.spread.copy_(self.spread.lerp(batch_mean, share))
         self.weight.copy_(self.weight.lerp(torch.ones_like(self.weight), share))
 

@@ -112,7 +112,7 @@ CALLS = [
     (build, LOGITS, LABELS + 10, ValueError, r"\[0, 9\].*got 10 at position 0"),
     (build, LOGITS, torch.rand(4, 9), ValueError, "shape of the logits"),
     (build, LOGITS, LABELS.float(), ValueError, r"for class indices convert with labels.long\(\)"),
-    (build, LOGITS, LABELS.unsqueeze(1), ValueError, r"labels.squeeze\(-1\)"),
+    (build, LOGITS, LABELS.unsqueeze(1), ValueError, r"labels.squeeze\(1\)"),
     (build, DENSE, torch.zeros(4, 1, 3, 5).long(), ValueError, r"\(4, 3, 5\), .* got .*labels.squeeze\(1\)"),
     (build, LOGITS, torch.eye(10)[:4].bool(), TypeError, r"a column per class is .* soft_labels='any'"),
     (build, LOGITS, one_hot(LABELS, 10), ValueError, r"distribution \(labels.float\(\)\)"),
