@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-AS_TENSOR = "torch.as_tensor"
 AUTO = "auto"  # the inverse temperature that follows the logits
 PK = int | Mapping[int, float] | Sequence[float] | Tensor  # the forms of P_K, see check_p_k
 
@@ -150,21 +149,21 @@ def check_per_class(name: str, value: Any, num_classes: int | None, or_zero: boo
     return numbers
 
 
-def check_integer(name: str, value: SupportsIndex, least: int, most: int | None = None, of: str = "") -> int:
-    """Return `value` as an int (NumPy's are taken); raise ValueError unless it lies in [least, most]."""
+def check_integer(name: str, value: SupportsIndex, least: int, n: int | None = None) -> int:
+    """Return `value` as an int (NumPy's are taken); raise ValueError unless it lies in [least, n] (None: unknown)."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
-    if number < least or (most is not None and number > most):
-        allowed = f"of at least {least}" if most is None else f"between {least} and {of}{most}"
+    if number < least or (n is not None and number > n):
+        allowed = f"of at least {least}" if n is None else f"between {least} and the number of scores {n=}"
         raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
     return number
 
 
 def check_k(k: SupportsIndex, n: int | None = None) -> int:
     """Return `k` as an int; raise ValueError unless 1 <= k <= n (n None: unknown)."""
-    return check_integer("k", k, 1, n, "the number of scores n=")
+    return check_integer("k", k, 1, n)
 
 
 def check_several(name: str, value: SupportsIndex | None) -> int | None:
@@ -211,7 +210,7 @@ def check_logits(logits: Tensor) -> None:
     """Raise TypeError or ValueError unless `logits` is a floating-point tensor with a dimension for classes."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         is_tensor = isinstance(logits, Tensor)
-        kind, how = (logits.dtype, "logits.float()") if is_tensor else (type(logits).__name__, AS_TENSOR)
+        kind, how = (logits.dtype, "logits.float()") if is_tensor else (type(logits).__name__, "torch.as_tensor")
         raise TypeError(f"logits must be a floating-point tensor, got {kind}; convert with {how}")
     if logits.dim() == 0:
         raise ValueError("logits must have a dimension for the classes, got a tensor of shape ()")
@@ -225,7 +224,7 @@ def check_labels(labels: Tensor, shape: Sequence[int], num_classes: int, ignore_
     PyTorch's own error.
     """
     if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}; convert with {AS_TENSOR}")
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}; convert with torch.as_tensor")
     got, hint = tuple(labels.shape), ""
     extra = [d for d in range(len(got)) if got[d] == 1 and got[:d] + got[d + 1 :] == tuple(shape)]
     if extra:

@@ -25,21 +25,10 @@ from topk_losses.temperature import AutoTemperature
 
 
 def top_m(scores: Tensor, target: Tensor, m: int, row: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Keep the true class's score and the m - 1 largest others (Petersen et al. 2022, section 3.4).
+    """Keep the scores (rows, m) of the true class and then of the m - 1 largest others (Petersen et al. 2022, 3.4).
 
-    They come in this order, falling; among equal scores the choice is arbitrary. A row with at most m live classes
-    keeps them in their own order, as without m.
-
-    Args:
-        scores: (rows, n), n > m.
-        target: labels (rows,), or (pairs,) with `row`; or a set of right answers (rows, n), none of which is left out.
-        m: how many to keep.
-        row: (pairs,), the row of each label, where a row has several.
-
-    Returns:
-        The scores (rows or pairs, m), and the target among them: places (rows or pairs,), or the set (rows, m).
-
-    Raises ValueError for more than m right answers.
+    Also returned: the target among them. It is a label (rows,), or (pairs,) with the `row` of each; or a set of right
+    answers (rows, n), all of which are kept. A row with at most m live classes keeps them in their order, as without m.
     """
     few = (scores > -torch.inf).sum(1, keepdim=True) <= m if has_masked(scores) else None  # (rows, 1)
     if is_mass(target):
@@ -236,10 +225,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return self.ranks if call.p_k is None else list(range(1, call.p_k.shape[1] + 1))
 
     def _shares(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Tensor:
-        """P_K(k) of the ranks, in the scores' dtype: (1 or rows, J), or (1 or rows, J, 1 or n) for every class.
-
-        With one P_K per class: those of the labels (rows,), their mean for masses (rows, n).
-        """
+        """P_K(k) of the ranks: (1 or rows, J), for masses their mean; for every class (1 or rows, J, 1 or n)."""
         rows = (self.shares if call.p_k is None else call.p_k).to(scores)
         if rows.dim() == 1 or call.p_k is not None:
             rows = rows.view(-1, rows.shape[-1])

@@ -310,7 +310,7 @@ def test_what_can_be_set_acts_and_the_rest_says_why_not(method):
     loss.inverse_temperature, loss.p_k, loss.reduction = 7, {1: 0.1, 2: 0.2, 5: 0.7}, "none"
     want = TopKCrossEntropyLoss(method, [0.1, 0.2, 0, 0, 0.7], 12, None, 7.0, reduction="none")
     torch.testing.assert_close(loss(logits, labels), want(logits, labels))
-    for name in ("m", "method", "operator", "top1_mode", "num_classes", "distribution", "soft_labels"):
+    for name in ("m", "method", "operator", "top1_mode", "num_classes", "distribution", "noise_rate"):
         with pytest.raises(AttributeError, match=f"{name} is fixed: build a new loss with {name}=5"):
             setattr(loss, name, 5)
     for name, value in (("p_k", [0.5, 0.6]), ("inverse_temperature", -1), ("reduction", "avg"), ("p_k", 13)):
