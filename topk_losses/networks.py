@@ -17,6 +17,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from topk_losses.checks import check_integer, check_k, static
 from topk_losses.kernels import find_kernel
@@ -285,26 +286,24 @@ class RelaxedNetwork(TopKOperator):
         """
         if self.n is not None or not has_masked(scores):
             return super().within(scores, target, ks, beta)
-        n, live = scores.shape[1], scores != -torch.inf  # (rows, n)
-        number = live.sum(1)  # (rows,)
-        keeps_all = number < max(ks, default=1)
+        n, out = scores.shape[1], scores == -torch.inf  # (rows, n)
+        keeps_all = (~out).sum(1, keepdim=True) < max(ks, default=1)  # (rows, 1)
         if target is not None and not is_mass(target):
-            keeps_all |= ~live.gather(1, target.unsqueeze(1)).squeeze(1)
-        number = number.masked_fill(keeps_all, n)
+            keeps_all = keeps_all | out.gather(1, target.unsqueeze(1))
+        out = out & ~keeps_all
+        order = out.int().argsort(dim=1, stable=True)  # (rows, n), the live classes first
+        place, number = order.argsort(dim=1), n - out.sum(1)  # (rows, n), (rows,)
+        scores = scores.gather(1, order)
+        if target is not None:
+            target = target.gather(1, order) if is_mass(target) else place.gather(1, target.unsqueeze(1)).squeeze(1)
         result = scores.new_zeros(len(scores), len(ks), *([n] if target is None else []))
         for count in number.unique().tolist():
             rows = (number == count).nonzero().squeeze(1)
-            columns = live[rows] if count < n else torch.ones_like(live[rows])
-            columns = columns.nonzero()[:, 1].view(-1, count)  # (some, count)
-            own = target
-            if target is not None:
-                own = target[rows]
-                own = own.gather(1, columns) if is_mass(own) else (columns == own.unsqueeze(1)).int().argmax(1)
-            found = super().within(scores[rows].gather(1, columns), own, ks, beta)
-            if target is None:
-                found = found.new_zeros(len(rows), len(ks), n).scatter(2, columns.unsqueeze(1).expand_as(found), found)
-            result = result.index_copy(0, rows, found)
-        return result
+            own: Any = None if target is None else target[rows]
+            own = own[:, :count] if is_mass(own) else own
+            found = super().within(scores[rows, :count], own, ks, beta)
+            result = result.index_copy(0, rows, pad(found, (0, n - count)) if target is None else found)
+        return result.gather(2, place.unsqueeze(1).expand_as(result)) if target is None else result
 
     def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
         """Evaluate in both directions (Petersen et al. 2022, section 3.2): scores forward, rows of P backward.

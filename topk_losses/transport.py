@@ -160,8 +160,8 @@ class _TransportOperator(TopKOperator):
     def check_convergence(self) -> float:
         """Return the largest relative error of a mass since the last call; warn if it is above the tolerance.
 
-        On the CPU each use of the operator warns by itself. On CUDA it would have to wait for the device there, so that
-        a training loop calls this where it synchronises anyway, for instance once per epoch.
+        On the CPU each use of the operator warns by itself. On CUDA that would wait for the device: call this where you
+        synchronise anyway, for instance once per epoch.
         """
         error, self.largest_error = self.largest_error, None
         return 0.0 if error is None else self._warn_above(error, self.inverse_temperature)
@@ -190,10 +190,7 @@ class _TransportOperator(TopKOperator):
         largest, before = error.detach().nan_to_num(nan=0.0).amax(), self.largest_error
         if has_known_values(error):
             self._warn_above(largest, beta)
-        if before is None or before.is_inference() or before.device != largest.device or before.dtype != largest.dtype:
-            self.largest_error = largest
-        else:  # in place, for a graph that was captured
-            before.copy_(torch.maximum(before, largest))
+        self.largest_error = largest if before is None else torch.maximum(before.to(largest), largest)
 
     def _num_points(self, n: int, k: int) -> int:
         """The number of target points, one per rank, but the last for all the ranks that are left."""
