@@ -174,12 +174,8 @@ class Family(NamedTuple):
 
 
 def _power_family(power: int) -> Family:
-    return Family(
-        partial(_power_of_clipped, power=power),
-        partial(_power_root, power=power),
-        partial(_log_power_slopes, power=power),
-        lowest_alone=True,
-    )
+    value, root, log_slopes = (partial(f, power=power) for f in (_power_of_clipped, _power_root, _log_power_slopes))
+    return Family(value, root, log_slopes, lowest_alone=True)
 
 
 FAMILIES = {
@@ -277,12 +273,10 @@ class ThresholdOperator(MaskOperator):
                 own. At k = n all indicators are 1, and the gradient is the derivative from below.
             inverse_temperature, generator: as in TopKOperator.rank_probabilities.
         """
-        if k is None:
-            return super().mask(logits, None, inverse_temperature, generator)
         scores, beta = self._checked(logits), self._beta(inverse_temperature)  # (rows, n)
-        n = scores.shape[1]
+        k, n = self.k if k is None else k, scores.shape[1]
         wanted = torch.as_tensor(k, dtype=scores.dtype, device=scores.device).expand(logits.shape[:-1]).reshape(-1, 1)
-        most = n
+        most = n if isinstance(k, Tensor) else math.ceil(k)
         if has_known_values(wanted) and wanted.numel():
             if not bool(((wanted > 0) & (wanted <= n)).all()):
                 raise ValueError(f"k must lie in (0, n={n}], got {k if wanted.numel() == 1 else wanted.tolist()}")
