@@ -68,21 +68,18 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             method's default.
         distribution: sorting networks only, one of DISTRIBUTIONS (default: "logistic_phi").
         art_lambda: logistic_phi only, in [0, 1) (default: 0.5).
-        top1_mode: how the k = 1 term is computed. "sort": by the relaxed permutation matrix, as in L above. "sm"
-            (default): by softmax, inside the same logarithm. "smce": by a cross-entropy of its own, P_K(1) CE - (1 -
-            P_K(1)) log sum_{k>=2} P_K(k) sum_{r<=k} P[r, y].
+        top1_mode: how the k = 1 term is computed: "sort", by the relaxed permutation matrix, as in L above; "sm"
+            (default), by softmax, inside the same logarithm; "smce", by a cross-entropy of its own. sparse_topk and
+            perturbed_topk need "sm" or "smce", with P_K(1) > 0.
         weight, label_smoothing, soft_labels, ignore_index, reduction: as in ClassificationLoss.
         operator: a TopKOperator of your own, instead of method; its inverse temperature is the default.
         noise_rate: eta in [0, 1) (default: 0): forward correction (Patrini et al. 2017) for symmetric label noise, L =
             -log((1 - eta) u_y + eta E[k] / n), where -log u_y is the loss without it and E[k] the mean of P_K. Not with
             top1_mode "smce" nor soft_labels "any".
 
-    Where a method gives P as a number (`guarded`: sorts, networks, sinkhorn_sort, sparse_topk, perturbed_topk), the
-    logarithm is log(q (1 - 2e-7) + 1e-7), as in the official code, and q counts as 1 where a relaxation exceeds it. The
-    others stay in exact logarithms. sparse_topk and perturbed_topk need P_K(1) > 0 with top1_mode "sm" or "smce". A NaN
-    or +inf logit makes the loss of its sample NaN and touches no other. A class at -inf is masked out. Networks without
-    m then sort the other classes only, on a CPU; elsewhere (CUDA, torch.compile, torch.func) they sort as many as
-    before, which relaxes otherwise: leave masked columns out there, or give m.
+    A NaN or +inf logit makes the loss of its sample NaN and touches no other. A class at -inf is masked out. Networks
+    without m then sort the other classes only on a CPU; elsewhere (CUDA, torch.compile, torch.func) leave masked
+    columns out, or give m. docs/methods/index.md has the modes' formulas and the epsilon of the logarithm.
 
     Example:
         >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
