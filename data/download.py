@@ -127,9 +127,8 @@ def s3_request(address: str, requester_pays: bool) -> Request:
         except ClientError as error:
             answer, problem = error.response, error.response["Error"]
             reason = f"{problem['Code']}: {problem.get('Message', '')} (region {region}; {who}; {advice})"
-        return Answer(
-            answer["ResponseMetadata"]["HTTPStatusCode"], answer["ResponseMetadata"]["HTTPHeaders"], content, reason
-        )
+        about = answer["ResponseMetadata"]
+        return Answer(about["HTTPStatusCode"], about["HTTPHeaders"], content, reason)
 
     return request
 

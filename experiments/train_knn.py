@@ -78,8 +78,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(weight_decay=5e-4)
     message = "minus the mass on the right label, or minus its logarithm (default: mass)"
     parser.add_argument("--loss", choices=LOSSES, default="mass", help=message)
-    message = "neighbours, in training and in the vote (default: %(default)s)"
-    parser.add_argument("--k", type=flags.positive_int, default=9, help=message)
+    parser.add_argument("--k", type=flags.positive_int, default=9, help="neighbours in training and vote (default: 9)")
     parser.add_argument("--sorted", action="store_true", help="give soft_topk a target point for each of the k ranks")
     message = f"majority of the k nearest, or largest logit with {CROSS_ENTROPY} (default: neighbours)"
     parser.add_argument("--prediction", choices=("neighbours", "network"), default="neighbours", help=message)

@@ -46,11 +46,9 @@ def search(model: EncoderDecoder, encoded: Encoded, K: int, phonemes: Tensor | N
 
     phonemes: the right ones (batch, T), for T steps in which the hypothesis that agrees with them so far is kept: where
     it falls off the beam, it takes the place of the last (as in learning as search optimisation, Daume, Marcu 2005).
-    Raises ValueError for K above V.
+    The first step has V candidates, so that K may not exceed V.
     """
     V = model.num_phonemes
-    if not 1 <= K <= V:
-        raise ValueError(f"the beam must hold between 1 and {V} hypotheses, as many as there are phonemes, got {K}")
     states = encoded.state.unsqueeze(1)  # (batch, Q, hidden)
     last = torch.full(states.shape[:2], END, device=states.device)  # (batch, Q)
     ended = torch.zeros_like(last, dtype=torch.bool)  # (batch, Q)
@@ -77,7 +75,7 @@ def search(model: EncoderDecoder, encoded: Encoded, K: int, phonemes: Tensor | N
 
 @torch.no_grad()
 def beam_search(model: EncoderDecoder, encoded: Encoded, K: int, max_steps: int) -> Beam:
-    """The K hypotheses of each word, best first, when all have ended or after max_steps. Raises ValueError."""
+    """The K hypotheses of each word, best first, when all have ended or after max_steps."""
     beam = None
     for number, step in enumerate(search(model, encoded, K), start=1):
         before = beam.phonemes.gather(1, step.parents.unsqueeze(2).expand(-1, -1, number - 1)) if beam else None
@@ -89,18 +87,14 @@ def beam_search(model: EncoderDecoder, encoded: Encoded, K: int, max_steps: int)
 
 
 def soft_beam(
-    model: EncoderDecoder,
-    encoded: Encoded,
-    K: int,
-    num_steps: int,
-    operator: Callable[[int], Relaxed],
+    model: EncoderDecoder, encoded: Encoded, K: int, num_steps: int, operator: Callable[[int], Relaxed]
 ) -> tuple[list[Tensor], Tensor]:
     """The relaxed choices A of each step, (batch, K, Q, V), and the last scores (batch, K).
 
     operator(n): the relaxed top-k operator of n scores, (batch, n) -> (batch, K, n). Row i of A is the distribution of
     hypothesis i over the candidates. The next inputs, states and scores are A times embeddings, states and candidates
     (Xie et al. 2020; Goyal et al. 2018). A hypothesis has ended with the weight that it gives to END, and so much of it
-    goes on with END at no cost. The first step has V candidates, so that K may not exceed V.
+    goes on with END at no cost.
     """
     V = model.num_phonemes
     states = encoded.state.unsqueeze(1)  # (batch, Q, hidden)

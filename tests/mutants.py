@@ -78,12 +78,12 @@ FAULTS = r"""
 + LARGEST_NORM = 1e9
 
 # no_likelihood: --nll_weight is recorded and not applied
-- loss = loss + nll_weight * nll_loss(
-+ loss = loss + (nll_weight == 1) * nll_loss(
+- nll_weight = args.nll_weight if arm_loss else 1.0
++ nll_weight = 0.0 if arm_loss else 1.0
 
 # same_batches_again: the updates of an arm take the batches of its pretraining
-- fit(run, model, arm_loss, nll_weight, words, args.pretrain_updates, args.n_updates, args.lr)
-+ fit(run, model, arm_loss, nll_weight, words, 0, args.n_updates, args.lr)
+- fit(run, model, arm_loss, words, args.pretrain_updates, args.n_updates, args.lr)
++ fit(run, model, arm_loss, words, 0, args.n_updates, args.lr)
 
 @ scripts/sweeps.py: tests/scripts/test_published_rows.py
 # temperatures_exchanged: on ImageNet-1K sorts have the temperature of networks, and networks that of sorts

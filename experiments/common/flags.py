@@ -75,8 +75,7 @@ def add_operator_flags(parser: ArgumentParser) -> None:
     message = "inverse temperature, where larger is closer to a hard sort: a number; auto, which follows the standard "
     message += "deviation of the logits; or a schedule such as 0.25:4. For smooth_topk and smooth_hard_topk: tau"
     group.add_argument("--inverse_temperature", type=temperature, metavar="BETA", help=message)
-    message = "sigmoid of the sorting networks (default: logistic_phi)"
-    group.add_argument("--distribution", choices=DISTRIBUTIONS, help=message)
+    group.add_argument("--distribution", choices=DISTRIBUTIONS, help="sigmoid of networks (default: logistic_phi)")
     group.add_argument("--art_lambda", type=non_negative_float, help="exponent of logistic_phi (default: 0.5)")
 
 

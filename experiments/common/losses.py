@@ -69,13 +69,9 @@ def build_operator(settings: Mapping[str, Any], num_scores: int, k: int, sorted:
 
 
 def build_loss(
-    settings: Mapping[str, Any],
-    num_classes: int | None,
-    device: torch.device,
-    implementation: str = "ours",
-    **more: Any,
+    settings: Mapping[str, Any], num_classes: int | None, device: torch.device, implementation: str = "ours"
 ) -> nn.Module:
-    """Build the loss that loss_settings describes. num_classes: None where it varies; more: reduction, or T.
+    """Build the loss that loss_settings, or more arguments of make_loss, describe. num_classes: None where it varies.
 
     Raises:
         SystemExit: the settings do not fit one another or the number of classes.
@@ -90,7 +86,7 @@ def build_loss(
 
             return make_official_loss(**arguments, num_classes=num_classes, device=device)
         arguments |= {"inverse_temperature": ends[0]} if ends else {}
-        loss_fn = make_loss(**arguments, num_classes=num_classes, **more).to(device)
+        loss_fn = make_loss(**arguments, num_classes=num_classes).to(device)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except TypeError as error:  # an argument that the loss lacks

@@ -41,16 +41,18 @@ class Processes:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
         self.is_first = self.rank == 0
-        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.device = torch.device(("cuda" if there else "cpu") if device == "auto" else device)
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self.device = torch.device(("cuda" if num_gpus else "cpu") if device == "auto" else device)
         if self.device.type == "cuda":
             if self.device.index is None:
                 self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            if self.device.index >= there:
-                raise SystemExit(f"error: --device {device}: this machine has {there} GPUs; take --device cpu, or auto")
+            if self.device.index >= num_gpus:
+                raise SystemExit(
+                    f"error: --device {device}: this machine has {num_gpus} GPUs; take --device cpu, or auto"
+                )
         prepare_device(self.device, threads)
         if self.count > 1:
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if there else "gloo", timeout=PATIENCE)
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if num_gpus else "gloo", timeout=PATIENCE)
 
     def print(self, line: str) -> None:
         if self.is_first:

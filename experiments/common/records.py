@@ -89,13 +89,11 @@ def hold(path: Path, whose: str, wait: bool = False) -> FileLock:
     whose: name for the message. wait: wait for another process that holds the lock.
     """
     lock = FileLock(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=-1 if wait else 0)
     except Timeout:
         raise SystemExit(f"error: {whose} is being run by another process: wait for it, or stop it") from None
-    except OSError as error:
-        raise SystemExit(f"error: cannot use {path.parent}: {error.strerror}") from None
     return lock
 
 

@@ -28,20 +28,10 @@ from filelock import FileLock
 from torch import nn
 
 from data.torch_file import load_torch_file, reason
+from experiments.common import records
 from experiments.common.flags import portable
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
-from experiments.common.records import (
-    device_name,
-    git_commit,
-    hold,
-    peak_memory_mib,
-    read_rows,
-    replace_file,
-    run_id,
-    utc_now,
-    write_csv,
-)
 
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by the clock
 SHOWN = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # printed after an evaluation
@@ -62,14 +52,14 @@ class Run:
         self, args: Namespace, config: dict, identity: Sequence[str], readable: str, processes: Processes,
         clock: str = "epoch",
     ) -> None:  # fmt: skip
-        self.name = run_id({name: config[name] for name in identity}, readable)
+        self.name = records.run_id({name: config[name] for name in identity}, readable)
         columns = {name: value for name, value in config.items() if name not in NOT_COLUMNS}
         self.config = columns | {name: portable(value) for name, value in columns.items() if isinstance(value, Path)}
         self.config["device"] = str(processes.device)
         self.args, self.processes, self.clock, self.results = args, processes, clock, args.results
         self.folder = args.results.parent / "runs" / self.name
         self.history: list[dict[str, Any]] = []  # one entry per evaluation
-        self.info = {"started_utc": utc_now(), "times_resumed": 0, "git_commit": git_commit()}
+        self.info = {"started_utc": records.utc_now(), "times_resumed": 0, "git_commit": records.git_commit()}
         self.state: dict[str, Any] = {}
 
     def begin(self, wait: bool = False) -> bool:
@@ -82,18 +72,18 @@ class Run:
     def _begin(self, wait: bool) -> bool:
         if self._is_recorded():
             return False
-        self.lock = hold(self.folder / "run.lock", self.name, wait)
+        self.lock = records.hold(self.folder / "run.lock", self.name, wait)
         if self._is_recorded():  # another process may just have finished it
             self.lock.release()
             return False
         config = {"run_id": self.name} | self.config | self.info
-        replace_file(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        records.replace_file(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
         if self.processes.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.processes.device)
         return True
 
     def _is_recorded(self) -> bool:
-        skipped = not self.args.force and any(row["run_id"] == self.name for row in read_rows(self.results))
+        skipped = not self.args.force and any(row["run_id"] == self.name for row in records.read_rows(self.results))
         if skipped:
             print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
         return skipped
@@ -135,7 +125,7 @@ class Run:
         if not (self.folder / "checkpoint.pt").exists():
             return None
         saved = load_checkpoint(self.folder)
-        started = [row["started_utc"] for row in read_rows(self.results) if row["run_id"] == self.name]
+        started = [row["started_utc"] for row in records.read_rows(self.results) if row["run_id"] == self.name]
         return None if started == [saved["info"]["started_utc"]] else saved  # --force: a recorded run starts anew
 
     def save(self, entry: Mapping[str, Any], last: bool = False, message: str = "") -> None:
@@ -150,14 +140,14 @@ class Run:
                 f"error: weights of {self.name} are not finite at {self.clock} {entry[self.clock]}; nothing is "
                 "recorded. Try a smaller --lr, or --precision fp32"
             )
-        self.history.append({**entry, "peak_memory_mib": peak_memory_mib(self.processes.device)})
+        self.history.append({**entry, "peak_memory_mib": records.peak_memory_mib(self.processes.device)})
         if not self.processes.is_first:
             return
-        write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
+        records.write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
         if last or time.monotonic() - self.saved_at >= self.args.checkpoint_seconds:
             training = {name: part.state_dict() for name, part in self.state.items() if name != "model"}
             saved = {"model": self.state["model"].state_dict(), "training": None if last else training}
-            replace_file(self.folder / "checkpoint.pt", saved | {"history": self.history, "info": self.info})
+            records.replace_file(self.folder / "checkpoint.pt", saved | {"history": self.history, "info": self.info})
             self.saved_at = time.monotonic()
         if message:
             print("  ".join([message, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
@@ -168,13 +158,13 @@ class Run:
             return
         row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
         row |= summary(self.history, self.clock)
-        row |= {"device_name": device_name(self.processes.device), "torch_version": torch.__version__}
-        row |= self.info | {"finished_utc": utc_now()}
+        row |= {"device_name": records.device_name(self.processes.device), "torch_version": torch.__version__}
+        row |= self.info | {"finished_utc": records.utc_now()}
         with FileLock(f"{self.results}.lock"):
             # Over NFS, a new file in the folder refreshes this machine's cache of the others.
             self.results.with_name(self.results.name + ".tmp").touch()
-            rows = [old for old in read_rows(self.results) if old["run_id"] != self.name]
-            write_csv(self.results, [*rows, row])
+            rows = [old for old in records.read_rows(self.results) if old["run_id"] != self.name]
+            records.write_csv(self.results, [*rows, row])
         self.lock.release()
         print("  ".join([f"{self.name}:", *figures(row)]) + f"\nrow: {self.results}\nrun: {self.folder}", flush=True)
 

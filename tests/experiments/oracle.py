@@ -1,6 +1,5 @@
 """What the oracle tests share: a script called as a user calls it, and what its files must say of a plain loop."""
 
-import csv
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,8 @@ from types import ModuleType
 import pytest
 from torch import Tensor
 
+from tests.experiments.scripts import rows_of
+
 HISTORY = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}
 
 
@@ -16,16 +17,11 @@ def run(script: ModuleType, flags: str, results: Path) -> list[dict[str, str]]:
     """Run a script with these flags, and return the rows of its file, all cells as text."""
     words = shlex.split(flags)
     assert script.main([*words, "--device", "cpu", "--threads", "1", "--results", str(results)]) == 0
-    return read(results)
+    return rows_of(results)
 
 
 def history_of(results: Path, row: dict[str, str], clock: str = "epoch") -> list[dict[str, str]]:
-    return read(results.parent / "runs" / row["run_id"] / HISTORY[clock])
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+    return rows_of(results.parent / "runs" / row["run_id"] / HISTORY[clock])
 
 
 def top_k(logits: Tensor, labels: Tensor, ks: Sequence[int] = (1, 3, 5)) -> dict[str, float]:

@@ -138,7 +138,7 @@ REFUSED = [
     (train_cifar100, "--dataset digits --method splitter_selecton", "did you mean splitter_selection"),
     (train_cifar100, f"--dataset digits --batch_size 2000 {NEITHER}", "2000 exceeds the 1365 training images"),
     (train_cifar100, f"--dataset digits --device cuda:9 {NEITHER}", "this machine has . GPUs"),
-    (train_cifar100, f"--dataset digits --ema 1 {NEITHER}", "--ema must be above 0 and below 1"),
+    (train_cifar100, f"--dataset digits --ema 1 {NEITHER}", "--ema: 1 is not between 0.001 and 0.999999"),
     (train_cifar100, f"--dataset digits --lr 0 {NEITHER}", "--lr"),
     (train_cifar100, "--dataset digits --implementation difftopk --method lml", "difftopk has no lml"),
     (train_cifar100, "--dataset digits --implementation difftopk --method ldr_kl --margin 1", "difftopk has no margin"),

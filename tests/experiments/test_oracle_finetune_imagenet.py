@@ -12,7 +12,8 @@ from torch.nn.functional import one_hot
 from data.embeddings import epoch_order, mixup, split_rows
 from experiments import finetune_imagenet as script
 from experiments.common.losses import seed_noise
-from tests.experiments.oracle import check_choice, check_history, history_of, read, run, top_k
+from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k
+from tests.experiments.scripts import rows_of
 from topk_losses import make_loss
 
 DIM, CLASSES, TRAIN, VALID, TEST, BATCH, EPOCHS, EVERY, LR = 12, 64, 420, 110, 90, 35, 3, 3, 0.02
@@ -209,7 +210,7 @@ def test_imagenet_21k_keeps_50_scores(parts, store, results):
     path = Path(script.__file__).with_name("finetune_imagenet21k.py")
     flags = f"{FLAGS} -d {store} --method neuralsort --p_k .5 0 0 0 .5 --device cpu --threads 1 --results {results}"
     subprocess.run([sys.executable, path, *flags.split()], check=True, capture_output=True)
-    (row,) = read(results)
+    (row,) = rows_of(results)
     expected = plain_loop(parts, "neuralsort", HALF, {**SORTS, "m": 50}, 0)
     check_history(history_of(results, row, "step"), expected)
     assert (row["m"], row["p_k"]) == ("50", "0.5 0 0 0 0.5")
