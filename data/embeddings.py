@@ -58,10 +58,7 @@ class Embeddings:
         return replace(self, splits={name: split.to(device) for name, split in self.splits.items()})
 
     def about(self, source: str) -> dict[str, Any]:
-        """The columns of a row: source, type, backbone, and a name by the content. Reads the file once.
-
-        source: what the user asked for: a path, an address or a published name.
-        """
+        """The columns of a row: source (as the user named it), dtype, backbone, name by content. Reads the file."""
         columns = {"data_path": self.path if Path(source).expanduser() == self.path else source}
         columns |= {"backbone": None, "resolution": None} | published_info(source)
         columns |= {name: self.info[name] for name in ("backbone", "resolution", "labels") if name in self.info}
