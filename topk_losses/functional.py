@@ -56,11 +56,10 @@ def topk_mask(
     """
     check_logits(x)
     rows = x.movedim(dim, -1)  # (..., n)
-    n = rows.shape[-1]
-    if not isinstance(k, float) and not (isinstance(k, Tensor) and (k.dim() or k.is_floating_point())):
-        return make_operator(method, n, k, inverse_temperature, **settings).mask(rows).movedim(-1, dim)
-    operator = make_operator(method, n, 1, inverse_temperature, **settings)
-    if not isinstance(operator, ThresholdOperator):
+    is_real = isinstance(k, float) or (isinstance(k, Tensor) and (k.dim() > 0 or k.is_floating_point()))
+    num_ranks: Any = 1 if is_real else k
+    operator = make_operator(method, rows.shape[-1], num_ranks, inverse_temperature, **settings)
+    if is_real and not isinstance(operator, ThresholdOperator):
         able = "lml, lapsum, sparse_topk, capped_softmax or soft_topk"
         raise ValueError(f"a k that is no integer needs {able}, not {method}")
     return operator.mask(rows, k).movedim(-1, dim)
