@@ -1,8 +1,4 @@
-"""The smooth k-th largest score, and with it the smooth top-k SVM losses of Berrada, Zisserman and Kumar (2018).
-
-With o the scores of the n - 1 other classes and e_j the elementary symmetric polynomials of exp(o / (k tau)),
-kth = k tau (log e_k - log e_{k-1}) tends to the k-th largest of them as tau -> 0. It is all that a loss needs of them.
-"""
+"""The smooth k-th largest score, and with it the smooth top-k SVM losses of Berrada, Zisserman and Kumar (2018)."""
 
 import math
 from collections.abc import Sequence
@@ -38,8 +34,9 @@ def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: 
     """Compute what the kernel computes: the smooth k-th largest score of the others, less the true class's, (rows, J).
 
     It is temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others /
-    temperature). Also returned: the K + 1 largest scores of the others, falling, without a gradient, -inf where there
-    are too few; and their classes. scores (rows, n), labels (rows,) int64, ks rising up to K < n. O(n K) per row.
+    temperature), and tends to the k-th largest as the temperature tends to 0. Also returned: the K + 1 largest scores
+    of the others, falling, without a gradient, -inf where there are too few; and their classes. scores (rows, n),
+    labels (rows,) int64, ks rising up to K < n. O(n K) per row.
     """
     own = labels.unsqueeze(1)  # (rows, 1)
     others, true = finite(scores).scatter(1, own, MASKED), scores.gather(1, own)

@@ -158,8 +158,7 @@ def _allocate(scores, target, beta, comparators, layer_sizes, k, *_):
 
 def _tiles(room):
     """View the room of `_allocate` as (tiles, comparators, 3 TILE)."""
-    tiles = len(room) // TILE
-    return room[: tiles * TILE].view(tiles, room.shape[1], 3 * TILE)
+    return room[: len(room) // TILE * TILE].view(-1, room.shape[1], 3 * TILE)
 
 
 def _carry_mass(scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda):

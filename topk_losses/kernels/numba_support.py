@@ -17,7 +17,6 @@ import torch
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from torch import Tensor
 
-PACKAGE = Path(__file__).resolve().parents[1]
 SHARES = 8  # per thread
 IN_ANY_ORDER = ("nsz", "reassoc", "ninf")  # fastmath of sums that become vector code
 _f32 = np.float32
@@ -25,7 +24,8 @@ _f32 = np.float32
 
 @lru_cache(maxsize=1)
 def _hash_of_sources() -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()[:16]
+    sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))  # of the package
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 class _Cache(FunctionCache):
@@ -54,11 +54,9 @@ class _Cache(FunctionCache):
 def jit(function: Callable[..., Any], fastmath: Collection[str] = ("nsz",), **options: Any) -> Callable[..., Any]:
     """Compile a function at its first call and cache the code on disk, where Numba finds a place (NUMBA_CACHE_DIR).
 
-    Args:
-        function: what to compile; it runs without Python's lock. A closure may hold numbers and strings only: Numba's
-            key in the cache has a hash of what it holds, which for compiled functions is new in each process.
-        fastmath: without "contract" there are no fused multiply-adds, so that values are those of eager PyTorch.
-        options: of numba.njit.
+    It runs without Python's lock. A closure may hold numbers and strings only: Numba's key in the cache has a hash of
+    what it holds, which for compiled functions is new in each process. Without "contract" in `fastmath` there are no
+    fused multiply-adds, so that values are those of eager PyTorch. options: of numba.njit.
     """
     options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath), **options}
     compiled: Any = numba.njit(**options)(function)
@@ -88,11 +86,8 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive 
 def in_threads(loop: Callable[..., Any], number: int, work: int, *arguments: Any) -> None:
     """Run loop(first, last, *arguments) over the numbers below `number`, in several threads for enough work.
 
-    Args:
-        loop: a compiled function, which takes tensors as arrays. What it writes to must be contiguous.
-        number: of the batch's samples, or of tiles.
-        work: number of threads that are worth it, beyond the first.
-        arguments: of the loop.
+    loop is a compiled function, which takes tensors as arrays; what it writes to must be contiguous. work: number of
+    threads that are worth it, beyond the first.
 
     A thread takes the next share when it has finished one: PyTorch's threads wait busily for some milliseconds after an
     operation, so that a core may be half taken. The threads are Python's, since kernels run without its lock; Numba's
