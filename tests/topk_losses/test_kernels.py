@@ -15,7 +15,7 @@ from tests.methods import random_batch, value_and_gradient
 from tests.reference import NETWORKS
 from topk_losses import DISTRIBUTIONS, bitonic, splitter_selection
 from topk_losses.kernels import VARIABLE, backend_for, find_kernel
-from topk_losses.networks import carry_mass
+from topk_losses.networks import _network_tables, carry_mass
 from topk_losses.sigmoids import distance_of_rounding
 from topk_losses.smooth_svm import kth_largest
 from topk_losses.transport import sinkhorn
@@ -57,11 +57,8 @@ numba_alone = pytest.mark.parametrize("backend", ["numba"], indirect=True)
 
 def settings_of(network, beta, distribution, art_lambda=None, device="cpu"):
     """The arguments of carry_mass behind scores and target; art_lambda: default 0.5 for logistic_phi."""
-    layers = network.pruned().layers
-    wires = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]
     art_lambda = 0.5 if distribution == "logistic_phi" and art_lambda is None else art_lambda
-    comparators = torch.tensor(wires, dtype=torch.int64, device=device)
-    return torch.tensor(beta, device=device), comparators, [*map(len, layers)], network.k, distribution, art_lambda
+    return torch.tensor(beta, device=device), *_network_tables(network, device), network.k, distribution, art_lambda
 
 
 def arguments_of(operation, n, k=3, device="cpu"):
