@@ -185,11 +185,10 @@ def interval(values: pd.Series) -> Interval:
     return Interval(values.mean(), half_width(values.std(), len(values)))
 
 
-def mean_std(values: Iterable[float], decimals: int = 2) -> str:
+def mean_std(values: pd.Series) -> str:
     """Return the mean and, of several values, the sample standard deviation."""
-    values = pd.Series(list(values), dtype=float).dropna()
-    spread = f" ± {values.std():.{decimals}f}" if len(values) > 1 else ""
-    return f"{values.mean():.{decimals}f}{spread}" if len(values) else ""
+    spread = f" ± {values.std():.2f}" if values.count() > 1 else ""
+    return f"{values.mean():.2f}{spread}" if values.count() else ""
 
 
 def p_k_of(cell: str) -> tuple[float, ...]:
