@@ -31,33 +31,36 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
 
 
 def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
-    """Compute what the kernel computes: the smooth k-th largest score of the others, less the true class's, (rows, J).
+    """Compute what the kernel computes: the smooth and the hard k-th largest of the others less the true class's score.
 
-    It is temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric polynomial of exp(others /
-    temperature), and tends to the k-th largest as the temperature tends to 0. Also returned: the K + 1 largest scores
-    of the others, falling, without a gradient, -inf where there are too few; and their classes. scores (rows, n),
+    Both are (rows, J). The smooth one is temperature (log e_k - log e_{k-1}), e_j the j-th elementary symmetric
+    polynomial of exp(others / temperature), and tends to the hard one as the temperature tends to 0. Also returned: the
+    K + 1 largest scores of the others, falling, without a gradient, -inf where there are too few. scores (rows, n),
     labels (rows,) int64, ks rising up to K < n. O(n K) per row.
     """
     own = labels.unsqueeze(1)  # (rows, 1)
     others, true = finite(scores).scatter(1, own, MASKED), scores.gather(1, own)
-    top, places = others.topk(ks[-1] + 1, dim=1)  # (rows, K + 1)
+    top = others.topk(ks[-1] + 1, dim=1).values  # (rows, K + 1)
     # Logarithms of the size of z carry the rounding of z: float64, where the device has it, until all is subtracted.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
     highest = top[:, :1].detach().to(wide)  # (rows, 1)
     e = log_polynomials((others.to(wide) - highest) / temperature, ks[-1])
     logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)  # (rows, J)
     smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
+    kth = pick_ranks(top, ks)  # (rows, J)
+    enough = kth > MASKED / 2  # are there k others at all?
     top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
-    return [torch.where(pick_ranks(top, ks) > -math.inf, smooth, -math.inf), top, places]
+    return [torch.where(enough, smooth, -math.inf), torch.where(enough, kth - true, -math.inf), top]
 
 
 def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
     """Compute kth_largest by a kernel where there is one, with NaN for a row with NaN or +inf."""
     compute = find_kernel("kth_largest", scores, temperature) or kth_largest
-    kth, top, places, *_ = compute(scores, labels, ks, temperature)
+    smooth, hard, top, *_ = compute(scores, labels, ks, temperature)
     highest = torch.maximum(top[:, :1], scores.gather(1, labels.unsqueeze(1))).detach()  # (rows, 1)
     # added, so that its gradient is NaN too
-    return [kth + torch.zeros_like(highest).where(highest < math.inf, math.nan), top, places]
+    spoilt = torch.zeros_like(highest).where(highest < math.inf, math.nan)
+    return [smooth + spoilt, hard + spoilt, top]
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -94,18 +97,15 @@ class SmoothTopKLoss(SingleKLoss):
         if target is None:
             return None
         tau = call.beta
-        kth, top, places = compare_with_kth(scores, target, [self.k], as_tensor(self.k * tau, scores))
-        margin = self.alpha + kth.squeeze(1) / self.k  # (rows,)
+        k, results = self.k, compare_with_kth(scores, target, [self.k], as_tensor(self.k * tau, scores))
+        smooth, hard, top = results[0].squeeze(1), results[1].squeeze(1), results[2]  # (rows,) twice, (rows, k + 1)
         # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
-        smooth = tau * F.softplus(margin / tau, threshold=40)
+        losses = tau * F.softplus((self.alpha + smooth / k) / tau, threshold=40)
         if not self.turns_hard:
-            return smooth
-        k, own = self.k, target.unsqueeze(1)  # (rows, 1)
-        kth, true = scores.gather(1, torch.cat([places[:, k - 1 : k], own], dim=1)).unbind(1)  # (rows,) each
-        ranked = torch.cat([top, true.detach().unsqueeze(1)], dim=1).sort(dim=1, descending=True).values
+            return losses
+        ranked = torch.cat([top, scores.detach().gather(1, target.unsqueeze(1))], dim=1).sort(1, descending=True).values
         far_apart = ranked[:, k - 1] - ranked[:, k] >= k * tau * math.log(HARD_RATIO)  # (rows,)
-        hard = F.relu(self.alpha + (kth - true) / k)
-        return torch.where(far_apart & ~smooth.isnan(), hard, smooth)
+        return torch.where(far_apart, F.relu(self.alpha + hard / k), losses)
 
 
 class SmoothHardTopKLoss(SmoothTopKLoss):

@@ -172,10 +172,10 @@ def _carry_mass(scores, target, beta, comparators, layer_sizes, k, distribution,
     return outputs
 
 
-def _gradient(grad, outputs, scores, target, beta, comparators, *_):
+def _gradient(grads, outputs, scores, target, beta, comparators, *_):
     grad_scores, saved = empty_gradient(scores), _tiles(outputs[1])
     work = saved.numel() // WORK_OF_A_THREAD
-    in_threads(_backward, len(saved), work, grad, *comparators, saved, grad_scores)
+    in_threads(_backward, len(saved), work, grads[0], *comparators, saved, grad_scores)
     return grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them
 
 

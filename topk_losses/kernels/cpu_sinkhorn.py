@@ -183,9 +183,9 @@ def _sinkhorn(x, labels, beta, k, tolerance, max_iterations):
     return outputs
 
 
-def _gradient(grad, outputs, x, labels, beta, *_):
+def _gradient(grads, outputs, x, labels, beta, *_):
     grad_x, work = empty_gradient(x), x.numel() * x.shape[1] // WORK_OF_A_THREAD
-    in_threads(_backward, len(x), work, x, labels, _f32(beta), outputs[2], grad, grad_x)
+    in_threads(_backward, len(x), work, x, labels, _f32(beta), outputs[2], grads[0], grad_x)
     return grad_x
 
 

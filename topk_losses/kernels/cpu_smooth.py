@@ -15,6 +15,7 @@ import math
 from functools import partial
 
 import numpy as np
+import torch
 
 from topk_losses import smooth_svm
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
@@ -68,8 +69,8 @@ def _sum_and_multiply(values, x):
 
 
 @jit
-def _forward(first, last, scores, labels, temperature, ks, smooth, top, index, origin, powers, leaf_slopes):
-    """Write smooth (batch, J) and top (batch, K + 1) of scores (batch, n), ks (J,) rising up to K, rows first..last.
+def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, index, origin, powers, leaf_slopes):
+    """Write smooth, hard (batch, J) and top (batch, K + 1) of scores (batch, n), ks (J,) up to K, for rows first..last.
 
     index (batch, leaves + 1): the columns of the leaves, falling, and the true class. For the backward pass: origin
     (batch, 1), with x = exp((score - origin) / temperature); powers (batch, J, K), the coefficients of x, x^2, ... for
@@ -109,8 +110,8 @@ def _forward(first, last, scores, labels, temperature, ks, smooth, top, index, o
         for which in range(len(ks)):
             k = ks[which]
             kth = top[row, k - 1]
+            smooth[row, which] = hard[row, which] = kth if kth == -_INF else kth - o[true]
             if kth == -_INF:
-                smooth[row, which] = kth
                 continue
 
             # with one leaf after the other; exponentials are relative to the k-th now
@@ -144,20 +145,23 @@ def _forward(first, last, scores, labels, temperature, ks, smooth, top, index, o
 
 
 @jit
-def _backward(first, last, scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_scores):
-    """Write the gradient of scores (batch, n) from that of smooth (batch, J), for rows first..last."""
+def _backward(
+    first, last, scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_hard, grad_scores
+):
+    """Write the gradient of scores (batch, n) from those of smooth and hard (batch, J), for rows first..last."""
     n, num_leaves, K = scores.shape[1], index.shape[1] - 1, powers.shape[2]
     x, c, leaves = np.empty(n, _f32), np.empty(K, _f32), np.empty(num_leaves, _f32)
     for row in range(first, last):
         slope, true = grad_scores[row], _f32(0)
         slope[:], c[:], leaves[:] = _f32(0), _f32(0), _f32(0)
         for which in range(len(ks)):
-            share = grad[row, which]
-            # fewer than k others: no gradient; an unused branch may hold NaN or inf
-            if top[row, ks[which] - 1] != -_INF and share != 0:
-                true -= share
-                c += share * powers[row, which]
-                leaves += share * leaf_slopes[row, which]
+            share, hard_share, place = grad[row, which], grad_hard[row, which], ks[which] - 1
+            if top[row, place] != -_INF:  # fewer than k others: no gradient
+                true -= share + hard_share
+                leaves[place] += hard_share
+                if share != 0:  # an unused branch may hold NaN or inf
+                    c += share * powers[row, which]
+                    leaves += share * leaf_slopes[row, which]
         if np.any(c) and num_leaves < n - 1:
             _exponentials(scores[row], index[row], _f32(1 / temperature), origin[row, 0], x)
             for m in range(K - 1, -1, -1):  # c_0 x + c_1 x^2 + ..., by Horner's rule
@@ -168,12 +172,12 @@ def _backward(first, last, scores, labels, temperature, ks, top, index, origin, 
 
 
 def _allocate(scores, labels, ks, temperature):
-    """Allocate smooth, top and index; then, for the backward pass, origin, powers and leaf_slopes."""
+    """Allocate smooth, hard, top; then, for the backward pass, index, origin, powers and leaf_slopes."""
     (batch, n), J, K = scores.shape, len(ks), ks[-1]
     leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
-    shapes = ((J,), (K + 1,), (leaves + 1,), (1,), (J, K), (J, leaves))
+    shapes = ((J,), (J,), (K + 1,), (leaves + 1,), (1,), (J, K), (J, leaves))
     outputs = [scores.new_empty(batch, *shape) for shape in shapes]
-    outputs[2] = labels.new_empty(outputs[2].shape)
+    outputs[3] = labels.new_empty(outputs[3].shape)
     return outputs
 
 
@@ -184,9 +188,10 @@ def _kth_largest(scores, labels, ks, temperature):
     return outputs
 
 
-def _gradient(grad, outputs, scores, labels, ks, temperature):
-    grad_scores = empty_gradient(scores)
-    inputs = (scores, labels, temperature.item(), np.array(ks), *outputs[1:], grad)
+def _gradient(grads, outputs, scores, labels, ks, temperature):
+    grad_scores, unused = empty_gradient(scores), torch.zeros_like(outputs[0])
+    grads = [unused if grad is None else grad for grad in grads[:2]]
+    inputs = (scores, labels, temperature.item(), np.array(ks), *outputs[2:], *grads)
     in_threads(_backward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs, grad_scores)
     return grad_scores
 

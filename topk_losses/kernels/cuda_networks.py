@@ -168,9 +168,9 @@ def _carry_mass(scores, target, beta, comparators, layer_sizes, k, *sigmoid):
     return outputs
 
 
-def _gradient(grad, outputs, scores, target, beta, comparators, layer_sizes, k, *sigmoid):
+def _gradient(grads, outputs, scores, target, beta, comparators, layer_sizes, k, *sigmoid):
     wires = scores.new_zeros(2, *scores.shape)
-    wires[1, :, scores.shape[1] - k :] = grad.flip(1)
+    wires[1, :, scores.shape[1] - k :] = grads[0].flip(1)
     _launch(True, wires, outputs[1], scores, beta, comparators, layer_sizes, *sigmoid)
     return wires[0].masked_fill(scores == -torch.inf, 0)  # MASKED stood in for them
 
