@@ -79,7 +79,7 @@ class Run:
         """Say where the log of this command, and of no other, ends."""
         ran = [line for line in self.lines() if line.startswith("$ ")]
         if ran[-1:] != [f"$ {self.command}"]:
-            return "waiting" + " (its log is of another command)" * bool(ran)
+            return "waiting (its log is of another command)" if ran else "waiting"
         return self.lines()[-1].replace("=== exit status 0", "done")
 
 

@@ -52,15 +52,16 @@ def published(table: str) -> str:
     rows, protocol = tables.read_published(table)
     cells = []
     for row in rows:
-        name = row["published_name"] + "†" * (row["second_hand"] == "true")
-        values = {
-            label: f"{'≈' * (row['approximate'] == metric)}{100 * float(row[metric]):.{len(row[metric]) - 4}f}"
-            for metric, label in METRICS.items()
-            if row[metric]
-        }
+        name = row["published_name"] + ("†" if row["second_hand"] == "true" else "")
+        values = {}
+        for metric, label in METRICS.items():
+            if row[metric]:
+                about = "≈" if row["approximate"] == metric else ""
+                values[label] = f"{about}{100 * float(row[metric]):.{len(row[metric]) - 4}f}"
         cells += [{"Row": name, "P_K": shown_p_k(row["p_k"]), **values}] if values else []
-    notes = " †: second-hand, read in a note about a paper." * any(row["second_hand"] == "true" for row in rows)
-    caption = f"{protocol['title']}: published test accuracy in percent.{notes}"
+    caption = f"{protocol['title']}: published test accuracy in percent."
+    if any(row["second_hand"] == "true" for row in rows):
+        caption += " †: second-hand, read in a note about a paper."
     frame = pd.DataFrame(cells).fillna("")
     return f"{caption}\n\n{tables.as_markdown(frame.loc[:, (frame != '').any()])}"
 

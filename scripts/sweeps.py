@@ -175,7 +175,7 @@ def temperature(data: str) -> list[str]:
     slow, runs = ("sinkhorn_sort", "perturbed_topk", "odd_even"), []  # slow: last
     for method in sorted(METHODS, key=lambda method: method in slow):
         default, follows = METHODS[method].inverse_temperature, METHODS[method].spread
-        betas = [f"{factor * middles.get(method, 1):g}" for factor in FACTORS] + ["auto"] * bool(follows)
+        betas = [f"{factor * middles.get(method, 1):g}" for factor in FACTORS] + (["auto"] if follows else [])
         if follows and method not in slow:
             betas += [f"{0.25 * default:g}:{4 * default:g}", f"{4 * default:g}:{0.25 * default:g}"]
         for p_k in p_ks_of(method):
@@ -213,7 +213,7 @@ def beam_search(*, short: bool = False) -> list[str]:
     more = " --hidden_dim 64 --pretrain_updates 1300 --n_updates 325" if short else ""
     arms = ["cross_entropy --method softmax_cross_entropy", "retain --method softsort"]
     arms += ["soft_beam --method softsort", "soft_beam --method soft_topk"]
-    return over_seeds(f"{BEAM} --arm", "beam_search" + "_short" * short, arms, range(5), more)
+    return over_seeds(f"{BEAM} --arm", "beam_search_short" if short else "beam_search", arms, range(5), more)
 
 
 def knn(*data: str, short: bool = False) -> list[str]:
@@ -225,7 +225,7 @@ def knn(*data: str, short: bool = False) -> list[str]:
     losses += [f"{m} --loss {loss}" for loss in ("mass", "log_mass") for m in (*RELAXATIONS, "soft_topk --sorted")]
     if short:
         losses = ["inputs", "pca", "softmax_cross_entropy --prediction network --lr .01", "neuralsort", "soft_topk"]
-    more, runs = " --n_epochs 3 --precision bf16" * short, []
+    more, runs = " --n_epochs 3 --precision bf16" if short else "", []
     for source in data or DATASETS[:3]:
         command = f"{KNN} {'--dataset' if source in DATASETS else '--data_path'} {source} --method"
         runs += over_seeds(command, "knn", losses, range(3), more)
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     at_once = [] if "-d wsl-32x48d" in runs[0] else ["--run-per-core"]  # embeddings of ImageNet fill the memory
     flags = [word for word in words[len(head) :] if word != "--short"]
-    return launch(runs, ["--name", args.study + "_short" * len(options), *at_once, *flags])
+    return launch(runs, ["--name", f"{args.study}_short" if options else args.study, *at_once, *flags])
 
 
 if __name__ == "__main__":

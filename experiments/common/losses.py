@@ -80,7 +80,8 @@ def build_loss(
     arguments = {name: value for name, value in settings.items() if value is not None}
     try:
         if implementation == "difftopk":
-            if unknown := [name for name in OWN_SETTINGS if name in arguments] + ["temperature schedule"] * bool(ends):
+            unknown = [name for name in OWN_SETTINGS if name in arguments] + (["temperature schedule"] if ends else [])
+            if unknown:
                 raise ValueError(f"difftopk has no {unknown[0]}: leave it out, or take --implementation ours")
             from experiments.common.official_loss import make_official_loss
 

@@ -93,11 +93,11 @@ def dots(frame: pd.DataFrame, panels: Sequence[tuple[str, str, str, str]]) -> Fi
             outside = []
             for name, face, interval in ((value, style["color"], half), (hollow, "none", "")):
                 if row.get(name, float("nan")) < least:
-                    outside.append(f"{row[name]:.0f}" + " published" * (face == "none"))
+                    outside.append(f"{row[name]:.0f} published" if face == "none" else f"{row[name]:.0f}")
                 elif name in row:
                     axis.errorbar(row[name], place, xerr=row.get(interval), capsize=2, markerfacecolor=face, **style)
             where = {"xy": (0.02, place), "xycoords": ("axes fraction", "data"), "va": "bottom"}
-            axis.annotate("◂ " * bool(outside) + ", ".join(outside), fontsize=7, **where)
+            axis.annotate(f"◂ {', '.join(outside)}" if outside else "", fontsize=7, **where)
         axis.set(title=title, xscale="linear" if half or values.max() < 5 * values.min() else "log")
         axis.set_xlim(left=least if half and values.min() < least else None)
         axis.minorticks_off()
@@ -142,7 +142,7 @@ def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]
     numbered = enumerate(studies.temperature_lines(runs))
     frame, drawn = pd.concat(line.assign(line=number) for number, line in numbered), []
     is_linear = studies.SPREAD in frame
-    x = "inverse temperature" + " × standard deviation of the logits" * is_linear
+    x = "inverse temperature" + (" × standard deviation of the logits" if is_linear else "")
     frame[x] = frame["number"] * (frame[studies.SPREAD] if is_linear else 1)
     softmax = frame[frame["method"] == studies.SOFTMAX]
     for p_k, part in frame.dropna(subset="number").groupby("p_k", sort=False):
@@ -169,7 +169,7 @@ def draw_benchmarks(folder: Path) -> list[Path]:
     frame["step"] = steps.set_index("method")["ms_per_step"] * STEPS_PER_EPOCH / 1000
     panels = [("ResNet-18\n(s/epoch)", "step", "", "")]
     for (m, n, batch), part in losses.fillna({"m": 0}).groupby(["m", "n", "batch"]):
-        title = f"batch {batch}\nn {n}" + f"\nm {m:g}" * bool(m)
+        title = f"batch {batch}\nn {n}" + (f"\nm {m:g}" if m else "")
         frame[[title, f"{title} difftopk"]] = part.set_index("method")[["ms", "official_ms"]]
         panels.append((title, title, "", f"{title} difftopk"))
     first = losses.iloc[0]
@@ -230,7 +230,7 @@ def draw_findings(folder: Path) -> list[Path]:
             look = {"marker": "o" if found.seeds > 1 else "D", "markerfacecolor": color if gain.is_clear else "white"}
             half = gain.half if found.seeds > 1 else None
             axis.errorbar(gain.mean, place, xerr=half, color=color, capsize=2, **look)
-        seeds = f"{found.seeds}\N{NO-BREAK SPACE}seed{'s' * (found.seeds > 1)}"
+        seeds = f"{found.seeds}\N{NO-BREAK SPACE}seed{'s' if found.seeds > 1 else ''}"
         labels.append(textwrap.fill(f"{findings.title(comparison)} ({seeds})".replace("`", ""), 37))
     for axis, metric in zip(axes, METRICS.values()):
         axis.axvline(0, color="black", linewidth=0.8)

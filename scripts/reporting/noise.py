@@ -168,7 +168,7 @@ def noise_table(file: Path, *words: str) -> str:
             for metric, name in METRICS.items():
                 key = (labels, *((other, loss) if loss == BASELINE else (loss, other)), metric)
                 star = "\\*" if choice == "noisy" and kept.get(key) else ""
-                heading = f"Δ {name}" + f" to {LOSSES[other].title}" * (other != BASELINE)
+                heading = f"Δ {name}" if other == BASELINE else f"Δ {name} to {LOSSES[other].title}"
                 row[heading] = f"{interval(gains[metric])}{star}" if loss != other else ""
         if choice == "clean":
             gains = core.differences(study.finals[loss, "clean"], study.finals[loss, "noisy"], list(METRICS))

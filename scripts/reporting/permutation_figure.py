@@ -128,7 +128,10 @@ def draw_method(method: str, folder: Path) -> list[Path]:
     for score in SCORES[:TRUE] + SCORES[TRUE + 1 :]:
         axis.axvline(score, color="C7", linewidth=0.5, linestyle=(0, (1, 2)))
     title = f"pull on the true class, k = {' or '.join(map(str, ranks_of(method)))}"
-    title += f"\nestimated by {DRAWS} draws" * METHODS[method].stochastic + ", half the margin" * (method == IMBALANCED)
+    if METHODS[method].stochastic:
+        title += f"\nestimated by {DRAWS} draws"
+    if method == IMBALANCED:
+        title += ", half the margin"
     axis.set(xlabel="score of the true class (dotted: of the others)", ylabel="−∂L / ∂score", title=title)
     axis.set_ylim(-0.05 * highest, 1.1 * highest)  # the peaks of ART where two values meet would flatten all the rest
     if temperature:

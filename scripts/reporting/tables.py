@@ -116,8 +116,9 @@ def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
             for record in again:  # the same row by others
                 record |= {f"rerun_{metric}": value for metric, value in values.items()}
             continue
-        called = row["published_name"] + f" ({row['method']})" * bool(row["method"])
-        called += "†" * (row["second_hand"] == "true") + "≈" * bool(row.get("approximate"))
+        called = row["published_name"] + (f" ({row['method']})" if row["method"] else "")
+        called += "†" if row["second_hand"] == "true" else ""
+        called += "≈" if row.get("approximate") else ""
         stated = {"row": row, "method": called, "public": row.get("public", "")}
         stated |= {f"published_{metric}": value for metric, value in values.items()}
         found = [number for number in left if matches(firsts[number], row)]
@@ -195,7 +196,7 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
         parts.append(f"seeds {seeds[0]} to {seeds[-1]}" if is_range else f"seed {', '.join(map(str, seeds))}")
     machines = runs.get("device_name", pd.Series(dtype=str)).value_counts()
     for machine, count in machines.items():
-        parts.append(f"{count} run{'s' * (count > 1)} on {machine}" if len(machines) > 1 else str(machine))
+        parts.append(f"{count} run{'s' if count > 1 else ''} on {machine}" if len(machines) > 1 else str(machine))
     versions = sorted({version.partition("+")[0] for version in runs.get("torch_version", "") if version})
     parts += [f"PyTorch {', '.join(versions)}"] if versions else []
     settings = {name: short(cell) for name, cell in shared.items() if cell not in ("0.0", "false", "ours")}
@@ -204,7 +205,7 @@ def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
     common = ", ".join(f"{name} {cell}" for name, cell in settings.items() if not name.endswith(":"))
     by_method = [f"{name} {cell}" for name, cell in settings.items() if name.endswith(":")]
     stated = "; ".join(filter(None, [common, *by_method]))
-    return f"Runs: {', '.join(parts)}." + f" Settings: {stated}." * bool(stated)
+    return f"Runs: {', '.join(parts)}." + (f" Settings: {stated}." if stated else "")
 
 
 def without_empty_columns(table: Table) -> Table:
