@@ -1,6 +1,7 @@
 """The top-k cross-entropy: the true class must be among the k highest, with k drawn from P_K; and the loss by name."""
 
 import math
+import warnings
 from typing import Any, SupportsIndex
 
 import torch
@@ -125,6 +126,12 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         beta = operator.inverse_temperature if inverse_temperature is None else inverse_temperature
         self.inverse_temperature: Any = beta
         self.p_k = p_k  # type: ignore[assignment]
+        if self._num_scores(self.num_classes) == 2 and getattr(operator, "whitens", False):
+            message = (
+                f"{method or operator} whitens the scores, and two scores are the same two numbers then: "
+                "they get next to no gradient. Sort three or more, or take another method"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     @property
     def k(self) -> int:

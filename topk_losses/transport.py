@@ -147,6 +147,7 @@ class _TransportOperator(TopKOperator):
     """The common part of the two transports: their convergence, and the plan with a target point per top rank."""
 
     settings = (*TopKOperator.settings, "tolerance", "max_iterations")
+    whitens = True
 
     def __init__(
         self, k: SupportsIndex, inverse_temperature: Beta = None, tolerance: float | None = None,
@@ -297,6 +298,7 @@ class SoftTopK(ThresholdOperator):
 
     default_inverse_temperature = 10.0
     family = "logistic"
+    whitens = True
 
     def _scaled(self, scores: Tensor, beta: Any) -> tuple[Tensor, Any]:
         return torch.where(scores == -torch.inf, -torch.inf, whiten_and_squash(scores)), 2 * beta

@@ -67,6 +67,8 @@ def test_warns_each_time_that_the_tolerance_is_missed():
     loss(logits, torch.arange(4))
     assert 0 < loss.check_convergence() < 1e-9
     assert TopKCrossEntropyLoss("softsort", [0.5, 0.5], 30).check_convergence() == 0
+    with pytest.warns(RuntimeWarning, match="sinkhorn_sort whitens the scores.*Sort three or more"):
+        TopKCrossEntropyLoss("sinkhorn_sort", [0.5, 0.5], 10, m=2)
 
 
 @pytest.mark.parametrize("gap", [1e-3, 0.1, 2.0, 1e4])
