@@ -14,6 +14,7 @@ from topk_losses.operator import (
     as_tensor,
     centered,
     class_mass,
+    is_above,
     is_mass,
     log_softmax,
     log_sum_of_others,
@@ -309,7 +310,9 @@ class LDRKLLoss(ClassificationLoss):
 
     def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         beta = as_tensor(call.beta, scores)
-        n = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1).to(scores.dtype)  # (rows, 1)
+        n = scores.new_full((1, 1), scores.shape[1])  # classes that are not masked out
+        if not is_above(scores, -torch.inf):
+            n = (scores > -torch.inf).sum(1, keepdim=True).clamp(min=1).to(scores.dtype)  # (rows, 1)
         z = centered(scores) * beta  # (rows, n)
         if target is None:
             total = torch.logaddexp(log_sum_of_others(z) + beta * self.margin, z)  # (rows, n)
