@@ -101,12 +101,14 @@ class Study:
         self.losses = [name for name in LOSSES if name in set(self.trials["loss"])]
         own = core.as_numbers(runs[runs["labels"] == labels], METRICS, 100)
         flags = core.flags_of(own)
+        runs_of = dict(iter(own.groupby(flags)))
         self.finals: dict[tuple[str, str], pd.DataFrame] = {}
         for loss, (choice, split) in itertools.product(self.losses, CHOICES.items()):
             best = core.best_trial(self.trials[self.trials["loss"] == loss], split)
-            self.finals[loss, choice] = own[(own[flags] == best[flags]).all(axis=1)]
-            if self.finals[loss, choice].empty:
+            settings = tuple(best[flags])
+            if settings not in runs_of:
                 raise ReportError(f"{labels}: what {choice} validation chose of {loss} has no final run")
+            self.finals[loss, choice] = runs_of[settings]
 
     def best(self, losses: tuple[str, ...]) -> str:
         """Return the loss that has the best trial by noisy validation."""
