@@ -190,6 +190,8 @@ def noise_table(file: Path, *words: str) -> str:
         f"{LOSSES[robust].title}: best by validation of the robust losses that know neither the order nor clean labels."
     )
     noisy, clean = (as_markdown(pd.DataFrame(rows)) for rows in tables.values())
+    if labels == "right":  # noisy and clean validation are the same
+        return f"{caption}\n\n{noisy}"
     return (
         f"{caption}\n\nChosen by noisy validation labels:\n\n{noisy}\n\n"
         f'<details markdown="1">\n<summary>Chosen by clean validation labels</summary>\n\n{clean}\n\n</details>'
