@@ -97,7 +97,7 @@ def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Te
     for other in others:
         if differing := sorted({*first.classes} ^ {*other.classes}):
             message = f"{first.folder} and {other.folder} must have the same class folders"
-            raise SystemExit(f"error: {message}; {len(differing)} are in one alone: {', '.join(differing[:5])}")
+            raise SystemExit(f"error: {message}; {len(differing)} are in only one of them: {', '.join(differing[:5])}")
     return opened
 
 

@@ -143,7 +143,7 @@ def accuracies(line: pd.DataFrame, column: str) -> list[float]:
 def epochs(path: Path, runs: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a file of scripts/epochs.py, in percent, with what is read of a run that ends there.
 
-    mean_test_top1: of WINDOW epochs; chosen_test_top1: where validation was best so far. Likewise top-5.
+    mean_test_top1: of WINDOW epochs; chosen_test_top1: where validation was best so far. The same for top-5.
     """
     table = core.as_numbers(runs, [*METRICS, *VALID], 100).astype({"epoch": int})
     if (table.groupby("run_id")["epoch"].diff() <= 0).any():

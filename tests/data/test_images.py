@@ -168,7 +168,7 @@ def test_splits_are_folders_of_classes(tmp_path):
 
 def test_splits_of_other_classes_are_refused(tmp_path):
     make(tmp_path, ["train/a/1.png", "train/b/1.png", "val/a/1.png", "val/c/1.png"])
-    with pytest.raises(SystemExit, match="2 are in one alone: b, c"):
+    with pytest.raises(SystemExit, match="2 are in only one of them: b, c"):
         open_folders(find_splits(tmp_path), lambda image: image)
 
 
