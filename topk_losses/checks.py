@@ -33,23 +33,21 @@ def has_known_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and is_ordinary(tensor)
 
 
-def iterates(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function an operator of its own, torch.ops.topk_losses.<name>, where a compiler would unroll its loop.
+def as_operator(name: str, function: type[torch.autograd.Function], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what applies a torch.autograd.Function whose forward pass is a loop, which a compiler would unroll.
 
-    That is for the CPU, where the loop ends early. fake(*arguments) allocates the results.
+    On the CPU, where the loop ends early, a compiler meets one operator in its place, torch.ops.topk_losses.<name>.
+    fake(*arguments) allocates the results.
     """
+    op = torch.library.custom_op(f"topk_losses::{name}", function.forward, mutates_args=())
+    op.register_fake(fake)
+    op.register_autograd(function.backward, setup_context=function.setup_context)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        op = torch.library.custom_op(f"topk_losses::{name}", function, mutates_args=())
-        op.register_fake(fake)
+    def apply(first: Tensor, *others: Any) -> Any:
+        is_op = torch.compiler.is_compiling() and first.device.type == "cpu"
+        return op(first, *others) if is_op else function.apply(first, *others)
 
-        def choose(first: Tensor, *others: Any) -> Any:
-            is_op = torch.compiler.is_compiling() and first.device.type == "cpu"
-            return (op if is_op else function)(first, *others)
-
-        return choose
-
-    return decorate
+    return apply
 
 
 def refuse_forward_mode() -> None:

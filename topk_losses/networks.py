@@ -18,6 +18,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from topk_losses.checks import check_integer, check_k, static
 from topk_losses.kernels import find_kernel
@@ -165,7 +166,8 @@ def _tables(construct: Callable[..., Network], n: int, k: int, device: str) -> T
 def _network_tables(network: Network, device: str = "cpu") -> Tables:
     layers = network.pruned().layers
     wires = [[pair[side] for layer in layers for pair in layer] for side in (1, 0)]
-    with torch.inference_mode(False):  # training may follow a first call for inference
+    # a first call may be one for inference, or of torch.export, whose tensors are fake
+    with torch.inference_mode(False), _disable_current_modes():
         return static(torch.tensor(wires, dtype=torch.int64, device=device)), [len(layer) for layer in layers]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.checks import full_precision, has_known_values, iterates
+from topk_losses.checks import as_operator, full_precision, has_known_values
 from topk_losses.operator import MASKED, Beta, MaskOperator, centered, ranks_like
 
 # Five or six do, unless the bracket has to be halved, once for each bit. Where nobody looks, on a GPU, all are made.
@@ -192,11 +192,6 @@ FAMILIES = {
 }
 
 
-@iterates("threshold", lambda z, k, *_: z.new_empty(k.shape))
-def _root(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
-    return FAMILIES[family].root(z, k, most)
-
-
 class Threshold(torch.autograd.Function):
     """theta with sum_i f(z_i - theta) = k, as a function of z (rows, n) and k (rows, J) in (0, n): (rows, J).
 
@@ -207,7 +202,7 @@ class Threshold(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, k: Tensor, family: str, most: int) -> Tensor:
-        return _root(z, k, family, most)
+        return FAMILIES[family].root(z, k, most)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -225,6 +220,9 @@ class Threshold(torch.autograd.Function):
             return grad_z, grad_k, None, None
 
 
+find_threshold = as_operator("threshold", Threshold, lambda z, k, *_: z.new_empty(k.shape))
+
+
 def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor, most: int, family: str) -> Tensor:
     """Compute t = z - theta for z = beta x, (rows, J) of the labels (rows,), or of every class, (rows, J, n), for None.
 
@@ -234,7 +232,7 @@ def arguments(x: Tensor, beta: float | Tensor, labels: Tensor | None, k: Tensor,
     z, live = centered(x) * beta, x != -torch.inf  # (rows, n)
     number = live.to(z.dtype).sum(1, keepdim=True)  # (rows, 1)
     all_within = k >= number  # (rows, J)
-    theta = Threshold.apply(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
+    theta = find_threshold(z, torch.where(all_within, (number / 2).clamp(min=0.5), k), family, most)
     theta = theta.masked_fill(number == 0, 0)  # where no class is left, none is within k
     if labels is None:
         t, live, all_within = z.unsqueeze(1) - theta.unsqueeze(2), live.unsqueeze(1), all_within.unsqueeze(2)

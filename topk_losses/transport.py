@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from topk_losses.checks import check_integer, check_positive, full_precision, has_known_values, is_ordinary, iterates
+from topk_losses.checks import as_operator, check_integer, check_positive, full_precision, has_known_values, is_ordinary
 from topk_losses.kernels import find_kernel
 from topk_losses.operator import Beta, TopKOperator, as_tensor, at_target, finite, is_mass
 from topk_losses.threshold import ThresholdOperator
@@ -60,37 +60,6 @@ def whiten_and_squash(scores: Tensor) -> Tensor:
     return torch.sigmoid((mean - squashed) / size * torch.rsqrt(variance))
 
 
-@iterates("plan", lambda logits, *_: (torch.empty_like(logits), logits.new_empty(logits.shape[0])))
-def _solve(
-    logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
-) -> tuple[Tensor, Tensor]:
-    """Newton's method for _Plan, with its arguments."""
-
-    def evaluate(h: Tensor) -> tuple[Tensor, Tensor]:
-        P = (logits + h.unsqueeze(1)).softmax(2) * live  # (rows, n, A)
-        c = P.sum(1)  # (rows, A)
-        # (rows,) relative to the smaller one: a point that has lost all its mass would be past recovery
-        wrong = (mass - c).abs() / torch.minimum(mass, c)
-        return P, torch.where(mass > 0, wrong, 0).amax(1)
-
-    h = start
-    P, error = evaluate(h)
-    damping = torch.zeros_like(error)  # (rows,)
-    may_look = has_known_values(logits)
-    for _ in range(max_iterations):
-        going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
-        if may_look and not bool(going.any()):
-            break
-        new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - P.sum(1))  # (rows, A)
-        new_P, new_error = evaluate(new)
-        better = (new_error < error) & going  # (rows,); false for NaN
-        h = torch.where(better.unsqueeze(1), new, h)
-        P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
-        # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
-        damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
-    return P, error
-
-
 class _Plan(torch.autograd.Function):
     """P = softmax over target points of h - C / epsilon, (rows, n, A), with h such that its sums are `mass`.
 
@@ -105,7 +74,29 @@ class _Plan(torch.autograd.Function):
     def forward(
         logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
-        return _solve(logits, mass, live, start, tolerance, max_iterations)
+        def evaluate(h: Tensor) -> tuple[Tensor, Tensor]:
+            P = (logits + h.unsqueeze(1)).softmax(2) * live  # (rows, n, A)
+            c = P.sum(1)  # (rows, A)
+            # (rows,) relative to the smaller one: a point that has lost all its mass would be past recovery
+            wrong = (mass - c).abs() / torch.minimum(mass, c)
+            return P, torch.where(mass > 0, wrong, 0).amax(1)
+
+        h = start
+        P, error = evaluate(h)
+        damping = torch.zeros_like(error)  # (rows,)
+        may_look = has_known_values(logits)
+        for _ in range(max_iterations):
+            going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
+            if may_look and not bool(going.any()):
+                break
+            new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - P.sum(1))  # (rows, A)
+            new_P, new_error = evaluate(new)
+            better = (new_error < error) & going  # (rows,); false for NaN
+            h = torch.where(better.unsqueeze(1), new, h)
+            P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
+            # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
+            damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
+        return P, error
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -123,6 +114,9 @@ class _Plan(torch.autograd.Function):
             damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
             adjoint = _solve_laplacian(P, damping, mass_gradient).unsqueeze(2)  # (rows, A, 1)
             return weighted - P * (mean + adjoint.mT - P @ adjoint), None, None, None, None, None
+
+
+find_plan = as_operator("plan", _Plan, lambda logits, *_: (torch.empty_like(logits), logits.new_empty(logits.shape[0])))
 
 
 def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tensor:
@@ -233,7 +227,7 @@ def _plan(x: Tensor, beta: Any, num_points: int, tolerance: float, max_iteration
         upper, lower = place[:, :-1], place[:, 1:]
         steps = (lower - upper) * (lower + upper - ordered[:, :-1] - ordered[:, 1:]) * beta  # (rows, A - 1)
         start = pad(steps.where(taken[:, 1:], 0).cumsum(1), (1, 0))  # (rows, A)
-    P, error = _Plan.apply(logits, mass, live.unsqueeze(2).to(x.dtype), start, tolerance, max_iterations)
+    P, error = find_plan(logits, mass, live.unsqueeze(2).to(x.dtype), start, tolerance, max_iterations)
     return P.mT, error
 
 
