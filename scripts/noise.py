@@ -5,8 +5,8 @@
 
 For each kind of labels: scripts/relabel.py writes the file, whose validation labels are as wrong as the others; each
 loss gets the same 30 trials (learning rate, weight decay, epochs, its own numbers) with seed 0, to
-results/noise_trials.csv; the best by noisy and the best by clean validation labels, top-1 + top-5 at the end of
-training, get ten other seeds, to results/noise.csv. What these files have is skipped, so the same call continues.
+results/noise/NAME_trials.csv; the best by noisy and the best by clean validation labels, top-1 + top-5 at the end of
+training, get ten other seeds, to results/noise/NAME.csv. What these files have is skipped: the same call continues.
 """
 
 import argparse
@@ -19,23 +19,12 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from data.embeddings import load_embeddings
 from scripts import relabel
 from scripts.launch import launch
-from scripts.reporting.noise import CHOICES, EVEN, LOSSES, Loss, read_noise
+from scripts.reporting.noise import CHOICES, EVEN, LABELS, LOSSES, Loss, read_noise
 from scripts.reporting.runs import best_trial
 from scripts.sweeps import as_flags, finals_of, one_pass
 
-LABELS = {
-    "human": "",
-    "symmetric_.4": "--label_noise .4 --among 100",
-    "symmetric_.2": "--label_noise .2 --among 100",
-    "blocks_.2": "--label_noise .2 --among 5",
-    "right": "--label_noise 0",
-    "symmetric_.4_again": "--label_noise .4 --among 100 --draw 1",
-    "symmetric_.2_again": "--label_noise .2 --among 100 --draw 1",
-    "blocks_.2_again": "--label_noise .2 --among 5 --draw 1",
-}
 TRIALS, EPOCHS = 30, (4, 12)  # half of the trials have 4 epochs, half 12
 LEARNING_RATES, WEIGHT_DECAYS = (0.0002, 0.003), (0.1, 10.0)
 
@@ -78,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), metavar="NAME", help=message)
     folder = Path("data/downloads/noise")
     parser.add_argument("--folder", type=Path, default=folder, help="folder for files of labels (default: %(default)s)")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder for two CSVs (default: results)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results/noise"), help="folder for CSVs (default: results/noise)"
+    )
     args, rest = parser.parse_known_args(argv)
     if not args.data_path.is_file():
         parser.error(f"there is no file {args.data_path}")
@@ -88,21 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for labels in args.labels:
         path = args.folder / f"{labels}.pt"
         if not path.is_file():
-            noise = ["--human", str(args.human)] if labels == "human" else LABELS[labels].split()
+            noise = ["--human", str(args.human)] if labels == "human" else LABELS[labels].flags.split()
             words = [str(args.data_path), *noise, "--noisy_valid", "--output", str(path)]
             if only_shows:
                 print(shlex.join([".venv/bin/python", "scripts/relabel.py", *words]))
             else:
                 args.folder.mkdir(parents=True, exist_ok=True)
                 relabel.main(words)
-        stem, record = shlex.quote(str(path.with_suffix(""))), {}
-        for name in ("noise_trials", "noise"):
-            results = shlex.quote(str(args.results / f"{name}.csv"))
-            record[name] = f"--batch_size 500 --eval_freq 0 --results {results} -d {stem}.pt"
+        stem = shlex.quote(str(path.with_suffix("")))
+        files = [args.results / f"{labels}{end}.csv" for end in ("_trials", "")]
+        shared = f"--batch_size 500 --eval_freq 0 -d {stem}.pt --results"
+        to_trials, to_finals = (f"{shared} {shlex.quote(str(file))}" for file in files)
         # With right labels the matrices are the identity, which is cross-entropy.
         losses = [name for name in args.losses if labels != "right" or not LOSSES[name].matrix]
         passes = [
-            one_pass(heads, f"--n_epochs {n_epochs} --seed 0 {record['noise_trials']}")
+            one_pass(heads, f"--n_epochs {n_epochs} --seed 0 {to_trials}")
             for name in losses
             for n_epochs, heads in trials_of(LOSSES[name], stem).items()
         ]
@@ -111,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if only_shows:
             print(f"# ten seeds of what is chosen for {labels}: known when these have run")
             continue
-        tried = read_noise(args.results / "noise_trials.csv")
-        tried = tried[tried["labels"] == load_embeddings(path).info["labels"]]
-        finals = final_commands(tried, losses, record["noise"])
+        finals = final_commands(read_noise(files[0]), losses, to_finals)
         if status := launch(finals, ["--name", f"noise_{labels}", "--run-per-core", *rest]):
             return status
     return 0

@@ -116,7 +116,7 @@ def rewritten(text: str, folder: Path = ROOT) -> str:
         begin, kind, arguments, end = part.groups()
         if kind not in KINDS:
             raise ReportError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
-        words = [ROOT / word if word.endswith(".csv") else word for word in shlex.split(arguments)]
+        words = [ROOT / word if word.startswith("results/") else word for word in shlex.split(arguments)]
         content = WHOLE.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*words))
         return f"{begin}\n{RUNS.sub(linked, content.strip())}\n\n{end}"
 
@@ -144,7 +144,7 @@ def draw_result_figures(folder: Path) -> list[Path]:
     for name in ("temperature", "temperature_training", "table1_short", "table4_short", "table1_epochs"):
         flags = ["--temperatures"] if name.startswith("temperature") else []
         drawn += report.report(report.parse_arguments([f"{RESULTS}/{name}.csv", f"--figures={folder}", *flags]))[1]
-    drawn += figures.draw_noise(RESULTS / "noise.csv", folder)
+    drawn += figures.draw_noise(RESULTS / "noise", folder)
     return drawn + figures.draw_findings(folder)
 
 

@@ -3,7 +3,6 @@
 The colour is that of a method's family, the marker its own.
 """
 
-import re
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -192,10 +191,10 @@ def draw_benchmarks(folder: Path) -> list[Path]:
     return [*drawn, *save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")]
 
 
-def draw_noise(file: Path, folder: Path) -> list[Path]:
+def draw_noise(results: Path, folder: Path) -> list[Path]:
     """Draw, for each kind of labels, each loss minus cross-entropy; hollow: as clean validation chooses."""
     drawn = []
-    for labels, study in noise.studies(file).items():
+    for labels, study in noise.studies(results).items():
         rows = {}
         for loss in study.losses:
             if loss == noise.BASELINE:
@@ -210,7 +209,7 @@ def draw_noise(file: Path, folder: Path) -> list[Path]:
         figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
         for axis in figure.axes:
             axis.axvline(0, color="black", linewidth=0.8)
-        drawn += save(figure, folder, "noise_" + re.sub(r"\W+", "_", labels))
+        drawn += save(figure, folder, f"noise_{labels}")
     return drawn
 
 

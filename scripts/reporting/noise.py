@@ -5,9 +5,9 @@ differences of the trials that noisy validation chose: of every kind of labels, 
 """
 
 import itertools
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 from scipy.stats import ttest_1samp
@@ -19,7 +19,6 @@ from topk_losses import METHODS
 
 CHOICES = {"noisy": "last_valid", "clean": "last_clean"}  # the labels that choose, and the columns of their accuracy
 BASELINE = "cross_entropy"
-KINDS = {"human": "labels by people (CIFAR-100N)", "right": "right labels"}
 EVEN = ("label_smoothing", "margin", "noise_rate", "q")  # numbers that are tried at equal distances
 RATE, SOFTMAX, FORWARD = (0.05, 0.8), "softmax_cross_entropy", "forward_correction"
 
@@ -36,6 +35,25 @@ class Loss:
     flags: str
     own: dict[str, tuple[float, float]] = field(default_factory=dict)
     matrix: str = ""
+
+
+class Labels(NamedTuple):
+    """A kind of labels: what tables call it, and the flags of scripts/relabel.py that write it."""
+
+    title: str
+    flags: str
+
+
+LABELS = {
+    "human": Labels("labels by people (CIFAR-100N)", ""),
+    "symmetric_.4": Labels("40 % drawn among all classes", "--label_noise .4 --among 100"),
+    "symmetric_.4_again": Labels("40 % drawn among all classes, draw 2", "--label_noise .4 --among 100 --draw 1"),
+    "symmetric_.2": Labels("20 % drawn among all classes", "--label_noise .2 --among 100"),
+    "symmetric_.2_again": Labels("20 % drawn among all classes, draw 2", "--label_noise .2 --among 100 --draw 1"),
+    "blocks_.2": Labels("20 % drawn within groups of 5 class ids", "--label_noise .2 --among 5"),
+    "blocks_.2_again": Labels("20 % drawn within groups of 5 class ids, draw 2", "--label_noise .2 --among 5 --draw 1"),
+    "right": Labels("right labels", "--label_noise 0"),
+}
 
 
 def relaxed(title: str, method: str, **own: tuple[float, float]) -> Loss:
@@ -90,16 +108,15 @@ class Study:
     """The trials and the final runs of one kind of labels.
 
     Args:
-        trials, runs: as read_noise returns them.
-        labels: a value of their column `labels`.
+        folder, labels: where results are, and the name of the labels in LABELS.
 
     Raises ReportError where a choice has no final runs.
     """
 
-    def __init__(self, trials: pd.DataFrame, runs: pd.DataFrame, labels: str) -> None:
-        self.trials = trials[trials["labels"] == labels]
+    def __init__(self, folder: Path, labels: str) -> None:
+        self.trials = read_noise(folder / f"{labels}_trials.csv")
         self.losses = [name for name in LOSSES if name in set(self.trials["loss"])]
-        own = core.as_numbers(runs[runs["labels"] == labels], METRICS, 100)
+        own = core.as_numbers(read_noise(folder / f"{labels}.csv"), METRICS, 100)
         flags = core.flags_of(own)
         runs_of = dict(iter(own.groupby(flags)))
         self.finals: dict[tuple[str, str], pd.DataFrame] = {}
@@ -126,10 +143,9 @@ class Study:
         return {pair: self.minus(*pair) for pair in pairs}
 
 
-def studies(file: Path) -> dict[str, Study]:
-    """Return the study of each kind of labels that results/noise.csv has, its trials beside it. Raises ReportError."""
-    runs, trials = read_noise(file), read_noise(file.with_name(f"{file.stem}_trials.csv"))
-    return {labels: Study(trials, runs, labels) for labels in runs["labels"].unique()}
+def studies(folder: Path) -> dict[str, Study]:
+    """Return the study of each kind of labels whose final runs a folder of results has. Raises ReportError."""
+    return {labels: Study(folder, labels) for labels in LABELS if (folder / f"{labels}.csv").is_file()}
 
 
 def kept_by_holm(every: dict[str, Study], error: float = 0.05) -> pd.Series:
@@ -145,20 +161,11 @@ def kept_by_holm(every: dict[str, Study], error: float = 0.05) -> pd.Series:
     return (ordered <= levels).cummin()
 
 
-def kind_of(labels: str) -> str:
-    """Return how tables call a kind of labels: "0.4 among 100, draw 1" is symmetric noise, drawn a second time."""
-    if labels in KINDS:
-        return KINDS[labels]
-    rate, among, draw = re.split(" among |, draw ", labels)
-    kind = "among all classes" if among == "100" else f"within groups of {among} class ids"
-    return f"{float(rate):.0%} drawn {kind}".replace("%", " %") + (f", draw {int(draw) + 1}" if int(draw) else "")
-
-
-def noise_table(file: Path, *words: str) -> str:
-    """Return Markdown for the labels of this name: what noisy validation chose of each loss, then what clean did."""
-    every, labels = studies(file), " ".join(words)
+def noise_table(folder: Path, labels: str) -> str:
+    """Return Markdown for a kind of labels: what noisy validation chose of each loss, then what clean did."""
+    every = studies(folder)
     if labels not in every:
-        raise ReportError(f"{file} has no {labels!r}, but {', '.join(every)}")
+        raise ReportError(f"{folder} has no {labels!r}, but {', '.join(every)}")
     study, kept = every[labels], kept_by_holm(every)
     robust, run = study.best(ROBUST), study.finals[BASELINE, "noisy"].iloc[0]
     tables: dict[str, list[dict[str, str]]] = {choice: [] for choice in CHOICES}
@@ -181,7 +188,7 @@ def noise_table(file: Path, *words: str) -> str:
     seeds = len(study.finals[BASELINE, "noisy"])
     trials, epochs = study.trials.groupby("loss").size().max(), sorted(study.trials["n_epochs"].astype(int).unique())
     caption = (
-        f"CIFAR-100, {kind_of(labels)}: linear classifiers on {run['backbone'].partition(':')[2]} at "
+        f"CIFAR-100, {LABELS[labels].title}: linear classifiers on {run['backbone'].partition(':')[2]} at "
         f"{run['resolution']} pixels, {run['train_images']} training and {run['valid_images']} validation images, "
         f"{' or '.join(map(str, epochs))} epochs of batches of {run['batch_size']}. {trials} trials of each loss, seed "
         f"0; chosen by top-1 + top-5 of validation, at the end. Test accuracy in %, ± standard deviation over {seeds} "
@@ -198,14 +205,14 @@ def noise_table(file: Path, *words: str) -> str:
     )
 
 
-def noise_answer(file: Path) -> str:
+def noise_answer(folder: Path) -> str:
     """Return Markdown: for each kind of labels the best top-k loss minus the best robust loss, with a verdict."""
-    every, rows = studies(file), []
+    every, rows = studies(folder), []
     kept = kept_by_holm(every)
     for labels, study in every.items():
         loss, other = study.best(RANKING), study.best(ROBUST)
         gains = study.minus(loss, other)
-        row = {"labels": kind_of(labels), "top-k loss": LOSSES[loss].title, "robust loss": LOSSES[other].title}
+        row = {"labels": LABELS[labels].title, "top-k loss": LOSSES[loss].title, "robust loss": LOSSES[other].title}
         for metric, name in METRICS.items():
             gain, star = interval(gains[metric]), "\\*" if kept[labels, loss, other, metric] else ""
             row[name] = f"{gain}{star} ({gain.verdict})"

@@ -182,7 +182,7 @@ def test_a_run_has_the_name_of_its_loss():
         assert loss_of(pd.Series(cells | {"method": args.method})) == name
 
 
-LABELS = ("human", "0.4 among 100, draw 1")
+LABELS = ("human", "symmetric_.4_again")
 FIRST = {"test_top1": 0.5, "test_top5": 0.7}
 
 
@@ -206,9 +206,10 @@ def files(tmp_path):
             for metric, value in FIRST.items():
                 row[metric] = str(value + gain + 0.01 * (lr == "0.2") + random.normal(0, 0.002) + 0.003 * seed)
             runs.append(row | {"seed": str(seed)})
-    pd.DataFrame(trials).to_csv(tmp_path / "noise_trials.csv", index=False)
-    pd.DataFrame(runs).to_csv(tmp_path / "noise.csv", index=False)
-    return tmp_path / "noise.csv", pd.DataFrame(runs)
+    for end, lines in (("_trials", trials), ("", runs)):
+        for labels, own in pd.DataFrame(lines).groupby("labels"):
+            own.to_csv(tmp_path / f"{labels}{end}.csv", index=False)
+    return tmp_path, pd.DataFrame(runs)
 
 
 def plain_difference(runs, labels, one, other, metric, lr="0.1"):
@@ -219,8 +220,8 @@ def plain_difference(runs, labels, one, other, metric, lr="0.1"):
 
 
 def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
-    path, runs = files
-    lines = noise_table(path, "human").splitlines()
+    folder, runs = files
+    lines = noise_table(folder, "human").splitlines()
     (row,) = (line for line in lines if line.startswith("| LapSum") and lines.index(line) < len(lines) / 2)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     expected, p_values = [], []
@@ -244,8 +245,8 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
 
 
 def test_the_answer_is_the_best_top_k_loss_minus_the_best_robust_loss_by_noisy_validation(files):
-    path, runs = files
-    rows = [line for line in noise_answer(path).splitlines() if "LapSum" in line]
+    folder, runs = files
+    rows = [line for line in noise_answer(folder).splitlines() if "LapSum" in line]
     shown = ("labels by people", "40 % drawn among all classes, draw 2")
     for labels, name, row in zip(LABELS, shown, rows, strict=True):
         assert name in row
@@ -258,17 +259,18 @@ def test_the_answer_is_the_best_top_k_loss_minus_the_best_robust_loss_by_noisy_v
 
 
 def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(files):
-    path, runs = files
-    text = noise_table(path, "human")
+    folder, runs = files
+    text = noise_table(folder, "human")
     noisy, clean = text[text.index("Chosen by noisy") :].split("Chosen by clean")
     lapsum = runs[(runs["labels"] == "human") & (runs["method"] == "lapsum")].astype({"test_top1": float})
     gain = 100 * lapsum.groupby("lr")["test_top1"].mean()
     assert f"{gain['0.1']:.2f} ± " in noisy
     assert f"{gain['0.2']:.2f} ± " in clean
     assert clean.count("the same trial") == 2 * 4  # of all but LapSum
+    path = folder / "human.csv"
     pd.read_csv(path, dtype=str).query("lr == '0.1' or method != 'lapsum'").to_csv(path, index=False)
     with pytest.raises(ReportError, match="human: what clean validation chose of lapsum has no final run"):
-        noise_table(path, "human")
+        noise_table(folder, "human")
 
 
 def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_loss(right, tmp_path, capsys):
@@ -286,7 +288,7 @@ def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_
         own = [args for args in passes if args.data_path == str(tmp_path / f"{labels}.pt")]
         assert len(own) == 2 * number
         assert {(1 + len(args.also), *args.seed, args.eval_freq, str(args.results)) for args in own} == {
-            (15, 0, 0, "results/noise_trials.csv")
+            (15, 0, 0, f"results/noise/{labels}_trials.csv")
         }
         assert {args.n_epochs for args in own} == set(noise.EPOCHS)
         matrices = {args.noise_matrix for args in own} - {None}
