@@ -4,6 +4,7 @@ Differences are of paired seeds. A star marks one that Holm's method keeps at a 
 differences of the trials that noisy validation chose: of every kind of labels, to both baselines, top-1 and top-5.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,16 +144,18 @@ class Study:
         return {pair: self.minus(*pair) for pair in pairs}
 
 
+@functools.cache
 def studies(folder: Path) -> dict[str, Study]:
     """Return the study of each kind of labels whose final runs a folder of results has. Raises ReportError."""
     return {labels: Study(folder, labels) for labels in LABELS if (folder / f"{labels}.csv").is_file()}
 
 
-def kept_by_holm(every: dict[str, Study], error: float = 0.05) -> pd.Series:
-    """Return by (labels, loss, other loss, metric) whether Holm's method keeps the difference."""
+@functools.cache
+def kept_by_holm(folder: Path, error: float = 0.05) -> pd.Series:
+    """Return by (labels, loss, other loss, metric) whether Holm's method keeps the difference, of all of a folder."""
     p_values = {
         (labels, *pair, metric): ttest_1samp(gains[metric], 0).pvalue
-        for labels, study in every.items()
+        for labels, study in studies(folder).items()
         for pair, gains in study.compared().items()
         for metric in METRICS
     }
@@ -166,7 +169,7 @@ def noise_table(folder: Path, labels: str) -> str:
     every = studies(folder)
     if labels not in every:
         raise ReportError(f"{folder} has no {labels!r}, but {', '.join(every)}")
-    study, kept = every[labels], kept_by_holm(every)
+    study, kept = every[labels], kept_by_holm(folder)
     robust, run = study.best(ROBUST), study.finals[BASELINE, "noisy"].iloc[0]
     tables: dict[str, list[dict[str, str]]] = {choice: [] for choice in CHOICES}
     for loss, (choice, rows) in itertools.product(study.losses, tables.items()):
@@ -208,7 +211,7 @@ def noise_table(folder: Path, labels: str) -> str:
 def noise_answer(folder: Path) -> str:
     """Return Markdown: for each kind of labels the best top-k loss minus the best robust loss, with a verdict."""
     every, rows = studies(folder), []
-    kept = kept_by_holm(every)
+    kept = kept_by_holm(folder)
     for labels, study in every.items():
         loss, other = study.best(RANKING), study.best(ROBUST)
         gains = study.minus(loss, other)
