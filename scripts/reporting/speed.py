@@ -62,7 +62,7 @@ def summary() -> str:
         f"package `difftopk` (median {ratio.median():.0f}, in the {len(ratio)} cases where both ran)."
     )
     step = (
-        f"A ResNet-18 step with `splitter_selection` takes {cpu:.3f} times as long as with cross-entropy on a CPU, and "
-        f"{h100:.2f} times as long on an H100."
+        f"A ResNet-18 step takes {100 * (cpu - 1):.1f} % longer with `splitter_selection` than with cross-entropy on a "
+        f"CPU, and {100 * (h100 - 1):.0f} % longer on an H100."
     )
-    return f"{loss} {step} There {names} take {slow.min():.0f} to {slow.max():.0f} times as long."
+    return f"{loss} {step} On an H100 {names} take {slow.min():.0f} to {slow.max():.0f} times as long."
