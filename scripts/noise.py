@@ -56,6 +56,17 @@ def final_commands(trials: pd.DataFrame, losses: Sequence[str], flags: str) -> l
     return finals_of([best_trial(trials[trials["loss"] == name], split) for name, split in choices], flags)
 
 
+def write_labels(labels: str, path: Path, args: argparse.Namespace, only_shows: bool) -> None:
+    """Write the embeddings with a kind of labels to a file, or show the command that does."""
+    noise = ["--human", str(args.human)] if labels == "human" else LABELS[labels].flags.split()
+    words = [str(args.data_path), *noise, "--noisy_valid", "--output", str(path)]
+    if only_shows:
+        print(shlex.join([".venv/bin/python", "scripts/relabel.py", *words]))
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        relabel.main(words)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study, one kind of labels after another; return the exit status."""
     parser = argparse.ArgumentParser("noise.py", allow_abbrev=False, description="Other flags: launch.py --help.")
@@ -79,13 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for labels in args.labels:
         path = args.folder / f"{labels}.pt"
         if not path.is_file():
-            noise = ["--human", str(args.human)] if labels == "human" else LABELS[labels].flags.split()
-            words = [str(args.data_path), *noise, "--noisy_valid", "--output", str(path)]
-            if only_shows:
-                print(shlex.join([".venv/bin/python", "scripts/relabel.py", *words]))
-            else:
-                args.folder.mkdir(parents=True, exist_ok=True)
-                relabel.main(words)
+            write_labels(labels, path, args, only_shows)
         stem = shlex.quote(str(path.with_suffix("")))
         files = [args.results / f"{labels}{end}.csv" for end in ("_trials", "")]
         shared = f"--batch_size 500 --eval_freq 0 -d {stem}.pt --results"
