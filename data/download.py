@@ -227,7 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m data.download", description=__doc__, formatter_class=formatter)
     parser.add_argument("source", nargs="?", help="published name or address")
     parser.add_argument("--list", action="store_true", help="list the published files")
-    parser.add_argument("--cache_dir", type=Path, help="folder for the file (default: $TOPK_CACHE, or data/downloads)")
+    message = "folder for the file (default: $TOPK_CACHE, or data/downloads/embeddings)"
+    parser.add_argument("--cache_dir", type=Path, help=message)
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
     args = parser.parse_args(argv)

@@ -56,7 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_data_dir(parser)
     parser.add_argument("--shard_rows", type=flags.positive_int, default=8192, help="images per shard (default: 8192)")
     parser.add_argument("--batch_size", type=flags.positive_int, default=128, help="images at a time (default: 128)")
-    message = "processes that read images (default: one per core)"
+    message = "processes that read images (default: one per core, at most 16)"
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help=message)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     flags.add_device_flags(parser)

@@ -55,6 +55,7 @@ IDENTITY = (
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"
 READABLE_PRETRAINING = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
 LARGEST_NORM = 1.0  # gradients are clipped to it
+CROSS_ENTROPY = "softmax_cross_entropy"  # the method of the control
 ARMS = ("cross_entropy", "retain", "soft_beam")
 # Chosen on a batch that no row uses, with a pretrained network: as sharp as possible while few right phonemes have no
 # gradient. Other methods have the library's default. SOFT top-k squashes the candidates into [0, 1] first.
@@ -69,7 +70,8 @@ MOST_REVERSED = 7  # letters: 97,655 words
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = flags.make_parser(__doc__)
-    flags.add_loss_flags(parser)
+    methods = (CROSS_ENTROPY, *RELAXATIONS)
+    flags.add_method_flags(parser, methods, p_k="for retain half top-1, half top-BEAM_SIZE")
     flags.add_run_flags(parser, results="beam_search.csv")
     message = "control; top-k loss of --method on the beam's candidates; or its operator as the top-k of the beam"
     parser.add_argument("--arm", choices=ARMS, required=True, help=message)
@@ -94,14 +96,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.max_letters = args.max_letters or (4 if args.dataset == "reversal" else 8)
     if args.dataset == "reversal" and args.max_letters > MOST_REVERSED:
         parser.error(f"--max_letters of reversal must be at most {MOST_REVERSED}, got {args.max_letters}")
-    allowed = ("softmax_cross_entropy",) if args.arm == "cross_entropy" else RELAXATIONS
+    allowed = (CROSS_ENTROPY,) if args.arm == "cross_entropy" else RELAXATIONS
     if args.method not in allowed:
         parser.error(f"--arm {args.arm} goes with --method {', '.join(allowed)}; got {args.method}")
     if isinstance(args.inverse_temperature, str):
         parser.error("--inverse_temperature must be a number: candidates are no logits, and do not grow as they do")
-    for name in ("implementation", *losses.OWN_SETTINGS):
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name} is of losses of logits, not of beam search")
     if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
         parser.error("--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
     if args.arm == "retain" and not args.p_k:
@@ -160,7 +159,7 @@ def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
     config = vars(args) | settings | {"seed": seed}
     config |= {"p_k": None, "m": None, "top1_mode": None} if args.arm == "soft_beam" else {}
     config["nll_weight"] = None if args.arm == "cross_entropy" else args.nll_weight
-    config = {name: config[name] for name in config if name not in ("implementation", *losses.OWN_SETTINGS)}
+    config = {name: config[name] for name in config if name not in losses.OWN_SETTINGS}
     run = Run(args, config, IDENTITY, READABLE, processes, clock="update")
     if not run.begin():
         return

@@ -5,10 +5,10 @@
     python experiments/train_cifar100.py --method neuralsort --dataset digits --n_epochs 3      # no download
     torchrun --nproc_per_node 2 -- experiments/train_cifar100.py --method softsort              # two GPUs, one row
 
-Protocol: 5 % of the training images validate, random crop and flip, batch 128, Adam with learning rate 1e-3, 200
-epochs. Validation and test are evaluated after each epoch. The row in results/cifar100.csv has, for each k, the test
-accuracy where validation accuracy was best; the run's folder is results/runs/<run id>. A command that was stopped or
-killed continues when it is repeated; a run that the file already has is skipped.
+Protocol: 5 % of the training images, which the seed chooses, validate; random crop and flip, batch 128, Adam with
+learning rate 1e-3, 200 epochs. Validation and test are evaluated after each epoch. The row in results/cifar100.csv has,
+for each k, the test accuracy where validation accuracy was best; the run's folder is results/runs/<run id>. A command
+that was stopped or killed continues when it is repeated; a run that the file already has is skipped.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_network_flags(parser)
     flags.add_run_flags(parser, results="cifar100.csv")
     parser.add_argument("--lr_schedule", choices=("constant", "cosine"), default="constant", help="default: constant")
-    message = "evaluate an average of the weights with this decay"
+    message = "evaluate an average of the weights with this decay (default: none)"
     parser.add_argument("--ema", type=flags.number(float, 0.001, 0.999999), help=message)
     parser.add_argument("--dataset", choices=DATASETS, default="cifar100", help="default: cifar100")
     flags.add_data_dir(parser)

@@ -61,7 +61,7 @@ def method_among(names: Iterable[str]) -> Callable[[str], str]:
         name = ALIASES.get(text, text)
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
-            raise ArgumentTypeError(f"there is no method {text!r}; did you mean {nearest}? All: {', '.join(names)}")
+            raise ArgumentTypeError(f"no method {text!r} here; did you mean {nearest}? All: {', '.join(names)}")
         return name
 
     return method
@@ -79,16 +79,22 @@ def add_operator_flags(parser: ArgumentParser) -> None:
     group.add_argument("--art_lambda", type=non_negative_float, help="exponent of logistic_phi (default: 0.5)")
 
 
-def add_loss_flags(parser: ArgumentParser) -> None:
-    """Add --method and its settings. A setting of a single loss is listed in losses.OWN_SETTINGS, too."""
+def add_method_flags(parser: ArgumentParser, methods: Iterable[str], p_k: str) -> argparse._ArgumentGroup:
+    """Add --method and the settings of a relaxed top-k loss. p_k: the default of --p_k, for its help."""
     add_operator_flags(parser)
     group = parser.add_argument_group("loss", "A setting that is not given takes the method's default.")
-    message = f"loss: {', '.join(METHODS)}"
-    group.add_argument("--method", type=method_among(METHODS), required=True, metavar="NAME", help=message)
-    message = "P_K, the weights of top-1, top-2, ..., sum 1 (default: as in Table 1)"
+    message = f"loss: {', '.join(methods)}"
+    group.add_argument("--method", type=method_among(methods), required=True, metavar="NAME", help=message)
+    message = f"P_K, the weights of top-1, top-2, ..., sum 1 (default: {p_k})"
     group.add_argument("-p_k", "--p_k", type=fraction, nargs="+", help=message)
     group.add_argument("-m", "--m", type=positive_int, help="scores to sort: the true class's and the m - 1 largest")
     group.add_argument("--top1_mode", choices=TOP1_MODES, help="how the k = 1 term is computed")
+    return group
+
+
+def add_loss_flags(parser: ArgumentParser) -> None:
+    """Add the flags of every loss. A setting of a single loss is listed in losses.OWN_SETTINGS, too."""
+    group = add_method_flags(parser, METHODS, p_k="as in Table 1")
     group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over classes (default: 0)")
     group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl (default: 0)")
     message = "wrong labels that forward_correction (default: 0.2) or a top-k loss (default: 0) corrects"
@@ -119,12 +125,12 @@ def add_rate_flags(parser: argparse._ActionsContainer) -> None:
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--lr", type=positive_float, help="learning rate (default: see the protocol)")
     rate.add_argument("--nloglr", type=float, help="learning rate as 10^-NLOGLR")
-    message = "weight decay of AdamW (default: %(default)g)"
+    message = "weight decay (default: %(default)g)"
     parser.add_argument("--weight_decay", type=non_negative_float, default=0.0, help=message)
 
 
 def add_seed_flag(parser: argparse._ActionsContainer) -> None:
-    message = "random seeds for the split, the initialisation and the data order, one run for each (default: 0)"
+    message = "random seeds, one run for each (default: 0)"
     parser.add_argument("--seed", "--seeds", type=seed, nargs="+", default=[0], help=message)
 
 
@@ -157,7 +163,8 @@ def add_data_dir(parser: ArgumentParser) -> None:
 def add_embedding_flags(parser: ArgumentParser) -> None:
     message = "published name (python -m data.download --list), torch file, or https:// or s3:// address"
     parser.add_argument("-d", "--data_path", metavar="SOURCE", help=message)
-    parser.add_argument("--cache_dir", type=path, help="folder for downloads (default: $TOPK_CACHE, or data/downloads)")
+    message = "folder for downloads (default: $TOPK_CACHE, or data/downloads/embeddings)"
+    parser.add_argument("--cache_dir", type=path, help=message)
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
 

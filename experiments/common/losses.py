@@ -32,7 +32,7 @@ def loss_settings(
         "p_k": args.p_k or DEFAULT_P_K.get(args.method, [0.2] * 5),
         "m": (args.m or m) if relaxed else None,  # published commands pass --m to every row of a table
         **operator_settings(args, inverse_temperatures, args.top1_mode or (top1_mode if relaxed else None)),
-        **{name: getattr(args, name) for name in OWN_SETTINGS},
+        **{name: getattr(args, name, None) for name in OWN_SETTINGS},
     }
     # 0 is the same as None; the noise_rate of forward_correction has another default.
     without = ("label_smoothing", "margin", *(["noise_rate"] if relaxed else []))

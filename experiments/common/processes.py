@@ -59,7 +59,12 @@ class Processes:
             print(line, flush=True)
 
     def share(self, length: int) -> slice:
-        """This process's part of a batch or split: contiguous, and as long as any other's or one longer."""
+        """This process's part of a batch or split: contiguous, and as long as any other's or one longer.
+
+        Raises SystemExit where there are more processes than samples: a mean over none is not a number.
+        """
+        if length < self.count:
+            raise SystemExit(f"error: a batch or split of {length} for {self.count} processes: start fewer of them")
         return slice(length * self.rank // self.count, length * (self.rank + 1) // self.count)
 
     def weight(self, length: int) -> float:

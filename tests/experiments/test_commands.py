@@ -164,10 +164,10 @@ REFUSED = [
         "cnn takes images",
     ),
     (train_knn, "--dataset digits --method softmax_cross_entrop", "did you mean softmax_cross_entropy"),
-    (train_beam_search, "--arm retain --method smooth_topk", "--arm retain goes with --method"),
+    (train_beam_search, "--arm retain --method softmax_cross_entropy", "--arm retain goes with --method"),
     (train_beam_search, "--arm soft_beam --method softsort --m 4", "soft_beam uses the operator alone"),
     (train_beam_search, "--arm retain --method softsort --inverse_temperature auto", "must be a number"),
-    (train_beam_search, "--arm retain --method softsort --noise_rate .1", "--noise_rate is of losses of logits"),
+    (train_beam_search, "--arm retain --method softsort --noise_rate .1", "unrecognized arguments: --noise_rate"),
     (train_beam_search, "--arm retain --method softsort --dataset reversal --max_letters 9", "at most 7, got 9"),
     (
         train_beam_search,
