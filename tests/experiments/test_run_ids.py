@@ -8,9 +8,10 @@ import pytest
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
 from experiments.common.records import read_rows, run_id
 
+RESULTS = Path(__file__).parents[2] / "results"
 FILES = sorted(
     path
-    for path in (Path(__file__).parents[2] / "results").glob("*.csv")
+    for path in (*RESULTS.glob("*.csv"), *RESULTS.glob("noise/*.csv"))
     if path.read_text().startswith("run_id,") and not path.stem.endswith("_epochs")
 )
 LISTS = ("p_k", "hidden_dims")
@@ -56,7 +57,7 @@ def test_every_recorded_row_has_the_name_that_its_columns_give(path):
 def test_there_are_rows_of_every_script():
     scripts = {script_of(read_rows(path)[0]) for path in FILES}
     assert scripts == {train_cifar100, finetune_imagenet, train_knn, train_beam_search}
-    assert sum(len(read_rows(path)) for path in FILES) >= 2500
+    assert sum(len(read_rows(path)) for path in FILES) >= 9000
 
 
 def command_of(row: dict[str, str]) -> list[str]:
