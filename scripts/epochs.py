@@ -15,20 +15,22 @@ from pathlib import Path
 import pandas as pd
 from filelock import FileLock
 
-from experiments.common.records import replace_file
+from experiments.common.records import cell, replace_file
+from experiments.train_cifar100 import IDENTITY
+from scripts.reporting.runs import ReportError, read_runs
 
-OF_THE_RUN = ("run_id", "method", "p_k", "seed", "precision", "device_name", "torch_version")
+OF_THE_RUN = ("run_id", *IDENTITY, "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
 
 
 def epochs_of(config: Path, results: str) -> list[pd.DataFrame]:
     """Return the epochs of a run, as text; nothing where it has none or writes to another results file."""
     flags, history = json.loads(config.read_text(encoding="utf-8")), config.with_name("epochs.csv")
-    if Path(flags["results"]).name != results or not history.exists():
+    if Path(flags["results"]).name != results or not history.is_file():
         return []
-    flags["p_k"] = " ".join(f"{share:g}" for share in flags["p_k"])
     rows = pd.read_csv(history, dtype=str, usecols=OF_AN_EPOCH)
-    return [rows.assign(**{name: str(flags[name]) for name in OF_THE_RUN})] if len(rows) else []
+    run = {name: cell(flags.get(name)) for name in OF_THE_RUN} | {"run_id": flags["run_id"], "method": flags["method"]}
+    return [rows.assign(**run)] if len(rows) else []
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     output, runs = args.results.with_stem(f"{args.results.stem}_epochs"), args.runs or args.results.with_name("runs")
     found = []
-    for config in sorted(runs.glob("*/config.json")):
+    for config in sorted(path for path in runs.glob("*/config.json") if path.is_file()):
         try:
             found += epochs_of(config, args.results.name)
         except (ValueError, KeyError, TypeError, OSError) as error:
@@ -47,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     if not found:
         parser.error(f"{runs} holds no run that writes to {args.results.name}; name its folder by --runs")
     with FileLock(output.with_name(f".{output.name}.lock")):
-        known = [rows for _, rows in pd.read_csv(output, dtype=str).groupby("run_id")] if output.exists() else []
+        try:
+            known = [rows for _, rows in read_runs(output).groupby("run_id")] if output.exists() else []
+        except ReportError as error:
+            parser.error(str(error))
         by_length = sorted([*found, *known], key=len)  # of equals the known one stays
         longest = {rows["run_id"].iloc[0]: rows for rows in by_length}
         table = pd.concat([longest[run_id] for run_id in sorted(longest)])

@@ -60,6 +60,7 @@ class Run:
         self.folder = args.results.parent / "runs" / self.name
         self.history: list[dict[str, Any]] = []  # one entry per evaluation
         self.info = {"started_utc": records.utc_now(), "times_resumed": 0, "git_commit": records.git_commit()}
+        self.machine = {"device_name": records.device_name(processes.device), "torch_version": torch.__version__}
         self.state: dict[str, Any] = {}
 
     def begin(self, wait: bool = False) -> bool:
@@ -76,7 +77,7 @@ class Run:
         if self._is_recorded():  # another process may just have finished it
             self.lock.release()
             return False
-        config = {"run_id": self.name} | self.config | self.info
+        config = {"run_id": self.name, "results": self.results.name} | self.config | self.machine | self.info
         records.replace_file(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
         if self.processes.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.processes.device)
@@ -157,8 +158,7 @@ class Run:
         if not self.processes.is_first:
             return
         row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
-        row |= summary(self.history, self.clock)
-        row |= {"device_name": records.device_name(self.processes.device), "torch_version": torch.__version__}
+        row |= summary(self.history, self.clock) | self.machine
         row |= self.info | {"finished_utc": records.utc_now()}
         with FileLock(f"{self.results}.lock"):
             # Over NFS, a new file in the folder refreshes this machine's cache of the others.

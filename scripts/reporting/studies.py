@@ -7,7 +7,7 @@ import pandas as pd
 
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, VALID, Interval, ReportError, interval, mean_std, short
-from scripts.reporting.tables import TABLES, Table, as_markdown, origin, read_published, without_empty_columns
+from scripts.reporting.tables import HEADINGS, TABLES, Table, as_markdown, origin, read_published, without_empty_columns
 from topk_losses import METHODS
 
 SPREAD = "last_test_logit_std"
@@ -171,25 +171,30 @@ def published_ends(path: Path, table: pd.DataFrame) -> pd.DataFrame:
 def epochs_text(path: Path, runs: pd.DataFrame) -> str:
     """Return Markdown: what each run reached after some epochs, and the differences to cross-entropy by seed."""
     table, columns = epochs(path, runs), [f"{kind}_{metric}" for kind in KINDS for metric in METRICS]
-    published, reached, leads = published_ends(path, table), [], {}
-    for run_id, run in table.groupby("run_id", sort=False):
-        first, by_epoch = run.iloc[0], run.set_index("epoch")[columns]
-        for epoch in sorted({*MILESTONES, by_epoch.index[-1]} & {*by_epoch.index}):
-            cells = dict(zip(COLUMNS, by_epoch.loc[epoch].map("{:.2f}".format)))
-            reached.append({"method": first.method, "seed": first.seed, "epochs": str(epoch), **cells})
-            if epoch == 200:
-                ends = {f"published {label}": published.loc[run_id, metric] for metric, label in METRICS.items()}
-                reached[-1] |= {label: f"{end:.2f}" for label, end in ends.items() if not math.isnan(end)}
-        base = table[(table.method == SOFTMAX) & (table.seed == first.seed)].set_index("epoch")[columns]
-        if first.method != SOFTMAX and len(lead := (by_epoch - base).dropna()):
-            leads.setdefault(first.method, []).append(lead)
-    gains = []
-    for method, by_seed in leads.items():
-        common, every = min(lead.index[-1] for lead in by_seed), pd.concat(by_seed)
-        for epoch in sorted({*MILESTONES, common} & {*every.index}):
-            there = every.loc[[epoch]]
-            cells = dict(zip(COLUMNS, (str(interval(there[name])) for name in there)))
-            gains.append({"method": method, "epochs": str(epoch), "seeds": str(len(there)), **cells})
+    lines, published, reached, gains = core.lines_of(table), published_ends(path, table), [], []
+    baselines = {core.experiment(line): line for line in lines[::-1] if line["method"].iloc[0] == SOFTMAX}
+    settings = core.settings_of(lines)[0]
+    own = [name for name in settings if (settings.groupby("method")[name].nunique() > 1).any()]
+    settings["p_k"] = settings["p_k"].map(core.shown_p_k)
+    settings = settings[["method", *own]].rename(columns=HEADINGS).map(short)
+    for line, setting in zip(lines, settings.to_dict("records")):
+        if line.duplicated(["seed", "epoch"]).any():
+            raise ReportError(f"{path} has two runs of one seed that no column tells apart: {line['run_id'].unique()}")
+        for run_id, run in line.set_index("epoch").groupby("run_id", sort=False):
+            for epoch in sorted({*MILESTONES, run.index[-1]} & {*run.index}):
+                cells = dict(zip(COLUMNS, run.loc[epoch, columns].map("{:.2f}".format)))
+                reached.append({**setting, "seed": run["seed"].iloc[0], "epochs": str(epoch), **cells})
+                if epoch == 200:
+                    ends = {f"published {label}": published.loc[run_id, metric] for metric, label in METRICS.items()}
+                    reached[-1] |= {label: f"{end:.2f}" for label, end in ends.items() if not math.isnan(end)}
+        base = baselines.get(core.experiment(line), line)
+        ours, theirs = (side.set_index(["seed", "epoch"])[columns] for side in (line, base))
+        leads = (ours - theirs).dropna().reset_index("epoch") if base is not line else ours[:0].reset_index("epoch")
+        common = leads.groupby("seed")["epoch"].max().min()  # the last epoch that all pairs have
+        for epoch, there in leads.groupby("epoch"):
+            if epoch in (*MILESTONES, common):
+                cells = dict(zip(COLUMNS, (str(interval(there[name])) for name in columns)))
+                gains.append({**setting, "epochs": str(epoch), "seeds": str(len(there)), **cells})
     machines, precision = (", ".join(sorted(set(table[name]))) for name in ("device_name", "precision"))
     pairs = table[["method", "p_k"]].drop_duplicates().itertuples()
     p_k = "; ".join(f"{pair.method} {core.shown_p_k(pair.p_k)}" for pair in pairs)

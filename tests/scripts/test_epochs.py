@@ -2,27 +2,62 @@
 
 import csv
 import json
+import os
 
 import pandas as pd
 import pytest
 
+from experiments import train_cifar100
 from scripts import epochs, report
 
 METRICS = dict.fromkeys(epochs.OF_AN_EPOCH[1:], "0.5")
+TABLE1 = {"results": "table1.csv"}
 
 
-def write_run(folder, run_id, num_epochs, results="results/t.csv", method="softmax_cross_entropy", seed=0, **metrics):
-    """metrics: of an epoch, where they are not .5."""
+def write_run(folder, run_id, num_epochs, method="softmax_cross_entropy", seed=0, p_k=None, flags=(), **metrics):
+    """flags: of the run, where they are not these. metrics: of an epoch, where they are not .5."""
     run = folder / "runs" / run_id
     run.mkdir(parents=True, exist_ok=True)
-    p_k = [1.0, 0, 0, 0, 0] if method == "softmax_cross_entropy" else [0.5, 0.5]
-    flags = dict.fromkeys(epochs.OF_THE_RUN, "x") | {"run_id": run_id, "results": results, "precision": "bf16"}
-    (run / "config.json").write_text(json.dumps(flags | {"method": method, "p_k": p_k, "seed": seed}))
+    p_k = p_k or ([1.0, 0, 0, 0, 0] if method == "softmax_cross_entropy" else [0.5, 0.5])
+    written = dict.fromkeys(epochs.OF_THE_RUN, "x") | {"run_id": run_id, "results": "t.csv", "precision": "bf16"}
+    written |= {"method": method, "p_k": p_k, "seed": seed, **dict(flags)}
+    (run / "config.json").write_text(json.dumps(written))
     rows = [
         {"epoch": epoch, **METRICS, **{name: value_at(epoch) for name, value_at in metrics.items()}}
         for epoch in range(1, num_epochs + 1)
     ]
     pd.DataFrame(rows).assign(train_loss=1).to_csv(run / "epochs.csv", index=False)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_epochs_of_a_training_run_are_those_of_its_row(tmp_path):
+    flags = "--method softmax_cross_entropy --dataset digits --limit_train 64 --batch_size 32 --n_epochs 1 --device cpu"
+    assert train_cifar100.main([*flags.split(), "--results", str(tmp_path / "t.csv")]) == 0
+    assert epochs.main([str(tmp_path / "t.csv")]) == 0
+    (run,), (epoch,) = rows_of(tmp_path / "t.csv"), rows_of(tmp_path / "t_epochs.csv")
+    assert {name: epoch[name] for name in epochs.OF_THE_RUN} == {name: run[name] for name in epochs.OF_THE_RUN}
+    assert (epoch["epoch"], epoch["test_top1"]) == ("1", run["test_top1"])
+
+
+def test_a_file_of_epochs_from_a_spreadsheet_keeps_its_cells_and_counts_each_epoch_once(tmp_path):
+    """Semicolons, a cell "NA", the header and a run twice; a pipe in a run folder is passed over."""
+    write_run(tmp_path, "a", 2)
+    for name in ("config.json", "epochs.csv"):
+        write_run(tmp_path, f"pipe-{name}", 1)
+        (tmp_path / "runs" / f"pipe-{name}" / name).unlink()
+        os.mkfifo(tmp_path / "runs" / f"pipe-{name}" / name)
+    assert epochs.main([str(tmp_path / "t.csv")]) == 0
+    output = tmp_path / "t_epochs.csv"
+    header, *lines = output.read_text().replace(",", ";").splitlines()
+    header, lines = f"{header};mine", [f"{line};NA" for line in lines]
+    output.write_text("\n".join([header, *lines, header, *lines]))
+    assert epochs.main([str(tmp_path / "t.csv")]) == 0
+    kept = [(row["run_id"], row["epoch"], row["mine"]) for row in rows_of(output)]
+    assert kept == [("a", "1", "NA"), ("a", "2", "NA")]
 
 
 def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(tmp_path, capsys):
@@ -31,8 +66,8 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(
     for a, b in ((2, 1), (1, 3)):  # a run that began anew has fewer epochs than are kept
         write_run(tmp_path, "a", a)
         write_run(tmp_path, "b", b)
-        write_run(tmp_path, "c", 5, "results/other.csv")
-        for number, content in enumerate(("", "{}", '{"results": "results/t.csv", "p_k": 3}')):
+        write_run(tmp_path, "c", 5, flags={"results": "other.csv"})
+        for number, content in enumerate(("", "{}", '{"results": "t.csv"}')):
             (tmp_path / "runs" / f"bad{number}").mkdir(exist_ok=True)
             (tmp_path / "runs" / f"bad{number}" / "config.json").write_text(content)
             (tmp_path / "runs" / f"bad{number}" / "epochs.csv").write_text("epoch\n1\n")
@@ -43,8 +78,7 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(
     with pytest.raises(SystemExit, match="2"):  # though the file has rows
         epochs.main([str(table), "--runs", str(tmp_path / "absent")])
     assert "holds no run that writes to t.csv" in capsys.readouterr().err
-    with output.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(output)
     assert [row["run_id"] + row["epoch"] for row in rows] == ["a1", "a2", "b1", "b2", "b3"]
     assert {row["precision"] for row in rows} == {"bf16"}
     assert {row["my_note"] for row in rows} == {"mine"}
@@ -52,14 +86,14 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(
 
 def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(tmp_path, capsys):
     """Softmax stays at 50 %; the network rises by half a point an epoch and passes it in top-1, not in top-5."""
-    write_run(tmp_path, "a", 60, "results/table1.csv")
+    write_run(tmp_path, "a", 60, flags=TABLE1)
     rising = {"test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": lambda epoch: 0.4}
     rising["valid_top1"] = lambda epoch: 0.6 if epoch == 47 else 0.5
-    write_run(tmp_path, "b", 55, "results/table1.csv", method="splitter_selection", **rising)
+    write_run(tmp_path, "b", 55, flags=TABLE1, method="splitter_selection", **rising)
     for seed, end in ((1, 52), (2, 53)):
-        write_run(tmp_path, f"c{seed}", end, "results/table1.csv", seed=seed)
+        write_run(tmp_path, f"c{seed}", end, flags=TABLE1, seed=seed)
         rising["test_top1"] = lambda epoch, seed=seed: 0.3 + 0.01 * seed + 0.005 * epoch
-        write_run(tmp_path, f"d{seed}", 55, "results/table1.csv", method="splitter_selection", seed=seed, **rising)
+        write_run(tmp_path, f"d{seed}", 55, flags=TABLE1, method="splitter_selection", seed=seed, **rising)
     assert epochs.main([str(tmp_path / "table1.csv")]) == 0
     capsys.readouterr()
     assert report.main([str(tmp_path / "table1_epochs.csv"), "--figures", str(tmp_path / "figures")]) == 0
@@ -78,8 +112,26 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
     assert (tmp_path / "figures" / "table1_epochs.svg").stat().st_size > 10_000
 
 
+def test_settings_of_one_method_are_lines_of_their_own(tmp_path, capsys):
+    """Two P_K of a method are no seeds of one another; runs of another precision are not compared."""
+    for seed in (0, 1):
+        write_run(tmp_path, f"softmax{seed}", 25, seed=seed)
+        for name, p_k, top1 in (("one", [1.0], 0.4), ("half", [0.5, 0.5], 0.6)):
+            values = {"p_k": p_k, "test_top1": lambda epoch, top1=top1: top1}
+            write_run(tmp_path, f"{name}{seed}", 25, method="splitter_selection", seed=seed, **values)
+    write_run(tmp_path, "other", 25, method="softsort", flags={"precision": "fp32"})
+    assert epochs.main([str(tmp_path / "t.csv")]) == 0
+    assert report.main([str(tmp_path / "t_epochs.csv")]) == 0
+    reached, gains = capsys.readouterr().out.split("Difference to cross-entropy")
+    p_ks = [line.split("|")[2].strip() for line in reached.splitlines() if "splitter" in line]
+    assert p_ks == ["[0.5, 0.5]", "[0.5, 0.5]", "[1]", "[1]"]
+    gains = [[cell.strip() for cell in line.split("|")[1:6]] for line in gains.splitlines() if line[:3] == "| s"]
+    shown = [("[0.5, 0.5]", "+10.00 ± 0.00"), ("[1]", "−10.00 ± 0.00")]
+    assert gains == [["splitter_selection", p_k, "25", "2", gain] for p_k, gain in shown]
+
+
 def test_epochs_that_fall_get_a_sentence(tmp_path, capsys):
-    write_run(tmp_path, "a", 3, "results/table1.csv")
+    write_run(tmp_path, "a", 3, flags=TABLE1)
     epochs.main([str(tmp_path / "table1.csv")])
     path = tmp_path / "table1_epochs.csv"
     header, *lines = path.read_text().splitlines()
