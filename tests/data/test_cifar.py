@@ -29,7 +29,6 @@ from data.cifar import (
     epoch_order,
     load_complete,
     load_dataset,
-    noisy_labels,
     sample_crops,
     scale_and_shift,
 )
@@ -196,19 +195,6 @@ def test_labels_by_people_are_those_of_training_and_validation(data_dir, tmp_pat
     for wrong, message in ((path, "are not those of"), (tmp_path / "none.pt", "is not a file of labels by people")):
         with pytest.raises(SystemExit, match=message):
             load_dataset("cifar100", data_dir, noisy_labels_file=wrong)
-
-
-@pytest.mark.parametrize("probability", [0.0, 0.2, 0.6, 1.0])
-def test_noise_has_the_stated_frequencies(probability):
-    count = 100_000
-    labels = torch.full((count,), 7)
-    noisy = noisy_labels(labels, 5, probability, torch.Generator().manual_seed(0))
-    shares = noisy.bincount(minlength=20) / count
-    expected = torch.zeros(20)
-    expected[5:10] = probability / 5
-    expected[7] += 1 - probability
-    # Five standard errors of a share.
-    torch.testing.assert_close(shares, expected, rtol=0, atol=5 * 0.5 / count**0.5)
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:

@@ -230,17 +230,6 @@ def test_streamed_embeddings_give_the_same_row(run, tmp_path):
     assert outcome(tmp_path / "r.csv") == outcome(tmp_path / "streamed" / "r.csv")
 
 
-def test_heads_in_company_are_those_of_commands_of_their_own(run, tmp_path):
-    run(finetune_imagenet)
-    together, apart = outcome(tmp_path / "r.csv"), {}
-    base, *heads = re.fullmatch('(.*)(--method .*) --also "(.*)"', SCRIPTS[finetune_imagenet]).groups()
-    for number, head in enumerate(heads):
-        results = tmp_path / str(number) / "r.csv"
-        run(finetune_imagenet, flags=base + head, results=results)
-        apart |= outcome(results)
-    assert together == apart
-
-
 def test_baselines_of_neighbours_and_untrained_ones(run, tmp_path):
     flags = "--dataset digits --limit_train 300 --k 3 --method "
     for method in ("inputs", "pca"):

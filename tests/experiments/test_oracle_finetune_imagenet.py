@@ -1,6 +1,6 @@
 """Heads on embeddings have the figures of a plain loop, for each method and seed of a command that trains several."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from torch.nn.functional import one_hot
 from data.embeddings import epoch_order, mixup, split_rows
 from experiments import finetune_imagenet as script
 from experiments.common.losses import seed_noise
+from tests.experiments import scripts
 from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k
 from tests.experiments.scripts import rows_of
 from topk_losses import make_loss
 
-DIM, CLASSES, TRAIN, VALID, TEST, BATCH, EPOCHS, EVERY, LR = 12, 64, 420, 110, 90, 35, 3, 3, 0.02
+DIM, CLASSES, TRAIN, VALID, BATCH, EPOCHS, EVERY, LR = 12, 64, 420, 110, 35, 3, 3, 0.02
 FLAGS = f"--num_valid {VALID} --batch_size {BATCH} --n_epochs {EPOCHS} --eval_freq {EVERY} --lr {LR} "
 # The published settings for ImageNet: the default temperature, m and the softmax for the top-1 term.
 SORTS = {"m": 16, "inverse_temperature": 0.5, "top1_mode": "sm"}
@@ -25,24 +26,15 @@ HALF, EVEN, TOP5 = [0.5, 0, 0, 0, 0.5], [0.2] * 5, [0, 0, 0, 0, 1.0]
 
 
 @pytest.fixture(scope="module")
-def parts():
-    """Embeddings and labels of the splits; a class is a direction."""
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(CLASSES, DIM, generator=generator)
-    found = {}
-    for split, rows in (("train", TRAIN), ("test", TEST)):
-        labels = torch.randint(CLASSES, (rows,), generator=generator)
-        found[split] = (centres[labels] + torch.randn(rows, DIM, generator=generator)).half(), labels
-    return found
+def store(tmp_path_factory):
+    return scripts.embeddings(tmp_path_factory.mktemp("embeddings") / "some.pt", CLASSES, TRAIN, DIM)
 
 
 @pytest.fixture(scope="module")
-def store(parts, tmp_path_factory):
-    path, content = tmp_path_factory.mktemp("embeddings") / "some.pt", {}
-    for split, (embeddings, labels) in parts.items():
-        content |= {f"{split}_embeddings": embeddings, f"{split}_labels": labels}
-    torch.save(content, path)
-    return path
+def parts(store):
+    """Embeddings and labels of the splits."""
+    content = torch.load(store, weights_only=True)
+    return {split: (content[f"{split}_embeddings"], content[f"{split}_labels"]) for split in ("train", "test")}
 
 
 def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0, hidden=(), mix=None):
@@ -206,10 +198,11 @@ def test_a_noise_matrix_is_that_of_the_loss_and_known_by_its_content(parts, stor
             run(script, f"{FLAGS} -d {store} --method lapsum --noise_matrix {tmp_path}/{name}", results)
 
 
-def test_imagenet_21k_keeps_50_scores(parts, store, results):
+def test_imagenet_21k_keeps_50_scores(parts, store, results, monkeypatch):
     path = Path(script.__file__).with_name("finetune_imagenet21k.py")
     flags = f"{FLAGS} -d {store} --method neuralsort --p_k .5 0 0 0 .5 --device cpu --threads 1 --results {results}"
-    subprocess.run([sys.executable, path, *flags.split()], check=True, capture_output=True)
+    monkeypatch.setattr(sys, "argv", [str(path), *flags.split()])
+    runpy.run_path(path, run_name="__main__")
     (row,) = rows_of(results)
     expected = plain_loop(parts, "neuralsort", HALF, {**SORTS, "m": 50}, 0)
     check_history(history_of(results, row, "step"), expected)

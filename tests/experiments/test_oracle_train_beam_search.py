@@ -1,15 +1,22 @@
-"""Training through beam search has the figures of a plain loop, whose beam is a list of one word's hypotheses."""
+"""Training through beam search has the figures of a plain loop, whose beam is a list of one word's hypotheses.
 
+Then what error rates are made of: edit distances, and the nearest of several readings.
+"""
+
+import copy
 import math
 from functools import cache
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.functional import nll_loss
 
 from data.cifar import epoch_order
-from data.cmudict import END, load_words
+from data.cmudict import END, WordSplit, load_words
 from experiments import train_beam_search as script
+from models.beam_search import beam_search
 from models.encoder_decoder import EncoderDecoder
 from tests.experiments.oracle import check_history, history_of, run
 from topk_losses import make_loss
@@ -106,15 +113,21 @@ def fit(model, words, loss_fn, before, updates, lr):
     return found
 
 
-@pytest.mark.parametrize("arm", ["cross_entropy --method softmax_cross_entropy", "retain --method softsort"])
-def test_the_figures_are_those_of_a_plain_training_loop(arm, results, monkeypatch):
-    monkeypatch.setenv("TOPK_LOSSES_BACKEND", "torch")  # kernels would take longer to compile
-    (row,) = run(script, FLAGS + f"--arm {arm}", results)
+@pytest.fixture(scope="module")
+def pretrained():
+    """The words, a model that cross-entropy has trained, and what its validations found."""
     words = load_words("reversal", 4)
     torch.manual_seed(SEED)
     model = EncoderDecoder(words.num_letters, len(words.symbols), 12)
-    pretrained = fit(model, words, None, 0, PRETRAIN, 0.02)
-    check_history(history_of(results, {"run_id": row["pretrained"]}, "update"), pretrained)
+    return words, model, fit(model, words, None, 0, PRETRAIN, 0.02)
+
+
+@pytest.mark.parametrize("arm", ["cross_entropy --method softmax_cross_entropy", "retain --method softsort"])
+def test_the_figures_are_those_of_a_plain_training_loop(arm, pretrained, results, monkeypatch):
+    monkeypatch.setenv("TOPK_LOSSES_BACKEND", "torch")  # kernels would take longer to compile
+    (row,) = run(script, FLAGS + f"--arm {arm}", results)
+    words, model, found = copy.deepcopy(pretrained)
+    check_history(history_of(results, {"run_id": row["pretrained"]}, "update"), found)
     loss_fn = None
     if row["method"] == "softsort":  # half of P_K on the best candidate, half on those that stay; all V are kept
         settings = {"m": model.num_phonemes, "inverse_temperature": 0.5, "top1_mode": "sm"}
@@ -126,3 +139,27 @@ def test_the_figures_are_those_of_a_plain_training_loop(arm, results, monkeypatc
         for name, value in found[size].items():
             assert float(row[f"test_{name}_beam{size}"]) == pytest.approx(value, rel=1e-6)
     assert found[4]["gold"] > found[1]["gold"]  # a beam that is wider holds more
+
+
+SEQUENCE = st.lists(st.integers(1, 3), max_size=6).map(tuple)
+
+
+@given(SEQUENCE, SEQUENCE)
+def test_edit_distance(first, second):
+    assert script.edit_distance(first, second) == edits(first, second)
+
+
+def test_the_nearest_reading_is_the_one_with_the_smallest_rate():
+    assert script.nearest((1, 9, 9, 9), [(1, 2), (1, 2, 2, 2, 2)]) == (4, 5)
+    assert script.nearest((), [(1,), (1, 2)]) == (1, 1)
+
+
+def test_any_reading_counts():
+    torch.manual_seed(0)
+    model, letters = EncoderDecoder(5, 4, hidden_dim=3), torch.tensor([[1, 2], [3, 4]])
+    model.scores.bias.data[END] = -99.0  # no hypothesis ends
+    found = beam_search(model, model.encode(letters), 1, script.MAX_STEPS).phonemes[:, 0].tolist()
+    readings = [[(1, 1, 1), tuple(phonemes)] for phonemes in found]
+    both, first = (WordSplit(letters, several) for several in (readings, [several[:1] for several in readings]))
+    assert script.error_rates(model, both, 1, torch.device("cpu")) == {"per": 0, "wer": 0, "gold": 1}
+    assert script.error_rates(model, first, 1, torch.device("cpu"))["wer"] == 1

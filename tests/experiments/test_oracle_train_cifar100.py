@@ -13,6 +13,7 @@ from data.cifar import DIGITS_MEAN, DIGITS_STD, crop_and_flip, epoch_generator, 
 from experiments import train_cifar100 as script
 from experiments.common.losses import seed_noise
 from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k
+from tests.experiments.scripts import small_network
 from topk_losses import make_loss
 
 FLAGS = "--dataset digits --limit_train 600 --batch_size 64 --n_epochs 3 --seed 1 "
@@ -34,12 +35,6 @@ CASES = {  # the flags, and what they must come to
     "sorts": ("--method softsort", EVEN, SORTS, {}),
     "schedule": ("--method softsort --inverse_temperature .02:1", EVEN, SORTS, {"betas": (0.02, 1)}),
 }
-
-
-def small_network(name: str, num_classes: int) -> nn.Module:
-    assert name == "resnet18"
-    body = (nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
-    return nn.Sequential(*body, nn.Linear(512, num_classes))
 
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
