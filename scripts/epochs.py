@@ -16,8 +16,7 @@ import pandas as pd
 from filelock import FileLock
 
 from experiments.common.records import cell, replace_file
-from experiments.train_cifar100 import IDENTITY
-from scripts.reporting.runs import ReportError, read_runs
+from scripts.reporting.runs import IDENTITY, ReportError, read_runs
 
 OF_THE_RUN = ("run_id", *IDENTITY, "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
@@ -29,7 +28,7 @@ def epochs_of(config: Path, results: str) -> list[pd.DataFrame]:
     if Path(flags["results"]).name != results or not history.is_file():
         return []
     rows = pd.read_csv(history, dtype=str, usecols=OF_AN_EPOCH)
-    run = {name: cell(flags.get(name)) for name in OF_THE_RUN} | {"run_id": flags["run_id"], "method": flags["method"]}
+    run = {"run_id": flags["run_id"], **{name: cell(flags[name]) for name in OF_THE_RUN if name in flags}}
     return [rows.assign(**run)] if len(rows) else []
 
 
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         by_length = sorted([*found, *known], key=len)  # of equals the known one stays
         longest = {rows["run_id"].iloc[0]: rows for rows in by_length}
         table = pd.concat([longest[run_id] for run_id in sorted(longest)])
-        columns = list(dict.fromkeys([*OF_THE_RUN, *OF_AN_EPOCH, *table]))
+        columns = [name for name in dict.fromkeys([*OF_THE_RUN, *OF_AN_EPOCH, *table]) if name in table]
         replace_file(output, table.to_csv(columns=columns, index=False, lineterminator="\n"))
     print(f"{output}: " + ", ".join(f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(longest.items())))
     return 0
