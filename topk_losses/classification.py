@@ -33,6 +33,11 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _weighted(losses: Tensor, mass: Tensor) -> Tensor:
+    """Losses times mass: an infinite loss of a class without mass counts as 0, a finite one is the mass's gradient."""
+    return torch.where((mass > 0) | losses.isfinite(), losses, 0) * mass
+
+
 class CallSettings(NamedTuple):
     """What a call has beside logits and labels: the inverse temperature, read once, and P_K of each row, or None."""
 
@@ -243,8 +248,7 @@ class ClassificationLoss(nn.Module):
         if not known or int(mass.count_nonzero()) > MANY * len(mass):
             losses = self._losses(scores, None, call)  # (rows, n)
             if losses is not None:
-                # an infinite loss of a class without mass counts as 0; a finite one is the gradient of its mass
-                return torch.where((mass > 0) | losses.isfinite(), losses * mass, 0).sum(1)
+                return _weighted(losses, mass).sum(1)
         n = mass.shape[1]
         if known:
             row, column = mass.nonzero(as_tuple=True)  # (pairs,) each
@@ -271,8 +275,7 @@ class ClassificationLoss(nn.Module):
     ) -> Tensor:
         """For each row of scores (rows, n) the sum of share times loss over its pairs (pairs,): (rows,)."""
         losses = self._losses_of_pairs(scores, row, column, CallSettings(beta, p_k))
-        losses = torch.where((share > 0) | losses.isfinite(), losses * share, 0)
-        return torch.zeros_like(scores[:, 0]).index_add(0, row, losses)
+        return torch.zeros_like(scores[:, 0]).index_add(0, row, _weighted(losses, share))
 
 
 class SoftmaxCrossEntropyLoss(ClassificationLoss):

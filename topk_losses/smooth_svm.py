@@ -99,8 +99,10 @@ class SmoothTopKLoss(SingleKLoss):
         tau = call.beta
         k, results = self.k, compare_with_kth(scores, target, [self.k], as_tensor(self.k * tau, scores))
         smooth, hard, top = results[0].squeeze(1), results[1].squeeze(1), results[2]  # (rows,) twice, (rows, k + 1)
+        gap = smooth.nan_to_num(math.nan, -MASKED, MASKED)  # a learned tau has no gradient of infinities
         # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
-        losses = tau * F.softplus((self.alpha + smooth / k) / tau, threshold=40)
+        losses = tau * F.softplus((self.alpha + gap / k) / tau, threshold=40)
+        losses = torch.where(smooth == math.inf, math.inf, losses)
         if not self.turns_hard:
             return losses
         ranked = torch.cat([top, scores.detach().gather(1, target.unsqueeze(1))], dim=1).sort(1, descending=True).values

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import one_hot
 
-from tests.methods import DETERMINISTIC, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import RELAXATIONS, TopKCrossEntropyLoss, make_loss, topk_mask
+from tests.methods import DETERMINISTIC, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
+from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, topk_mask
 from topk_losses.kernels import VARIABLE, is_installed
 
 INF = math.inf
@@ -70,15 +71,19 @@ def test_where_k_exceeds_the_live_classes_all_of_them_are_within_it(method, dtyp
 
 @pytest.mark.parametrize("method", DETERMINISTIC)
 def test_rows_with_few_or_no_live_classes_spoil_no_gradient_of_the_batch(method, dtype):
+    """Nor that of a learned temperature, nor that of labels with no mass on masked classes."""
     logits = torch.tensor([[1, 0, -INF, -INF], [1, -INF, -INF, -INF], [0.3, 0.1, -0.2, 0.7]], dtype=dtype)
-    loss = make_loss(method, p_k_of(method, 3), reduction="none")
-    leaf = logits.requires_grad_()
-    losses = loss(leaf, torch.tensor([0, 0, 2]))
-    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-    assert bool(losses.isfinite().all())
-    assert bool(gradient.isfinite().all())
-    assert not bool(gradient[:2, 2:].any())
-    assert bool(gradient[2].any()) or method.startswith("truncated")
+    labels = torch.tensor([0, 0, 2])
+    mass, learned = one_hot(labels, 4).to(dtype), nn.Parameter(torch.tensor(METHODS[method].inverse_temperature or 1.0))
+    leaves = [logits.requires_grad_(), mass.requires_grad_(), learned]
+    for settings in ({}, {"inverse_temperature": learned} if method in LEARNABLE else {}):
+        loss = make_loss(method, p_k_of(method, 3), reduction="none", **settings)
+        for target in (labels, mass):
+            losses = loss(logits, target)
+            gradients = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+            assert all(bool(tensor.isfinite().all()) for tensor in (losses, *gradients))
+            assert not bool(gradients[0][:2, 2:].any())
+            assert bool(gradients[0][2].any()) or method.startswith("truncated")
 
 
 # Offsets of the logits.
