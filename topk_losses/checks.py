@@ -21,6 +21,11 @@ def is_wrapped(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_transforming() -> bool:
+    """Whether torch.func is at work, which takes no autograd function that it cannot transform."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor is an ordinary one, or a compiler's: neither of torch.func nor fake."""
     if torch.compiler.is_compiling():

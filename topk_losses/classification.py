@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from topk_losses import checks
-from topk_losses.checks import full_precision, has_known_values, is_ordinary, static
+from topk_losses.checks import full_precision, has_known_values, is_ordinary, is_transforming, static
 from topk_losses.operator import (
     as_tensor,
     centered,
@@ -257,7 +257,7 @@ class ClassificationLoss(nn.Module):
             row, column = pairs // n, pairs % n
         share = mass[row, column]
         size = max(AT_ONCE // min(self.m or n, n), 1)  # pairs at a time
-        in_parts = not torch.compiler.is_compiling() and is_ordinary(scores) and is_ordinary(mass)
+        in_parts = not torch.compiler.is_compiling() and not is_transforming() and is_ordinary(scores)
         if not in_parts or len(row) <= size or self.stochastic:
             return self._sum_of_pairs(scores, row, column, share, *call)
         total = torch.zeros_like(scores[:, 0])

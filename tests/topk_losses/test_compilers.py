@@ -80,6 +80,22 @@ def test_gradients_of_each_sample_by_torch_func(method, m, backend, monkeypatch)
     torch.testing.assert_close(grad(loss)(logits, labels) * 6, want, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("m", [None, 8])
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_torch_func_may_transform_labels_or_p_k_alone(method, m, monkeypatch):
+    """The logits are then an ordinary tensor, which a kernel would take."""
+    monkeypatch.setattr("topk_losses.classification.AT_ONCE", 40)  # a few pairs of a row and a class at a time
+    logits, labels = random_batch(dtype=torch.float32)
+    soft, p_k = (random_batch(12, n, dtype=torch.float32)[0].view(2, 6, n).softmax(2) for n in (12, 3))
+    for smoothing in (0.0, 0.1):
+        loss = make_loss(method, None, 12, m, label_smoothing=smoothing)
+        want = torch.stack([loss(logits, target) for target in soft])
+        torch.testing.assert_close(vmap(loss, (None, 0))(logits, soft), want)
+        if method in RELAXATIONS:
+            want = torch.stack([loss(logits, labels, share) for share in p_k])
+            torch.testing.assert_close(vmap(loss, (None, None, 0))(logits, labels, p_k), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", DETERMINISTIC)
 def test_hessians_by_reverse_mode(method):
     logits, labels = random_batch(3, 6)

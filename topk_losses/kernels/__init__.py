@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from topk_losses.checks import is_ordinary
+from topk_losses.checks import is_ordinary, is_transforming
 
 VARIABLE = "TOPK_LOSSES_BACKEND"
 DEVICES = {"numba": "cpu", "triton": "cuda"}
@@ -78,7 +78,7 @@ def find_kernel(operation: str, scores: Tensor, *settings: object) -> Kernel | N
     """
     tensors = [value for value in settings if isinstance(value, Tensor)]
     is_constant = not any(tensor.requires_grad for tensor in tensors)
-    if scores.dtype != torch.float32 or not is_constant or not all(map(is_ordinary, (scores, *tensors))):
+    if scores.dtype != torch.float32 or not is_constant or is_transforming() or not is_ordinary(scores):
         return None
     name = _load(operation, scores.device)
     if torch.compiler.is_compiling():
