@@ -3,7 +3,7 @@
 # fails. Then runs the Python of README and docs with the packages of the integrations, which scripts/test.sh leaves
 # out. Works from any directory; what it needs beside requirements.txt goes into .venv-docs.
 #   scripts/docs.sh
-. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/begin.sh"
 . scripts/environment.sh
 
 stamp=.venv-docs/requirements.stamp

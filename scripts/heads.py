@@ -157,8 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parser.parse_known_args(words)
     if not Path(args.data_path).exists() and ("/" in args.data_path or Path(args.data_path).suffix):
         parser.error(f"there is no file {args.data_path}")
-    if args.results in (args.trials, args.around):
-        parser.error(f"--results {args.results} must not be a file of trials")
+    files = [args.results, args.trials, Path(args.data_path)]
+    files += [args.around] if {"more", "table3_more"} & set(args.stages) else []
+    if len({file.resolve() for file in files}) < len(files):
+        parser.error("--results, --trials, the --around of a stage more and the embeddings must be different files")
     for number, stage in enumerate(args.stages):
         if number and {"--dry-run", "--status"} & set(flags):
             print(f"# {stage}: known when {args.stages[number - 1]} has run")

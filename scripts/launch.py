@@ -108,12 +108,20 @@ def visible_gpus() -> list[str]:
         # Not subprocess.run, which waits for the end of what it kills: a process that hangs in the driver has none.
         process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         listed, _ = process.communicate(timeout=SMI_SECONDS)
-    except FileNotFoundError:
+    except OSError:  # there is none, or none that starts
         return []
     except subprocess.TimeoutExpired:
         process.kill()
         raise ValueError("nvidia-smi does not answer; name the GPUs by CUDA_VISIBLE_DEVICES (empty: none)") from None
     return listed.split() if process.returncode == 0 else []
+
+
+def show(message: str) -> None:
+    """Print; where nobody reads any more (`| head`) or the disk is full, go on in silence: runs must not be left."""
+    try:
+        print(message)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_all(runs: Sequence[Run], jobs: int, gpus: Sequence[str], lock: int) -> list[int]:
@@ -129,17 +137,17 @@ def run_all(runs: Sequence[Run], jobs: int, gpus: Sequence[str], lock: int) -> l
             run.gpu = min(gpus, key=[other.gpu for other in running].count) if gpus else ""
             running.append(run)
             run.start(max(1, usable_cores() // jobs), lock)
-            print(f"started: {run.log.stem}")
+            show(f"started: {run.log.stem}")
         for number in received[passed_on:]:
             number, passed_on = (signal.SIGKILL if passed_on else number), passed_on + 1
-            print(f"stopping: {signal.Signals(number).name} to {len(running)} runs, waiting for them to end")
+            show(f"stopping: {signal.Signals(number).name} to {len(running)} runs, waiting for them to end")
             for process in [run.process for run in running if run.process]:
                 os.killpg(process.pid, number)
         for run in [run for run in running if run.has_ended()]:
             running.remove(run)
             if again := run.failure and run.attempts < ATTEMPTS and not received:
                 waiting, run.not_before = [*waiting, run], time.monotonic() + RETRY_SECONDS
-            print(f"{run.failure or 'done'}{', to be tried again' if again else ''}: {run.log.stem}")
+            show(f"{run.failure or 'done'}{', to be tried again' if again else ''}: {run.log.stem}")
         time.sleep(POLL_SECONDS)
     return received
 

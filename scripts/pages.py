@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.common.records import replace_file
 from scripts import report
 from scripts.reporting import columns, findings, noise, reference, speed, studies, tables
 from scripts.reporting.runs import METRICS, ReportError, shown_p_k
@@ -168,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
             status = 1 if args.check else 0
             print(f"{name} {'would change: run scripts/pages.py' if args.check else 'rewritten'}", file=sys.stderr)
             if not args.check:
-                page.write_text(new, encoding="utf-8")
+                replace_file(page, new)
     if args.figures:
         for draw in (draw_method_figures, draw_result_figures, reference.draw_tutorial):
             draw(FIGURES)

@@ -2,7 +2,7 @@
 # A first look: installs into .venv, trains a small ResNet-18 with four losses on scikit-learn's digits (no download), and
 # prints their table. Under 2 minutes on 2 CPU cores after the installation. A second call only prints the table.
 #   scripts/quickstart.sh [--force]                  # flags of scripts/launch.py and experiments/train_cifar100.py
-. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/begin.sh"
 . scripts/environment.sh
 
 .venv/bin/python scripts/sweeps.py quickstart "$@"

@@ -57,6 +57,11 @@ def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes:
     return noisy, torch.block_diag(*[block] * (classes // args.among))
 
 
+def matrix_files(output: Path) -> dict[str, Path]:
+    """Return the files of the two matrices beside a file of embeddings."""
+    return {name: output.with_name(f"{output.stem}_{name}.pt") for name in ("true", "estimated")}
+
+
 def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) -> dict[str, Any]:
     """Return the parts of a file that wrong labels change, and write the two matrices beside it."""
     train, every = content["train_labels"], torch.arange(len(content["train_labels"]))
@@ -65,7 +70,7 @@ def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) 
     known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
     estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
     for name, matrix in (("true", true), ("estimated", estimated)):
-        torch.save(matrix, args.output.with_name(f"{args.output.stem}_{name}.pt"))
+        torch.save(matrix, matrix_files(args.output)[name])
     drawn = f"{args.label_noise:g} among {args.among}, draw {args.draw}" if args.label_noise else "right"
     changed = {"info": content.get("info", {}) | {"labels": "human" if args.human is not None else drawn}}
     if not args.noisy_valid:
@@ -90,8 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num_valid", type=int, default=5000, help=message)
     parser.add_argument("--output", type=Path, required=True, help="torch file to write")
     args = parser.parse_args(argv)
-    if not args.data.is_file() or (args.output.exists() and args.output.samefile(args.data)):
-        parser.error(f"{args.data} must be a file, and --output another one")
+    if not args.data.is_file():
+        parser.error(f"there is no file {args.data}")
+    inputs = [file.resolve() for file in (args.data, args.human) if file is not None]
+    if taken := {file.resolve() for file in (args.output, *matrix_files(args.output).values())}.intersection(inputs):
+        parser.error(f"--output {args.output} would replace {taken.pop()}, which is read")
     content = torch.load(args.data, mmap=True, weights_only=True)
     labels = {name: content[f"{name}_labels"] for name in ("train", "valid", "test") if f"{name}_labels" in content}
     classes = 1 + max(int(ids.max()) for ids in labels.values())

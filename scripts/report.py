@@ -33,8 +33,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="file for the table (default: the screen)")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="folder for the figures, as SVG")
     args = parser.parse_args(argv)
-    if args.output and args.results.exists() and args.output.exists() and args.output.samefile(args.results):
-        parser.error(f"--output {args.output} is the results file")
+    inputs = [file.resolve() for file in (args.results, *tables.PAPER.glob("*.csv"))]
+    if args.output and args.output.resolve() in inputs:
+        parser.error(f"--output {args.output} is the results file, or one of {tables.PAPER.name}/")
     return args
 
 

@@ -11,7 +11,8 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   wait $! && exit 0 || exit $?
 fi
 [[ ${1:-} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || { echo "error: name the sweep first, as in slurm.sh table1" >&2; exit 2; }
-CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && logs=$PWD/results/logs/$1 && mkdir -p "$logs" && commands=$(mktemp -p "$logs")
+CDPATH= cd -- "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+logs=$PWD/results/logs/$1 && mkdir -p "$logs" && commands=$(mktemp -p "$logs")
 grep -v '^ *\(#\|$\)' > "$commands" || { echo "error: there is no command line on standard input" >&2; exit 2; }
 exec sbatch --job-name="$1" --array="1-$(wc -l < "$commands")" --output="$logs/slurm-%a.log" --open-mode=append --requeue \
   --signal=B:USR1@60 "${@:2}" "$PWD/scripts/slurm.sh" "$commands"

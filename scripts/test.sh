@@ -2,7 +2,7 @@
 # Installs what is needed into .venv (made if absent), then runs ruff, mypy and pytest, the last in two processes. Works
 # from any directory.
 #   scripts/test.sh [pytest arguments]     # -n 0: in one process, as --pdb and -s want it
-. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/begin.sh"
 . scripts/environment.sh
 
 .venv/bin/ruff check .

@@ -2,7 +2,7 @@
 # The rows of Table 3 on Tiny-ImageNet-200: scripts/tiny_imagenet.sh FOLDER, which has train/WNID/ and test/WNID/
 folder=$(CDPATH= cd -- "${1:?the folder of the images}" && pwd) || exit 2
 shift
-. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/begin.sh"
 features=data/downloads/embeddings/tiny_imagenet.pt trials=results/tiny_imagenet_trials.csv
 extract=(.venv/bin/python experiments/extract_embeddings.py --dataset "$folder" --backbone tf_efficientnet_lite0
     --weights efficientnet-lite0 --resolution 128 --precision bf16 --output "$features")

@@ -50,8 +50,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
     with open(path, newline="", encoding="utf-8-sig") as file:
         rows = list(csv.DictReader(file))
+    if rows and "run_id" not in rows[0]:
+        raise SystemExit(f"error: {path} has no column run_id: it must be saved as CSV with commas between the cells")
     for number, row in enumerate(rows, 2):
-        if "run_id" not in row or None in row or None in row.values():
+        if None in row or None in row.values():
             raise SystemExit(f"error: line {number} of {path} does not fit its header: repair or delete that line")
     return rows
 
@@ -66,7 +68,13 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def replace_file(path: Path, content: str | dict[str, Any]) -> None:
-    """Write a text, or a dictionary as a torch file, whole or not at all. Raises SystemExit if the disk is full."""
+    """Write a text, or a dictionary as a torch file, whole or not at all.
+
+    Raises:
+        SystemExit: the disk is full, or the path is a folder, a pipe or a device such as /dev/null.
+    """
+    if path.exists() and not path.is_file():
+        raise SystemExit(f"error: {path} is there, and is no file that can be replaced")
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:

@@ -97,7 +97,7 @@ def matches(run: Mapping[str, str], row: Mapping[str, str]) -> bool:
 def measured(lines: Sequence[pd.DataFrame], metrics: Sequence[str]) -> pd.DataFrame:
     """Return mean and sample standard deviation of each metric, and the number of runs, a row per line."""
     means = pd.DataFrame([{f"{metric}_mean": fmean(line[metric]) for metric in metrics} for line in lines])
-    stds = pd.DataFrame([{f"{metric}_std": line[metric].std() for metric in metrics} for line in lines])
+    stds = pd.DataFrame([{f"{metric}_std": line[metric].std(skipna=False) for metric in metrics} for line in lines])
     return means.join(stds).assign(n_seeds=[len(line) for line in lines])
 
 

@@ -199,13 +199,17 @@ def test_embeddings_with_a_row_that_is_not_finite_are_named(run, embeddings, tmp
         assert not (tmp_path / "r.csv").exists()
 
 
-def test_a_results_file_with_a_damaged_line_is_not_rewritten(run, tmp_path):
+def test_a_results_file_with_a_damaged_line_or_semicolons_is_not_rewritten(run, tmp_path):
     run(train_knn)
     text = (tmp_path / "r.csv").read_text()
     (tmp_path / "r.csv").write_text(text + "cut,sho")
     with pytest.raises(SystemExit, match=r"line 3 of .*repair or delete"):
         run(train_knn, "--seed 1")
     assert (tmp_path / "r.csv").read_text() == text + "cut,sho"
+    (tmp_path / "r.csv").write_text(text.replace(",", ";"))
+    with pytest.raises(SystemExit, match="saved as CSV with commas"):
+        run(train_knn, "--seed 1")
+    assert (tmp_path / "r.csv").read_text() == text.replace(",", ";")
 
 
 def test_the_schedule_of_heads_goes_by_the_number_of_rows(run):

@@ -208,6 +208,16 @@ def test_ctrl_c_and_sigterm_are_passed_on_and_waited_for(start, patient, tmp_pat
     assert "FAILED" not in printed
 
 
+def test_runs_are_not_left_where_nobody_reads_the_output_any_more(start, patient, tmp_path):
+    process = start([python("import time; time.sleep(1)"), python("open('second', 'w')"), patient], "--jobs", "1")
+    process.stdout.readline()
+    process.stdout.close()
+    pid = pid_in(tmp_path)
+    assert (tmp_path / "second").exists()
+    process.send_signal(signal.SIGINT)
+    assert (process.wait(timeout=20), alive(pid)) == (130, False)
+
+
 def test_the_second_ctrl_c_kills(start, patient, tmp_path):
     process = start([f"{patient} stubborn"])
     pid = pid_in(tmp_path)

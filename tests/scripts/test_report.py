@@ -149,10 +149,18 @@ def test_the_results_are_never_the_output(made, tmp_path):
     made(TWO_SEEDS)
     before = (tmp_path / "table1.csv").read_bytes()
     (tmp_path / "link.csv").symlink_to(tmp_path / "table1.csv")
-    for output in ("table1.csv", "link.csv"):
+    for output in ("table1.csv", "link.csv", PAPER / "table1.csv"):
         with pytest.raises(SystemExit, match="2"):
             report.main([str(tmp_path / "table1.csv"), "--output", str(tmp_path / output)])
     assert (tmp_path / "table1.csv").read_bytes() == before
+
+
+def test_no_pipe_device_or_folder_becomes_a_file(made, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for output in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(SystemExit, match="is no file that can be replaced"):
+            made(TWO_SEEDS, "--output", output)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize(
@@ -197,6 +205,12 @@ def test_bad_input_gets_a_sentence_and_status_2(made, rows, flags, message):
     status, text, error = made(rows, *flags)
     assert (status, text, error.startswith("error: ")) == (2, "", True)
     assert message in error
+
+
+def test_a_run_without_its_accuracy_is_in_no_mean(made):
+    _, text, _ = made([{**TWO_SEEDS[0], "test_top1": ""}, *TWO_SEEDS[1:]])
+    (softmax,) = cells(text, "Softmax CE")
+    assert (softmax["top-1 ours"], softmax["top-5 ours"]) == ("", "85.30 ± 0.42")
 
 
 def test_what_is_no_file_of_results_gets_a_sentence(tmp_path, capsys):

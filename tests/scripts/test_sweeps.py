@@ -41,7 +41,7 @@ def recipe_of(head, protocol=IMAGENET_1K, num_classes=100) -> dict:
     return {**settings, "lr": head.lr, "weight_decay": head.weight_decay or None}
 
 
-def called(script: str, *words: object) -> subprocess.CompletedProcess:
+def called(script: object, *words: object) -> subprocess.CompletedProcess:
     """A wrapper, called in another folder than its own, where CDPATH leads elsewhere."""
     environment = {**os.environ, "CDPATH": "/usr"}
     words = [ROOT / "scripts" / f"{script}.sh", *words]
@@ -197,7 +197,7 @@ WRONG = {
     heads: ["trials -d", "trials -d no/such.pt --dry-run", f"longer -d {__file__} --trials absent.csv"],
 }
 WRONG[sweeps] += ["strong --short", "table1 cifar100", "table1 --jobs"]
-WRONG[heads] += [f"finals -d {__file__} --results results/heads_trials.csv"]
+WRONG[heads] += [f"finals -d {__file__} --results {ROOT}/results/heads_trials.csv", f"more -d {__file__}"]
 
 
 @pytest.mark.parametrize(("script", "words"), [(script, words) for script in WRONG for words in WRONG[script]])
@@ -207,6 +207,13 @@ def test_what_is_wrong_is_a_sentence_before_anything_starts(script, words, capsy
     printed, message = capsys.readouterr()
     assert printed == ""
     assert re.match(r"\w+\.py: error: .+", message.splitlines()[-1])
+
+
+def test_a_wrapper_is_found_through_links(tmp_path):
+    for link, target in (("folder", "scripts"), ("linked.sh", "scripts/table1.sh")):
+        (tmp_path / link).symlink_to(ROOT / target)
+    for script in ("folder/table1", "linked"):
+        assert called(tmp_path / script, "--dry-run").stdout.endswith("\n# 20 runs\n")
 
 
 def test_a_wrapper_ends_with_the_status_of_its_program():
