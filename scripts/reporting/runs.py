@@ -164,7 +164,10 @@ def experiment(line: pd.DataFrame) -> tuple[str, ...]:
 
 
 def differences(line: pd.DataFrame, base: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    """Return a line minus another, a row per seed that both have."""
+    """Return a line minus another, a row per seed that both have. Raises ReportError for runs of several settings."""
+    for runs in (line, base):
+        if differing := [name for name in flags_of(runs) if runs[name].nunique() > 1]:
+            raise ReportError(f"a difference is between two settings, got runs with several {', '.join(differing)}")
     ours, theirs = (side.groupby("seed")[list(metrics)].mean() for side in (line, base))
     return (ours - theirs).dropna()
 

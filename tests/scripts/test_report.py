@@ -11,7 +11,7 @@ import pytest
 
 from experiments import train_cifar100
 from scripts import report
-from scripts.reporting.runs import read_runs
+from scripts.reporting.runs import ReportError, differences, read_runs
 from scripts.reporting.tables import HEADINGS, PAPER, TABLES
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -242,6 +242,13 @@ def test_paired_differences_are_taken_within_an_experiment_and_have_an_interval(
     )
     by_rate = {(row["learning rate"], row["limit_train"]): row["Δ top-1"] for row in cells(text, "softmax")}
     assert by_rate == {("0.001", ""): "", ("0.002", ""): "+10.00 ± 0.00", ("0.001", "500"): ""}
+
+
+def test_no_difference_is_of_several_settings_at_once():
+    base = pd.DataFrame([cifar_run(seed, 0.6, 0.8) for seed in (0, 1)])
+    mixed = pd.DataFrame([cifar_run(seed, 0.7, 0.9, lr=f"0.00{1 + seed}") for seed in (0, 1)])
+    with pytest.raises(ReportError, match="several lr"):
+        differences(mixed, base, ["test_top1"])
 
 
 def temperature_run(beta, seed, valid, test, m="100", **more):
