@@ -37,15 +37,6 @@ def small_network(name: str, num_classes: int) -> nn.Module:
     return nn.Sequential(*body, nn.Linear(196, num_classes))
 
 
-def command_of(script: ModuleType) -> list[str]:
-    """A script as a program; with the small network, where it has a ResNet."""
-    if script is not train_cifar100:
-        return [sys.executable, script.__file__]
-    small = "script.resnet_cifar = scripts.small_network"
-    names = "from experiments import train_cifar100 as script; from tests.experiments import scripts"
-    return [sys.executable, "-c", f"{names}; {small}; script.main()"]
-
-
 def embeddings(path: Path, num_classes: int = 8, train: int = 130, dim: int = 6) -> Path:
     """A file of embeddings, made once."""
     generator, content = torch.Generator().manual_seed(0), {}
