@@ -207,28 +207,34 @@ class TopKOperator:
             generator: torch.Generator of operators that draw noise, on the device of the logits; None: PyTorch's own.
 
         Returns:
-            (..., k), entry r: P(rank = r + 1); float32 for half-precision logits.
+            (..., k), entry r: P(rank = r + 1); float32 for half-precision logits. 0 for classes that are masked out.
 
         Raises:
             TypeError, ValueError: shapes, types or labels that do not fit.
         """
         scores = self._checked(logits)
+        out, beta = scores == -torch.inf, self._beta(inverse_temperature)  # (rows, n)
         if is_mass(labels):
             checks.check_label_masses(labels, logits, -1, several=True)
+            target = labels.reshape(scores.shape).masked_fill(out, 0)
         else:
             checks.check_labels(labels, logits.shape[:-1], logits.shape[-1])
-        target, beta = labels.reshape(scores.shape if is_mass(labels) else -1), self._beta(inverse_temperature)
+            target = labels.reshape(-1)
         with full_precision(logits.device):
-            return self._column(scores, target, self.k, beta, generator).reshape(*logits.shape[:-1], self.k)
+            column = self._column(scores, target, self.k, beta, generator)
+        if not is_mass(labels):
+            column = column.masked_fill(out.gather(1, target.unsqueeze(1)), 0)
+        return column.reshape(*logits.shape[:-1], self.k)
 
     def permutation_matrix(self, logits: Tensor, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
-        """Compute the first k rows of P, (..., k, n), for logits (..., n). Row 0 is rank 1.
+        """Compute the first k rows of P, (..., k, n), for logits (..., n). Row 0 is rank 1; a masked column is 0.
 
         The other arguments and the errors are those of rank_probabilities.
         """
         scores = self._checked(logits)
         with full_precision(logits.device):
             P = self._matrix(scores, self.k, self._beta(inverse_temperature), generator)
+        P = P.masked_fill((scores == -torch.inf).unsqueeze(1), 0)
         return P.reshape(*logits.shape[:-1], self.k, logits.shape[-1])
 
     __call__ = permutation_matrix
@@ -236,14 +242,15 @@ class TopKOperator:
     def mask(self, logits: Tensor, k: Any = None, inverse_temperature: Beta = None, generator: Any = None) -> Tensor:
         """Compute the soft top-k indicator, P(class j is among the k highest), of the shape of the logits (..., n).
 
-        k is an integer from 1 to n; None: the operator's own. The other arguments and the errors are those of
-        rank_probabilities.
+        k is an integer from 1 to n; None: the operator's own. A class that is masked out has the indicator 0, also
+        where k exceeds the number of the others. The other arguments and the errors are those of rank_probabilities.
         """
         scores = self._checked(logits)
         k = self.k if k is None else check_k(k, scores.shape[1])
         with full_precision(logits.device):
             within = self.within(scores, None, [k], self._beta(inverse_temperature), generator)  # (rows, 1, n)
-        return (within if self.guarded else within.exp()).reshape(logits.shape)
+        within = within if self.guarded else within.exp()
+        return within.reshape(logits.shape).masked_fill(logits == -torch.inf, 0)
 
     def within(self, scores: Tensor, target: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
         """Compute P(rank <= k) for several k, which is what a loss needs; its logarithm if not `guarded`.

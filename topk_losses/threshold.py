@@ -268,7 +268,8 @@ class ThresholdOperator(MaskOperator):
         Args:
             logits: (..., n), floating point.
             k: any number in (0, n], or a tensor that broadcasts to (...,) and receives a gradient; None: the operator's
-                own. At k = n all indicators are 1, and the gradient is the derivative from below.
+                own. At k = n all indicators are 1, and the gradient is the derivative from below. n counts the classes
+                that are not masked out.
             inverse_temperature, generator: as in TopKOperator.rank_probabilities.
         """
         scores, beta = self._checked(logits), self._beta(inverse_temperature)  # (rows, n)
@@ -284,7 +285,8 @@ class ThresholdOperator(MaskOperator):
             values = FAMILIES[self.family].value(arguments(x, scale, None, wanted, most, self.family))  # (rows, 1, n)
             if wanted.requires_grad:
                 values = values + self._slope_at_n(x, scale, wanted).unsqueeze(1)
-        return (values if self.guarded else values.exp()).reshape(logits.shape)
+        values = values if self.guarded else values.exp()
+        return values.reshape(logits.shape).masked_fill(logits == -torch.inf, 0)
 
     def _slope_at_n(self, x: Tensor, beta: Any, k: Tensor) -> Tensor:
         """0 (rows, n), with the derivative by k (rows, 1) of the indicators where they are all 1, from below."""

@@ -14,7 +14,7 @@ from tests import reference
 from tests.methods import RELAXED, WITHOUT_A_SUM, random_batch, random_logits, value_and_gradient
 from topk_losses import DISTRIBUTIONS, METHODS, RelaxedNetwork, SparseTopK, TopKCrossEntropyLoss, make_operator
 from topk_losses.functional import soft_topk_values, topk_mask
-from topk_losses.operator import largest
+from topk_losses.operator import at_target, largest
 
 INF = math.inf
 NETWORKS = reference.NETWORKS
@@ -173,7 +173,16 @@ def test_broken_scores_never_give_a_wrong_number_and_masked_ones_take_no_part(na
         torch.testing.assert_close(P.mT[live].view(4, 8, 3).mT, alone)
     for number in (2, 0):  # fewer classes than ranks are left
         few = logits.masked_fill(torch.arange(9) >= number, -INF)
-        assert bool(operator(few).isfinite().all())
+        P = operator(few)
+        assert bool(P.isfinite().all())
+        assert not bool(P[:, :, number:].any())
+        for target in (labels, random_logits(4, 9, seed=1).softmax(1)):
+            torch.testing.assert_close(operator.rank_probabilities(few, target), at_target(P, target))
+        for k in (3, 9):
+            inside = topk_mask(few, k, name) if name in METHODS else operator.mask(few, k)
+            assert not bool(inside[:, number:].any())
+            if name != "recall_surrogate":  # whose indicators are never 1
+                assert inside.sum(1).tolist() == pytest.approx([number] * 4)
 
 
 @pytest.mark.parametrize("name", WHITENED)
@@ -215,7 +224,7 @@ def test_indicators_sum_to_k_are_nested_and_equal_bisection(name, n, data):
         for mask, k in zip(masks.unbind(1), wanted):
             want = reference.MASKS[name](logits[:, :taking_part], k, beta)
             torch.testing.assert_close(mask[:, :taking_part].double(), want, rtol=0, atol=n * tolerance)
-            assert not bool(mask[:, taking_part:].any()) or k == taking_part
+            assert not bool(mask[:, taking_part:].any())
 
 
 def mask_of(name, logits, k, beta):
