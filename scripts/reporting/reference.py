@@ -16,8 +16,8 @@ from unittest import mock
 import pandas as pd
 
 import topk_losses
-from scripts.reporting import tables
-from scripts.reporting.runs import METRICS, as_numbers, differences, interval, read_runs, read_text, short
+from scripts.reporting import studies, tables
+from scripts.reporting.runs import METRICS, Interval, read_runs, read_text, short
 from topk_losses import METHODS, make_operator
 from topk_losses.methods import SINGLE_K, TOP1
 
@@ -82,11 +82,9 @@ def gains_of_heads() -> dict[str, list[str]]:
     """Return each method's differences to cross-entropy in top-1 and top-5, linear classifiers, with intervals."""
     found = {}
     for name in ("heads", "heads_truncated_entropy"):  # each with its own runs of cross-entropy
-        runs = as_numbers(read_runs(RESULTS / f"{name}.csv"), METRICS, 100)
-        base = runs[runs["method"] == "softmax_cross_entropy"]
-        for method, line in runs[runs["method"] != "softmax_cross_entropy"].groupby("method"):
-            gains = differences(line, base, list(METRICS))
-            found[str(method)] = [str(interval(gains[metric])) for metric in METRICS]
+        table = tables.paired(name, read_runs(RESULTS / f"{name}.csv"), "softmax_cross_entropy").frame
+        for row in table.dropna(subset="test_top1_gain").to_dict("records"):
+            found[row["method"]] = [str(Interval(row[f"{m}_gain"], row[f"{m}_half"])) for m in METRICS]
     return found
 
 
@@ -116,17 +114,12 @@ def sorted_scores() -> str:
     rows = []
     for classes in (100, 1000):
         runs = read_runs(RESULTS / f"temperature_classes_{classes}.csv", ["p_k=0.5 0 0 0 0.5"])
-        runs = as_numbers(runs, [*METRICS, "valid_top1", "valid_top5"], 100)
-        runs = runs[~runs["inverse_temperature"].str.contains("auto|:") & runs["m"].isin(["16", str(classes)])]
-        runs = runs.assign(aim=runs["valid_top1"] + runs["valid_top5"], m=runs["m"].replace(str(classes), "all"))
-        settings = ["method", "m", "inverse_temperature"]
-        means = runs.groupby(settings)[[*METRICS, "aim"]].mean()
-        best = means.loc[means.groupby(["method", "m"])["aim"].idxmax()].droplevel(2)
-        for method in best.index.unique("method"):
-            few, every = best.loc[(method, "16")], best.loc[(method, "all")]
+        cells = studies.temperatures("", runs).frame.set_index(["method", "m"])
+        for method in sorted(cells.index.unique("method")):
             row = {"classes": f"{classes:,}", "method": f"`{method}`"}
-            for metric, name in METRICS.items():
-                row |= {f"{name}, m = 16": f"{few[metric]:.2f}", f"{name}, all": f"{every[metric]:.2f}"}
+            for name in METRICS.values():
+                few, every = (cells.loc[(method, m), name].partition(" ")[0] for m in ("16", str(classes)))
+                row |= {f"{name}, m = 16": few, f"{name}, all": every}
             rows.append(row)
     return tables.as_markdown(pd.DataFrame(rows))
 

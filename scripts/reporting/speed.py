@@ -8,6 +8,7 @@ from scripts.reporting.runs import read_text, shown_p_k
 from scripts.reporting.tables import PAPER, as_markdown
 
 BENCHMARKS = PAPER.parent / "benchmarks"
+NETWORK = "splitter_selection"
 STEPS = {"training_step": "CPU", "training_step_h100_torch": "H100, eager", "training_step_h100": "H100, Triton kernel"}
 
 
@@ -49,12 +50,8 @@ def training_steps() -> str:
 def summary() -> str:
     """Return the README's sentences on speed."""
     ratio = pd.read_csv(BENCHMARKS / "losses.csv")["official_over_ours"].dropna()
-    cpu, h100 = (
-        pd.read_csv(BENCHMARKS / f"{name}.csv").set_index("method")["over_softmax"]["splitter_selection"]
-        for name in ("training_step", "training_step_h100")
-    )
-    eager = pd.read_csv(BENCHMARKS / "training_step_h100_torch.csv").set_index("method")["over_softmax"]
-    eager = eager.drop(pd.read_csv(BENCHMARKS / "training_step_h100.csv")["method"])  # those with a kernel
+    cpu, eager, h100 = (pd.read_csv(BENCHMARKS / f"{name}.csv").set_index("method")["over_softmax"] for name in STEPS)
+    eager = eager.drop(h100.index)  # those with a kernel
     slow = eager[eager > 2]
     names = ", ".join(f"`{method}`" for method in slow.index)
     loss = (
@@ -62,7 +59,7 @@ def summary() -> str:
         f"package `difftopk` (median {ratio.median():.0f}, in the {len(ratio)} cases where both ran)."
     )
     step = (
-        f"A ResNet-18 step takes {100 * (cpu - 1):.1f} % longer with `splitter_selection` than with cross-entropy on a "
-        f"CPU, and {100 * (h100 - 1):.0f} % longer on an H100."
+        f"A ResNet-18 step takes {100 * (cpu[NETWORK] - 1):.1f} % longer with `{NETWORK}` than with cross-entropy on a "
+        f"CPU, and {100 * (h100[NETWORK] - 1):.0f} % longer on an H100."
     )
     return f"{loss} {step} On an H100 {names} take {slow.min():.0f} to {slow.max():.0f} times as long."

@@ -190,6 +190,8 @@ def gains_of(line: pd.DataFrame, base: pd.DataFrame | None, metrics: Sequence[st
 def origin(name: str, runs: pd.DataFrame, shared: dict[str, str]) -> str:
     """Return where the runs of a table come from: file, seeds, machines, versions, and the settings that they share."""
     parts = [f"{name}.csv"]
+    features = runs.reindex(columns=["backbone", "resolution"], fill_value="").drop_duplicates()
+    parts += [f"features of {row.backbone} at {row.resolution} pixels" for row in features.itertuples() if row.backbone]
     if "seed" in runs:
         seeds = sorted(map(int, set(runs["seed"])))
         is_range = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))

@@ -111,6 +111,7 @@ def test_imagenet_rows_have_three_digits_and_are_recognised_by_their_columns(mad
     assert text.startswith("Tables 2 and 3: linear heads on frozen ImageNet-1K")
     (softmax,) = cells(text, "Softmax (")
     assert (softmax["top-5 ours"], softmax["top-5 difference"]) == ("97.812 ± 0.000", "+0.017")
+    assert "Runs: mine.csv, features of resnext101_32x48d_wsl at 320 pixels, seed 0, 1" in text
     _, text, _ = made([{**run, "num_classes": "10450"} for run in runs], name="mine.csv")
     assert "ImageNet-21K-P" in text
     assert "num_valid 50000 (100000)" in text
