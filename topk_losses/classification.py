@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple, SupportsIndex
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,11 @@ class ClassificationLoss(nn.Module):
     per_class: tuple[str, ...] = ("weight",)  # settings with a number for each class
     shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
     fixed: tuple[str, ...] = ("num_classes", "soft_labels")  # what cannot be changed once the loss is built
+    rules: ClassVar[dict[str, Callable[[str, Any], Any]]] = {  # how a setting is checked, whenever it is set
+        "label_smoothing": checks.check_fraction,
+        "ignore_index": partial(checks.check_integer, least=-(2**63)),
+        "reduction": partial(checks.check_choice, choices=("mean", "sum", "none")),
+    }
 
     def __init__(
         self, num_classes: SupportsIndex | None = None, weight: Tensor | None = None, label_smoothing: float = 0.0,
@@ -135,12 +141,8 @@ class ClassificationLoss(nn.Module):
             auto = self._auto() if value == checks.AUTO else None
             self.auto = auto if isinstance(auto, AutoTemperature) else None
             return value if self.auto else checks.check_inverse_temperature(auto or value, name)
-        if name == "reduction":
-            return checks.check_choice(name, value, ("mean", "sum", "none"))
-        if name == "label_smoothing":
-            return checks.check_fraction(name, value)
-        if name == "ignore_index":
-            return checks.check_integer(name, value, -(2**63))
+        if name in self.rules:
+            return self.rules[name](name, value)
         if name in self.per_class and value is not None:
             return checks.check_per_class(name, value, self.num_classes, or_zero=name == "weight")
         return value
@@ -301,6 +303,7 @@ class LDRKLLoss(ClassificationLoss):
     """
 
     shown = ("inverse_temperature", "margin", *ClassificationLoss.shown)
+    rules: ClassVar = {**ClassificationLoss.rules, "margin": checks.check_not_negative}
     knows_sets = False
 
     def __init__(
@@ -309,7 +312,7 @@ class LDRKLLoss(ClassificationLoss):
     ) -> None:  # fmt: skip
         super().__init__(num_classes, **others)
         self.inverse_temperature = inverse_temperature
-        self.margin = checks.check_not_negative("margin", margin)
+        self.margin = margin
 
     def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         beta = as_tensor(call.beta, scores)

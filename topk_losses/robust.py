@@ -5,7 +5,8 @@ of the sources named in each class.
 """
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,13 +57,16 @@ class ForwardCorrectionLoss(RobustLoss):
         super().__init__(**others)
         if noise_rate is not None and T is not None:
             raise ValueError("noise_rate and T both say how labels are wrong: give one of them")
-        rate = 0.2 if noise_rate is None else noise_rate
-        self.noise_rate = check_fraction("noise_rate", rate) if T is None else None
-        self.T = None if T is None else self._checked_matrix(T)
+        self.T = T
+        self.noise_rate = 0.2 if noise_rate is None and T is None else noise_rate
 
-    def _checked_matrix(self, T: Any) -> Tensor:
-        matrix = torch.as_tensor(T, dtype=torch.float64).detach()
-        n = self.num_classes or len(matrix)
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        if value is not None and name == "noise_rate":
+            return check_fraction(name, value)
+        if value is None or name != "T":
+            return super()._checked_setting(name, value)
+        matrix = torch.as_tensor(value, dtype=torch.float64).detach()
+        n = self.num_classes or max(matrix.shape, default=0)
         sums_to_1 = matrix.shape == (n, n) and bool((matrix.sum(1) - 1).abs().max() < 1e-4)
         if not sums_to_1 or not bool((matrix >= 0).all()):
             raise ValueError(
@@ -102,10 +106,14 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
     """
 
     shown = ("q", *ClassificationLoss.shown)
+    rules: ClassVar = {
+        **ClassificationLoss.rules,
+        "q": partial(check_number, rule="lie in (0, 1]", fits=lambda number: 0 < number <= 1),
+    }
 
     def __init__(self, q: float = 0.7, **others: Any) -> None:
         super().__init__(**others)
-        self.q = check_number("q", q, "lie in (0, 1]", lambda number: 0 < number <= 1)
+        self.q = q
 
     def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         return -torch.expm1(self.q * log_p) / self.q
@@ -115,11 +123,20 @@ class _SumLoss(RobustLoss):
     """alpha times one loss and beta times -A (1 - p_y), the reverse cross-entropy with log 0 = A."""
 
     shown = ("alpha", "beta", "A", *ClassificationLoss.shown)
+    rules: ClassVar = {
+        **ClassificationLoss.rules,
+        "alpha": check_not_negative,
+        "beta": check_not_negative,
+        "A": partial(
+            check_number,
+            rule="be a finite number below 0, as it stands for log 0",
+            fits=lambda number: -math.inf < number < 0,
+        ),
+    }
 
     def __init__(self, alpha: float, beta: float, A: float = -4.0, **others: Any) -> None:
         super().__init__(**others)
-        self.alpha, self.beta = check_not_negative("alpha", alpha), check_not_negative("beta", beta)
-        self.A = check_number("A", A, "be a finite number below 0, as it stands for log 0", lambda x: -math.inf < x < 0)
+        self.alpha, self.beta, self.A = alpha, beta, A
 
     def _reverse(self, log_p: Tensor) -> Tensor:
         return self.A * torch.expm1(log_p)  # -A (1 - p)
@@ -174,10 +191,14 @@ class PHuberCrossEntropyLoss(RobustLoss):
     """
 
     shown = ("tau", *ClassificationLoss.shown)
+    rules: ClassVar = {
+        **ClassificationLoss.rules,
+        "tau": partial(check_number, rule="be a finite number above 1", fits=lambda number: 1 < number < math.inf),
+    }
 
     def __init__(self, tau: float = 10.0, **others: Any) -> None:
         super().__init__(**others)
-        self.tau = check_number("tau", tau, "be a finite number above 1", lambda number: 1 < number < math.inf)
+        self.tau = tau
 
     def _from_log_p(self, log_p: Tensor, every: Tensor) -> Tensor:
         log_tau = math.log(self.tau)

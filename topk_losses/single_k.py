@@ -1,7 +1,8 @@
 """Losses of a single k that have no relaxed permutation matrix: truncated entropy and noised top-k."""
 
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from functools import partial
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -75,6 +76,12 @@ class NoisedTopKLoss(SingleKLoss):
     stochastic = True
     constants = per_class = ("weight", "class_counts")
     shown = ("inverse_temperature", "num_samples", "max_margin", "scale", *SingleKLoss.shown)
+    rules: ClassVar = {
+        **SingleKLoss.rules,
+        "num_samples": partial(check_integer, least=1),
+        "max_margin": check_positive,
+        "scale": check_positive,
+    }
 
     def __init__(
         self, k: SupportsIndex, inverse_temperature: float | Tensor | str = BETA,
@@ -83,10 +90,10 @@ class NoisedTopKLoss(SingleKLoss):
     ) -> None:  # fmt: skip
         super().__init__(k, num_classes, **others)
         self.inverse_temperature: Any = inverse_temperature
-        self.num_samples = check_integer("num_samples", num_samples, 1)
+        self.num_samples: Any = num_samples
         self.class_counts: Tensor | None = class_counts  # type: ignore[assignment]
-        self.max_margin = check_positive("max_margin", max_margin)
-        self.scale = check_positive("scale", scale)
+        self.max_margin = max_margin
+        self.scale = scale
 
     def _auto(self) -> AutoTemperature:
         return AutoTemperature(SPREAD, BETA)

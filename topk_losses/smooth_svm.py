@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -82,6 +82,7 @@ class SmoothTopKLoss(SingleKLoss):
 
     temperature = "tau"
     shown = ("tau", "alpha", *SingleKLoss.shown)
+    rules: ClassVar = {**SingleKLoss.rules, "alpha": check_positive}
     turns_hard = False  # where the k-th and the (k+1)-th largest logits lie far apart
 
     def __init__(
@@ -90,7 +91,7 @@ class SmoothTopKLoss(SingleKLoss):
     ) -> None:  # fmt: skip
         super().__init__(k, num_classes, **others)
         self.tau: Any = tau
-        self.alpha = check_positive("alpha", alpha)
+        self.alpha = alpha
 
     def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
         check_k(self.k, scores.shape[1] - 1)

@@ -316,3 +316,18 @@ def test_what_can_be_set_acts_and_the_rest_says_why_not(method):
     for name, value in (("p_k", [0.5, 0.6]), ("inverse_temperature", -1), ("reduction", "avg"), ("p_k", 13)):
         with pytest.raises(ValueError, match=name):
             setattr(loss, name, value)
+
+
+NUMBERS = [("ldr_kl", "margin"), ("smooth_topk", "alpha"), ("generalized_cross_entropy", "q")]
+NUMBERS += [("phuber_cross_entropy", "tau"), ("forward_correction", "noise_rate"), ("forward_correction", "T")]
+NUMBERS += [("noised_topk", name) for name in ("num_samples", "max_margin", "scale")]
+NUMBERS += [("symmetric_cross_entropy", "alpha"), ("nce_rce", "beta"), ("nce_rce", "ignore_index")]
+
+
+@pytest.mark.parametrize(("method", "name"), NUMBERS)
+def test_a_number_that_is_set_is_checked_as_on_construction(method, name):
+    loss = make_loss(method)
+    before = getattr(loss, name)
+    with pytest.raises(ValueError, match=name):
+        setattr(loss, name, -1.5)
+    assert getattr(loss, name) == before
