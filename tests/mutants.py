@@ -222,8 +222,8 @@ FAULTS = r"""
 
 @ data/cmudict.py: tests/data/test_cmudict.py
 # validation_words_train: the words that validate are trained on, too
-- train=split(order[num_test + num_valid :][:limit_train])
-+ train=split(order[num_test:][:limit_train])
+- train := order[num_test + num_valid :]
++ train := order[num_test:]
 """
 
 

@@ -129,6 +129,7 @@ def test_a_disk_that_is_full_is_a_sentence_and_the_command_continues(run, script
 
 
 NEITHER = "--method splitter_selection"
+TOY = "--arm retain --method softsort --dataset reversal"
 REFUSED = [
     (train_cifar100, "--dataset digits --method softsort --p_k .5 .2", "must sum to 1|sum"),
     (train_cifar100, "--dataset digits --method softmax_cross_entropy --p_k 0 1", "softmax_cross_entropy"),
@@ -168,12 +169,10 @@ REFUSED = [
     (train_beam_search, "--arm soft_beam --method softsort --m 4", "soft_beam uses the operator alone"),
     (train_beam_search, "--arm retain --method softsort --inverse_temperature auto", "must be a number"),
     (train_beam_search, "--arm retain --method softsort --noise_rate .1", "unrecognized arguments: --noise_rate"),
-    (train_beam_search, "--arm retain --method softsort --dataset reversal --max_letters 9", "at most 7, got 9"),
-    (
-        train_beam_search,
-        "--arm retain --method softsort --dataset reversal --beam_size 9",
-        "must not exceed the 6 phonemes",
-    ),
+    (train_beam_search, f"{TOY} --max_letters 9", "at most 7, got 9"),
+    (train_beam_search, f"{TOY} --max_letters 2", "128 exceeds the 27 training pairs"),
+    (train_beam_search, f"{TOY} --limit_train 999", "999 exceeds the 721 training words"),
+    (train_beam_search, f"{TOY} --beam_size 9", "must not exceed the 6 phonemes"),
 ]
 
 
