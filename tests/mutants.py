@@ -215,10 +215,10 @@ FAULTS = r"""
 - m=50,
 + m=16,
 
-@ scripts/reporting/tables.py: tests/scripts/test_report.py
+@ scripts/reporting/runs.py: tests/scripts/test_report.py
 # narrow_deviation: the standard deviation of a table divides by the number of seeds instead of one fewer
-- line[metric].std()
-+ line[metric].std(ddof=0)
+- {values.std():.2f}
++ {values.std(ddof=0):.2f}
 
 @ data/cmudict.py: tests/data/test_cmudict.py
 # validation_words_train: the words that validate are trained on, too
