@@ -163,13 +163,12 @@ def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
     if not best:
         raise ReportError(f"{name} has no run of {method}; it has {', '.join(runs['method'].unique())}")
     settings, shared = settings_of(lines)
-    gains = [gains_of(line, best.get(core.experiment(line)), metrics) for line in lines]
-    frame = settings.join(measured(lines, ["valid", *metrics])).join(pd.DataFrame(gains))
-    if (frame["pairs"].dropna() == frame["n_seeds"][frame["pairs"].notna()]).all():
-        frame = frame.drop(columns="pairs")
-    first = [name for name in frame if name in ("method", "p_k") or name.endswith(("_gain", "_half"))]
-    results = [name for name in frame if name.endswith(("_mean", "_std")) or name in ("n_seeds", "pairs")]
-    frame = frame[[*first, *results, *frame.columns.difference([*first, *results], sort=False)]]
+    gains = pd.DataFrame([gains_of(line, best.get(core.experiment(line)), metrics) for line in lines])
+    results = measured(lines, ["valid", *metrics]).assign(pairs=gains.pop("pairs"))
+    if (results["pairs"].isna() | (results["pairs"] == results["n_seeds"])).all():
+        results = results.drop(columns="pairs")
+    named = [name for name in settings if name in ("method", "p_k")]
+    frame = settings[named].join(gains).join(results).join(settings.drop(columns=named))
     caption = (
         f"Test accuracy in percent at the best validation epoch, {SPREAD}. Validation: mean of top-1 and top-5. "
         f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
