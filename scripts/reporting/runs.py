@@ -134,9 +134,15 @@ def flags_of(runs: pd.DataFrame, *besides: str) -> list[str]:
     return [name for name in runs if name in IDENTITY and name not in (*SEEDS, *besides)]
 
 
+def identity_of(runs: pd.DataFrame, *besides: str) -> pd.DataFrame:
+    """Return the flags of each run but these, numbers written alike: a spreadsheet makes 0.001 to 1E-03."""
+    return runs[flags_of(runs, *besides)].map(short)
+
+
 def lines_of(runs: pd.DataFrame, *besides: str) -> list[pd.DataFrame]:
     """Return the runs of each line. besides: flags that may differ within one."""
-    return [line for _, line in runs.groupby(flags_of(runs, *besides), sort=False)]
+    identity = identity_of(runs, *besides)
+    return [runs.loc[line.index] for _, line in identity.groupby(list(identity), sort=False)]
 
 
 def settings_of(lines: Sequence[pd.DataFrame], *besides: str) -> tuple[pd.DataFrame, dict[str, str]]:
@@ -146,9 +152,9 @@ def settings_of(lines: Sequence[pd.DataFrame], *besides: str) -> tuple[pd.DataFr
     stands in the second value under their names, such as {"softsort, neuralsort:": "top1_mode sm"}.
     """
     firsts = pd.DataFrame([line.iloc[0] for line in lines]).reset_index(drop=True)
-    flags = flags_of(firsts, "method", "p_k", *besides)
-    differ = [name for name in flags if firsts[name].nunique() > 1]
-    own = [name for name in differ if name in OWN or (firsts.groupby("method")[name].nunique() > 1).any()]
+    flags = identity_of(firsts, "method", "p_k", *besides)
+    differ = [name for name in flags if flags[name].nunique() > 1]
+    own = [name for name in differ if name in OWN or (flags.groupby(firsts["method"])[name].nunique() > 1).any()]
     shared = {name: firsts[name][0] for name in flags if name not in differ and firsts[name][0]}
     by_method: dict[str, list[str]] = {}
     for method, row in firsts.drop_duplicates("method").set_index("method").iterrows():
@@ -160,13 +166,13 @@ def settings_of(lines: Sequence[pd.DataFrame], *besides: str) -> tuple[pd.DataFr
 
 def experiment(line: pd.DataFrame) -> tuple[str, ...]:
     """Return the flags that make runs comparable with one another: data, network, precision, ..."""
-    return tuple(line.iloc[0][flags_of(line, *TRIED)])
+    return tuple(identity_of(line[:1], *TRIED).iloc[0])
 
 
 def differences(line: pd.DataFrame, base: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     """Return a line minus another, a row per seed that both have. Raises ReportError for runs of several settings."""
     for runs in (line, base):
-        if differing := [name for name in flags_of(runs) if runs[name].nunique() > 1]:
+        if differing := [name for name, cells in identity_of(runs).items() if cells.nunique() > 1]:
             raise ReportError(f"a difference is between two settings, got runs with several {', '.join(differing)}")
     ours, theirs = (side.groupby("seed")[list(metrics)].mean() for side in (line, base))
     return (ours - theirs).dropna()

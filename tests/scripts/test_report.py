@@ -173,6 +173,12 @@ def test_a_file_that_a_spreadsheet_saved_is_read(write, capsys, how):
     assert cells(capsys.readouterr().out, "Softmax CE")[0]["top-1 ours"] == "61.50 ± 0.71"
 
 
+def test_numbers_that_a_spreadsheet_writes_in_another_way_make_no_line_of_their_own(made):
+    _, text, _ = made([TWO_SEEDS[0], {**TWO_SEEDS[1], "lr": "1E-03", "label_noise": "0"}])
+    (softmax,) = cells(text, "Softmax CE")
+    assert (softmax["top-1 ours"], softmax["seeds"]) == ("61.50 ± 0.71", "2")
+
+
 def test_a_run_is_counted_once(made, tmp_path, capsys):
     """Twice in a file, twice by another id, after the header of an appended file, cut short, with own columns."""
     made([*TWO_SEEDS, TWO_SEEDS[0]])
