@@ -41,6 +41,7 @@ from topk_losses.operator import guarded_log
 
 # model, encoded words, phonemes (batch, T) and their labels (batch, T) -> the loss of an arm, ()
 ArmLoss = Callable[[EncoderDecoder, Encoded, Tensor, Tensor], Tensor]
+Operators = Callable[[int], TopKOperator]  # of any number of scores
 
 # Settings on which the names of pretraining and of the run depend.
 PRETRAINING = (
@@ -122,12 +123,7 @@ def retain(
 
 
 def soft_beam_loss(
-    model: EncoderDecoder,
-    encoded: Encoded,
-    phonemes: Tensor,
-    labels: Tensor,
-    K: int,
-    operators: Callable[[int], TopKOperator],
+    model: EncoderDecoder, encoded: Encoded, phonemes: Tensor, labels: Tensor, K: int, operators: Operators
 ) -> Tensor:
     """Mean of -log q of each phoneme; q: the distribution of the soft beam's best hypothesis when the reading ends."""
     counted = labels != IGNORED  # (batch, T)
