@@ -128,7 +128,7 @@ def cells(found: Difference) -> dict[str, str]:
     return row | {"Seeds": str(found.seeds)} | dict(zip(BASELINE, map("{:.2f}".format, found.baseline)))
 
 
-def lines_of(comparisons: list[Any]) -> pd.DataFrame:
+def table_of(comparisons: list[Any]) -> pd.DataFrame:
     """Return a line per comparison, and above those on the same data its name."""
     rows: list[dict[str, str]] = []
     for data, group in itertools.groupby(comparisons, key=lambda comparison: comparison.data):
@@ -141,7 +141,7 @@ def lines_of(comparisons: list[Any]) -> pd.DataFrame:
 
 def main_table() -> str:
     """Return the README's table: the main comparisons with cross-entropy's accuracy, and the paper's own row."""
-    table = lines_of([comparison for comparison in COMPARISONS if comparison.is_main])
+    table = table_of([comparison for comparison in COMPARISONS if comparison.is_main])
     paper = pd.DataFrame([{"Setting": "the paper: 200 epochs, constant learning rate", **cells(published())}])
     table = pd.concat([table[:1], paper, table[1:]])  # below the first heading
     return as_markdown(table[["Setting", *GAINS, "Seeds", *BASELINE]])
@@ -149,7 +149,7 @@ def main_table() -> str:
 
 def full_table() -> str:
     """Return the table of docs/findings.md: all comparisons, with their status."""
-    table = lines_of(COMPARISONS)
+    table = table_of(COMPARISONS)
     table["Setting"] = table["Setting"].where(table["Key"] == "", table["Key"] + ": " + table["Setting"])
     return as_markdown(table[["Setting", *GAINS, "Seeds", "Status"]])
 
