@@ -24,7 +24,7 @@ from topk_losses.operator import (
 from topk_losses.temperature import AutoTemperature
 
 MANY = 8  # classes with mass, per sample, from which on every class at once costs less than each alone
-AT_ONCE = 2**16  # scores that are worked on at a time where each pair of a sample and a class has scores of its own
+AT_ONCE = 40_000  # scores that are worked on at a time where each pair of a sample and a class has scores of its own
 
 
 def _shown(value: Any) -> str:
