@@ -24,7 +24,7 @@ from topk_losses.operator import (
 from topk_losses.temperature import AutoTemperature
 
 MANY = 8  # classes with mass, per sample, from which on every class at once costs less than each alone
-AT_ONCE = 40_000  # scores that are worked on at a time where each pair of a sample and a class has scores of its own
+AT_ONCE = 2**16  # scores that are worked on at a time where each pair of a sample and a class has scores of its own
 
 
 def _shown(value: Any) -> str:
@@ -102,6 +102,7 @@ class ClassificationLoss(nn.Module):
     knows_sets = True  # of right answers: soft_labels "any"
     temperature = "inverse_temperature"  # the setting that may be learned, or "auto"
     m: int | None = None  # number of scores that one class as the label is worked out from; None: all
+    memory = 1  # that a score takes, relative to a network's
     constants: tuple[str, ...] = ("weight",)  # tensors that move with the module, and are never cast nor saved
     per_class: tuple[str, ...] = ("weight",)  # settings with a number for each class
     shown: tuple[str, ...] = ("num_classes", "label_smoothing", "soft_labels", "ignore_index", "reduction")
@@ -258,7 +259,7 @@ class ClassificationLoss(nn.Module):
             pairs = torch.arange(mass.shape[0] * n, device=mass.device)
             row, column = pairs // n, pairs % n
         share = mass[row, column]
-        size = max(AT_ONCE // min(self.m or n, n), 1)  # pairs at a time
+        size = max(AT_ONCE // (self.memory * min(self.m or n, n)), 1)  # pairs at a time
         in_parts = not torch.compiler.is_compiling() and not is_transforming() and is_ordinary(scores)
         if not in_parts or len(row) <= size or self.stochastic:
             return self._sum_of_pairs(scores, row, column, share, *call)

@@ -115,7 +115,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             raise TypeError(f"operator must be a TopKOperator, got {type(operator).__name__}")
         self.method, self.operator, self.stochastic = method, operator, operator.stochastic
         self.distribution, self.art_lambda = distribution, art_lambda
-        self.m = checks.check_several("m", m)
+        self.m, self.memory = checks.check_several("m", m), 2 if operator.whitens else 1
         self.top1_mode = checks.check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
         self.noise_rate = checks.check_fraction("noise_rate", noise_rate)
         if noise_rate and (self.top1_mode == "smce" or soft_labels == "any"):
@@ -126,7 +126,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         beta = operator.inverse_temperature if inverse_temperature is None else inverse_temperature
         self.inverse_temperature: Any = beta
         self.p_k = p_k  # type: ignore[assignment]
-        if self._num_scores(self.num_classes) == 2 and getattr(operator, "whitens", False):
+        if self._num_scores(self.num_classes) == 2 and operator.whitens:
             message = (
                 f"{method or operator} whitens the scores, and two scores are the same two numbers then: "
                 "they get next to no gradient. Sort three or more, or take another method"

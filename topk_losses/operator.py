@@ -185,6 +185,7 @@ class TopKOperator:
     has_zeros = False  # some entries of P are exactly 0, with a gradient of 0, at any temperature
     stochastic = False  # draws noise from the generator
     pairwise = False  # all classes at once cost (rows, n, n)
+    whitens = False  # takes the mean and the standard deviation of the scores away first
     settings: tuple[str, ...] = ("k", "inverse_temperature")  # what repr shows
 
     def __init__(self, k: SupportsIndex, inverse_temperature: Beta = None) -> None:
