@@ -75,7 +75,10 @@ def _network(n: int, k: int, layers: Iterable[Layer]) -> Network:
 
 @lru_cache(maxsize=8, typed=True)
 def odd_even(n: SupportsIndex, k: SupportsIndex) -> Network:
-    """Build an odd-even transposition sort: n layers that compare neighbours. Raises ValueError unless 1 <= k <= n."""
+    """Build an odd-even transposition sort: n layers that compare neighbours.
+
+    Raises ValueError unless 1 <= k <= n.
+    """
     n, k = _checked(n, k)
     return _network(n, k, ([(lo, lo + 1) for lo in range(depth % 2, n - 1, 2)] for depth in range(n)))
 
