@@ -78,8 +78,8 @@ class ClassificationLoss(nn.Module):
     Logits are (batch, n), (n,), or (batch, n, d1, ...). Labels are int64 without the dimension n, or like the logits.
     The loss is () for reduction "mean" and "sum", and has the shape of int64 labels for "none". It is float32, under
     autocast too, or float64 for float64 logits. A class with a logit of -inf is masked out: the loss is that of the
-    other classes. A label that is masked out costs the most that the method knows, infinity or a very large number, where
-    as many classes are left as P_K has ranks.
+    other classes. A label that is masked out costs the most that the method knows, infinity or a very large number,
+    where as many classes are left as P_K has ranks.
 
     Args:
         num_classes: n (default: that of the logits).
