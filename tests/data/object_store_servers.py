@@ -16,7 +16,7 @@ class FaultyServer:
 
     faults: what goes wrong with the next requests that are no probe (a range of one byte), one each: "503" or another
     status; "page" (another file, whole), "truncate" and "stall" (half of the body, then the end or nothing), "reset"
-    (half of the body, then RST), "shifted" (the range after the one asked for), None (nothing). probe_faults: likewise
+    (half of the body, then RST), "shifted" (the range after the one asked for), None (nothing). probe_faults: those
     of probes. spans: (first byte, one after the last) of each request, None without a range; seen: its headers. gate:
     requests with a number (from 0, probes not counted) of `gate_from` and above wait until it is set.
     """
