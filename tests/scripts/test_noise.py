@@ -188,17 +188,19 @@ FIRST = {"test_top1": 0.5, "test_top5": 0.7}
 
 @pytest.fixture
 def files(tmp_path):
-    """Trials of five losses on two kinds of labels, and ten seeds of what each validation chose."""
+    """Trials of six losses on two kinds of labels, and ten seeds of what each validation chose."""
     random, trials, runs = np.random.default_rng(0), [], []
     gains = {"softmax_cross_entropy": 0.0, "generalized_cross_entropy": 0.02, "phuber_cross_entropy": 0.019}
-    gains |= {"lapsum": 0.021, "smooth_topk": -0.02}
-    for labels, (method, gain) in itertools.product(LABELS, gains.items()):
-        shared = {name: "" for name in ("label_smoothing", "mixup", "noise_matrix", "noise_rate")}
+    gains |= {"lapsum": 0.021, "lapsum, corrected": 0.025, "smooth_topk": -0.02}
+    for labels, (name, gain) in itertools.product(LABELS, gains.items()):
+        method, *corrected = name.split(", ")
+        shared = {column: "" for column in ("label_smoothing", "mixup", "noise_matrix")}
+        shared["noise_rate"] = "0.4" if corrected else ""
         shared |= {"labels": labels, "embeddings": labels, "method": method, "backbone": "timm:lite0"}
         shared |= {"resolution": "128", "train_images": "45000", "valid_images": "5000", "batch_size": "500"}
         for number, lr in enumerate(("0.1", "0.2", "0.3")):  # the last is bad
             row = shared | {"lr": lr, "n_epochs": ("4", "12", "12")[number], "order_seed": "0", "seed": "0"}
-            high = {"valid": number == 0, "clean": number == (method == "lapsum")}
+            high = {"valid": number == 0, "clean": number == (name == "lapsum")}
             row |= {f"last_{split}_top{k}": str(0.4 + gain + 0.1 * high[split]) for split in high for k in (1, 5)}
             trials.append(row)
         for seed, lr in itertools.product(range(1, 11), ("0.1", "0.2")):
@@ -209,24 +211,25 @@ def files(tmp_path):
     for end, lines in (("_trials", trials), ("", runs)):
         for labels, own in pd.DataFrame(lines).groupby("labels"):
             own.to_csv(tmp_path / f"{labels}{end}.csv", index=False)
-    return tmp_path, pd.DataFrame(runs)
+    names = pd.DataFrame(runs)["method"].where(pd.DataFrame(runs)["noise_rate"] == "", "lapsum, corrected")
+    return tmp_path, pd.DataFrame(runs).assign(name=names)
 
 
 def plain_difference(runs, labels, one, other, metric, lr="0.1"):
     """The differences of ten seeds in points, as an array."""
     runs = runs[(runs["labels"] == labels) & (runs["lr"] == lr)].sort_values("seed")
-    first, second = (100 * runs[runs["method"] == name][metric].astype(float).to_numpy() for name in (one, other))
+    first, second = (100 * runs[runs["name"] == name][metric].astype(float).to_numpy() for name in (one, other))
     return first - second
 
 
 def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
     folder, runs = files
     lines = noise_table(folder, "human").splitlines()
-    (row,) = (line for line in lines if line.startswith("| LapSum") and lines.index(line) < len(lines) / 2)
+    (row,) = (line for line in lines if line.startswith("| LapSum  ") and lines.index(line) < len(lines) / 2)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     expected, p_values = [], []
     for labels, other in itertools.product(LABELS, ("softmax_cross_entropy", "generalized_cross_entropy")):
-        for one in set(runs["method"]) - {other, "softmax_cross_entropy"}:  # each pair once
+        for one in set(runs["name"]) - {other, "softmax_cross_entropy"}:  # each pair once
             for metric in FIRST:
                 values = plain_difference(runs, labels, one, other, metric)
                 t = values.mean() / (values.std(ddof=1) / 10**0.5)
@@ -234,42 +237,46 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
                 if (labels, one) == ("human", "lapsum"):
                     low, high = stats.t.interval(0.95, 9, values.mean(), values.std(ddof=1) / 10**0.5)
                     expected.append((f"{values.mean():+.2f} ± {(high - low) / 2:.2f}", p_values[-1]))
-    assert len(p_values) == 28
+    assert len(p_values) == 36
     kept, alive = {}, True
     for place, p in enumerate(sorted(p_values)):  # the smallest first, each against its share of 5 %
-        alive = alive and p <= 0.05 / (28 - place)
+        alive = alive and p <= 0.05 / (36 - place)
         kept[p] = bool(alive)
     assert {True, False} == set(kept.values())
     assert cells[3:] == [text.replace("-", "−") + "\\*" * kept[p] for text, p in expected]
-    assert "28 differences" in lines[0]
+    assert "36 differences" in lines[0]
 
 
 def test_the_answer_is_the_best_top_k_loss_minus_the_best_robust_loss_by_noisy_validation(files):
     folder, runs = files
-    rows = [line for line in noise_answer(folder).splitlines() if "LapSum" in line]
+    first, second = noise_answer(folder).split("<summary>")
+    assert first.startswith("Best of 7 top-k losses minus best of 5 robust losses")
+    titles = {"lapsum, corrected": "LapSum, forward correction", "lapsum": "LapSum"}
     shown = ("labels by people", "40 % drawn among all classes, draw 2")
-    for labels, name, row in zip(LABELS, shown, rows, strict=True):
-        assert name in row
-        assert "| GCE " in row
-        values = plain_difference(runs, labels, "lapsum", "generalized_cross_entropy", "test_top1")
-        half = stats.t.ppf(0.975, 9) * values.std(ddof=1) / 10**0.5
-        verdict = "no clear difference" if abs(values.mean()) < half else "gain" if values.mean() > 0 else "loss"
-        assert f"{values.mean():+.2f} ± {half:.2f}".replace("-", "−") in row
-        assert f"({verdict})" in row.split("|")[4]
+    for (loss, title), table in zip(titles.items(), (first, second)):
+        rows = [line for line in table.splitlines() if "LapSum" in line]
+        for labels, name, row in zip(LABELS, shown, rows, strict=True):
+            assert name in row
+            assert [cell.strip() for cell in row.split("|")[2:4]] == [title, "GCE"]
+            values = plain_difference(runs, labels, loss, "generalized_cross_entropy", "test_top1")
+            half = stats.t.ppf(0.975, 9) * values.std(ddof=1) / 10**0.5
+            verdict = "no clear difference" if abs(values.mean()) < half else "gain" if values.mean() > 0 else "loss"
+            assert f"{values.mean():+.2f} ± {half:.2f}".replace("-", "−") in row
+            assert f"({verdict})" in row.split("|")[4]
 
 
 def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(files, tmp_path_factory):
     folder, runs = files
     text = noise_table(folder, "human")
     noisy, clean = text[text.index("Chosen by noisy") :].split("Chosen by clean")
-    lapsum = runs[(runs["labels"] == "human") & (runs["method"] == "lapsum")].astype({"test_top1": float})
+    lapsum = runs[(runs["labels"] == "human") & (runs["name"] == "lapsum")].astype({"test_top1": float})
     gain = 100 * lapsum.groupby("lr")["test_top1"].mean()
     assert f"{gain['0.1']:.2f} ± " in noisy
     assert f"{gain['0.2']:.2f} ± " in clean
-    assert clean.count("the same trial") == 2 * 4  # of all but LapSum
+    assert clean.count("the same trial") == 2 * 5  # of all but LapSum
     other = tmp_path_factory.mktemp("other")
     pd.read_csv(folder / "human_trials.csv", dtype=str).to_csv(other / "human_trials.csv", index=False)
-    runs.query("labels == 'human' and (lr == '0.1' or method != 'lapsum')").to_csv(other / "human.csv", index=False)
+    runs.query("labels == 'human' and (lr == '0.1' or name != 'lapsum')").to_csv(other / "human.csv", index=False)
     with pytest.raises(ReportError, match="human: what clean validation chose of lapsum has no final run"):
         noise_table(other, "human")
 
