@@ -122,7 +122,7 @@ def commands(stage: str, args: argparse.Namespace) -> list[str]:
         if not source.is_file():
             raise ValueError(f"{stage} needs the trials in {source}, which is not there")
         known = read_trials(source, args.per_p_k)
-    results = shlex.quote(str(args.results if stage == "finals" else args.trials))
+    results = args.results if stage == "finals" else args.trials
     flags = as_flags({"batch_size": 500, "num_valid": args.num_valid or "", "eval_freq": 100000, "results": results})
     flags += f" -d {shlex.quote(args.data_path)}"
     for method in methods:

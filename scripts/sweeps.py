@@ -43,8 +43,9 @@ def over_seeds(command, name, losses, seeds=(0, 1), more=""):
 
 
 def as_flags(settings: Mapping[str, object]) -> str:
-    """Return settings as flags of a command, without those that are empty."""
-    return " ".join(f"--{name} {value}" for name, value in settings.items() if value != "")
+    """Return settings as flags of a command, without those that are empty. p_k is words, any other value is one."""
+    given = {name: str(value) for name, value in settings.items() if value != ""}
+    return " ".join(f"--{name} {value if name == 'p_k' else shlex.quote(value)}" for name, value in given.items())
 
 
 def one_pass(heads: Iterable[str], flags: str) -> str:

@@ -172,6 +172,9 @@ def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test
     assert (args.also, args.seed, args.n_epochs) == ([], list(range(1, 11)), 4)
     args = parse_arguments(shlex.split(both)[2:])
     assert [head.lr for head in (args, *args.also)] == [0.002, 0.003, 0.004]
+    (line,) = noise.final_commands(trials.assign(noise_matrix="a folder/human_true.pt"), ["lapsum", "gce"], "")
+    args = parse_arguments(shlex.split(line)[2:])
+    assert {str(head.noise_matrix) for head in (args, *args.also)} == {"a folder/human_true.pt"}
 
 
 def test_a_run_has_the_name_of_its_loss():
