@@ -3,6 +3,7 @@
 The colour is that of a method's family, the marker its own.
 """
 
+import io
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,6 +17,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from experiments.common.records import replace_file
 from scripts.reporting import findings, noise, studies, tables
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, half_width
@@ -41,9 +43,10 @@ def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]
     """Write NAME.svg into a folder, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
-    path = folder / f"{name}.svg"
-    figure.savefig(path, metadata={"Date": None})
+    path, content = folder / f"{name}.svg", io.StringIO()
+    figure.savefig(content, format="svg", metadata={"Date": None})
     plt.close(figure)
+    replace_file(path, content.getvalue())
     return [path]
 
 
