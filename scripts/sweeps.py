@@ -159,8 +159,8 @@ def noise_scratch(human: str, results: str = "results/noise_scratch.csv") -> lis
         best = [best_trial(tried, "last_valid") for _, tried in trials.groupby("method")]
         again |= dict.fromkeys(as_flags(trial.reindex(names, fill_value="")) for trial in best)
     runs += [(loss, seed) for seed in (1, 2) for loss in again]
-    command = f"{TRAIN} --noisy_labels {human} --results {results}{COSINE.format(16)}"
-    return [f"{command} {loss} --seed {seed} " for loss, seed in runs]
+    files = f"--noisy_labels {human} --results {results}"
+    return [f"{TRAIN} {loss} --seed {seed} {files}{COSINE.format(16)}" for loss, seed in runs]
 
 
 def implementation() -> list[str]:

@@ -17,7 +17,7 @@ from experiments.common import losses
 from experiments.common.records import cell
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from scripts import heads, sweeps
+from scripts import heads, launch, sweeps
 from tests.scripts.test_published_rows import published
 from topk_losses import METHODS, RELAXATIONS
 
@@ -71,7 +71,8 @@ def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
         rows = sweeps.noise_scratch(str(human), str(results))
         parsed = [train_cifar100.parse_arguments(shlex.split(row)[2:]) for row in rows]
         found = []
-        for args in parsed:
+        for args, run in zip(parsed, launch.runs_of(rows, [], tmp_path), strict=True):
+            assert args.method in run.log.stem  # the name says which loss it is
             settings = losses.loss_settings(args, "smce", train_cifar100.INVERSE_TEMPERATURES)
             losses.build_loss(settings, 100, torch.device("cpu"))
             assert args.noisy_labels == human
