@@ -16,6 +16,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common.losses import OWN_SETTINGS
 
 SCRIPTS = (train_cifar100, finetune_imagenet, train_knn, train_beam_search)
 IDENTITY = tuple(dict.fromkeys(flag for script in SCRIPTS for flag in script.IDENTITY))
@@ -27,8 +28,9 @@ OWN = ("m", "inverse_temperature", "lr", "n_epochs", "weight_decay", "label_smoo
 # Settings of the loss and of its training: lines that differ in others are of another experiment.
 TRIED = (
     *("method", "p_k", "distribution", "art_lambda", "top1_mode", "arm", "nll_weight", "loss", "sorted", "prediction"),
-    *("num_candidates", "self_match", "batch_size", "lr_schedule", "ema"),
+    *("num_candidates", "self_match", "batch_size", "lr_schedule", "ema", "mixup", "noise_matrix_id"),
     *OWN,
+    *OWN_SETTINGS,
 )
 
 

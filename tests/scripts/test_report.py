@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from experiments import train_cifar100
+from experiments.common.losses import OWN_SETTINGS
 from scripts import report
 from scripts.reporting.runs import ReportError, differences, read_runs
 from scripts.reporting.tables import HEADINGS, PAPER, TABLES
@@ -249,6 +250,14 @@ def test_paired_differences_are_taken_within_an_experiment_and_have_an_interval(
     )
     by_rate = {(row["learning rate"], row["limit_train"]): row["Δ top-1"] for row in cells(text, "softmax")}
     assert by_rate == {("0.001", ""): "", ("0.002", ""): "+10.00 ± 0.00", ("0.001", "500"): ""}
+
+
+@pytest.mark.parametrize("setting", [*OWN_SETTINGS, "mixup", "noise_matrix_id"])
+def test_settings_of_a_loss_leave_runs_in_their_experiment(made, setting):
+    rows = [cifar_run(0, 0.60, 0.85)]
+    rows += [cifar_run(0, 0.62, 0.85, method="phuber_cross_entropy", **{setting: value}) for value in ("0.1", "0.2")]
+    text = made(rows, "--paired", "softmax_cross_entropy")[1]
+    assert [row["Δ top-1"] for row in cells(text, "phuber")] == ["+2.00", "+2.00"]
 
 
 def test_no_difference_is_of_several_settings_at_once():
