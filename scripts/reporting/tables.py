@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from experiments.common.losses import OWN_SETTINGS
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, p_k_of, settings_of, short
 from topk_losses import METHODS, RELAXATIONS
@@ -23,8 +24,8 @@ VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifie
 # On a published row's own line.
 LOSS_SETTINGS = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k", "n_epochs", "num_candidates")
 # What no published run has.
-UNPUBLISHED = ("limit_train", "limit_test", "label_noise", "label_smoothing", "margin", "lr_schedule", "ema")
-UNPUBLISHED += ("weight_decay", "precision")
+UNPUBLISHED = ("limit_train", "limit_test", "label_noise", "noise_groups", "noise_matrix_id", "mixup", *OWN_SETTINGS)
+UNPUBLISHED += ("labels", "lr_schedule", "ema", "weight_decay", "precision")
 HEADINGS = {"p_k": "P_K", "lr": "learning rate", "n_epochs": "epochs", "n_seeds": "seeds"}
 HEADINGS |= {name: name.replace("_", " ") for name in ("inverse_temperature", "weight_decay", "label_smoothing")}
 SPREAD = "± standard deviation over seeds"
@@ -85,7 +86,7 @@ def same(cell: str, published: str) -> bool:
     try:
         return math.isclose(float(cell or 0), float(published.replace("none", "0")), rel_tol=1e-6)
     except ValueError:
-        return cell == published or cell in ("fp32", "constant")
+        return cell == published or cell in ("fp32", "constant", "right")
 
 
 def matches(run: Mapping[str, str], row: Mapping[str, str]) -> bool:

@@ -95,6 +95,22 @@ def test_what_differs_from_the_paper_is_named_and_has_no_difference(made, change
     assert cells(text, "Softmax CE")[0]["top-1 difference"] == "+0.23"
 
 
+# Those left out: another published row, settings that the row does not have, and the authors' own implementation.
+@pytest.mark.parametrize(
+    "flag",
+    sorted(
+        {*train_cifar100.IDENTITY, "mixup", "noise_matrix_id", "labels"}
+        - {"seed", "method", "p_k", "distribution", "art_lambda", "implementation"}
+    ),
+)
+def test_every_flag_of_training_that_is_not_as_published_is_named(made, flag):
+    value = "human-01234567" if flag == "noise_groups" else "0.3"
+    _, text, _ = made([*TWO_SEEDS[:2], {**TWO_SEEDS[2], flag: value}])
+    (row,) = cells(text, "Top-k NeuralSort")
+    assert f"{flag} {value}" in row["not as published"]
+    assert row["top-1 difference"] == ""
+
+
 @pytest.mark.parametrize("flag", sorted({*train_cifar100.IDENTITY} - {"seed", "method", "p_k"}))
 def test_every_identity_flag_makes_lines_of_its_own(made, flag):
     rows = [{**row, flag: row.get(flag, "")} for row in TWO_SEEDS[:2]]
