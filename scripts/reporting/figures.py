@@ -36,6 +36,7 @@ STYLE = {
 STYLE["imbalanced_noised_topk"] = {"color": "C5", "marker": "o"}  # the seventh of six marks
 STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
 ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
+ABBREVIATIONS = {"p_k": "", "inverse_temperature": "β ", "lr": "lr "}
 SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
 
 
@@ -117,12 +118,15 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
         panels.append((ACCURACIES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
     frame = frame.dropna(subset=[f"{metrics[0]}_mean"])
     named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
-    cells = tables.shown(table._replace(frame=frame))
-    labels = {"P_K": "", "inverse temperature": "β ", "learning rate": "lr ", "epochs": "epochs "}
-    settings = [
-        cells[name].where(cells[name] == "", label + cells[name]) for name, label in labels.items() if name in cells
-    ]
-    frame.index = [" ".join(filter(None, words)) for words in zip(named, *settings)]
+    cells, labels = tables.shown(table._replace(frame=frame)), named.copy()
+    for name in [name for name in frame if name in core.IDENTITY and name != "method"]:
+        heading = tables.HEADINGS.get(name, name)
+        # A setting that was tried tells apart lines that are named alike so far; one of the experiment is always named.
+        alike = labels if name in core.TRIED else labels.str[:0]
+        differs = cells[heading].groupby(alike).transform("nunique") > 1
+        words = " " + (ABBREVIATIONS.get(name, f"{heading} ") + cells[heading])
+        labels += words.where(differs & (cells[heading] != ""), "")
+    frame.index = labels
     title = f"{table.name}.csv: bars are 95 % intervals of the mean over seeds; hollow: published."
     return save(dots(frame.assign(method=named.to_numpy()), panels), folder, f"{table.name}_accuracy", title)
 

@@ -4,10 +4,11 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from experiments.common.losses import OWN_SETTINGS
 from scripts import report
 from scripts.reporting import figures
 from tests.scripts.test_published_rows import published
-from tests.scripts.test_report import TWO_SEEDS, cifar_run
+from tests.scripts.test_report import FIVE, NEURALSORT, TWO_SEEDS, cifar_run
 from topk_losses import METHODS
 
 
@@ -30,6 +31,17 @@ def test_each_metric_is_in_its_panel_and_a_figure_is_the_same_bytes_twice(made, 
         points = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]
         assert all(any(point == pytest.approx(mean) for point in points) for mean in means)
         assert axis.get_title(loc="left") == f"test {label} (%)"
+
+
+def test_no_two_rows_of_a_figure_are_named_alike_and_their_experiment_is_named(made, tmp_path, saved):
+    runs = [
+        cifar_run(0, 0.6, 0.8, **{setting: "0.3"}) for setting in (*OWN_SETTINGS, "mixup", "ema", "noise_matrix_id")
+    ]
+    runs += [cifar_run(0, 0.6, 0.8, limit_train=number, p_k=FIVE, **NEURALSORT) for number in ("", "500")]
+    assert made(runs, "--figures", tmp_path)[0] == 0
+    names = [label.get_text() for label in saved[0].axes[0].get_yticklabels()]
+    assert len(set(names)) == len(names) == len(runs)
+    assert sum("limit_train 500" in name for name in names) == 1
 
 
 def test_every_method_has_a_look_of_its_own_and_its_family_a_colour():
