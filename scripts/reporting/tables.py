@@ -157,8 +157,9 @@ def beside_published(name: str, runs: pd.DataFrame, table: str | None) -> Table:
 def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
     """Return the lines as validation orders them, each minus the best line of a method in its experiment, by seed."""
     metrics = [metric for metric in METRICS if metric in runs]
-    runs = core.as_numbers(runs, [*metrics, *VALID], 100)
-    lines = lines_of(runs.assign(valid=runs[VALID].mean(axis=1)))
+    valid = VALID if len(metrics) > 1 else VALID[:1]  # a nearest-neighbour classifier has top-1 only
+    runs = core.as_numbers(runs, [*metrics, *valid], 100)
+    lines = lines_of(runs.assign(valid=runs[valid].mean(axis=1)))
     lines.sort(key=lambda line: (core.experiment(line), -line["valid"].mean()))
     best = {core.experiment(line): line for line in lines[::-1] if line["method"].iloc[0] == method}
     if not best:
@@ -171,7 +172,8 @@ def paired(name: str, runs: pd.DataFrame, method: str) -> Table:
     named = [name for name in settings if name in ("method", "p_k")]
     frame = settings[named].join(gains).join(results).join(settings.drop(columns=named))
     caption = (
-        f"Test accuracy in percent at the best validation epoch, {SPREAD}. Validation: mean of top-1 and top-5. "
+        f"Test accuracy in percent at the best validation epoch, {SPREAD}. "
+        f"Validation: {'mean of top-1 and top-5' if len(valid) > 1 else 'top-1'}. "
         f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
     )
     return without_empty_columns(Table(name, frame, caption, origin(name, runs, shared), {}))

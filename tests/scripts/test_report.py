@@ -268,6 +268,19 @@ def test_paired_differences_are_taken_within_an_experiment_and_have_an_interval(
     assert by_rate == {("0.001", ""): "", ("0.002", ""): "+10.00 ± 0.00", ("0.001", "500"): ""}
 
 
+def test_paired_differences_of_runs_that_have_top_1_only(made):
+    runs = [
+        cifar_run(0, 0.60, 0.85),
+        cifar_run(0, 0.62, 0.80, lr="0.002"),
+        cifar_run(0, 0.65, 0.1, p_k=FIVE, **NEURALSORT),
+    ]
+    _, text, _ = made(
+        [{k: v for k, v in run.items() if "top5" not in k} for run in runs], "--paired", "softmax_cross_entropy"
+    )
+    assert "Validation: top-1." in text
+    assert [row["Δ top-1"] for row in cells(text, "neuralsort")] == ["+3.00"]
+
+
 @pytest.mark.parametrize("setting", [*OWN_SETTINGS, "mixup", "noise_matrix_id"])
 def test_settings_of_a_loss_leave_runs_in_their_experiment(made, setting):
     rows = [cifar_run(0, 0.60, 0.85)]
