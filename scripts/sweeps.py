@@ -150,8 +150,9 @@ def noise_scratch(human: str, results: str = "results/noise_scratch.csv") -> lis
     half, softmax = "--p_k .5 0 0 0 .5 --inverse_temperature", "--method softmax_cross_entropy --p_k 1 0 0 0 0"
     losses = [softmax, f"{softmax} --label_smoothing 0.1"]
     losses += [f"--method forward_correction --noise_rate {rate}" for rate in (0.2, 0.4, 0.6)]
-    losses += ["--method generalized_cross_entropy --q 0.7", f"--method splitter_selection {half} 0.025"]
-    losses += [f"--method splitter_selection {half} 0.1", f"--method lapsum {half} 0.1"]
+    losses += [f"--method generalized_cross_entropy --q {q}" for q in (0.7, 0.3)]
+    losses += [f"--method splitter_selection {half} {beta}" for beta in (0.025, 0.1)]
+    losses += [f"--method lapsum {half} 0.1"]
     runs, again = [(loss, 0) for loss in losses], {softmax: None}
     trials = read_runs(Path(results), ["seed=0"]) if Path(results).is_file() else pd.DataFrame()
     if len(trials) == len(losses):

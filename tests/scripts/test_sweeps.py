@@ -81,7 +81,7 @@ def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
 
     first = commands()
     seeds = Counter(row["seed"] for row in first)
-    assert seeds == {"0": 9, "1": 1, "2": 1}
+    assert seeds == {"0": 10, "1": 1, "2": 1}
     rows = [row for row in first if row["seed"] == "0"]
     best = {"softmax_cross_entropy": 1, "forward_correction": 2, "splitter_selection": 0}  # of its settings
     for method, group in itertools.groupby(rows, key=lambda row: row["method"]):
