@@ -82,7 +82,7 @@ def test_the_command_of_a_recorded_row_skips_itself(path, tmp_path, capsys):
     results = tmp_path / path.name
     shutil.copy(path, results)
     for row in read_rows(path):
-        if row["dataset"]:
+        if row["dataset"] and not row.get("noisy_labels"):  # whose file would have to be there
             assert script_of(row).main([*command_of(row), "--results", str(results)]) == 0
             assert f"already has {row['run_id']} " in capsys.readouterr().out
     assert results.read_bytes() == path.read_bytes()
