@@ -122,10 +122,10 @@ def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
     for name in [name for name in frame if name in core.IDENTITY and name != "method"]:
         heading = tables.HEADINGS.get(name, name)
         # A setting that was tried tells apart lines that are named alike so far; one of the experiment is always named.
-        alike = labels if name in core.TRIED else labels.str[:0]
-        differs = cells[heading].groupby(alike).transform("nunique") > 1
-        words = " " + (ABBREVIATIONS.get(name, f"{heading} ") + cells[heading])
-        labels += words.where(differs & (cells[heading] != ""), "")
+        is_tried, column = name in core.TRIED, cells[heading]
+        values = column.groupby(labels).transform("nunique") if is_tried else column.nunique()
+        words = " " + ABBREVIATIONS.get(name, f"{heading} ") + column
+        labels += words.where((values > 1) & (column != ""), "")
     frame.index = labels
     title = f"{table.name}.csv: bars are 95 % intervals of the mean over seeds; hollow: published."
     return save(dots(frame.assign(method=named.to_numpy()), panels), folder, f"{table.name}_accuracy", title)
