@@ -62,7 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     message = "share of training labels made random within groups of five classes (default: 0)"
     noise.add_argument("--label_noise", type=flags.fraction, default=0.0, help=message)
     message = "labels by people for training and validation, CIFAR-100_human.pt of CIFAR-100N (default: right labels)"
-    noise.add_argument("--noisy_labels", type=flags.path, metavar="FILE", help=message)
+    noise.add_argument("--noisy_labels", type=flags.existing_file, metavar="FILE", help=message)
     models = ("resnet18", "resnet34", "resnet50")
     parser.add_argument("--model", choices=models, default="resnet18", help="default: resnet18")
     return parser.parse_args(argv)

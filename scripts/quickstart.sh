@@ -10,7 +10,7 @@
 .venv/bin/python scripts/report.py results/quickstart.csv
 cat <<'TEXT'
 
-A line is a loss: softmax cross-entropy, then three that pay half for the first rank and half for the first three (P_K).
+A line is a loss: softmax cross-entropy, then three with half top-1 and half top-3 (P_K).
 Three epochs on small digits compare nothing; they show that everything runs. Next:
   .venv/bin/python experiments/train_cifar100.py --method splitter_selection --p_k .5 0 0 0 .5 --n_epochs 2   # CIFAR-100
 TEXT

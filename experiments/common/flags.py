@@ -45,6 +45,12 @@ def path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def existing_file(text: str) -> Path:
+    if not path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path(text)
+
+
 def temperature(text: str) -> float | str:
     """A positive number, "auto", or the two ends of a schedule such as "0.25:4"."""
     if text == "auto":

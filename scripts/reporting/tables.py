@@ -73,6 +73,7 @@ def not_as_published(run: pd.Series, published: Mapping[str, str], protocol: Map
     """
     expected = {name: cell for name, cell in protocol.items() if name not in ("title", "n_seeds", "source")}
     expected |= {name: published[name] for name in LOSS_SETTINGS if published.get(name)}
+    # What only a loss with a relaxation has.
     skipped = () if run["method"] in RELAXATIONS else ("m", "top1_mode", "self_match")
     expected = {name: cell for name, cell in expected.items() if cell and name not in skipped}
     others = {name: cell for name, cell in expected.items() if not same(run.get(name, ""), cell)}

@@ -141,6 +141,7 @@ REFUSED = [
     (train_cifar100, f"--dataset digits --device cuda:9 {NEITHER}", "this machine has . GPUs"),
     (train_cifar100, f"--dataset digits --ema 1 {NEITHER}", "--ema: 1 is not between 0.001 and 0.999999"),
     (train_cifar100, f"--dataset digits --lr 0 {NEITHER}", "--lr"),
+    (train_cifar100, f"--noisy_labels /nowhere/h.pt {NEITHER}", "--noisy_labels: there is no file /nowhere/h.pt"),
     (train_cifar100, "--dataset digits --implementation difftopk --method lml", "difftopk has no lml"),
     (train_cifar100, "--dataset digits --implementation difftopk --method ldr_kl --margin 1", "difftopk has no margin"),
     (train_cifar100, "--dataset digits --method sinkhorn_sort --inverse_temperature 1:2:3", "--inverse_temperature"),
