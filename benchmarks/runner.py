@@ -20,6 +20,7 @@ SOFTMAX = "softmax_cross_entropy"
 NUMBERS = {
     "turns": "turns that the alternatives take",
     "steps": "training steps in a turn",
+    "runs": "runs side by side",
     "batch": "images of a training step",
     "images": "images of the training split",
     "repeats": "measurements, of which the median counts",

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common.cores import usable_cores
+from experiments.common.cores import HUGE_PAGES, usable_cores
 
 LOGS = Path(__file__).resolve().parents[1] / "results" / "logs"
 ATTEMPTS, RETRY_SECONDS, POLL_SECONDS, SMI_SECONDS = 2, 3, 0.1, 20
@@ -43,7 +43,9 @@ class Run:
     def start(self, threads: int, lock: int) -> None:
         """Start an attempt, its output appended to the log."""
         self.attempts, self.process, self.failure = self.attempts + 1, None, ""
-        settings = {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
+        settings = {name: value for name, value in HUGE_PAGES.items() if name not in os.environ}
+        if self.gpu:
+            settings["CUDA_VISIBLE_DEVICES"] = self.gpu
         if "--threads" not in self.command.split():
             settings |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         now = time.strftime("%FT%TZ", time.gmtime())

@@ -1,7 +1,12 @@
-"""How many threads are worth starting here. Imports nothing slow: the launcher of sweeps asks, too."""
+"""The cores and memory pages that a process takes here. Imports nothing slow: the launcher imports it, too."""
 
 import os
 from pathlib import Path
+
+# Environment of a process whose large tensors lie in huge pages, on Linux where the kernel grants them to those who ask
+# (/sys/kernel/mm/transparent_hugepage/enabled is madvise). The C library reads the first when the process starts,
+# PyTorch the second before its first tensor.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def usable_cores() -> int:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from experiments.common.cores import usable_cores
+from experiments.common.cores import HUGE_PAGES, usable_cores
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=24)  # the first process may download for hours; a process that dies is noticed at once
@@ -108,6 +108,7 @@ class Processes:
 
 
 def prepare_device(device: torch.device, threads: int | None) -> None:
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", HUGE_PAGES["THP_MEM_ALLOC_ENABLE"])  # read at the first tensor
     torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import contenders, finetuning, losses, training_step
+from benchmarks import contenders, finetuning, huge_pages, losses, training_step
 from topk_losses.networks import bitonic
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,13 @@ def test_a_training_step_beside_softmax_and_beside_the_official_recipe(measured)
     (row,) = measured(training_step, "--recipe", "--methods", "softmax_cross_entropy", *small)
     ratio = float(row["images_per_second"]) / float(row["official_images_per_second"])
     assert float(row["ours_over_official"]) == pytest.approx(ratio, rel=0.01)
+
+
+def test_runs_side_by_side_with_and_without_huge_pages(measured):
+    off, on = measured(huge_pages, "--batch", 8, "--images", 64, "--turns", 1, "--steps", 1)
+    assert (off["huge_pages"], on["huge_pages"], off["runs"]) == ("off", "on", "2")
+    assert float(off["over_off"]) == 1
+    assert float(on["over_off"]) == pytest.approx(float(on["ms_per_step"]) / float(off["ms_per_step"]), rel=0.01)
 
 
 def test_a_fine_tuning_step_beside_softmax_and_difftopk(measured):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.cores import usable_cores
+from experiments.common.cores import HUGE_PAGES, usable_cores
 from scripts import launch
 from tests.processes import wait_for
 
@@ -163,6 +163,18 @@ def test_cpu_threads_are_divided_among_the_runs_at_once(run, tmp_path, flags, at
     share = usable_cores() // min(at_once, usable_cores())
     assert f"threads {share} {share}\n" in first
     assert "threads 77 77\n" in second  # --threads decides there
+
+
+def test_runs_get_huge_pages_unless_the_user_has_settings_of_his_own(run, tmp_path, monkeypatch):
+    show = python("import os; print('pages', os.environ['GLIBC_TUNABLES'], os.environ['THP_MEM_ALLOC_ENABLE'])")
+    for name in HUGE_PAGES:
+        monkeypatch.delenv(name, raising=False)
+    assert run([show])[0] == 0
+    assert run([show], THP_MEM_ALLOC_ENABLE="0")[0] == 0
+    (log,) = (tmp_path / "logs").glob("*.log")
+    ours, own = (line for line in log.read_text().splitlines() if line.startswith("pages"))
+    assert ours == "pages glibc.malloc.hugetlb=1 1"
+    assert own == "pages glibc.malloc.hugetlb=1 0"
 
 
 # Ends at Ctrl-C with a trace, as the training scripts do, after half a second; with an argument, not at the first.
