@@ -91,7 +91,7 @@ def human_labels(path: Path, clean: Tensor) -> Tensor:
 
     Args:
         path: CIFAR-100_human.pt, a pickle of NumPy arrays; no other code in it is run.
-        clean: the right labels (N,) of the images.
+        clean: the correct labels (N,) of the images.
 
     Raises:
         SystemExit: the file does not hold these labels, or is about other images.

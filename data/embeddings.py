@@ -31,7 +31,7 @@ from data.torch_file import load_torch_file
 BLOCK_ROWS = 8  # neighbouring rows that stay in one window, so that a disk reads 32 KB at a time, not 4
 WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16; two windows are in memory
 CHECKED_ROWS = 8192  # rows checked at once
-SPLITS = ("train", "valid", "test", "clean")  # clean: the rows of valid with right labels, where those are wrong
+SPLITS = ("train", "valid", "test", "clean")  # clean: the rows of valid with correct labels, where those are wrong
 NPY_TYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "bfloat16": "<u2", "int64": "<i8"}
 SPLIT, ORDER, MIXUP = 0, 1, 2  # purposes of random numbers
 KEY = re.compile(r"(?:.*_)?(train|valid|val|test|clean)_(embeddings|labels)")

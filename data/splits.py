@@ -39,7 +39,7 @@ class Dataset:
     """Three splits without a common sample.
 
     scale, shift: (C, 1, 1), with which pixels p are normalised to p scale + shift; None for embeddings.
-    clean: the images of valid with their right labels, where those of valid are wrong.
+    clean: the images of valid with their correct labels, where those of valid are wrong.
     """
 
     num_classes: int

@@ -7,7 +7,7 @@
     torchrun --nproc_per_node 2 -- experiments/finetune_imagenet.py --method softsort           # two GPUs, one row
 
 -d takes a published file by its short name, a torch file (data/embeddings.py), or the https:// or s3:// address of one.
-A split "clean" of the file has the rows that validate with right labels, where those are wrong: columns last_clean_*.
+A split "clean" of the file has the rows that validate with correct labels, where those are wrong: columns last_clean_*.
 Protocol: a random 50,000 training rows validate, one linear layer, m 16, batch 500, Adam with learning rate 10^-4.5,
 20 epochs; evaluation at the first step of an epoch, every 100 steps and at its last. Fewer than a million training rows
 get a schedule of their own (`fill_in_schedule`), which is printed. The row in results/imagenet1k.csv has, for each k,

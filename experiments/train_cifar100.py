@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     noise = parser.add_mutually_exclusive_group()
     message = "share of training labels made random within groups of five classes (default: 0)"
     noise.add_argument("--label_noise", type=flags.fraction, default=0.0, help=message)
-    message = "labels by people for training and validation, CIFAR-100_human.pt of CIFAR-100N (default: right labels)"
+    message = "labels by people for training and validation, CIFAR-100_human.pt of CIFAR-100N (default: correct labels)"
     noise.add_argument("--noisy_labels", type=flags.existing_file, metavar="FILE", help=message)
     models = ("resnet18", "resnet34", "resnet50")
     parser.add_argument("--model", choices=models, default="resnet18", help="default: resnet18")
@@ -159,7 +159,7 @@ def train_epoch(
 def evaluate(run: Run, model: nn.Module, loss_fn: nn.Module, data: Dataset) -> dict[str, float]:
     """Mean loss and top-k accuracies (fractions) on the whole validation and test set, without augmentation.
 
-    If the labels of validation are wrong, also on its images with right labels.
+    If the labels of validation are wrong, also on its images with correct labels.
     """
     started, processes, device = time.perf_counter(), run.processes, run.processes.device
     model.eval()

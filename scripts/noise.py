@@ -70,7 +70,9 @@ def write_labels(labels: str, path: Path, args: argparse.Namespace, only_shows: 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study, one kind of labels after another; return the exit status."""
     parser = argparse.ArgumentParser("noise.py", allow_abbrev=False, description="Other flags: launch.py --help.")
-    parser.add_argument("-d", "--data_path", type=Path, required=True, help="embeddings of CIFAR-100 with right labels")
+    parser.add_argument(
+        "-d", "--data_path", type=Path, required=True, help="embeddings of CIFAR-100, labels correct"
+    )
     parser.add_argument("--human", type=Path, help="CIFAR-100_human.pt of CIFAR-100N, for the labels by people")
     message = f"{', '.join(LABELS)} (default: all, in this order)"
     parser.add_argument("--labels", nargs="+", choices=LABELS, default=list(LABELS), metavar="NAME", help=message)
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = [args.results / f"{labels}{end}.csv" for end in ("_trials", "")]
         shared = f"--batch_size 500 --eval_freq 0 -d {stem}.pt --results"
         to_trials, to_finals = (f"{shared} {shlex.quote(str(file))}" for file in files)
-        # With right labels the matrices are the identity, which is cross-entropy.
+        # With correct labels the matrices are the identity, which is cross-entropy.
         losses = [name for name in args.losses if labels != "right" or not LOSSES[name].matrix]
         passes = [
             one_pass(heads, f"--n_epochs {n_epochs} --seed 0 {to_trials}")

@@ -6,7 +6,7 @@
     python scripts/relabel.py cifar100.pt --num_classes 1000 --output cifar100_of_1000.pt
 
 Labels that validate stay right without --noisy_valid. With it they are wrong as those that train, and the new file has
-one more split, clean: the rows of valid with right labels. Two matrices T for forward correction lie beside the new
+one more split, clean: the rows of valid with correct labels. Two matrices T for forward correction lie beside the new
 file: NAME_true.pt, of the noise itself (human labels: their shares among all training labels of a class), and
 NAME_estimated.pt, counted on 5 % of the rows that train. --num_classes: ten classes in one, or each in ten, by which of
 ten random directions a row lies furthest along from the mean of its class.

@@ -2,6 +2,7 @@
 
 findings.csv has a line per comparison, in the order of the tables. Its columns:
 
+    file, baseline_file             results file of both sides, and of the baseline where it is another one
     loss, baseline                  runs that meet these conditions, COLUMN=VALUE, separated by semicolons
     loss_chosen, baseline_chosen    further conditions: what validation chose among the trials
     is_published                    settings are the published ones, not chosen here
@@ -47,12 +48,13 @@ def runs_that_meet(file: str, conditions: str) -> pd.DataFrame:
 
 def sides(comparison: Any) -> list[pd.DataFrame]:
     """Return the runs of the loss and of its baseline, with accuracies in percent."""
+    files = {"loss": comparison.file, "baseline": comparison.baseline_file or comparison.file}
     found = []
-    for side in ("loss", "baseline"):
+    for side, file in files.items():
         conditions = f"{getattr(comparison, side)}; {getattr(comparison, f'{side}_chosen')}"
-        runs = runs_that_meet(comparison.file, conditions)
+        runs = runs_that_meet(file, conditions)
         if comparison.epoch:
-            runs = studies.epochs(Path(comparison.file), runs)
+            runs = studies.epochs(Path(file), runs)
             runs = runs[runs["epoch"] == int(comparison.epoch)]
             found.append(runs.assign(**{metric: runs[f"chosen_{metric}"] for metric in METRICS}))
         else:
@@ -89,12 +91,20 @@ def number_of_lines(file: str, conditions: str) -> int:
 
 
 def commits(comparison: Any) -> str:
-    """Return the commits of a comparison's runs; of a file of scripts/epochs.py those of its finished runs."""
-    runs = pd.concat(sides(comparison))
+    """Return the commits of a comparison's paired runs; of a file of scripts/epochs.py those of its finished runs."""
+    loss, baseline = sides(comparison)
+    runs = pd.concat([loss, baseline[baseline["seed"].isin(loss["seed"])]])
     if comparison.epoch:
-        finished = runs_that_meet(comparison.file.replace("_epochs", ""), "")
+        finished = runs_that_meet("table1.csv", "")
         runs = finished[finished["run_id"].isin(runs["run_id"])]
-    return ", ".join(sorted({commit[:7] for commit in runs["git_commit"]}))
+    resumed = runs["git_commit"].str.split("+").explode()
+    return ", ".join(sorted(set(resumed.map(short_commit)))) or "none recorded"
+
+
+def short_commit(commit: str) -> str:
+    """Return the first seven digits of a commit, and whether its tree had changes that were not committed."""
+    digits, _, changes = commit.partition("-")
+    return digits[:7] + (f"-{changes}" if changes else "")
 
 
 def difference(comparison: Any) -> Difference:

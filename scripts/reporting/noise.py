@@ -53,7 +53,7 @@ LABELS = {
     "symmetric_.2_again": Labels("20 % drawn among all classes, draw 2", "--label_noise .2 --among 100 --draw 1"),
     "blocks_.2": Labels("20 % drawn within groups of 5 class ids", "--label_noise .2 --among 5"),
     "blocks_.2_again": Labels("20 % drawn within groups of 5 class ids, draw 2", "--label_noise .2 --among 5 --draw 1"),
-    "right": Labels("right labels", "--label_noise 0"),
+    "right": Labels("correct labels", "--label_noise 0"),
 }
 
 

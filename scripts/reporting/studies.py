@@ -198,10 +198,12 @@ def epochs_text(path: Path, runs: pd.DataFrame) -> str:
     machines, precision = (", ".join(sorted(set(table[name]))) for name in ("device_name", "precision"))
     pairs = table[["method", "p_k"]].drop_duplicates().itertuples()
     p_k = "; ".join(f"{pair.method} {core.shown_p_k(pair.p_k)}" for pair in pairs)
+    differences = ""
+    if gains:  # a file of cross-entropy alone has none
+        caption = "Difference to cross-entropy in points, paired by seed, ± 95 % interval."
+        differences = f"{caption}\n\n{as_markdown(pd.DataFrame(gains))}\n\n"
     return (
         f"Test accuracy in percent, mean of the last {WINDOW} epochs, and at the best validation epoch so far.\n\n"
-        f"{as_markdown(pd.DataFrame(reached).fillna(''))}\n\n"
-        "Difference to cross-entropy in points, paired by seed, ± 95 % interval.\n\n"
-        f"{as_markdown(pd.DataFrame(gains))}\n\n"
+        f"{as_markdown(pd.DataFrame(reached).fillna(''))}\n\n{differences}"
         f"Runs: {path.name}, {machines}, precision {precision}. P_K: {p_k}.\n"
     )
