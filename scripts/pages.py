@@ -67,6 +67,13 @@ def published(table: str) -> str:
     return f"{caption}\n\n{tables.as_markdown(frame.loc[:, (frame != '').any()])}"
 
 
+def front_door_table() -> str:
+    """Return the README's table of answers."""
+    from scripts.reporting import front_door  # matplotlib takes a second
+
+    return front_door.table()
+
+
 KINDS: dict[str, Callable[..., str]] = {
     "results": results,
     "published": published,
@@ -84,7 +91,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "sorted_scores": reference.sorted_scores,
     "flags": reference.flags,
     "exports": reference.exports,
-    "main_findings": findings.main_table,
+    "front_door": front_door_table,
     "findings": findings.full_table,
     "evidence": findings.evidence,
     "speed": speed.summary,
@@ -139,9 +146,10 @@ def draw_method_figures(folder: Path) -> list[Path]:
 
 def draw_result_figures(folder: Path) -> list[Path]:
     """Draw the figures that are made from results/*.csv, and return their paths."""
-    from scripts.reporting import figures
+    from scripts.reporting import figures, front_door
 
-    drawn = figures.draw_benchmarks(folder)
+    drawn = front_door.draw_hero(folder) + front_door.draw_pull(folder)
+    drawn += figures.draw_benchmarks(folder)
     for name in ("temperature", "temperature_training", "table1_short", "table4_short", "table1_epochs"):
         flags = ["--temperatures"] if name.startswith("temperature") else []
         drawn += report.report(report.parse_arguments([f"{RESULTS}/{name}.csv", f"--figures={folder}", *flags]))[1]

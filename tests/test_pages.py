@@ -24,6 +24,7 @@ CONSTANTS = {  # settings, and published or withdrawn values; those of the READM
     "docs/reproduce.md": "0.001",
     "docs/which-loss.md": "0.1 0.125",
     "docs/temperature.md": "0.05 0.1 0.125 0.2 0.5",
+    "docs/guides/wrong-labels.md": "2.14",
     "docs/methods/networks.md": "3.3",
     "benchmarks/README.md": "3.12",
 }

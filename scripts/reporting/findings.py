@@ -7,13 +7,12 @@ findings.csv has a line per comparison, in the order of the tables. Its columns:
     loss_chosen, baseline_chosen    further conditions: what validation chose among the trials
     is_published                    settings are the published ones, not chosen here
     epoch                           read the best validation epoch up to this one, in a file of scripts/epochs.py
-    is_main                         stands in the README and in the figure
+    is_main                         stands in the figure
     baseline_name                   where it is not cross-entropy
 """
 
 import functools
 import itertools
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,15 +27,13 @@ RESULTS = PAPER.parent
 COMPARISONS: list[Any] = list(
     pd.read_csv(Path(__file__).with_name("findings.csv"), dtype={"epoch": str}, keep_default_na=False).itertuples()
 )
-BASELINE, GAINS = ["Cross-entropy top-1", "Cross-entropy top-5"], ["Δ top-1", "Δ top-5"]
-PAPER_BEST = "0.2 0.2 0.2 0.2 0.2"  # P_K
+GAINS = ["Δ top-1", "Δ top-5"]
 
 
 class Difference(NamedTuple):
-    """What a comparison found, in percent: the baseline and the difference to it, for top-1 and top-5."""
+    """What a comparison found, in points of accuracy: the difference to the baseline, for top-1 and top-5."""
 
     seeds: int
-    baseline: list[float]
     gains: list[Interval]
 
 
@@ -111,9 +108,7 @@ def difference(comparison: Any) -> Difference:
     """Return a comparison's mean difference and interval over the seeds that both sides have."""
     loss, baseline = sides(comparison)
     gains = core.differences(loss, baseline, list(METRICS))
-    paired = baseline[baseline["seed"].isin(gains.index)]
-    means = [paired[metric].mean() for metric in METRICS]
-    return Difference(len(gains), means, [interval(gains[metric]) for metric in METRICS])
+    return Difference(len(gains), [interval(gains[metric]) for metric in METRICS])
 
 
 def status(found: Difference) -> str:
@@ -124,18 +119,10 @@ def status(found: Difference) -> str:
     return top1 if top1 == top5 else f"top-1: {top1}; top-5: {top5}"
 
 
-def published() -> Difference:
-    """Return what the paper's own Table 1 found."""
-    rows = pd.read_csv(PAPER / "table1.csv").query("source.str.startswith('Petersen')")
-    rows = 100 * rows.set_index(["method", "p_k"])[list(METRICS)]
-    baseline, loss = rows.loc["softmax_cross_entropy", "1 0 0 0 0"], rows.loc["splitter_selection", PAPER_BEST]
-    return Difference(2, list(baseline), [Interval(gain, math.nan) for gain in loss - baseline])
-
-
 def cells(found: Difference) -> dict[str, str]:
     """Return the cells of a difference. A clear one is bold."""
     row = {name: f"**{gain}**" if gain.is_clear else str(gain) for name, gain in zip(GAINS, found.gains)}
-    return row | {"Seeds": str(found.seeds)} | dict(zip(BASELINE, map("{:.2f}".format, found.baseline)))
+    return row | {"Seeds": str(found.seeds)}
 
 
 def table_of(comparisons: list[Any]) -> pd.DataFrame:
@@ -147,14 +134,6 @@ def table_of(comparisons: list[Any]) -> pd.DataFrame:
             found = difference(comparison)
             rows.append({"Key": comparison.key, "Setting": title(comparison), "Status": status(found), **cells(found)})
     return pd.DataFrame(rows).fillna("")
-
-
-def main_table() -> str:
-    """Return the README's table: the main comparisons with cross-entropy's accuracy, and the paper's own row."""
-    table = table_of([comparison for comparison in COMPARISONS if comparison.is_main])
-    paper = pd.DataFrame([{"Setting": "the paper: 200 epochs, constant learning rate", **cells(published())}])
-    table = pd.concat([table[:1], paper, table[1:]])  # below the first heading
-    return as_markdown(table[["Setting", *GAINS, "Seeds", *BASELINE]])
 
 
 def full_table() -> str:
