@@ -334,9 +334,3 @@ def test_a_run_at_its_time_limit_is_queued_again(slurm, patient, tmp_path):
     assert process.wait(timeout=20) != 0
     assert (tmp_path / "slurm" / "scontrol.txt").read_text() == "requeue 7\n"
     os.kill(pid, signal.SIGKILL)  # as Slurm does
-
-
-@pytest.mark.parametrize("words", [[], ["--time", "1"]])
-def test_an_array_without_a_name_gets_a_sentence(words):
-    done = subprocess.run([SLURM, *words], input="true", text=True, capture_output=True)
-    assert (done.returncode, done.stderr) == (2, "error: name the sweep first, as in slurm.sh table1\n")

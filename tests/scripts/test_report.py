@@ -13,7 +13,7 @@ from experiments import train_cifar100
 from experiments.common.losses import OWN_SETTINGS
 from scripts import report
 from scripts.reporting.runs import ReportError, differences, read_runs
-from scripts.reporting.tables import HEADINGS, PAPER, TABLES
+from scripts.reporting.tables import HEADINGS, PAPER
 
 RESULTS = Path(__file__).parents[2] / "results"
 FIVE = "0.2 0.2 0.2 0.2 0.2"
