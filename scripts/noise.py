@@ -70,9 +70,7 @@ def write_labels(labels: str, path: Path, args: argparse.Namespace, only_shows: 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study, one kind of labels after another; return the exit status."""
     parser = argparse.ArgumentParser("noise.py", allow_abbrev=False, description="Other flags: launch.py --help.")
-    parser.add_argument(
-        "-d", "--data_path", type=Path, required=True, help="embeddings of CIFAR-100, labels correct"
-    )
+    parser.add_argument("-d", "--data_path", type=Path, required=True, help="embeddings of CIFAR-100, labels correct")
     parser.add_argument("--human", type=Path, help="CIFAR-100_human.pt of CIFAR-100N, for the labels by people")
     message = f"{', '.join(LABELS)} (default: all, in this order)"
     parser.add_argument("--labels", nargs="+", choices=LABELS, default=list(LABELS), metavar="NAME", help=message)

@@ -54,7 +54,8 @@ def test_every_run_is_a_command_of_its_script_for_its_file(study):
     assert set(losses_run.values()) <= {"scratch": {1, 3}, "quickstart": {1}}.get(study, {2})
 
 
-def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
+def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(row, tmp_path):
+    written = {*row("cifar"), *row("noise/human")}
     (human := tmp_path / "human.pt").touch()
     results = tmp_path / "noise_scratch.csv"
 
@@ -75,11 +76,12 @@ def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(tmp_path):
     assert seeds == {"0": 10, "1": 2, "2": 2}  # cross-entropy with and without label smoothing
     rows = [row for row in first if row["seed"] == "0"]
     best = {"softmax_cross_entropy": 0, "forward_correction": 2, "splitter_selection": 0}  # of its settings
-    for method, group in itertools.groupby(rows, key=lambda row: row["method"]):
-        for number, row in enumerate(group):
+    for method, group in itertools.groupby(rows, key=lambda run: run["method"]):
+        for number, run in enumerate(group):
             right = number == best.get(method, 0)
-            row |= {"last_valid_top1": "0.5" if right else "0.4", "last_valid_top5": "0.7"}
-            row |= {"valid_top1": "0.5" if right else "0.9", "last_clean_top1": "0.1" if right else "0.9"}
+            run |= {"last_valid_top1": "0.5" if right else "0.4", "last_valid_top5": "0.7"}
+            run |= {"valid_top1": "0.5" if right else "0.9", "last_clean_top1": "0.1" if right else "0.9"}
+            assert set(run) <= written
     pd.DataFrame(rows).to_csv(results, index=False)
     again = commands()[len(rows) :]
     assert Counter(row["seed"] for row in again) == {"1": 6, "2": 6}
