@@ -1,5 +1,5 @@
-# Sourced by each script first: an error ends it, and it works in the root of the repository, where .venv is made if there
-# is none.
+# Sourced by each script first, on a line of its own, since in a list with && no error would end it. It goes to the root
+# of the repository, and makes .venv if that is absent or half made.
 set -euo pipefail
 CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
-[ -x .venv/bin/python ] || . scripts/environment.sh
+[ -e .venv/requirements.stamp ] || . scripts/environment.sh

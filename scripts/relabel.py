@@ -70,7 +70,7 @@ def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) 
     known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
     estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
     for name, matrix in (("true", true), ("estimated", estimated)):
-        torch.save(matrix, matrix_files(args.output)[name])
+        replace_file(matrix_files(args.output)[name], matrix)
     drawn = f"{args.label_noise:g} among {args.among}, draw {args.draw}" if args.label_noise else "right"
     changed = {"info": content.get("info", {}) | {"labels": "human" if args.human is not None else drawn}}
     if not args.noisy_valid:

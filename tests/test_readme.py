@@ -75,8 +75,22 @@ def test_there_are_blocks():
 
 @pytest.mark.filterwarnings("ignore")  # those of other packages are theirs
 @pytest.mark.parametrize("block", LAST, ids=[f"{block.page.stem}-line{block.line}" for block in LAST])
-def test_a_block_runs(block):
-    after(block)
+def test_a_block_runs_and_computes_no_nan(block):
+    tensors = [value for value in after(block).values() if isinstance(value, torch.Tensor)]
+    tensors += [value.grad for value in tensors if value.is_leaf and value.grad is not None]
+    assert not any(value.isnan().any() for value in tensors)
+
+
+def test_the_loss_of_the_readme_falls_along_its_gradient():
+    (block,) = (block for block in BLOCKS if block.page.name == "README.md")
+    names = after(block)
+    loss, logits, labels = (names[name] for name in ("loss", "logits", "labels"))
+    own = logits.grad.gather(1, labels.unsqueeze(1))
+    assert (own < 0).all()  # each true class is pulled up
+    assert logits.grad.sum(1).abs().max() < 1e-6  # by as much as others are pushed down
+    assert names["loss_fn"](logits - logits.grad, labels) < loss
+    right = 20 * torch.nn.functional.one_hot(labels, logits.shape[1])
+    assert names["loss_fn"](logits + right, labels) < loss / 3
 
 
 def test_the_tutorial_ends_as_its_text_says():

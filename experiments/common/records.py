@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from experiments.common.flags import ROOT
 
@@ -67,8 +68,8 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     replace_file(path, file.getvalue())
 
 
-def replace_file(path: Path, content: str | dict[str, Any]) -> None:
-    """Write a text, or a dictionary as a torch file, whole or not at all.
+def replace_file(path: Path, content: str | dict[str, Any] | Tensor) -> None:
+    """Write a text, or a dictionary or tensor as a torch file, whole or not at all.
 
     Raises:
         SystemExit: the disk is full, or the path is a folder, a pipe or a device such as /dev/null.

@@ -102,7 +102,7 @@ def auto_gains(path: Path, *methods: str) -> str:
 
 
 def beam_search(name: str, runs: pd.DataFrame) -> str:
-    """Return Markdown: error rates of each arm, each arm minus the control by seed, accuracy by position."""
+    """Return Markdown: error rates of each arm, and each arm minus the control by seed."""
     rates = [rate for rate in RATES if rate in runs and runs[rate].any()]
     runs = core.as_numbers(runs, rates)
     runs[rates] *= 100
@@ -115,29 +115,20 @@ def beam_search(name: str, runs: pd.DataFrame) -> str:
     arms = pd.DataFrame({"arm": [f"{line['arm'].iloc[0]}, {line['method'].iloc[0]}" for line in lines]})
     arms = arms.replace("cross_entropy, softmax_cross_entropy", "cross_entropy")
     controls = {core.experiment(line): line for line in lines if line["arm"].iloc[0] == "cross_entropy"}
-    means, differences, positions = [], [], []
+    means, differences = [], []
     for line in lines:
         base = controls.get(core.experiment(line), line)
         gains = core.differences(line, base, rates) if base is not line else line[:0]
         means.append({RATES[rate]: mean_std(line[rate]) for rate in rates} | {"seeds": str(len(line))})
         differences.append({RATES[rate]: str(interval(gains[rate])) for rate in rates} | {"pairs": str(len(gains))})
-        both = enumerate(zip(*(accuracies(line, f"test_{kind}_accuracy") for kind in ("forced", "free"))), start=1)
-        positions.append({str(place): f"{forced:.1f} / {free:.1f}" for place, (forced, free) in both})
     tables = {
         "mean ± sample standard deviation over the seeds": means,
         "minus the control (cross_entropy) by seed": differences,
-        "right phonemes by position (the end is one), after the right ones / after the model's own": positions,
     }
     text = ["WER, PER: word and phoneme error rate."]
     for caption, rows in tables.items():
         text += [f"In percent, {caption}:", as_markdown(arms.join(pd.DataFrame(rows)).join(settings).fillna(""))]
     return "\n\n".join([*text, origin(name, runs, shared)]) + "\n"
-
-
-def accuracies(line: pd.DataFrame, column: str) -> list[float]:
-    """Return the mean accuracy in percent of each position up to the longest word; behind it few words are left."""
-    cells = line[column].str.split(expand=True).apply(pd.to_numeric, errors="coerce")
-    return (100 * cells.mean()).tolist()[: int(line["max_letters"].iloc[0])]
 
 
 def epochs(path: Path, runs: pd.DataFrame) -> pd.DataFrame:

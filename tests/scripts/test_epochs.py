@@ -1,54 +1,74 @@
 """The epochs of runs, finished or not, in one file, and what the report says of them."""
 
-import csv
 import json
 import os
+import shutil
 
 import pandas as pd
 import pytest
 
 from experiments import train_cifar100
 from scripts import epochs, report
+from tests.scripts.trained import changed, rows_of
 
-METRICS = dict.fromkeys(epochs.OF_AN_EPOCH[1:], "0.5")
+SOFTMAX = "softmax_cross_entropy"
+
 TABLE1 = {"results": "table1.csv"}
+METRICS = [f"{split}_top{k}" for split in ("valid", "test") for k in (1, 5)]
 
 
-def write_run(folder, run_id, num_epochs, method="softmax_cross_entropy", seed=0, p_k=None, flags=(), **metrics):
-    """flags: of the run, where they are not these. metrics: of an epoch, where they are not .5."""
-    run = folder / "runs" / run_id
-    run.mkdir(parents=True, exist_ok=True)
-    p_k = p_k or ([1.0, 0, 0, 0, 0] if method == "softmax_cross_entropy" else [0.5, 0.5])
-    written = dict.fromkeys(epochs.OF_THE_RUN, "x") | {"run_id": run_id, "results": "t.csv", "precision": "bf16"}
-    written |= {"method": method, "p_k": p_k, "seed": seed, **dict(flags)}
-    (run / "config.json").write_text(json.dumps(written))
-    rows = [
-        {"epoch": epoch, **METRICS, **{name: value_at(epoch) for name, value_at in metrics.items()}}
-        for epoch in range(1, num_epochs + 1)
-    ]
-    pd.DataFrame(rows).assign(train_loss=1).to_csv(run / "epochs.csv", index=False)
+@pytest.fixture
+def write_run(trained, tmp_path):
+    """Write a trained run's folder with so many epochs, with other flags and other metrics where they are given."""
+    folders = {name: next(trained.glob(f"runs/digits-resnet18-{name}-*")) for name in (SOFTMAX, "neuralsort")}
+
+    def call(run_id, num_epochs, method=SOFTMAX, seed=0, flags=(), **metrics):
+        """flags: of the run. metrics: of an epoch, where they are not .5."""
+        folder, run = folders[SOFTMAX if method == SOFTMAX else "neuralsort"], tmp_path / "runs" / run_id
+        shutil.copytree(folder, run, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoint.pt"))
+        config, (epoch,) = json.loads((run / "config.json").read_text()), rows_of(run / "epochs.csv")
+        flags = {
+            "run_id": run_id,
+            "results": "t.csv",
+            "precision": "bf16",
+            "method": method,
+            "seed": seed,
+            **dict(flags),
+        }
+        (run / "config.json").write_text(json.dumps(changed_json(config, flags)))
+        values = {**dict.fromkeys(METRICS, lambda _: 0.5), **metrics}
+        epochs = [
+            changed(epoch, epoch=number, **{name: value_at(number) for name, value_at in values.items()})
+            for number in range(1, num_epochs + 1)
+        ]
+        pd.DataFrame(epochs).to_csv(run / "epochs.csv", index=False)
+
+    return call
 
 
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def changed_json(config, flags):
+    """A configuration with other values of flags that it has."""
+    assert set(flags) <= set(config)
+    return config | flags
 
 
-def test_the_epochs_of_a_training_run_are_those_of_its_row(tmp_path):
-    flags = "--method softmax_cross_entropy --dataset digits --limit_train 64 --batch_size 32 --n_epochs 1 --device cpu"
-    assert train_cifar100.main([*flags.split(), "--results", str(tmp_path / "t.csv")]) == 0
-    assert epochs.main([str(tmp_path / "t.csv")]) == 0
-    (run,), (epoch,) = rows_of(tmp_path / "t.csv"), rows_of(tmp_path / "t_epochs.csv")
-    assert set(train_cifar100.IDENTITY) < set(epoch)
-    assert {name: epoch[name] for name in epochs.OF_THE_RUN if name in epoch}.items() <= run.items()
-    assert (epoch["epoch"], epoch["test_top1"]) == ("1", run["test_top1"])
+def test_the_epochs_of_a_training_run_are_those_of_its_row(trained, tmp_path):
+    (tmp_path / "cifar.csv").write_bytes((trained / "cifar.csv").read_bytes())
+    assert epochs.main([str(tmp_path / "cifar.csv"), "--runs", str(trained / "runs")]) == 0
+    found = {epoch["run_id"]: epoch for epoch in rows_of(tmp_path / "cifar_epochs.csv")}
+    for run in rows_of(tmp_path / "cifar.csv"):
+        epoch = found.pop(run["run_id"])
+        assert set(train_cifar100.IDENTITY) < set(epoch)
+        assert {name: epoch[name] for name in epochs.OF_THE_RUN if name in epoch}.items() <= run.items()
+        assert (epoch["epoch"], epoch["test_top1"]) == ("1", run["test_top1"])
+    assert not found
 
 
-def test_a_file_of_epochs_from_a_spreadsheet_keeps_its_cells_and_counts_each_epoch_once(tmp_path):
+def test_a_file_of_epochs_from_a_spreadsheet_keeps_its_cells_and_counts_each_epoch_once(write_run, tmp_path):
     """Semicolons, a cell "NA", the header and a run twice; a pipe in a run folder is passed over."""
-    write_run(tmp_path, "a", 2)
+    write_run("a", 2)
     for name in ("config.json", "epochs.csv"):
-        write_run(tmp_path, f"pipe-{name}", 1)
+        write_run(f"pipe-{name}", 1)
         (tmp_path / "runs" / f"pipe-{name}" / name).unlink()
         os.mkfifo(tmp_path / "runs" / f"pipe-{name}" / name)
     assert epochs.main([str(tmp_path / "t.csv")]) == 0
@@ -61,13 +81,13 @@ def test_a_file_of_epochs_from_a_spreadsheet_keeps_its_cells_and_counts_each_epo
     assert kept == [("a", "1", "NA"), ("a", "2", "NA")]
 
 
-def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(tmp_path, capsys):
+def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(write_run, tmp_path, capsys):
     """A run folder that cannot be read is named and left out."""
     table, output = tmp_path / "t.csv", tmp_path / "t_epochs.csv"
     for a, b in ((2, 1), (1, 3)):  # a run that began anew has fewer epochs than are kept
-        write_run(tmp_path, "a", a)
-        write_run(tmp_path, "b", b)
-        write_run(tmp_path, "c", 5, flags={"results": "other.csv"})
+        write_run("a", a)
+        write_run("b", b)
+        write_run("c", 5, flags={"results": "other.csv"})
         for number, content in enumerate(("", "{}", '{"results": "t.csv"}')):
             (tmp_path / "runs" / f"bad{number}").mkdir(exist_ok=True)
             (tmp_path / "runs" / f"bad{number}" / "config.json").write_text(content)
@@ -85,16 +105,16 @@ def test_a_longer_history_takes_the_place_of_a_shorter_one_and_own_columns_stay(
     assert {row["my_note"] for row in rows} == {"mine"}
 
 
-def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(tmp_path, capsys):
+def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed_what(write_run, tmp_path, capsys):
     """Softmax stays at 50 %; the network rises by half a point an epoch and passes it in top-1, not in top-5."""
-    write_run(tmp_path, "a", 60, flags=TABLE1)
+    write_run("a", 60, flags=TABLE1)
     rising = {"test_top1": lambda epoch: 0.3 + 0.005 * epoch, "test_top5": lambda epoch: 0.4}
     rising["valid_top1"] = lambda epoch: 0.6 if epoch == 47 else 0.5
-    write_run(tmp_path, "b", 55, flags=TABLE1, method="splitter_selection", **rising)
+    write_run("b", 55, flags=TABLE1, method="splitter_selection", **rising)
     for seed, end in ((1, 52), (2, 53)):
-        write_run(tmp_path, f"c{seed}", end, flags=TABLE1, seed=seed)
+        write_run(f"c{seed}", end, flags=TABLE1, seed=seed)
         rising["test_top1"] = lambda epoch, seed=seed: 0.3 + 0.01 * seed + 0.005 * epoch
-        write_run(tmp_path, f"d{seed}", 55, flags=TABLE1, method="splitter_selection", seed=seed, **rising)
+        write_run(f"d{seed}", 55, flags=TABLE1, method="splitter_selection", seed=seed, **rising)
     assert epochs.main([str(tmp_path / "table1.csv")]) == 0
     capsys.readouterr()
     assert report.main([str(tmp_path / "table1_epochs.csv"), "--figures", str(tmp_path / "figures")]) == 0
@@ -113,14 +133,14 @@ def test_the_report_says_what_was_reached_after_how_many_epochs_and_what_crossed
     assert (tmp_path / "figures" / "table1_epochs.svg").stat().st_size > 10_000
 
 
-def test_settings_of_one_method_are_lines_of_their_own(tmp_path, capsys):
+def test_settings_of_one_method_are_lines_of_their_own(write_run, tmp_path, capsys):
     """Two P_K of a method are no seeds of one another; runs of another precision are not compared."""
     for seed in (0, 1):
-        write_run(tmp_path, f"softmax{seed}", 25, seed=seed)
+        write_run(f"softmax{seed}", 25, seed=seed)
         for name, p_k, top1 in (("one", [1.0], 0.4), ("half", [0.5, 0.5], 0.6)):
-            values = {"p_k": p_k, "test_top1": lambda epoch, top1=top1: top1}
-            write_run(tmp_path, f"{name}{seed}", 25, method="splitter_selection", seed=seed, **values)
-    write_run(tmp_path, "other", 25, method="softsort", flags={"precision": "fp32"})
+            how = {"flags": {"p_k": p_k}, "test_top1": lambda epoch, top1=top1: top1}
+            write_run(f"{name}{seed}", 25, method="splitter_selection", seed=seed, **how)
+    write_run("other", 25, method="softsort", flags={"precision": "fp32"})
     assert epochs.main([str(tmp_path / "t.csv")]) == 0
     assert report.main([str(tmp_path / "t_epochs.csv")]) == 0
     reached, gains = capsys.readouterr().out.split("Difference to cross-entropy")
@@ -131,8 +151,8 @@ def test_settings_of_one_method_are_lines_of_their_own(tmp_path, capsys):
     assert gains == [["splitter_selection", p_k, "25", "2", gain] for p_k, gain in shown]
 
 
-def test_epochs_that_fall_get_a_sentence(tmp_path, capsys):
-    write_run(tmp_path, "a", 3, flags=TABLE1)
+def test_epochs_that_fall_get_a_sentence(write_run, tmp_path, capsys):
+    write_run("a", 3, flags=TABLE1)
     epochs.main([str(tmp_path / "table1.csv")])
     path = tmp_path / "table1_epochs.csv"
     header, *lines = path.read_text().splitlines()

@@ -13,6 +13,7 @@ from experiments.finetune_imagenet import main, parse_arguments
 from scripts import heads
 from tests.scripts.test_published_rows import number_or_word, published
 from tests.scripts.test_sweeps import recipe_of
+from tests.scripts.trained import changed
 from topk_losses.methods import SINGLE_K
 
 NAMES = ["method", "p_k", "m", "inverse_temperature", "label_smoothing", "weight_decay", "margin", "lr"]
@@ -44,29 +45,29 @@ def test_every_trial_has_a_p_k_of_the_paper_and_what_is_of_one_k_has_k_5(tmp_pat
 
 
 @pytest.mark.parametrize("stage", ["longer", "finals"])
-def test_the_best_trial_is_best_in_the_sum_of_validation_top_1_and_top_5(tmp_path, stage):
+def test_the_best_trial_is_best_in_the_sum_of_validation_top_1_and_top_5(row, tmp_path, stage):
     """The other two are best in the one and in the other, in test accuracy the last; so the order does not choose."""
     # By m: valid top-1 and top-5, test top-1 and top-5.
     measured = {16: (0.70, 0.80, 0.70, 0.80), 50: (0.60, 0.88, 0.90, 0.90), 100: (0.74, 0.70, 0.60, 0.99)}
     names = ("valid_top1", "valid_top5", "test_top1", "test_top5")
     for order in (measured, reversed(measured)):
-        trials = [
-            {"method": "softsort", "p_k": ".5 0 0 0 .5", "m": m, "inverse_temperature": 0.5, "lr": 0.001, "n_epochs": 5}
-            | dict(zip(names, measured[m]))
-            for m in order
-        ]
+        tried = [(row("trials", method="softsort", m=str(m)), dict(zip(names, measured[m]))) for m in order]
+        trials = [changed(trial, **accuracies) for trial, accuracies in tried]
         pd.DataFrame(trials).to_csv(tmp_path / "heads_trials.csv", index=False)
         assert {args.m for args in asked(stage, ["softsort"], tmp_path / "heads_trials.csv")} == {16}
 
 
-def test_each_stage_goes_on_with_the_best_of_the_one_before_and_no_loss_is_refused(tmp_path):
+def test_each_stage_goes_on_with_the_best_of_the_one_before_and_no_loss_is_refused(row, tmp_path):
+    written = set(row("trials"))
+
     def tried(stage, methods=heads.KNOWN, trials="trials.csv"):
         rows = []
         for args in asked(stage, methods, tmp_path / trials):
             recipe = recipe_of(args)
             row = {name: recipe[name] for name in NAMES} | {"p_k": " ".join(map(str, recipe["p_k"]))}
-            run = (args.n_epochs, *args.seed, args.results.name, args.num_valid)
-            rows.append({**row, "n_epochs": args.n_epochs, "run": run, "valid_top1": 0.6, "valid_top5": 0.5})
+            row |= {"n_epochs": args.n_epochs, "valid_top1": 0.6, "valid_top5": 0.5}
+            assert set(row) <= written
+            rows.append({**row, "run": (args.n_epochs, *args.seed, args.results.name, args.num_valid)})
         return pd.DataFrame(rows, dtype=object)
 
     def same(found, expected, *columns):

@@ -103,14 +103,25 @@ def test_a_failed_run_is_tried_again_then_named_with_the_end_of_its_log(run, tmp
     assert "sweep: 1 of 6 runs done, 5 failed" in printed
 
 
-def test_at_most_jobs_runs_at_once(run, tmp_path):
-    count = (
-        "import os, pathlib, time; me = pathlib.Path(f'running.{os.getpid()}'); me.touch();"
-        "print('at once', len(list(pathlib.Path().glob('running.*')))); time.sleep(.6); me.unlink() #"
-    )
-    assert run([python(f"{count} {number}") for number in range(6)], "--jobs", "3")[0] == 0
-    counts = [int(re.search(r"at once (\d)", log.read_text())[1]) for log in (tmp_path / "logs").glob("*.log")]
-    assert (len(counts), max(counts)) == (6, 3)
+def until(condition: str) -> str:
+    """A statement of one line, as a command line is one, that waits for a condition."""
+    return f"[time.sleep(.005) for _ in iter(lambda: bool({condition}), True)]"
+
+
+def together(number: int, show: str) -> str:
+    """A command line that shows an expression once so many of its kind have begun, so that they run at once."""
+    begin = "import os, pathlib, time; here = pathlib.Path(); (here / f'begun.{os.getpid()}').touch()"
+    every = until(f"len([*here.glob('begun.*')]) >= {number}")
+    return python(f"{begin}; {every}; print({show}) #")
+
+
+def test_at_most_jobs_runs_at_once(run):
+    """Three must run at once for the first to end; the launcher starts no fourth before."""
+    commands = [f"{together(3, 'os.getpid()')} {number}" for number in range(6)]
+    status, printed = run(commands, "--jobs", "3")
+    events = re.findall("^(started|done)", printed, re.MULTILINE)
+    running = [events[:place].count("started") - events[:place].count("done") for place in range(len(events) + 1)]
+    assert (status, max(running), running[-1]) == (0, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +132,8 @@ def test_at_most_jobs_runs_at_once(run, tmp_path):
     ],
 )
 def test_runs_share_the_gpus_evenly(run, tmp_path, flags, visible, expected):
-    show = "import os, time; print('gpu', os.environ.get('CUDA_VISIBLE_DEVICES')); time.sleep(1.5) #"
-    commands = [python(f"{show} {number}") for number in range(len(expected))]
+    show = together(len(expected), "'gpu', os.environ.get('CUDA_VISIBLE_DEVICES')")
+    commands = [f"{show} {number}" for number in range(len(expected))]
     assert run(commands, *flags.split(), CUDA_VISIBLE_DEVICES=visible)[0] == 0
     logs = (tmp_path / "logs").glob("*.log")
     assert sorted(re.search(r"^gpu (.*)$", log.read_text(), re.MULTILINE)[1] for log in logs) == expected
@@ -177,17 +188,21 @@ def test_runs_get_huge_pages_unless_the_user_has_settings_of_his_own(run, tmp_pa
     assert own == "pages glibc.malloc.hugetlb=1 0"
 
 
-# Ends at Ctrl-C with a trace, as the training scripts do, after half a second; with an argument, not at the first.
+# Has a child of its own, as torchrun and data loaders have. Ends at Ctrl-C when it has saved something, which it does
+# once it may; with an argument, not at the first Ctrl-C.
 PATIENT = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 if sys.argv[1:]:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-pathlib.Path("pid.tmp").write_text(str(os.getpid()))
-os.rename("pid.tmp", "pid")
+    signal.signal(signal.SIGINT, lambda *_: pathlib.Path("ignored").touch())
+child = subprocess.Popen(["sleep", "600"])
+pathlib.Path("pids.tmp").write_text(f"{os.getpid()} {child.pid}")
+os.rename("pids.tmp", "pids")
 try:
-    time.sleep(30)
+    while True:
+        signal.pause()
 except KeyboardInterrupt:
-    time.sleep(0.5)
+    while not pathlib.Path("may_end").exists():
+        time.sleep(0.005)
     pathlib.Path("saved").touch()
     sys.exit(130)
 """
@@ -195,21 +210,27 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def patient(tmp_path) -> str:
-    """A run that takes half a minute and tells its process id."""
+    """A run that does not end and tells the ids of its process and of its child's."""
     (tmp_path / "patient.py").write_text(PATIENT)
     return f"{sys.executable} patient.py"
 
 
-def pid_in(folder: Path) -> int:
-    wait_for((folder / "pid").exists)
-    return int((folder / "pid").read_text())
+def pids_in(folder: Path) -> list[int]:
+    wait_for((folder / "pids").exists)
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_and_sigterm_are_passed_on_and_waited_for(start, patient, tmp_path, number, status):
+def test_ctrl_c_and_sigterm_are_passed_on_to_a_run_and_its_child_and_waited_for(
+    start, patient, tmp_path, number, status
+):
     process = start([patient, python("open('second', 'w')")], "--jobs", "1")
-    pid = pid_in(tmp_path)
+    pid, child = pids_in(tmp_path)
     process.send_signal(number)
+    wait_for(lambda: not alive(child), seconds=20)
+    if number == signal.SIGINT:  # what saves is waited for
+        assert (alive(pid), process.poll()) == (True, None)
+        (tmp_path / "may_end").touch()
     printed = process.communicate(timeout=20)[0]
     assert process.returncode == status
     assert not alive(pid)
@@ -221,41 +242,44 @@ def test_ctrl_c_and_sigterm_are_passed_on_and_waited_for(start, patient, tmp_pat
 
 
 def test_runs_are_not_left_where_nobody_reads_the_output_any_more(start, patient, tmp_path):
-    process = start([python("import time; time.sleep(1)"), python("open('second', 'w')"), patient], "--jobs", "1")
+    closed = until("pathlib.Path('closed').exists()")
+    waits = python(f"import pathlib, time; {closed}")
+    process = start([waits, python("open('second', 'w')"), patient], "--jobs", "1")
     process.stdout.readline()
     process.stdout.close()
-    pid = pid_in(tmp_path)
+    (tmp_path / "closed").touch()
+    pid, child = pids_in(tmp_path)
     assert (tmp_path / "second").exists()
+    (tmp_path / "may_end").touch()
     process.send_signal(signal.SIGINT)
-    assert (process.wait(timeout=20), alive(pid)) == (130, False)
+    assert (process.wait(timeout=20), alive(pid), alive(child)) == (130, False, False)
 
 
 def test_the_second_ctrl_c_kills(start, patient, tmp_path):
     process = start([f"{patient} stubborn"])
-    pid = pid_in(tmp_path)
+    pid, child = pids_in(tmp_path)
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: (tmp_path / "logs" / "launch.lock").exists())
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.communicate(timeout=1)
-    assert alive(pid)
+    wait_for((tmp_path / "ignored").exists, seconds=20)
+    assert (alive(pid), process.poll()) == (True, None)
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=20)[0]
     assert process.returncode == 130
     assert "SIGKILL to 1 runs" in printed
     assert not alive(pid)
+    wait_for(lambda: not alive(child), seconds=20)
 
 
 def test_a_run_that_outlives_its_killed_launcher_holds_the_sweep(start, run, patient, tmp_path):
     process = start([patient])
-    pid = pid_in(tmp_path)
+    pid, child = pids_in(tmp_path)
     assert run(["true"])[0] == 2
     process.kill()
     process.wait()
     status, printed = run(["true"])
     assert (status, alive(pid)) == (2, True)
     assert "another launcher, or a run that outlived one, holds" in printed
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not alive(pid), seconds=20)
+    os.killpg(pid, signal.SIGKILL)
+    wait_for(lambda: not alive(pid) and not alive(child), seconds=20)
     assert run([python("print('again')")])[0] == 0  # nothing of it is in the way
 
 
@@ -329,14 +353,9 @@ def test_a_run_at_its_time_limit_is_queued_again(slurm, patient, tmp_path):
     (tmp_path / "rows").write_text(f"{patient}\n")
     task = {**slurm, "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
     process = subprocess.Popen([SLURM, tmp_path / "rows"], env=task, cwd=tmp_path)
-    pid = pid_in(tmp_path)
+    pids = pids_in(tmp_path)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=20) != 0
     assert (tmp_path / "slurm" / "scontrol.txt").read_text() == "requeue 7\n"
-    os.kill(pid, signal.SIGKILL)  # as Slurm does
-
-
-@pytest.mark.parametrize("words", [[], ["--time", "1"]])
-def test_an_array_without_a_name_gets_a_sentence(words):
-    done = subprocess.run([SLURM, *words], input="true", text=True, capture_output=True)
-    assert (done.returncode, done.stderr) == (2, "error: name the sweep first, as in slurm.sh table1\n")
+    for pid in pids:  # as Slurm does
+        os.kill(pid, signal.SIGKILL)

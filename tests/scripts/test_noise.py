@@ -14,6 +14,7 @@ from experiments.finetune_imagenet import parse_arguments
 from scripts import noise, relabel
 from scripts.reporting.noise import CHOICES, loss_of, noise_answer, noise_table
 from scripts.reporting.runs import ReportError, best_trial
+from tests.scripts.trained import LABELS, RATES, changed, rows_of
 
 CLASSES, ROWS, VALID = 20, 30_000, 6000
 
@@ -129,6 +130,16 @@ def test_labels_by_people_and_the_matrix_that_5_percent_of_right_labels_give(rig
         relabelled(right, tmp_path, "--human", str(tmp_path / "other.pt"), "--noisy_valid")
 
 
+def test_the_labels_that_are_known_are_drawn_by_the_draw_as_well(right, tmp_path):
+    """Labels by people are the same in each draw, so that only what is known of them moves."""
+    found = [relabelled(right, tmp_path, "--human", str(right[1]), "--draw", draw) for draw in ("0", "1", "0")]
+    (data, true, first), (other_data, other_true, second), (*_, again) = found
+    assert torch.equal(data["train"].labels, other_data["train"].labels)
+    assert torch.equal(true, other_true)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
 def test_every_loss_has_the_same_trials_but_for_its_own_numbers():
     common = set()
     for loss in noise.LOSSES.values():
@@ -156,13 +167,19 @@ METHODS = {"lapsum": "lapsum", "gce": "generalized_cross_entropy"}
 NAMES = [f"last_{split}_top{k}" for split in ("valid", "clean", "test") for k in (1, 5)]
 
 
-def trials_frame(loss: str, lrs) -> pd.DataFrame:
-    rows = [{"lr": lr} | dict(zip(NAMES, map(str, MEASURED[lr]))) for lr in lrs]
-    return pd.DataFrame(rows).assign(loss=loss, method=METHODS[loss], n_epochs="4")
+@pytest.fixture
+def trials_frame(trained):
+    rows = {row["method"]: row for row in rows_of(trained / "noise" / "human_trials.csv") if not row["noise_rate"]}
+
+    def call(loss: str, lrs) -> pd.DataFrame:
+        own = rows[METHODS[loss]]
+        return pd.DataFrame([changed(own, lr=lr, **dict(zip(NAMES, MEASURED[lr]))) for lr in lrs]).assign(loss=loss)
+
+    return call
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test(order):
+def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test(trials_frame, order):
     trials = pd.concat([trials_frame("lapsum", list(MEASURED)[::order]), trials_frame("gce", ["0.004"])])
     trials = trials.reset_index(drop=True)
     lapsum = trials[trials["loss"] == "lapsum"]
@@ -185,37 +202,33 @@ def test_a_run_has_the_name_of_its_loss():
         assert loss_of(pd.Series(cells | {"method": args.method})) == name
 
 
-LABELS = ("human", "symmetric_.4_again")
 FIRST = {"test_top1": 0.5, "test_top5": 0.7}
+GAINS = {"softmax_cross_entropy": 0.0, "generalized_cross_entropy": 0.006, "phuber_cross_entropy": 0.004}
+GAINS |= {"lapsum": 0.009, "lapsum, corrected": 0.012, "smooth_topk": -0.02}
 
 
 @pytest.fixture
-def files(tmp_path):
+def files(trained, tmp_path):
     """Trials of six losses on two kinds of labels, and ten seeds of what each validation chose."""
-    random, trials, runs = np.random.default_rng(0), [], []
-    gains = {"softmax_cross_entropy": 0.0, "generalized_cross_entropy": 0.02, "phuber_cross_entropy": 0.019}
-    gains |= {"lapsum": 0.021, "lapsum, corrected": 0.025, "smooth_topk": -0.02}
-    for labels, (name, gain) in itertools.product(LABELS, gains.items()):
-        method, *corrected = name.split(", ")
-        shared = {column: "" for column in ("label_smoothing", "mixup", "noise_matrix")}
-        shared["noise_rate"] = "0.4" if corrected else ""
-        shared |= {"labels": labels, "embeddings": labels, "method": method, "backbone": "timm:lite0"}
-        shared |= {"resolution": "128", "train_images": "45000", "valid_images": "5000", "batch_size": "500"}
-        for number, lr in enumerate(("0.1", "0.2", "0.3")):  # the last is bad
-            row = shared | {"lr": lr, "n_epochs": ("4", "12", "12")[number], "order_seed": "0", "seed": "0"}
-            high = {"valid": number == 0, "clean": number == (name == "lapsum")}
-            row |= {f"last_{split}_top{k}": str(0.4 + gain + 0.1 * high[split]) for split in high for k in (1, 5)}
-            trials.append(row)
-        for seed, lr in itertools.product(range(1, 11), ("0.1", "0.2")):
-            row = shared | {"lr": lr, "n_epochs": "4" if lr == "0.1" else "12", "order_seed": str(seed)}
-            for metric, value in FIRST.items():
-                row[metric] = str(value + gain + 0.01 * (lr == "0.2") + random.normal(0, 0.002) + 0.003 * seed)
-            runs.append(row | {"seed": str(seed)})
-    for end, lines in (("_trials", trials), ("", runs)):
-        for labels, own in pd.DataFrame(lines).groupby("labels"):
-            own.to_csv(tmp_path / f"{labels}{end}.csv", index=False)
-    names = pd.DataFrame(runs)["method"].where(pd.DataFrame(runs)["noise_rate"] == "", "lapsum, corrected")
-    return tmp_path, pd.DataFrame(runs).assign(name=names)
+    random, every = np.random.default_rng(3), []
+    for labels in LABELS:
+        trials, runs = (rows_of(trained / "noise" / f"{labels}{end}.csv") for end in ("_trials", ""))
+        for number, trial in enumerate(trials):
+            name, rate = f"{trial['method']}{', corrected' * bool(trial['noise_rate'])}", RATES.index(trial["lr"])
+            high = {"valid": rate == 0, "clean": rate == (name == "lapsum")}  # the last is bad
+            cells = {f"last_{split}_top{k}": 0.4 + GAINS[name] + 0.1 * high[split] for split in high for k in (1, 5)}
+            trials[number] = changed(trial, n_epochs=("4", "12", "12")[rate], **cells)
+        finals = []
+        for run, seed in itertools.product([run for run in runs if run["lr"] != RATES[2]], range(1, 11)):
+            name, is_second = f"{run['method']}{', corrected' * bool(run['noise_rate'])}", run["lr"] == RATES[1]
+            level = GAINS[name] + 0.01 * is_second + 0.003 * seed
+            cells = {metric: value + level + random.normal(0, 0.004) for metric, value in FIRST.items()}
+            cells |= {"n_epochs": "12" if is_second else "4", "seed": seed, "order_seed": seed}
+            finals.append(changed(run, run_id=f"{run['run_id']}-{seed}", **cells))
+            every.append({**finals[-1], "name": name, "labels": labels})
+        pd.DataFrame(trials).to_csv(tmp_path / f"{labels}_trials.csv", index=False)
+        pd.DataFrame(finals).to_csv(tmp_path / f"{labels}.csv", index=False)
+    return tmp_path, pd.DataFrame(every)
 
 
 def plain_difference(runs, labels, one, other, metric, lr="0.1"):
@@ -241,11 +254,13 @@ def test_differences_are_of_paired_seeds_and_holm_counts_all_of_them(files):
                     low, high = stats.t.interval(0.95, 9, values.mean(), values.std(ddof=1) / 10**0.5)
                     expected.append((f"{values.mean():+.2f} ± {(high - low) / 2:.2f}", p_values[-1]))
     assert len(p_values) == 36
-    kept, alive = {}, True
+    kept, passes, alive = {}, {}, True
     for place, p in enumerate(sorted(p_values)):  # the smallest first, each against its share of 5 %
-        alive = alive and p <= 0.05 / (36 - place)
+        passes[p] = bool(p <= 0.05 / (36 - place))
+        alive = alive and passes[p]
         kept[p] = bool(alive)
     assert {True, False} == set(kept.values())
+    assert kept != passes  # one that would pass comes after one that does not
     assert cells[3:] == [text.replace("-", "−") + "\\*" * kept[p] for text, p in expected]
     assert "36 differences" in lines[0]
 

@@ -2,28 +2,21 @@
 
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.colors import to_rgb
+from scipy import stats
 
 from experiments.common.losses import OWN_SETTINGS
-from scripts import report
-from scripts.reporting import figures
+from scripts import epochs, report
+from scripts.reporting import figures, findings
 from tests.scripts.test_published_rows import published
-from tests.scripts.test_report import FIVE, NEURALSORT, TWO_SEEDS, cifar_run
+from tests.scripts.trained import changed, rows_of
 from topk_losses import METHODS
 
 
-@pytest.fixture
-def saved(monkeypatch):
-    """The figures that are saved from now on."""
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *rest, **how: figures.append(self) or save(self, *rest, **how))
-    return figures
-
-
-def test_each_metric_is_in_its_panel_and_a_figure_is_the_same_bytes_twice(made, tmp_path, saved):
+def test_each_metric_is_in_its_panel_and_a_figure_is_the_same_bytes_twice(made, two_seeds, tmp_path, saved):
     drawn = []
     for folder in (tmp_path / "first", tmp_path / "second"):
-        assert made(TWO_SEEDS, "--figures", folder)[0] == 0
+        assert made(two_seeds, "--figures", folder)[0] == 0
         drawn.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert set(drawn[0]) == {"table1_accuracy.svg"}
     assert drawn[0] == drawn[1]
@@ -33,11 +26,10 @@ def test_each_metric_is_in_its_panel_and_a_figure_is_the_same_bytes_twice(made, 
         assert axis.get_title(loc="left") == f"test {label} (%)"
 
 
-def test_no_two_rows_of_a_figure_are_named_alike_and_their_experiment_is_named(made, tmp_path, saved):
-    runs = [
-        cifar_run(0, 0.6, 0.8, **{setting: "0.3"}) for setting in (*OWN_SETTINGS, "mixup", "ema", "noise_matrix_id")
-    ]
-    runs += [cifar_run(0, 0.6, 0.8, limit_train=number, p_k=FIVE, **NEURALSORT) for number in ("", "500")]
+def test_no_two_rows_of_a_figure_are_named_alike_and_their_experiment_is_named(made, row, tmp_path, saved):
+    softmax, lapsum = (row("noise/human", method=method) for method in ("softmax_cross_entropy", "lapsum"))
+    runs = [changed(softmax, **{setting: "0.3"}) for setting in (*OWN_SETTINGS, "mixup", "noise_matrix_id")]
+    runs += [changed(lapsum, limit_train=number) for number in ("", "500")]
     assert made(runs, "--figures", tmp_path)[0] == 0
     names = [label.get_text() for label in saved[0].axes[0].get_yticklabels()]
     assert len(set(names)) == len(names) == len(runs)
@@ -49,13 +41,15 @@ def test_every_method_has_a_look_of_its_own_and_its_family_a_colour():
     assert len({tuple(style.values()) for style in figures.STYLE.values()}) == len(METHODS)
 
 
-def test_the_epochs_of_a_run_stand_in_the_panel_of_their_k(write, tmp_path, saved):
-    epochs = pd.Series(range(1, 9))
-    history = pd.DataFrame({"epoch": epochs})
+def test_the_epochs_of_a_run_stand_in_the_panel_of_their_k(trained, tmp_path, saved):
+    path = tmp_path / "table1_epochs.csv"
+    (tmp_path / "cifar.csv").write_bytes((trained / "cifar.csv").read_bytes())
+    assert epochs.main([str(tmp_path / "cifar.csv"), "--runs", str(trained / "runs")]) == 0
+    first = rows_of(tmp_path / "cifar_epochs.csv")[0]
+    history = pd.DataFrame({"epoch": range(1, 9)})
     for split, low in (("valid", 0.1), ("test", 0.2)):
-        history[f"{split}_top1"], history[f"{split}_top5"] = low + epochs / 50, 0.5 + low + epochs / 99
-    rows = [{**cifar_run(0, 0, 0), "run_id": "a-run", **entry} for entry in history.to_dict("records")]
-    path = write(*rows, name="table1_epochs.csv")
+        history[f"{split}_top1"], history[f"{split}_top5"] = low + history.epoch / 50, 0.5 + low + history.epoch / 99
+    pd.DataFrame([changed(first, **entry) for entry in history.to_dict("records")]).to_csv(path, index=False)
     assert report.main([str(path), "--figures", str(tmp_path / "figures")]) == 0
     for axis, (k, name) in zip(saved[0].axes, (("top1", "top-1"), ("top5", "top-5"))):
         assert axis.get_ylabel() == f"test {name} (%)"
@@ -63,18 +57,55 @@ def test_the_epochs_of_a_run_stand_in_the_panel_of_their_k(write, tmp_path, save
         assert means.to_numpy() == pytest.approx(axis.lines[0].get_ydata())
 
 
-def test_seconds_per_epoch_are_of_as_many_steps_as_an_epoch_has(tmp_path, saved, monkeypatch):
+def test_seconds_per_epoch_are_of_as_many_steps_as_an_epoch_has(tmp_path, saved):
     (protocol,) = (row for row in published("protocols") if row["table"] == "table1")
     images = 50_000 - round(0.05 * 50_000)  # 5 % validate
     steps = images // int(protocol["batch_size"])  # the last partial batch is dropped
-    monkeypatch.setattr(figures, "BENCHMARKS", tmp_path)
-    common = {"method": ["softsort", "neuralsort"], "device": "a CPU", "threads": 2, "torch": "2.9", "batch": 128}
-    scaling = {"n": 16, "k": 5, "ms": 1.0, "peak_mib": 1.0, "operations": 1, "numbers": 1}
-    tables = {"training_step": {"precision": "fp32", "ms_per_step": [100.0, 120.0]}, "scaling": scaling}
-    tables["losses"] = {"n": 100, "m": 16, "ms": [1.0, 2.0], "official_ms": [3.0, 4.0]}
-    for name, columns in tables.items():
-        pd.DataFrame(common | columns).to_csv(tmp_path / f"{name}.csv", index=False)
+    measured = pd.read_csv(figures.BENCHMARKS / "training_step.csv").set_index("method")["ms_per_step"]
+    drawn = set(pd.read_csv(figures.BENCHMARKS / "losses.csv")["method"])
     figures.draw_benchmarks(tmp_path / "figures")
     (axis,) = [axis for axis in saved[0].axes if "s/epoch" in axis.get_title(loc="left")]
     seconds = [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 1]
-    assert seconds == pytest.approx([0.120 * steps, 0.100 * steps])  # in the library's order
+    expected = [measured[method] * steps / 1000 for method in METHODS if method in drawn & set(measured.index)]
+    assert seconds == pytest.approx(expected)  # in the library's order
+
+
+VERDICTS = {"gain": "blue", "loss": "red", "no clear difference": "grey"}
+
+
+def hue(color) -> str:
+    red, _, blue = to_rgb(color)
+    return "grey" if red == blue else "red" if red > blue else "blue"
+
+
+def test_gains_are_blue_losses_red_and_what_is_not_clear_grey_and_hollow(tmp_path, saved):
+    """Against the differences of each results file, by the quantiles of scipy."""
+    figures.draw_findings(tmp_path)
+    main = [comparison for comparison in findings.COMPARISONS if comparison.is_main and not comparison.epoch]
+    found = {}
+    for comparison in main:
+        conditions = [
+            f"{comparison.loss}; {comparison.loss_chosen}",
+            f"{comparison.baseline}; {comparison.baseline_chosen}",
+        ]
+        sides = [findings.runs_that_meet(comparison.file, text) for text in conditions]
+        ours, theirs = (side.set_index("seed")[["test_top1", "test_top5"]].astype(float) * 100 for side in sides)
+        for place, name in enumerate(("test_top1", "test_top5")):
+            gains = (ours[name] - theirs[name]).dropna()
+            half = 0.0
+            if len(gains) > 1:
+                half = stats.t.ppf(0.975, len(gains) - 1) * gains.std(ddof=1) / len(gains) ** 0.5
+            verdict = "gain" if gains.mean() > half else "loss" if gains.mean() < -half else "no clear difference"
+            if len(gains) > 1:
+                found[place, round(gains.mean(), 6)] = verdict
+    assert set(found.values()) == set(VERDICTS)
+    seen = 0
+    for place, axis in enumerate(saved[0].axes):
+        for line in axis.lines:
+            verdict = found.get((place, round(float(line.get_xdata()[0]), 6))) if line.get_marker() == "o" else None
+            if verdict:
+                seen += 1
+                assert hue(line.get_color()) == VERDICTS[verdict]
+                is_hollow = to_rgb(line.get_markerfacecolor()) == (1, 1, 1)
+                assert is_hollow == (verdict == "no clear difference")
+    assert seen == len(found)

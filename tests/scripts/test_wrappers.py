@@ -1,0 +1,138 @@
+"""The shell scripts, in a copy of their folder where a stand-in for Python notes its calls, and fails where told."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from scripts import sweeps
+
+ROOT = Path(__file__).parents[2]
+SOURCED = {"begin", "environment"}
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.sh") if path.stem not in SOURCED)
+# Python, what is installed beside it, and sbatch. Probes do not count: whether a Python starts, and which one it is.
+STAND_IN = """#!/bin/bash
+[[ "$*" != "-c " && "$*" != --version ]] || exit 0
+cd "$TREE"
+echo "${0#"$TREE/"}" "$@" >> calls
+[ "$(wc -l < calls)" != "$FAIL_AT" ] || exit 7
+case "$*" in
+  "-m venv"*) mkdir -p "${@: -1}/bin"; for name in python ruff mypy; do cp stand_in "${@: -1}/bin/$name"; done;;
+  *purelib*) mkdir -p packages; echo "$TREE/packages";;
+esac
+while [ $# -gt 1 ]; do case $1 in --output|--trials) mkdir -p "$(dirname "$2")"; touch "$2";; esac; shift; done
+"""
+WORDS = {"tiny_imagenet": ["images"], "slurm": ["a-name"]}  # that a script asks for
+
+
+class Done(NamedTuple):
+    status: int
+    calls: list[str]
+    printed: str
+    errors: str
+
+
+class Tree:
+    """A copy of the scripts without a .venv."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        for name in ("docs/requirements.txt", "requirements.txt", "pyproject.toml"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+        (folder / "images").mkdir()
+        for name in ("stand_in", "path/sbatch"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(STAND_IN)
+            (folder / name).chmod(0o755)
+
+    def call(self, script: str, *words: object, fail_at: int = 0) -> Done:
+        """Call a script in another folder than its own, where CDPATH leads elsewhere."""
+        (self.folder / "calls").write_text("")
+        environment = {**os.environ, "TREE": str(self.folder), "FAIL_AT": str(fail_at), "CDPATH": "/usr"}
+        environment |= {"PYTHON": str(self.folder / "stand_in"), "PATH": f"{self.folder}/path:{os.environ['PATH']}"}
+        words = [self.folder / script, *words]
+        done = subprocess.run(words, env=environment, cwd="/", input="true\n", text=True, capture_output=True)
+        return Done(done.returncode, (self.folder / "calls").read_text().splitlines(), done.stdout, done.stderr)
+
+
+@pytest.fixture
+def tree(tmp_path) -> Tree:
+    return Tree(tmp_path / "tree")
+
+
+def words_of(script: str, tree: Tree) -> list[object]:
+    return [tree.folder / word if word == "images" else word for word in WORDS.get(script, [])]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_failing_command_ends_a_script_and_nothing_follows(script, tmp_path):
+    """Each command of each script in its turn, those that make .venv among them."""
+    whole = Tree(tmp_path / "whole")
+    done = whole.call(f"scripts/{script}.sh", *words_of(script, whole))
+    assert done.status == 0, done.errors
+    calls = [call.replace("/whole/", "/failing/") for call in done.calls]
+    assert calls
+    for place in range(len(calls)):
+        failing = Tree(tmp_path / "failing")
+        done = failing.call(f"scripts/{script}.sh", *words_of(script, failing), fail_at=place + 1)
+        assert (done.status != 0, done.calls[:-1]) == (True, calls[:place]), calls[place]
+        again = failing.call(f"scripts/{script}.sh", *words_of(script, failing))
+        assert (again.status, again.calls[-1].split()[:3]) == (0, calls[-1].split()[:3])
+        installs = [".venv/bin/python -m pip install" in call for call in again.calls]
+        assert any(installs) == (script != "slurm" and place < 2)  # made, then installed
+        shutil.rmtree(failing.folder)
+
+
+@pytest.mark.parametrize("study", sorted(set(sweeps.STUDIES) - {"quickstart"}))
+def test_each_study_has_a_script_that_passes_its_words_on(study, tree):
+    done = tree.call(f"scripts/{study}.sh", "a file.pt", "--jobs", "2")
+    assert done.status == 0
+    assert done.calls[-1] == f".venv/bin/python scripts/sweeps.py {study} a file.pt --jobs 2"
+
+
+def test_a_script_is_found_through_links(tree):
+    for link, target in (("folder", "scripts"), ("linked.sh", "scripts/table1.sh")):
+        (tree.folder / link).symlink_to(tree.folder / target)
+    for script in ("folder/table1.sh", "linked.sh"):
+        assert tree.call(script).calls[-1] == ".venv/bin/python scripts/sweeps.py table1"
+
+
+def test_the_environment_is_made_once(tree):
+    first, second = (tree.call("scripts/quickstart.sh") for _ in range(2))
+    made = [call for call in first.calls if "-m pip install" in call or "-m venv" in call]
+    assert [call.split()[2] for call in made] == ["venv", "pip"]
+    assert first.calls == [*made, *second.calls]
+
+
+def test_only_shown_runs_have_no_table(tree):
+    for flag in ("--dry-run", "--status"):
+        assert tree.call("scripts/quickstart.sh", flag).calls[-1].endswith(f"scripts/sweeps.py quickstart {flag}")
+
+
+def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(tree):
+    images = tree.folder / "images"
+    done = tree.call("scripts/tiny_imagenet.sh", images, "--dry-run")
+    assert done.status == 0
+    extraction, more = done.printed.splitlines()
+    assert f"experiments/extract_embeddings.py --dataset {images} " in extraction
+    assert more == "# linear classifiers: known when this has run"
+    assert [call for call in done.calls if "experiments/" in call or "heads.py" in call] == []
+    features = tree.folder / re.search(r"--output (\S+)", extraction)[1]
+    features.parent.mkdir(parents=True)
+    features.touch()
+    done = tree.call("scripts/tiny_imagenet.sh", images, "--dry-run")
+    heads = f".venv/bin/python scripts/heads.py -d {features.relative_to(tree.folder)} "
+    assert [call.startswith(heads) for call in done.calls] == [True, True]
+    assert tree.call("scripts/tiny_imagenet.sh", tree.folder / "absent", "--dry-run").status == 2
+
+
+def test_an_array_without_a_name_gets_a_sentence(tree):
+    for words in ([], ["--time", "1"]):
+        done = tree.call("scripts/slurm.sh", *words)
+        assert (done.status, done.errors) == (2, "error: name the sweep first, as in slurm.sh table1\n")
