@@ -143,6 +143,21 @@ def test_forward_correction_of_a_top_k_loss_sums_over_what_the_label_may_have_be
 
 @pytest.mark.parametrize("method", RELAXED)
 @pytest.mark.parametrize("m", [None, 6])
+def test_forward_correction_of_a_top_k_loss_adds_what_a_random_label_would_have(method, m):
+    """-log((1 - eta) u_y + eta E[k] / n), n the classes that are not masked out, however many of them are sorted."""
+    logits, labels = random_batch()
+    rows = random_batch(12, 4)[0].softmax(1)
+    logits[1, (labels[1] + 1) % 12] = -torch.inf
+    number = (logits > -torch.inf).sum(1)
+    for p_k, ranks in (([0.5, 0, 0, 0, 0.5], 3.0), (rows, rows[labels] @ torch.arange(1.0, 5, dtype=torch.float64))):
+        build = functools.partial(TopKCrossEntropyLoss, method, p_k, 12, m, reduction="none")
+        u = (-build()(logits, labels)).exp()
+        want = -(0.7 * u + 0.3 * ranks / number).log()
+        torch.testing.assert_close(build(noise_rate=0.3)(logits, labels), want)
+
+
+@pytest.mark.parametrize("method", RELAXED)
+@pytest.mark.parametrize("m", [None, 6])
 def test_forward_correction_of_a_top_k_loss_at_its_limits(method, m):
     logits, labels = random_batch()
     build = functools.partial(TopKCrossEntropyLoss, method, {1: 0.5, 5: 0.5}, m=m, reduction="none")
