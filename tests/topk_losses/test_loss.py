@@ -250,6 +250,15 @@ def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, to
     torch.testing.assert_close(value.double(), loss(logits.double(), label), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", sorted(GUARDED & {*RELAXED} - {"sinkhorn_sort"}))
+def test_the_epsilon_is_the_official_one(method, dtype):
+    """log(p (1 - 2e-7) + 1e-7), at p = 0 and at p = 1; but for sinkhorn_sort, which never comes to 0."""
+    logits, labels = torch.tensor([[0.0, 1e4, 2e4, 3e4, 4e4, 5e4]] * 2, dtype=dtype), torch.tensor([0, 5])
+    losses = TopKCrossEntropyLoss(method, [0.5, 0.5], reduction="none")(logits, labels)
+    assert losses.tolist() == pytest.approx([-np.log(1e-7), 1e-7], rel=1e-6 if dtype == torch.float64 else 0.3)
+
+
 # What users of torch.nn.CrossEntropyLoss expect.
 
 
