@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -310,6 +312,22 @@ def test_leaves_its_inputs_alone_and_can_go_back_twice_whatever_the_defaults_of_
         assert torch.equal(cast(logits, labels), want[0])
     wider = random_batch(n=20)  # the number of classes is that of the logits
     torch.testing.assert_close(loss(*wider), make_loss(method, num_classes=20, m=8)(*wider))
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_threads_that_share_a_loss_get_what_each_would_alone(method):
+    loss, number = make_loss(method, p_k_of(method, 3), reduction="none"), 4
+    batches = [random_batch(8, 21 + i, dtype=torch.float32, seed=i) for i in range(number)]
+    together = threading.Barrier(number)
+
+    def compute(batch):
+        together.wait(60)
+        return value_and_gradient(loss, *batch)
+
+    with ThreadPoolExecutor(number) as pool:
+        results = list(pool.map(compute, batches))
+    for batch, result in zip(batches, results):
+        torch.testing.assert_close(result, value_and_gradient(loss, *batch), rtol=1e-5, atol=1e-6)
 
 
 # Settings and names.
