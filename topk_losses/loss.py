@@ -84,8 +84,8 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     Example:
         >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
-        >>> loss_fn(torch.randn(8, 100), torch.randint(100, (8,))).shape
-        torch.Size([])
+        >>> loss_fn(torch.arange(20.0).expand(2, 20), torch.tensor([19, 14]))
+        tensor(1.0019)
     """
 
     constants = ("weight", "p_k", "shares")

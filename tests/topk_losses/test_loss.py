@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -143,6 +145,21 @@ def test_forward_correction_of_a_top_k_loss_sums_over_what_the_label_may_have_be
 
 @pytest.mark.parametrize("method", RELAXED)
 @pytest.mark.parametrize("m", [None, 6])
+def test_forward_correction_of_a_top_k_loss_adds_what_a_random_label_would_have(method, m):
+    """-log((1 - eta) u_y + eta E[k] / n), n the classes that are not masked out, however many of them are sorted."""
+    logits, labels = random_batch()
+    rows = random_batch(12, 4)[0].softmax(1)
+    logits[1, (labels[1] + 1) % 12] = -torch.inf
+    number = (logits > -torch.inf).sum(1)
+    for p_k, ranks in (([0.5, 0, 0, 0, 0.5], 3.0), (rows, rows[labels] @ torch.arange(1.0, 5, dtype=torch.float64))):
+        build = functools.partial(TopKCrossEntropyLoss, method, p_k, 12, m, reduction="none")
+        u = (-build()(logits, labels)).exp()
+        want = -(0.7 * u + 0.3 * ranks / number).log()
+        torch.testing.assert_close(build(noise_rate=0.3)(logits, labels), want)
+
+
+@pytest.mark.parametrize("method", RELAXED)
+@pytest.mark.parametrize("m", [None, 6])
 def test_forward_correction_of_a_top_k_loss_at_its_limits(method, m):
     logits, labels = random_batch()
     build = functools.partial(TopKCrossEntropyLoss, method, {1: 0.5, 5: 0.5}, m=m, reduction="none")
@@ -235,6 +252,16 @@ def test_the_loss_stays_in_logarithms_however_far_the_true_class_lies(method, to
     torch.testing.assert_close(value.double(), loss(logits.double(), label), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", sorted(GUARDED & {*RELAXED} - {"sinkhorn_sort"}))
+def test_the_epsilon_is_the_official_one(method, dtype):
+    """log(p (1 - 2e-7) + 1e-7), at p = 0 and at p = 1; but for sinkhorn_sort, which never comes to 0."""
+    logits, labels = torch.tensor([[0.0, 1e4, 2e4, 3e4, 4e4, 5e4]] * 2, dtype=dtype), torch.tensor([0, 5])
+    losses = TopKCrossEntropyLoss(method, [0.5, 0.5], reduction="none")(logits, labels)
+    rounding = 6e-8 if dtype == torch.float32 else 1e-14
+    assert losses.tolist() == pytest.approx([-np.log(1e-7), 1e-7], rel=1e-6, abs=rounding)
+
+
 # What users of torch.nn.CrossEntropyLoss expect.
 
 
@@ -285,6 +312,22 @@ def test_leaves_its_inputs_alone_and_can_go_back_twice_whatever_the_defaults_of_
         assert torch.equal(cast(logits, labels), want[0])
     wider = random_batch(n=20)  # the number of classes is that of the logits
     torch.testing.assert_close(loss(*wider), make_loss(method, num_classes=20, m=8)(*wider))
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC)
+def test_threads_that_share_a_loss_get_what_each_would_alone(method):
+    loss, number = make_loss(method, p_k_of(method, 3), reduction="none"), 4
+    batches = [random_batch(8, 21 + i, dtype=torch.float32, seed=i) for i in range(number)]
+    together = threading.Barrier(number)
+
+    def compute(batch):
+        together.wait(60)
+        return value_and_gradient(loss, *batch)
+
+    with ThreadPoolExecutor(number) as pool:
+        results = list(pool.map(compute, batches))
+    for batch, result in zip(batches, results):
+        torch.testing.assert_close(result, value_and_gradient(loss, *batch), rtol=1e-5, atol=1e-6)
 
 
 # Settings and names.

@@ -1,6 +1,7 @@
 """What draws noise: perturbed indicators and noised losses, against the same draws and the authors' package."""
 
 import math
+from functools import partial
 
 import pytest
 import pytopk
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, one_hot
 
+from tests import reference
 from tests.methods import STOCHASTIC, p_k_of, random_batch, value_and_gradient
 from topk_losses import NoisedTopKLoss, PerturbedTopK, TopKCrossEntropyLoss, make_loss
 from topk_losses.operator import guarded_log
@@ -64,6 +66,90 @@ def test_perturbed_rows_are_means_of_one_hot_rows_and_gradients_covariances_over
     indicators -= indicators.mean(1, keepdim=True)
     want = beta * torch.einsum("bsrj,brj,bsn->bn", indicators, weight, noise) / 19
     torch.testing.assert_close(gradient, want)  # 0 where all draws agree
+
+
+def surrogate(logits, beta, draws, k):
+    """P of these draws, (batch, k, n), whose derivative by logits and beta is their covariance with the noise."""
+    noise, indicators = indicators_of(logits.detach(), beta.detach(), draws, k)
+    scaled = (logits - logits.detach().amax(1, keepdim=True)) * beta
+    moved = scaled - scaled.detach()  # (batch, n), which is 0
+    change = (noise * moved.unsqueeze(1)).sum(2).view(len(logits), draws, 1, 1)
+    mean = indicators.mean(1)
+    return mean + ((indicators - mean.unsqueeze(1)) * change).sum(1) / (draws - 1)
+
+
+LABELS, MASS = random_batch(4, 7, seed=3)[1], random_batch(4, 7, seed=2)[0].softmax(1)
+P_K = torch.tensor([[0.5, 0.2, 0.3]] * 4)
+
+
+def loss_of(P, logits, labels):
+    return reference.topk_cross_entropy(P, logits, labels, P_K, "sm")
+
+
+# what is made of the operator, and the same of P
+USES = {
+    "matrix": (lambda o, s, **given: o.permutation_matrix(s, **given), lambda P, s: P),
+    "column": (
+        lambda o, s, **given: o.rank_probabilities(s, LABELS, **given),
+        lambda P, s: P[torch.arange(4), :, LABELS],
+    ),
+    "masses": (
+        lambda o, s, **given: o.rank_probabilities(s, MASS, **given),
+        lambda P, s: torch.einsum("bkn,bn->bk", P, MASS),
+    ),
+    "indicator": (lambda o, s, **given: o.mask(s, **given), lambda P, s: P.sum(1)),
+    "loss": (lambda o, s, **given: loss_by(o, **given)(s, LABELS), lambda P, s: loss_of(P, s, LABELS)),
+    "loss of a set": (lambda o, s, **given: loss_by(o, soft_labels="any", **given)(s, MASS), lambda P, s: of_set(P, s)),
+}
+
+
+def of_set(P, logits):
+    within = (P.cumsum(1) * MASS.unsqueeze(1)).sum(2).clamp(max=1)  # (4, 3)
+    within[:, 0] = (logits.softmax(1) * MASS).sum(1)
+    return -guarded_log((within * P_K).sum(1))
+
+
+def loss_by(operator, generator, **given):
+    loss = TopKCrossEntropyLoss(p_k=P_K[0], operator=operator, reduction="none", **given)
+    loss.generator = generator
+    return loss
+
+
+@pytest.mark.parametrize("draws", [2, 3, 20])
+@pytest.mark.parametrize("use", USES)
+def test_gradients_of_few_draws_are_covariances_however_the_operator_is_used(use, draws):
+    logits = random_batch(4, 7)[0].requires_grad_()
+    beta = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    call, by_definition = USES[use]
+    got = call(PerturbedTopK(3, num_samples=draws), logits, inverse_temperature=beta, generator=generator())
+    want = by_definition(surrogate(logits, beta, draws, 3), logits)
+    torch.testing.assert_close(got, want)
+    weights = torch.linspace(1, 2, got.numel(), dtype=torch.float64).view_as(got)
+    gradients = [torch.autograd.grad((value * weights).sum(), (logits, beta)) for value in (got, want)]
+    assert bool(gradients[1][0].any())
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("own_generator", [True, False])
+@pytest.mark.parametrize(("method", "m"), [(method, m) for method in STOCHASTIC for m in (None, 8)])
+def test_the_backward_pass_has_the_noise_of_the_forward_pass(method, m, own_generator):
+    """The loss is linear in the labels' mass: with the same noise, its gradient is the loss of each class."""
+    logits, labels = random_batch(100, 100)  # many enough pairs of a row and a class to be worked out in parts
+    torch.manual_seed(0)
+    source = generator() if own_generator else torch.default_generator
+    build = partial(make_loss, method, p_k_of(method, 3), m=m, reduction="sum")
+    loss, smooth = build(), build(label_smoothing=0.1)
+    loss.generator = smooth.generator = source if own_generator else None
+    mass = logits.softmax(1).requires_grad_()
+    value = loss(logits, mass)
+    before = source.get_state()
+    (gradient,) = torch.autograd.grad(value, mass)
+    torch.testing.assert_close((gradient * mass).sum(), value)
+    assert torch.equal(source.get_state(), before)
+    value = smooth(logits.requires_grad_(), labels)
+    before = source.get_state()
+    value.backward()
+    assert torch.equal(source.get_state(), before)
 
 
 def test_perturbed_column_and_matrix_estimate_the_normal_probability_of_two_classes():

@@ -1,11 +1,13 @@
 """What Numba adds to the kernels: threads, forks, and code that is cached on disk."""
 
+import importlib.util
 import multiprocessing
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,42 @@ def test_many_threads_give_the_bits_of_one(operation):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+def test_all_shares_are_done_when_the_threads_come_back():
+    """A helper is held up in its share until the caller has nothing left to do, which must not come back before it."""
+    caller, helped, returned = threading.get_ident(), threading.Event(), threading.Event()
+    done, results = [], torch.zeros(64)
+
+    def slow(first, last, array):
+        if threading.get_ident() == caller:
+            assert helped.wait(60), "no helper has begun"
+        else:
+            helped.set()
+            returned.wait(0.3)  # in vain, since the caller waits for this share
+        array[first:last] += 1
+        done.extend(range(first, last))
+
+    torch.set_num_threads(4)
+    numba_support.in_threads(slow, 64, 64, results)
+    returned.set()
+    assert sorted(done) == list(range(64))
+    assert results.tolist() == [1] * 64
+
+
+def test_what_goes_wrong_in_a_helper_is_raised_by_the_caller():
+    caller, helped = threading.get_ident(), threading.Event()
+
+    def fails_in_helpers(first, last):
+        if threading.get_ident() == caller:
+            assert helped.wait(60), "no helper has begun"
+        else:
+            helped.set()
+            raise ArithmeticError("of a helper")
+
+    torch.set_num_threads(4)
+    with pytest.raises(ArithmeticError, match="of a helper"):
+        numba_support.in_threads(fails_in_helpers, 64, 64)
+
+
 def _in_threads() -> float:
     # Scores few enough for PyTorch's own operations to stay in one thread: those of OpenMP hang after a fork.
     torch.set_num_threads(4)
@@ -63,9 +101,18 @@ print(float(operator.rank_probabilities(torch.arange(2.0), torch.tensor(1))))
 """
 
 
-def test_a_second_process_compiles_nothing_unless_a_source_has_changed(tmp_path):
+PACKAGE = Path(topk_losses.__file__).parent
+SOURCES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package, whose sources a test may change."""
+    return shutil.copytree(PACKAGE, tmp_path / "topk_losses", ignore=shutil.ignore_patterns("*pyc*"))
+
+
+def test_a_second_process_compiles_nothing(tmp_path, copied):
     """Numba alone would compile the loop of a network, which is a closure, in every process."""
-    shutil.copytree(Path(topk_losses.__file__).parent, tmp_path / "topk_losses", ignore=shutil.ignore_patterns("*pyc*"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
     def compute():
@@ -79,13 +126,34 @@ def test_a_second_process_compiles_nothing_unless_a_source_has_changed(tmp_path)
     first, has_compiled = compute()
     assert has_compiled
     assert compute() == (first, False)
-    formulas = tmp_path / "topk_losses" / "kernels" / "cpu_networks.py"
-    formulas.write_text(formulas.read_text().replace("/ (_f32(2) + u)", "/ (_f32(3) + u)"))
-    assert compute()[0] != first
 
 
 def doubled(x):
     return x + x
+
+
+def cached_files(folder):
+    return {(path.name, path.stat().st_mtime_ns) for path in folder.rglob("*.nb?")}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_a_change_in_any_source_compiles_anew(source, tmp_path, copied, monkeypatch):
+    """A kernel holds constants of other files, as numbers."""
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "cache"))
+
+    def compile_as_a_new_process_would():
+        """The files that are in the cache then."""
+        spec = importlib.util.spec_from_file_location("copy_of_numba_support", copied / "kernels" / "numba_support.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.jit(doubled)(2) == 4
+        return cached_files(tmp_path)
+
+    first = compile_as_a_new_process_would()
+    assert compile_as_a_new_process_would() == first != set()
+    with (copied / source).open("a") as file:
+        file.write("# another comment\n")
+    assert compile_as_a_new_process_would() != first
 
 
 @pytest.fixture
