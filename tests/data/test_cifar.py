@@ -1,6 +1,6 @@
 """data/cifar.py: files that are there or not, splits, label noise, and the batched augmentation.
 
-The CIFAR-100 here is small (small_sets.py), and each image carries its own number in its first three bytes. The real one is read only where a copy exists.
+The CIFAR-100 here is small (small_sets.py), and each image carries its own number in its first three bytes.
 """
 
 import shutil

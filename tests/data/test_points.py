@@ -52,7 +52,13 @@ def test_the_mnists_are_the_published_ones(folder, name, kind, transform):
 
 
 # Of Grover et al. 2019: 55,000 and 5,000 images of the MNISTs, 45,000 and 5,000 of CIFAR-10. Of the others a tenth.
-VALIDATE = {"mnist": 5000 / 60000, "fashion_mnist": 5000 / 60000, "cifar10": 5000 / 50000, "cifar100": 0.1, "digits": 0.1}
+VALIDATE = {
+    "mnist": 5000 / 60000,
+    "fashion_mnist": 5000 / 60000,
+    "cifar10": 5000 / 50000,
+    "cifar100": 0.1,
+    "digits": 0.1,
+}
 
 
 @pytest.mark.parametrize("name", POINT_SETS)

@@ -31,10 +31,14 @@ def name_of(script: ModuleType) -> str:
     return script.__name__.rpartition(".")[2]
 
 
+CHANNELS = {"resnet18": 4, "resnet34": 5, "resnet50": 6}
+
+
 def small_network(name: str, num_classes: int) -> nn.Module:
-    """In place of a ResNet: it has batch norm, and is quick."""
-    body = (nn.Conv2d(3, 4, 5, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-    return nn.Sequential(*body, nn.Linear(196, num_classes))
+    """In place of a ResNet: it has batch norm, and is quick; another name is another width."""
+    width = CHANNELS[name]
+    body = (nn.Conv2d(3, width, 5, stride=4), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten())
+    return nn.Sequential(*body, nn.Linear(49 * width, num_classes))
 
 
 def embeddings(path: Path, num_classes: int = 8, train: int = 130, dim: int = 6) -> Path:
