@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 
-STEP = 1e4  # seconds of a training step; how long the test itself takes is nothing beside it
-EVALUATED = 1e7  # seconds of a module's call in an evaluation
-
 
 class Clock:
-    """What passed besides the seconds of the machine: `offset`, of so many training steps and calls in evaluations."""
+    """What passes besides the seconds of the machine, which are nothing beside it."""
 
     def __init__(self) -> None:
-        self.offset = 0.0
+        self.step = 1e4  # seconds of a training step
+        self.evaluated = 1e7  # seconds of a module's call in an evaluation
+        self.offset = 0.0  # seconds so far
         self.steps = 0
         self.calls = 0
 

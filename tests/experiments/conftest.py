@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.experiments.clock import EVALUATED, STEP, Clock
+from tests.experiments.clock import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +24,19 @@ def results(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Clocks by which a training step takes STEP seconds, and a module's call in an evaluation EVALUATED."""
+    """Clocks by which a training step and a module's call in an evaluation take many seconds."""
     made = Clock()
     for name in ("time", "monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, made.shifted(getattr(time, name)))
 
     def after_step(*_):
         made.steps += 1
-        made.offset += STEP
+        made.offset += made.step
 
     def before_call(*_):
         if not torch.is_grad_enabled():
             made.calls += 1
-            made.offset += EVALUATED
+            made.offset += made.evaluated
 
     handles = [register_optimizer_step_post_hook(after_step), register_module_forward_pre_hook(before_call)]
     yield made
