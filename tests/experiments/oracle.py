@@ -30,12 +30,12 @@ def top_k(logits: Tensor, labels: Tensor, ks: Sequence[int] = (1, 3, 5, 10, 20))
     return {f"top{k}": (ranked[:, :k] == labels.unsqueeze(1)).any(1).double().mean().item() for k in ks}
 
 
-def check_history(history: list[dict[str, str]], expected: list[dict[str, float]]) -> None:
+def check_history(history: list[dict[str, str]], expected: list[dict[str, float]], rel: float = 1e-5) -> None:
     """Each entry of the history says what the plain loop found."""
     assert len(history) == len(expected)
     for number, (entry, figures) in enumerate(zip(history, expected)):
         for name, value in figures.items():
-            assert float(entry[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), (number, name)
+            assert float(entry[name]) == pytest.approx(value, rel=rel, abs=1e-6), (number, name)
 
 
 def check_choice(

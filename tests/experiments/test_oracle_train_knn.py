@@ -139,7 +139,8 @@ def test_the_figures_are_those_of_a_plain_training_loop(case, results, folder):
     if case == "bf16":  # of which many are equally near: by rounding, one or the other is nearer
         expected = [{"train_loss": figures["train_loss"]} for figures in expected]
         fp32 = plain_loop(folder, **{**options, "bf16": False})
-        assert fp32[-1]["train_loss"] != pytest.approx(expected[-1]["train_loss"], rel=1e-5)
+        assert fp32[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=5e-4)
     else:
         check_choice(row, expected, "epoch", ks=[1])
-    check_history(history_of(results, row), expected)
+    tolerance = 1e-4 if case == "bf16" else 1e-5
+    check_history(history_of(results, row), expected, tolerance)
