@@ -463,7 +463,7 @@ def cache():
 EVERY = [(script, flag) for script in FLAGS for flag in flags_of(script)]
 
 
-@pytest.mark.parametrize(("script", "flag"), EVERY, ids=[f"{name_of(script)} {flag}" for script, flag in EVERY])
+@pytest.mark.parametrize(("script", "flag"), EVERY, ids=[f"{name_of(script)}:{flag}" for script, flag in EVERY])
 def test_a_flag_acts(script, flag, files, cache, clock, tmp_path):
     assert flag in FLAGS[script], f"{flag} has no line in this file"
     FLAGS[script][flag](Runner(script, files, tmp_path, cache, clock))

@@ -19,21 +19,30 @@ BEAM = (
     "--dataset reversal --max_letters 3 --hidden_dim 8 --batch_size 16 --beam_size 3 --pretrain_updates 2 "
     "--n_updates 2 --eval_freq 1"
 )
-STATES = [
-    *((script, flags) for script, flags in SCRIPTS.items()),
-    (train_cifar100, f"{CIFAR} --method softsort --inverse_temperature auto --label_noise .5 --precision bf16"),
-    (train_cifar100, f"{CIFAR} --method imbalanced_noised_topk --inverse_temperature .5:2 --weight_decay .1"),
-    (
+STATES = {
+    **{name_of(script): (script, flags) for script, flags in SCRIPTS.items()},
+    "images_auto": (
+        train_cifar100,
+        f"{CIFAR} --method softsort --inverse_temperature auto --label_noise .5 --precision bf16",
+    ),
+    "images_schedule": (
+        train_cifar100,
+        f"{CIFAR} --method imbalanced_noised_topk --inverse_temperature .5:2 --weight_decay .1",
+    ),
+    "heads_auto": (
         finetune_imagenet,
         f"{HEADS} --method lapsum --inverse_temperature auto --mixup .5 --hidden_dims 5 --apply_dropout",
     ),
-    (finetune_imagenet, f"{HEADS} --method softsort --stream --inverse_temperature 2:.5"),
-    (train_knn, f"{KNN} --method softsort --inverse_temperature auto"),
-    (train_knn, f"{KNN} --method neuralsort --inverse_temperature .05:.5 --loss log_mass"),
-    (train_knn, f"{KNN} --method softmax_cross_entropy --prediction network"),
-    (train_beam_search, f"{BEAM} --arm soft_beam --method softsort"),
-    (train_beam_search, f"{BEAM} --arm cross_entropy --method softmax_cross_entropy"),
-]
+    "heads_schedule": (finetune_imagenet, f"{HEADS} --method softsort --stream --inverse_temperature 2:.5"),
+    "neighbours_auto": (train_knn, f"{KNN} --method softsort --inverse_temperature auto"),
+    "neighbours_schedule": (
+        train_knn,
+        f"{KNN} --method neuralsort --inverse_temperature .05:.5 --loss log_mass",
+    ),
+    "neighbours_network": (train_knn, f"{KNN} --method softmax_cross_entropy --prediction network"),
+    "soft_beam": (train_beam_search, f"{BEAM} --arm soft_beam --method softsort"),
+    "control": (train_beam_search, f"{BEAM} --arm cross_entropy --method softmax_cross_entropy"),
+}
 
 
 def killed_at_each_file(script, words: list[str]) -> int:
@@ -46,8 +55,9 @@ def killed_at_each_file(script, words: list[str]) -> int:
     return number
 
 
-@pytest.mark.parametrize(("script", "flags"), STATES, ids=[f"{name_of(script)} {flags}" for script, flags in STATES])
-def test_training(script, flags, tmp_path, monkeypatch):
+@pytest.mark.parametrize("state", STATES)
+def test_training(state, tmp_path, monkeypatch):
+    script, flags = STATES[state]
     monkeypatch.setattr(train_cifar100, "resnet_cifar", scripts.small_network)
     monkeypatch.setenv("TOPK_LOSSES_BACKEND", "torch")  # kernels would take longer to compile
     flags = flags.replace("EMBEDDINGS", str(scripts.embeddings(tmp_path / "e.pt")))
