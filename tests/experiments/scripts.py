@@ -1,6 +1,9 @@
 """The training scripts with flags that are quick, and what a run of them leaves."""
 
+import contextlib
 import csv
+import io
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +32,15 @@ MACHINE = "--device cpu --threads 1 --checkpoint_seconds 0"
 
 def name_of(script: ModuleType) -> str:
     return script.__name__.rpartition(".")[2]
+
+
+def flags_of(script: ModuleType) -> list[str]:
+    """The flags of a script, from its help."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        script.main(["--help"])
+    lines = re.findall(r"^  (-\S.*?)(?:  |$)", printed.getvalue(), re.MULTILINE)  # without their descriptions
+    return [re.search(r"--\w+", line)[0] for line in lines if "--help" not in line]
 
 
 CHANNELS = {"resnet18": 4, "resnet34": 5, "resnet50": 6}

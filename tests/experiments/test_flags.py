@@ -28,7 +28,7 @@ from tests.data.object_store_servers import FaultyServer
 from tests.data.small_sets import accept_cifar, write_cifar, write_mnist
 from tests.experiments import scripts
 from tests.experiments.clock import Clock
-from tests.experiments.scripts import name_of, rows_of
+from tests.experiments.scripts import flags_of, name_of, rows_of
 from topk_losses import DISTRIBUTIONS, METHODS, RELAXATIONS, TOP1_MODES
 
 # Columns and entries that are figures: losses, accuracies, error rates.
@@ -70,15 +70,6 @@ class Differ:
         assert all(figures and all(figures) for figures in found.values())
         alike = [(a, b) for a in found for b in found if a < b and found[a] == found[b]]
         assert not alike
-
-
-def flags_of(script: ModuleType) -> list[str]:
-    """The flags of a script, from its help."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
-        script.main(["--help"])
-    lines = re.findall(r"^  (-\S.*?)(?:  |$)", printed.getvalue(), re.MULTILINE)  # without their descriptions
-    return [re.search(r"--\w+", line)[0] for line in lines if "--help" not in line]
 
 
 # Flags of place, device and speed.

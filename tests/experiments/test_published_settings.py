@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from experiments import finetune_imagenet, train_cifar100, train_knn
 from tests.data.small_sets import accept_cifar, write_cifar
@@ -38,7 +38,7 @@ NEIGHBOURS |= {"inverse_temperature": 1 / 16, "loss": "mass", "model": "preact_r
 
 
 class Stopped(Exception):
-    """Before the first step."""
+    """Before a network is called."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def settings(results):
         raise Stopped
 
     def call(main, *words: object) -> dict:
-        handle = register_optimizer_step_pre_hook(stop)
+        handle = register_module_forward_pre_hook(stop)
         try:
             with pytest.raises(Stopped):
                 main([*map(str, words), "--device", "cpu", "--threads", "1", "--results", str(results)])
