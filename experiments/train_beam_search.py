@@ -202,7 +202,7 @@ def fit(
         for update in tqdm(range(run.done, end), leave=False, disable=None):
             optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / num_updates)) / 2
             epoch, place = divmod(before + update, per_epoch)
-            torch.manual_seed(seed + (before + update << 32))  # for the methods that draw noise
+            losses.seed_all(seed, before + update)  # for the methods that draw noise
             chosen = epoch_rows(epoch)[place * args.batch_size : (place + 1) * args.batch_size]
             right = phonemes[chosen]
             right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest

@@ -137,8 +137,17 @@ def is_stochastic(method: str) -> bool:
 
 def seed_noise(loss_fn: nn.Module, device: torch.device, *numbers: int) -> None:
     """Let a loss or operator draw the same noise whenever these numbers (seed, epoch, rank) are the same."""
-    state = int(SeedSequence(numbers).generate_state(1, "uint64")[0] >> 1)
-    loss_fn.generator = torch.Generator(device).manual_seed(state)
+    loss_fn.generator = torch.Generator(device).manual_seed(mixed(*numbers))
+
+
+def seed_all(*numbers: int) -> None:
+    """Let whatever has no generator of its own draw the same whenever these numbers (seed, update) are the same."""
+    torch.manual_seed(mixed(*numbers))
+
+
+def mixed(*numbers: int) -> int:
+    """Return one seed for several numbers. A CPU takes 32 bits of it: a sum or a shift would lose some of them."""
+    return int(SeedSequence(numbers).generate_state(1, "uint64")[0] >> 1)
 
 
 def check_finite(value: float, where: str) -> None:
