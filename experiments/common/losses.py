@@ -137,7 +137,7 @@ def is_stochastic(method: str) -> bool:
 
 def seed_noise(loss_fn: nn.Module, device: torch.device, *numbers: int) -> None:
     """Let a loss or operator draw the same noise whenever these numbers (seed, epoch, rank) are the same."""
-    state = int(SeedSequence(numbers).generate_state(1, "uint64")[0] >> 1)
+    state = int(SeedSequence(numbers).generate_state(1, "uint64")[0]) >> 1
     loss_fn.generator = torch.Generator(device).manual_seed(state)
 
 
