@@ -147,7 +147,7 @@ def seed_all(*numbers: int) -> None:
 
 def mixed(*numbers: int) -> int:
     """Return one seed for several numbers. A CPU takes 32 bits of it: a sum or a shift would lose some of them."""
-    return int(SeedSequence(numbers).generate_state(1, "uint64")[0] >> 1)
+    return int(SeedSequence(numbers).generate_state(1, "uint64")[0]) >> 1
 
 
 def check_finite(value: float, where: str) -> None:
