@@ -146,4 +146,9 @@ def test_with_pytorch_alone_the_wheel_computes_every_method(built):
 def test_the_citation_names_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert citation["preferred-citation"]["title"] in (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (paper,) = citation["references"]
+    assert {f"title     = {{{paper['title']}}}", f"title   = {{{citation['title']}}}"} <= set(
+        re.findall(r"title +=.*}", readme)
+    )
+    assert f"version = {{{citation['version']}}}" in readme
