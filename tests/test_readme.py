@@ -15,7 +15,7 @@ from topk_losses import METHODS, __all__
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ELSEWHERE = {"ignite", "lightning", "torchmetrics", "transformers"}  # of docs/requirements.txt
+ELSEWHERE = {"cleanlab", "ignite", "lightning", "skorch", "torchmetrics", "transformers"}  # of docs/requirements.txt
 FENCE = re.compile(r"^```(\w*)$", re.MULTILINE)
 NUMBER = re.compile(r"[-+]?\d+\.\d+")
 CONTINUES = re.compile(r"^#.*\b(continued|continues|as above)\b", re.IGNORECASE)
