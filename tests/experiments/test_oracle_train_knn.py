@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from data.cifar import epoch_order
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.common.losses import seed_noise
+from experiments.common.objective import noise_generator
 from models.embedders import embedder
 from tests.experiments.oracle import check_choice, check_history, history_of, run
 from topk_losses import make_operator
@@ -61,7 +61,7 @@ def plain_loop(method=None, beta=None, log=False, lr=0.001, weight_decay=5e-4, b
         candidates = candidates.repeat(2 + steps * CANDIDATES // len(train))  # as often as it takes
         losses = []
         noise = SimpleNamespace()  # whose generator draws what the script's loss draws
-        seed_noise(noise, torch.device("cpu"), SEED, epoch)
+        noise.generator = noise_generator(torch.device("cpu"), SEED, epoch)
         for asked, others in zip(queries.split(QUERIES)[:steps], candidates.split(CANDIDATES)):
             labels = train.labels[asked]
             if operator:
