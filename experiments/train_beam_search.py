@@ -34,7 +34,7 @@ from tqdm import tqdm
 from data.cifar import epoch_order
 from data.cmudict import DATASETS, END, Reading, Words, WordSplit, load_words
 from experiments.common import door, flags
-from experiments.common.objective import build_loss, build_operator, check_finite, fill_in_loss
+from experiments.common.objective import build_loss, build_operator, check_finite, fill_in_loss, seed_all
 from experiments.common.processes import Processes
 from experiments.common.run import Run
 from experiments.common.settings import BEAM, CALL, OWN_SETTINGS, PRETRAINING, identifying, with_role
@@ -267,7 +267,7 @@ def fit(run: Run, phase: Phase) -> None:
         step_losses = []
         for update in tqdm(range(run.done, end), leave=False, disable=None):
             optimizer.param_groups[0]["lr"] = phase.lr * (1 + math.cos(math.pi * update / phase.num_updates)) / 2
-            torch.manual_seed(config["seed"] + (phase.before + update << 32))  # for the methods that draw noise
+            seed_all(config["seed"], phase.before + update)  # for the methods that draw noise
             loss = loss_of(*pairs.batch(phase.before + update), phase)
 
             optimizer.zero_grad()

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, linear
@@ -38,7 +39,9 @@ class Head(nn.Sequential):
         if not any(isinstance(layer, nn.Dropout) for layer in self):
             return None
         weight = next(self.parameters())
-        generator = torch.Generator(weight.device).manual_seed((seed << 31) + step)
+        # PyTorch's CPU generator takes 32 bits of its seed, in which a sum of both numbers would not tell them apart.
+        state = np.random.SeedSequence((seed, step)).generate_state(1)
+        generator = torch.Generator(weight.device).manual_seed(int(state[0]))
         return torch.rand(batch, weight.shape[1], generator=generator, device=weight.device) >= DROPOUT
 
 

@@ -150,8 +150,18 @@ def build_operator(config: Mapping[str, Any], num_scores: int, k: int, sorted: b
 
 def noise_generator(device: torch.device, *numbers: int) -> torch.Generator:
     """A generator that draws the same noise whenever these numbers (seed, epoch, rank) are the same."""
-    state = SeedSequence(numbers).generate_state(1, "uint64")[0]
-    return torch.Generator(device).manual_seed(int(state) >> 1)
+    return torch.Generator(device).manual_seed(mixed(*numbers))
+
+
+def seed_all(*numbers: int) -> None:
+    """Let whatever has no generator of its own draw the same whenever these numbers (seed, update) are the same."""
+    torch.manual_seed(mixed(*numbers))
+
+
+def mixed(*numbers: int) -> int:
+    """Return one seed for several numbers. A CPU takes 32 bits of it: a sum or a shift would lose some of them."""
+    state = SeedSequence(numbers).generate_state(1, "uint64")
+    return int(state[0]) >> 1
 
 
 def check_finite(value: float, where: str) -> None:

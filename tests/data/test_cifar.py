@@ -1,18 +1,14 @@
 """data/cifar.py: files that are there or not, splits, label noise, and the batched augmentation.
 
-The CIFAR-100 here is small: the published pickle layout with random pixels, and torchvision's MD5 sums replaced by its
-own. Each image carries its own number in its first three bytes. The real one is read only where a copy exists.
+The CIFAR-100 here is small (small_sets.py), and each image carries its own number in its first three bytes.
 """
 
-import hashlib
-import pickle
 import shutil
 import tarfile
 import zlib
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -32,12 +28,9 @@ from data.cifar import (
     sample_crops,
     scale_and_shift,
 )
+from tests.data.small_sets import accept_cifar, md5, write_cifar
 
 TRAIN, TEST = 400, 200
-
-
-def md5(path: Path) -> str:
-    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
 
 
 def numbers_of(images: torch.Tensor) -> torch.Tensor:
@@ -48,17 +41,7 @@ def numbers_of(images: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory) -> Path:
     """cifar-100-python.tar.gz, and what is in it beside it."""
-    folder = tmp_path_factory.mktemp("published") / "cifar-100-python"
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for name, count, first in (("train", TRAIN, 0), ("test", TEST, TRAIN)):
-        pixels = generator.integers(0, 256, (count, 3072), dtype=np.uint8)
-        numbers = np.arange(first, first + count)
-        pixels[:, 0], pixels[:, 1], pixels[:, 2] = numbers >> 16, (numbers >> 8) & 255, numbers & 255
-        part = {"data": pixels, "fine_labels": (np.arange(count) % 100).tolist(), "coarse_labels": [0] * count}
-        (folder / name).write_bytes(pickle.dumps(part, protocol=2))
-    meta = {"fine_label_names": [f"class{i}" for i in range(100)], "coarse_label_names": []}
-    (folder / "meta").write_bytes(pickle.dumps(meta, protocol=2))
+    folder = write_cifar("cifar100", tmp_path_factory.mktemp("published"), TRAIN, TEST)
     with tarfile.open(folder.parent / "cifar-100-python.tar.gz", "w:gz", compresslevel=1) as tar:
         tar.add(folder, "cifar-100-python")
     return folder.parent / "cifar-100-python.tar.gz"
@@ -66,12 +49,8 @@ def archive(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def published(archive, monkeypatch):
-    folder = archive.parent / "cifar-100-python"
+    accept_cifar("cifar100", archive.parent, monkeypatch)
     monkeypatch.setattr(CIFAR100, "tgz_md5", md5(archive))
-    monkeypatch.setattr(CIFAR100, "train_list", [["train", md5(folder / "train")]])
-    monkeypatch.setattr(CIFAR100, "test_list", [["test", md5(folder / "test")]])
-    monkeypatch.setattr(CIFAR100, "meta", {"filename": "meta", "key": "fine_label_names", "md5": md5(folder / "meta")})
-    monkeypatch.setattr(CIFAR100, "url", "http://127.0.0.1:9/cifar-100-python.tar.gz")  # refuses connections
 
 
 @pytest.fixture
@@ -113,9 +92,7 @@ def test_what_is_missing_is_downloaded_once(server, archive, tmp_path, monkeypat
 
 
 def test_without_files_and_network_the_message_says_what_to_place_where(tmp_path):
-    with pytest.raises(
-        SystemExit, match=r"cannot be downloaded.*put cifar-100-python.tar.gz \(MD5 [0-9a-f]{32}\)"
-    ) as error:
+    with pytest.raises(OSError, match=r"nor downloaded.*put cifar-100-python.tar.gz \(MD5 [0-9a-f]{32}\)") as error:
         load_dataset("cifar100", tmp_path)
     assert str(tmp_path) in str(error.value)
 

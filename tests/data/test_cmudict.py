@@ -50,6 +50,12 @@ def test_the_toy_is_words_and_their_reversals():
             assert "".join(words.symbols[phoneme] for phoneme in reading) == word[::-1]
 
 
+@pytest.mark.parametrize(("max_letters", "sizes"), [(3, (143, 4, 8)), (5, (3612, 98, 195))])
+def test_a_twentieth_of_the_words_tests_and_a_fortieth_validates(max_letters, sizes):
+    words = load_words("reversal", max_letters)
+    assert (len(words.train), len(words.valid), len(words.test)) == sizes
+
+
 def test_the_splits_are_the_same_each_time_and_a_limit_takes_the_first():
     whole, again = load_words("reversal", 3), load_words("reversal", 3, limit_train=7)
     assert (len(again.train), len(again.valid), len(again.test)) == (7, len(whole.valid), len(whole.test))

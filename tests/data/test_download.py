@@ -2,14 +2,15 @@
 
 import functools
 import hashlib
-import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import requests
 
 from data import download as module
 from data.download import download, main
@@ -17,6 +18,15 @@ from data.published import PUBLISHED_FILES, published_info
 from tests.processes import wait_for
 
 PART = 10_000
+hooks = []  # called with each audit event; a hook itself stays for as long as the process
+
+
+def _call_hooks(event, arguments):
+    for hook in hooks:
+        hook(event, arguments)
+
+
+sys.addaudithook(_call_hooks)
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +144,32 @@ def test_messages_show_neither_passwords_nor_signatures(tmp_path):
         assert "127.0.0.1:9/file.bin" in str(error.value)
 
 
+def test_a_part_is_noted_when_it_is_written(source, body, tmp_path):
+    """At every file that is opened the noted parts are in their places: a process killed there leaves no hole."""
+    wrong, checking = [], threading.local()
+
+    def check(event, arguments):
+        if event != "open" or getattr(checking, "now", False) or not str(arguments[0]).startswith(str(tmp_path)):
+            return
+        checking.now = True
+        for notes in tmp_path.glob("*.parts"):
+            noted = [int(line) for line in notes.read_text().splitlines()[1:]]  # before the bytes, which come first
+            partial = notes.with_suffix(".part")
+            content = partial.read_bytes() if noted else b""
+            wrong.extend(n for n in noted if content[n * PART : (n + 1) * PART] != body[n * PART : (n + 1) * PART])
+        seen.append(arguments[0])
+        checking.now = False
+
+    seen = []
+    hooks.append(check)
+    try:
+        assert download(source.url, tmp_path).read_bytes() == body
+    finally:
+        hooks.remove(check)
+    assert len(seen) > 2 * len(body) // PART
+    assert wrong == []
+
+
 def start(source, cache: Path) -> subprocess.Popen:
     """The download as a program."""
     program = f"import data.download as d; d.PART_BYTES = {PART}; d.main({[source.url, '--cache_dir', str(cache)]})"
@@ -172,12 +208,50 @@ def test_a_local_path_is_returned_and_an_unknown_name_lists_the_published(tmp_pa
         download("wsl-32x48d-32")
 
 
-def test_published_files_are_known_by_short_name_and_by_their_own(capsys):
-    assert published_info("efficientnet-l2-800") == {"backbone": "tf_efficientnet_l2_ns", "resolution": 800}
-    for name, (file, backbone, resolution, _) in PUBLISHED_FILES.items():
-        assert published_info(f"/somewhere/{file}") == {"backbone": backbone, "resolution": resolution}
-        main(["--list"])
-        assert name in capsys.readouterr().out
+# README of the official package difftopk 0.2.0: the files' addresses; their names say network and pixels.
+STORE = "https://nyc3.digitaloceanspaces.com/publicdata1/"
+OF_1K = "ImageNet_embeddings_labels_train_test"
+PUBLISHED = {  # short name -> address, network, pixels, GB
+    "wsl-32x48d-320": (f"{STORE}{OF_1K}_IGAM_Resnext101_32x48d_320.p", "resnext101_32x48d_wsl", 320, 11),
+    "wsl-32x32d-320": (f"{STORE}{OF_1K}_IGAM_Resnext101_32x32d_320.p", "resnext101_32x32d_wsl", 320, 11),
+    "wsl-32x16d-320": (f"{STORE}{OF_1K}_IGAM_Resnext101_32x16d_320.p", "resnext101_32x16d_wsl", 320, 11),
+    "wsl-32x8d-320": (f"{STORE}{OF_1K}_IGAM_Resnext101_32x8d_320.p", "resnext101_32x8d_wsl", 320, 11),
+    "efficientnet-l2-800": (
+        f"{STORE}{OF_1K}_tf_efficientnet_l2_ns_timm_transform_800_float16.p", "tf_efficientnet_l2_ns", 800, 14,
+    ),
+    "wsl-32x48d-224-21k": (
+        f"{STORE}ImageNet21K-P_embeddings_labels_train_test_IGAM_Resnext101_32x48d_224_float16.p",
+        "resnext101_32x48d_wsl", 224, 50,
+    ),
+}  # fmt: skip
+
+
+def test_every_published_file_is_known():
+    assert PUBLISHED_FILES.keys() == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_is_what_its_source_says(name, monkeypatch, tmp_path, capsys):
+    address, backbone, pixels, gigabytes = PUBLISHED[name]
+    for source in (name, f"/somewhere/{address.rpartition('/')[2]}"):
+        assert published_info(source) == {"backbone": backbone, "resolution": pixels}
+    main(["--list"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[0] == name)
+    assert line.split()[1:] == [str(gigabytes), "GB", backbone, "at", str(pixels), "pixels"]
+    asked = []
+
+    def refuse(url, **options):
+        asked.append(url)
+        raise requests.ConnectionError(url)
+
+    monkeypatch.setattr(requests, "get", refuse)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(OSError, match="ConnectionError"):
+        download(name, tmp_path)
+    assert set(asked) == {address}
+
+
+def test_of_another_file_nothing_is_known():
     assert published_info("own.pt") == {}
 
 
@@ -229,4 +303,3 @@ def test_the_same_address_on_another_server_is_another_file(bucket, source, body
     monkeypatch.setenv("AWS_ENDPOINT_URL", source.endpoint)
     second = download("s3://store/own.pt", tmp_path)
     assert (first.read_bytes(), second.read_bytes()) == (b"first", body)
-    assert os.environ["AWS_ENDPOINT_URL"] != first

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.embeddings as embeddings_module
-from data.embeddings import batches, check_rows, epoch_order, load_embeddings, split_rows, streamed_batches
+from data.embeddings import SPLITS, batches, check_rows, epoch_order, load_embeddings, split_rows, streamed_batches
 
 CPU = torch.device("cpu")
 ROWS = 1000
+KINDS = ("embeddings", "labels")
 
 
 def content(rows: int = ROWS, test: int = 30) -> dict[str, torch.Tensor]:
@@ -115,20 +116,31 @@ def test_other_files_are_refused(path):
             load_embeddings(path)
 
 
-@pytest.mark.parametrize("name", ["train_embeddings", "train_labels", "test_embeddings", "test_labels"])
+def content_of_all_splits() -> dict[str, torch.Tensor]:
+    parts = content()
+    for name in SPLITS:
+        parts |= {f"{name}_{kind}": parts.get(f"{name}_{kind}", parts[f"test_{kind}"]).clone() for kind in KINDS}
+    return parts
+
+
+def test_the_fingerprint_stays_as_it_is_over_versions(path):
+    assert load_embeddings(path).fingerprint() == "b256bf14"  # names of older runs depend on it
+
+
+@pytest.mark.parametrize("name", [f"{split}_{kind}" for split in SPLITS for kind in KINDS])
 def test_the_fingerprint_is_of_every_row_and_of_nothing_else(tmp_path, name):
     def fingerprint(parts, file):
         torch.save(parts, tmp_path / file)
         return load_embeddings(tmp_path / file).fingerprint()
 
-    first = fingerprint(content(), "a.pt")
-    assert fingerprint(content(), "b.pt") == first == "b256bf14"  # names of older runs depend on it
+    first = fingerprint(content_of_all_splits(), "a.pt")
+    assert fingerprint(content_of_all_splits(), "b.pt") == first
     for row in (0, 17, -1):
-        changed = content()
+        changed = content_of_all_splits()
         value = changed[name][row].reshape(-1)[0].clone()
         changed[name][row] = 6 if "embeddings" in name else (value + 1) % 7
         assert fingerprint(changed, "a.pt") != first
-    swapped = content()
+    swapped = content_of_all_splits()
     swapped[name][[0, 1]] = swapped[name][[1, 0]]
     assert fingerprint(swapped, "a.pt") != first
 

@@ -1,31 +1,26 @@
 """Points in memory: the published splits and pixels, torchvision's as the oracle."""
 
-import struct
-
 import pytest
 import torch
 import torchvision
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from data.embeddings import load_embeddings
-from data.points import load_points, points_of_embeddings
+from data.points import POINT_SETS, load_points, points_of_embeddings
+from tests.data.small_sets import CIFARS, MNISTS, accept_cifar, write_cifar, write_mnist
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """MNIST and Fashion-MNIST as torchvision unpacks them, of 120 and 30 random images."""
+    """MNIST, Fashion-MNIST and the CIFARs, of 120 and 30 random images."""
     root = tmp_path_factory.mktemp("downloads")
-    generator = torch.Generator().manual_seed(0)
-    for name in ("MNIST", "FashionMNIST"):
-        raw = root / name / "raw"
-        raw.mkdir(parents=True)
-        for part, count in (("train", 120), ("t10k", 30)):
-            images = torch.randint(256, (count, 28, 28), dtype=torch.uint8, generator=generator)
-            labels = torch.randint(10, (count,), dtype=torch.uint8, generator=generator)
-            header = struct.pack(">4i", 0x803, count, 28, 28)
-            (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
-            (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 0x801, count) + labels.numpy().tobytes())
-    return root
+    for name in MNISTS:
+        write_mnist(name, root, train=120, test=30)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CIFARS:
+            write_cifar(name, root, train=120, test=30)
+            accept_cifar(name, root, patch)
+        yield root
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +49,35 @@ def test_the_mnists_are_the_published_ones(folder, name, kind, transform):
     # Every training image trains or validates, once.
     both = torch.cat([points.train.inputs, points.valid.inputs]).flatten(1)
     assert sorted(both.tolist()) == sorted(kind(folder).data.flatten(1).tolist())
+
+
+# Of Grover et al. 2019: 55,000 and 5,000 images of the MNISTs, 45,000 and 5,000 of CIFAR-10. Of the others a tenth.
+VALIDATE = {
+    "mnist": 5000 / 60000,
+    "fashion_mnist": 5000 / 60000,
+    "cifar10": 5000 / 50000,
+    "cifar100": 0.1,
+    "digits": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", POINT_SETS)
+def test_as_many_validate_as_published(folder, name):
+    points = load_points(name, folder)
+    sizes = [len(split) for split in (points.train, points.valid, points.test)]
+    complete = 1437 if name == "digits" else 120
+    assert sizes[1] == round(complete * VALIDATE[name])
+    assert sum(sizes[:2]) == complete
+
+
+@pytest.mark.parametrize("name", CIFARS)
+def test_the_cifars_are_normalised_as_published(folder, name):
+    points = load_points(name, folder)
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # CIFAR-10's, also for CIFAR-100
+    oracle = CIFARS[name][0](folder, train=False, transform=Compose([ToTensor(), Normalize(mean, std)]))
+    expected = torch.stack([image for image, _ in oracle])
+    torch.testing.assert_close(points.normalise(points.test.inputs), expected, rtol=1e-4, atol=1e-5)
+    assert points.test.labels.tolist() == [label for _, label in oracle]
 
 
 def test_digits_have_one_channel_and_a_tenth_validates(tmp_path):

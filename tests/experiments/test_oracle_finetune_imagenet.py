@@ -1,5 +1,6 @@
 """Heads on embeddings have the figures of a plain loop, for each method and seed of a command that trains several."""
 
+import itertools
 import runpy
 import sys
 from pathlib import Path
@@ -38,15 +39,18 @@ def parts(store):
     return {split: (content[f"{split}_embeddings"], content[f"{split}_labels"]) for split in ("train", "test")}
 
 
-def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0, hidden=(), mix=None):
+def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0, hidden=(), mix=None, relu=False):
     """Return what a loop without any of the script's functions finds in each evaluation.
 
-    mix: of mixup, alpha.
+    mix: of mixup, alpha. relu: on the embeddings.
     """
     train, valid = split_rows(TRAIN, VALID, 0)
     torch.manual_seed(seed)
-    layers = [layer for width in hidden for layer in (nn.Linear(DIM, width), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(hidden[-1] if hidden else DIM, CLASSES))
+    widths = [DIM, *hidden]
+    layers = [nn.ReLU()] if relu else []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=weight_decay, fused=True)
     loss_fn = make_loss(method, p_k, num_classes=CLASSES, **settings)
     steps, found, losses, number = len(train) // BATCH, [], [], 0
@@ -70,6 +74,7 @@ def plain_loop(parts, method, p_k, settings, seed, bf16=False, weight_decay=0.0,
             if step not in (1, steps) and step % EVERY:
                 continue
             found.append({"epoch": epoch, "step": number, "train_loss": sum(losses) / len(losses)})
+            found[-1]["train_steps"] = len(losses)
             losses = []
             splits = {"valid": tuple(part[valid] for part in parts["train"]), "test": parts["test"]}
             for name, (embeddings, labels) in splits.items():
@@ -102,6 +107,7 @@ def test_heads_that_train_together_are_each_those_of_a_plain_loop(parts, store, 
 CASES = {
     "bf16": ("--precision bf16 --hidden_dims 20 --method neuralsort", EVEN, SORTS, {"bf16": True, "hidden": [20]}),
     "noise": ("--method noised_topk --p_k 0 0 0 0 1", TOP5, {}, {}),
+    "relu": ("--apply_relu --hidden_dims 20 10 --method softsort", EVEN, SORTS, {"relu": True, "hidden": [20, 10]}),
 }
 
 

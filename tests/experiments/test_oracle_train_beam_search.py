@@ -19,9 +19,9 @@ from experiments import train_beam_search as script
 from models.beam_search import beam_search
 from models.encoder_decoder import EncoderDecoder
 from tests.experiments.oracle import check_history, history_of, run
-from topk_losses import make_loss
+from topk_losses import make_loss, make_operator
 
-K, BATCH, SEED, PRETRAIN, UPDATES, EVERY = 3, 16, 1, 60, 10, 10
+K, BATCH, SEED, PRETRAIN, UPDATES, EVERY = 3, 16, 1, 40, 5, 5
 FLAGS = (
     f"--dataset reversal --max_letters 4 --hidden_dim 12 --batch_size {BATCH} --beam_size {K} --seed {SEED} "
     f"--pretrain_updates {PRETRAIN} --pretrain_lr .02 --n_updates {UPDATES} --lr .005 --eval_freq {EVERY} "
@@ -79,6 +79,37 @@ def rates(model, split, size):
     return {"per": distance / phonemes, "wer": wrong / len(split), "gold": held / len(split)}
 
 
+def soft_probabilities(model, letters, reading):
+    """The probability of each phoneme of a reading in the best hypothesis of one word's soft beam at its end."""
+    V, encoded = model.num_phonemes, model.encode(letters.unsqueeze(0))
+    states, inputs = encoded.state.unsqueeze(1), model.phonemes(torch.tensor([[END]]))
+    scores, ended, choices = torch.zeros(1), torch.zeros(1), []
+    only_end = (torch.arange(V) == END).float()
+    for _ in reading:
+        after = model.advance(inputs, states)
+        probabilities = model.log_probs(after, encoded)[0].exp()  # (Q, V)
+        mixed = [end * only_end + (1 - end) * row for end, row in zip(ended, probabilities)]
+        candidates = torch.cat([score + (row + 1e-30).log() for score, row in zip(scores, mixed)])
+        weights = make_operator("softsort", len(candidates), K, 1.0)(candidates.unsqueeze(0))[0].view(K, -1, V)
+        choices.append(weights)
+        scores = torch.stack([(row.flatten() * candidates).sum() for row in weights])
+        inputs = torch.stack([(row.sum(0).unsqueeze(1) * model.phonemes.weight).sum(0) for row in weights]).unsqueeze(0)
+        states = torch.stack([(row.sum(1).unsqueeze(1) * after[0]).sum(0) for row in weights]).unsqueeze(0)
+        ended = weights[:, :, END].sum(1).clamp(0, 1)
+    found, share = [], torch.eye(K)[0]  # of each hypothesis in the best one
+    for weights, phoneme in zip(reversed(choices), reversed(reading)):
+        traced = sum(part * row for part, row in zip(share, weights))  # (Q, V)
+        found.append(traced[:, phoneme].sum())
+        share = traced.sum(1)
+    return torch.stack(found[::-1])
+
+
+def soft_beam_loss(model, word, reading):
+    """The sum of -log q over the phonemes and the end of a reading."""
+    q = soft_probabilities(model, word, reading).clamp(0, 1)
+    return -(q * (1 - 2e-7) + 1e-7).log().sum()
+
+
 def batch_loss(model, letters, readings, loss_fn):
     """The mean of -log p over the phonemes and ends; with a loss_fn 0.3 times that, and the loss in the beam."""
     total, count, cross_entropy = torch.zeros(()), sum(map(len, readings)), torch.zeros(())
@@ -86,6 +117,9 @@ def batch_loss(model, letters, readings, loss_fn):
         encoded = model.encode(word.unsqueeze(0))
         log_probs = model.forced(encoded, torch.tensor([reading]))[0]
         cross_entropy = cross_entropy + nll_loss(log_probs, torch.tensor(reading), reduction="sum") / count
+        if loss_fn is soft_beam_loss:
+            total = total + soft_beam_loss(model, word, reading) / count
+            continue
         for candidates, place, _ in beam_of(model, word, K, reading) if loss_fn else ():
             total = total + loss_fn(candidates.unsqueeze(0), torch.tensor([place])) / count
     return total + 0.3 * cross_entropy if loss_fn else cross_entropy
@@ -122,14 +156,19 @@ def pretrained():
     return words, model, fit(model, words, None, 0, PRETRAIN, 0.02)
 
 
-@pytest.mark.parametrize("arm", ["cross_entropy --method softmax_cross_entropy", "retain --method softsort"])
+ARMS = ["cross_entropy --method softmax_cross_entropy", "retain --method softsort", "soft_beam --method softsort"]
+
+
+@pytest.mark.parametrize("arm", ARMS)
 def test_the_figures_are_those_of_a_plain_training_loop(arm, pretrained, results, monkeypatch):
     monkeypatch.setenv("TOPK_LOSSES_BACKEND", "torch")  # kernels would take longer to compile
     (row,) = run(script, FLAGS + f"--arm {arm}", results)
     words, model, found = copy.deepcopy(pretrained)
     check_history(history_of(results, {"run_id": row["pretrained"]}, "update"), found)
     loss_fn = None
-    if row["method"] == "softsort":  # half of P_K on the best candidate, half on those that stay; all V are kept
+    if row["arm"] == "soft_beam":
+        loss_fn = soft_beam_loss
+    if row["arm"] == "retain":  # half of P_K on the best candidate, half on those that stay; all V are kept
         settings = {"m": model.num_phonemes, "inverse_temperature": 0.5, "top1_mode": "sm"}
         loss_fn = make_loss("softsort", [0.5, 0, 0.5], **settings, reduction="sum")
     expected = fit(model, words, loss_fn, PRETRAIN, UPDATES, 0.005)

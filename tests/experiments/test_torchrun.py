@@ -3,21 +3,22 @@
 import shlex
 import signal
 import subprocess
-import time
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 
+from data.cifar import load_dataset
 from experiments import finetune_imagenet, train_cifar100, train_knn
 from experiments.common.door import EXPECTED
 from experiments.common.processes import Processes
 from tests.experiments import scripts
-from tests.experiments.scripts import MACHINE, SCRIPTS, TORCHRUN, name_of, outcome, rows_of
-from tests.processes import wait_for
+from tests.experiments.forks import fork_together
+from tests.experiments.oracle import top_k
+from tests.experiments.scripts import MACHINE, SCRIPTS, TORCHRUN, outcome, rows_of
 
 COMMANDS = {
     # Without noise, of which each process draws its own; one step, since batch norm has its statistics per process.
@@ -50,54 +51,82 @@ def test_shares_divide_a_batch(length, count):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The folder in which a script's command has run in one process and in two, in 1 and 2."""
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     scripts.embeddings(folder / "e.pt")
-
-    @cache
-    def call(script):
-        words = words_of(script, folder)
-        assert script.main([*words, "--results", str(folder / name_of(script) / "1" / "r.csv")]) == 0
-        command = [*TORCHRUN, script.__file__, *words, "--results", str(folder / name_of(script) / "2" / "r.csv")]
-        subprocess.run(command, check=True, capture_output=True)
-        return folder / name_of(script)
-
-    return call
+    return folder
 
 
-@pytest.mark.parametrize("script", COMMANDS, ids=name_of)
-def test_two_processes_have_the_row_of_one_but_for_rounding(script, made):
-    folder = made(script)
+@pytest.fixture(scope="module")
+def heads(folder):
+    """The folder in which heads were trained by one process, in 1, and by the two of torchrun, in 2."""
+    words = words_of(finetune_imagenet, folder)
+    assert finetune_imagenet.main([*words, "--results", str(folder / "1" / "r.csv")]) == 0
+    command = [*TORCHRUN, finetune_imagenet.__file__, *words, "--results", str(folder / "2" / "r.csv")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def check_alike(folder: Path, rounding: float) -> None:
+    """Check the rows of one process, in 1, and of two, in 2."""
     for one, two in zip(*(rows_of(folder / count / "r.csv") for count in "12"), strict=True):
         assert (one["run_id"], one["processes"], two["processes"]) == (two["run_id"], "1", "2")
-        if script is finetune_imagenet:
-            assert float(two["last_valid_loss"]) == pytest.approx(float(one["last_valid_loss"]), rel=1e-5)
-            for k in (1, 5):
-                assert float(two[f"valid_top{k}"]) == pytest.approx(float(one[f"valid_top{k}"]), abs=0.04)  # a row
-        first, second = (torch.load(folder / n / "runs" / one["run_id"] / "checkpoint.pt")["history"][0] for n in "12")
-        rounding = 0.1 if script is train_cifar100 else 1e-5
+        histories = [torch.load(folder / n / "runs" / one["run_id"] / "checkpoint.pt")["history"] for n in "12"]
+        first, second = (history[0] for history in histories)
         assert second["train_loss"] == pytest.approx(first["train_loss"], rel=rounding)
+        assert len(histories[0]) == len(histories[1])
 
 
-def test_killed_two_processes_continue_with_the_same_bits(made, tmp_path):
-    whole = made(finetune_imagenet)
-    words = [*words_of(finetune_imagenet, whole.parent), "--results", str(tmp_path / "killed" / "r.csv")]
-    command = [*TORCHRUN, finetune_imagenet.__file__, *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    wait_for(lambda: list(tmp_path.glob("killed/runs/*/checkpoint.pt")))
-    killed = str(tmp_path / "killed")  # in all arguments; torchrun starts its workers in sessions of their own
-    while subprocess.run(["pkill", "-KILL", "-f", "--", killed], check=False).returncode == 0:
-        process.poll()
-        time.sleep(0.02)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
-    subprocess.run(command, check=True, capture_output=True)
-    assert outcome(tmp_path / "killed" / "r.csv") == outcome(whole / "2" / "r.csv")
+def test_two_processes_have_the_heads_of_one_but_for_rounding(heads):
+    check_alike(heads, 1e-5)
+    for one, two in zip(*(rows_of(heads / count / "r.csv") for count in "12"), strict=True):
+        assert float(two["last_valid_loss"]) == pytest.approx(float(one["last_valid_loss"]), rel=1e-5)
+        for k in (1, 5):
+            assert float(two[f"valid_top{k}"]) == pytest.approx(float(one[f"valid_top{k}"]), abs=0.04)  # a row
+
+
+# Whose batch norm has the statistics of its own half of a batch.
+IMAGES = "--dataset digits --limit_train 70 --batch_size 16 --n_epochs 3 --lr .01 --method softmax_cross_entropy"
+
+
+@pytest.mark.parametrize("more", ["", "--ema .7", "--seed 3"])
+def test_every_process_evaluates_the_network_that_is_kept(more, tmp_path):
+    """Its running statistics, too: the figures are those of the checkpoint on the whole of each split."""
+    words = words_of(train_cifar100, tmp_path, f"{IMAGES} {more}")
+    assert fork_together(train_cifar100, [*words, "--results", str(tmp_path / "r.csv")]) == [0, 0]
+    (row,) = rows_of(tmp_path / "r.csv")
+    data = load_dataset("digits", tmp_path, seed=int(row["seed"]), limit_train=70)
+    network = scripts.small_network("resnet18", 10)
+    saved = torch.load(tmp_path / "runs" / row["run_id"] / "checkpoint.pt", weights_only=True)
+    network.load_state_dict(saved["model"])
+    for name, split in (("valid", data.valid), ("test", data.test)):
+        with torch.no_grad():
+            logits = network.eval()(data.normalise(split.inputs))
+        expected = {"loss": cross_entropy(logits, split.labels).item()} | top_k(logits, split.labels)
+        for figure, value in expected.items():
+            assert float(row[f"last_{name}_{figure}"]) == pytest.approx(value, rel=1e-5), (name, figure)
+
+
+def test_two_processes_have_the_first_step_of_one_but_for_batch_norm(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_cifar100, "resnet_cifar", scripts.small_network)
+    words = words_of(train_cifar100, tmp_path)
+    assert train_cifar100.main([*words, "--results", str(tmp_path / "1" / "r.csv")]) == 0
+    assert fork_together(train_cifar100, [*words, "--results", str(tmp_path / "2" / "r.csv")]) == [0, 0]
+    check_alike(tmp_path, 0.1)
+
+
+@pytest.mark.parametrize("number", [3, 6])
+def test_killed_two_processes_continue_with_the_same_bits(heads, tmp_path, number):
+    """The first one kills itself at a file that it writes; the other ends since it has no other one to talk to."""
+    words = [*words_of(finetune_imagenet, heads), "--results", str(tmp_path / "r.csv")]
+    first, second = fork_together(finetune_imagenet, words, killed_at=number)
+    assert (first, second) == (-signal.SIGKILL, second)
+    assert second != 0
+    assert list(tmp_path.glob("runs/*/checkpoint.pt"))
+    assert fork_together(finetune_imagenet, words) == [0, 0]
+    assert outcome(tmp_path / "r.csv") == outcome(heads / "2" / "r.csv")
 
 
 def test_a_failure_of_all_is_no_status_0(tmp_path):
     words = words_of(train_knn, tmp_path, "--dataset digits --method softsort --results /nowhere/r.csv")
-    done = subprocess.run([*TORCHRUN, train_knn.__file__, *words], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "leave torchrun out" in done.stderr
+    assert fork_together(train_knn, words) == [1, 1]

@@ -35,6 +35,18 @@ def test_the_embeddings_of_the_cnn_end_in_a_relu_and_those_of_the_resnet_do_not(
     assert (embedder("preact_resnet18", (3, 32, 32))(inputs) < 0).any()
 
 
+# Of Grover et al. 2019: the convolution and the first stage keep 32x32 (of MNIST 28x28), each later stage halves it.
+@pytest.mark.parametrize(("side", "sides"), [(32, [32, 16, 8, 4]), (28, [28, 14, 7, 4])])
+def test_each_stage_of_the_resnet_halves_the_maps(side, sides):
+    found, network = [], embedder("preact_resnet18", (3, side, side))
+    for module in network.modules():
+        if isinstance(module, PreActBlock):
+            module.register_forward_hook(lambda block, inputs, maps: found.append(tuple(maps.shape[1:])))
+    network(torch.rand(1, 3, side, side))
+    expected = [(width, size, size) for width, size in zip((64, 128, 256, 512), sides)]
+    assert found[::2] == found[1::2] == expected  # two blocks in each
+
+
 def normed(maps: torch.Tensor, norm: nn.BatchNorm2d) -> torch.Tensor:
     return batch_norm(maps, None, None, norm.weight, norm.bias, training=True)
 

@@ -58,6 +58,16 @@ def test_the_networks_are_torchvisions_with_names_features_and_convolutions_for_
     torch.testing.assert_close(model.fc(features), logits)
 
 
+def test_each_stage_has_the_published_maps():
+    """The first convolution has stride 1, the max-pool stays, and each stage but the first halves the maps."""
+    model, found = resnet_cifar("resnet18", 10), {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda module, inputs, maps, name=name: found.update({name: maps.shape[-1]}))
+    model(images(1))
+    sides = {"conv1": 32, "maxpool": 16, "layer1": 16, "layer2": 8, "layer3": 4, "layer4": 2}
+    assert {name: found[name] for name in sides} == sides
+
+
 def test_each_weight_is_drawn_once_in_the_documented_order():
     torch.manual_seed(3)
     model = resnet_cifar("resnet18", 100)
