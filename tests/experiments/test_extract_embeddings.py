@@ -1,6 +1,8 @@
 """Extraction: features of the network, one per image in order; it resumes, and takes no old image for a new one."""
 
 import multiprocessing
+import os
+import resource
 import shutil
 import subprocess
 
@@ -105,6 +107,18 @@ def test_shards_of_other_settings_are_not_taken(images, tmp_path, change):
     assert (tmp_path / "b" / "e.pt").read_bytes() == (tmp_path / "c" / "e.pt").read_bytes()
     rows = [load_embeddings(tmp_path / name)["train"].inputs.float() for name in ("a.pt", "b/e.pt")]
     assert rows[0].shape != rows[1].shape or not torch.equal(*rows)
+
+
+def test_a_worker_s_batches_hold_no_files_open(tmp_path):
+    """A shard has more batches than this process may have open files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (120 + len(os.listdir("/proc/self/fd")), limits[1]))
+    try:
+        flags = QUICK.replace("--workers 0", "--workers 1").replace("--shard_rows 3", "--shard_rows 1000")
+        extract("--dataset", "digits", "--output", tmp_path / "e.pt", "--batch_size", 4, flags=flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(load_embeddings(tmp_path / "e.pt")["train"]) == 1437
 
 
 def test_features_that_the_type_cannot_hold_are_refused(images, tmp_path):
