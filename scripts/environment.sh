@@ -1,15 +1,20 @@
-# Sourced from the repository root: makes .venv if it is absent and installs requirements.txt into it.
+# Sourced from the repository root: makes .venv if it is absent and installs requirements.txt into it. Where lowest is
+# set, it makes .venv-lowest, which has the lowest version that requirements.txt allows of each package that it names.
 # A stamp of requirements.txt, pyproject.toml and this folder, to which the installed package points, makes the second
 # call a matter of milliseconds.
 python=${PYTHON:-python3}
-stamp=.venv/requirements.stamp
+lowest=${lowest:-}
+venv=.venv${lowest:+-lowest}
+stamp=$venv/requirements.stamp
 wanted=$(pwd -P | cat - requirements.txt pyproject.toml | cksum)
-if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c "" 2>/dev/null; then
-  echo "making .venv with $("$python" --version)" >&2
-  "$python" -m venv --clear .venv || { echo "could not make .venv: install Python 3.10 or newer with its venv module, or set PYTHON" >&2; exit 1; }
+if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "" 2>/dev/null; then
+  echo "making $venv with $("$python" --version)" >&2
+  "$python" -m venv --clear "$venv" || { echo "could not make $venv: install Python 3.10 or newer with its venv module, or set PYTHON" >&2; exit 1; }
 fi
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-  echo "installing requirements.txt into .venv (PyTorch is large: a few minutes the first time)" >&2
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  echo "installing requirements.txt into $venv (PyTorch is large: a few minutes the first time)" >&2
+  # A constraint for each line: name[extra]>=1.2 becomes name==1.2.
+  sed -nE 's/^([^>[]+)(\[.*\])?>=/\1==/p' requirements.txt > "$venv/lowest.txt"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt ${lowest:+-c "$venv/lowest.txt"}
   echo "$wanted" > "$stamp"
 fi

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -60,6 +61,17 @@ def built(tmp_path_factory):
     return folder / "wheel"
 
 
+def metadata_of(built):
+    (about,) = built.glob("*.dist-info")
+    return importlib.metadata.PathDistribution(about).metadata
+
+
+def requirements() -> list[Requirement]:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    named = [line.partition("#")[0].strip() for line in lines]
+    return [Requirement(line) for line in named if line and not line.startswith("-e")]
+
+
 def test_the_wheel_holds_the_typed_library_and_its_licence(built):
     (about,) = built.glob("*.dist-info")
     assert {path.name for path in built.iterdir()} == {"topk_losses", about.name}
@@ -67,10 +79,35 @@ def test_the_wheel_holds_the_typed_library_and_its_licence(built):
     sources = {path.relative_to(ROOT) for path in (ROOT / "topk_losses").rglob("*.py")}
     assert {path.relative_to(built) for path in (built / "topk_losses").rglob("*.py")} == sources
     assert (about / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    metadata = importlib.metadata.PathDistribution(about)
-    assert metadata.metadata["License-Expression"] == "MIT"
-    (needed,) = (name for name in metadata.requires if "extra" not in name)
-    assert needed in (ROOT / "requirements.txt").read_text().split("\n")
+    assert metadata_of(built)["License-Expression"] == "MIT"
+
+
+def test_the_bounds_of_the_package_are_those_of_the_requirements(built):
+    bounds = {requirement.name: requirement.specifier for requirement in requirements()}
+    needed = [Requirement(line) for line in metadata_of(built).get_all("Requires-Dist")]
+    assert {need.name for need in needed} == {"torch", "numba"}
+    needed += [
+        Requirement(line) for line in re.findall(r'requires = \["(.*)"\]', (ROOT / "pyproject.toml").read_text())
+    ]
+    assert {need.name: need.specifier for need in needed}.items() <= bounds.items()
+    torch_bound = str(bounds["torch"]).removeprefix(">=")
+    pythons = metadata_of(built)["Requires-Python"].removeprefix(">=")
+    assert f"Python {pythons}+, PyTorch {torch_bound}+" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_each_requirement_has_a_lowest_version_that_can_be_tested():
+    for requirement in requirements():
+        assert [specifier.operator for specifier in requirement.specifier] == [">="], requirement
+
+
+def test_the_workflow_runs_the_first_and_the_last_python_and_the_lowest_versions(built):
+    metadata = metadata_of(built)
+    named = [line.rpartition(" ")[2] for line in metadata.get_all("Classifier") if "Python :: 3." in line]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    tested = jobs["test"]["strategy"]["matrix"]["python"]
+    assert metadata["Requires-Python"] == f">={named[0]}"
+    assert (tested[0], tested[-1]) == (named[0], named[-1])
+    assert any(step.get("run", "").endswith("scripts/test.sh --lowest") for step in jobs["lowest"]["steps"])
 
 
 def seeded_loss(method, logits, labels):
@@ -109,4 +146,9 @@ def test_with_pytorch_alone_the_wheel_computes_every_method(built):
 def test_the_citation_names_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert citation["preferred-citation"]["title"] in (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (paper,) = citation["references"]
+    assert {f"title     = {{{paper['title']}}}", f"title   = {{{citation['title']}}}"} <= set(
+        re.findall(r"title +=.*}", readme)
+    )
+    assert f"version = {{{citation['version']}}}" in readme

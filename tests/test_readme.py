@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = {"ignite", "lightning", "torchmetrics", "transformers"}  # of docs/requirements.txt
 FENCE = re.compile(r"^```(\w*)$", re.MULTILINE)
+NUMBER = re.compile(r"[-+]?\d+\.\d+")
 CONTINUES = re.compile(r"^#.*\b(continued|continues|as above)\b", re.IGNORECASE)
 
 
@@ -27,6 +28,7 @@ class Block(NamedTuple):
     line: int
     code: str
     before: "Block | None" = None
+    printed: str = ""  # by the block itself, in a ```text block after it
 
 
 def blocks(page: Path, text: str) -> list[Block]:
@@ -39,6 +41,8 @@ def blocks(page: Path, text: str) -> list[Block]:
             code = text[opening.end() + 1 : closing.start()]
             before = found[-1] if found and CONTINUES.match(code) else None
             found.append(Block(page, text[: opening.end()].count("\n") + 2, code, before))
+        elif opening[1] == "text" and found and "print(" in found[-1].code:
+            found[-1] = found[-1]._replace(printed=text[opening.end() + 1 : closing.start()])
     return found
 
 
@@ -75,8 +79,14 @@ def test_there_are_blocks():
 
 @pytest.mark.filterwarnings("ignore")  # those of other packages are theirs
 @pytest.mark.parametrize("block", LAST, ids=[f"{block.page.stem}-line{block.line}" for block in LAST])
-def test_a_block_runs_and_computes_no_nan(block):
-    tensors = [value for value in after(block).values() if isinstance(value, torch.Tensor)]
+def test_a_block_runs_computes_no_nan_and_prints_what_the_page_shows(block, capsys):
+    names = after(block)
+    printed = capsys.readouterr().out
+    if block.printed:  # accuracies in percent, which differ a little between processors
+        assert NUMBER.sub("#", printed) == NUMBER.sub("#", block.printed)
+        shown = [float(number) for number in NUMBER.findall(block.printed)]
+        assert [float(number) for number in NUMBER.findall(printed)] == pytest.approx(shown, abs=3)
+    tensors = [value for value in names.values() if isinstance(value, torch.Tensor)]
     tensors += [value.grad for value in tensors if value.is_leaf and value.grad is not None]
     assert not any(value.isnan().any() for value in tensors)
 

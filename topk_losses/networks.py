@@ -257,6 +257,8 @@ class RelaxedNetwork(TopKOperator):
         super().__init__(network.k if isinstance(network, Network) else k, inverse_temperature)
         self.n = network.n if isinstance(network, Network) else None
         self.network = network
+        # The name of the function, which torch.compile of PyTorch 2.11 cannot read from the function.
+        self._construction = "" if isinstance(network, Network) else network.__name__
         self.distribution, self.art_lambda = check_sigmoid(distribution, art_lambda)
         self._fixed_tables = _network_tables(network) if isinstance(network, Network) else None
 
@@ -268,7 +270,8 @@ class RelaxedNetwork(TopKOperator):
             if not torch.compiler.is_compiling():
                 return _tables(construct, scores.shape[1], k, device)
             # constants, in place of the compiler's symbols
-            n, name = range(scores.shape[1]).stop, f"{construct.__name__}"
+            n = range(scores.shape[1]).stop
+            name = self._construction
             return _comparators(name, n, k, device), [int(size) for size in _layer_sizes(name, n, k).split()]
         if scores.shape[1] != self.n:  # a kernel would read what does not exist
             raise ValueError(f"this network was built for n={self.n} scores, got {scores.shape[1]}")

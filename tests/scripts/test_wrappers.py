@@ -110,6 +110,21 @@ def test_the_environment_is_made_once(tree):
     assert first.calls == [*made, *second.calls]
 
 
+def test_the_lowest_versions_have_an_environment_of_their_own(tree):
+    done = tree.call("scripts/test.sh", "--lowest", "-x")
+    assert done.status == 0, done.errors
+    make, install, run = done.calls
+    constraints = ".venv-lowest/lowest.txt"
+    assert make == "stand_in -m venv --clear .venv-lowest"
+    assert install.endswith(f" -r requirements.txt -c {constraints}")
+    assert run.startswith(".venv-lowest/bin/python -m pytest ")
+    assert run.endswith(" -x")
+    pinned = [line for line in (tree.folder / constraints).read_text().splitlines() if not line.startswith("#")]
+    wanted = [line for line in (tree.folder / "requirements.txt").read_text().splitlines() if line[0] not in "#-"]
+    assert pinned == [re.sub(r"\[.*\]", "", line.replace(">=", "==", 1)) for line in wanted]
+    assert tree.call("scripts/test.sh", "--lowest", "-x").calls == [run]
+
+
 def test_only_shown_runs_have_no_table(tree):
     for flag in ("--dry-run", "--status"):
         assert tree.call("scripts/quickstart.sh", flag).calls[-1].endswith(f"scripts/sweeps.py quickstart {flag}")
