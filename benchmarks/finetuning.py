@@ -22,7 +22,7 @@ from benchmarks.contenders import difftopk
 from benchmarks.losses import make_ours
 from benchmarks.runner import SOFTMAX, Table, parser, ratio, size, take_turns
 from experiments.common.flags import positive_int
-from experiments.common.losses import DEFAULT_P_K
+from experiments.common.objective import published_p_k
 from experiments.common.official_loss import executor_of
 from experiments.common.processes import prepare_device
 from models.heads import head
@@ -61,7 +61,7 @@ def steps_of(
         logits = made[0](embeddings[:batch].float())  # (batch, n)
     steps, losses = {}, {}
     for method in methods:
-        case = (method, DEFAULT_P_K.get(method, [0.2] * 5), n, m if method in RELAXATIONS else None, device)
+        case = (method, published_p_k(method), n, m if method in RELAXATIONS else None, device)
         found = {"ours": make_ours(*case)}
         with contextlib.suppress(ValueError):  # it has no such loss
             found["difftopk"] = difftopk.make(*case)

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import pandas as pd
 import torch
 
+from experiments.common.files import replace_file
 from experiments.common.flags import make_parser, positive_int
-from experiments.common.records import device_name, git_commit, replace_file
+from experiments.common.provenance import device_name, git_commit
 from topk_losses import METHODS
 
 RESULTS = Path(__file__).parent.parent / "results" / "benchmarks"

@@ -24,7 +24,7 @@ from torchvision.datasets import CIFAR100
 from benchmarks.runner import SOFTMAX, Table, parser, ratio, take_turns
 from data.cifar import CIFAR_MEAN, CIFAR_STD, crop_and_flip, epoch_generator, sample_crops, scale_and_shift
 from data.splits import Split
-from experiments.common.losses import DEFAULT_P_K
+from experiments.common.objective import published_p_k
 from experiments.common.official_loss import make_official_loss
 from experiments.common.processes import prepare_device
 from models.resnet_cifar import resnet_cifar
@@ -45,7 +45,7 @@ class RandomImages(CIFAR100):
 def settings_of(method: str) -> dict[str, object]:
     """Return the method's P_K and mode, as the script has them without flags."""
     mode = {"top1_mode": "smce"} if method in RELAXATIONS else {}
-    return {"method": method, "p_k": DEFAULT_P_K.get(method, [0.2] * 5), "num_classes": NUM_CLASSES, **mode}
+    return {"method": method, "p_k": published_p_k(method), "num_classes": NUM_CLASSES, **mode}
 
 
 def our_steps(

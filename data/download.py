@@ -7,7 +7,8 @@
 
 Parts go to their places in NAME.part; NAME.parts says which version of the file they are of, and which are complete. A
 file takes its own name when it is whole, and whatever has that name is used without asking the network. The version is
-the server's ETag, or else the time of the file's last change there. Which S3 server: AWS_ENDPOINT_URL, AWS_PROFILE.
+the server's ETag, or else the time of the file's last change there; where --sha256 is given it decides alone, since the
+servers of one address may differ in the others. Which S3 server: AWS_ENDPOINT_URL, AWS_PROFILE.
 """
 
 import argparse
@@ -20,18 +21,21 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import requests
 from filelock import FileLock
 from tqdm import tqdm
 
-from data.published import PUBLISHED, PUBLISHED_FILES
+from data.published import PUBLISHED, PUBLISHED_FILES, without_secrets
 
 DEFAULT_CACHE = Path(__file__).parent / "downloads" / "embeddings"
-CONNECTIONS, PART_BYTES, RETRIES = 8, 16 * 2**20, 8
+CONNECTIONS = 8
+PART_BYTES = 16 * 2**20
+RETRIES = 8
 TIMEOUT = 30  # seconds without a byte
+PRIVATE = re.compile(r"\?[^\s)']*|(?<=//)[^/\s]*@")  # signatures, and logins
 
 
 class Answer(NamedTuple):
@@ -41,6 +45,10 @@ class Answer(NamedTuple):
     headers: Mapping[str, str]
     content: bytes
     reason: str
+
+    @property
+    def version(self) -> str:
+        return self.headers.get("etag") or self.headers.get("last-modified") or ""
 
 
 Request = Callable[[int, int], Answer]  # asks for bytes [begin, end)
@@ -55,48 +63,73 @@ def download(source: str, cache: Path | None = None, sha256: str | None = None, 
         requester_pays: pay for the transfer from the bucket.
 
     Raises:
-        SystemExit: there is no such file, or it cannot be downloaded.
+        OSError: there is no such file, or it cannot be downloaded.
+        ValueError: it has another SHA-256.
     """
-    address = PUBLISHED + PUBLISHED_FILES[source][0] if source in PUBLISHED_FILES else source
-    if "://" not in address:
+    address = source
+    if source in PUBLISHED_FILES:
+        address = PUBLISHED + PUBLISHED_FILES[source].file
+    advice = "it is another file, or a damaged one"
+    if "://" in address:
+        advice = "delete it to download it again"
+        path = cached_path(address, cache)
+        fetch_once(address, path, sha256, requester_pays)
+    else:
         path = Path(address).expanduser()
         if not path.is_file():
-            raise SystemExit(f"error: there is no file {path}. Published are {', '.join(PUBLISHED_FILES)}")
-    else:
-        cache = cache or Path(os.environ.get("TOPK_CACHE") or DEFAULT_CACHE).expanduser()
-        name = re.sub(r"[^\w.-]+", "_", Path(urlsplit(address).path).name, flags=re.ASCII)[-150:] or "file"
-        is_s3 = address.startswith("s3://")
-        server = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
-        place = f"{server} {address}" if is_s3 else address
-        path = cache / f"{hashlib.sha256(place.encode()).hexdigest()[:8]}-{name}"
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{path}.lock"):  # commands that start together download once
-                if not path.exists():
-                    fetch(s3_request(address, requester_pays) if is_s3 else http_request(address), path, shown(address))
-        except OSError as error:
-            raise SystemExit(f"error: cannot write {path}: {error.strerror}; finished parts are kept") from None
-    if sha256 and (found := sha256_of(path)) != sha256.lower():
-        advice = "delete it to download it again" if "://" in address else "it is another file, or a damaged one"
-        raise SystemExit(f"error: {path} has the SHA-256 {found}, not {sha256}: {advice}")
+            raise FileNotFoundError(f"there is no file {path}. Published are {', '.join(PUBLISHED_FILES)}")
+    if sha256:
+        found = sha256_of(path)
+        if found != sha256.lower():
+            raise ValueError(f"{path} has the SHA-256 {found}, not {sha256}: {advice}")
     return path
 
 
-def shown(address: str) -> str:
-    """An address without its password and its signature."""
-    parts = urlsplit(address)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+def cached_path(address: str, cache: Path | None) -> Path:
+    """Where the file of an address lies in the cache: by the whole address, and of S3 by the server, too."""
+    folder = cache or Path(os.environ.get("TOPK_CACHE") or DEFAULT_CACHE).expanduser()
+    name = re.sub(r"[^\w.-]+", "_", Path(urlsplit(address).path).name, flags=re.ASCII)[-150:] or "file"
+    place = address
+    if address.startswith("s3://"):
+        server = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        place = f"{server} {address}"
+    digest = hashlib.sha256(place.encode()).hexdigest()
+    return folder / f"{digest[:8]}-{name}"
+
+
+def fetch_once(address: str, path: Path, sha256: str | None, requester_pays: bool) -> None:
+    """Download a file that is not there. Commands that start together download once. Raises OSError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if path.exists():
+                return
+            if address.startswith("s3://"):
+                request = s3_request(address, requester_pays)
+            else:
+                request = http_request(address)
+            Download(request, path, without_secrets(address), sha256).run()
+    except OSError as error:
+        if error.errno is None:  # ours
+            raise
+        raise OSError(f"cannot write {path}: {error.strerror}; finished parts are kept") from None
+
+
+def unsigned(request: Any) -> Any:
+    """Send a request without a login. Some servers refuse one with both a signature and a login from ~/.netrc."""
+    return request
 
 
 def http_request(address: str) -> Request:
     """Requests to an http:// or https:// address."""
-    # Some servers refuse a request with both a signature and a login from ~/.netrc.
-    auth = (lambda request: request) if "Signature=" in address else None
+    auth = unsigned if "Signature=" in address else None
 
     def request(begin: int, end: int) -> Answer:
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         with requests.get(address, headers=headers, timeout=TIMEOUT, auth=auth, stream=True) as answer:
-            content = answer.content if answer.status_code == 206 else b""
+            content = b""
+            if answer.status_code == 206:
+                content = answer.content
             return Answer(answer.status_code, answer.headers, content, answer.reason)
 
     return request
@@ -111,21 +144,31 @@ def s3_request(address: str, requester_pays: bool) -> Request:
 
     bucket, _, key = address.removeprefix("s3://").partition("/")
     session = boto3.Session()
-    unsigned = session.get_credentials() is None
-    config = Config(signature_version=UNSIGNED if unsigned else None, read_timeout=TIMEOUT, connect_timeout=TIMEOUT)
     region = session.region_name or "us-east-1"
+    who = "with the credentials that boto3 finds"
+    options: dict[str, Any] = {}
+    if session.get_credentials() is None:
+        who = "no credentials were found"
+        options["signature_version"] = UNSIGNED
+    # A store may answer a range with the checksum of the whole file, which boto3 would compare with the part's.
+    config = Config(
+        read_timeout=TIMEOUT, connect_timeout=TIMEOUT, response_checksum_validation="when_required", **options
+    )
     client = session.client("s3", region_name=region, config=config)
-    payer = {"RequestPayer": "requester"} if requester_pays else {}
-    who = "no credentials were found" if unsigned else "with the credentials that boto3 finds"
+    payer = {}
+    if requester_pays:
+        payer["RequestPayer"] = "requester"
     advice = "AWS_PROFILE, AWS_DEFAULT_REGION and AWS_ENDPOINT_URL choose others, --requester_pays pays"
 
     def request(begin: int, end: int) -> Answer:
-        reason, content = "", b""
+        reason = ""
+        content = b""
         try:
             answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **payer)
             content = answer["Body"].read()
         except ClientError as error:
-            answer, problem = error.response, error.response["Error"]
+            answer = error.response
+            problem = answer["Error"]
             reason = f"{problem['Code']}: {problem.get('Message', '')} (region {region}; {who}; {advice})"
         about = answer["ResponseMetadata"]
         return Answer(about["HTTPStatusCode"], about["HTTPHeaders"], content, reason)
@@ -133,85 +176,117 @@ def s3_request(address: str, requester_pays: bool) -> Request:
     return request
 
 
-def read(request: Request, begin: int, end: int, version: str, name: str) -> Answer:
-    """Read a range of this version of the file ("": any), again after a failure that may pass.
+class Download:
+    """A download, part by part, from where an earlier process was stopped.
 
-    Raises:
-        SystemExit: the server refuses, sends something else, or fails again and again.
+    Args:
+        request: asks the server.
+        path: where the whole file goes.
+        name: for messages.
+        sha256: decides whether the parts are of one file; None: the version does, which the server says.
     """
-    problem = ""
-    for attempt in range(RETRIES):
-        time.sleep(min(0.25 * 2**attempt, 30) if attempt else 0)
+
+    def __init__(self, request: Request, path: Path, name: str, sha256: str | None) -> None:
+        self.request = request
+        self.path = path
+        self.name = name
+        self.sha256 = sha256
+        self.partial = path.with_name(f"{path.name}.part")
+        self.progress = path.with_name(f"{path.name}.parts")
+        self.version = ""
+        self.size = 0
+
+    def run(self) -> None:
+        """Bring the parts that are missing, and give the file its name. Raises OSError."""
+        first = self.read(0, 1)
+        self.size = int(first.headers["content-range"].rpartition("/")[2])
+        self.version = first.version
+        done = self.finished_parts()
+        missing = [number for number in range(-(-self.size // PART_BYTES)) if number not in done]
+        to_come = sum(self.part_size(number) for number in missing)
+        free = shutil.disk_usage(self.path.parent).free
+        if free < to_come:
+            raise OSError(f"{self.name}: {to_come:,} bytes are to come, and {free:,} are free in {self.path.parent}")
+        with open(self.partial, "ab") as file:
+            file.truncate(self.size)
+        pool = ThreadPoolExecutor(CONNECTIONS)
         try:
-            answer = request(begin, end)
-        except Exception as error:  # a connection that broke raises errors of three libraries
-            private = r"\?[^\s)']*|(?<=//)[^/\s]*@"  # signatures, and logins
-            problem = f"{type(error).__name__}: {re.sub(private, '', str(error))}"
-            continue
-        status, headers = answer.status, answer.headers
-        if status in (408, 425, 429) or status >= 500:
-            problem = f"the server answered {status} {answer.reason}"
-            continue
-        if status not in (200, 206):
-            raise SystemExit(f"error: {name}: the server answered {status} {answer.reason}")
-        is_range = f"bytes {begin}-" in headers.get("content-range", "")
-        if is_range and version not in ("", version_of(answer)):
-            raise SystemExit(f"error: {name} has changed on the server: give the command again")
-        if not is_range or not version_of(answer) or "text/html" in headers.get("content-type", ""):
-            kind = headers.get("content-type", "other things")
-            message = f"the server sends no ranges of a file with a version but {kind}"
-            raise SystemExit(f"error: {name}: {message}. Download it by other means, and give its path")
-        if len(answer.content) == end - begin:
-            return answer
-        problem = f"{len(answer.content)} bytes came instead of {end - begin}"
-    raise SystemExit(f"error: {name}: {problem}. Finished parts are kept: give the command again")
+            with tqdm(total=self.size, initial=self.size - to_come, unit="B", unit_scale=True, disable=None) as bar:
+                for future in as_completed([pool.submit(self.bring, number) for number in missing]):
+                    bar.update(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+        os.replace(self.partial, self.path)
+        self.progress.unlink()
 
-
-def version_of(answer: Answer) -> str:
-    return answer.headers.get("etag") or answer.headers.get("last-modified") or ""
-
-
-def fetch(request: Request, path: Path, name: str) -> None:
-    """Download a file part by part, from where an earlier process was stopped."""
-    first = read(request, 0, 1, "", name)
-    size, version = int(first.headers["content-range"].rpartition("/")[2]), version_of(first)
-    partial, progress = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.parts")
-    header = f"{size} {PART_BYTES} {version}"
-    lines = progress.read_text().splitlines() if progress.exists() else []
-    if lines[:1] != [header] or not partial.exists():  # no parts, or parts of another version
+    def finished_parts(self) -> set[int]:
+        """The parts that an earlier process brought; none of another version."""
+        header = f"{self.size} {PART_BYTES} {self.sha256 or self.version}"
         lines = []
-        partial.unlink(missing_ok=True)
-        progress.write_text(f"{header}\n")
-    done = {int(line) for line in lines[1:] if len(line) == 8}  # a line that was cut short is shorter or longer
-    missing = [number for number in range(-(-size // PART_BYTES)) if number not in done]
-    sizes = {number: min(PART_BYTES, size - number * PART_BYTES) for number in missing}
-    to_come, free = sum(sizes.values()), shutil.disk_usage(path.parent).free
-    if free < to_come:
-        raise SystemExit(f"error: {name}: {to_come:,} bytes are to come, and {free:,} are free in {path.parent}")
-    with open(partial, "ab") as file:
-        file.truncate(size)
+        if self.progress.exists():
+            lines = self.progress.read_text().splitlines()
+        if lines[:1] != [header] or not self.partial.exists():
+            self.partial.unlink(missing_ok=True)
+            self.progress.write_text(f"{header}\n")
+            return set()
+        return {int(line) for line in lines[1:] if len(line) == 8}  # a line that was cut short is shorter or longer
 
-    def bring(number: int) -> int:
+    def part_size(self, number: int) -> int:
+        return min(PART_BYTES, self.size - number * PART_BYTES)
+
+    def bring(self, number: int) -> int:
+        """Write a part to its place; return its size."""
         begin = number * PART_BYTES
-        answer = read(request, begin, begin + sizes[number], version, name)
-        with open(partial, "r+b") as file:
+        answer = self.read(begin, begin + self.part_size(number))
+        with open(self.partial, "r+b") as file:
             file.seek(begin)
             file.write(answer.content)
             file.flush()
             os.fsync(file.fileno())
-        with open(progress, "a") as log:
+        with open(self.progress, "a") as log:
             log.write(f"{number:08}\n")
-        return sizes[number]
+        return self.part_size(number)
 
-    pool = ThreadPoolExecutor(CONNECTIONS)
-    try:
-        with tqdm(total=size, initial=size - to_come, unit="B", unit_scale=True, disable=None) as bar:
-            for future in as_completed([pool.submit(bring, number) for number in missing]):
-                bar.update(future.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
-    os.replace(partial, path)
-    progress.unlink()
+    def read(self, begin: int, end: int) -> Answer:
+        """Read a range, again after a failure that may pass.
+
+        Raises:
+            OSError: the server refuses, sends something else, or fails again and again.
+        """
+        problem = ""
+        for attempt in range(RETRIES):
+            if attempt:
+                time.sleep(min(0.25 * 2**attempt, 30))
+            try:
+                answer = self.request(begin, end)
+            except Exception as error:  # a connection that broke raises errors of three libraries
+                problem = f"{type(error).__name__}: {PRIVATE.sub('', str(error))}"
+                continue
+            if answer.status in (408, 425, 429) or answer.status >= 500:
+                problem = f"the server answered {answer.status} {answer.reason}"
+                continue
+            self.check(answer, begin)
+            if len(answer.content) == end - begin:
+                return answer
+            problem = f"{len(answer.content)} bytes came instead of {end - begin}"
+        raise OSError(f"{self.name}: {problem}. Finished parts are kept: give the command again")
+
+    def check(self, answer: Answer, begin: int) -> None:
+        """Raise OSError for an answer that is no part of this version of the file."""
+        if answer.status not in (200, 206):
+            raise OSError(f"{self.name}: the server answered {answer.status} {answer.reason}")
+        is_range = f"bytes {begin}-" in answer.headers.get("content-range", "")
+        has_version = answer.version != ""
+        if self.sha256:
+            has_version = True
+        elif is_range and self.version not in ("", answer.version):
+            raise OSError(f"{self.name} has changed on the server: give the command again")
+        if not is_range or not has_version or "text/html" in answer.headers.get("content-type", ""):
+            kind = answer.headers.get("content-type", "other things")
+            raise OSError(
+                f"{self.name}: the server sends no ranges of a file with a version but {kind}. Download it by other "
+                "means, and give its path"
+            )
 
 
 def sha256_of(path: Path) -> str:
@@ -223,20 +298,26 @@ def sha256_of(path: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m data.download", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m data.download", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", nargs="?", help="published name or address")
     parser.add_argument("--list", action="store_true", help="list the published files")
-    message = "folder for the file (default: $TOPK_CACHE, or data/downloads/embeddings)"
-    parser.add_argument("--cache_dir", type=Path, help=message)
+    parser.add_argument(
+        "--cache_dir", type=Path, help="folder for the file (default: $TOPK_CACHE, or data/downloads/embeddings)"
+    )
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
     args = parser.parse_args(argv)
     if args.list or not args.source:
-        for name, (_, backbone, resolution, gigabytes) in PUBLISHED_FILES.items():
-            print(f"{name:22}{gigabytes:3} GB  {backbone} at {resolution} pixels")
+        for name, known in PUBLISHED_FILES.items():
+            print(f"{name:22}{known.gigabytes:3} GB  {known.backbone} at {known.resolution} pixels")
         return 0
-    print(download(args.source, args.cache_dir, args.sha256, args.requester_pays))
+    try:
+        print(download(args.source, args.cache_dir, args.sha256, args.requester_pays))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

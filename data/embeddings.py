@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.published import published_info
+from data.published import published_info, without_secrets
 from data.splits import Split, seeded
 from data.torch_file import load_torch_file
 
@@ -33,7 +33,10 @@ WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16;
 CHECKED_ROWS = 8192  # rows checked at once
 SPLITS = ("train", "valid", "test", "clean")  # clean: the rows of valid with correct labels, where those are wrong
 NPY_TYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "bfloat16": "<u2", "int64": "<i8"}
-SPLIT, ORDER, MIXUP = 0, 1, 2  # purposes of random numbers
+# Purposes of random numbers.
+SPLIT = 0
+ORDER = 1
+MIXUP = 2
 KEY = re.compile(r"(?:.*_)?(train|valid|val|test|clean)_(embeddings|labels)")
 NEEDED = "train_embeddings (N, d) and train_labels (N,), and the same for test_ and valid_, if any"
 
@@ -55,15 +58,21 @@ class Embeddings:
         return self.splits["train"].inputs.shape[1]
 
     def to(self, device: torch.device) -> "Embeddings":
-        return replace(self, splits={name: split.to(device) for name, split in self.splits.items()})
+        splits = {name: split.to(device) for name, split in self.splits.items()}
+        return replace(self, splits=splits)
 
     def about(self, source: str) -> dict[str, Any]:
         """The columns of a row: source (as the user named it), dtype, backbone, name by content. Reads the file."""
-        columns = {"data_path": self.path if Path(source).expanduser() == self.path else source}
-        columns |= {"backbone": None, "resolution": None} | published_info(source)
-        columns |= {name: self.info[name] for name in ("backbone", "resolution", "labels") if name in self.info}
+        columns: dict[str, Any] = {"data_path": without_secrets(source), "backbone": None, "resolution": None}
+        if Path(source).expanduser() == self.path:
+            columns["data_path"] = self.path
+        columns |= published_info(source)
+        for name in ("backbone", "resolution", "labels"):
+            if name in self.info:
+                columns[name] = self.info[name]
         columns["embedding_dtype"] = dtype_name(self["train"].inputs)
-        return columns | {"embeddings": f"{self.num_classes}x{self.dim}-{self.fingerprint()}"}
+        columns["embeddings"] = f"{self.num_classes}x{self.dim}-{self.fingerprint()}"
+        return columns
 
     def fingerprint(self) -> str:
         """Eight hexadecimal digits of a hash of all rows and labels in their order.
@@ -73,10 +82,10 @@ class Embeddings:
         shard_rows = self.info.get("shard_rows") or max(1, 2**27 // (self.dim * self["train"].inputs.itemsize))
         content = []
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-            for name in (name for name in SPLITS if name in self.splits):
-                parts = (self[name].inputs.split(shard_rows), self[name].labels.split(shard_rows))
-                sums = list(zip(*(threads.map(_sha256_of_npy, part) for part in parts)))
-                content.append([name, dtype_name(self[name].inputs), sums])
+            for name, split in self.splits.items():  # in the order of SPLITS
+                input_sums = threads.map(_sha256_of_npy, split.inputs.split(shard_rows))
+                label_sums = threads.map(_sha256_of_npy, split.labels.split(shard_rows))
+                content.append([name, dtype_name(split.inputs), list(zip(input_sums, label_sums))])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
 
 
@@ -86,7 +95,9 @@ def dtype_name(tensor: Tensor) -> str:
 
 def _sha256_of_npy(rows: Tensor) -> str:
     header = f"{{'descr': '{NPY_TYPES[dtype_name(rows)]}', 'fortran_order': False, 'shape': {tuple(rows.shape)}, }}"
-    digest = hashlib.sha256(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117).encode() + b"\n")
+    digest = hashlib.sha256(b"\x93NUMPY\x01\x00")
+    digest.update((118).to_bytes(2, "little"))
+    digest.update(header.ljust(117).encode() + b"\n")
     digest.update(rows.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -97,47 +108,97 @@ def load_embeddings(path: Path) -> Embeddings:
     SPLIT is one of SPLITS; "val" is how some published files call their test set.
 
     Raises:
-        SystemExit: the file does not hold these tensors.
+        ValueError: the file does not hold these tensors, or some of them twice.
     """
     content = load_torch_file(path, "a torch file of tensors", mapped=True)
-    named = content if isinstance(content, dict) else {}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for key, value in named.items():
-        if isinstance(value, Tensor) and (match := KEY.fullmatch(str(key))):
-            tensors.setdefault("test" if match[1] == "val" else match[1], {})[match[2]] = value
-    if any(len(parts) < 2 for parts in tensors.values()) or "train" not in tensors:
-        found = ", ".join(map(str, named)) or f"a {type(content).__name__}"
-        raise SystemExit(f"error: {path} must hold a dictionary with {NEEDED}; it holds {found}")
-    splits, info = {}, named.get("info") or {}
-    dim, num_classes = tensors["train"]["embeddings"].shape[-1], info.get("num_classes")
-    for name in (name for name in SPLITS if name in tensors):
-        rows, labels = tensors[name]["embeddings"], tensors[name]["labels"]
-        fits = rows.is_floating_point() and rows.numel() and labels.dim() == 1 and rows.shape == (len(labels), dim)
-        if not fits or labels.is_floating_point() or int(labels.min()) < 0:
-            found = f"{rows.dtype} {tuple(rows.shape)}, and labels {labels.dtype} {tuple(labels.shape)}"
-            rule = f"floating point, (N, {dim}) as in train, with N whole numbers of at least 0 as labels"
-            raise SystemExit(f"error: {name} in {path} must be {rule}; it has {found}")
-        num_classes = num_classes or 1 + int(labels.max())  # train comes first
-        if labels.max() >= num_classes:
-            found = f"a label {int(labels.max())}, and train has the classes 0 to {num_classes - 1}"
-            raise SystemExit(f"error: {name} in {path} has {found}: the splits are of different sets of classes")
-        splits[name] = Split(rows, labels.long())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a dictionary with {NEEDED}; it holds a {type(content).__name__}")
+    tensors = named_tensors(path, content)
+    info = content.get("info")
+    if not isinstance(info, dict):
+        info = {}
+    dim = tensors["train", "embeddings"].shape[-1:]
+    num_classes = info.get("num_classes")
+    splits = {}
+    for name in SPLITS:
+        if (name, "embeddings") not in tensors:
+            continue
+        rows = tensors[name, "embeddings"]
+        labels = tensors[name, "labels"]
+        check_split(f"{name} in {path}", rows, labels, dim)
+        labels = labels.long()
+        largest = int(labels.max())
+        if num_classes is None:
+            num_classes = 1 + largest  # train comes first
+        if largest >= num_classes:
+            raise ValueError(
+                f"{name} in {path} has a label {largest}, and train has the classes 0 to {num_classes - 1}: the splits "
+                "are of different sets of classes"
+            )
+        splits[name] = Split(rows, labels)
+    if "clean" in splits and len(splits["clean"]) != len(splits.get("valid", ())):
+        raise ValueError(f"clean in {path} must have the rows of valid, with their correct labels")
     return Embeddings(path, splits, num_classes, info)
 
 
+def named_tensors(path: Path, content: Mapping[Any, Any]) -> dict[tuple[str, str], Tensor]:
+    """The tensors of a file by their split and what they are, such as ("train", "labels").
+
+    Raises:
+        ValueError: one is missing, or two may be meant.
+    """
+    tensors: dict[tuple[str, str], Tensor] = {}
+    keys: dict[tuple[str, str], str] = {}
+    for key, value in content.items():
+        match = KEY.fullmatch(str(key))
+        if match is None or not isinstance(value, Tensor):
+            continue
+        split, part = match.groups()
+        if split == "val":
+            split = "test"
+        if (split, part) in keys:
+            raise ValueError(
+                f"{path} has {keys[split, part]} and {key}, which both may be the {part} of {split}: rename or delete "
+                "one of them"
+            )
+        keys[split, part] = str(key)
+        tensors[split, part] = value
+    found = {split for split, _ in tensors} | {"train"}
+    for split in found:
+        if (split, "embeddings") not in tensors or (split, "labels") not in tensors:
+            held = ", ".join(map(str, content)) or "nothing"
+            raise ValueError(f"{path} must hold a dictionary with {NEEDED}; it holds {held}")
+    return tensors
+
+
+def check_split(where: str, rows: Tensor, labels: Tensor, dim: torch.Size) -> None:
+    """Raise ValueError if these are no embeddings (N, dim) and labels (N,) of one split."""
+    is_whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    fits = rows.is_floating_point() and dtype_name(rows) in NPY_TYPES and rows.numel() > 0
+    fits = fits and labels.dim() == 1 and rows.shape == (len(labels), *dim)
+    if not (fits and is_whole) or int(labels.long().min()) < 0:
+        raise ValueError(
+            f"{where} must be floating point, (N, {', '.join(map(str, dim))}) as in train, with N whole numbers of at "
+            f"least 0 as labels; it has {rows.dtype} {tuple(rows.shape)}, and labels {labels.dtype} "
+            f"{tuple(labels.shape)}"
+        )
+
+
 def check_rows(embeddings: Embeddings, rows: Mapping[str, Tensor]) -> None:
-    """Raise SystemExit for the first of these rows, by split, that has a number that is not finite.
+    """Raise ValueError for the first of these rows, by split, that has a number that is not finite.
 
     Rows of a split that the file lacks are rows of train.
     """
     for name, chosen in rows.items():
-        name = name if name in embeddings.splits else "train"
+        if name not in embeddings.splits:
+            name = "train"
         inputs = embeddings[name].inputs
         for some in chosen.to(inputs.device).split(CHECKED_ROWS):
             broken = some[~inputs[some].isfinite().all(1)]
             if len(broken):
-                found = f"row {int(broken[0])} of {name} in {embeddings.path} is not finite"
-                raise SystemExit(f"error: {found}; nothing is recorded")
+                raise ValueError(
+                    f"row {int(broken[0])} of {name} in {embeddings.path} is not finite; nothing is recorded"
+                )
 
 
 def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -146,20 +207,20 @@ def split_rows(num_rows: int, num_valid: int, seed: int) -> tuple[Tensor, Tensor
     A smaller num_valid under the same seed takes a subset of the rows.
 
     Raises:
-        SystemExit: one of the two would be empty.
+        ValueError: one of the two would be empty.
     """
     if not 0 < num_valid < num_rows:
-        raise SystemExit(f"error: of {num_rows} rows at least 1 must validate and must leave 1 to train: {num_valid}")
+        raise ValueError(f"of {num_rows} rows at least 1 must validate and must leave 1 to train: {num_valid}")
     order = torch.randperm(num_rows, generator=seeded(SPLIT, seed))
     return order[num_valid:].sort().values, order[:num_valid].sort().values
 
 
 def limited_rows(num_rows: int, limit_train: int | None, seed: int) -> Tensor:
-    """All rows, or a random limit_train of them, ascending. Raises SystemExit if there are fewer."""
-    if (limit_train or 0) > num_rows:
-        raise SystemExit(f"error: --limit_train {limit_train} exceeds the {num_rows} training rows")
-    if limit_train in (None, num_rows):
+    """All rows, or a random limit_train of them, ascending. Raises ValueError if there are fewer."""
+    if limit_train is None or limit_train == num_rows:
         return torch.arange(num_rows)
+    if limit_train > num_rows:
+        raise ValueError(f"--limit_train {limit_train} exceeds the {num_rows} training rows")
     return split_rows(num_rows, limit_train, seed)[1]
 
 
@@ -198,24 +259,29 @@ def streamed_batches(
     split: Split, rows: Tensor, batch_size: int, epoch: int, seed: int, device: torch.device, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The same batches from a file larger than memory: the next window is read while this one is used."""
-    windows, skip = [], start * batch_size
+    windows = []
+    skip = start * batch_size  # rows of batches that are left out
     for positions, within in shuffled_windows(len(rows), seed, epoch):
         if skip < len(within):
             windows.append((rows[positions], within[skip:]))
         skip = max(skip - len(within), 0)
-    batch = nothing = split.inputs[:0], split.labels[:0]  # a batch may begin in one window and end in the next
+    embeddings = split.inputs[:0]  # of a batch, which may begin in one window and end in the next
+    labels = split.labels[:0]
     with ThreadPoolExecutor(1) as reader:
         pending = [reader.submit(split.inputs.index_select, 0, chosen) for chosen, _ in windows[:1]]
         for number, (chosen, within) in enumerate(windows):
-            window, labels = pending.pop().result(), split.labels[chosen]
+            window = pending.pop().result()
+            window_labels = split.labels[chosen]
             if number + 1 < len(windows):
                 pending.append(reader.submit(split.inputs.index_select, 0, windows[number + 1][0]))
             while len(within):
-                part, within = within.tensor_split([batch_size - len(batch[1])])
-                batch = torch.cat([batch[0], window[part]]), torch.cat([batch[1], labels[part]])
-                if len(batch[1]) == batch_size:
-                    yield batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
-                    batch = nothing
+                part, within = within.tensor_split([batch_size - len(labels)])
+                embeddings = torch.cat([embeddings, window[part]])
+                labels = torch.cat([labels, window_labels[part]])
+                if len(labels) == batch_size:
+                    yield embeddings.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                    embeddings = split.inputs[:0]
+                    labels = split.labels[:0]
 
 
 def shuffled_windows(num_rows: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,8 +16,12 @@ from data.torch_file import reason
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 SPLIT_FOLDERS = {  # name of a folder -> split
-    **{"train": "train", "training": "train", "test": "test"},
-    **{"val": "valid", "valid": "valid", "validation": "valid"},
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "val": "valid",
+    "valid": "valid",
+    "validation": "valid",
 }
 
 
@@ -41,36 +45,53 @@ def load_rgb(path: str) -> Image.Image:
                 raise OSError(f"the range of its mode {image.mode} is not known: save it with 8 or 16 bits")
             return image.convert("RGB")
     except Exception as error:  # decoders raise many types for a damaged file
-        message = f"cannot read {path}: {reason(error)}. Repair or delete it, and give the command again"
-        raise UnreadableImage(message) from None
+        raise UnreadableImage(
+            f"cannot read {path}: {reason(error)}. Repair or delete it, and give the command again"
+        ) from None
 
 
 class ImageFolder(Dataset):
     """Images in the order of torchvision's ImageFolder, by `load_rgb`, without hidden files and folders at any depth.
 
-    notes: sentences about other files that are left out. Raises SystemExit for folders that cannot be read.
+    Attributes:
+        classes: names of the class folders, by label.
+        samples: path and label of each image.
+        notes: sentences about other files that are left out.
+
+    Raises:
+        ValueError: a folder cannot be read, or there is no image.
     """
 
     def __init__(self, folder: Path, transform: Callable[[Image.Image], Any] = lambda image: image) -> None:
-        self.folder, self.transform, self.classes = folder, transform, class_folders(folder)
+        self.folder = folder
+        self.transform = transform
+        self.classes = class_folders(folder)
         if not self.classes:
-            raise SystemExit(f"error: {folder} holds no folder per class")
-        self.samples: list[tuple[str, int]] = []  # path, label
-        left_out = [next(_walk(folder))[2]]
+            raise ValueError(f"{folder} holds no folder per class")
+        self.samples: list[tuple[str, int]] = []
+        _, _, left_out = next(_walk(folder))
         for label, name in enumerate(self.classes):
             for parent, _, files in sorted(_walk(folder / name)):
-                images = [file for file in files if file.lower().endswith(ENDINGS)]
-                self.samples += [(os.path.join(parent, image), label) for image in images]
-                left_out.append([file for file in files if file not in images])
+                for file in files:
+                    if file.lower().endswith(ENDINGS):
+                        self.samples.append((os.path.join(parent, file), label))
+                    else:
+                        left_out.append(file)
         if not self.samples:
-            raise SystemExit(f"error: there is no image in the class folders of {folder}")
-        self.notes = []
-        if kinds := Counter(Path(file).suffix.lower() or "without ending" for files in left_out for file in files):
-            shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            self.notes.append(f"{kinds.total()} files in {folder} are no images of a class: {shown}")
+            raise ValueError(f"there is no image in the class folders of {folder}")
+        self.notes = self._notes(left_out)
+
+    def _notes(self, left_out: list[str]) -> list[str]:
+        notes = []
+        kinds = Counter(Path(file).suffix.lower() or "without ending" for file in left_out)
+        if kinds:
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            notes.append(f"{kinds.total()} files in {self.folder} are no images of a class: {counts}")
         labels = {label for _, label in self.samples}
-        if empty := [name for label, name in enumerate(self.classes) if label not in labels]:
-            self.notes.append(f"{len(empty)} classes of {folder} have no image: {', '.join(empty[:5])}")
+        empty = [name for label, name in enumerate(self.classes) if label not in labels]
+        if empty:
+            notes.append(f"{len(empty)} classes of {self.folder} have no image: {', '.join(empty[:5])}")
+        return notes
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -81,54 +102,81 @@ class ImageFolder(Dataset):
 
     def stamps(self) -> list[bytes]:
         """A line for each image that changes when the file is replaced: name, label, size, time of the last change."""
-
-        def stamp(sample: tuple[str, int]) -> bytes:
-            status, name = os.stat(sample[0]), os.fsencode(os.path.relpath(sample[0], self.folder))
-            return b"%s\n%d %d %d\n" % (name, sample[1], status.st_size, status.st_mtime_ns)
-
         with ThreadPoolExecutor(16) as threads:  # a file server answers several requests at once
-            return list(threads.map(stamp, self.samples))
+            return list(threads.map(self._stamp, self.samples))
+
+    def _stamp(self, sample: tuple[str, int]) -> bytes:
+        path, label = sample
+        status = os.stat(path)
+        name = os.fsencode(os.path.relpath(path, self.folder))
+        return b"%s\n%d %d %d\n" % (name, label, status.st_size, status.st_mtime_ns)
 
 
 def open_folders(folders: dict[str, Path], transform: Callable[[Image.Image], Tensor]) -> dict[str, ImageFolder]:
-    """The images of each split. Raises SystemExit for folders that cannot be read, or whose classes differ."""
+    """The images of each split. Raises ValueError for folders that cannot be read, or whose classes differ."""
     opened = {split: ImageFolder(folder, transform) for split, folder in folders.items()}
     first, *others = opened.values()
     for other in others:
-        if differing := sorted({*first.classes} ^ {*other.classes}):
-            message = f"{first.folder} and {other.folder} must have the same class folders"
-            raise SystemExit(f"error: {message}; {len(differing)} are in only one of them: {', '.join(differing[:5])}")
+        differing = sorted({*first.classes} ^ {*other.classes})
+        if differing:
+            raise ValueError(
+                f"{first.folder} and {other.folder} must have the same class folders; {len(differing)} are in only one "
+                f"of them: {', '.join(differing[:5])}"
+            )
     return opened
 
 
 def find_splits(path: Path) -> dict[str, Path]:
-    """The folder of each split in `path`; `path` itself as train where it holds the classes. Raises SystemExit."""
+    """The folder of each split in `path`; `path` itself as train where it holds the classes. Raises ValueError."""
     found: dict[str, Path] = {}
     for name, split in SPLIT_FOLDERS.items():
         # ImageNet's test images have no labels, and no class folders.
         if (path / name).is_dir() and class_folders(path / name):
             if split in found:
-                raise SystemExit(f"error: {found[split]} and {path / name} may both be the {split} split: rename one")
+                raise ValueError(f"{found[split]} and {path / name} may both be the {split} split: rename one")
             found[split] = path / name
-    if not found and not class_folders(path):
-        raise SystemExit(f"error: {path} holds no folder per class, and no train/, val/ or test/ that do")
-    return found or {"train": path}
+    if found:
+        return found
+    if not class_folders(path):
+        raise ValueError(f"{path} holds no folder per class, and no train/, val/ or test/ that do")
+    return {"train": path}
 
 
 def class_folders(path: Path) -> list[str]:
-    """The names of the class folders in `path`, sorted. Raises SystemExit where it is no folder, or not readable."""
-    return next(_walk(path))[1]
+    """The names of the class folders in `path`, sorted. Raises ValueError where it is no folder, or not readable."""
+    _, folders, _ = next(_walk(path))
+    return folders
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """os.walk without hidden files and folders, sorted. Raises SystemExit for a folder that cannot be read."""
+    """os.walk without hidden files and folders, sorted.
+
+    Raises:
+        ValueError: a folder cannot be read, or a link leads to a folder that it lies in.
+    """
 
     def refuse(error: OSError) -> None:
-        raise SystemExit(f"error: cannot read the folder {error.filename}: {error.strerror}")
+        raise ValueError(f"cannot read the folder {error.filename}: {error.strerror}")
 
+    # For each folder where it really lies, and the folders on the way to it.
+    ways = {os.fspath(folder): (os.path.realpath(folder),)}
     for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            path = os.path.join(parent, name)
+            ways[path] = (*ways[parent], _real_place(path, ways[parent]))
         yield parent, folders, sorted(name for name in files if not name.startswith("."))
+
+
+def _real_place(path: str, way: tuple[str, ...]) -> str:
+    """Where a folder really lies. Raises ValueError for a link upwards; way: the real folders on the way to it."""
+    if not os.path.islink(path):
+        return os.path.join(way[-1], os.path.basename(path))
+    real = os.path.realpath(path)
+    for above in way:
+        if os.path.commonpath([real, above]) == real:
+            raise ValueError(f"{path} is a link to {real}, in which it lies itself: remove the link")
+    return real
 
 
 class Pixels(Dataset):
@@ -137,7 +185,9 @@ class Pixels(Dataset):
     notes: tuple[str, ...] = ()
 
     def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Image.Image], Tensor]) -> None:
-        self.images, self.labels, self.transform = images, labels, transform
+        self.images = images
+        self.labels = labels
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -148,4 +198,7 @@ class Pixels(Dataset):
 
     def stamps(self) -> list[bytes]:
         """The bytes and the label of each image."""
-        return [image.numpy().tobytes() + b"%d" % label for image, label in zip(self.images, self.labels.tolist())]
+        stamps = []
+        for image, label in zip(self.images, self.labels.tolist()):
+            stamps.append(image.numpy().tobytes() + b"%d" % label)
+        return stamps

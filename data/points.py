@@ -12,6 +12,7 @@ from torchvision.datasets import MNIST, FashionMNIST
 from data.cifar import CIFAR_MEAN, CIFAR_STD, DIGITS_MEAN, DIGITS_STD, load_complete
 from data.embeddings import Embeddings, check_rows, limited_rows, split_rows
 from data.splits import Dataset, Split
+from data.torchvision_sets import load_or_download
 
 # Name -> mean and standard deviation of the pixels in [0, 1], share of the training images that validate.
 POINT_SETS: dict[str, tuple[tuple[float, ...], tuple[float, ...], float]] = {
@@ -21,42 +22,52 @@ POINT_SETS: dict[str, tuple[tuple[float, ...], tuple[float, ...], float]] = {
     "cifar100": (CIFAR_MEAN, CIFAR_STD, 1 / 10),
     "digits": (DIGITS_MEAN[:1], DIGITS_STD[:1], 1 / 10),
 }
+MNISTS = {"mnist": MNIST, "fashion_mnist": FashionMNIST}
 AUGMENTED = ("cifar10", "cifar100")  # whose images are cropped and flipped in training
 
 
 def load_points(name: str, data_dir: Path, *, seed: int = 0, limit_train: int | None = None) -> Dataset:
     """Load one of POINT_SETS, on the CPU. seed: chooses the images that validate and those that limit_train keeps."""
     means, stds, valid_share = POINT_SETS[name]
-    if "mnist" in name:
-        kind = FashionMNIST if name == "fashion_mnist" else MNIST
-        try:
-            both = [kind(data_dir, train=train, download=True) for train in (True, False)]
-        except (OSError, RuntimeError) as error:
-            raise SystemExit(f"error: {name} is not in {data_dir}, and cannot be downloaded ({error})") from None
-        train, test = (Split(part.data.unsqueeze(1), part.targets) for part in both)  # (N, 1, 28, 28)
+    if name in MNISTS:
+        parts = load_or_download(MNISTS[name], data_dir, name, "the four files of torchvision's MNIST/raw")
+        train, test = (_mnist_split(part) for part in parts)
     else:
-        images = load_complete(name, data_dir)
-        train, test = (Split(part.inputs[:, : len(means)].contiguous(), part.labels) for part in images)
+        train, test = (_first_channels(part, len(means)) for part in load_complete(name, data_dir))
     train, valid = divide(train, valid_share, seed, limit_train)
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (means, stds))
+    mean = torch.tensor(means).view(-1, 1, 1)
+    std = torch.tensor(stds).view(-1, 1, 1)
     num_classes = 1 + int(train.labels.max())
     return Dataset(num_classes, train, valid, test, scale=1 / (255 * std), shift=-mean / std)
+
+
+def _mnist_split(part: MNIST) -> Split:
+    return Split(part.data.unsqueeze(1), part.targets)  # (N, 1, 28, 28)
+
+
+def _first_channels(part: Split, count: int) -> Split:
+    return Split(part.inputs[:, :count].contiguous(), part.labels)
 
 
 def points_of_embeddings(embeddings: Embeddings, *, seed: int = 0, limit_train: int | None = None) -> Dataset:
     """The splits of a file of embeddings; without a valid split a tenth of train validates. Arguments: load_points."""
     if "test" not in embeddings.splits:
-        raise SystemExit("error: these embeddings have no test split")
+        raise ValueError("these embeddings have no test split")
     check_rows(embeddings, {name: torch.arange(len(split)) for name, split in embeddings.splits.items()})
-    train, valid = divide(embeddings["train"], 0 if "valid" in embeddings.splits else 1 / 10, seed, limit_train)
+    valid_share = 1 / 10
+    if "valid" in embeddings.splits:
+        valid_share = 0
+    train, valid = divide(embeddings["train"], valid_share, seed, limit_train)
     return Dataset(embeddings.num_classes, train, embeddings.splits.get("valid", valid), embeddings["test"])
 
 
 def divide(train: Split, valid_share: float, seed: int, limit_train: int | None) -> tuple[Split, Split]:
     """Divide the samples at random into those that train and those that validate."""
     rows = limited_rows(len(train), limit_train, seed)
+    learn = rows
     valid = rows[:0]
     if valid_share:
-        learn, validate = split_rows(len(rows), round(len(rows) * valid_share), seed)
-        rows, valid = rows[learn], rows[validate]
-    return Split(train.inputs[rows], train.labels[rows]), Split(train.inputs[valid], train.labels[valid])
+        positions, valid_positions = split_rows(len(rows), round(len(rows) * valid_share), seed)
+        learn = rows[positions]
+        valid = rows[valid_positions]
+    return Split(train.inputs[learn], train.labels[learn]), Split(train.inputs[valid], train.labels[valid])

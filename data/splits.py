@@ -20,6 +20,10 @@ class Split:
     inputs: Tensor
     labels: Tensor
 
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.labels):
+            raise ValueError(f"{len(self.inputs)} samples have {len(self.labels)} labels: each must have one")
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -36,7 +40,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Three splits without a common sample.
+    """Three splits without a common sample, and perhaps valid once more with other labels.
 
     scale, shift: (C, 1, 1), with which pixels p are normalised to p scale + shift; None for embeddings.
     clean: the images of valid with their correct labels, where those of valid are wrong.
@@ -51,9 +55,14 @@ class Dataset:
     clean: Split | None = None
 
     def to(self, device: torch.device | str) -> "Dataset":
-        parts = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Split | Tensor)}
-        return replace(self, **parts)
+        moved = {}
+        for name, part in vars(self).items():
+            if isinstance(part, Split | Tensor):
+                moved[name] = part.to(device)
+        return replace(self, **moved)
 
     def normalise(self, inputs: Tensor) -> Tensor:
         """The inputs (B, ...) of a network, float32."""
-        return inputs.float() if self.scale is None else inputs * self.scale + self.shift
+        if self.scale is None:
+            return inputs.float()
+        return inputs * self.scale + self.shift

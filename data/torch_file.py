@@ -8,19 +8,22 @@ from typing import Any
 import torch
 
 
-def load_torch_file(path: Path, holds: str, *, mapped: bool = False, advice: str = "") -> Any:
+def load_torch_file(path: Path, holds: str, *, mapped: bool = False, checked: bool = False, advice: str = "") -> Any:
     """The content of a torch file, on the CPU.
 
     Args:
         holds: what the file should be, for the message.
         mapped: map the file instead of reading it, so that one of any size opens at once.
+        checked: compare what the file holds with its checksums, which PyTorch writes and does not read.
         advice: end of the message.
 
     Raises:
-        SystemExit: it is absent, damaged, or no such file.
+        ValueError: it is absent, damaged, or no such file.
     """
     try:
         mapped = mapped and zipfile.is_zipfile(path)  # files from before torch 1.6 are read whole
+        if checked:
+            check_sums(path)
         try:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         except RuntimeError as error:
@@ -29,7 +32,15 @@ def load_torch_file(path: Path, holds: str, *, mapped: bool = False, advice: str
             with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
                 return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # a damaged file raises one of a dozen types
-        raise SystemExit(f"error: {path} is not {holds}, or is damaged ({reason(error)}){advice}") from None
+        raise ValueError(f"{path} is not {holds}, or is damaged ({reason(error)}){advice}") from None
+
+
+def check_sums(path: Path) -> None:
+    """Raise ValueError for a part of a torch file that is not what its checksum says."""
+    with zipfile.ZipFile(path) as parts:
+        damaged = parts.testzip()
+    if damaged is not None:
+        raise ValueError(f"{damaged} is not what its checksum says")
 
 
 def reason(error: Exception) -> str:

@@ -21,23 +21,35 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader
 from tqdm import tqdm
 
 from data.cifar import DATASETS, load_complete, load_dataset
-from data.images import Pixels, UnreadableImage, find_splits, open_folders
+from data.images import ImageFolder, Pixels, UnreadableImage, find_splits, open_folders
 from data.torch_file import load_torch_file
-from experiments.common import flags
+from experiments.common import door, flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
+from experiments.common.files import lock_folder, save_torch_file
 from experiments.common.processes import Processes
-from experiments.common.records import hold, replace_file
 from experiments.common.run import load_checkpoint
 
 DTYPES = ("float16", "float32", "bfloat16")
+Images = ImageFolder | Pixels
+
+
+class Shard(NamedTuple):
+    """A file of some images' embeddings, which becomes a part of a split.
+
+    rows: of the images, counted over all splits.
+    """
+
+    name: str
+    split: str
+    rows: range
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,16 +60,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     network = parser.add_mutually_exclusive_group(required=True)
     network.add_argument("--backbone", help=f"network of timm, or of the paper: {', '.join(PAPER)}")
     network.add_argument("--checkpoint", type=flags.path, help="run folder of train_cifar100.py, for its network")
-    message = f"pretrained, none (random), {LITE}, or the file of a state dict (default: %(default)s)"
-    parser.add_argument("--weights", default="pretrained", help=message)
+    parser.add_argument(
+        "--weights",
+        default="pretrained",
+        help=f"pretrained, none (random), {LITE}, or the file of a state dict (default: %(default)s)",
+    )
     parser.add_argument("--resolution", type=flags.positive_int, help="pixels of a side (default: the backbone's)")
     parser.add_argument("--output", type=flags.path, required=True, help="torch file to write")
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="format of the output (default: float16)")
     flags.add_data_dir(parser)
     parser.add_argument("--shard_rows", type=flags.positive_int, default=8192, help="images per shard (default: 8192)")
     parser.add_argument("--batch_size", type=flags.positive_int, default=128, help="images at a time (default: 128)")
-    message = "processes that read images (default: one per core, at most 16)"
-    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help=message)
+    parser.add_argument(
+        "--workers",
+        type=flags.number(int, 0, 1024),
+        default=min(16, os.cpu_count() or 1),
+        help="processes that read images (default: one per core, at most 16)",
+    )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     flags.add_device_flags(parser)
     args = parser.parse_args(argv)
@@ -68,135 +87,200 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def open_backbone(args: argparse.Namespace) -> tuple[Backbone, dict[str, Any]]:
     """The network, and the configuration of the run that trained it ({} for a backbone)."""
-    if args.backbone:
+    if args.backbone is not None:
         return timm_backbone(args.backbone, args.weights, args.resolution), {}
-    folder = args.checkpoint.parent if args.checkpoint.is_file() else args.checkpoint
+    folder = args.checkpoint
+    if folder.is_file():
+        folder = folder.parent
     weights = load_checkpoint(folder)["model"]
-    config = json.loads((folder / "config.json").read_text())
-    if "fc.weight" not in weights or "model" not in config:
-        raise SystemExit(f"error: {folder} is not a run of train_cifar100.py")
-    return cifar_backbone(config, weights, args.resolution), config
+    try:
+        trained = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is damaged ({error}): repeat the run with --force") from None
+    if "fc.weight" not in weights or "model" not in trained:
+        raise ValueError(f"{folder} is not a run of train_cifar100.py")
+    return cifar_backbone(trained, weights, args.resolution), trained
 
 
-def open_splits(args: argparse.Namespace, backbone: Backbone, config: dict[str, Any]) -> dict[str, Dataset]:
-    """The images of each split, transformed, and their labels."""
+def open_splits(args: argparse.Namespace, backbone: Backbone, trained: dict[str, Any]) -> Mapping[str, Images]:
+    """The images of each split, transformed, and their labels. trained: the configuration of the network's run."""
     if args.dataset not in DATASETS:
-        separate = {"train": args.train_dir, "test": args.test_dir}
-        folders = find_splits(flags.path(args.dataset)) if args.dataset else separate
-        return open_folders({split: folder for split, folder in folders.items() if folder}, backbone.transform)
-    splits = dict(zip(("train", "test"), load_complete(args.dataset, args.data_dir)))
-    if config.get("dataset") == args.dataset:
+        return open_folders(folders_of(args), backbone.transform)
+    if trained.get("dataset") == args.dataset:
         # Divided as when the network was trained, so that its validation images are still unseen.
-        data = load_dataset(args.dataset, args.data_dir, seed=config["seed"], limit_train=config["limit_train"])
+        data = load_dataset(args.dataset, args.data_dir, seed=trained["seed"], limit_train=trained["limit_train"])
         splits = {"train": data.train, "valid": data.valid, "test": data.test}
+    else:
+        train, test = load_complete(args.dataset, args.data_dir)
+        splits = {"train": train, "test": test}
     return {name: Pixels(split.inputs, split.labels, backbone.transform) for name, split in splits.items()}
 
 
-def list_shards(
-    args: argparse.Namespace, backbone: Backbone, splits: dict[str, Dataset]
-) -> list[tuple[str, str, range]]:
-    """The file name, split and rows of each shard; the rows are counted over all splits.
+def folders_of(args: argparse.Namespace) -> dict[str, Path]:
+    """The folder of each split that the flags name."""
+    if args.dataset is not None:
+        return find_splits(flags.path(args.dataset))
+    folders = {}
+    if args.train_dir is not None:
+        folders["train"] = args.train_dir
+    if args.test_dir is not None:
+        folders["test"] = args.test_dir
+    return folders
 
-    The name changes with its images, the network and the settings.
-    """
+
+def list_shards(args: argparse.Namespace, backbone: Backbone, splits: Mapping[str, Images]) -> list[Shard]:
+    """The shards of all splits. A shard's name changes with its images, the network and the settings."""
     settings = json.dumps([backbone.name, backbone.resolution, backbone.sha256(), args.precision, args.dtype])
-    shards, first = [], 0
+    shards = []
+    first = 0
     for split, images in splits.items():
         stamps = images.stamps()
         for begin in range(0, len(stamps), args.shard_rows):
             end = min(begin + args.shard_rows, len(stamps))
             digest = hashlib.sha256(settings.encode() + b"".join(stamps[begin:end])).hexdigest()
-            shards.append((f"{split}-{begin:09}-{digest[:16]}.pt", split, range(first + begin, first + end)))
+            shards.append(Shard(f"{split}-{begin:09}-{digest[:16]}.pt", split, range(first + begin, first + end)))
         first += len(stamps)
     return shards
 
 
 def extract(args: argparse.Namespace, processes: Processes) -> None:
-    device = processes.device
-    if args.backbone:
+    """Make the missing shards, and the output of all when they are there."""
+    if args.backbone is not None:
         processes.from_first(lambda: timm_backbone(args.backbone, args.weights).name)  # one process downloads
-    backbone, config = open_backbone(args)
-    splits = open_splits(args, backbone, config)
-    for note in (note for split in splits.values() if processes.is_first for note in split.notes):
-        print(f"note: {note}", file=sys.stderr)
+    backbone, trained = open_backbone(args)
+    splits = open_splits(args, backbone, trained)
+    if processes.is_first:
+        print_notes(splits)
     shards = processes.from_first(lambda: list_shards(args, backbone, splits))
-    digest = hashlib.sha256("".join(name for name, _, _ in shards).encode()).hexdigest()
+    digest = hashlib.sha256("".join(shard.name for shard in shards).encode()).hexdigest()
     if processes.from_first(lambda: is_made(args.output, digest)):
         processes.print(f"skipped: {args.output} holds these embeddings already")
         return
     parts = Path(f"{args.output}.parts")
-    lock = processes.is_first and hold(parts / "lock", f"the extraction of {args.output}")
-
-    # This process makes its share of the missing shards.
-    missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard[0]).exists()])
-    processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {device}")
-    backbone.network.to(device, memory_format=torch.channels_last)
-    mine, size = missing[processes.rank :: processes.count], args.batch_size
-    # One loader for all shards, so that the processes that read images never pause.
-    rows_of_batches = [rows[begin : begin + size] for _, _, rows in mine for begin in range(0, len(rows), size)]
-    images = iter(DataLoader(ConcatDataset(splits.values()), batch_sampler=rows_of_batches, num_workers=args.workers))
-    try:
-        for name, _, rows in tqdm(mine, unit="shard", disable=None if processes.is_first else True):
-            batches = itertools.islice(images, math.ceil(len(rows) / size))
-            replace_file(parts / name, extract_shard(batches, backbone, args, device))
-    except UnreadableImage as error:  # a worker of DataLoader puts a traceback before the message
-        raise SystemExit(f"error: {str(error).rpartition('UnreadableImage: ')[2].strip()}") from None
+    if processes.is_first:
+        lock = lock_folder(parts / "lock", f"the extraction of {args.output}")
+    missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard.name).exists()])
+    processes.print(f"{len(shards)} shards, of which {len(missing)} are to be made on {processes.device}")
+    mine = missing[processes.rank :: processes.count]
+    make_shards(args, backbone, splits, mine, processes)
     processes.sum(torch.zeros(1))  # wait for the other processes
 
     if processes.is_first:
-        num_classes = DATASETS.get(args.dataset) or len(next(iter(splits.values())).classes)
-        info = {"backbone": backbone.name, "resolution": backbone.resolution, "source": args.dataset or "folders"}
-        info |= {"weights": Path(args.weights).name if args.backbone else "checkpoint", "precision": args.precision}
-        info |= {"num_classes": num_classes, "shard_rows": args.shard_rows, "digest": digest}
-        replace_file(args.output, {"info": info, **merge(parts, shards, list(splits))})
+        info = describe(args, backbone, splits)
+        info["digest"] = digest
+        save_torch_file(args.output, {"info": info, **merge(parts, shards, list(splits))})
         lock.release()
         shutil.rmtree(parts)
         rows = ", ".join(f"{len(split)} {name}" for name, split in splits.items())
         print(f"{args.output}: {rows} rows\ntrain on it: python experiments/finetune_imagenet.py -d {args.output}")
 
 
+def print_notes(splits: Mapping[str, Images]) -> None:
+    for split in splits.values():
+        for note in split.notes:
+            print(f"note: {note}", file=sys.stderr)
+
+
 def is_made(output: Path, digest: str) -> bool:
-    """Return whether the output exists with this digest. Raises SystemExit for another file of that name."""
+    """Return whether the output exists with this digest. Raises ValueError for another file of that name."""
     if not output.exists():
         return False
     content = load_torch_file(output, "a file of embeddings", mapped=True)
     if not isinstance(content, Mapping) or content.get("info", {}).get("digest") != digest:
-        raise SystemExit(f"error: {output} is there, made of other images or with other settings: delete or rename it")
+        raise ValueError(f"{output} is there, made of other images or with other settings: delete or rename it")
     return True
+
+
+def describe(args: argparse.Namespace, backbone: Backbone, splits: Mapping[str, Images]) -> dict[str, Any]:
+    """What the output says of itself."""
+    if args.dataset in DATASETS:
+        num_classes = DATASETS[args.dataset]
+    else:
+        num_classes = len(next(iter(splits.values())).classes)
+    weights = "checkpoint"
+    if args.backbone is not None:
+        weights = Path(args.weights).name
+    return {
+        "backbone": backbone.name,
+        "resolution": backbone.resolution,
+        "source": args.dataset or "folders",
+        "weights": weights,
+        "precision": args.precision,
+        "num_classes": num_classes,
+        "shard_rows": args.shard_rows,
+    }
+
+
+def make_shards(
+    args: argparse.Namespace, backbone: Backbone, splits: Mapping[str, Images], mine: list[Shard], processes: Processes
+) -> None:
+    """Write the shards of this process. Raises ValueError for an image that cannot be read."""
+    parts = Path(f"{args.output}.parts")
+    backbone.network.to(processes.device, memory_format=torch.channels_last)
+    # One loader for all shards, so that the processes that read images never pause.
+    loader = DataLoader(
+        ConcatDataset(splits.values()), batch_sampler=batches_of(mine, args.batch_size), num_workers=args.workers
+    )
+    images = iter(loader)
+    hidden = None if processes.is_first else True
+    try:
+        for shard in tqdm(mine, unit="shard", disable=hidden):
+            batches = itertools.islice(images, math.ceil(len(shard.rows) / args.batch_size))
+            save_torch_file(parts / shard.name, extract_shard(batches, backbone, args, processes.device))
+    except UnreadableImage as error:  # a worker of DataLoader puts a traceback before the message
+        message = str(error).rpartition("UnreadableImage: ")[2]
+        raise ValueError(message.strip()) from None
+
+
+def batches_of(shards: list[Shard], size: int) -> list[range]:
+    """The rows of each batch, none of which has images of two shards."""
+    batches = []
+    for shard in shards:
+        for begin in range(0, len(shard.rows), size):
+            batches.append(shard.rows[begin : begin + size])
+    return batches
 
 
 @torch.inference_mode()
 def extract_shard(
     batches: Iterable[tuple[Tensor, Tensor]], backbone: Backbone, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Tensor]:
-    """The embeddings (R, d) and labels (R,) of some batches. Raises SystemExit for features that are not finite."""
-    features, labels = [], []
-    for batch, batch_labels in batches:
-        batch = batch.to(device, memory_format=torch.channels_last)
+    """The embeddings (R, d) and labels (R,) of some batches. Raises FloatingPointError where one is not finite."""
+    features = []
+    labels = []
+    for images, batch_labels in batches:
+        images = images.to(device, memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            found = backbone.features(batch)  # (batch, d)
+            found = backbone.features(images)  # (batch, d)
         if found.dim() != 2:
-            raise SystemExit(f"error: {backbone.name} has no single vector before its classifier: {tuple(found.shape)}")
+            raise ValueError(f"{backbone.name} has no single vector before its classifier: {tuple(found.shape)}")
         stored = found.to(getattr(torch, args.dtype))
         if not stored.isfinite().all():
-            largest = f"features of up to {found.float().abs().max().item():.3g}"
-            raise SystemExit(f"error: {largest} are not finite in {args.dtype}: try --precision fp32, --dtype float32")
+            largest = found.float().abs().max().item()
+            raise FloatingPointError(
+                f"features of up to {largest:.3g} are not finite in {args.dtype}: try --precision fp32, --dtype float32"
+            )
         features.append(stored.cpu())
-        labels.append(batch_labels)
+        labels.append(batch_labels.clone())  # a worker's own tensor holds a file open
     return {"embeddings": torch.cat(features), "labels": torch.cat(labels)}
 
 
-def merge(parts: Path, shards: list[tuple[str, str, range]], splits: list[str]) -> dict[str, Tensor]:
+def merge(parts: Path, shards: list[Shard], splits: list[str]) -> dict[str, Tensor]:
     """Join the shards to the tensors of the output file. They lie in files, so that no set is too large for memory."""
     content = {}
     for name in splits:
-        loaded = [torch.load(parts / file, mmap=True, weights_only=True) for file, split, _ in shards if split == name]
-        labels = torch.cat([shard["labels"] for shard in loaded])
-        dim, dtype = loaded[0]["embeddings"].shape[1], loaded[0]["embeddings"].dtype
+        loaded = []
+        for shard in shards:
+            if shard.split == name:
+                loaded.append(torch.load(parts / shard.name, mmap=True, weights_only=True))
+        labels = torch.cat([part["labels"] for part in loaded])
+        dim = loaded[0]["embeddings"].shape[1]
+        dtype = loaded[0]["embeddings"].dtype
         whole = torch.from_file(str(parts / f"{name}.bin"), shared=True, size=len(labels) * dim, dtype=dtype)
         embeddings = whole.view(len(labels), dim)
-        torch.cat([shard["embeddings"] for shard in loaded], out=embeddings)
-        content |= {f"{name}_embeddings": embeddings, f"{name}_labels": labels}
+        torch.cat([part["embeddings"] for part in loaded], out=embeddings)
+        content[f"{name}_embeddings"] = embeddings
+        content[f"{name}_labels"] = labels
     return content
 
 
@@ -209,4 +293,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door.call(main))

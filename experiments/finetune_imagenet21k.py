@@ -6,6 +6,10 @@ As finetune_imagenet.py, with other data, m 50, learning rate 10^-4, 40 epochs, 
 Rows go to results/imagenet21k.csv.
 """
 
+import sys
+from functools import partial
+
+from experiments.common import door
 from experiments.finetune_imagenet import Protocol, main
 
 IMAGENET_21K = Protocol(
@@ -13,4 +17,4 @@ IMAGENET_21K = Protocol(
 )
 
 if __name__ == "__main__":
-    main(protocol=IMAGENET_21K)
+    sys.exit(door.call(partial(main, protocol=IMAGENET_21K)))

@@ -18,8 +18,10 @@ wait. A command that was stopped or killed continues when it is repeated.
 
 import argparse
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -31,9 +33,11 @@ from tqdm import tqdm
 
 from data.cifar import epoch_order
 from data.cmudict import DATASETS, END, Reading, Words, WordSplit, load_words
-from experiments.common import flags, losses
+from experiments.common import door, flags
+from experiments.common.objective import build_loss, build_operator, check_finite, fill_in_loss, seed_all
 from experiments.common.processes import Processes
 from experiments.common.run import Run
+from experiments.common.settings import BEAM, CALL, OWN_SETTINGS, PRETRAINING, identifying, with_role
 from models.beam_search import beam_search, marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
 from topk_losses import RELAXATIONS, TopKOperator
@@ -43,16 +47,6 @@ from topk_losses.operator import guarded_log
 ArmLoss = Callable[[EncoderDecoder, Encoded, Tensor, Tensor], Tensor]
 Operators = Callable[[int], TopKOperator]  # of any number of scores
 
-# Settings on which the names of pretraining and of the run depend.
-PRETRAINING = (
-    *("dataset", "max_letters", "limit_train", "hidden_dim", "batch_size"),
-    *("pretrain_updates", "pretrain_lr", "seed"),
-)
-IDENTITY = (
-    *PRETRAINING,
-    *("arm", "method", "p_k", "m", "inverse_temperature", "distribution", "art_lambda", "top1_mode"),
-    *("beam_size", "nll_weight", "n_updates", "lr"),
-)
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"
 READABLE_PRETRAINING = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"
 LARGEST_NORM = 1.0  # gradients are clipped to it
@@ -66,6 +60,7 @@ IGNORED = -100  # label of padding
 BEAMS = (1, 4, 8)
 MAX_STEPS = 30  # no reading of CMUdict is longer
 EVAL_BATCH = 500  # words at once; the result does not depend on it
+MAX_LETTERS = {"cmudict": 8, "reversal": 4}
 MOST_REVERSED = 7  # letters: 97,655 words
 
 
@@ -74,39 +69,94 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     methods = (CROSS_ENTROPY, *RELAXATIONS)
     flags.add_method_flags(parser, methods, p_k="for retain half top-1, half top-BEAM_SIZE")
     flags.add_run_flags(parser, results="beam_search.csv")
-    message = "control; top-k loss of --method on the beam's candidates; or its operator as the top-k of the beam"
-    parser.add_argument("--arm", choices=ARMS, required=True, help=message)
-    message = "updates by cross-entropy first (default: %(default)s)"
-    parser.add_argument("--pretrain_updates", type=flags.positive_int, default=2600, help=message)
+    parser.add_argument(
+        "--arm",
+        choices=ARMS,
+        required=True,
+        help="control; top-k loss of --method on the beam's candidates; or its operator as the top-k of the beam",
+    )
+    parser.add_argument(
+        "--pretrain_updates",
+        type=flags.positive_int,
+        default=2600,
+        help="updates by cross-entropy first (default: %(default)s)",
+    )
     parser.add_argument("--n_updates", type=flags.positive_int, default=650, help="updates of the arm (default: 650)")
     parser.add_argument("--batch_size", type=flags.positive_int, default=128, help="words of an update (default: 128)")
-    message = "updates between validations (default: %(default)s)"
-    parser.add_argument("--eval_freq", type=flags.positive_int, default=325, help=message)
+    parser.add_argument(
+        "--eval_freq",
+        type=flags.positive_int,
+        default=325,
+        help="updates between validations (default: %(default)s)",
+    )
     parser.add_argument("--beam_size", type=flags.positive_int, default=4, help="hypotheses kept (default: 4)")
     parser.add_argument("--hidden_dim", type=flags.positive_int, default=128, help="width of a layer (default: 128)")
     parser.add_argument("--max_letters", type=flags.positive_int, help="longest word (default: 8; reversal: 4)")
-    message = "learning rate of pretraining (default: %(default)s)"
-    parser.add_argument("--pretrain_lr", type=flags.positive_float, default=2e-3, help=message)
+    parser.add_argument(
+        "--pretrain_lr",
+        type=flags.positive_float,
+        default=2e-3,
+        help="learning rate of pretraining (default: %(default)s)",
+    )
     parser.add_argument("--lr", type=flags.positive_float, default=5e-4, help="learning rate (default: 0.0005)")
-    message = "weight of the cross-entropy added to retain and soft_beam (default: %(default)s)"
-    parser.add_argument("--nll_weight", type=flags.non_negative_float, default=0.3, help=message)
+    parser.add_argument(
+        "--nll_weight",
+        type=flags.non_negative_float,
+        default=0.3,
+        help="weight of the cross-entropy added to retain and soft_beam (default: %(default)s)",
+    )
     parser.add_argument("--limit_train", type=flags.positive_int, help="number of training words (default: all)")
     parser.add_argument("--dataset", choices=DATASETS, default="cmudict", help="words and readings (default: cmudict)")
-    flags.add_seed_flag(parser)
     args = parser.parse_args(argv)
-    args.max_letters = args.max_letters or (4 if args.dataset == "reversal" else 8)
-    if args.dataset == "reversal" and args.max_letters > MOST_REVERSED:
-        parser.error(f"--max_letters of reversal must be at most {MOST_REVERSED}, got {args.max_letters}")
-    allowed = (CROSS_ENTROPY,) if args.arm == "cross_entropy" else RELAXATIONS
-    if args.method not in allowed:
-        parser.error(f"--arm {args.arm} goes with --method {', '.join(allowed)}; got {args.method}")
-    if isinstance(args.inverse_temperature, str):
-        parser.error("--inverse_temperature must be a number: candidates are no logits, and do not grow as they do")
-    if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
-        parser.error("--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone")
-    if args.arm == "retain" and not args.p_k:
-        args.p_k = [1.0] if args.beam_size == 1 else [0.5, *[0.0] * (args.beam_size - 2), 0.5]
+    if args.max_letters is None:
+        args.max_letters = MAX_LETTERS[args.dataset]
+    problem = misuse(args)
+    if problem:
+        parser.error(problem)
+    if args.arm == "retain" and args.p_k is None:
+        args.p_k = first_and_last(args.beam_size)
     return args
+
+
+def misuse(args: argparse.Namespace) -> str:
+    """Say which flags exclude one another; "" if none do."""
+    if args.dataset == "reversal" and args.max_letters > MOST_REVERSED:
+        return f"--max_letters of reversal must be at most {MOST_REVERSED}, got {args.max_letters}"
+    allowed = RELAXATIONS
+    if args.arm == "cross_entropy":
+        allowed = (CROSS_ENTROPY,)
+    if args.method not in allowed:
+        return f"--arm {args.arm} goes with --method {', '.join(allowed)}; got {args.method}"
+    if isinstance(args.inverse_temperature, str):
+        return "--inverse_temperature must be a number: candidates are no logits, and do not grow as they do"
+    if args.arm == "soft_beam" and (args.p_k or args.m or args.top1_mode):
+        return "--p_k, --m and --top1_mode shape a loss, and soft_beam uses the operator alone"
+    return ""
+
+
+def first_and_last(beam_size: int) -> list[float]:
+    """P_K of retain: half top-1, half top-K."""
+    if beam_size == 1:
+        return [1.0]
+    return [0.5, *[0.0] * (beam_size - 2), 0.5]
+
+
+def configuration(args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Every setting of one run by name, defaults filled in; None for one that does not apply to the arm.
+
+    Raises:
+        ValueError: settings that do not fit.
+    """
+    temperatures = {}
+    if args.arm == "soft_beam":
+        temperatures = SOFT_BEAM_INVERSE_TEMPERATURES
+    config = vars(args) | fill_in_loss(args, top1_mode="sm", inverse_temperatures=temperatures, m=M)
+    config["seed"] = seed
+    if args.arm == "soft_beam":
+        config |= {"p_k": None, "m": None, "top1_mode": None}
+    if args.arm == "cross_entropy":
+        config["nll_weight"] = None
+    return {name: value for name, value in config.items() if name not in OWN_SETTINGS}
 
 
 def retain(
@@ -132,86 +182,93 @@ def soft_beam_loss(
     return -guarded_log(q[counted].clamp(0, 1)).mean()
 
 
-def build_loss(args: argparse.Namespace, settings: dict[str, Any], V: int, device: torch.device) -> ArmLoss | None:
-    """Build the loss of an arm for V phonemes; None for the control. Raises SystemExit for settings that do not fit."""
-    K = args.beam_size
+def build_arm_loss(config: dict[str, Any], V: int, device: torch.device) -> ArmLoss | None:
+    """Build the loss of an arm for V phonemes; None for the control. Raises ValueError for settings that do not fit."""
+    K = config["beam_size"]
     if K > V:
-        raise SystemExit(f"error: --beam_size must not exceed the {V} phonemes, the end among them, got {K}")
-    if args.arm == "cross_entropy":
+        raise ValueError(f"--beam_size must not exceed the {V} phonemes, the end among them, got {K}")
+    if config["arm"] == "cross_entropy":
         return None
-    if args.arm == "retain":
-        # The first step has V candidates.
-        loss_fn = losses.build_loss({**settings, "m": min(settings["m"], V), "reduction": "sum"}, None, device)
+    if config["arm"] == "retain":
+        first_step = config | {"m": min(config["m"], V)}  # it has V candidates
+        loss_fn = build_loss(first_step, None, device, reduction="sum")
         return partial(retain, K=K, loss_fn=loss_fn)
-    operators = cache(lambda n: losses.build_operator(settings, n, K, sorted=args.method == "soft_topk"))
+    operators = cache(lambda n: build_operator(config, n, K, sorted=config["method"] == "soft_topk"))
     operators(V)  # settings are checked before the training
     return partial(soft_beam_loss, K=K, operators=operators)
 
 
-def train(args: argparse.Namespace, seed: int, processes: Processes) -> None:
+def train(config: dict[str, Any], processes: Processes) -> None:
+    """Train and record one run."""
     device = processes.device
-    temperatures = SOFT_BEAM_INVERSE_TEMPERATURES if args.arm == "soft_beam" else {}
-    settings = losses.loss_settings(args, top1_mode="sm", inverse_temperatures=temperatures, m=M)
-    config = vars(args) | settings | {"seed": seed}
-    config |= {"p_k": None, "m": None, "top1_mode": None} if args.arm == "soft_beam" else {}
-    config["nll_weight"] = None if args.arm == "cross_entropy" else args.nll_weight
-    config = {name: config[name] for name in config if name not in losses.OWN_SETTINGS}
-    run = Run(args, config, IDENTITY, READABLE, processes, clock="update")
-    if not run.begin():
+    run = Run(BEAM, READABLE, config, processes, clock="update")
+    if not run.start():
         return
-    words = load_words(args.dataset, args.max_letters, args.limit_train)
-    arm_loss = build_loss(args, settings, len(words.symbols), device)
-
-    # The first arm of a seed makes the pretrained weights; the others wait here.
-    shared = {name: config[name] for name in PRETRAINING}
-    pretraining = Run(args, shared, PRETRAINING, READABLE_PRETRAINING, processes, clock="update")
-    pretraining.begin(wait=True)
-    torch.manual_seed(seed)
-    model = EncoderDecoder(words.num_letters, len(words.symbols), args.hidden_dim).to(device)
-    fit(pretraining, model, None, words, 0, args.pretrain_updates, args.pretrain_lr)
-    pretraining.lock.release()
-    fit(run, model, arm_loss, words, args.pretrain_updates, args.n_updates, args.lr)
+    words = load_words(config["dataset"], config["max_letters"], config["limit_train"])
+    arm_loss = build_arm_loss(config, len(words.symbols), device)
+    pretraining = start_pretraining(config, processes)
+    torch.manual_seed(config["seed"])
+    model = EncoderDecoder(words.num_letters, len(words.symbols), config["hidden_dim"]).to(device)
+    fit(pretraining, Phase(config, model, words, None, 0, config["pretrain_updates"], config["pretrain_lr"]))
+    pretraining.release()
+    fit(run, Phase(config, model, words, arm_loss, config["pretrain_updates"], config["n_updates"], config["lr"]))
 
     started = time.perf_counter()
-    columns: dict[str, Any] = {"pretrained": pretraining.name}
-    columns |= {f"{split}_words": len(getattr(words, split)) for split in ("train", "valid", "test")}
-    for beam_size in (size for size in BEAMS if size <= model.num_phonemes):
-        rates = error_rates(model, words.test, beam_size, device)
-        columns |= {f"test_{rate}_beam{beam_size}": value for rate, value in rates.items()}
+    columns: dict[str, Any] = {
+        "pretrained": pretraining.name,
+        "train_words": len(words.train),
+        "valid_words": len(words.valid),
+        "test_words": len(words.test),
+    }
+    for beam_size in BEAMS:
+        if beam_size <= model.num_phonemes:
+            for rate, value in error_rates(model, words.test, beam_size, device).items():
+                columns[f"test_{rate}_beam{beam_size}"] = value
     columns["pretrain_seconds"] = math.fsum(entry["train_seconds"] for entry in pretraining.history)
     run.history[-1]["eval_seconds"] += time.perf_counter() - started
     run.record(columns)
 
 
-def fit(
-    run: Run, model: EncoderDecoder, arm_loss: ArmLoss | None, words: Words, before: int, num_updates: int, lr: float
-) -> None:
-    """Train for num_updates, on the batches that follow the first `before`; validate, and save."""
-    args, seed, device = run.args, run.config["seed"], run.processes.device
-    nll_weight = args.nll_weight if arm_loss else 1.0
-    optimizer = torch.optim.Adam(model.parameters(), lr)
+def start_pretraining(config: dict[str, Any], processes: Processes) -> Run:
+    """Lock the pretraining of a seed: its first arm makes the weights, and the others wait here."""
+    names = [setting.name for setting in [*identifying(PRETRAINING), *with_role(CALL)]]
+    shared = {name: config[name] for name in names if name in config}
+    shared["force"] = False  # --force repeats the arm alone
+    run = Run(PRETRAINING, READABLE_PRETRAINING, shared, processes, clock="update")
+    run.start(wait=True)
+    return run
+
+
+@dataclass
+class Phase:
+    """Pretraining, or the updates of an arm."""
+
+    config: dict[str, Any]
+    model: EncoderDecoder
+    words: Words
+    arm_loss: ArmLoss | None  # None: cross-entropy alone
+    before: int  # updates of the phase before, whose batches these follow
+    num_updates: int
+    lr: float
+
+
+def fit(run: Run, phase: Phase) -> None:
+    """Train for the updates of a phase; validate, and save."""
+    config = phase.config
+    model = phase.model
+    device = run.processes.device
+    optimizer = torch.optim.Adam(model.parameters(), phase.lr)
     run.resume(model=model, optimizer=optimizer)
-    letters, phonemes = (part.to(device) for part in words.train.pairs())  # (M, L), (M, T)
-    if args.batch_size > len(letters):
-        raise SystemExit(f"error: --batch_size {args.batch_size} exceeds the {len(letters)} training pairs")
-    per_epoch = len(letters) // args.batch_size
-    epoch_rows = cache(lambda epoch: epoch_order(len(letters), seed, epoch).to(device))
-    while run.done < num_updates:
-        started, step_losses = time.perf_counter(), []
-        end = min(run.done + args.eval_freq, num_updates)
+    letters, phonemes = phase.words.train.pairs()
+    pairs = Pairs(letters.to(device), phonemes.to(device), config)
+    while run.done < phase.num_updates:
+        started = time.perf_counter()
+        end = min(run.done + config["eval_freq"], phase.num_updates)
+        step_losses = []
         for update in tqdm(range(run.done, end), leave=False, disable=None):
-            optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * update / num_updates)) / 2
-            epoch, place = divmod(before + update, per_epoch)
-            losses.seed_all(seed, before + update)  # for the methods that draw noise
-            chosen = epoch_rows(epoch)[place * args.batch_size : (place + 1) * args.batch_size]
-            right = phonemes[chosen]
-            right = right[:, : int((right != END).sum(1).max()) + 1]  # (batch, T), an END behind the longest
-            behind = pad(right[:, :-1] == END, (1, 0))  # (batch, T), behind the first END
-            labels = right.masked_fill(behind, IGNORED)
-            encoded = model.encode(letters[chosen])
-            loss = arm_loss(model, encoded, right, labels) if arm_loss else 0.0
-            log_probs = model.forced(encoded, right)  # (batch, T, V), given the right phonemes before
-            loss = loss + nll_weight * nll_loss(log_probs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+            optimizer.param_groups[0]["lr"] = phase.lr * (1 + math.cos(math.pi * update / phase.num_updates)) / 2
+            seed_all(config["seed"], phase.before + update)  # for the methods that draw noise
+            loss = loss_of(*pairs.batch(phase.before + update), phase)
 
             optimizer.zero_grad()
             loss.backward()
@@ -219,19 +276,56 @@ def fit(
             optimizer.step()
             step_losses.append(loss.detach())
         mean_loss = math.fsum(torch.stack(step_losses).tolist()) / len(step_losses)
-        losses.check_finite(mean_loss, f"before update {end}")
+        check_finite(mean_loss, f"before update {end}")
         trained = time.perf_counter()
-        rates = error_rates(model, words.valid, args.beam_size, device)
-        entry = {"update": end, "train_loss": mean_loss} | {f"valid_{rate}": value for rate, value in rates.items()}
-        entry |= {"train_seconds": trained - started, "eval_seconds": time.perf_counter() - trained}
-        run.save(entry, last=end == num_updates, message=f"update {end}/{num_updates}")
+        entry: dict[str, Any] = {"update": end, "train_loss": mean_loss}
+        for rate, value in error_rates(model, phase.words.valid, config["beam_size"], device).items():
+            entry[f"valid_{rate}"] = value
+        entry["train_seconds"] = trained - started
+        entry["eval_seconds"] = time.perf_counter() - trained
+        run.save(entry, last=end == phase.num_updates, message=f"update {end}/{phase.num_updates}")
+
+
+class Pairs:
+    """The training pairs of a word and a reading, in batches: letters (M, L), phonemes (M, T)."""
+
+    def __init__(self, letters: Tensor, phonemes: Tensor, config: dict[str, Any]) -> None:
+        self.letters = letters
+        self.phonemes = phonemes
+        self.batch_size: int = config["batch_size"]
+        if self.batch_size > len(letters):
+            raise ValueError(f"--batch_size {self.batch_size} exceeds the {len(letters)} training pairs")
+        self.order = cache(lambda epoch: epoch_order(len(letters), config["seed"], epoch).to(letters.device))
+
+    def batch(self, update: int) -> tuple[Tensor, Tensor]:
+        """Letters (batch, L) and phonemes (batch, T), with an END behind the longest reading."""
+        epoch, place = divmod(update, len(self.letters) // self.batch_size)
+        chosen = self.order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+        right = self.phonemes[chosen]
+        longest = int((right != END).sum(1).max())
+        return self.letters[chosen], right[:, : longest + 1]
+
+
+def loss_of(letters: Tensor, right: Tensor, phase: Phase) -> Tensor:
+    """The loss, (), of letters (batch, L) and their phonemes (batch, T): cross-entropy, and that of the arm."""
+    behind = pad(right[:, :-1] == END, (1, 0))  # (batch, T), behind the first END
+    labels = right.masked_fill(behind, IGNORED)
+    encoded = phase.model.encode(letters)
+    loss: Any = 0.0
+    nll_weight = 1.0
+    if phase.arm_loss is not None:
+        nll_weight = phase.config["nll_weight"]
+        loss = phase.arm_loss(phase.model, encoded, right, labels)
+    log_probs = phase.model.forced(encoded, right)  # (batch, T, V), given the right phonemes before
+    return loss + nll_weight * nll_loss(log_probs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
     """The smallest number of insertions, deletions and replacements from one sequence to the other."""
     row = list(range(len(second) + 1))
     for number, left in enumerate(first, start=1):
-        above, row = row, [number]
+        above = row
+        row = [number]
         for place, right in enumerate(second, start=1):
             row.append(min(above[place] + 1, row[-1] + 1, above[place - 1] + (left != right)))
     return row[-1]
@@ -239,7 +333,7 @@ def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
 
 def nearest(hypothesis: Reading, readings: Sequence[Reading]) -> tuple[int, int]:
     """The edit distance to the nearest reading, relative to its length, and its length."""
-    distances = ((edit_distance(hypothesis, reading), len(reading)) for reading in readings)
+    distances = [(edit_distance(hypothesis, reading), len(reading)) for reading in readings]
     return min(distances, key=lambda pair: pair[0] / pair[1])
 
 
@@ -250,28 +344,45 @@ def error_rates(model: EncoderDecoder, split: WordSplit, beam_size: int, device:
     per: edits per phoneme; wer: share of words whose best hypothesis is no reading; gold: share of words with a reading
     among the hypotheses.
     """
-    edits = phonemes = wrong = in_beam = 0
+    edits = 0
+    phonemes = 0
+    wrong = 0
+    in_beam = 0
+    for hypotheses, readings in searched(model, split, beam_size, device):
+        distance, length = nearest(hypotheses[0], readings)
+        edits += distance
+        phonemes += length
+        wrong += hypotheses[0] not in readings
+        in_beam += any(hypothesis in readings for hypothesis in hypotheses)
+    return {"per": edits / phonemes, "wer": wrong / len(split), "gold": in_beam / len(split)}
+
+
+def searched(
+    model: EncoderDecoder, split: WordSplit, beam_size: int, device: torch.device
+) -> Iterator[tuple[list[Reading], list[Reading]]]:
+    """The hypotheses of each word, best first, and its readings."""
     for begin in range(0, len(split), EVAL_BATCH):
         letters = split.letters[begin : begin + EVAL_BATCH].to(device)
         beam = beam_search(model, model.encode(letters), beam_size, MAX_STEPS)
         for found, readings in zip(beam.phonemes.tolist(), split.readings[begin : begin + EVAL_BATCH]):
-            hypotheses = [tuple(beam[: beam.index(END)] if END in beam else beam) for beam in found]
-            distance, length = nearest(hypotheses[0], readings)
-            edits, phonemes = edits + distance, phonemes + length
-            wrong += hypotheses[0] not in readings
-            in_beam += any(hypothesis in readings for hypothesis in hypotheses)
-    return {"per": edits / phonemes, "wer": wrong / len(split), "gold": in_beam / len(split)}
+            yield [until_end(phonemes) for phonemes in found], readings
+
+
+def until_end(phonemes: list[int]) -> Reading:
+    if END in phonemes:
+        phonemes = phonemes[: phonemes.index(END)]
+    return tuple(phonemes)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     processes = Processes(args.device, args.threads)
     if processes.count > 1:
-        raise SystemExit("error: train_beam_search.py is one process: leave torchrun out")
+        raise ValueError("train_beam_search.py is one process: leave torchrun out")
     for seed in args.seed:
-        train(args, seed, processes)
+        train(configuration(args, seed), processes)
     return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door.call(main))

@@ -6,7 +6,7 @@ a length.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,10 @@ def search(model: EncoderDecoder, encoded: Encoded, K: int, phonemes: Tensor | N
     scores = torch.zeros_like(states[:, :, 0])  # (batch, Q)
     gold_parent = torch.zeros_like(last[:, 0])  # (batch,)
     only_end = torch.where(torch.arange(V, device=states.device) == END, 0.0, -torch.inf).to(states)  # (V,)
-    for step in range(phonemes.shape[1]) if phonemes is not None else itertools.count():
+    steps: Iterable[int] = itertools.count()
+    if phonemes is not None:
+        steps = range(phonemes.shape[1])
+    for step in steps:
         states = model.advance(model.phonemes(last), states)
         log_probs = model.log_probs(states, encoded)  # (batch, Q, V)
         log_probs = torch.where(ended.unsqueeze(2), only_end, log_probs)
@@ -67,8 +70,10 @@ def search(model: EncoderDecoder, encoded: Encoded, K: int, phonemes: Tensor | N
             lost = (kept != gold.unsqueeze(1)).all(1)  # (batch,)
             kept = torch.cat([kept[:, :-1], torch.where(lost, gold, kept[:, -1]).unsqueeze(1)], dim=1)
             gold_parent = (kept == gold.unsqueeze(1)).int().argmax(1)
-        parents, last = kept // V, kept % V
-        scores, ended = candidates.gather(1, kept), last == END
+        parents = kept // V
+        last = kept % V
+        scores = candidates.gather(1, kept)
+        ended = last == END
         states = states.gather(1, parents.unsqueeze(2).expand(-1, -1, states.shape[2]))
         yield Step(candidates, gold, parents, last, scores)
 
@@ -76,13 +81,15 @@ def search(model: EncoderDecoder, encoded: Encoded, K: int, phonemes: Tensor | N
 @torch.no_grad()
 def beam_search(model: EncoderDecoder, encoded: Encoded, K: int, max_steps: int) -> Beam:
     """The K hypotheses of each word, best first, when all have ended or after max_steps."""
-    beam = None
-    for number, step in enumerate(search(model, encoded, K), start=1):
-        before = beam.phonemes.gather(1, step.parents.unsqueeze(2).expand(-1, -1, number - 1)) if beam else None
-        last = step.phonemes.unsqueeze(2)
-        beam = Beam(last if before is None else torch.cat([before, last], dim=2), step.scores)
-        if number == max_steps or bool((step.phonemes == END).all()):
+    steps = search(model, encoded, K)
+    first = next(steps)
+    beam = Beam(first.phonemes.unsqueeze(2), first.scores)
+    for number in range(1, max_steps):
+        if bool((beam.phonemes[:, :, -1] == END).all()):
             break
+        step = next(steps)
+        before = beam.phonemes.gather(1, step.parents.unsqueeze(2).expand(-1, -1, number))  # (batch, K, number)
+        beam = Beam(torch.cat([before, step.phonemes.unsqueeze(2)], dim=2), step.scores)
     return beam
 
 

@@ -33,7 +33,9 @@ def embedder(
     if len(input_shape) != 3:
         raise ValueError(f"{name} takes images, got inputs of shape {tuple(input_shape)}: choose linear or mlp")
     channels, height, width = input_shape
-    return ConvNet(channels, height, width) if name == "cnn" else PreActResNet18(channels)
+    if name == "cnn":
+        return ConvNet(channels, height, width)
+    return PreActResNet18(channels)
 
 
 class ConvNet(nn.Sequential):
@@ -42,11 +44,18 @@ class ConvNet(nn.Sequential):
     dim = 500
 
     def __init__(self, channels: int, height: int, width: int) -> None:
-        pooled = [((size - 4) // 2 - 4) // 2 for size in (height, width)]
+        pooled_height = ((height - 4) // 2 - 4) // 2
+        pooled_width = ((width - 4) // 2 - 4) // 2
         super().__init__(
-            *(nn.Conv2d(channels, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(50 * math.prod(pooled), self.dim), nn.ReLU()),
+            nn.Conv2d(channels, 20, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(20, 50, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(50 * pooled_height * pooled_width, self.dim),
+            nn.ReLU(),
         )
 
 
@@ -58,16 +67,20 @@ class PreActBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.bn1, self.bn2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        self.bn1 = nn.BatchNorm2d(inputs)
+        self.bn2 = nn.BatchNorm2d(outputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        same = stride == 1 and inputs == outputs
-        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.shortcut = None
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, maps: Tensor) -> Tensor:
         """(batch, inputs, H, W) -> (batch, outputs, H / stride, W / stride)."""
         active = torch.relu(self.bn1(maps))
-        shortcut = maps if self.shortcut is None else self.shortcut(active)
+        shortcut = maps
+        if self.shortcut is not None:
+            shortcut = self.shortcut(active)
         return self.conv2(torch.relu(self.bn2(self.conv1(active)))) + shortcut
 
 

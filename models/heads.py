@@ -102,12 +102,16 @@ class _LastProduct(torch.autograd.Function):
         if few:
             sample, output = gradient.nonzero(as_tuple=True)  # (E,) each
             value = gradient[sample, output]  # (E,)
-        inputs_gradient = weight_gradient = None
+        inputs_gradient = None
+        weight_gradient = None
+        bias_gradient = None
         if ctx.needs_input_grad[0]:
             inputs_gradient = _sum_rows(weight, output, value, sample, len(inputs)) if few else gradient @ weight
         if ctx.needs_input_grad[1]:
             weight_gradient = _sum_rows(inputs, sample, value, output, len(weight)) if few else gradient.T @ inputs
-        return inputs_gradient, weight_gradient, gradient.sum(0) if ctx.needs_input_grad[2] else None
+        if ctx.needs_input_grad[2]:
+            bias_gradient = gradient.sum(0)
+        return inputs_gradient, weight_gradient, bias_gradient
 
 
 def _sum_rows(table: Tensor, row: Tensor, factor: Tensor, place: Tensor, num_places: int) -> Tensor:

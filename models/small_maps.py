@@ -34,7 +34,9 @@ class SmallMapConv2d(nn.Conv2d):
         positions = -(maps.shape[2] // -stride) * -(maps.shape[3] // -stride)
         if maps.device.type != "cpu" or positions > MAX_POSITIONS:
             return super().forward(maps)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else maps.dtype
+        dtype = maps.dtype
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
         return _Convolution.apply(maps.to(dtype), self.weight, stride)
 
 
@@ -45,7 +47,8 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: FunctionCtx, maps: Tensor, weight: Tensor, stride: int) -> Tensor:
         height, width = maps.shape[2:]
         ctx.as_product = stride == 1 and max(height, width) <= MAX_SIDE
-        ctx.stride, ctx.weight_dtype = stride, weight.dtype
+        ctx.stride = stride
+        ctx.weight_dtype = weight.dtype
         if not ctx.as_product:
             weight = weight.to(maps.dtype)
             ctx.save_for_backward(maps, weight)
@@ -100,7 +103,8 @@ def _weight_gradient(maps: Tensor, gradient: Tensor, stride: int, dtype: torch.d
     taps = maps.new_empty(outputs.shape[3], 3, 3, inputs.shape[3], dtype=dtype)  # (C_out, 3, 3, C_in)
     for j in range(3):
         out_columns, in_columns = _met(j, stride, inputs.shape[2], outputs.shape[2])
-        tap_outputs, tap_inputs = outputs[:, :, out_columns].contiguous(), inputs[:, :, in_columns].contiguous()
+        tap_outputs = outputs[:, :, out_columns].contiguous()
+        tap_inputs = inputs[:, :, in_columns].contiguous()
         for i in range(3):
             out_rows, in_rows = _met(i, stride, inputs.shape[0], outputs.shape[0])
             # (C_out, positions) x (positions, C_in)

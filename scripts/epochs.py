@@ -15,7 +15,9 @@ from pathlib import Path
 import pandas as pd
 from filelock import FileLock
 
-from experiments.common.records import cell, replace_file
+from experiments.common import door
+from experiments.common.files import replace_file
+from experiments.common.settings import cell
 from scripts.reporting.runs import IDENTITY, ReportError, read_runs
 
 OF_THE_RUN = ("run_id", *IDENTITY, "device_name", "torch_version")
@@ -62,4 +64,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(door.call(main))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.common.records import replace_file
+from experiments.common.files import replace_file
 from scripts import report
 from scripts.reporting import columns, findings, noise, reference, speed, studies, tables
 from scripts.reporting.runs import METRICS, ReportError, shown_p_k

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from data.cifar import human_labels, noisy_labels
 from data.embeddings import split_rows
-from experiments.common.records import replace_file
+from experiments.common import door
+from experiments.common.files import save_torch_file
 
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
@@ -44,7 +45,7 @@ def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes:
     """Return the labels (N,) that train, wrong at some of these rows, and the matrix T (classes, classes) of the noise.
 
     Raises:
-        SystemExit: --human has labels of other images.
+        ValueError: --human has labels of other images.
     """
     noisy = train.clone()
     if args.human is not None:
@@ -70,7 +71,7 @@ def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) 
     known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
     estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
     for name, matrix in (("true", true), ("estimated", estimated)):
-        replace_file(matrix_files(args.output)[name], matrix)
+        save_torch_file(matrix_files(args.output)[name], matrix)
     drawn = f"{args.label_noise:g} among {args.among}, draw {args.draw}" if args.label_noise else "right"
     changed = {"info": content.get("info", {}) | {"labels": "human" if args.human is not None else drawn}}
     if not args.noisy_valid:
@@ -120,9 +121,9 @@ def main(argv: list[str] | None = None) -> int:
             part = ((content[f"{name}_embeddings"].float() - means[ids]) @ directions).argmax(1)  # (N,)
             content[f"{name}_labels"] = ids // 10 if args.num_classes < classes else 10 * ids + part
         content["info"] = content.get("info", {}) | {"num_classes": args.num_classes}
-    replace_file(args.output, content)
+    save_torch_file(args.output, content)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(door.call(main))

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiments.common.records import replace_file
+from experiments.common.files import replace_file
 from scripts.reporting import studies, tables
 from scripts.reporting.runs import ReportError, read_runs
 

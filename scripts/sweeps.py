@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.common.losses import OWN_SETTINGS
+from experiments.common.settings import OWN_SETTINGS
 from scripts.launch import launch
 from scripts.reporting.runs import best_trial, read_runs
 from topk_losses import METHODS, RELAXATIONS

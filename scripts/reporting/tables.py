@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from experiments.common.losses import OWN_SETTINGS
+from experiments.common.settings import OWN_SETTINGS
 from scripts.reporting import runs as core
 from scripts.reporting.runs import METRICS, VALID, ReportError, lines_of, p_k_of, settings_of, short
 from topk_losses import METHODS, RELAXATIONS

@@ -16,7 +16,7 @@ from data import cifar, embeddings, points
 from data.embeddings import Embeddings, load_embeddings
 from data.splits import Split
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
-from experiments.common.losses import seed_noise
+from experiments.common.objective import noise_generator
 from models.heads import head
 from scripts import relabel
 from tests.experiments import scripts
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 def noise_of_losses(seed: int, *numbers: int) -> torch.Tensor:
     loss_fn = SimpleNamespace()
-    seed_noise(loss_fn, CPU, seed, *numbers)
+    loss_fn.generator = noise_generator(CPU, seed, *numbers)
     return torch.rand(20, generator=loss_fn.generator)
 
 

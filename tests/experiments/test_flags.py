@@ -23,7 +23,8 @@ from torch import nn
 
 from data.cifar import load_complete
 from experiments import extract_embeddings, finetune_imagenet, train_beam_search, train_cifar100, train_knn
-from experiments.common.records import device_name
+from experiments.common.door import EXPECTED
+from experiments.common.provenance import device_name
 from tests.data.object_store_servers import FaultyServer
 from tests.data.small_sets import accept_cifar, write_cifar, write_mnist
 from tests.experiments import scripts
@@ -92,7 +93,7 @@ def repeats(run: Run) -> None:
 
 def is_refused(run: Run) -> None:
     """--device: what this machine lacks is refused; the CPU is the CPU, by its name."""
-    with pytest.raises(SystemExit, match="cuda:97"):
+    with pytest.raises(EXPECTED, match="cuda:97"):
         run(f"{BASES[run.script]} --device cuda:97", fresh=True)
     (row, *_) = run(f"{BASES[run.script]} --device cpu").rows
     assert (row["device"], row["device_name"]) == ("cpu", device_name(torch.device("cpu")))
@@ -190,7 +191,7 @@ def is_from_a_server(run: Run) -> None:
                 run(f"{base} --cache_dir {cache}{more}", fresh=True)
                 assert [path.suffix for path in cache.iterdir() if path.suffix != ".lock"] == [".pt"]
                 assert {headers.get("x-amz-request-payer") for headers in server.seen} == {payer}
-            with pytest.raises(SystemExit, match="has the SHA-256"):
+            with pytest.raises(EXPECTED, match="has the SHA-256"):
                 run(f"{base} --cache_dir {cache} --sha256 {'0' * 64}", fresh=True)
         assert not (run.files / "unused").exists()
     finally:
@@ -201,7 +202,7 @@ def reads_the_folder(run: Run) -> None:
     """--data_dir: the images are looked for there."""
     base = BASES[run.script]
     assert run(f"{base} --dataset cifar100 --data_dir {{files}}/images").figures
-    with pytest.raises(SystemExit, match="elsewhere"):
+    with pytest.raises(EXPECTED, match="elsewhere"):
         run(f"{base} --dataset cifar100 --data_dir {{files}}/elsewhere", fresh=True)
 
 

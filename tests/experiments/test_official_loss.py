@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from experiments.common.losses import DEFAULT_P_K
+from experiments.common.objective import published_p_k
 from experiments.common.official_loss import IN_DIFFTOPK, executor_of, make_official_loss
 from topk_losses import METHODS, make_loss
 
@@ -45,7 +45,7 @@ def test_nothing_is_printed():
 )
 def test_what_cannot_be_is_refused(message, method, p_k, m):
     with pytest.raises(ValueError, match=message):
-        make_official_loss(method, p_k or DEFAULT_P_K.get(method, [0.5, 0.5]), 12, m=m)
+        make_official_loss(method, p_k or published_p_k(method), 12, m=m)
 
 
 def test_the_executor_is_named():

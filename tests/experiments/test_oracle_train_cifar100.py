@@ -20,7 +20,7 @@ from data.cifar import (
     sample_crops,
 )
 from experiments import train_cifar100 as script
-from experiments.common.losses import seed_noise
+from experiments.common.objective import noise_generator
 from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k
 from tests.experiments.scripts import small_network
 from topk_losses import make_loss
@@ -77,7 +77,7 @@ def plain_loop(
     for epoch in range(1, EPOCHS + 1):
         model.train(), loss_fn.train()
         losses, crops, hits, generator = [], [], [], epoch_generator(SEED, epoch)
-        seed_noise(loss_fn, torch.device("cpu"), SEED, epoch, 0)
+        loss_fn.generator = noise_generator(torch.device("cpu"), SEED, epoch, 0)
         for rows in epoch_order(len(clean.train), SEED, epoch).split(BATCH)[:steps]:
             crops.append(sample_crops(BATCH, generator))
             images = normalised(crop_and_flip(noisy.train.inputs[rows], *crops[-1]))
@@ -135,6 +135,6 @@ def test_the_figures_are_those_of_a_plain_training_loop(case, results, tmp_path,
 def test_noise_of_a_loss_differs_between_epochs():
     loss_fn, drawn = nn.Module(), []
     for epoch in (1, 2):
-        seed_noise(loss_fn, torch.device("cpu"), SEED, epoch, 0)
+        loss_fn.generator = noise_generator(torch.device("cpu"), SEED, epoch, 0)
         drawn.append(torch.rand(4, generator=loss_fn.generator))
     assert not torch.equal(*drawn)

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from data.cifar import crop_and_flip, epoch_generator, epoch_order, sample_crops
 from data.points import load_points
 from experiments import train_knn as script
-from experiments.common.losses import seed_noise
+from experiments.common.objective import noise_generator
 from models.embedders import embedder
 from tests.data.small_sets import accept_cifar, write_cifar
 from tests.experiments.oracle import check_choice, check_history, history_of, run
@@ -81,7 +81,7 @@ def plain_loop(
         losses = []
         generator = epoch_generator(SEED, 2 * epoch)
         noise = SimpleNamespace()  # whose generator draws what the script's loss draws
-        seed_noise(noise, torch.device("cpu"), SEED, epoch)
+        noise.generator = noise_generator(torch.device("cpu"), SEED, epoch)
         for step, (asked, others) in enumerate(zip(queries.split(QUERIES)[:steps], candidates.split(CANDIDATES))):
             labels = train.labels[asked]
             if operator:

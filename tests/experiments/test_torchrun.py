@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from data.cifar import load_dataset
 from experiments import finetune_imagenet, train_cifar100, train_knn
+from experiments.common.door import EXPECTED
 from experiments.common.processes import Processes
 from tests.experiments import scripts
 from tests.experiments.forks import fork_together
@@ -36,7 +37,7 @@ def test_shares_divide_a_batch(length, count):
     processes, end, lengths = Processes(), 0, []
     processes.count = count
     if length < count:
-        with pytest.raises(SystemExit, match=f"of {length} for {count} processes: start fewer"):
+        with pytest.raises(EXPECTED, match=f"of {length} for {count} processes: start fewer"):
             processes.share(length)
         return
     for processes.rank in range(count):

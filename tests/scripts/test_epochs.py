@@ -7,7 +7,7 @@ import shutil
 import pandas as pd
 import pytest
 
-from experiments import train_cifar100
+from experiments.common.settings import CIFAR, identifying
 from scripts import epochs, report
 from tests.scripts.trained import changed, rows_of
 
@@ -58,7 +58,7 @@ def test_the_epochs_of_a_training_run_are_those_of_its_row(trained, tmp_path):
     found = {epoch["run_id"]: epoch for epoch in rows_of(tmp_path / "cifar_epochs.csv")}
     for run in rows_of(tmp_path / "cifar.csv"):
         epoch = found.pop(run["run_id"])
-        assert set(train_cifar100.IDENTITY) < set(epoch)
+        assert {item.name for item in identifying(CIFAR)} < set(epoch)
         assert {name: epoch[name] for name in epochs.OF_THE_RUN if name in epoch}.items() <= run.items()
         assert (epoch["epoch"], epoch["test_top1"]) == ("1", run["test_top1"])
     assert not found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.common.records import cell
+from experiments.common.settings import cell
 from tests.scripts.trained import BEAM
 
 ROOT = Path(__file__).parents[2]

@@ -126,7 +126,7 @@ def test_labels_by_people_and_the_matrix_that_5_percent_of_right_labels_give(rig
     assert float(estimated[c, c]) == pytest.approx(expected)
     assert float(estimated[c, c + 5]) == pytest.approx(10 * wrong / (CLASSES - 1) / (len(own) + 10))  # never seen
     torch.save({"clean_label": labels.flip(0).numpy(), "noisy_label": labels.numpy()}, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match="are not those of"):
+    with pytest.raises(ValueError, match="are not those of"):
         relabelled(right, tmp_path, "--human", str(tmp_path / "other.pt"), "--noisy_valid")
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
-from experiments.common import losses
-from experiments.common.records import cell
+from experiments.common.objective import build_loss, fill_in_loss
+from experiments.common.settings import PRETRAINING, cell, columns, identifying
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from scripts import heads, launch, sweeps
@@ -34,9 +34,9 @@ PARSE = {
 
 def recipe_of(head, protocol=IMAGENET_1K, num_classes=100) -> dict:
     """The settings of a loss, which can be built, and of its training."""
-    settings = losses.loss_settings(head, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
-    losses.build_loss(settings, num_classes, torch.device("cpu"), head.implementation)
-    return {**settings, "lr": head.lr, "weight_decay": head.weight_decay or None}
+    settings = fill_in_loss(head, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
+    build_loss(vars(head) | settings, num_classes, torch.device("cpu"))
+    return columns({**settings, "lr": head.lr, "weight_decay": head.weight_decay})
 
 
 @pytest.mark.parametrize("study", NUM_ROWS)
@@ -48,8 +48,8 @@ def test_every_run_is_a_command_of_its_script_for_its_file(study):
         assert words[0] == ".venv/bin/python"
         args = PARSE[words[1]](words[2:])
         assert str(args.results) == f"results/{study}.csv"
-        settings = losses.loss_settings(args, top1_mode="sm", inverse_temperatures={})
-        losses.build_loss(settings, 1000, torch.device("cpu"))
+        settings = fill_in_loss(args, top1_mode="sm", inverse_temperatures={})
+        build_loss(settings, 1000, torch.device("cpu"))
     losses_run = Counter(re.sub(r"--seed \d", "", row) for row in rows)
     assert set(losses_run.values()) <= {"scratch": {1, 3}, "quickstart": {1}}.get(study, {2})
 
@@ -65,8 +65,8 @@ def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(row, tmp_pat
         found = []
         for args, run in zip(parsed, launch.runs_of(rows, [], tmp_path), strict=True):
             assert args.method in run.log.stem  # the name says which loss it is
-            settings = losses.loss_settings(args, "smce", train_cifar100.INVERSE_TEMPERATURES)
-            losses.build_loss(settings, 100, torch.device("cpu"))
+            settings = fill_in_loss(args, "smce", train_cifar100.INVERSE_TEMPERATURES)
+            build_loss(settings, 100, torch.device("cpu"))
             assert args.noisy_labels == human
             found.append({name: cell(value) for name, value in settings.items()} | {"seed": cell(args.seed)})
         return found
@@ -179,7 +179,8 @@ def test_temperatures_are_heads_of_every_method_and_none_is_refused():
 
 def test_the_arms_of_a_seed_share_their_pretraining():
     resolved = [train_beam_search.parse_arguments(shlex.split(row)[2:]) for row in sweeps.beam_search(short=True)]
-    shared = Counter(tuple(cell(getattr(args, name)) for name in train_beam_search.PRETRAINING) for args in resolved)
+    names = [item.name for item in identifying(PRETRAINING)]
+    shared = Counter(tuple(cell(getattr(args, name)) for name in names) for args in resolved)
     assert list(shared.values()) == [4] * 5
 
 

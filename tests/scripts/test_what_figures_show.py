@@ -5,7 +5,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from scipy import stats
 
-from experiments.common.losses import OWN_SETTINGS
+from experiments.common.settings import OWN_SETTINGS
 from scripts import epochs, report
 from scripts.reporting import figures, findings
 from tests.scripts.test_published_rows import published

@@ -1,0 +1,81 @@
+"""Files that are replaced whole and never edited, and the lock of a folder."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file that takes a path's place at the end, whole or not at all; the target of a link is replaced.
+
+    Raises:
+        OSError: the disk is full, or the path is a folder, a pipe or a device such as /dev/null.
+    """
+    path = path.resolve()
+    check_replaceable(path)
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save says that the disk is full
+        temporary.unlink(missing_ok=True)
+        reason = str(error).splitlines()[0]
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"cannot write {path} ({reason}; {free:,} bytes are free): the same command continues later"
+        ) from None
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise OSError for a path that is a folder, a pipe or a device, or whose folder is missing."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is there, and is no file that can be replaced")
+    if not path.parent.is_dir():
+        raise OSError(f"there is no folder {path.parent} for {path.name}")
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a text or bytes whole or not at all. Raises OSError."""
+    if isinstance(content, str):
+        content = content.encode()
+    with replacing(path) as file:
+        file.write(content)
+
+
+def save_torch_file(path: Path, content: dict[str, Any] | Tensor) -> None:
+    """Write a dictionary or a tensor as a torch file, whole or not at all. Raises OSError."""
+    with replacing(path) as file:
+        torch.save(content, file)
+
+
+def lock_folder(path: Path, whose: str, wait: bool = False) -> FileLock:
+    """Take a lock, which ends with this process; make its folder.
+
+    Args:
+        path: the file of the lock.
+        whose: name for the message.
+        wait: wait for another process that holds the lock.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timeout = -1 if wait else 0
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        raise OSError(f"{whose} is being run by another process: wait for it, or stop it") from None
+    return lock

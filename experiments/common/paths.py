@@ -1,0 +1,15 @@
+"""The folders of this repository."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results"  # what the user's runs write
+PAPER = RESULTS / "paper"  # published values
+REPOSITORY = RESULTS / "repository"  # this repository's rows, which no training script writes
+
+
+def portable(path: Path) -> str:
+    """A path as a row shows it: relative to the repository if it lies within."""
+    if path.is_relative_to(ROOT):
+        return str(path.relative_to(ROOT))
+    return str(path)

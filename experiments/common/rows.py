@@ -1,0 +1,79 @@
+"""Results files: one CSV per experiment, one row per finished run."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.common.files import check_replaceable, replace_file
+from experiments.common.paths import PAPER, REPOSITORY
+from experiments.common.settings import SETTINGS, cell
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a results file, every cell as text; none if the file is absent.
+
+    Raises:
+        OSError: the path is no file.
+        ValueError: it is no such file, or a line is damaged; the message has its number.
+    """
+    if not path.exists():
+        return []
+    check_replaceable(path)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+            check_header(path, reader.fieldnames or [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no CSV in UTF-8: {error}") from None
+    for number, row in enumerate(rows, start=2):
+        if None in row or None in row.values():
+            raise ValueError(f"line {number} of {path} does not fit its header: repair or delete that line")
+        check_cells(row, f"line {number} of {path}")
+    return rows
+
+
+def check_header(path: Path, names: Sequence[str]) -> None:
+    """Raise ValueError for a header without run_id, with a column that has no name, or with two of one name."""
+    if not names:
+        return
+    if "run_id" not in names:
+        raise ValueError(f"{path} has no column run_id: it must be saved as CSV with commas between the cells")
+    for place, name in enumerate(names, start=1):
+        if name == "":
+            raise ValueError(f"column {place} of {path} has no name: name or delete it")
+        if names.count(name) > 1:
+            raise ValueError(f"{path} has {names.count(name)} columns {name}: rename or delete all but one")
+
+
+def check_cells(row: Mapping[str, str], where: str) -> None:
+    """Raise ValueError for a cell that no run writes, such as the seed "1.0" of a file that went through pandas."""
+    for setting in SETTINGS:
+        try:
+            setting.parse(row.get(setting.name, ""))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; restore the file as it was written") from None
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: cell(value) for name, value in row.items()})
+    replace_file(path, file.getvalue())
+
+
+def refuse_committed(path: Path) -> None:
+    """Raise ValueError if a training command would write the repository's rows or the published values."""
+    for folder in (REPOSITORY, PAPER):
+        if path.resolve().is_relative_to(folder):
+            raise ValueError(
+                f"--results {path}: {folder.name}/ holds committed rows. Write to results/ and add finished rows by "
+                "scripts/add_results.py"
+            )
