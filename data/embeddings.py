@@ -166,7 +166,7 @@ def named_tensors(path: Path, content: Mapping[Any, Any]) -> dict[tuple[str, str
     found = {split for split, _ in tensors} | {"train"}
     for split in found:
         if (split, "embeddings") not in tensors or (split, "labels") not in tensors:
-            held = ", ".join(map(str, content)) or "nothing"
+            held = ", ".join(map(str, content)) or f"a {type(content).__name__}"
             raise ValueError(f"{path} must hold a dictionary with {NEEDED}; it holds {held}")
     return tensors
 

@@ -153,10 +153,12 @@ def extract(args: argparse.Namespace, processes: Processes) -> None:
         print_notes(splits)
     shards = processes.from_first(lambda: list_shards(args, backbone, splits))
     digest = hashlib.sha256("".join(shard.name for shard in shards).encode()).hexdigest()
+    parts = Path(f"{args.output}.parts")
     if processes.from_first(lambda: is_made(args.output, digest)):
         processes.print(f"skipped: {args.output} holds these embeddings already")
+        if processes.is_first:
+            shutil.rmtree(parts, ignore_errors=True)  # of a command that was killed before it deleted them
         return
-    parts = Path(f"{args.output}.parts")
     if processes.is_first:
         lock = lock_folder(parts / "lock", f"the extraction of {args.output}")
     missing = processes.from_first(lambda: [shard for shard in shards if not (parts / shard.name).exists()])

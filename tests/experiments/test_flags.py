@@ -122,7 +122,7 @@ def waits_between_checkpoints(run: Run) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "replace", replace)
             run(f"{base} --checkpoint_seconds {seconds}", fresh=True)
-        for folder in {folder for folder, file, _ in written if file == "checkpoint.pt"}:
+        for folder in dict.fromkeys(folder for folder, file, _ in written if file == "checkpoint.pt"):
             evaluated, found = (
                 [steps for place, file, steps in written if place == folder and wanted(file)]
                 for wanted in (re.compile(r"\w+\.csv").fullmatch, re.compile("checkpoint.pt").fullmatch)
