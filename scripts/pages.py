@@ -92,6 +92,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "flags": reference.flags,
     "exports": reference.exports,
     "front_door": front_door_table,
+    "api": reference.api,
     "findings": findings.full_table,
     "evidence": findings.evidence,
     "speed": speed.summary,

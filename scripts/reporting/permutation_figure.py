@@ -7,8 +7,8 @@ noise are shown by the mean over many draws, the same ones each time.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib import pyplot as plt
@@ -33,8 +33,10 @@ DRAWS = 5000
 def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """Return P (k, n) by a method, the weights w (k,) of its rows, and p = w P (n,)."""
     logits = torch.tensor([scores], dtype=torch.float64)  # (1, n)
-    operator = make_operator(method, len(scores), len(p_k))
-    matrix = operator.permutation_matrix(logits, generator=_draw_often(method, operator))[0]  # (k, n)
+    operator = make_operator(method)
+    if METHODS[method].stochastic:
+        operator = replace(operator, num_samples=DRAWS)
+    matrix = operator.permutation_matrix(logits, len(p_k), generator=generator_of(method))[0]  # (k, n)
     weights = rank_weights(p_k)  # (k,)
     return matrix, weights, weights @ matrix
 
@@ -64,17 +66,21 @@ def loss_of(method: str, inverse_temperature: float | None = None) -> Classifica
     top1_mode = "sort" if method in RELAXATIONS and ks == [WITHIN] else None
     settings = {"inverse_temperature": inverse_temperature, "top1_mode": top1_mode, "reduction": "sum"}
     loss = make_loss(method, {k: 1 / len(ks) for k in ks}, len(SCORES), **settings)
-    loss.generator = _draw_often(method, loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
+    loss.generator = generator_of(method)
+    if METHODS[method].stochastic:
+        if isinstance(loss, TopKCrossEntropyLoss):
+            loss.operator = replace(loss.operator, num_samples=DRAWS)
+        else:
+            loss.num_samples = DRAWS
     if method == IMBALANCED:  # without counts its margins are those of the other noised loss
         loss.class_counts = torch.tensor(COUNTS)
     return loss
 
 
-def _draw_often(method: str, noisy: Any) -> torch.Generator | None:
-    """Let an operator or loss take the mean over many draws; return a generator that draws the same for each."""
+def generator_of(method: str) -> torch.Generator | None:
+    """Return a generator for a method that draws noise, the same for each call; None for the others."""
     if not METHODS[method].stochastic:
         return None
-    noisy.num_samples = DRAWS
     return torch.Generator().manual_seed(0)
 
 

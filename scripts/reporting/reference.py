@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import inspect
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pandas as pd
@@ -18,7 +20,7 @@ import pandas as pd
 import topk_losses
 from scripts.reporting import studies, tables
 from scripts.reporting.runs import METRICS, Interval, read_runs, read_text, short
-from topk_losses import METHODS, make_operator
+from topk_losses import METHODS
 from topk_losses.methods import SINGLE_K, TOP1
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +45,10 @@ def default_of(method: str, parameter: str) -> str:
         return f"{spec.inverse_temperature:g}"
     if parameter == "k":
         return "required"
+    built: Any = spec.operator
     if spec.loss:
         built = spec.loss(k=5) if method in SINGLE_K else spec.loss()
-    value = getattr(built if spec.loss else make_operator(method, None, 5), parameter)
+    value = getattr(built, "art_exponent" if parameter == "art_lambda" else parameter)
     return "none" if value is None else short(str(value))
 
 
@@ -67,6 +70,79 @@ def exports(*names: str) -> str:
         parts[::2] = [re.sub(r"([*_<|\[\]])", r"\\\1", part) for part in parts[::2]]
         rows.append({"name": f"`{name}`", "what it is": "".join(parts)})
     return pd.DataFrame(rows).to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+
+
+def escaped(text: str) -> str:
+    """Return plain text as Markdown that shows it; code between backticks stays."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    for number in range(0, len(parts), 2):
+        part = parts[number].replace("<", "&lt;").replace(">", "&gt;")
+        parts[number] = re.sub(r"([*_|\[\]])", r"\\\1", part)
+    return "".join(parts)
+
+
+def described(docstring: str) -> dict[str, str]:
+    """Return the sections of a docstring by their heading; what stands before the first one has the heading ""."""
+    found = {"": ""}
+    heading = ""
+    for line in docstring.splitlines():
+        if re.fullmatch(r"(Args|Attributes|Returns|Raises|Example):", line):
+            heading = line.removesuffix(":")
+            found[heading] = ""
+        elif line and heading and not line.startswith(" "):  # prose behind a section
+            heading = ""
+            found[""] += f"\n{line}\n"
+        else:
+            found[heading] += f"{line}\n"
+    return found
+
+
+def items(section: str) -> dict[str, str]:
+    """Return the descriptions of a section by the names that stand before them."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        start = re.match(r" {4}([\w, ]+): (.*)", line)
+        if start:
+            name = start[1]
+            found[name] = start[2]
+        elif name:
+            found[name] += f" {line.strip()}"
+    return found
+
+
+def default_in_signature(value: Any, names: str) -> str:
+    """Return the defaults of parameters; "" for those that are required, or that the signature does not name."""
+    parameters = inspect.signature(value).parameters
+    defaults = []
+    for name in names.split(", "):
+        if name in parameters and parameters[name].default is not inspect.Parameter.empty:
+            defaults.append(f"`{parameters[name].default!r}`")
+    return ", ".join(defaults)
+
+
+def api(*names: str) -> str:
+    """Return a section for each name of the library: its description, and the table of its parameters."""
+    found = []
+    for name in names:
+        value = functools.reduce(getattr, name.split("."), topk_losses)
+        parts = described(str(inspect.getdoc(value)))
+        found.append(f"### `{name.rpartition('.')[2]}`")
+        found += [escaped(paragraph) for paragraph in parts[""].split("\n\n") if paragraph.strip()]
+        for heading, title in (("Args", "parameter"), ("Attributes", "attribute")):
+            rows = []
+            for item, meaning in items(parts.get(heading, "")).items():
+                rows.append(
+                    {title: f"`{item}`", "default": default_in_signature(value, item), "meaning": escaped(meaning)}
+                )
+            if rows:
+                found.append(pd.DataFrame(rows).to_markdown(index=False, tablefmt="pipe", disable_numparse=True))
+        for heading in ("Returns", "Raises"):
+            if heading in parts:
+                found.append(f"{heading}: {escaped(parts[heading])}")
+        if "Example" in parts:
+            found.append(f"```pycon\n{inspect.cleandoc(parts['Example'])}\n```")
+    return "\n\n".join(found)
 
 
 def sections() -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import contenders, finetuning, huge_pages, losses, training_step
-from topk_losses.networks import bitonic
+from topk_losses import bitonic
 
 ROOT = Path(__file__).parents[2]
 

@@ -34,15 +34,6 @@ def test_formulas_become_mathml():
         site.mathml('<span class="arithmatex">\\(\\arg \\min_x f\\)</span>')
 
 
-def test_docstrings_are_shown_as_they_are_written():
-    pytest.importorskip("griffe", reason="scripts/docs.sh installs it")
-    from scripts.reporting.plain_docstrings import escaped, plain
-
-    assert escaped("    p_k: log sum_{k>=2} `a_b` s_[i]") == "    p_k: log sum\\_{k&gt;=2} `a_b` s\\_\\[i\\]"
-    assert escaped("    weight, p_k: > 0") == "    weight, p_k: &gt; 0"
-    assert plain("A [b].\n\nExample:\n    >>> a[0]\n") == "A \\[b\\].\n\nExamples:\n    >>> a[0]\n"
-
-
 @pytest.mark.parametrize("planted", ["", "[a](../nowhere.md)", "[a](#nowhere)", "![a](figures/nowhere.svg)"])
 def test_a_broken_link_or_a_missing_picture_fails_the_build(planted, tmp_path):
     """The command of scripts/docs.sh, on a copy of what it reads."""
