@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from tests import methods, reference
-from tests.methods import DETERMINISTIC, HAVE_ZEROS, MODES, RELAXED, p_k_of, random_batch, value_and_gradient
+from tests.methods import DETERMINISTIC, GUARDED, HAVE_ZEROS, MODES, RELAXED, p_k_of, random_batch, value_and_gradient
 from topk_losses import (
     METHODS,
     RELAXATIONS,
