@@ -12,11 +12,11 @@ from torch.nn.functional import one_hot
 
 from tests.methods import DETERMINISTIC, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
 from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss
-from topk_losses.kernels import VARIABLE, is_installed
+from topk_losses.kernels import VARIABLE, is_importable
 
 INF = math.inf
 BACKENDS = [("torch", torch.float64), ("torch", torch.float32)]
-BACKENDS += [("numba", torch.float32)] if is_installed("numba") else []
+BACKENDS += [("numba", torch.float32)] if is_importable("numba") else []
 
 
 @pytest.fixture(params=BACKENDS, ids=str)
