@@ -14,8 +14,8 @@ from topk_losses.temperature import rename_former_keys
 
 # With more labels than this in a row, the losses of all classes together cost less than those of each label alone.
 FEW_LABELS = 8
-# Scores that a chunk of classes works on at a time, where each class as the label needs a pass of its own.
-SCORES_AT_ONCE = 2**18
+# Scores that are worked on at a time where each class as the label needs a pass of its own.
+SCORES_AT_ONCE = 2**16
 
 
 class CommonSettings(TypedDict, total=False):
@@ -48,6 +48,15 @@ class CallSettings(NamedTuple):
         if self.p_k is None:
             return self
         return self._replace(p_k=self.p_k.repeat_interleave(times, dim=0))
+
+    def select(self, rows: slice) -> "CallSettings":
+        """Select rows."""
+        if self.p_k is None:
+            return self
+        return self._replace(p_k=self.p_k[rows])
+
+
+ComputeLosses = Callable[[Tensor, Tensor, CallSettings], Tensor]
 
 
 def class_dimension(logits: Tensor) -> int:
@@ -171,12 +180,7 @@ class ClassificationLoss(nn.Module):
     def loss_of_classes(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
         """Compute the loss of each row of logits (rows, n) for several classes (rows, c) as the label: (rows, c)."""
 
-        def loss_of_chunk(chunk: Tensor) -> Tensor:
-            num_classes = chunk.shape[1]
-            copies = logits.repeat_interleave(num_classes, dim=0)  # (rows c, n)
-            return self.loss_of_labels(copies, chunk.reshape(-1), call.repeat(num_classes)).view(chunk.shape)
-
-        return self.in_chunks(loss_of_chunk, classes, scores_of_a_class=logits.numel())
+        return self.in_chunks(self._loss_of_copies, logits, classes, call, scores_per_loss=logits.shape[1])
 
     def loss_of_sets(self, logits: Tensor, sets: Tensor, call: CallSettings) -> Tensor:
         """Compute the loss of each row of logits (rows, n) for a set of right answers (rows, n) in [0, 1]: (rows,)."""
@@ -257,25 +261,40 @@ class ClassificationLoss(nn.Module):
         is_needed = (target_probabilities > 0) | losses.isfinite()
         return (losses.where(is_needed, 0) * target_probabilities).sum(1)
 
-    def in_chunks(self, loss_of_chunk: Callable[[Tensor], Tensor], classes: Tensor, scores_of_a_class: int) -> Tensor:
-        """Compute a loss for classes (rows, c) as the label, a few columns at a time: (rows, c).
+    def in_chunks(
+        self, compute: ComputeLosses, logits: Tensor, classes: Tensor, call: CallSettings, scores_per_loss: int
+    ) -> Tensor:
+        """Compute compute(logits, classes, call) for a few rows, or for a few classes of one row, at a time.
 
         The backward pass computes each chunk again, so that the memory is that of one chunk. This needs noise that
         PyTorch can draw again, and is not possible under torch.func.
 
         Args:
-            loss_of_chunk: the loss (rows, c) of a few columns of the classes (rows, c).
-            classes: (rows, c).
-            scores_of_a_class: how many scores one column works on.
+            compute: the loss (rows, c) of logits (rows, n) for several classes (rows, c) as the label.
+            logits, classes, call: its arguments.
+            scores_per_loss: how many scores the loss of one row and class works on.
         """
-        chunk_size = max(SCORES_AT_ONCE // max(scores_of_a_class, 1), 1)
-        can_repeat = not torch.compiler.is_compiling() and not is_transforming() and is_ordinary(classes)
-        if chunk_size >= classes.shape[1] or not can_repeat or self.generator is not None:
-            return loss_of_chunk(classes)
+        num_rows, num_classes = classes.shape
+        can_repeat = not torch.compiler.is_compiling() and not is_transforming() and is_ordinary(logits)
+        is_small = num_rows * num_classes * scores_per_loss <= SCORES_AT_ONCE
+        if is_small or not can_repeat or self.generator is not None:
+            return compute(logits, classes, call)
+        rows_at_once = max(SCORES_AT_ONCE // (num_classes * scores_per_loss), 1)
+        classes_at_once = max(SCORES_AT_ONCE // (rows_at_once * scores_per_loss), 1)
         losses = []
-        for chunk in classes.split(chunk_size, dim=1):
-            losses.append(checkpoint(loss_of_chunk, chunk, use_reentrant=False))
-        return torch.cat(losses, dim=1)
+        for number, rows in enumerate(logits.split(rows_at_once)):
+            own = slice(number * rows_at_once, number * rows_at_once + len(rows))
+            losses_of_rows = []
+            for chunk in classes[own].split(classes_at_once, dim=1):
+                losses_of_rows.append(checkpoint(compute, rows, chunk, call.select(own), use_reentrant=False))
+            losses.append(torch.cat(losses_of_rows, dim=1))
+        return torch.cat(losses)
+
+    def _loss_of_copies(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
+        """Compute the loss for the classes (rows, c) as the label, with a copy of the logits for each: (rows, c)."""
+        num_classes = classes.shape[1]
+        copies = logits.repeat_interleave(num_classes, dim=0)  # (rows c, n)
+        return self.loss_of_labels(copies, classes.reshape(-1), call.repeat(num_classes)).view(classes.shape)
 
     def _check_any(self) -> None:
         if type(self).loss_of_sets is ClassificationLoss.loss_of_sets:

@@ -55,7 +55,7 @@ def centered(scores: Tensor) -> Tensor:
 def largest(scores: Tensor, m: int) -> Tensor:
     """Return the classes of the m largest scores of each row (rows, n), falling: (rows, m) int64."""
     scores = scores.detach()
-    if has_known_values(scores) and scores.shape[1] >= 4 * CHUNK * m:
+    if has_known_values(scores) and scores.shape[1] >= 4 * CHUNK * max(m, 1):
         return largest_by_chunks(scores, m)
     return scores.topk(m, dim=1).indices
 

@@ -146,23 +146,23 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         return losses
 
     def loss_of_classes(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
-        """Compute the loss of several classes; with m the largest scores of a row are searched for once."""
         m = self._num_candidates(logits)
         if m is None:
             return super().loss_of_classes(logits, classes, call)
-        top = largest(logits, m)  # (rows, m)
+        return self.in_chunks(self._loss_of_candidates, logits, classes, call, scores_per_loss=m)
 
-        def loss_of_chunk(chunk: Tensor) -> Tensor:
-            scores, places = select_candidates(logits, chunk, top)  # (rows, c, m), (rows, c)
-            rank_weights = select_rank_weights(self._rank_weights(logits, call), chunk)  # (1 or rows, J, 1 or c)
-            weights_of_pairs = flatten_pairs(rank_weights, chunk)  # (1 or rows c, J)
-            losses = self._loss_of_scores(scores.flatten(0, 1), places.flatten(), weights_of_pairs, call)
-            losses = losses.view(chunk.shape)
-            if self.noise_rate:
-                losses = self._correct(losses, logits, rank_weights, call)
-            return losses
-
-        return self.in_chunks(loss_of_chunk, classes, scores_of_a_class=top.numel())
+    def _loss_of_candidates(self, logits: Tensor, classes: Tensor, call: CallSettings) -> Tensor:
+        """Compute the loss of several classes (rows, c), with m; the largest scores of a row are searched for once."""
+        m = self._num_candidates(logits)
+        assert m is not None
+        scores, places = select_candidates(logits, classes, largest(logits, m))  # (rows, c, m), (rows, c)
+        rank_weights = select_rank_weights(self._rank_weights(logits, call), classes)  # (1 or rows, J, 1 or c)
+        weights_of_pairs = flatten_pairs(rank_weights, classes)  # (1 or rows c, J)
+        losses = self._loss_of_scores(scores.flatten(0, 1), places.flatten(), weights_of_pairs, call)
+        losses = losses.view(classes.shape)
+        if self.noise_rate:
+            losses = self._correct(losses, logits, rank_weights, call)
+        return losses
 
     def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
         if self._num_candidates(logits) is not None or self.operator.compares_pairs:  # each class has scores of its own

@@ -23,13 +23,15 @@ from topk_losses.checks import check_integer, check_positive
 from topk_losses.compilers import full_precision, has_known_values
 from topk_losses.kernels import find_kernel
 from topk_losses.kernels.registrar import register_loop
-from topk_losses.numerics import centered, number_like, select_labels, select_ranks
+from topk_losses.numerics import centered, number_like, select_labels, select_ranks, wide_dtype
 from topk_losses.operator import TopKOperator, checked_scores
 from topk_losses.threshold import ThresholdOperator
 from topk_losses.whitening import whiten_and_squash, whitened
 
 LEAST_DAMPING = 1e-3  # after a step that is rejected
 MAX_DAMPING = 1e8
+# So few scores lie so far apart once they are whitened that small probabilities would have no digits in float32.
+FEW_SCORES = 8
 OUT = -1e30  # exponent of a target point beyond the number of unmasked classes
 # Largest error of a mass that counts as converged, relative to it, where rounding allows that.
 DEFAULT_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
@@ -249,10 +251,11 @@ class TransportOperator(TopKOperator):
 
     def _solve(self, scores: Tensor, k: int, inverse_temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         """Compute P (rows, A, n) and the errors (rows,)."""
-        x = whitened(scores)
+        x = whitened(precise(scores))
         num_points = self._num_points(scores.shape[1], k)
         tolerance = self._tolerance(x.dtype, inverse_temperature)
-        return solve_plan(x, inverse_temperature, num_points, tolerance, self.max_iterations)
+        P, error = solve_plan(x, inverse_temperature, num_points, tolerance, self.max_iterations)
+        return P.to(scores.dtype), error
 
     def _num_points(self, n: int, k: int) -> int:
         """Return the number of target points, one per rank, but the last for all the ranks that are left."""
@@ -282,6 +285,13 @@ class TransportOperator(TopKOperator):
                 f"inverse_temperature={float(inverse_temperature):g}, use float64 or raise max_iterations."
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def precise(scores: Tensor) -> Tensor:
+    """Return few scores (rows, n) in float64, where the device has it."""
+    if scores.shape[1] <= FEW_SCORES:
+        return scores.to(wide_dtype(scores))
+    return scores
 
 
 def largest_error(error: Tensor) -> float:
@@ -314,12 +324,13 @@ class SinkhornSort(TransportOperator):
         inverse_temperature: float | Tensor,
         generator: Generator | None = None,
     ) -> Tensor:
-        beta = number_like(inverse_temperature, scores)
-        solve = find_kernel("sinkhorn", scores, beta) or sinkhorn
-        tolerance = self._tolerance(scores.dtype, inverse_temperature)
-        outputs = solve(whitened(scores), labels, beta, max(ks, default=1), tolerance, self.max_iterations)
+        x = whitened(precise(scores))
+        beta = number_like(inverse_temperature, x)
+        solve = find_kernel("sinkhorn", x, beta) or sinkhorn
+        tolerance = self._tolerance(x.dtype, inverse_temperature)
+        outputs = solve(x, labels, beta, max(ks, default=1), tolerance, self.max_iterations)
         self._warn_above_tolerance(outputs[1], inverse_temperature)
-        return select_ranks(outputs[0].cumsum(1), ks)
+        return select_ranks(outputs[0].cumsum(1), ks).to(scores.dtype)
 
 
 @dataclass(frozen=True)
