@@ -21,6 +21,7 @@ from tests.methods import (
     value_and_gradient,
 )
 from topk_losses import (
+    METHODS,
     RELAXATIONS,
     ForwardCorrectionLoss,
     TopKCrossEntropyLoss,
