@@ -89,7 +89,7 @@ class TopKCrossEntropyLoss(ClassificationLoss):
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self.ranks: list[int] = []
         self.register_buffer("rank_weights", torch.empty(0, device="cpu"), persistent=False)
-        self.p_k = p_k
+        self._set_p_k(p_k)
 
     @property
     def p_k(self) -> Tensor:
@@ -101,6 +101,10 @@ class TopKCrossEntropyLoss(ClassificationLoss):
 
     @p_k.setter
     def p_k(self, p_k: PK) -> None:
+        self._set_p_k(p_k)
+
+    def _set_p_k(self, p_k: PK) -> None:
+        """Check P_K, and keep the ranks that have a weight."""
         rows = checks.check_p_k(p_k, self.num_classes, self._num_sorted(self.num_classes))
         self._check_p_k(rows)
         rows = rows.reshape(-1, rows.shape[-1])  # (1 or num_classes, K)

@@ -106,7 +106,7 @@ def items(section: str) -> dict[str, str]:
         if start:
             name = start[1]
             found[name] = start[2]
-        elif name:
+        elif name and line:
             found[name] += f" {line.strip()}"
     return found
 

@@ -227,9 +227,10 @@ def test_a_registered_operator_is_a_method_like_all_others():
             torch.testing.assert_close(loss(logits, labels), -logsigmoid(t)[torch.arange(6), labels].mean())
             assert gradcheck(lambda s, loss=loss: loss(s, labels), (logits.clone().requires_grad_(),))
         torch.testing.assert_close(topk_losses.topk_mask(logits, 3, "mine"), t.sigmoid())
+        register_operator("mine", Distances())  # the same
         for name in ("mine", "lml", "bitonic__non_sparse"):
             with pytest.raises(ValueError, match=f"there is a method '{name}' already"):
-                register_operator(name, Distances())
+                register_operator(name, Distances(-1.0))
         with pytest.raises(TypeError, match="an object of a class derived from TopKOperator"):
             register_operator("another", Distances)
         with pytest.raises(TypeError, match="a class derived from ClassificationLoss"):
