@@ -50,6 +50,18 @@ class NeuralSort(TopKOperator):
         of_ranks = select_labels(log_P, place).exp()  # (rows, k)
         return select_ranks(of_ranks.cumsum(1), ks)
 
+    def topk_probabilities_of_sets(
+        self,
+        scores: Tensor,
+        sets: Tensor,
+        ks: Sequence[int],
+        inverse_temperature: float | Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        log_P, order = self._log_rows(scores, max(ks, default=1), inverse_temperature)
+        of_ranks = (log_P.exp() * sets.gather(1, order).unsqueeze(1)).sum(2)  # (rows, k)
+        return select_ranks(of_ranks.cumsum(1), ks)
+
     def rank_probabilities_of_classes(
         self, scores: Tensor, k: int, inverse_temperature: float | Tensor, generator: Generator | None = None
     ) -> Tensor:
