@@ -1,6 +1,6 @@
 """What the library asks of PyTorch's compiler, of torch.func and of autocast: nothing here computes a number.
 
-PyTorch has no public function for some of these questions. The private names were tried on PyTorch 2.10 and 2.14.
+PyTorch has no public function for some of these questions. The private names were tried on PyTorch 2.11 and 2.14.
 """
 
 import contextlib

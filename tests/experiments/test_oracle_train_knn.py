@@ -97,7 +97,7 @@ def plain_loop(
                 itself = (asked.unsqueeze(1) == others) & (not self_match)
                 scores = (-differences.square().sum(2)).masked_fill(itself, -torch.inf)
                 right = (labels.unsqueeze(1) == train.labels[others]) & ~itself
-                mass = (operator(scores, generator=noise.generator).sum(1) * right).sum(1)[
+                mass = (operator.permutation_matrix(scores, K, beta, noise.generator).sum(1) * right).sum(1)[
                     right.any(1)
                 ]  # of queries that have a right candidate
                 loss = (-(mass / K).log() if log else -mass).sum() / QUERIES
