@@ -8,13 +8,15 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PACKAGES = ("topk_losses", "models", "data", "experiments", "benchmarks", "scripts")
+PACKAGES = ("topk_losses", "models", "data", "experiments", "studies", "reporting", "benchmarks", "scripts")
 FORBIDDEN = {
-    "topk_losses": {"models", "data", "experiments", "benchmarks", "scripts", "torchvision", "difftopk"},
-    "models": {"topk_losses", "data", "experiments", "benchmarks", "scripts"},
-    "data": {"topk_losses", "models", "experiments", "benchmarks", "scripts"},
-    "experiments": {"benchmarks", "scripts"},
-    "benchmarks": {"scripts"},
+    "topk_losses": {*PACKAGES, "torchvision", "difftopk"} - {"topk_losses"},
+    "models": {*PACKAGES} - {"models"},
+    "data": {*PACKAGES} - {"data"},
+    "experiments": {"studies", "reporting", "benchmarks", "scripts"},
+    "studies": {"reporting", "benchmarks", "scripts"},
+    "reporting": {"benchmarks", "scripts"},
+    "benchmarks": {"studies", "reporting", "scripts"},
     "scripts": set(),
 }
 EXECUTABLE = {

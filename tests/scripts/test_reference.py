@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reporting import reference
+from reporting import reference
 from topk_losses import METHODS
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reporting import site
+from reporting import site
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def test_formulas_become_mathml():
 
 def test_docstrings_are_shown_as_they_are_written():
     pytest.importorskip("griffe", reason="scripts/docs.sh installs it")
-    from scripts.reporting.plain_docstrings import escaped, plain
+    from reporting.plain_docstrings import escaped, plain
 
     assert escaped("    p_k: log sum_{k>=2} `a_b` s_[i]") == "    p_k: log sum\\_{k&gt;=2} `a_b` s\\_\\[i\\]"
     assert escaped("    weight, p_k: > 0") == "    weight, p_k: &gt; 0"

@@ -1,4 +1,4 @@
-"""The table scripts run what results/paper/ states: each published row, with its settings, and no other."""
+"""The studies run what results/paper/ states: each published row, with its settings, and no other."""
 
 import csv
 import re
@@ -10,7 +10,7 @@ import pytest
 from experiments.finetune_imagenet import BATCH_SIZE, IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from experiments.train_cifar100 import NLOGLR, parse_arguments
-from scripts import sweeps
+from studies.catalog import STUDIES
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -36,7 +36,7 @@ SETTINGS = ("method", "p_k", "backbone", "resolution", "inverse_temperature", "d
 def rows_of(script: str) -> list[dict[str, str]]:
     """The flags of each command of a table, and its program."""
     rows = []
-    for line in getattr(sweeps, script)():
+    for line in STUDIES[script].make().commands():
         _, program, *rest = shlex.split(line)
         flags = re.findall(r"(?:^| )--?([a-z]\w*)((?: (?!--?[a-z])\S+)*)", " ".join(rest))
         rows.append({"program": program, **{name: value.strip() for name, value in flags}})

@@ -57,7 +57,7 @@ COLUMNS = {
 
 
 def names_of(column: str) -> list[str]:
-    """Return the columns that a name with placeholders stands for."""
+    """The columns that a name with placeholders stands for."""
     for place, values in PLACES.items():
         if place in column:
             return [name for value in values for name in names_of(column.replace(place, str(value)))]
@@ -65,6 +65,6 @@ def names_of(column: str) -> list[str]:
 
 
 def as_markdown() -> str:
-    """Return the table of all columns and their meanings."""
+    """The table of all columns and their meanings."""
     rows = [f"| {', '.join(f'`{name}`' for name in names_of(key))} | {meaning} |" for key, meaning in COLUMNS.items()]
     return "\n".join(["| column | meaning |", "|---|---|", *rows])

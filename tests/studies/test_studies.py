@@ -1,22 +1,22 @@
 """The lists of runs are commands of their scripts, with the settings that the studies name."""
 
-import itertools
 import re
 import shlex
 from collections import Counter
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common import door
 from experiments.common.objective import build_loss, fill_in_loss
 from experiments.common.settings import PRETRAINING, cell, columns, identifying
 from experiments.finetune_imagenet import IMAGENET_1K
 from experiments.finetune_imagenet21k import IMAGENET_21K
-from scripts import heads, launch, sweeps
-from tests.scripts.test_published_rows import published
+from scripts import study as script
+from studies.catalog import STUDIES
+from tests.studies.test_published_rows import published
 from topk_losses import METHODS, RELAXATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,10 @@ PARSE = {
 }
 
 
+def commands(name: str, *data: str, **options: bool) -> list[str]:
+    return STUDIES[name].make(*data, **options).commands()
+
+
 def recipe_of(head, protocol=IMAGENET_1K, num_classes=100) -> dict:
     """The settings of a loss, which can be built, and of its training."""
     settings = fill_in_loss(head, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
@@ -41,7 +45,7 @@ def recipe_of(head, protocol=IMAGENET_1K, num_classes=100) -> dict:
 
 @pytest.mark.parametrize("study", NUM_ROWS)
 def test_every_run_is_a_command_of_its_script_for_its_file(study):
-    rows = getattr(sweeps, study)()
+    rows = commands(study)
     assert len(rows) == len(set(rows)) == NUM_ROWS[study]
     for row in rows:
         words = shlex.split(row)
@@ -51,58 +55,18 @@ def test_every_run_is_a_command_of_its_script_for_its_file(study):
         settings = fill_in_loss(args, top1_mode="sm", inverse_temperatures={})
         build_loss(settings, 1000, torch.device("cpu"))
     losses_run = Counter(re.sub(r"--seed \d", "", row) for row in rows)
-    assert set(losses_run.values()) <= {"scratch": {1, 3}, "quickstart": {1}}.get(study, {2})
-
-
-def test_from_scratch_noisy_validation_chooses_what_gets_more_seeds(row, tmp_path):
-    written = {*row("cifar"), *row("noise/human")}
-    (human := tmp_path / "human.pt").touch()
-    results = tmp_path / "noise_scratch.csv"
-
-    def commands():
-        rows = sweeps.noise_scratch(str(human), str(results))
-        parsed = [train_cifar100.parse_arguments(shlex.split(row)[2:]) for row in rows]
-        found = []
-        for args, run in zip(parsed, launch.runs_of(rows, [], tmp_path), strict=True):
-            assert args.method in run.log.stem  # the name says which loss it is
-            settings = fill_in_loss(args, "smce", train_cifar100.INVERSE_TEMPERATURES)
-            build_loss(settings, 100, torch.device("cpu"))
-            assert args.noisy_labels == human
-            found.append({name: cell(value) for name, value in settings.items()} | {"seed": cell(args.seed)})
-        return found
-
-    first = commands()
-    seeds = Counter(row["seed"] for row in first)
-    assert seeds == {"0": 10, "1": 2, "2": 2}  # cross-entropy with and without label smoothing
-    rows = [row for row in first if row["seed"] == "0"]
-    best = {"softmax_cross_entropy": 0, "forward_correction": 2, "splitter_selection": 0}  # of its settings
-    for method, group in itertools.groupby(rows, key=lambda run: run["method"]):
-        for number, run in enumerate(group):
-            right = number == best.get(method, 0)
-            run |= {"last_valid_top1": "0.5" if right else "0.4", "last_valid_top5": "0.7"}
-            run |= {"valid_top1": "0.5" if right else "0.9", "last_clean_top1": "0.1" if right else "0.9"}
-            assert set(run) <= written
-    pd.DataFrame(rows).to_csv(results, index=False)
-    again = commands()[len(rows) :]
-    assert Counter(row["seed"] for row in again) == {"1": 6, "2": 6}
-    chosen = [(row["method"], row["label_smoothing"], row["noise_rate"], row["inverse_temperature"]) for row in again]
-    assert {run for run in chosen if run[0] in best} == {
-        ("softmax_cross_entropy", "", "", ""),
-        ("softmax_cross_entropy", "0.1", "", ""),
-        ("forward_correction", "", "0.6", ""),
-        ("splitter_selection", "", "", "0.025"),
-    }
+    assert set(losses_run.values()) <= {"scratch": {1, 2, 3}, "quickstart": {1}}.get(study, {2})
 
 
 def test_a_dry_run_prints_the_runs_of_a_study(capsys):
-    assert sweeps.main(["table1", "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines() == [*sweeps.table1(), "# 20 runs"]
+    assert script.main(["table1", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [*commands("table1"), "# 20 runs"]
 
 
 def test_table_1_is_what_the_documentation_says():
     text = (ROOT / "docs" / "reproduce.md").read_text().replace("\\\n    ", "")
     documented = re.findall(r"^\$train (--method .*)$", text, re.MULTILINE)
-    assert {re.search(r"(--method .*) --seed 0", row)[1] for row in sweeps.table1() if "--seed 0" in row} == set(
+    assert {re.search(r"(--method .*) --seed 0", row)[1] for row in commands("table1") if "--seed 0" in row} == set(
         documented
     )
 
@@ -110,8 +74,8 @@ def test_table_1_is_what_the_documentation_says():
 @pytest.mark.parametrize(("study", "seeds"), [("table1", "012"), ("table4", "01")])
 def test_short_rows_are_the_tables_but_for_schedule_and_precision(study, seeds):
     short = " --n_epochs 16 --lr_schedule cosine --precision bf16"
-    first_seed = [row for row in getattr(sweeps, study)() if "--seed 0" in row]
-    assert getattr(sweeps, study)(short=True) == [
+    first_seed = [row for row in commands(study) if "--seed 0" in row]
+    assert commands(study, short=True) == [
         row.replace("--seed 0", f"--seed {seed}").replace(f"{study}.csv", f"{study}_short.csv") + short
         for seed in seeds
         for row in first_seed
@@ -121,7 +85,7 @@ def test_short_rows_are_the_tables_but_for_schedule_and_precision(study, seeds):
 @pytest.mark.parametrize("study", ["table2_3_imagenet1k", "table2_3_imagenet21k"])
 def test_the_losses_of_a_seed_can_be_one_command(study):
     """The losses of all but the first in --also: the same recipes."""
-    rows = [row for row in getattr(sweeps, study)() if "--seed 0" in row]
+    rows = [row for row in commands(study) if "--seed 0" in row]
     script, *words = shlex.split(rows[0])[1:]
     defaults = IMAGENET_21K if "21k" in script else IMAGENET_1K
 
@@ -138,7 +102,7 @@ def test_the_losses_of_a_seed_can_be_one_command(study):
 def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baselines(tmp_path):
     (data := tmp_path / "a file.pt").touch()
     lines = {"digits": [], str(data): []}
-    for row in sweeps.knn("digits", shlex.quote(str(data))):
+    for row in commands("knn", "digits", str(data)):
         args = train_knn.parse_arguments(shlex.split(row)[2:])
         train_knn.configuration(args, args.seed[0])
         loss = args.loss if args.method in RELAXATIONS else ""
@@ -153,7 +117,7 @@ def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baseli
 
 def test_the_short_study_of_nearest_neighbours_has_each_published_arm():
     arms = Counter()
-    for row in sweeps.knn("mnist", short=True):
+    for row in commands("knn", "mnist", short=True):
         args = train_knn.parse_arguments(shlex.split(row)[2:])
         assert (args.n_epochs, args.precision) == (3, "bf16")
         arms[args.method, args.loss if args.method in RELAXATIONS else "", args.prediction] += 1
@@ -164,7 +128,7 @@ def test_the_short_study_of_nearest_neighbours_has_each_published_arm():
 
 def test_temperatures_are_heads_of_every_method_and_none_is_refused():
     seen, results = set(), Counter()
-    for row in [*sweeps.temperature("some.pt"), *sweeps.temperature_classes("a.pt", "b.pt", "c.pt")]:
+    for row in [*commands("temperature", "some.pt"), *commands("temperature_classes", "a.pt", "b.pt", "c.pt")]:
         args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
         seen |= {recipe_of(head)["method"] for head in (args, *args.also)}
         results[f"{args.results.stem} {args.data_path}"] += 1
@@ -178,24 +142,34 @@ def test_temperatures_are_heads_of_every_method_and_none_is_refused():
 
 
 def test_the_arms_of_a_seed_share_their_pretraining():
-    resolved = [train_beam_search.parse_arguments(shlex.split(row)[2:]) for row in sweeps.beam_search(short=True)]
+    resolved = [train_beam_search.parse_arguments(shlex.split(row)[2:]) for row in commands("beam_search", short=True)]
     names = [item.name for item in identifying(PRETRAINING)]
     shared = Counter(tuple(cell(getattr(args, name)) for name in names) for args in resolved)
     assert list(shared.values()) == [4] * 5
 
 
-WRONG = {
-    sweeps: ["temperature", "temperature absent.pt --dry-run", "temperature_classes a.pt", "knn no/a.pt"],
-    heads: ["trials -d", "trials -d no/such.pt --dry-run", f"longer -d {__file__} --trials absent.csv"],
-}
-WRONG[sweeps] += ["strong --short", "table1 cifar100", "table1 --jobs"]
-WRONG[heads] += [f"finals -d {__file__} --results {ROOT}/results/heads_trials.csv", f"more -d {__file__}"]
-
-
-@pytest.mark.parametrize(("script", "words"), [(script, words) for script in WRONG for words in WRONG[script]])
-def test_what_is_wrong_is_a_sentence_before_anything_starts(script, words, capsys):
-    with pytest.raises(SystemExit, match="2"):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "tables",
+        "temperature",
+        "temperature absent.pt --dry-run",
+        "temperature_classes a.pt",
+        "knn no/a.pt",
+        "strong --short",
+        "table1 cifar100",
+        "table1 --jobs 0",
+        "table1 --methods lml",
+        "heads",
+        "heads no/such.pt --dry-run",
+        f"heads {__file__} --methods lmi",
+        f"noise {__file__}",
+        f"noise {__file__} --labels right --losses lmi",
+    ],
+)
+def test_what_is_wrong_is_a_sentence_before_anything_starts(words, capsys):
+    with pytest.raises((ValueError, OSError)) as error:
         script.main(words.split())
-    printed, message = capsys.readouterr()
-    assert printed == ""
-    assert re.match(r"\w+\.py: error: .+", message.splitlines()[-1])
+    assert capsys.readouterr().out == ""
+    assert door.is_a_sentence(error.value)

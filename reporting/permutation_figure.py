@@ -15,8 +15,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from scripts.reporting.figures import PAGE, STYLE, save
-from scripts.reporting.runs import shown_p_k
+from reporting import markdown
+from reporting.figures import PAGE, STYLE, save
 from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, make_operator
 from topk_losses.classification import ClassificationLoss
 from topk_losses.methods import SINGLE_K
@@ -24,14 +24,15 @@ from topk_losses.methods import SINGLE_K
 CLASSES = ("airplane", "panda", "goldfish", "mammal", "husky")
 SCORES = (1.0, 8.0, -1.0, 9.0, 5.0)
 P_K = (0.5, 0.5, 0.0, 0.0)
-TRUE, WITHIN = CLASSES.index("panda"), 2  # of the gradient: the panda must be among the 2 highest
+TRUE = CLASSES.index("panda")
+WITHIN = 2  # of the gradient: the panda must be among the 2 highest
 IMBALANCED = "imbalanced_noised_topk"
 COUNTS = (100, 1600, 100, 100, 100)  # training samples, for the loss whose margins follow them
 DRAWS = 5000
 
 
 def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return P (k, n) by a method, the weights w (k,) of its rows, and p = w P (n,)."""
+    """P (k, n) by a method, the weights w (k,) of its rows, and p = w P (n,)."""
     logits = torch.tensor([scores], dtype=torch.float64)  # (1, n)
     operator = make_operator(method, len(scores), len(p_k))
     matrix = operator.permutation_matrix(logits, generator=_draw_often(method, operator))[0]  # (k, n)
@@ -40,31 +41,38 @@ def relaxed_sort(method: str, scores: Sequence[float], p_k: Sequence[float]) -> 
 
 
 def hard_sort() -> tuple[Tensor, Tensor, Tensor]:
-    """Return what relaxed_sort does, of the exact sort of SCORES with P_K."""
-    weights, order = rank_weights(P_K), torch.tensor(SCORES).argsort(descending=True)
+    """What relaxed_sort does, of the exact sort of SCORES with P_K."""
+    weights = rank_weights(P_K)
+    order = torch.tensor(SCORES).argsort(descending=True)
     matrix = torch.eye(len(SCORES), dtype=torch.float64)[order[: len(P_K)]]  # (k, n)
     return matrix, weights, weights @ matrix
 
 
 def rank_weights(p_k: Sequence[float]) -> Tensor:
-    """Return w_r = sum_{j>=r} P_K(j), (k,)."""
+    """W_r = sum_{j>=r} P_K(j), (k,)."""
     return torch.tensor(p_k, dtype=torch.float64).flip(0).cumsum(0).flip(0)
 
 
 def ranks_of(method: str) -> list[int]:
-    """Return the k of the gradient's loss: WITHIN, with 1 where zeros need the softmax's part; cross-entropy: 1."""
+    """The k of the gradient's loss: WITHIN, with 1 where zeros need the softmax's part; cross-entropy: 1."""
     if getattr(METHODS[method].operator, "has_zeros", False):
         return [1, WITHIN]
-    return [WITHIN] if method in RELAXATIONS or method in SINGLE_K else [1]
+    if method in RELAXATIONS or method in SINGLE_K:
+        return [WITHIN]
+    return [1]
 
 
 def loss_of(method: str, inverse_temperature: float | None = None) -> ClassificationLoss:
-    """Return the loss whose gradient is shown, with equal shares for the k of ranks_of()."""
+    """The loss whose gradient is shown, with equal shares for the k of ranks_of()."""
     ks = ranks_of(method)
-    top1_mode = "sort" if method in RELAXATIONS and ks == [WITHIN] else None
-    settings = {"inverse_temperature": inverse_temperature, "top1_mode": top1_mode, "reduction": "sum"}
+    settings = {"inverse_temperature": inverse_temperature, "reduction": "sum"}
+    if method in RELAXATIONS and ks == [WITHIN]:
+        settings["top1_mode"] = "sort"
     loss = make_loss(method, {k: 1 / len(ks) for k in ks}, len(SCORES), **settings)
-    loss.generator = _draw_often(method, loss.operator if isinstance(loss, TopKCrossEntropyLoss) else loss)
+    noisy = loss
+    if isinstance(loss, TopKCrossEntropyLoss):
+        noisy = loss.operator
+    loss.generator = _draw_often(method, noisy)
     if method == IMBALANCED:  # without counts its margins are those of the other noised loss
         loss.class_counts = torch.tensor(COUNTS)
     return loss
@@ -79,7 +87,7 @@ def _draw_often(method: str, noisy: Any) -> torch.Generator | None:
 
 
 def pull(loss: ClassificationLoss, own: Tensor) -> Tensor:
-    """Return -dL/ds_y for each score `own` (points,) of the true class; the other classes keep their scores."""
+    """-dL/ds_y for each score `own` (points,) of the true class; the other classes keep their scores."""
     own = own.detach().requires_grad_()
     logits = torch.tensor([SCORES] * len(own), dtype=own.dtype).index_copy(1, torch.tensor([TRUE]), own.unsqueeze(1))
     (gradient,) = torch.autograd.grad(loss(logits, torch.full((len(own),), TRUE)), own)
@@ -97,7 +105,7 @@ def draw_permutations(folder: Path) -> list[Path]:
     for number, (axis, (title, panel)) in enumerate(zip(axes.flat, panels.items())):
         draw_panel(axis, *panel, title)
         axis.tick_params(labelleft=number % 4 == 0)
-    title = f"P of one sample, ranks by classes; right: weights of P_K = {shown_p_k('0.5 0.5 0 0')}; below: p = w P"
+    title = f"P of one sample, ranks by classes; right: weights of P_K = {markdown.p_k('0.5 0.5 0 0')}; below: p = w P"
     return save(figure, folder, "permutation_matrix", title)
 
 
@@ -112,18 +120,31 @@ def draw_one_sample(folder: Path) -> list[Path]:
     return save(figure, folder, "one_sample")
 
 
+def temperatures_shown(temperature: float | None) -> list[tuple[float | None, str]]:
+    """The inverse temperatures of a method's gradients, with their lines."""
+    if temperature is None:
+        return [(None, "-")]
+    return [(0.25 * temperature, ":"), (temperature, "-"), (4 * temperature, "--")]
+
+
 def draw_method(method: str, folder: Path) -> list[Path]:
     """Draw METHOD.svg, P (where it has one) and the gradient, and return its path."""
-    temperature, is_relaxed = METHODS[method].inverse_temperature, method in RELAXATIONS
+    temperature = METHODS[method].inverse_temperature
+    is_relaxed = method in RELAXATIONS
     figure, axes = plt.subplots(1, 1 + is_relaxed, figsize=(PAGE * (1 + is_relaxed) / 2, 2.9), squeeze=False)
     if is_relaxed:
         draw_panel(axes[0][0], *relaxed_sort(method, SCORES, P_K), f"P of one sample, β = {temperature:g}")
-    axis, own, highest = axes[0][-1], torch.linspace(-3, 13, 801, dtype=torch.float64), 0.0
-    for factor, line in ((0.25, ":"), (1, "-"), (4, "--")) if temperature else ((None, "-"),):
-        value = factor and factor * temperature
+    axis = axes[0][-1]
+    own = torch.linspace(-3, 13, 801, dtype=torch.float64)
+    highest = 0.0
+    for value, line in temperatures_shown(temperature):
         loss = loss_of(method, value)
-        pulls, symbol = pull(loss, own), "τ" if hasattr(loss, "tau") else "β"  # τ: the smooth losses', as published
-        axis.plot(own, pulls, color=STYLE[method]["color"], linestyle=line, label=value and f"{symbol} = {value:g}")
+        pulls = pull(loss, own)
+        label = None
+        if value is not None:
+            symbol = {True: "τ", False: "β"}[hasattr(loss, "tau")]  # τ: the smooth losses', as published
+            label = f"{symbol} = {value:g}"
+        axis.plot(own, pulls, color=STYLE[method]["color"], linestyle=line, label=label)
         highest = max(highest, pulls.quantile(0.99).item())
     for score in SCORES[:TRUE] + SCORES[TRUE + 1 :]:
         axis.axvline(score, color="C7", linewidth=0.5, linestyle=(0, (1, 2)))
@@ -148,7 +169,9 @@ def draw_panel(axis: Axes, matrix: Tensor, weights: Tensor, p: Tensor, title: st
             axis.add_patch(
                 plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=plt.cm.Blues(value), edgecolor="C7", lw=0.4)
             )
-            color = "white" if value > 0.6 else "black"
+            color = "black"
+            if value > 0.6:
+                color = "white"
             axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
     for y, weight in enumerate(weights.tolist()):
         axis.text(n - 0.25, y, f"×{weight:.3g}", ha="left", va="center", fontsize=8)

@@ -12,9 +12,9 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from scripts.reporting import findings
-from scripts.reporting.figures import PAGE, STYLE, save
-from scripts.reporting.tables import as_markdown
+from experiments.common.paths import REPOSITORY
+from reporting import findings, markdown
+from reporting.figures import PAGE, STYLE, save
 from topk_losses import make_loss
 
 TOP_K_LOSS = "splitter_selection"
@@ -45,7 +45,7 @@ ANSWERS = (
 
 
 def table() -> str:
-    """Return the table of answers, each with the difference to cross-entropy and a link to its rows."""
+    """The table of answers, each with the difference to cross-entropy and a link to its rows."""
     comparisons = {comparison.key: comparison for comparison in findings.COMPARISONS}
     rows = []
     for answer in ANSWERS:
@@ -53,24 +53,29 @@ def table() -> str:
         found = findings.difference(comparison)
         row = {"You train": answer.training, "Labels": answer.labels, "Start with": answer.start_with}
         for name, gain in zip(findings.GAINS, found.gains):
-            row[name] = f"**{gain}**" if gain.is_clear else str(gain)
+            row[name] = markdown.interval(gain)
+            if gain.is_clear:
+                row[name] = f"**{row[name]}**"
         row["Seeds"] = str(found.seeds)
-        row["Rows"] = f"[{answer.key}](results/{comparison.file})"
+        row["Rows"] = f"[{answer.key}](results/repository/{comparison.file})"
         rows.append(row)
-    return as_markdown(pd.DataFrame(rows))
+    return markdown.table(rows)
 
 
 def draw_hero(folder: Path) -> list[Path]:
     """Draw top-5 accuracy over the epochs of the published schedule, a line per run."""
-    runs = pd.read_csv(findings.RESULTS / "table1_epochs.csv")
+    runs = pd.read_csv(REPOSITORY / "table1_epochs.csv")
     figure, axis = plt.subplots(figsize=(PAGE, 3.5))
     for method in (CROSS_ENTROPY, TOP_K_LOSS):
         of_method = runs[runs["method"] == method]
         for _, run in of_method.groupby("seed"):
             accuracy = 100 * run.set_index("epoch")["test_top5"].rolling(SMOOTHING_EPOCHS, min_periods=1).mean()
-            is_finished = accuracy.index.max() >= 200
-            width = 1.8 if is_finished else 0.8
-            axis.plot(accuracy, color=STYLE[method]["color"], linewidth=width, alpha=1 if is_finished else 0.6)
+            width = 0.8
+            alpha = 0.6
+            if accuracy.index.max() >= 200:  # a finished run
+                width = 1.8
+                alpha = 1
+            axis.plot(accuracy, color=STYLE[method]["color"], linewidth=width, alpha=alpha)
     label_curves(axis)
     axis.set(xlim=(0, 202), ylim=(80, 88.5), xlabel="epoch", ylabel="test top-5 accuracy (%)")
     axis.set_title("Cross-entropy loses top-5 by training on; the top-k loss keeps it")
@@ -79,7 +84,7 @@ def draw_hero(folder: Path) -> list[Path]:
 
 def label_curves(axis: Axes) -> None:
     """Write beside each curve what it is, and draw what cross-entropy reaches in 16 epochs."""
-    runs = pd.read_csv(findings.RESULTS / "scratch.csv")
+    runs = pd.read_csv(REPOSITORY / "scratch.csv")
     is_plain = (runs["label_noise"] == 0) & runs["label_smoothing"].isna() & (runs["lr"] == 0.001)
     short = 100 * runs.loc[is_plain & (runs["method"] == CROSS_ENTROPY), "test_top5"].mean()
     axis.axhline(short, color="#555555", linestyle="--", linewidth=1)

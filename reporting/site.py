@@ -10,19 +10,19 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 HOME = "README.md"
 TARGET = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def address(path: str) -> str:
-    """Return a file's path within the site, given its path in the repository."""
+    """A file's path within the site, given its path in the repository."""
     return "index.md" if path == HOME else path.removeprefix("docs/")
 
 
 def with_site_links(text: str, page: str) -> str:
-    """Return the Markdown of a page with its links as they are within the site. page: its path in the repository."""
+    """The Markdown of a page with its links as they are within the site. page: its path in the repository."""
 
     def rewritten(target: re.Match[str]) -> str:
         path = os.path.normpath(os.path.join(os.path.dirname(page), target[1]))
@@ -32,7 +32,7 @@ def with_site_links(text: str, page: str) -> str:
 
 
 def linked_files(page: Path) -> set[str]:
-    """Return the files outside docs/ that a page links to, and those that these link to."""
+    """The files outside docs/ that a page links to, and those that these link to."""
     found: set[str] = set()
     waiting = [page]
     while waiting:
@@ -47,7 +47,7 @@ def linked_files(page: Path) -> set[str]:
 
 
 def mathml(html: str) -> str:
-    """Return a page's HTML with its formulas as MathML. Raises ValueError for a command that the converter leaves."""
+    """A page's HTML with its formulas as MathML. Raises ValueError for a command that the converter leaves."""
     from latex2mathml.converter import convert
 
     def converted(found: re.Match[str]) -> str:
