@@ -30,6 +30,7 @@ from experiments.common.flags import positive_int
 from experiments.common.official_loss import executor_of
 from experiments.common.processes import keep_freed_memory
 from topk_losses import METHODS, RELAXATIONS, make_loss
+from topk_losses.comparators import CONSTRUCTIONS
 from topk_losses.methods import SINGLE_K, TOP1
 
 SIZES = ("128x100", "500x1000m16", "500x10450m50", "128x1000", "128x10450")
@@ -107,8 +108,8 @@ def run(*task: Any) -> dict[str, Any]:
 
 def work(method: str, n: int, k: int) -> tuple[float, float]:
     """Operations of one sample, and numbers that its backward pass needs, to leading order in n and k."""
-    if method in ("odd_even", "bitonic", "splitter_selection"):
-        return (METHODS[method].network(n, k).pruned().num_comparators,) * 2
+    if method in CONSTRUCTIONS:
+        return (CONSTRUCTIONS[method](n, k).pruned().num_comparators,) * 2
     known = {"softsort": (n + k * k, n + k * k), "neuralsort": (n * math.log2(n) + n * k, n * k)}
     known |= {"sinkhorn_sort": (n**3, n * n), **dict.fromkeys([*TOP1, *SINGLE_K], (n, n))}
     return known.get(method, (n * k, n * k))

@@ -485,7 +485,6 @@ def evaluate_and_save(group: list[Classifier], epoch: int, started: float, share
 def save(classifier: Classifier, entry: dict[str, Any], shared: Pass) -> None:
     """Add an evaluation to a classifier's history. Raises FloatingPointError where it is not finite."""
     epoch = entry["epoch"]
-    classifier.objective.check_convergence()
     for name, value in entry.items():
         if name.endswith("_loss"):
             if not math.isfinite(value):

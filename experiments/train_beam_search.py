@@ -35,17 +35,18 @@ from data.cifar import epoch_order
 from data.cmudict import DATASETS, END, Reading, Words, WordSplit, load_words
 from experiments.common import door, flags
 from experiments.common.objective import build_loss, build_operator, check_finite, fill_in_loss, seed_all
+from experiments.common.operators import BoundOperator
 from experiments.common.processes import Processes
 from experiments.common.run import Run
 from experiments.common.settings import BEAM, CALL, OWN_SETTINGS, PRETRAINING, identifying, with_role
 from models.beam_search import beam_search, marginals, search, soft_beam
 from models.encoder_decoder import Encoded, EncoderDecoder
-from topk_losses import RELAXATIONS, TopKOperator
-from topk_losses.operator import guarded_log
+from topk_losses import RELAXATIONS
+from topk_losses.numerics import guarded_log
 
 # model, encoded words, phonemes (batch, T) and their labels (batch, T) -> the loss of an arm, ()
 ArmLoss = Callable[[EncoderDecoder, Encoded, Tensor, Tensor], Tensor]
-Operators = Callable[[int], TopKOperator]  # of any number of scores
+Operators = Callable[[int], BoundOperator]  # of any number of scores
 
 READABLE = "{dataset}-{arm}-{method}-beam{beam_size}-{n_updates}updates-seed{seed}"
 READABLE_PRETRAINING = "{dataset}-pretrained-{pretrain_updates}updates-seed{seed}"

@@ -216,7 +216,6 @@ def train_epoch(epoch: int, training: Training) -> dict[str, float]:
         tally.add(loss, logits, labels)
     mean_loss = tally.mean_loss(processes)
     check_finite(mean_loss, f"in epoch {epoch}")
-    objective.check_convergence()
     result = {"epoch": epoch, "train_loss": mean_loss}
     result |= hit_fractions("train", processes.sum(tally.hits).tolist(), num_steps * config["batch_size"])
     result["train_seconds"] = time.perf_counter() - started

@@ -36,13 +36,14 @@ from data.points import AUGMENTED, POINT_SETS, load_points, points_of_embeddings
 from data.splits import Dataset, Split
 from experiments.common import door, flags
 from experiments.common.objective import OPERATOR_SETTINGS, Objective, build_operator, check_finite, fill_in_operator
+from experiments.common.operators import BoundOperator
 from experiments.common.processes import Processes, compiled
 from experiments.common.run import Run
 from experiments.common.settings import KNN
 from models.embedders import EMBEDDERS, embedder
 from topk_losses import METHODS as LIBRARY
-from topk_losses import RELAXATIONS, AutoTemperature, TopKOperator
-from topk_losses.operator import guarded_log
+from topk_losses import RELAXATIONS, AutoTemperature
+from topk_losses.numerics import guarded_log
 
 CROSS_ENTROPY = "softmax_cross_entropy"
 UNTRAINED = ("inputs", "pca")  # nearest neighbours of the inputs, of their principal components
@@ -196,12 +197,13 @@ class NeighbourLoss(nn.Module):
 
     generator: torch.Generator | None = None  # for operators that draw noise
 
-    def __init__(self, operator: TopKOperator, loss: str, auto: AutoTemperature | None = None) -> None:
+    def __init__(self, operator: BoundOperator, loss: str, auto: AutoTemperature | None = None) -> None:
         super().__init__()
         self.operator = operator
         self.loss = loss
-        self.auto = auto
-        self.inverse_temperature = operator.inverse_temperature
+        self.inverse_temperature = auto
+        if auto is None:
+            self.inverse_temperature = operator.inverse_temperature or operator.operator.default_inverse_temperature
 
     def forward(self, queries: Tensor, candidates: Tensor, right: Tensor, left_out: Tensor | None = None) -> Tensor:
         """Compute the loss, (). A query without a right candidate counts as 0.
@@ -215,13 +217,13 @@ class NeighbourLoss(nn.Module):
             scores = scores.masked_fill(left_out, -torch.inf)
             right = right & ~left_out
         beta: Any = self.inverse_temperature
-        if self.auto is not None:
-            self.auto.observe(scores)
-            beta = self.auto.value()
+        if isinstance(beta, AutoTemperature):
+            beta.observe(scores)
+            beta = beta.value()
         counts = right.any(1)  # (Q,)
         # A query without a right candidate gets all of them: the sum is k, and torch.where below leaves it out.
         mass = (right | ~counts.unsqueeze(1)).to(scores.dtype)  # (Q, C)
-        share = self.operator.rank_probabilities(scores, mass, beta, self.generator).sum(1)  # (Q,)
+        share = self.operator.mass(scores, mass, beta, self.generator)  # (Q,)
         if self.loss == "mass":
             losses = -share
         else:
@@ -239,8 +241,9 @@ def build_objective(config: dict[str, Any], device: torch.device) -> Objective |
         return None
     operator = build_operator(config, config["num_candidates"], config["k"], sorted=config["sorted"])
     auto = None
-    if config["inverse_temperature"] == "auto":
-        auto = LIBRARY[config["method"]].auto()
+    method = LIBRARY[config["method"]]
+    if config["inverse_temperature"] == "auto" and method.spread is not None:
+        auto = AutoTemperature(method.spread, method.inverse_temperature)
     return Objective(config, NeighbourLoss(operator, config["loss"], auto), device)
 
 

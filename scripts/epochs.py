@@ -8,58 +8,101 @@ that cannot be read is named and left out. Accuracies are fractions.
 """
 
 import argparse
+import csv
 import json
 import sys
 from pathlib import Path
 
-import pandas as pd
 from filelock import FileLock
 
-from experiments.common import door
-from experiments.common.files import replace_file
-from experiments.common.settings import cell
-from scripts.reporting.runs import IDENTITY, ReportError, read_runs
+from experiments.common import door, settings
+from experiments.common.rows import read_rows, write_rows
 
+Row = dict[str, str]
+IDENTITY = [item.name for item in settings.SETTINGS if item.scripts]
 OF_THE_RUN = ("run_id", *IDENTITY, "device_name", "torch_version")
 OF_AN_EPOCH = ("epoch", "train_top1", "valid_top1", "valid_top5", "test_top1", "test_top5", "train_seconds")
 
 
-def epochs_of(config: Path, results: str) -> list[pd.DataFrame]:
-    """Return the epochs of a run, as text; nothing where it has none or writes to another results file."""
-    flags, history = json.loads(config.read_text(encoding="utf-8")), config.with_name("epochs.csv")
+def epochs_of(config: Path, results: str) -> list[Row]:
+    """The epochs of a run as rows; none if it has none or writes to another results file.
+
+    Raises:
+        LookupError, ValueError, TypeError, OSError: the folder cannot be read.
+    """
+    flags = json.loads(config.read_text(encoding="utf-8"))
+    history = config.with_name("epochs.csv")
     if Path(flags["results"]).name != results or not history.is_file():
         return []
-    rows = pd.read_csv(history, dtype=str, usecols=OF_AN_EPOCH)
-    run = {"run_id": flags["run_id"], **{name: cell(flags[name]) for name in OF_THE_RUN if name in flags}}
-    return [rows.assign(**run)] if len(rows) else []
+    run = {name: settings.cell(flags[name]) for name in OF_THE_RUN if name in flags}
+    rows = []
+    with history.open(newline="", encoding="utf-8") as file:
+        for entry in csv.DictReader(file):
+            rows.append(run | {name: entry[name] for name in OF_AN_EPOCH})
+    return rows
+
+
+def found_in(runs: Path, results: str) -> list[list[Row]]:
+    """The epochs of each run of a folder."""
+    found = []
+    for config in sorted(runs.glob("*/config.json")):
+        if not config.is_file():
+            continue
+        try:
+            rows = epochs_of(config, results)
+        except (ValueError, LookupError, TypeError, OSError, csv.Error) as error:
+            print(f"note: {config.parent} cannot be read and is left out: {error!r}", file=sys.stderr)
+            continue
+        if rows:
+            found.append(rows)
+    return found
+
+
+def by_run(rows: list[Row]) -> list[list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["run_id"], []).append(row)
+    return list(groups.values())
+
+
+def gather(results: Path, runs: Path) -> str:
+    """Write the file of a table's epochs; return what it holds.
+
+    Raises:
+        ValueError: the folder holds no such run, or the file is damaged.
+    """
+    found = found_in(runs, results.name)
+    if not found:
+        raise ValueError(f"{runs} holds no run that writes to {results.name}; name its folder by --runs")
+    output = results.with_stem(f"{results.stem}_epochs")
+    with FileLock(output.with_name(f".{output.name}.lock")):
+        longest: dict[str, list[Row]] = {}
+        for rows in sorted([*found, *by_run(read_rows(output))], key=len):  # of equals the known one stays
+            longest[rows[0]["run_id"]] = rows
+        table = []
+        for run_id in sorted(longest):
+            table += longest[run_id]
+        write_rows(output, in_order(table))
+    counts = [f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(longest.items())]
+    return f"{output}: {', '.join(counts)}"
+
+
+def in_order(rows: list[Row]) -> list[Row]:
+    """Rows with the columns of runs first, then those of epochs, then others."""
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    first = dict.fromkeys(filter(names.__contains__, (*OF_THE_RUN, *OF_AN_EPOCH)))
+    order = first | names
+    return [dict.fromkeys(order, "") | row for row in rows]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the file; return the exit status."""
     parser = argparse.ArgumentParser(description="Gather the epochs of a table's runs.")
     parser.add_argument("results", type=Path, help="CSV file of the table, such as results/table1.csv")
     parser.add_argument("--runs", type=Path, help="folder of the runs (default: runs, beside the table)")
     args = parser.parse_args(argv)
-    output, runs = args.results.with_stem(f"{args.results.stem}_epochs"), args.runs or args.results.with_name("runs")
-    found = []
-    for config in sorted(path for path in runs.glob("*/config.json") if path.is_file()):
-        try:
-            found += epochs_of(config, args.results.name)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            print(f"note: {config.parent} cannot be read and is left out: {error!r}", file=sys.stderr)
-    if not found:
-        parser.error(f"{runs} holds no run that writes to {args.results.name}; name its folder by --runs")
-    with FileLock(output.with_name(f".{output.name}.lock")):
-        try:
-            known = [rows for _, rows in read_runs(output).groupby("run_id")] if output.exists() else []
-        except ReportError as error:
-            parser.error(str(error))
-        by_length = sorted([*found, *known], key=len)  # of equals the known one stays
-        longest = {rows["run_id"].iloc[0]: rows for rows in by_length}
-        table = pd.concat([longest[run_id] for run_id in sorted(longest)])
-        columns = [name for name in dict.fromkeys([*OF_THE_RUN, *OF_AN_EPOCH, *table]) if name in table]
-        replace_file(output, table.to_csv(columns=columns, index=False, lineterminator="\n"))
-    print(f"{output}: " + ", ".join(f"{len(rows)} epochs of {run_id}" for run_id, rows in sorted(longest.items())))
+    print(gather(args.results, args.runs or args.results.with_name("runs")))
     return 0
 
 

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# Linear classifiers on embeddings with chosen settings: scripts/heads.sh trials longer finals -d heads.pt
+# Linear classifiers on embeddings with chosen settings: scripts/heads.sh heads.pt [--methods all] [--name NAME]
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/begin.sh"
-exec .venv/bin/python scripts/heads.py "$@"
+exec .venv/bin/python scripts/study.py heads "$@"

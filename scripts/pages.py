@@ -24,10 +24,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.common import door
 from experiments.common.files import replace_file
+from experiments.common.paths import REPOSITORY, ROOT
+from reporting import columns, findings, markdown, noise, reference, speed, temperatures
+from reporting.frames import METRICS, read_protocol, read_published
 from scripts import report
-from scripts.reporting import columns, findings, noise, reference, speed, studies, tables
-from scripts.reporting.runs import METRICS, ReportError, shown_p_k
 from topk_losses import METHODS
 
 WHOLE = re.compile(r"\[[\d., ]+\]|\d ± \d|Δ top")  # a P_K, a number with its interval: no narrow column shall break it
@@ -36,40 +38,46 @@ RUNS = re.compile(
     r"^Runs: ([\w.]+\.csv)(.*?)(?: Settings: (.*?)\.)?((?: (?:Published|Rerun|Not as published|[†≈]):.*)?)$",
     re.MULTILINE,
 )
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
+FIGURES = ROOT / "docs" / "figures"
 PART = re.compile(r"(^<!-- begin (\S+)((?: [^\n]*?)?) -->\n).*?(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 BASELINE = "softmax_cross_entropy"
 
 
 def results(file: Path, *conditions: str, flags: Sequence[str] = ()) -> str:
-    """Return what scripts/report.py shows with these flags. conditions: COLUMN=VALUE, as of --where."""
+    """What scripts/report.py shows with these flags. conditions: COLUMN=VALUE, as of --where."""
     words = [str(file), *flags, *(f"--where={condition}" for condition in conditions)]
-    return report.report(report.parse_arguments(words))[0]
+    return report.report(report.parse_arguments(words)).text
 
 
 def published(table: str) -> str:
-    """Return the accuracies of a table of results/paper/ in percent, without ours."""
-    rows, protocol = tables.read_published(table)
+    """The accuracies of a table of results/paper/ in percent, without ours."""
+    rows = read_published(table).to_dict("records")
     cells = []
     for row in rows:
-        name = row["published_name"] + ("†" if row["second_hand"] == "true" else "")
-        values = {}
-        for metric, label in METRICS.items():
-            if row[metric]:
-                about = "≈" if row["approximate"] == metric else ""
-                values[label] = f"{about}{100 * float(row[metric]):.{len(row[metric]) - 4}f}"
-        cells += [{"Row": name, "P_K": shown_p_k(row["p_k"]), **values}] if values else []
-    caption = f"{protocol['title']}: published test accuracy in percent."
+        values = {label: published_value(row, metric) for metric, label in METRICS.items() if row[metric]}
+        if not values:
+            continue
+        name = row["published_name"]
+        if row["second_hand"] == "true":
+            name += "†"
+        cells.append({"Row": name, "P_K": markdown.p_k(row["p_k"]), **values})
+    caption = f"{read_protocol(table)['title']}: published test accuracy in percent."
     if any(row["second_hand"] == "true" for row in rows):
         caption += " †: second-hand, read in a note about a paper."
-    frame = pd.DataFrame(cells).fillna("")
-    return f"{caption}\n\n{tables.as_markdown(frame.loc[:, (frame != '').any()])}"
+    return f"{caption}\n\n{markdown.table(markdown.without_empty_columns(pd.DataFrame(cells)))}"
+
+
+def published_value(row: dict[str, str], metric: str) -> str:
+    """A published percentage with the digits of its source."""
+    text = f"{100 * float(row[metric]):.{len(row[metric]) - 4}f}"
+    if row["approximate"] == metric:
+        return f"≈{text}"
+    return text
 
 
 def front_door_table() -> str:
-    """Return the README's table of answers."""
-    from scripts.reporting import front_door  # matplotlib takes a second
+    """The README's table of answers."""
+    from reporting import front_door  # matplotlib takes a second
 
     return front_door.table()
 
@@ -79,7 +87,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "published": published,
     "paired": partial(results, flags=["--paired", BASELINE]),
     "temperatures": partial(results, flags=["--temperatures"]),
-    "auto_gains": studies.auto_gains,
+    "auto_gains": temperatures.auto_gains,
     "benchmark": speed.benchmark,
     "official": speed.official,
     "training_steps": speed.training_steps,
@@ -88,10 +96,11 @@ KINDS: dict[str, Callable[..., str]] = {
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
     "methods": reference.methods,
-    "sorted_scores": reference.sorted_scores,
+    "sorted_scores": partial(temperatures.sorted_scores, REPOSITORY),
     "flags": reference.flags,
     "exports": reference.exports,
     "front_door": front_door_table,
+    "api": reference.api,
     "findings": findings.full_table,
     "evidence": findings.evidence,
     "speed": speed.summary,
@@ -99,22 +108,22 @@ KINDS: dict[str, Callable[..., str]] = {
 
 
 def pages() -> list[Path]:
-    """Return the pages that may have generated parts."""
+    """The pages that may have generated parts."""
     return [ROOT / name for name in ("README.md", "benchmarks/README.md", "results/README.md")] + sorted(
         ROOT.glob("docs/**/*.md")
     )
 
 
 def rewritten(text: str, folder: Path = ROOT) -> str:
-    """Return a page's text with its generated parts made again. folder: of the page.
+    """A page's text with its generated parts made again. folder: of the page.
 
     Raises:
-        ReportError: if a kind is unknown, a comment has no partner, or a results file cannot be read.
+        ValueError: if a kind is unknown, a comment has no partner, or a results file cannot be read.
     """
 
     def linked(runs: re.Match[str]) -> str:
         file, origin, settings, notes = runs.groups()
-        line = f"Runs: [{file}]({os.path.relpath(RESULTS / file, folder)}){origin}{notes}"
+        line = f"Runs: [{file}]({os.path.relpath(REPOSITORY / file, folder)}){origin}{notes}"
         if not settings:
             return line
         listed = "\n".join(f"- {setting}" for setting in settings.split("; "))
@@ -123,20 +132,24 @@ def rewritten(text: str, folder: Path = ROOT) -> str:
     def made(part: re.Match[str]) -> str:
         begin, kind, arguments, end = part.groups()
         if kind not in KINDS:
-            raise ReportError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
-        words = [ROOT / word if word.startswith("results/") else word for word in shlex.split(arguments)]
+            raise ValueError(f"begin must be followed by one of {', '.join(KINDS)}, got {kind!r}")
+        words = []
+        for word in shlex.split(arguments):
+            if word.startswith("results/"):
+                word = ROOT / word
+            words.append(word)
         content = WHOLE.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), KINDS[kind](*words))
         return f"{begin}\n{RUNS.sub(linked, content.strip())}\n\n{end}"
 
     text, number = PART.subn(made, text)
     if {number} != {len(re.findall(f"^<!-- {word}\\b", text, re.MULTILINE)) for word in ("begin", "end")}:
-        raise ReportError("each <!-- begin KIND --> needs an <!-- end --> on a line of its own")
+        raise ValueError("each <!-- begin KIND --> needs an <!-- end --> on a line of its own")
     return text
 
 
 def draw_method_figures(folder: Path) -> list[Path]:
     """Draw a figure for each method, one of all matrices and the README's; return their paths."""
-    from scripts.reporting import permutation_figure  # matplotlib takes a second, and tables need none
+    from reporting import permutation_figure  # matplotlib takes a second, and tables need none
 
     drawn = permutation_figure.draw_permutations(folder) + permutation_figure.draw_one_sample(folder)
     for method in METHODS:
@@ -146,15 +159,36 @@ def draw_method_figures(folder: Path) -> list[Path]:
 
 def draw_result_figures(folder: Path) -> list[Path]:
     """Draw the figures that are made from results/*.csv, and return their paths."""
-    from scripts.reporting import figures, front_door
+    from reporting import figures, front_door
 
     drawn = front_door.draw_hero(folder) + front_door.draw_pull(folder)
     drawn += figures.draw_benchmarks(folder)
     for name in ("temperature", "temperature_training", "table1_short", "table4_short", "table1_epochs"):
-        flags = ["--temperatures"] if name.startswith("temperature") else []
-        drawn += report.report(report.parse_arguments([f"{RESULTS}/{name}.csv", f"--figures={folder}", *flags]))[1]
-    drawn += figures.draw_noise(RESULTS / "noise", folder)
+        flags = []
+        if name.startswith("temperature"):
+            flags = ["--temperatures"]
+        words = [f"{REPOSITORY}/{name}.csv", f"--figures={folder}", *flags]
+        drawn += report.report(report.parse_arguments(words)).figures
+    drawn += figures.draw_noise(REPOSITORY / "noise", folder)
     return drawn + figures.draw_findings(folder)
+
+
+def rewrite(page: Path, only_check: bool) -> bool:
+    """Write a page again, if it changes; return whether it does."""
+    name = page.relative_to(ROOT)
+    old = page.read_text(encoding="utf-8")
+    try:
+        new = rewritten(old, page.parent)
+    except (ValueError, OSError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    if new == old:
+        return False
+    if only_check:
+        print(f"{name} would change: run scripts/pages.py", file=sys.stderr)
+    else:
+        replace_file(page, new.encode())
+        print(f"{name} rewritten", file=sys.stderr)
+    return True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,17 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     status = 0
     for page in pages():
-        name, old = page.relative_to(ROOT), page.read_text(encoding="utf-8")
-        try:
-            new = rewritten(old, page.parent)
-        except (ReportError, OSError, TypeError) as error:
-            print(f"error: {name}: {error}", file=sys.stderr)
-            return 2
-        if new != old:
-            status = 1 if args.check else 0
-            print(f"{name} {'would change: run scripts/pages.py' if args.check else 'rewritten'}", file=sys.stderr)
-            if not args.check:
-                replace_file(page, new)
+        if rewrite(page, only_check=args.check) and args.check:
+            status = 1
     if args.figures:
         for draw in (draw_method_figures, draw_result_figures, reference.draw_tutorial):
             draw(FIGURES)
@@ -185,4 +210,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(door.call(main))

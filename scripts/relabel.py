@@ -13,7 +13,9 @@ ten random directions a row lies furthest along from the mean of its class.
 """
 
 import argparse
+import hashlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor
 
 from data.cifar import human_labels, noisy_labels
-from data.embeddings import split_rows
+from data.embeddings import SPLITS, load_embeddings, split_rows
+from data.torch_file import load_torch_file
 from experiments.common import door
 from experiments.common.files import save_torch_file
 
@@ -30,7 +33,7 @@ PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a cl
 
 
 def counted_matrix(clean: Tensor, noisy: Tensor, classes: int, prior_rows: float) -> Tensor:
-    """Return T (classes, classes): the shares of the noisy labels (N,) of each clean class, float64.
+    """T (classes, classes): the shares of the noisy labels (N,) of each clean class, float64.
 
     prior_rows: so many rows of each class are added, which are spread as uniform noise of the rate of all rows spreads
     them, so that a pair of classes that was not seen has no probability of 0.
@@ -42,7 +45,7 @@ def counted_matrix(clean: Tensor, noisy: Tensor, classes: int, prior_rows: float
 
 
 def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Return the labels (N,) that train, wrong at some of these rows, and the matrix T (classes, classes) of the noise.
+    """The labels (N,) that train, wrong at some of these rows, and the matrix T (classes, classes) of the noise.
 
     Raises:
         ValueError: --human has labels of other images.
@@ -59,30 +62,100 @@ def wrong_labels(args: argparse.Namespace, train: Tensor, rows: Tensor, classes:
 
 
 def matrix_files(output: Path) -> dict[str, Path]:
-    """Return the files of the two matrices beside a file of embeddings."""
+    """The files of the two matrices beside a file of embeddings."""
     return {name: output.with_name(f"{output.stem}_{name}.pt") for name in ("true", "estimated")}
 
 
+def kind_of_labels(args: argparse.Namespace) -> str:
+    """What the column labels of a row says."""
+    if args.human is not None:
+        return "human"
+    if args.label_noise:
+        return f"{args.label_noise:g} among {args.among}, draw {args.draw}"
+    return "right"
+
+
 def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) -> dict[str, Any]:
-    """Return the parts of a file that wrong labels change, and write the two matrices beside it."""
-    train, every = content["train_labels"], torch.arange(len(content["train_labels"]))
-    learn, valid = (every, every) if "valid_labels" in content else split_rows(len(train), args.num_valid, seed=0)
-    noisy, true = wrong_labels(args, train, every if args.noisy_valid else learn, classes)
+    """The parts of a file that wrong labels change; write the two matrices beside it."""
+    train = content["train_labels"]
+    every = torch.arange(len(train))
+    learn = every
+    valid = every
+    if "valid_labels" not in content:
+        learn, valid = split_rows(len(train), args.num_valid, seed=0)
+    rows = learn
+    if args.noisy_valid:
+        rows = every
+    noisy, true = wrong_labels(args, train, rows, classes)
     known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
     estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
     for name, matrix in (("true", true), ("estimated", estimated)):
         save_torch_file(matrix_files(args.output)[name], matrix)
-    drawn = f"{args.label_noise:g} among {args.among}, draw {args.draw}" if args.label_noise else "right"
-    changed = {"info": content.get("info", {}) | {"labels": "human" if args.human is not None else drawn}}
-    if not args.noisy_valid:
-        return changed | {"train_labels": noisy}
-    for name, rows, labels in (("train", learn, noisy), ("valid", valid, noisy), ("clean", valid, train)):
-        changed |= {f"{name}_embeddings": content["train_embeddings"][rows], f"{name}_labels": labels[rows]}
+    info = content.get("info", {}) | {"labels": kind_of_labels(args), "source": source_of(args)}
+    changed = {"info": info, "train_labels": noisy}
+    if args.noisy_valid:
+        for name, chosen, labels in (("train", learn, noisy), ("valid", valid, noisy), ("clean", valid, train)):
+            changed[f"{name}_embeddings"] = content["train_embeddings"][chosen]
+            changed[f"{name}_labels"] = labels[chosen]
     return changed
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the file; return the exit status."""
+def with_classes(args: argparse.Namespace, content: dict[str, Any], classes: int) -> dict[str, Any]:
+    """The labels of all splits with ten classes in one, or each class in ten."""
+    train = content["train_embeddings"].float()
+    centers = torch.zeros(classes, train.shape[1])  # (classes, dim)
+    for index in range(classes):
+        centers[index] = train[content["train_labels"] == index].mean(0)
+    directions = torch.randn(train.shape[1], 10, generator=torch.Generator().manual_seed(0))  # (dim, 10)
+    changed: dict[str, Any] = {"info": content.get("info", {}) | {"num_classes": args.num_classes}}
+    for name in SPLITS:
+        if f"{name}_labels" not in content:
+            continue
+        labels = content[f"{name}_labels"]
+        part = ((content[f"{name}_embeddings"].float() - centers[labels]) @ directions).argmax(1)  # (N,)
+        if args.num_classes < classes:
+            changed[f"{name}_labels"] = labels // 10
+        else:
+            changed[f"{name}_labels"] = 10 * labels + part
+    return changed
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a file of embeddings.
+
+    Raises:
+        ValueError: it is no such file, or has labels that would stay as they are.
+    """
+    load_embeddings(path)
+    content = load_torch_file(path, "a torch file of tensors", mapped=True)
+    known = {f"{split}_{part}" for split in SPLITS for part in ("embeddings", "labels")}
+    for name, value in content.items():
+        if isinstance(value, Tensor) and name not in known:
+            raise ValueError(
+                f"{path} has {name}, whose labels would stay: delete it, or rename it to one of "
+                f"{', '.join(sorted(known))}"
+            )
+    return content
+
+
+def source_of(args: argparse.Namespace) -> str:
+    """The content of the files from which labels are written."""
+    parts = [str(load_embeddings(args.data).about(str(args.data))["embeddings"])]
+    if args.human is not None:
+        parts.append(hashlib.sha256(args.human.read_bytes()).hexdigest()[:8])
+    return " ".join(parts)
+
+
+def is_written(words: Sequence[str]) -> bool:
+    """Whether the output of a call is there, made of the same files."""
+    args = parse_arguments(words)
+    if not all(path.is_file() for path in (args.output, *matrix_files(args.output).values())):
+        return False
+    info = load_torch_file(args.output, "a torch file of tensors", mapped=True).get("info", {})
+    return info.get("labels") == kind_of_labels(args) and info.get("source") == source_of(args)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a file of embeddings with other labels.")
     parser.add_argument("data", type=Path, help="torch file of embeddings")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -92,35 +165,47 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--among", type=int, default=5, help="consecutive class ids to draw from (default: 5)")
     parser.add_argument("--draw", type=int, default=0, help="random seed of the noise (default: 0)")
     parser.add_argument("--noisy_valid", action="store_true", help="give the rows that validate wrong labels, too")
-    message = "training rows that validate if no others do (default: 5000)"
-    parser.add_argument("--num_valid", type=int, default=5000, help=message)
+    parser.add_argument(
+        "--num_valid", type=int, default=5000, help="training rows that validate if no others do (default: 5000)"
+    )
     parser.add_argument("--output", type=Path, required=True, help="torch file to write")
     args = parser.parse_args(argv)
     if not args.data.is_file():
         parser.error(f"there is no file {args.data}")
     inputs = [file.resolve() for file in (args.data, args.human) if file is not None]
-    if taken := {file.resolve() for file in (args.output, *matrix_files(args.output).values())}.intersection(inputs):
-        parser.error(f"--output {args.output} would replace {taken.pop()}, which is read")
-    content = torch.load(args.data, mmap=True, weights_only=True)
-    labels = {name: content[f"{name}_labels"] for name in ("train", "valid", "test") if f"{name}_labels" in content}
-    classes = 1 + max(int(ids.max()) for ids in labels.values())
+    for output in (args.output, *matrix_files(args.output).values()):
+        if output.resolve() in inputs:
+            parser.error(f"--output {args.output} would replace {output.resolve()}, which is read")
+    return args
+
+
+def check(args: argparse.Namespace, content: dict[str, Any], classes: int) -> None:
+    """Raise ValueError for flags that do not fit the file."""
+    if args.num_classes is not None:
+        if args.num_classes not in (classes // 10, 10 * classes):
+            raise ValueError(f"--num_classes must be a tenth of {classes}, or ten times as many")
+        return
+    if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
+        raise ValueError(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
+    labels = content.get("info", {}).get("labels", "right")
+    if labels != "right" or "clean_labels" in content:
+        raise ValueError(f"{args.data} has wrong labels already ({labels}): give the file with right ones")
+    if args.noisy_valid and "valid_labels" in content:
+        raise ValueError(
+            f"--noisy_valid: {args.data} has rows that validate, which are not drawn from those that train"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    content = read(args.data)
+    labels = [content[f"{name}_labels"] for name in SPLITS if f"{name}_labels" in content]
+    classes = 1 + max(int(ids.max()) for ids in labels)
+    check(args, content, classes)
     if args.num_classes is None:
-        if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
-            parser.error(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
-        if args.noisy_valid and "valid" in labels:
-            message = "has rows that validate, which are not drawn from those that train"
-            parser.error(f"--noisy_valid: {args.data} {message}")
         content |= with_noise(args, content, classes)
-    elif args.num_classes not in (classes // 10, 10 * classes):
-        parser.error(f"--num_classes must be a tenth of {classes}, or ten times as many")
     else:
-        train = content["train_embeddings"].float()
-        means = torch.stack([train[labels["train"] == c].mean(0) for c in range(classes)])  # (classes, dim)
-        directions = torch.randn(train.shape[1], 10, generator=torch.Generator().manual_seed(0))  # (dim, 10)
-        for name, ids in labels.items():
-            part = ((content[f"{name}_embeddings"].float() - means[ids]) @ directions).argmax(1)  # (N,)
-            content[f"{name}_labels"] = ids // 10 if args.num_classes < classes else 10 * ids + part
-        content["info"] = content.get("info", {}) | {"num_classes": args.num_classes}
+        content |= with_classes(args, content, classes)
     save_torch_file(args.output, content)
     return 0
 

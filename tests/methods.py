@@ -1,9 +1,11 @@
 """The methods by what tests must know of them, and batches for their losses."""
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
-from topk_losses import METHODS, RELAXATIONS, TOP1_MODES
+from topk_losses import METHODS, RELAXATIONS, TOP1_MODES, TopKOperator, make_operator
 from topk_losses.methods import TOP1
 
 # without noise: functions of their arguments
@@ -14,7 +16,7 @@ FOLLOW = [name for name, method in METHODS.items() if method.spread]
 STOCHASTIC = tuple(name for name, method in METHODS.items() if method.stochastic)
 # with the official epsilon, log(p (1 - 2e-7) + 1e-7); the others stay in exact logarithms
 GUARDED = {"neuralsort", "softsort", "sinkhorn_sort", "sparse_topk", "perturbed_topk"}
-GUARDED |= {name for name, method in METHODS.items() if method.network}
+GUARDED |= {name for name, method in METHODS.items() if method.family == "networks"}
 RELAXED = tuple(name for name in RELAXATIONS if name in DETERMINISTIC)
 # whose indicators do not sum to k, nor do rows of P to 1
 WITHOUT_A_SUM = ("df_topk", "recall_surrogate")
@@ -47,3 +49,38 @@ def value_and_gradient(function, logits: Tensor, *others) -> tuple[Tensor, Tenso
     leaf = logits.detach().clone().requires_grad_()
     value = function(leaf, *others)
     return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+
+@dataclass
+class Bound:
+    """An operator with the number of ranks and the inverse temperature of a test; None: its default."""
+
+    operator: TopKOperator
+    k: int
+    beta: float | Tensor | None = None
+
+    def permutation_matrix(self, logits, **given):
+        return self.operator.permutation_matrix(logits, self.k, **{"inverse_temperature": self.beta, **given})
+
+    __call__ = permutation_matrix
+
+    def rank_probabilities(self, logits, labels, **given):
+        return self.operator.rank_probabilities(logits, labels, self.k, **{"inverse_temperature": self.beta, **given})
+
+    def topk_mass(self, logits, sets, **given):
+        return self.operator.topk_mass(logits, sets, self.k, **{"inverse_temperature": self.beta, **given})
+
+    def mask(self, logits, k=None, **given):
+        k = self.k if k is None else k
+        return self.operator.mask(logits, k, **{"inverse_temperature": self.beta, **given})
+
+    def exact(self):
+        """The same, with a transport that is solved to the last digits."""
+        if not hasattr(self.operator, "tolerance"):
+            return self
+        return Bound(replace(self.operator, tolerance=1e-13), self.k, self.beta)
+
+
+def bound(method, k, beta=None, distribution=None) -> Bound:
+    """The operator of a method, with k ranks and an inverse temperature."""
+    return Bound(make_operator(method, distribution), k, beta)

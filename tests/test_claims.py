@@ -1,4 +1,4 @@
-"""What README and findings say in words, asked of results/*.csv. A failure here means: read the pages again."""
+"""What README and findings say in words, asked of results/repository/. A failure here means: read the pages again."""
 
 import functools
 import re
@@ -7,9 +7,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from scipy.special import stdtrit
 
-from scripts.reporting import findings, permutation_figure
-from scripts.reporting.runs import half_width
+from experiments.common.paths import REPOSITORY
+from reporting import findings, permutation_figure
 from topk_losses import ForwardCorrectionLoss, TopKCrossEntropyLoss
 from topk_losses.methods import SINGLE_K
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FINDINGS = ROOT / "docs" / "findings.md"
 PAGES = [ROOT / "README.md", FINDINGS, *sorted((ROOT / "docs" / "findings").glob("*.md"))]
 CHOSEN_BY_ONE_SEED = re.compile(
-    r"<!-- begin (front_door|findings|noise_|paired results/(heads|tiny|scratch|noise_scratch))"
+    r"<!-- begin (front_door|findings|noise_|paired results/repository/(heads|tiny|scratch|noise_scratch))"
 )
 METRICS, SOFTMAX, SPLITTER = ["test_top1", "test_top5"], "softmax_cross_entropy", "splitter_selection"
 HALF, EVEN, FIFTH = "0.5 0 0 0 0.5", "0.2 0.2 0.2 0.2 0.2", "0 0 0 0 1"  # P_K
@@ -27,7 +28,7 @@ SORTS = ["neuralsort", "softsort", "sinkhorn_sort", SPLITTER]
 @functools.cache
 def rows(name):
     """A results file, accuracies in percent."""
-    table = pd.read_csv(findings.RESULTS / f"{name}.csv")
+    table = pd.read_csv(REPOSITORY / f"{name}.csv")
     accuracies = [column for column in table if "_top" in column and table[column].dtype == float]
     return table.assign(**{column: 100 * table[column] for column in accuracies})
 
@@ -38,7 +39,8 @@ def gains(name, *keys, baseline=SOFTMAX):
     base = table[table.method == baseline].set_index("seed")[METRICS]
     others = table[table.method != baseline].set_index([*keys, "seed"])[METRICS]
     by_line = others.sub(base, level="seed").dropna().groupby(list(keys))
-    return by_line.mean(), half_width(by_line.std(), by_line.size().iloc[0])
+    n = by_line.size().iloc[0]
+    return by_line.mean(), stdtrit(n - 1, 0.975) * by_line.std() / n**0.5
 
 
 def test_each_finding_that_a_sentence_names_has_the_status_that_the_sentence_was_written_for():

@@ -1,4 +1,4 @@
-"""How dense the training code is: facts per statement. Lines are not counted."""
+"""How dense the code is: facts per statement. Lines are not counted."""
 
 import ast
 from pathlib import Path
@@ -8,6 +8,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Packages, and the comprehensions that 100 of their statements may have.
+PACKAGES = {"experiments": 4, "data": 4, "models": 4, "studies": 4, "reporting": 6, "scripts": 4}
 
 
 def is_docstring(node: ast.stmt) -> bool:
@@ -35,16 +37,16 @@ def nodes_of(package: str) -> list[ast.AST]:
     return nodes
 
 
-@pytest.mark.parametrize("package", ["experiments", "data", "models"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_line_has_one_fact(package):
     nodes = nodes_of(package)
     assert [ast.unparse(node) for node in nodes if assigns_several_values(node)] == []
     hundreds = sum(isinstance(node, ast.stmt) and not is_docstring(node) for node in nodes) / 100
-    assert sum(isinstance(node, COMPREHENSIONS) for node in nodes) <= 4 * hundreds
+    assert sum(isinstance(node, COMPREHENSIONS) for node in nodes) <= PACKAGES[package] * hundreds
     assert sum(isinstance(node, ast.IfExp) for node in nodes) <= 2 * hundreds
 
 
-@pytest.mark.parametrize("package", ["experiments", "data", "models"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_functions_are_short_and_take_few_parameters(package):
     for node in nodes_of(package):
         if isinstance(node, FUNCTIONS):

@@ -12,21 +12,24 @@ tensor(1.3422)
 
 from importlib.metadata import PackageNotFoundError, version
 
-from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCrossEntropyLoss
+from topk_losses.classification import CallSettings, ClassificationLoss
+from topk_losses.comparators import Network, bitonic, odd_even, splitter_selection
+from topk_losses.cross_entropy import LDRKLLoss, SoftmaxCrossEntropyLoss
+from topk_losses.factory import make_loss
 from topk_losses.functional import soft_topk_values, topk_cross_entropy, topk_mask
-from topk_losses.loss import TopKCrossEntropyLoss, make_loss
 from topk_losses.methods import (
     ALIASES,
     METHODS,
     RELAXATIONS,
     TOP1_MODES,
     make_operator,
-    register_method,
+    register_loss,
+    register_operator,
     resolve_method,
     resolve_settings,
 )
-from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
-from topk_losses.operator import MaskOperator, TopKOperator
+from topk_losses.networks import RelaxedNetwork
+from topk_losses.operator import TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.robust import (
     ForwardCorrectionLoss,
@@ -42,6 +45,7 @@ from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
 from topk_losses.temperature import AutoTemperature
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK, ThresholdOperator
+from topk_losses.topk_cross_entropy import TopKCrossEntropyLoss
 from topk_losses.transport import SinkhornSort, SoftTopK, SortedSoftTopK
 
 try:
@@ -51,13 +55,13 @@ except PackageNotFoundError:  # a copy of the folder
 
 # fmt: off
 __all__ = [
-    "ALIASES", "DISTRIBUTIONS", "LML", "METHODS", "RELAXATIONS", "TOP1_MODES", "AutoTemperature", "CappedSoftmax",
-    "ClassificationLoss", "DFTopK", "ForwardCorrectionLoss", "GeneralizedCrossEntropyLoss", "LDRKLLoss", "LapSum",
-    "MaskOperator", "NCEAndRCELoss", "Network", "NeuralSort", "NoisedTopKLoss", "PHuberCrossEntropyLoss",
+    "ALIASES", "DISTRIBUTIONS", "LML", "METHODS", "RELAXATIONS", "TOP1_MODES", "AutoTemperature", "CallSettings",
+    "CappedSoftmax", "ClassificationLoss", "DFTopK", "ForwardCorrectionLoss", "GeneralizedCrossEntropyLoss",
+    "LDRKLLoss", "LapSum", "NCEAndRCELoss", "Network", "NeuralSort", "NoisedTopKLoss", "PHuberCrossEntropyLoss",
     "PerturbedTopK", "RecallSurrogate", "RelaxedNetwork", "SinkhornSort", "SmoothHardTopKLoss",
     "SmoothTopKLoss", "SoftSort", "SoftTopK", "SoftmaxCrossEntropyLoss", "SortedSoftTopK", "SparseTopK", "SubsetTopK",
     "SymmetricCrossEntropyLoss", "ThresholdOperator", "TopKCrossEntropyLoss", "TopKOperator", "TruncatedEntropyLoss",
-    "bitonic", "make_loss", "make_operator", "odd_even", "register_method", "resolve_method", "resolve_settings",
-    "soft_topk_values", "splitter_selection", "topk_cross_entropy", "topk_mask",
+    "bitonic", "make_loss", "make_operator", "odd_even", "register_loss", "register_operator", "resolve_method",
+    "resolve_settings", "soft_topk_values", "splitter_selection", "topk_cross_entropy", "topk_mask",
 ]
 # fmt: on

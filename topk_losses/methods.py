@@ -1,4 +1,4 @@
-"""The methods by their name on the command line. The only place that dispatches on a method's name.
+"""The methods by their names, those of the repository and those that are registered.
 
 Default temperatures are the published ones for ImageNet (the paper's README), where m = 16 scores are sorted; the
 CIFAR-100 ones (all 100 scores) are in the training script. Transport methods, whose settings were not published,
@@ -6,124 +6,181 @@ take the defaults of OTT (SinkhornSort) and of Xie et al. (SOFT top-k). Those of
 losses, and the targets of "auto", are from results/temperature.csv (docs/findings/temperature-study.md).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, SupportsIndex
+import functools
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TypedDict
 
 from torch import Tensor
 
 from topk_losses import robust
-from topk_losses.checks import AUTO, check_choice, check_integer, check_inverse_temperature, check_k
-from topk_losses.classification import ClassificationLoss, LDRKLLoss, SoftmaxCrossEntropyLoss
-from topk_losses.networks import Network, RelaxedNetwork, bitonic, odd_even, splitter_selection
+from topk_losses.checks import AUTO, check_choice, check_inverse_temperature
+from topk_losses.classification import ClassificationLoss
+from topk_losses.cross_entropy import LDRKLLoss, SoftmaxCrossEntropyLoss
+from topk_losses.networks import RelaxedNetwork
 from topk_losses.operator import TopKOperator
 from topk_losses.ranks import DFTopK, PerturbedTopK, RecallSurrogate
 from topk_losses.sigmoids import check_sigmoid
-from topk_losses.single_k import BETA, SPREAD, NoisedTopKLoss, TruncatedEntropyLoss
+from topk_losses.single_k import NoisedTopKLoss, TruncatedEntropyLoss
 from topk_losses.smooth_svm import SmoothHardTopKLoss, SmoothTopKLoss
 from topk_losses.sorts import NeuralSort, SoftSort
 from topk_losses.subset import SubsetTopK
-from topk_losses.temperature import AutoTemperature
 from topk_losses.threshold import LML, CappedSoftmax, LapSum, SparseTopK
 from topk_losses.transport import SinkhornSort, SoftTopK
 
 TOP1_MODES = ("sm", "smce", "sort")
+ENTRY_POINTS = "topk_losses.methods"  # the group that a package names its own methods in
 
 
-class Method(NamedTuple):
-    """What a method is built from.
+@dataclass(frozen=True)
+class Method:
+    """What a name stands for: a relaxed top-k operator, whose loss is a TopKCrossEntropyLoss, or a loss.
 
     Attributes:
         family: for tables and figures.
-        inverse_temperature: default; None: it has none.
-        operator: class of a relaxed sort for any number of scores, built from k and an inverse temperature.
-        network: builder of a comparator network, from n and k.
-        loss: class of a loss without a relaxed permutation matrix.
-        stochastic: whether it draws noise, from the `generator` of the loss or the call.
-        spread: what "auto" keeps the inverse temperature times the standard deviation of the logits at. None: "auto" is
-            the default, since the method hardly depends on the scale of the logits; for odd_even and ldr_kl we found
-            none.
+        operator: the operator; None for a loss without one.
+        loss: the class of a loss without an operator.
     """
 
     family: str
-    inverse_temperature: float | None
-    operator: Callable[..., TopKOperator] | None = None
-    network: Callable[..., Network] | None = None
-    loss: Callable[..., ClassificationLoss] | None = None
-    stochastic: bool = False
-    spread: float | None = None
+    operator: TopKOperator | None = None
+    loss: type[ClassificationLoss] | None = None
 
-    def auto(self) -> AutoTemperature | float | None:
-        """What inverse_temperature="auto" stands for: one that follows the logits, or the default."""
-        if self.spread is None or self.inverse_temperature is None:
-            return self.inverse_temperature
-        return AutoTemperature(self.spread, self.inverse_temperature)
+    @property
+    def inverse_temperature(self) -> float | None:
+        """The default inverse temperature; None for a method that has none."""
+        if self.operator is not None:
+            return self.operator.default_inverse_temperature
+        assert self.loss is not None
+        return self.loss.default_inverse_temperature
 
+    @property
+    def spread(self) -> float | None:
+        """What "auto" keeps the inverse temperature times the standard deviation of the logits at.
 
-def _from_operator(family: str, operator: type[TopKOperator], spread: float | None = None) -> Method:
-    return Method(family, operator.default_inverse_temperature, operator, None, None, operator.stochastic, spread)
+        None: "auto" is the default, since the method hardly depends on the scale of the logits; for odd_even and
+        ldr_kl we found none.
+        """
+        if self.operator is not None:
+            return self.operator.logit_std
+        assert self.loss is not None
+        return self.loss.logit_std
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the method draws noise, from the `generator` of the loss or the call."""
+        if self.operator is not None:
+            return self.operator.draws_noise
+        assert self.loss is not None
+        return self.loss.draws_noise
+
+    @property
+    def takes(self) -> str:
+        """Which P_K it takes: "any", "one k", or "top-1", which is none."""
+        if self.loss is None:
+            return "any"
+        return self.loss.takes
 
 
 METHODS: dict[str, Method] = {
-    "softmax_cross_entropy": Method("losses", None, loss=SoftmaxCrossEntropyLoss),
-    "ldr_kl": Method("losses", 1.0, loss=LDRKLLoss),
-    "smooth_topk": Method("losses", 1.0, loss=SmoothTopKLoss),
-    "smooth_hard_topk": Method("losses", 1.0, loss=SmoothHardTopKLoss),
-    "truncated_entropy": Method("losses", None, loss=TruncatedEntropyLoss),
-    "noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
-    # the same with class_counts
-    "imbalanced_noised_topk": Method("losses", BETA, loss=NoisedTopKLoss, stochastic=True, spread=SPREAD),
-    "forward_correction": Method("robust", None, loss=robust.ForwardCorrectionLoss),
-    "generalized_cross_entropy": Method("robust", None, loss=robust.GeneralizedCrossEntropyLoss),
-    "symmetric_cross_entropy": Method("robust", None, loss=robust.SymmetricCrossEntropyLoss),
-    "nce_rce": Method("robust", None, loss=robust.NCEAndRCELoss),
-    "phuber_cross_entropy": Method("robust", None, loss=robust.PHuberCrossEntropyLoss),
-    "neuralsort": _from_operator("sorts", NeuralSort, 0.8),
-    "softsort": _from_operator("sorts", SoftSort, 3.0),
-    "sinkhorn_sort": _from_operator("transports", SinkhornSort),
-    "soft_topk": _from_operator("transports", SoftTopK),
-    "lml": _from_operator("thresholds", LML, 3.0),
-    "lapsum": _from_operator("thresholds", LapSum, 2.7),
-    "sparse_topk": _from_operator("thresholds", SparseTopK, 0.7),
-    "capped_softmax": _from_operator("thresholds", CappedSoftmax, 2.2),
-    "subset_topk": _from_operator("subsets", SubsetTopK, 3.0),
-    "df_topk": _from_operator("ranks", DFTopK, 2.0),
-    "recall_surrogate": _from_operator("ranks", RecallSurrogate, 2.2),
-    "perturbed_topk": _from_operator("ranks", PerturbedTopK, 1.2),
-    "odd_even": Method("networks", 1.0, network=odd_even),
-    "bitonic": Method("networks", 1.0, network=bitonic, spread=13.0),
-    "splitter_selection": Method("networks", 1.0, network=splitter_selection, spread=6.0),
+    "softmax_cross_entropy": Method("losses", loss=SoftmaxCrossEntropyLoss),
+    "ldr_kl": Method("losses", loss=LDRKLLoss),
+    "smooth_topk": Method("losses", loss=SmoothTopKLoss),
+    "smooth_hard_topk": Method("losses", loss=SmoothHardTopKLoss),
+    "truncated_entropy": Method("losses", loss=TruncatedEntropyLoss),
+    "noised_topk": Method("losses", loss=NoisedTopKLoss),
+    "imbalanced_noised_topk": Method("losses", loss=NoisedTopKLoss),  # with class_counts
+    "forward_correction": Method("robust", loss=robust.ForwardCorrectionLoss),
+    "generalized_cross_entropy": Method("robust", loss=robust.GeneralizedCrossEntropyLoss),
+    "symmetric_cross_entropy": Method("robust", loss=robust.SymmetricCrossEntropyLoss),
+    "nce_rce": Method("robust", loss=robust.NCEAndRCELoss),
+    "phuber_cross_entropy": Method("robust", loss=robust.PHuberCrossEntropyLoss),
+    "neuralsort": Method("sorts", NeuralSort()),
+    "softsort": Method("sorts", SoftSort()),
+    "sinkhorn_sort": Method("transports", SinkhornSort()),
+    "soft_topk": Method("transports", SoftTopK()),
+    "lml": Method("thresholds", LML()),
+    "lapsum": Method("thresholds", LapSum()),
+    "sparse_topk": Method("thresholds", SparseTopK()),
+    "capped_softmax": Method("thresholds", CappedSoftmax()),
+    "subset_topk": Method("subsets", SubsetTopK()),
+    "df_topk": Method("ranks", DFTopK()),
+    "recall_surrogate": Method("ranks", RecallSurrogate()),
+    "perturbed_topk": Method("ranks", PerturbedTopK()),
+    "odd_even": Method("networks", RelaxedNetwork("odd_even")),
+    "bitonic": Method("networks", RelaxedNetwork("bitonic")),
+    "splitter_selection": Method("networks", RelaxedNetwork("splitter_selection")),
 }
-# Without a k, as P_K = [1, 0, ..].
-TOP1 = ("softmax_cross_entropy", "ldr_kl", *(name for name, method in METHODS.items() if method.family == "robust"))
-SINGLE_K = tuple(name for name, method in METHODS.items() if method.loss and name not in TOP1)
-RELAXATIONS = tuple(name for name, method in METHODS.items() if method.loss is None)
+# Of the methods above: without a k, as P_K = [1, 0, ..]; of a single k; of any P_K.
+TOP1 = tuple(name for name, method in METHODS.items() if method.takes == "top-1")
+SINGLE_K = tuple(name for name, method in METHODS.items() if method.takes == "one k")
+RELAXATIONS = tuple(name for name, method in METHODS.items() if method.takes == "any")
 # Published commands name the official code's dense path; here one evaluation serves both.
 ALIASES = {"bitonic__non_sparse": "bitonic"}
 
 
-def register_method(
-    name: str, operator: Callable[..., TopKOperator], inverse_temperature: float | None = None,
-    spread: float | None = None, stochastic: bool = False, family: str = "own",
-) -> None:  # fmt: skip
+def register_operator(name: str, operator: TopKOperator, family: str = "own") -> None:
     """Give an operator of your own a name that make_loss, TopKCrossEntropyLoss, make_operator and topk_mask take.
 
     Args:
         name: not yet a name of METHODS.
-        operator: its class, or a function of (k, inverse_temperature).
-        inverse_temperature: default, above 0; None: the class's `default_inverse_temperature`.
-        spread: what "auto" keeps the inverse temperature times the standard deviation of the logits at; None: no
-            "auto".
-        stochastic: whether it draws noise.
+        operator: the operator.
         family: for tables and figures.
 
     Raises:
+        TypeError: it is no TopKOperator.
         ValueError: the name is taken.
     """
+    if not isinstance(operator, TopKOperator):
+        raise TypeError(f"an operator is an object of a class derived from TopKOperator, got {operator!r}")
+    add_method(name, Method(family, operator=operator))
+
+
+def register_loss(name: str, loss: type[ClassificationLoss], family: str = "own") -> None:
+    """Give a loss of your own a name that make_loss takes.
+
+    Args:
+        name: not yet a name of METHODS.
+        loss: its class, with the arguments of ClassificationLoss and its own.
+        family: for tables and figures.
+
+    Raises:
+        TypeError: it is no class of losses.
+        ValueError: the name is taken.
+    """
+    if not isinstance(loss, type) or not issubclass(loss, ClassificationLoss):
+        raise TypeError(f"a loss is a class derived from ClassificationLoss, got {loss!r}")
+    add_method(name, Method(family, loss=loss))
+
+
+def add_method(name: str, method: Method) -> None:
+    """Add a method under a new name; raise ValueError for a name that stands for another method."""
+    if METHODS.get(name) == method:
+        return
     if name in METHODS or name in ALIASES:
         raise ValueError(f"there is a method {name!r} already; choose another name")
-    beta = getattr(operator, "default_inverse_temperature", 1.0) if inverse_temperature is None else inverse_temperature
-    check_inverse_temperature(beta)
-    METHODS[name] = Method(family, beta, operator, None, None, stochastic, spread)
+    METHODS[name] = method
+
+
+@functools.cache
+def register_entry_points() -> None:
+    """Register what installed packages name in the group `topk_losses.methods`, once.
+
+    An entry point is a class of losses, a class of operators without settings, or an operator.
+    """
+    for entry_point in entry_points(group=ENTRY_POINTS):
+        own = entry_point.load()
+        if isinstance(own, type) and issubclass(own, ClassificationLoss):
+            register_loss(entry_point.name, own)
+        elif isinstance(own, type):
+            register_operator(entry_point.name, own())
+        else:
+            register_operator(entry_point.name, own)
+
+
+def find_method(method: str) -> Method:
+    """Return what a name stands for; raise ValueError with the nearest name where it is unknown."""
+    return METHODS[resolve_method(method)]
 
 
 def resolve_method(method: str, relaxed: bool = False) -> str:
@@ -136,71 +193,123 @@ def resolve_method(method: str, relaxed: bool = False) -> str:
     Raises:
         ValueError: the name is unknown (the message has the nearest one), or the method is refused.
     """
-    method = check_choice("method", ALIASES.get(method, method), METHODS)
-    if relaxed and METHODS[method].loss:
+    method = ALIASES.get(method, method)
+    if method not in METHODS:
+        register_entry_points()
+    method = check_choice("method", method, METHODS)
+    if relaxed and METHODS[method].operator is None:
+        names = [name for name, other in METHODS.items() if other.operator is not None]
         raise ValueError(
             f"{method} has no relaxed permutation matrix; build its loss with make_loss({method!r}, ...), or choose "
-            f"one of: {', '.join(name for name, spec in METHODS.items() if spec.loss is None)}"
+            f"one of: {', '.join(names)}"
         )
     return method
 
 
-def resolve_settings(
-    method: str, inverse_temperature: float | Tensor | str | None = None, distribution: str | None = None,
-    art_lambda: float | None = None, top1_mode: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the settings that a method runs with: defaults filled in, None where a setting does not apply.
+def find_operator(method: str | TopKOperator) -> TopKOperator:
+    """Return the operator of a method by its name; an operator as it is.
 
-    Returns:
-        The values of inverse_temperature, distribution, art_lambda and top1_mode, by name.
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    if isinstance(method, TopKOperator):
+        return method
+    if not isinstance(method, str):
+        raise TypeError(f"method must be the name of a method or a TopKOperator, got {type(method).__name__}")
+    operator = METHODS[resolve_method(method, relaxed=True)].operator
+    assert operator is not None
+    return operator
+
+
+def make_operator(
+    method: str | TopKOperator, distribution: str | None = None, art_lambda: float | None = None
+) -> TopKOperator:
+    """Build the relaxed top-k operator of a method by name.
+
+    Args:
+        method: one of RELAXATIONS, or a name that was registered.
+        distribution, art_lambda: settings of a network; None: its defaults.
+
+    Raises:
+        ValueError: a method without a relaxed permutation matrix, or settings that do not fit it.
+    """
+    operator = find_operator(method)
+    if distribution is None and art_lambda is None:
+        return operator
+    if not isinstance(operator, RelaxedNetwork):
+        setting = "distribution" if distribution is not None else "art_lambda"
+        value = distribution if distribution is not None else art_lambda
+        raise refuse_setting(setting, value, str(method))
+    return RelaxedNetwork(operator.construction, distribution or operator.distribution, art_lambda)
+
+
+NETWORKS_ALONE = "relaxed networks (odd_even, bitonic, splitter_selection)"
+APPLIES_TO = {
+    "inverse_temperature": "methods with a temperature",
+    "distribution": NETWORKS_ALONE,
+    "art_lambda": "relaxed networks with the distribution logistic_phi",
+    "top1_mode": "methods with a relaxed permutation matrix",
+}
+
+
+def refuse_setting(name: str, value: object, method: str) -> ValueError:
+    """Return the error for a setting that a method does not have."""
+    return ValueError(f"{name} applies to {APPLIES_TO[name]}, not to {method}; leave it out, got {value!r}")
+
+
+class ResolvedSettings(TypedDict):
+    """The settings that a method runs with, None where one does not apply."""
+
+    inverse_temperature: float | Tensor | str | None
+    distribution: str | None
+    art_lambda: float | None
+    top1_mode: str | None
+
+
+def resolve_settings(
+    method: str,
+    inverse_temperature: float | Tensor | str | None = None,
+    distribution: str | None = None,
+    art_lambda: float | None = None,
+    top1_mode: str | None = None,
+) -> ResolvedSettings:
+    """Return the settings that a method runs with: defaults filled in, None where a setting does not apply.
 
     Raises:
         ValueError: an unknown name, a value out of range, or a setting that the method or distribution does not have.
     """
     method = resolve_method(method)
-    spec, beta = METHODS[method], inverse_temperature
-    is_relaxed = spec.loss is None
-    for name, value, applies, where in (
-        ("inverse_temperature", beta, spec.inverse_temperature is not None, "methods with a temperature"),
-        ("distribution", distribution, spec.network, "relaxed networks (odd_even, bitonic, splitter_selection)"),
-        ("art_lambda", art_lambda, spec.network, "relaxed networks with the distribution logistic_phi"),
-        ("top1_mode", top1_mode, is_relaxed, "methods with a relaxed permutation matrix"),
-    ):
-        if value is not None and not applies:
-            raise ValueError(f"{name} applies to {where}, not to {method}; leave it out, got {value!r}")
-    if beta is None or (beta == AUTO and spec.spread is None):
-        beta = spec.inverse_temperature
-    elif beta != AUTO:
-        beta = check_inverse_temperature(beta)
-    if spec.network:
+    spec = METHODS[method]
+    is_network = isinstance(spec.operator, RelaxedNetwork)
+    applies = {
+        "inverse_temperature": spec.inverse_temperature is not None,
+        "distribution": is_network,
+        "art_lambda": is_network,
+        "top1_mode": spec.operator is not None,
+    }
+    settings = ResolvedSettings(
+        inverse_temperature=inverse_temperature, distribution=distribution, art_lambda=art_lambda, top1_mode=top1_mode
+    )
+    for name, value in settings.items():
+        if value is not None and not applies[name]:
+            raise refuse_setting(name, value, method)
+    settings["inverse_temperature"] = resolve_inverse_temperature(spec, inverse_temperature)
+    if is_network:
         distribution, art_lambda = check_sigmoid(distribution, art_lambda)
-    if is_relaxed:
-        top1_mode = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
-    return {
-        "inverse_temperature": beta, "distribution": distribution, "art_lambda": art_lambda, "top1_mode": top1_mode,
-    }  # fmt: skip
+        settings["distribution"] = distribution
+        settings["art_lambda"] = art_lambda
+    if spec.operator is not None:
+        settings["top1_mode"] = check_choice("top1_mode", top1_mode or "sm", TOP1_MODES)
+    return settings
 
 
-def make_operator(
-    method: str, num_scores: int | None, k: SupportsIndex, inverse_temperature: float | Tensor | None = None,
-    distribution: str | None = None, art_lambda: float | None = None,
-) -> TopKOperator:  # fmt: skip
-    """Build the relaxed top-k operator of a method by name.
-
-    Args:
-        method: one of RELAXATIONS.
-        num_scores: n, the number of scores; None: any, that of each call.
-        k: number of ranks, at most num_scores.
-        inverse_temperature, distribution, art_lambda: None: the method's default.
-
-    Raises:
-        ValueError: a method without a relaxed permutation matrix, or settings that do not fit it.
-    """
-    method = resolve_method(method, relaxed=True)
-    n = None if num_scores is None else check_integer("num_scores", num_scores, 1)
-    k, spec = check_k(k, n), METHODS[method]
-    beta, distribution, art_lambda, _ = resolve_settings(method, inverse_temperature, distribution, art_lambda).values()
-    if spec.network:
-        return RelaxedNetwork(spec.network(n, k) if n else spec.network, beta, distribution, art_lambda, k)
-    assert spec.operator is not None
-    return spec.operator(k, beta)
+def resolve_inverse_temperature(
+    method: Method, inverse_temperature: float | Tensor | str | None
+) -> float | Tensor | str | None:
+    """Return the inverse temperature of a method; "auto" is the default of one that does not follow the logits."""
+    is_auto = isinstance(inverse_temperature, str) and inverse_temperature == AUTO
+    if inverse_temperature is None or (is_auto and method.spread is None):
+        return method.inverse_temperature
+    if is_auto:
+        return AUTO
+    return check_inverse_temperature(inverse_temperature)

@@ -16,6 +16,7 @@ from topk_losses.checks import check_choice, check_fraction
 # beta for the published 0.5, and one such gradient undoes many steps of Adam. In bf16 some of 100 scores are always
 # equal. Equal values get the mean slope over e <= ART_TIE instead, about the resolution of bf16 at 1.
 ART_TIE = 1e-3
+DEFAULT_ART_LAMBDA = 0.5  # as published
 ROUNDINGS = 8  # values that lie no further apart than this many of their roundings count as equal
 
 
@@ -67,7 +68,9 @@ def check_sigmoid(distribution: str | None, art_lambda: float | None) -> tuple[s
     """
     distribution = check_choice("distribution", distribution or "logistic_phi", DISTRIBUTIONS)
     if distribution == "logistic_phi":
-        return distribution, check_fraction("art_lambda", 0.5 if art_lambda is None else art_lambda)
+        if art_lambda is None:
+            art_lambda = DEFAULT_ART_LAMBDA
+        return distribution, check_fraction("art_lambda", art_lambda)
     if art_lambda is not None:
         raise ValueError(
             f"art_lambda applies to the distribution logistic_phi, not to {distribution}; leave it out, "

@@ -1,31 +1,39 @@
 """Losses of a single k that have no relaxed permutation matrix: truncated entropy and noised top-k."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar, SupportsIndex
+from typing import ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu
+from torch.nn.functional import cross_entropy, relu
+from typing_extensions import Unpack
 
-from topk_losses.checks import check_integer, check_k, check_positive
-from topk_losses.classification import CallSettings, ClassificationLoss
-from topk_losses.operator import MASKED, centered, finite, largest, log_softmax, log_sum_of_others
-from topk_losses.temperature import AutoTemperature
-
-BETA = 0.1  # default inverse temperature of the noised losses (results/temperature.csv, as SPREAD)
-SPREAD = 1.5  # what "auto" holds the inverse temperature times the spread of the logits at
+from topk_losses import checks
+from topk_losses.classification import CallSettings, ClassificationLoss, CommonSettings
+from topk_losses.numerics import MASKED, centered, finite, largest, log_add_exp, log_sum_of_others
+from topk_losses.temperature import Temperature, current_value, make_temperature
 
 
 class SingleKLoss(ClassificationLoss):
-    """A loss of one true class and one k, 1 <= k < number of classes. The other arguments: of ClassificationLoss."""
+    """Base class of losses of one true class and one k, 1 <= k < number of classes.
 
-    shown = ("k", *ClassificationLoss.shown)
-    knows_sets = False
+    Args:
+        k: number of guesses.
+        common: arguments of ClassificationLoss.
+    """
 
-    def __init__(self, k: SupportsIndex, num_classes: SupportsIndex | None = None, **others: Any) -> None:
-        super().__init__(num_classes, **others)
-        self.k = check_k(k, None if self.num_classes is None else self.num_classes - 1)
+    takes: ClassVar[str] = "one k"
+
+    def __init__(self, k: SupportsIndex, **common: Unpack[CommonSettings]) -> None:
+        super().__init__(**common)
+        num_others = None
+        if self.num_classes is not None:
+            num_others = self.num_classes - 1
+        self.k = checks.check_k(k, num_others)
+
+    def check_k_of(self, logits: Tensor) -> None:
+        """Raise ValueError unless k is below the number of classes."""
+        checks.check_k(self.k, logits.shape[1] - 1)
 
 
 class TruncatedEntropyLoss(SingleKLoss):
@@ -36,22 +44,26 @@ class TruncatedEntropyLoss(SingleKLoss):
 
     Args:
         k: number of guesses, 1 <= k < number of classes.
-        num_classes, others: arguments of ClassificationLoss.
+        common: arguments of ClassificationLoss.
     """
 
-    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
-        check_k(self.k, scores.shape[1] - 1)
-        z = centered(scores)  # (rows, n)
-        if target is not None:
-            places = largest(z.scatter(1, target.unsqueeze(1), -torch.inf), self.k - 1)  # (rows, k - 1)
-            spoilt = 0 * z[:, 0].detach()  # NaN for a row with NaN or +inf
-            return spoilt - log_softmax(z.scatter(1, places, MASKED), target)
-        # Of a class that is not among the k - 1 highest these are left out; of one of them the k highest are.
+    def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
+        self.check_k_of(logits)
+        z = centered(logits)  # (rows, n)
+        places = largest(z.scatter(1, labels.unsqueeze(1), -torch.inf), self.k - 1)  # (rows, k - 1)
+        nan_of_spoilt = 0 * z[:, 0].detach()  # NaN for a row with NaN or +inf
+        return nan_of_spoilt + cross_entropy(z.scatter(1, places, MASKED), labels, reduction="none")
+
+    def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
+        """Leave out the k - 1 highest of the others; of a class among these, the others of the k highest."""
+        self.check_k_of(logits)
+        z = centered(logits)  # (rows, n)
         places = largest(z, self.k)  # (rows, k)
         without_k = z.scatter(1, places, MASKED).logsumexp(1, keepdim=True)  # (rows, 1)
         left = z.scatter(1, places[:, :-1], MASKED)
-        among = torch.zeros_like(z, dtype=torch.bool).scatter(1, places[:, :-1], True)
-        return torch.logaddexp(torch.where(among, without_k, log_sum_of_others(left)), z) - z
+        is_among = torch.zeros_like(z, dtype=torch.bool).scatter(1, places[:, :-1], True)
+        log_sum = torch.where(is_among, without_k, log_sum_of_others(left))
+        return log_add_exp(log_sum, z) - z
 
 
 class NoisedTopKLoss(SingleKLoss):
@@ -67,55 +79,78 @@ class NoisedTopKLoss(SingleKLoss):
         inverse_temperature: 1 / eps, above 0, larger = less noise (default: 0.1); a tensor () that requires a gradient
             is learned; "auto" follows the standard deviation of the logits (AutoTemperature).
         num_samples: number of draws, at least 1 (default: 5, as in the authors' package).
-        class_counts: N (n,), above 0; None (default): all alike, the balanced loss. It can be set at any time.
+        class_counts: N (n,), above 0; None (default): all alike, the balanced loss.
         max_margin: margin of the rarest class, above 0 (default: 1, as in the balanced loss).
         scale: above 0 (default: 1); more for logits of a normalised last layer, where 60 was published.
-        num_classes, others: arguments of ClassificationLoss.
+        common: arguments of ClassificationLoss.
     """
 
-    stochastic = True
-    constants = per_class = ("weight", "class_counts")
-    shown = ("inverse_temperature", "num_samples", "max_margin", "scale", *SingleKLoss.shown)
-    rules: ClassVar = {
-        **SingleKLoss.rules,
-        "num_samples": partial(check_integer, least=1),
-        "max_margin": check_positive,
-        "scale": check_positive,
-    }
+    default_inverse_temperature: ClassVar[float | None] = 0.1
+    logit_std: ClassVar[float | None] = 1.5
+    draws_noise: ClassVar[bool] = True
+
+    class_counts: Tensor | None
 
     def __init__(
-        self, k: SupportsIndex, inverse_temperature: float | Tensor | str = BETA,
-        num_classes: SupportsIndex | None = None, num_samples: SupportsIndex = 5,
-        class_counts: Sequence[int] | Tensor | None = None, max_margin: float = 1.0, scale: float = 1.0, **others: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(k, num_classes, **others)
-        self.inverse_temperature: Any = inverse_temperature
-        self.num_samples: Any = num_samples
-        self.class_counts: Tensor | None = class_counts  # type: ignore[assignment]
-        self.max_margin = max_margin
-        self.scale = scale
+        self,
+        k: SupportsIndex,
+        inverse_temperature: float | Tensor | str | None = None,
+        num_samples: SupportsIndex = 5,
+        class_counts: Sequence[int] | Tensor | None = None,
+        max_margin: float = 1.0,
+        scale: float = 1.0,
+        **common: Unpack[CommonSettings],
+    ) -> None:
+        super().__init__(k, **common)
+        self.inverse_temperature: Temperature = make_temperature(inverse_temperature, 0.1, self.logit_std)
+        self.num_samples = checks.check_integer("num_samples", num_samples, 1)
+        self.max_margin = checks.check_positive("max_margin", max_margin)
+        self.scale = checks.check_positive("scale", scale)
+        if class_counts is not None:
+            class_counts = checks.check_per_class("class_counts", class_counts, self.num_classes)
+        self.register_buffer("class_counts", class_counts, persistent=False)
 
-    def _auto(self) -> AutoTemperature:
-        return AutoTemperature(SPREAD, BETA)
+    def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
+        return current_value(self.inverse_temperature, logits, is_counted)
 
-    def _next_largest(self, scores: Tensor, beta: Any) -> Tensor:
-        """E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
-        total = torch.zeros_like(scores[:, :1])
-        scores = finite(scores)
+    def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
+        margins = self._margins(logits)
+        if margins is None:
+            margin: float | Tensor = self.max_margin
+        else:
+            margin = margins[labels].unsqueeze(1)
+        true_score = logits.gather(1, labels.unsqueeze(1))  # (rows, 1)
+        gap = self._next_largest(logits, call) - true_score
+        return self.scale * relu(margin + gap).squeeze(1)
+
+    def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
+        margins = self._margins(logits)
+        if margins is None:
+            margin: float | Tensor = self.max_margin
+        else:
+            margin = margins
+        return self.scale * relu(margin + self._next_largest(logits, call) - logits)
+
+    def _margins(self, logits: Tensor) -> Tensor | None:
+        """Compute the margin of each class (n,); None where all are max_margin."""
+        if self.class_counts is None:
+            return None
+        if len(self.class_counts) != logits.shape[1]:
+            num_counts = len(self.class_counts)
+            raise ValueError(f"class_counts holds {num_counts} numbers, but the logits have {logits.shape[1]} classes")
+        counts = self.class_counts.to(logits)
+        rarity = (counts.min() / counts).pow(0.25)  # (n,), at most 1
+        return self.max_margin * rarity
+
+    def _next_largest(self, logits: Tensor, call: CallSettings) -> Tensor:
+        """Compute E[(s + eps Z)_[k+1]] of each row, (rows, 1)."""
+        self.check_k_of(logits)
+        total = torch.zeros_like(logits[:, :1])
+        scores = finite(logits)
         for _ in range(self.num_samples):
             noise = scores.new_empty(scores.shape).normal_(generator=self.generator)  # (rows, n)
-            noised = scores + noise / beta
-            total = total + noised.gather(1, largest(noised, self.k + 1)[:, -1:])
-        spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
-        return total / self.num_samples + spoilt
-
-    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
-        check_k(self.k, scores.shape[1] - 1)
-        margins: float | Tensor = self.max_margin
-        if self.class_counts is not None:
-            counts = self.class_counts.to(scores)
-            rarity = (counts.min() / counts).pow(0.25)  # (n,), at most 1
-            margins = self.max_margin * (rarity if target is None else rarity[target])
-        own = scores if target is None else scores.gather(1, target.unsqueeze(1))  # (rows, n or 1)
-        gap = self._next_largest(scores, call.beta) - own
-        return self.scale * relu(margins + (gap if target is None else gap.squeeze(1)))
+            noised = scores + noise / call.inverse_temperature
+            places = largest(noised, self.k + 1)  # (rows, k + 1)
+            total = total + noised.gather(1, places[:, -1:])
+        nan_of_spoilt = 0 * scores.detach().amax(1, keepdim=True)  # NaN for a row with NaN or +inf
+        return total / self.num_samples + nan_of_spoilt

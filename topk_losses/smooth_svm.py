@@ -2,21 +2,23 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, SupportsIndex
+from typing import ClassVar, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.functional import pad
+from torch.nn.functional import pad, relu, softplus
+from typing_extensions import Unpack
 
-from topk_losses.checks import check_k, check_positive
-from topk_losses.classification import CallSettings
+from topk_losses import checks
+from topk_losses.classification import CallSettings, CommonSettings
 from topk_losses.kernels import find_kernel
-from topk_losses.operator import MASKED, LogCumSumExp, as_tensor, finite, pick_ranks
+from topk_losses.numerics import MASKED, finite, log_cumsum_exp, number_like, select_ranks, wide_dtype
 from topk_losses.single_k import SingleKLoss
 
 # SmoothHardTopKLoss turns hard where exp((s_[k] - s_[k+1]) / (k tau)) reaches this ("thresh" of the official code).
 HARD_RATIO = 1000.0
+# Above this softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
+SOFTPLUS_THRESHOLD = 40
 
 
 def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
@@ -26,7 +28,7 @@ def log_polynomials(z: Tensor, k: int) -> list[Tensor]:
     """
     e = [torch.zeros_like(pad(z, (1, 0)))]
     for j in range(k):
-        e.append(LogCumSumExp.apply(z[:, j:] + e[j][:, :-1]))
+        e.append(log_cumsum_exp(z[:, j:] + e[j][:, :-1]))
     return e
 
 
@@ -38,29 +40,45 @@ def kth_largest(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: 
     K + 1 largest scores of the others, falling, without a gradient, -inf where there are too few. scores (rows, n),
     labels (rows,) int64, ks rising up to K < n. O(n K) per row.
     """
-    own = labels.unsqueeze(1)  # (rows, 1)
-    others, true = finite(scores).scatter(1, own, MASKED), scores.gather(1, own)
+    index = labels.unsqueeze(1)  # (rows, 1)
+    others = finite(scores).scatter(1, index, MASKED)
+    true_score = scores.gather(1, index)
     top = others.topk(ks[-1] + 1, dim=1).values  # (rows, K + 1)
     # Logarithms of the size of z carry the rounding of z: float64, where the device has it, until all is subtracted.
-    wide = scores.dtype if scores.device.type == "mps" else torch.float64
+    wide = wide_dtype(scores)
     highest = top[:, :1].detach().to(wide)  # (rows, 1)
     e = log_polynomials((others.to(wide) - highest) / temperature, ks[-1])
     logs = torch.stack([e[k][:, -1] - e[k - 1][:, -1] for k in ks], dim=1)  # (rows, J)
-    smooth = (highest - true.to(wide) + temperature * logs).to(scores.dtype)
-    kth = pick_ranks(top, ks)  # (rows, J)
-    enough = kth > MASKED / 2  # are there k others at all?
-    top = top.detach().masked_fill(top <= MASKED / 2, -math.inf)
-    return [torch.where(enough, smooth, -math.inf), torch.where(enough, kth - true, -math.inf), top]
+    smooth = (highest - true_score.to(wide) + temperature * logs).to(scores.dtype)
+    kth = select_ranks(top, ks)  # (rows, J)
+    is_enough = kth > MASKED / 2  # are there k others at all?
+    top = top.detach()
+    top = top.masked_fill(top <= MASKED / 2, -math.inf)
+    return [torch.where(is_enough, smooth, -math.inf), torch.where(is_enough, kth - true_score, -math.inf), top]
 
 
-def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> list[Tensor]:
+class Comparison(NamedTuple):
+    """The k-th largest scores of the others beside the true class's.
+
+    Attributes:
+        smooth, hard: the smooth and the hard one less the true class's score, (rows, J) each.
+        top: the K + 1 largest scores of the others, (rows, K + 1), without a gradient.
+    """
+
+    smooth: Tensor
+    hard: Tensor
+    top: Tensor
+
+
+def compare_with_kth(scores: Tensor, labels: Tensor, ks: Sequence[int], temperature: Tensor) -> Comparison:
     """Compute kth_largest by a kernel where there is one, with NaN for a row with NaN or +inf."""
     compute = find_kernel("kth_largest", scores, temperature) or kth_largest
-    smooth, hard, top, *_ = compute(scores, labels, ks, temperature)
+    outputs = compute(scores, labels, ks, temperature)
+    top = outputs[2]
     highest = torch.maximum(top[:, :1], scores.gather(1, labels.unsqueeze(1))).detach()  # (rows, 1)
     # added, so that its gradient is NaN too
-    spoilt = torch.zeros_like(highest).where(highest < math.inf, math.nan)
-    return [smooth + spoilt, hard + spoilt, top]
+    nan_of_spoilt = torch.zeros_like(highest).where(highest < math.inf, math.nan)
+    return Comparison(outputs[0] + nan_of_spoilt, outputs[1] + nan_of_spoilt, top)
 
 
 class SmoothTopKLoss(SingleKLoss):
@@ -77,38 +95,38 @@ class SmoothTopKLoss(SingleKLoss):
         tau: temperature, above 0, a number or a tensor () that is learned (default: 1). The smaller, the closer to the
             hard hinge: it is *not* an inverse temperature. The authors advise to cross-validate it over powers of ten.
         alpha: margin in units of the logits, above 0 (default: 1).
-        others: arguments of ClassificationLoss.
+        common: arguments of ClassificationLoss.
     """
 
-    temperature = "tau"
-    shown = ("tau", "alpha", *SingleKLoss.shown)
-    rules: ClassVar = {**SingleKLoss.rules, "alpha": check_positive}
-    turns_hard = False  # where the k-th and the (k+1)-th largest logits lie far apart
+    default_inverse_temperature: ClassVar[float | None] = 1.0
+    temperature_name: ClassVar[str] = "tau"
 
     def __init__(
-        self, k: SupportsIndex, tau: float | Tensor = 1.0, alpha: float = 1.0, num_classes: SupportsIndex | None = None,
-        **others: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(k, num_classes, **others)
-        self.tau: Any = tau
-        self.alpha = alpha
+        self, k: SupportsIndex, tau: float | Tensor = 1.0, alpha: float = 1.0, **common: Unpack[CommonSettings]
+    ) -> None:
+        super().__init__(k, **common)
+        self.tau = checks.check_inverse_temperature(tau, "tau")
+        self.alpha = checks.check_positive("alpha", alpha)
 
-    def _losses(self, scores: Tensor, target: Tensor | None, call: CallSettings) -> Any:
-        check_k(self.k, scores.shape[1] - 1)
-        if target is None:
-            return None
-        tau = call.beta
-        k, results = self.k, compare_with_kth(scores, target, [self.k], as_tensor(self.k * tau, scores))
-        smooth, hard, top = results[0].squeeze(1), results[1].squeeze(1), results[2]  # (rows,) twice, (rows, k + 1)
+    def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
+        return checks.current_inverse_temperature(self.tau, "tau")
+
+    def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
+        compared = self._compare(logits, labels, call)
+        return self._smooth_losses(compared, call)
+
+    def _compare(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Comparison:
+        self.check_k_of(logits)
+        temperature = number_like(self.k * call.inverse_temperature, logits)
+        return compare_with_kth(logits, labels, [self.k], temperature)
+
+    def _smooth_losses(self, compared: Comparison, call: CallSettings) -> Tensor:
+        """Compute the loss of each row: (rows,)."""
+        tau = call.inverse_temperature
+        smooth = compared.smooth.squeeze(1)
         gap = smooth.nan_to_num(math.nan, -MASKED, MASKED)  # a learned tau has no gradient of infinities
-        # Above 40 tau softplus is the identity to float64 rounding; PyTorch's default of 20 would show there.
-        losses = tau * F.softplus((self.alpha + gap / k) / tau, threshold=40)
-        losses = torch.where(smooth == math.inf, math.inf, losses)
-        if not self.turns_hard:
-            return losses
-        ranked = torch.cat([top, scores.detach().gather(1, target.unsqueeze(1))], dim=1).sort(1, descending=True).values
-        far_apart = ranked[:, k - 1] - ranked[:, k] >= k * tau * math.log(HARD_RATIO)  # (rows,)
-        return torch.where(far_apart, F.relu(self.alpha + hard / k), losses)
+        losses = tau * softplus((self.alpha + gap / self.k) / tau, threshold=SOFTPLUS_THRESHOLD)
+        return torch.where(smooth == math.inf, math.inf, losses)
 
 
 class SmoothHardTopKLoss(SmoothTopKLoss):
@@ -120,4 +138,12 @@ class SmoothHardTopKLoss(SmoothTopKLoss):
     shapes and errors are those of SmoothTopKLoss.
     """
 
-    turns_hard = True
+    def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
+        k = self.k
+        compared = self._compare(logits, labels, call)
+        true_score = logits.detach().gather(1, labels.unsqueeze(1))  # (rows, 1)
+        ranked = torch.cat([compared.top, true_score], dim=1).sort(1, descending=True).values  # (rows, k + 2)
+        gap = ranked[:, k - 1] - ranked[:, k]  # (rows,)
+        is_far_apart = gap >= k * call.inverse_temperature * math.log(HARD_RATIO)
+        hinge = relu(self.alpha + compared.hard.squeeze(1) / k)
+        return torch.where(is_far_apart, hinge, self._smooth_losses(compared, call))

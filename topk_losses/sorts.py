@@ -1,14 +1,18 @@
 """The relaxed sorts in closed form: NeuralSort and SoftSort."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import pad
 
-from topk_losses.operator import TopKOperator, at_target, centered, is_mass, largest
+from topk_losses.numerics import centered, largest, select_labels, select_ranks
+from topk_losses.operator import TopKOperator
 
 
+@dataclass(frozen=True)
 class NeuralSort(TopKOperator):
     """NeuralSort (Grover et al. 2019, equation 5): the first k rows of its relaxed permutation matrix.
 
@@ -19,38 +23,66 @@ class NeuralSort(TopKOperator):
     two prefix sums of non-negative terms, where the definition has n differences of large numbers. Equal scores have
     equal columns in P; their gradient is that of the order in which torch.sort puts them.
 
-    Args:
-        k: number of ranks.
-        inverse_temperature: beta, 1 / tau in the paper (default: 0.5, as published for ImageNet with m = 16; 0.0625 for
-            CIFAR-100).
+    The default inverse temperature, 1 / tau in the paper, is 0.5, as published for ImageNet with m = 16; 0.0625 was
+    published for CIFAR-100.
     """
 
-    default_inverse_temperature = 0.5
+    default_inverse_temperature: ClassVar[float] = 0.5
+    logit_std: ClassVar[float | None] = 0.8
+    exceeds_1: ClassVar[bool] = True
 
-    def _log_rows(self, scores: Tensor, k: int, beta: Any) -> tuple[Tensor, Tensor]:
-        """Log of P's rows over the sorted classes (rows, k, n), and the class at each place (rows, n)."""
+    def topk_probabilities(
+        self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor, generator: Generator | None = None
+    ) -> Tensor:
+        P = self.rank_probabilities_of_classes(scores, max(ks, default=1), inverse_temperature)
+        return select_ranks(P.cumsum(1), ks)
+
+    def topk_probabilities_of_labels(
+        self,
+        scores: Tensor,
+        labels: Tensor,
+        ks: Sequence[int],
+        inverse_temperature: float | Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        log_P, order = self._log_rows(scores, max(ks, default=1), inverse_temperature)
+        place = (order == labels.unsqueeze(1)).int().argmax(1)  # (rows,), where the true class stands
+        of_ranks = select_labels(log_P, place).exp()  # (rows, k)
+        return select_ranks(of_ranks.cumsum(1), ks)
+
+    def topk_probabilities_of_sets(
+        self,
+        scores: Tensor,
+        sets: Tensor,
+        ks: Sequence[int],
+        inverse_temperature: float | Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        log_P, order = self._log_rows(scores, max(ks, default=1), inverse_temperature)
+        of_ranks = (log_P.exp() * sets.gather(1, order).unsqueeze(1)).sum(2)  # (rows, k)
+        return select_ranks(of_ranks.cumsum(1), ks)
+
+    def rank_probabilities_of_classes(
+        self, scores: Tensor, k: int, inverse_temperature: float | Tensor, generator: Generator | None = None
+    ) -> Tensor:
+        log_P, order = self._log_rows(scores, k, inverse_temperature)
+        places = order.argsort(dim=1)  # (rows, n), where each class stands
+        return log_P.gather(2, places.unsqueeze(1).expand_as(log_P)).exp()
+
+    def _log_rows(self, scores: Tensor, k: int, inverse_temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Compute log P of the sorted classes (rows, k, n), and the class at each place (rows, n)."""
         n = scores.shape[1]
-        ordered, order = centered(scores).sort(dim=1, descending=True)  # (rows, n)
-        gaps = (ordered[:, :-1] - ordered[:, 1:]) * beta  # (rows, n - 1)
-        place = torch.arange(1, n, device=scores.device, dtype=scores.dtype)  # (n - 1,)
+        sorted_scores, order = centered(scores).sort(dim=1, descending=True)
+        gaps = (sorted_scores[:, :-1] - sorted_scores[:, 1:]) * inverse_temperature  # (rows, n - 1)
+        q = torch.arange(1, n, device=scores.device, dtype=scores.dtype)
         D = pad(gaps.cumsum(1), (1, 0)).unsqueeze(1)  # (rows, 1, n)
-        E = pad((gaps * place).cumsum(1), (1, 0)).unsqueeze(1)  # (rows, 1, n)
-        factor = torch.arange(1, 2 * k, 2, device=scores.device, dtype=scores.dtype).unsqueeze(1)  # (k, 1)
-        return torch.log_softmax(factor * D - 2 * E, dim=2), order
-
-    def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
-        log_rows, order = self._log_rows(scores, k, beta)
-        if is_mass(target):
-            return at_target(log_rows.exp(), target.gather(1, order))
-        place = (order == target.unsqueeze(1)).int().argmax(1)  # (rows,) where the true class stands
-        return at_target(log_rows, place).exp()
-
-    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
-        log_rows, order = self._log_rows(scores, k, beta)
-        places = order.argsort(dim=1).unsqueeze(1).expand_as(log_rows)  # (rows, k, n) where each class stands
-        return log_rows.gather(2, places).exp()
+        E = pad((gaps * q).cumsum(1), (1, 0)).unsqueeze(1)  # (rows, 1, n)
+        factor = torch.arange(1, 2 * k, 2, device=scores.device, dtype=scores.dtype)  # 2i - 1
+        log_P = torch.log_softmax(factor.unsqueeze(1) * D - 2 * E, dim=2)  # (rows, k, n)
+        return log_P, order
 
 
+@dataclass(frozen=True)
 class SoftSort(TopKOperator):
     """SoftSort (Prillo and Eisenschlos 2020): the first k rows of its relaxed permutation matrix.
 
@@ -60,29 +92,50 @@ class SoftSort(TopKOperator):
     one sum serves all k rows. Among equal scores s_[i] is any of them, and the derivative of |s_[k] - s_j| is that from
     below.
 
-    Args:
-        k: number of ranks.
-        inverse_temperature: beta, 1 / tau in the paper (default: 0.5, as published for ImageNet with m = 16; 0.0625 for
-            CIFAR-100).
+    The default inverse temperature, 1 / tau in the paper, is 0.5, as published for ImageNet with m = 16; 0.0625 was
+    published for CIFAR-100.
     """
 
-    default_inverse_temperature = 0.5
+    default_inverse_temperature: ClassVar[float] = 0.5
+    logit_std: ClassVar[float | None] = 3.0
+    exceeds_1: ClassVar[bool] = True
 
-    def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
-        if is_mass(target):
-            return super()._column(scores, target, k, beta)
+    def topk_probabilities(
+        self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor, generator: Generator | None = None
+    ) -> Tensor:
+        P = self.rank_probabilities_of_classes(scores, max(ks, default=1), inverse_temperature)
+        return select_ranks(P.cumsum(1), ks)
+
+    def topk_probabilities_of_labels(
+        self,
+        scores: Tensor,
+        labels: Tensor,
+        ks: Sequence[int],
+        inverse_temperature: float | Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        k = max(ks, default=1)
         scores = centered(scores)
         top = scores.gather(1, largest(scores, k))  # (rows, k)
         kth = top[:, -1:]  # (rows, 1)
-        # each of the k largest adds exp(0) = 1 to this sum, which is taken off again
-        below = ((scores - kth).clamp(max=0) * beta).exp().sum(1, keepdim=True) - k  # (rows, 1)
-        among = ((top.unsqueeze(2) - top.unsqueeze(1)).abs() * -beta).exp().sum(2)  # (rows, k)
-        total = among + ((kth - top) * beta).exp() * below  # (rows, k)
-        true = scores.gather(1, target.unsqueeze(1))  # (rows, 1)
-        return ((top - true).abs() * -beta).exp() / total
 
-    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
+        # each of the k largest adds exp(0) = 1 to this sum, which is taken off again
+        distance_below = (kth - scores).clamp(min=0)  # (rows, n)
+        sum_below = (distance_below * -inverse_temperature).exp().sum(1, keepdim=True) - k  # (rows, 1)
+        distance_to_kth = top - kth  # (rows, k)
+        distance_among_top = (top.unsqueeze(2) - top.unsqueeze(1)).abs()  # (rows, k, k)
+        sum_among_top = (distance_among_top * -inverse_temperature).exp().sum(2)  # (rows, k)
+        total = sum_among_top + (distance_to_kth * -inverse_temperature).exp() * sum_below  # (rows, k)
+
+        true_score = scores.gather(1, labels.unsqueeze(1))  # (rows, 1)
+        distance_to_true = (top - true_score).abs()
+        of_ranks = (distance_to_true * -inverse_temperature).exp() / total  # (rows, k)
+        return select_ranks(of_ranks.cumsum(1), ks)
+
+    def rank_probabilities_of_classes(
+        self, scores: Tensor, k: int, inverse_temperature: float | Tensor, generator: Generator | None = None
+    ) -> Tensor:
         scores = centered(scores)
         top = scores.gather(1, largest(scores, k))  # (rows, k)
         distance = (top.unsqueeze(2) - scores.unsqueeze(1)).abs()  # (rows, k, n)
-        return (distance * -beta).softmax(2)
+        return (distance * -inverse_temperature).softmax(2)

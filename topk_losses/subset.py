@@ -12,52 +12,75 @@ publication of that was found.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from topk_losses.operator import MASKED, MaskOperator, as_tensor, centered, finite
+from topk_losses.numerics import MASKED, centered, finite, number_like, wide_dtype
+from topk_losses.operator import TopKOperator
 from topk_losses.smooth_svm import compare_with_kth, log_polynomials
 
 
-class SubsetTopK(MaskOperator):
+@dataclass(frozen=True)
+class SubsetTopK(TopKOperator):
     """Marginals of a random k-subset (Vivier-Ardisson et al. 2026; Su 2024), in O(n k) for each k with mass.
 
     indicator_k is the probability that a class is in a subset S of k classes, drawn with weight exp(beta sum of its
     scores). The formulas are at the top of this file.
     """
 
-    default_inverse_temperature = 0.25
+    default_inverse_temperature: ClassVar[float] = 0.25
+    logit_std: ClassVar[float | None] = 3.0
+    returns_logarithms: ClassVar[bool] = True
 
-    def _values(self, scores: Tensor, labels: Any, ks: Sequence[int], beta: Any, generator: Any = None) -> Tensor:
-        if labels is None:
-            return self._values_of_all(scores, ks, beta)
-        proper = [k for k in ks if k < scores.shape[1]]
-        if not proper:  # among n classes all are within n
+    def topk_probabilities_of_labels(
+        self,
+        scores: Tensor,
+        labels: Tensor,
+        ks: Sequence[int],
+        inverse_temperature: float | Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        proper_ks = [k for k in ks if k < scores.shape[1]]
+        if not proper_ks:  # among n classes all are within n
             return (0 * finite(scores)).sum(1, keepdim=True).expand(-1, len(ks))
-        distance, *_ = compare_with_kth(scores, labels, proper, 1 / as_tensor(beta, scores))  # kth / beta - s_y
-        distance = distance.nan_to_num(torch.nan, -MASKED, MASKED)  # (rows, J); beta times inf would have no gradient
-        return pad(logsigmoid(-beta * distance), (0, len(ks) - len(proper)))
+        temperature = 1 / number_like(inverse_temperature, scores)
+        distance = compare_with_kth(scores, labels, proper_ks, temperature).smooth  # (rows, J), kth / beta - s_y
+        distance = distance.nan_to_num(torch.nan, -MASKED, MASKED)  # beta times inf would have no gradient
+        return pad(logsigmoid(-inverse_temperature * distance), (0, len(ks) - len(proper_ks)))
 
-    def _values_of_all(self, scores: Tensor, ks: Sequence[int], beta: Any) -> Tensor:
-        """log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
+    def topk_probabilities(
+        self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor, generator: Generator | None = None
+    ) -> Tensor:
+        """Compute log exp(z_i) e_{k-1}(exp z without i) / e_k(exp z).
 
         Without i: sum over j of e_j of the classes before i times e_{k-1-j} of those behind.
         """
-        n = scores.shape[1]
-        wide = scores.dtype if scores.device.type == "mps" else torch.float64
-        z = centered(scores.to(wide)) * beta
-        most = max(ks, default=0)
-        # e_j of the first i classes, (rows, n + 1): -inf, none, for i < j
-        before, behind = (
-            [pad(e, (n + 1 - e.shape[1], 0), value=-torch.inf) for e in log_polynomials(scaled, most)]
-            for scaled in (z, z.flip(1))
-        )
+        if not ks:
+            return scores.unsqueeze(1)[:, :0]
+        z = centered(scores.to(wide_dtype(scores))) * inverse_temperature  # (rows, n)
+        before = polynomials_of_first(z, max(ks))
+        behind = polynomials_of_first(z.flip(1), max(ks))
+        is_unmasked = scores > -torch.inf  # (rows, n)
+        num_unmasked = is_unmasked.sum(1, keepdim=True)  # (rows, 1)
         logs = []
         for k in ks:
-            pairs = [before[j][:, :-1] + behind[k - 1 - j].flip(1)[:, 1:] for j in range(k)]
-            without = torch.stack(pairs).logsumexp(0)  # (rows, n)
-            logs.append(z + without - before[k][:, -1:])
-        return torch.stack(logs, dim=1).to(scores.dtype) if logs else scores.unsqueeze(1)[:, :0]
+            products = []
+            for j in range(k):
+                products.append(before[j][:, :-1] + behind[k - 1 - j].flip(1)[:, 1:])
+            without = torch.stack(products).logsumexp(0)  # (rows, n)
+            is_certain = is_unmasked & (num_unmasked <= k)  # where e_k is made of masked classes, too
+            logs.append(torch.where(is_certain, 0, z + without - before[k][:, -1:]))
+        return torch.stack(logs, dim=1).to(scores.dtype)
+
+
+def polynomials_of_first(z: Tensor, most: int) -> list[Tensor]:
+    """Compute log e_j, j = 0..most, of exp of the first i scores, i = 0..n: (rows, n + 1); -inf, none, for i < j."""
+    num_columns = z.shape[1] + 1
+    polynomials = []
+    for e in log_polynomials(z, most):
+        polynomials.append(pad(e, (num_columns - e.shape[1], 0), value=-torch.inf))
+    return polynomials

@@ -11,100 +11,85 @@ classes that are not masked out.
 """
 
 import warnings
-from typing import Any, SupportsIndex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import pad
 
-from topk_losses.checks import as_operator, check_integer, check_positive, full_precision, has_known_values, is_ordinary
+from topk_losses.checks import check_integer, check_positive
+from topk_losses.compilers import full_precision, has_known_values
 from topk_losses.kernels import find_kernel
-from topk_losses.operator import Beta, TopKOperator, as_tensor, at_target, finite, is_mass
+from topk_losses.kernels.registrar import register_loop
+from topk_losses.numerics import centered, number_like, select_labels, select_ranks, wide_dtype
+from topk_losses.operator import TopKOperator, checked_scores
 from topk_losses.threshold import ThresholdOperator
+from topk_losses.whitening import whiten_and_squash, whitened
 
-# Whitening divides by the standard deviation, but by this at least, about: its slope is bounded where scores are equal,
-# and one step from a last layer of zeros does not fill Adam's memory with a gradient that never comes again.
-LEAST_STD = 0.1
-FAR = 3.0  # normal scores, 100 of them, reach about twice as deep as their mean; one class of four at -1e4 is far
-DEEPEST = 1e30  # of a class at -inf
-ROUNDS = 5  # until the weights of classes that lie far below have come to rest: two or three do
+LEAST_DAMPING = 1e-3  # after a step that is rejected
 MAX_DAMPING = 1e8
-OUT = -1e30  # exponent of a target point beyond the number of live classes
+# So few scores lie so far apart once they are whitened that small probabilities would have no digits in float32.
+FEW_SCORES = 8
+OUT = -1e30  # exponent of a target point beyond the number of unmasked classes
 # Largest error of a mass that counts as converged, relative to it, where rounding allows that.
 DEFAULT_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
 
 
-def whiten_and_squash(scores: Tensor) -> Tensor:
-    """Compute sigmoid((s - mean) / std) per sample: (rows, n) in [0, 1], as in Cuturi et al. 2019 and OTT.
+class Context(Protocol):
+    """What the backward pass of Plan needs."""
 
-    A class that lies FAR times as deep below the highest score as the mean does, and LEAST_STD, counts less and less
-    for mean and standard deviation, and its own depth grows as a logarithm only: a class at -1e4 neither blunts the
-    others nor loses its gradient, and one at -inf, which does not count at all, is the limit. std is sqrt(variance +
-    LEAST_STD^2).
-    """
-    depth = (finite(scores).amax(1, keepdim=True) - scores).clamp(max=DEEPEST)  # (rows, n), >= 0
-    weights = (scores > -torch.inf).to(scores.dtype)  # (rows, n)
-    counted = torch.where(weights > 0, depth, 0)  # products of larger ones overflow in second derivatives
-    for step in range(ROUNDS):
-        mean = (weights * counted).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)  # (rows, 1)
-        unit = (FAR * mean).clamp(min=LEAST_STD)  # of depth, from which on a class counts less
-        relative = (depth / unit).clamp(min=1)  # (rows, n)
-        if step == ROUNDS - 1 or (has_known_values(scores) and bool((relative <= 1).all())):
-            break
-        weights = relative**-4.0
-    size = mean.detach().clamp(min=LEAST_STD)  # (rows, 1), before the square, which might be too large a number
-    squares = torch.where(weights > 0, ((counted - mean) / size).square(), 0)
-    variance = (weights * squares).sum(1, keepdim=True)
-    variance = variance / weights.sum(1, keepdim=True).clamp(min=1) + (LEAST_STD / size).square()
-    squashed = torch.minimum(depth, unit) * (1 + 0.25 * relative.log())  # = depth up to FAR * mean
-    return torch.sigmoid((mean - squashed) / size * torch.rsqrt(variance))
+    saved_tensors: tuple[Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
-class _Plan(torch.autograd.Function):
+class Plan(torch.autograd.Function):
     """P = softmax over target points of h - C / epsilon, (rows, n, A), with h such that its sums are `mass`.
 
-    logits (rows, n, A): -C / epsilon. mass (rows, A), summing to the number of live scores, 0 for points that are out.
-    live (rows, n, 1): 1, and 0 for scores that are masked out. start (rows, A): h to begin with. Also returned: the
-    largest error of a mass, relative to it, per row. Target points are last here, where a softmax is fastest.
+    logits (rows, n, A): -C / epsilon. mass (rows, A), summing to the number of unmasked scores, 0 for points that are
+    out. is_unmasked (rows, n, 1): 1, and 0 for scores that are masked out. start (rows, A): h to begin with. Also
+    returned: the largest error of a mass, relative to it, per row. Target points are last here, where a softmax is
+    fastest.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        logits: Tensor, mass: Tensor, live: Tensor, start: Tensor, tolerance: float, max_iterations: int
+        logits: Tensor, mass: Tensor, is_unmasked: Tensor, start: Tensor, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, Tensor]:
-        def evaluate(h: Tensor) -> tuple[Tensor, Tensor]:
-            P = (logits + h.unsqueeze(1)).softmax(2) * live  # (rows, n, A)
-            c = P.sum(1)  # (rows, A)
-            # (rows,) relative to the smaller one: a point that has lost all its mass would be past recovery
-            wrong = (mass - c).abs() / torch.minimum(mass, c)
-            return P, torch.where(mass > 0, wrong, 0).amax(1)
-
         h = start
-        P, error = evaluate(h)
+        P, error = evaluate_plan(logits, mass, is_unmasked, h)
         damping = torch.zeros_like(error)  # (rows,)
         may_look = has_known_values(logits)
         for _ in range(max_iterations):
-            going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
-            if may_look and not bool(going.any()):
+            is_going = ~(error <= tolerance)  # (rows,); a row stops where it would alone
+            if may_look and not bool(is_going.any()):
                 break
-            new = h + _solve_laplacian(P, damping.unsqueeze(1), mass - P.sum(1))  # (rows, A)
-            new_P, new_error = evaluate(new)
-            better = (new_error < error) & going  # (rows,); false for NaN
-            h = torch.where(better.unsqueeze(1), new, h)
-            P, error = torch.where(better.view(-1, 1, 1), new_P, P), torch.where(better, new_error, error)
+            new_h = h + solve_laplacian(P, damping.unsqueeze(1), mass - P.sum(1))  # (rows, A)
+            new_P, new_error = evaluate_plan(logits, mass, is_unmasked, new_h)
+            is_better = (new_error < error) & is_going  # (rows,); False for NaN
+            h = torch.where(is_better.unsqueeze(1), new_h, h)
+            P = torch.where(is_better.view(-1, 1, 1), new_P, P)
+            error = torch.where(is_better, new_error, error)
             # A rejected step is shortened towards nu / c - 1, the first order of a Sinkhorn iteration.
-            damping = torch.where(better, damping / 8, (damping * 4).clamp(1e-3, MAX_DAMPING))
+            damping = torch.where(is_better, damping / 8, (damping * 4).clamp(LEAST_DAMPING, MAX_DAMPING))
         return P, error
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(output[0])
-        ctx.mark_non_differentiable(output[1])
+    def setup_context(
+        ctx: Context, inputs: tuple[Tensor, Tensor, Tensor, Tensor, float, int], output: tuple[Tensor, Tensor]
+    ) -> None:
+        P, error = output
+        ctx.save_for_backward(P)
+        ctx.mark_non_differentiable(error)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor, grad_error: Tensor) -> tuple[Tensor | None, ...]:
         (P,) = ctx.saved_tensors
         with full_precision(P.device):
             weighted = grad * P  # (rows, n, A)
@@ -112,14 +97,20 @@ class _Plan(torch.autograd.Function):
             # The masses c(h, C) = nu fix h: dh = -(dc/dh)^-1 dc/dC dC, of which this is the transpose.
             mass_gradient = weighted.sum(1) - (mean.mT @ P).squeeze(1)  # (rows, A)
             damping = 8 * torch.finfo(P.dtype).eps  # keeps a transport that is all but hard solvable
-            adjoint = _solve_laplacian(P, damping, mass_gradient).unsqueeze(2)  # (rows, A, 1)
+            adjoint = solve_laplacian(P, damping, mass_gradient).unsqueeze(2)  # (rows, A, 1)
             return weighted - P * (mean + adjoint.mT - P @ adjoint), None, None, None, None, None
 
 
-find_plan = as_operator("plan", _Plan, lambda logits, *_: (torch.empty_like(logits), logits.new_empty(logits.shape[0])))
+def evaluate_plan(logits: Tensor, mass: Tensor, is_unmasked: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute P (rows, n, A) of the potentials h (rows, A), and the largest relative error of a mass (rows,)."""
+    P = (logits + h.unsqueeze(1)).softmax(2) * is_unmasked  # (rows, n, A)
+    c = P.sum(1)  # (rows, A)
+    # relative to the smaller one: a point that has lost all its mass would be past recovery
+    error = (mass - c).abs() / torch.minimum(mass, c)
+    return P, torch.where(mass > 0, error, 0).amax(1)
 
 
-def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tensor:
+def solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tensor:
     """Solve (d c / d h + damping diag(c)) v = right for v (rows, A), with v = 0 at the first target point.
 
     c = sum over scores of P is the mass of the target points, and P (rows, n, A) has rows that sum to 1, so that
@@ -127,7 +118,8 @@ def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tenso
     weights beside it: a sum of non-negative terms, where diag(c) - ... would cancel. v = 0 at points without mass.
     """
     laplacian = -(P[:, :, 1:].mT @ P)  # (rows, A - 1, A)
-    inner, mass = laplacian[:, :, 1:], P[:, :, 1:].sum(1)
+    inner = laplacian[:, :, 1:]
+    mass = P[:, :, 1:].sum(1)
     inner.diagonal(dim1=1, dim2=2).zero_()
     diagonal = damping * mass - laplacian.sum(2)  # (rows, A - 1)
     inner.diagonal(dim1=1, dim2=2).copy_(torch.where(mass > 0, diagonal, 1))
@@ -137,162 +129,240 @@ def _solve_laplacian(P: Tensor, damping: Tensor | float, right: Tensor) -> Tenso
     return pad(solution, (1, 0))
 
 
-class _TransportOperator(TopKOperator):
-    """The common part of the two transports: their convergence, and the plan with a target point per top rank."""
-
-    settings = (*TopKOperator.settings, "tolerance", "max_iterations")
-    whitens = True
-
-    def __init__(
-        self, k: SupportsIndex, inverse_temperature: Beta = None, tolerance: float | None = None,
-        max_iterations: SupportsIndex = 30,
-    ) -> None:  # fmt: skip
-        super().__init__(k, inverse_temperature)
-        self.tolerance = None if tolerance is None else check_positive("tolerance", tolerance)
-        self.max_iterations = check_integer("max_iterations", max_iterations, 1)
-        self.largest_error: Tensor | None = None  # what was measured, not a setting
-
-    def check_convergence(self) -> float:
-        """Return the largest relative error of a mass since the last call; warn if it is above the tolerance.
-
-        On the CPU each use of the operator warns by itself. On CUDA that would wait for the device: call this where you
-        synchronise anyway, for instance once per epoch.
-        """
-        error, self.largest_error = self.largest_error, None
-        return 0.0 if error is None else self._warn_above(error, self.inverse_temperature)
-
-    def _default_tolerance(self, dtype: torch.dtype, beta: Any) -> float:
-        if isinstance(beta, Tensor):
-            beta = float(beta.detach()) if has_known_values(beta) else 1.0
-        # the logits are of the size of beta, and their rounding moves the masses
-        return self.tolerance or max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
-
-    def _warn_above(self, error: Tensor, beta: Any) -> float:
-        largest, tolerance = float(error), self._default_tolerance(error.dtype, beta)
-        if largest > tolerance:
-            message = (
-                f"{type(self).__name__}: the optimal transport did not converge within {self.max_iterations} "
-                f"iterations: a mass is off by {largest:.1e} (relative), the tolerance is {tolerance:.0e}. Lower "
-                f"inverse_temperature={float(beta):g}, use float64 or raise max_iterations."
-            )
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-        return largest
-
-    def _record(self, error: Tensor, beta: Any) -> None:
-        """Note the errors (rows,) of a solution. A sample with a NaN has no error to speak of; its P is NaN."""
-        if torch.compiler.is_compiling() or not is_ordinary(error) or not error.numel():
-            return
-        largest, before = error.detach().nan_to_num(nan=0.0).amax(), self.largest_error
-        if has_known_values(error):
-            self._warn_above(largest, beta)
-        self.largest_error = largest if before is None else torch.maximum(before.to(largest), largest)
-
-    def _num_points(self, n: int, k: int) -> int:
-        """The number of target points, one per rank, but the last for all the ranks that are left."""
-        return n
-
-    def _matrix(self, scores: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
-        x, points = whitened(scores), self._num_points(scores.shape[1], k)
-        P, error = _plan(x, beta, points, self._default_tolerance(x.dtype, beta), self.max_iterations)
-        self._record(error, beta)
-        return P[:, :k]
+def allocate_plan(
+    logits: Tensor, mass: Tensor, is_unmasked: Tensor, start: Tensor, tolerance: float, max_iterations: int
+) -> tuple[Tensor, Tensor]:
+    """Allocate P (rows, n, A) and the errors (rows,)."""
+    return torch.empty_like(logits), logits.new_empty(logits.shape[0])
 
 
-def whitened(scores: Tensor) -> Tensor:
-    """Whiten and squash the scores (rows, n) into [0, 1]; -1 marks a class that is masked out."""
-    return torch.where(scores == -torch.inf, -1.0, whiten_and_squash(scores))
+find_plan = register_loop("plan", Plan, allocate_plan)
 
 
-def _plan(x: Tensor, beta: Any, num_points: int, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor]:
+class TargetPoints(NamedTuple):
+    """Evenly spaced target points in [0, 1], (rows, A) each.
+
+    Attributes:
+        place: from 1 down to 0.
+        mass: 1 each, the last that of all ranks that are left; 0 for points beyond the number of unmasked classes.
+        is_taken: whether a point is not beyond it.
+    """
+
+    place: Tensor
+    mass: Tensor
+    is_taken: Tensor
+
+
+def target_points(num_unmasked: Tensor, num_points: int, dtype: torch.dtype) -> TargetPoints:
+    """Make as many target points as a row has unmasked classes (rows, 1), at most num_points."""
+    # numbers of this type from here on: a quotient of integers would have PyTorch's default one
+    number = num_unmasked.to(dtype)
+    rank = torch.arange(num_points, dtype=dtype, device=number.device)  # (A,)
+    points = number.clamp(1, num_points)  # (rows, 1), how many of the target points are taken
+    is_taken = rank < points  # (rows, A)
+    place = torch.where(is_taken, 1 - rank / (points - 1).clamp(min=1), 0)
+    mass = torch.where(rank == points - 1, number - points + 1, 1).where(is_taken, 0)
+    return TargetPoints(place, mass, is_taken)
+
+
+def hard_potentials(x: Tensor, points: TargetPoints, inverse_temperature: float | Tensor) -> Tensor:
+    """Compute potentials (rows, A) to begin with: those of the hard transport.
+
+    Those of two neighbouring points make the midpoint between the last score of the one and the first score of the
+    other indifferent.
+    """
+    num_points = points.place.shape[1]
+    ordered = x.topk(num_points, dim=1).values  # (rows, A)
+    upper = points.place[:, :-1]
+    lower = points.place[:, 1:]
+    steps = (lower - upper) * (lower + upper - ordered[:, :-1] - ordered[:, 1:]) * inverse_temperature  # (rows, A - 1)
+    return pad(steps.where(points.is_taken[:, 1:], 0).cumsum(1), (1, 0))
+
+
+def solve_plan(
+    x: Tensor, inverse_temperature: float | Tensor, num_points: int, tolerance: float, max_iterations: int
+) -> tuple[Tensor, Tensor]:
     """Compute P (rows, A, n) for evenly spaced target points in [0, 1], the last with the mass of the ranks from A on.
 
     x (rows, n): the whitened scores, below 0 for classes that are masked out: the other classes have as many target
     points as they are, at most A. Also returned: the largest relative error of a mass per row.
     """
-    live = (x >= 0) | x.isnan()  # (rows, n); a NaN row is NaN anyhow
-    number = live.sum(1, keepdim=True)  # (rows, 1)
-    rank = torch.arange(num_points, device=x.device)  # (A,)
-    points = number.clamp(1, num_points)  # (rows, 1), how many of the target points are taken
-    taken = rank < points  # (rows, A)
-    place = torch.where(taken, 1 - rank / (points - 1).clamp(min=1), 0).to(x.dtype)  # (rows, A), from 1 down to 0
-    mass = torch.where(rank == points - 1, number - points + 1, 1).where(taken, 0).to(x.dtype)  # (rows, A)
+    is_unmasked = (x >= 0) | x.isnan()  # (rows, n); a NaN row is NaN anyhow
+    points = target_points(is_unmasked.sum(1, keepdim=True), num_points, x.dtype)
     # -(x - y)^2 / epsilon, without the x^2 / epsilon that no softmax over target points sees
-    scaled = place * beta  # (rows, A)
-    logits = x.unsqueeze(2) * (2 * scaled).unsqueeze(1) - (place * scaled).unsqueeze(1)  # (rows, n, A)
-    logits = torch.where(taken.unsqueeze(1), logits, OUT)
+    scaled = points.place * inverse_temperature  # (rows, A)
+    logits = x.unsqueeze(2) * (2 * scaled).unsqueeze(1) - (points.place * scaled).unsqueeze(1)  # (rows, n, A)
+    logits = torch.where(points.is_taken.unsqueeze(1), logits, OUT)
     with torch.no_grad():
-        # The start: the hard transport's potentials. Those of two neighbouring points make the midpoint between the
-        # last score of the one and the first score of the other indifferent.
-        ordered = x.topk(num_points, dim=1).values  # (rows, A)
-        upper, lower = place[:, :-1], place[:, 1:]
-        steps = (lower - upper) * (lower + upper - ordered[:, :-1] - ordered[:, 1:]) * beta  # (rows, A - 1)
-        start = pad(steps.where(taken[:, 1:], 0).cumsum(1), (1, 0))  # (rows, A)
-    P, error = find_plan(logits, mass, live.unsqueeze(2).to(x.dtype), start, tolerance, max_iterations)
+        start = hard_potentials(x, points, inverse_temperature)
+    unmasked_share = is_unmasked.unsqueeze(2).to(x.dtype)
+    P, error = find_plan(logits, points.mass, unmasked_share, start, tolerance, max_iterations)
     return P.mT, error
 
 
 def sinkhorn(x: Tensor, labels: Tensor, beta: Tensor, k: int, tolerance: float, max_iterations: int) -> list[Tensor]:
     """Compute what the kernel computes: P[1..k, y], (rows, k), of whitened scores x (rows, n), and errors (rows,)."""
-    P, error = _plan(x, beta, x.shape[1], tolerance, max_iterations)
-    return [at_target(P[:, :k], labels), error]
+    P, error = solve_plan(x, beta, x.shape[1], tolerance, max_iterations)
+    return [select_labels(P[:, :k], labels), error]
 
 
-class SinkhornSort(_TransportOperator):
-    """SinkhornSort (Cuturi, Teboul and Vert 2019): entropic transport to n evenly spaced target points.
-
-    A transport that misses the tolerance warns.
+@dataclass(frozen=True)
+class TransportOperator(TopKOperator):
+    """Base class of the transports with more than two target points. One that misses the tolerance warns on a CPU.
 
     Args:
-        k: number of ranks.
-        inverse_temperature: 1 / epsilon (default: 100, that of OTT; no published value is known).
         tolerance: largest error of a point's mass, relative to it, above 0 (default: 2e-5 in float32, 1e-9 in float64).
-        max_iterations: Newton steps, each with an n x n solve; on CUDA all are made, so as not to wait for the device.
+        max_iterations: Newton steps; on CUDA all are made, so as not to wait for the device (default: 30).
     """
 
-    default_inverse_temperature = 100.0
+    tolerance: float | None = None
+    max_iterations: int = 30
 
-    def _column(self, scores: Tensor, target: Tensor, k: int, beta: Any, generator: Any = None) -> Tensor:
-        if is_mass(target):
-            return super()._column(scores, target, k, beta)
-        solve = find_kernel("sinkhorn", scores, beta) or sinkhorn
-        settings = (k, self._default_tolerance(scores.dtype, beta), self.max_iterations)
-        column, error, *_ = solve(whitened(scores), target, as_tensor(beta, scores), *settings)
-        self._record(error, beta)
-        return column
+    whitens: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance)
+        check_integer("max_iterations", self.max_iterations, 1)
+
+    def topk_probabilities(
+        self, scores: Tensor, ks: Sequence[int], inverse_temperature: float | Tensor, generator: Generator | None = None
+    ) -> Tensor:
+        P = self.rank_probabilities_of_classes(scores, max(ks, default=1), inverse_temperature)
+        return select_ranks(P.cumsum(1), ks)
+
+    def rank_probabilities_of_classes(
+        self, scores: Tensor, k: int, inverse_temperature: float | Tensor, generator: Generator | None = None
+    ) -> Tensor:
+        P, error = self._solve(scores, k, inverse_temperature)
+        self._warn_above_tolerance(error, inverse_temperature)
+        return P[:, :k]
+
+    def convergence_error(self, logits: Tensor, inverse_temperature: float | Tensor | None = None) -> float:
+        """Return the largest relative error of a mass for these logits (..., n): one number, for which a GPU waits.
+
+        It is that of as many ranks as there are classes.
+        """
+        scores = checked_scores(logits)
+        with full_precision(logits.device), torch.no_grad():
+            beta = self._checked_temperature(inverse_temperature)
+            _, error = self._solve(scores, scores.shape[1], beta)
+        return largest_error(error)
+
+    def _solve(self, scores: Tensor, k: int, inverse_temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Compute P (rows, A, n) and the errors (rows,)."""
+        x = whitened(precise(scores))
+        num_points = self._num_points(scores.shape[1], k)
+        tolerance = self._tolerance(x.dtype, inverse_temperature)
+        P, error = solve_plan(x, inverse_temperature, num_points, tolerance, self.max_iterations)
+        return P.to(scores.dtype), error
+
+    def _num_points(self, n: int, k: int) -> int:
+        """Return the number of target points, one per rank, but the last for all the ranks that are left."""
+        return n
+
+    def _tolerance(self, dtype: torch.dtype, inverse_temperature: float | Tensor) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        beta = 1.0
+        if not isinstance(inverse_temperature, Tensor):
+            beta = inverse_temperature
+        elif has_known_values(inverse_temperature):
+            beta = float(inverse_temperature.detach())
+        # the logits are of the size of beta, and their rounding moves the masses
+        return max(DEFAULT_TOLERANCE[dtype], torch.finfo(dtype).eps * beta)
+
+    def _warn_above_tolerance(self, error: Tensor, inverse_temperature: float | Tensor) -> None:
+        """Warn of errors (rows,) above the tolerance, where they are known."""
+        if not has_known_values(error):
+            return
+        tolerance = self._tolerance(error.dtype, inverse_temperature)
+        largest = largest_error(error)
+        if largest > tolerance:
+            message = (
+                f"{type(self).__name__}: the optimal transport did not converge within {self.max_iterations} "
+                f"iterations: a mass is off by {largest:.1e} (relative), the tolerance is {tolerance:.0e}. Lower "
+                f"inverse_temperature={float(inverse_temperature):g}, use float64 or raise max_iterations."
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-class SortedSoftTopK(_TransportOperator):
-    """Sorted SOFT top-k (Xie et al. 2020): a target point for each of the k top ranks, and one for the rest.
+def precise(scores: Tensor) -> Tensor:
+    """Return few scores (rows, n) in float64, where the device has it."""
+    if scores.shape[1] <= FEW_SCORES:
+        return scores.to(wide_dtype(scores))
+    return scores
 
-    The points are evenly spaced in [0, 1], so that their places depend on k.
+
+def largest_error(error: Tensor) -> float:
+    """Return the largest of the errors (rows,). A sample with a NaN has no error to speak of; its P is NaN."""
+    if error.numel() == 0:
+        return 0.0
+    return float(error.detach().nan_to_num(nan=0.0).amax())
+
+
+@dataclass(frozen=True)
+class SinkhornSort(TransportOperator):
+    """SinkhornSort (Cuturi, Teboul and Vert 2019): entropic transport to n evenly spaced target points.
+
+    A transport that misses the tolerance warns. The default inverse temperature, 1 / epsilon, is that of OTT, 100; no
+    published value is known.
 
     Args:
-        k: number of ranks.
-        inverse_temperature: 1 / epsilon (default: 10, that of the authors).
+        tolerance: largest error of a point's mass, relative to it, above 0 (default: 2e-5 in float32, 1e-9 in float64).
+        max_iterations: Newton steps, each with an n x n solve; on CUDA all are made, so as not to wait for the device
+            (default: 30).
+    """
+
+    default_inverse_temperature: ClassVar[float] = 100.0
+
+    def topk_probabilities_of_labels(
+        self,
+        scores: Tensor,
+        labels: Tensor,
+        ks: Sequence[int],
+        inverse_temperature: float | Tensor,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        x = whitened(precise(scores))
+        beta = number_like(inverse_temperature, x)
+        solve = find_kernel("sinkhorn", x, beta) or sinkhorn
+        tolerance = self._tolerance(x.dtype, inverse_temperature)
+        outputs = solve(x, labels, beta, max(ks, default=1), tolerance, self.max_iterations)
+        self._warn_above_tolerance(outputs[1], inverse_temperature)
+        return select_ranks(outputs[0].cumsum(1), ks).to(scores.dtype)
+
+
+@dataclass(frozen=True)
+class SortedSoftTopK(TransportOperator):
+    """Sorted SOFT top-k (Xie et al. 2020): a target point for each of the k top ranks, and one for the rest.
+
+    The points are evenly spaced in [0, 1], so that their places depend on k. The default inverse temperature,
+    1 / epsilon, is that of the authors, 10.
+
+    Args:
         tolerance, max_iterations: as in SinkhornSort, with k x k solves.
     """
 
-    default_inverse_temperature = 10.0
+    default_inverse_temperature: ClassVar[float] = 10.0
 
     def _num_points(self, n: int, k: int) -> int:
         return min(k + 1, n)
 
 
+@dataclass(frozen=True)
 class SoftTopK(ThresholdOperator):
     """SOFT top-k (Xie et al. 2020): entropic transport to two target points, 1 for the k highest and 0 for the rest.
 
     indicator_k = sigmoid((2 x - theta_k) / epsilon) of the whitened and squashed scores x, with theta_k such that it
     sums to k: the indicator of LML. Each k has a transport of its own. Indicators are nested, so that row r of P is
-    indicator_r - indicator_{r-1}.
-
-    Args:
-        k: number of ranks.
-        inverse_temperature: 1 / epsilon (default: 10, that of the authors).
+    indicator_r - indicator_{r-1}. The default inverse temperature, 1 / epsilon, is that of the authors, 10.
     """
 
-    default_inverse_temperature = 10.0
-    family = "logistic"
-    whitens = True
+    default_inverse_temperature: ClassVar[float] = 10.0
+    family: ClassVar[str] = "logistic"
+    whitens: ClassVar[bool] = True
 
-    def _scaled(self, scores: Tensor, beta: Any) -> tuple[Tensor, Any]:
-        return torch.where(scores == -torch.inf, -torch.inf, whiten_and_squash(scores)), 2 * beta
+    def _scaled(self, scores: Tensor, inverse_temperature: float | Tensor) -> Tensor:
+        x = torch.where(scores == -torch.inf, -torch.inf, whiten_and_squash(scores))
+        return centered(x) * (2 * inverse_temperature)

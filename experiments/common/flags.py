@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.common.paths import RESULTS, ROOT
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
+from topk_losses.methods import register_entry_points
 
 
 def make_parser(docstring: str | None) -> ArgumentParser:
@@ -117,6 +118,7 @@ def add_method_flags(parser: ArgumentParser, methods: Iterable[str], p_k: str) -
 
 def add_loss_flags(parser: ArgumentParser) -> None:
     """Add the flags of every loss: those with the role LOSS in settings.py, and --implementation."""
+    register_entry_points()
     group = add_method_flags(parser, METHODS, p_k="as in Table 1")
     group.add_argument("--label_smoothing", type=fraction, help="share of the label spread over classes (default: 0)")
     group.add_argument("--margin", type=non_negative_float, help="margin of ldr_kl (default: 0)")

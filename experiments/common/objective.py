@@ -19,8 +19,9 @@ from numpy.random import SeedSequence
 from torch import Tensor, nn
 
 from experiments.common import settings
-from topk_losses import METHODS, RELAXATIONS, SortedSoftTopK, TopKOperator, make_loss, make_operator, resolve_settings
-from topk_losses.methods import SINGLE_K, TOP1
+from experiments.common.operators import BoundOperator
+from topk_losses import METHODS, AutoTemperature, SortedSoftTopK, make_loss, make_operator, resolve_settings
+from topk_losses.checks import check_k
 
 LOSS_SETTINGS = settings.with_role(settings.LOSS)
 OPERATOR_SETTINGS = ("inverse_temperature", "distribution", "art_lambda")
@@ -51,9 +52,10 @@ class Schedule(NamedTuple):
 
 def published_p_k(method: str) -> list[float]:
     """P_K without --p_k, as in Table 1: top-1 for losses without a k, top-5 for those of one, else even."""
-    if method in TOP1:
+    takes = METHODS[method].takes
+    if takes == "top-1":
         return [1.0, 0.0, 0.0, 0.0, 0.0]
-    if method in SINGLE_K:
+    if takes == "one k":
         return [0.0, 0.0, 0.0, 0.0, 1.0]
     return [0.2, 0.2, 0.2, 0.2, 0.2]
 
@@ -70,7 +72,7 @@ def fill_in_loss(
     method = filled["method"]
     if filled["p_k"] is None:
         filled["p_k"] = published_p_k(method)
-    if method in RELAXATIONS:
+    if METHODS[method].operator is not None:
         filled["m"] = filled["m"] or m
         filled["top1_mode"] = filled["top1_mode"] or top1_mode
     else:
@@ -134,7 +136,7 @@ def build_official_loss(arguments: dict[str, Any], num_classes: int | None, devi
     return make_official_loss(**arguments, num_classes=num_classes, device=device)
 
 
-def build_operator(config: Mapping[str, Any], num_scores: int, k: int, sorted: bool = False) -> TopKOperator:
+def build_operator(config: Mapping[str, Any], num_scores: int, k: int, sorted: bool = False) -> BoundOperator:
     """Build a relaxed top-k operator with a row for each of k ranks. Raises ValueError for settings that do not fit.
 
     Args:
@@ -144,8 +146,9 @@ def build_operator(config: Mapping[str, Any], num_scores: int, k: int, sorted: b
     if temperature == "auto":
         temperature = None
     if sorted:
-        return SortedSoftTopK(k, temperature)
-    return make_operator(config["method"], num_scores, k, temperature, config["distribution"], config["art_lambda"])
+        return BoundOperator(SortedSoftTopK(), k, temperature)
+    operator = make_operator(config["method"], config["distribution"], config["art_lambda"])
+    return BoundOperator(operator, check_k(k, num_scores), temperature)
 
 
 def noise_generator(device: torch.device, *numbers: int) -> torch.Generator:
@@ -218,12 +221,7 @@ class Objective:
         """The column of an inverse temperature that changes during training; none for a constant one."""
         if not self.reports_temperature:
             return {}
-        auto = getattr(self.loss_fn, "auto", None)
-        if auto is not None:
-            return {"inverse_temperature": float(auto.value())}
-        return {"inverse_temperature": float(self.loss_fn.inverse_temperature)}
-
-    def check_convergence(self) -> None:
-        """Let a loss that iterates warn if it did not converge. On a GPU this waits: once an epoch."""
-        if hasattr(self.loss_fn, "check_convergence"):
-            self.loss_fn.check_convergence()
+        value = self.loss_fn.inverse_temperature
+        if isinstance(value, AutoTemperature):
+            value = value.value()
+        return {"inverse_temperature": float(value)}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from experiments import train_knn
+from experiments.common.operators import BoundOperator
 from experiments.train_knn import LOSSES, NeighbourLoss, majority, nearest, squared_distances
 from tests.methods import RELAXED
 from topk_losses import make_operator
@@ -92,9 +93,9 @@ def defined(P: torch.Tensor, right: torch.Tensor, loss: str) -> float:
 @pytest.mark.parametrize("method", RELAXED)
 def test_the_loss_is_minus_the_mass_on_right_candidates(method, loss):
     queries, candidates, right = batch()
-    operator = make_operator(method, CANDIDATES, K)
+    operator = BoundOperator(make_operator(method), K)
     scores = -(queries.unsqueeze(1) - candidates).square().sum(2)  # (Q, C)
-    expected = defined(operator.permutation_matrix(scores), right, loss)
+    expected = defined(operator(scores), right, loss)
     assert NeighbourLoss(operator, loss)(queries, candidates, right, None).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -105,8 +106,8 @@ def test_who_is_left_out_is_as_if_absent(method, loss):
     left_out = torch.zeros_like(right)
     left_out[:, 4] = True
     others = torch.arange(CANDIDATES) != 4
-    got = NeighbourLoss(make_operator(method, CANDIDATES, K), loss)(queries, candidates, right, left_out)
-    operator = make_operator(method, CANDIDATES - 1, K)
+    got = NeighbourLoss(BoundOperator(make_operator(method), K), loss)(queries, candidates, right, left_out)
+    operator = BoundOperator(make_operator(method), K)
     absent = NeighbourLoss(operator, loss)(queries, candidates[others], right[:, others], None)
     assert got.item() == pytest.approx(absent.item(), rel=1e-6)
 
@@ -117,7 +118,7 @@ def test_a_query_that_is_left_out_has_no_part_in_any_operator(method):
     queries, candidates, right = batch(torch.float32)
     candidates = torch.cat([queries, candidates[QUERIES:]]).requires_grad_()
     left_out = torch.eye(QUERIES, CANDIDATES, dtype=torch.bool)
-    operator = make_operator(method, CANDIDATES, K)
+    operator = BoundOperator(make_operator(method), K)
     losses = [
         NeighbourLoss(operator, "log_mass")(queries, candidates, change(right, left_out), left_out)
         for change in (python_operator.or_, lambda right, left_out: right & ~left_out)

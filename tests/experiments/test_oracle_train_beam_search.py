@@ -90,7 +90,7 @@ def soft_probabilities(model, letters, reading):
         probabilities = model.log_probs(after, encoded)[0].exp()  # (Q, V)
         mixed = [end * only_end + (1 - end) * row for end, row in zip(ended, probabilities)]
         candidates = torch.cat([score + (row + 1e-30).log() for score, row in zip(scores, mixed)])
-        weights = make_operator("softsort", len(candidates), K, 1.0)(candidates.unsqueeze(0))[0].view(K, -1, V)
+        weights = make_operator("softsort").permutation_matrix(candidates.unsqueeze(0), K, 1.0)[0].view(K, -1, V)
         choices.append(weights)
         scores = torch.stack([(row.flatten() * candidates).sum() for row in weights])
         inputs = torch.stack([(row.sum(0).unsqueeze(1) * model.phonemes.weight).sum(0) for row in weights]).unsqueeze(0)

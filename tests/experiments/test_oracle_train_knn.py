@@ -66,9 +66,10 @@ def plain_loop(
     classify = None if method else torch.nn.Linear(6, 10)
     weights = [*embed.parameters(), *(classify.parameters() if classify else ())]
     optimizer = torch.optim.SGD(weights, lr, momentum=0.9, weight_decay=weight_decay)
-    operator = make_operator(method, CANDIDATES, K, beta or (betas or [None])[0]) if method else None
+    operator = make_operator(method) if method else None
+    temperature = beta
     if sorted:
-        operator = SortedSoftTopK(K)
+        operator = SortedSoftTopK()
     steps, found = len(train) // QUERIES, []
 
     def embedded(images):
@@ -87,7 +88,7 @@ def plain_loop(
             if operator:
                 if betas:
                     progress = (epoch - 1 + step / steps) / EPOCHS
-                    operator.inverse_temperature = betas[0] * (betas[1] / betas[0]) ** progress
+                    temperature = betas[0] * (betas[1] / betas[0]) ** progress
                 seen = [inputs[rows] for rows in (asked, others)]
                 if images:
                     crops = [sample_crops(len(rows), generator) for rows in (asked, others)]
@@ -97,7 +98,7 @@ def plain_loop(
                 itself = (asked.unsqueeze(1) == others) & (not self_match)
                 scores = (-differences.square().sum(2)).masked_fill(itself, -torch.inf)
                 right = (labels.unsqueeze(1) == train.labels[others]) & ~itself
-                mass = (operator(scores, generator=noise.generator).sum(1) * right).sum(1)[
+                mass = (operator.mask(scores, K, temperature, noise.generator) * right).sum(1)[
                     right.any(1)
                 ]  # of queries that have a right candidate
                 loss = (-(mass / K).log() if log else -mass).sum() / QUERIES

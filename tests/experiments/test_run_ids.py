@@ -9,7 +9,7 @@ from experiments import finetune_imagenet, train_beam_search, train_cifar100, tr
 from experiments.common.rows import read_rows
 from experiments.common.settings import BEAM, CIFAR, HEADS, KNN, PRETRAINING, SETTINGS, run_id, script_of
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "results" / "repository"
 FILES = sorted(
     path
     for path in (*RESULTS.glob("*.csv"), *RESULTS.glob("noise/*.csv"))

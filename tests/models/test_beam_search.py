@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -29,9 +29,8 @@ def model() -> EncoderDecoder:
 def operator(method: str, K: int, inverse_temperature: float):
     @cache
     def of(n: int) -> nn.Module:
-        if method == "soft_topk":
-            return SortedSoftTopK(K, inverse_temperature)
-        return make_operator(method, n, K, inverse_temperature)
+        relaxed = SortedSoftTopK() if method == "soft_topk" else make_operator(method)
+        return partial(relaxed.permutation_matrix, k=K, inverse_temperature=inverse_temperature)
 
     return of
 

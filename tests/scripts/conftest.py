@@ -8,6 +8,7 @@ import pytest
 from filelock import FileLock
 from matplotlib.figure import Figure
 
+from experiments.common import door
 from scripts import report
 from tests.scripts import trained as runs
 from tests.scripts.trained import changed
@@ -91,7 +92,8 @@ def made(write, capsys):
     """Return (exit status, what was printed, the messages on stderr) of scripts/report.py on rows."""
 
     def call(rows, *flags, name="table1.csv"):
-        status = report.main([str(write(*rows, name=name)), *map(str, flags)])
+        words = [str(write(*rows, name=name)), *map(str, flags)]
+        status = door.call(lambda: report.main(words))
         return status, *capsys.readouterr()
 
     return call

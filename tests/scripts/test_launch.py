@@ -345,14 +345,15 @@ def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_run
     submitted = (tmp_path / "slurm" / "sbatch.txt").read_text().split()
     assert {"--job-name=a-test", "--array=1-2", "--requeue", "--partition", "gpu"} <= set(submitted)
     logs = sorted((tmp_path / "results" / "logs" / "a-test").glob("*.log"))
-    assert logs[0].read_text() == "two  words $HOME\n"
+    assert logs[0].read_text().splitlines() == [f"$ {commands[0]}", "two  words $HOME", "=== exit status 0"]
+    assert logs[1].read_text().splitlines()[-1] == "=== exit status 2"
     assert (tmp_path / "slurm" / "statuses.txt").read_text().split() == ["0", "2"]
 
 
 def test_a_run_at_its_time_limit_is_queued_again(slurm, patient, tmp_path):
     (tmp_path / "rows").write_text(f"{patient}\n")
     task = {**slurm, "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
-    process = subprocess.Popen([SLURM, tmp_path / "rows"], env=task, cwd=tmp_path)
+    process = subprocess.Popen([SLURM, "--task", tmp_path / "rows"], env=task, cwd=tmp_path)
     pids = pids_in(tmp_path)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=20) != 0

@@ -10,11 +10,15 @@ import torch
 from scipy import stats
 
 from data.embeddings import load_embeddings, split_rows
+from experiments.common.rows import read_rows, write_rows
+from experiments.common.settings import OWN_SETTINGS, cell
 from experiments.finetune_imagenet import parse_arguments
-from scripts import noise, relabel
-from scripts.reporting.noise import CHOICES, loss_of, noise_answer, noise_table
-from scripts.reporting.runs import ReportError, best_trial
-from tests.scripts.trained import LABELS, RATES, changed, rows_of
+from reporting.noise import noise_answer, noise_table
+from scripts import relabel, study
+from studies import noise
+from studies.runs import parse_flags
+from studies.tuning import Sobol
+from tests.scripts.trained import LABELS, changed
 
 CLASSES, ROWS, VALID = 20, 30_000, 6000
 
@@ -142,64 +146,21 @@ def test_the_labels_that_are_known_are_drawn_by_the_draw_as_well(right, tmp_path
 
 def test_every_loss_has_the_same_trials_but_for_its_own_numbers():
     common = set()
-    for loss in noise.LOSSES.values():
-        trials = noise.trials_of(loss, "folder/human")
-        assert [len(commands) for commands in trials.values()] == [15, 15]
-        parsed = [(n, parse_arguments(shlex.split(words))) for n, commands in trials.items() for words in commands]
-        common.add(tuple((n_epochs, args.lr, args.weight_decay) for n_epochs, args in parsed))
-        for flag, (low, high) in loss.own.items():  # the range is used
-            values = [getattr(args, flag) for _, args in parsed]
-            assert low <= min(values) <= max(values) <= high
-            middle = (low + high) / 2 if flag in noise.EVEN else (low * high) ** 0.5
+    study = noise.noise("human")
+    (sobol,) = study.rounds
+    assert isinstance(sobol, Sobol)
+    for candidate in study.space:
+        trials = sobol.of(candidate, None)
+        assert [trial.n_epochs for trial in trials] == [4] * 15 + [12] * 15
+        parsed = [parse_flags(trial.flags) for trial in trials]
+        common.add(tuple((values["lr"], values["weight_decay"]) for values in parsed))
+        for name, numbers in candidate.ranges.items():  # the range is used
+            values = [run[name] for run in parsed]
+            assert numbers.low <= min(values) <= max(values) <= numbers.high
+            middle = (numbers.low + numbers.high) / 2 if numbers.linear else (numbers.low * numbers.high) ** 0.5
             assert 13 <= sum(value < middle for value in values) <= 17
             assert len(set(values)) > 27
-    (common,) = common
-    assert {n_epochs for n_epochs, _, _ in common} == set(noise.EPOCHS)
-
-
-MEASURED = {  # by lr: noisy top-1 and top-5, clean top-1 and top-5, and test
-    "0.001": (0.50, 0.70, 0.60, 0.80, 0.1, 0.1),
-    "0.002": (0.48, 0.74, 0.59, 0.80, 0.2, 0.2),  # by noisy labels
-    "0.003": (0.45, 0.75, 0.62, 0.82, 0.3, 0.3),  # by clean ones
-    "0.004": (0.51, 0.60, 0.63, 0.70, 0.9, 0.9),
-}
-METHODS = {"lapsum": "lapsum", "gce": "generalized_cross_entropy"}
-NAMES = [f"last_{split}_top{k}" for split in ("valid", "clean", "test") for k in (1, 5)]
-
-
-@pytest.fixture
-def trials_frame(trained):
-    rows = {row["method"]: row for row in rows_of(trained / "noise" / "human_trials.csv") if not row["noise_rate"]}
-
-    def call(loss: str, lrs) -> pd.DataFrame:
-        own = rows[METHODS[loss]]
-        return pd.DataFrame([changed(own, lr=lr, **dict(zip(NAMES, MEASURED[lr]))) for lr in lrs]).assign(loss=loss)
-
-    return call
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_noisy_and_clean_validation_choose_by_their_own_labels_and_never_by_test(trials_frame, order):
-    trials = pd.concat([trials_frame("lapsum", list(MEASURED)[::order]), trials_frame("gce", ["0.004"])])
-    trials = trials.reset_index(drop=True)
-    lapsum = trials[trials["loss"] == "lapsum"]
-    assert [best_trial(lapsum, split)["lr"] for split in CHOICES.values()] == ["0.002", "0.003"]
-    (both,), single = (noise.final_commands(trials, names, "") for names in (["lapsum", "gce"], ["gce"]))
-    args = parse_arguments(shlex.split(single[0])[2:])  # both choices are one run
-    assert (args.also, args.seed, args.n_epochs) == ([], list(range(1, 11)), 4)
-    args = parse_arguments(shlex.split(both)[2:])
-    assert [head.lr for head in (args, *args.also)] == [0.002, 0.003, 0.004]
-    (line,) = noise.final_commands(trials.assign(noise_matrix="a folder/human_true.pt"), ["lapsum", "gce"], "")
-    args = parse_arguments(shlex.split(line)[2:])
-    assert {str(head.noise_matrix) for head in (args, *args.also)} == {"a folder/human_true.pt"}
-
-
-def test_a_run_has_the_name_of_its_loss():
-    columns = ("label_smoothing", "mixup", "noise_matrix", "noise_rate")
-    for name, loss in noise.LOSSES.items():
-        args = parse_arguments(shlex.split(noise.trials_of(loss, "folder/human_by_people")[4][0]))
-        cells = {column: str(getattr(args, column) or "") for column in columns}
-        assert loss_of(pd.Series(cells | {"method": args.method})) == name
+    assert len(common) == 1
 
 
 FIRST = {"test_top1": 0.5, "test_top5": 0.7}
@@ -207,33 +168,50 @@ GAINS = {"softmax_cross_entropy": 0.0, "generalized_cross_entropy": 0.006, "phub
 GAINS |= {"lapsum": 0.009, "lapsum, corrected": 0.012, "smooth_topk": -0.02}
 
 
+NAMES = {
+    "cross_entropy": "softmax_cross_entropy",
+    "gce": "generalized_cross_entropy",
+    "phuber": "phuber_cross_entropy",
+    "lapsum": "lapsum",
+    "lapsum_forward": "lapsum, corrected",
+    "smooth_topk": "smooth_topk",
+}
+
+
 @pytest.fixture
 def files(trained, tmp_path):
     """Trials of six losses on two kinds of labels, and ten seeds of what each validation chose."""
     random, every = np.random.default_rng(3), []
     for labels in LABELS:
-        trials, runs = (rows_of(trained / "noise" / f"{labels}{end}.csv") for end in ("_trials", ""))
-        for number, trial in enumerate(trials):
-            name, rate = f"{trial['method']}{', corrected' * bool(trial['noise_rate'])}", RATES.index(trial["lr"])
-            high = {"valid": rate == 0, "clean": rate == (name == "lapsum")}  # the last is bad
-            cells = {f"last_{split}_top{k}": 0.4 + GAINS[name] + 0.1 * high[split] for split in high for k in (1, 5)}
-            trials[number] = changed(trial, n_epochs=("4", "12", "12")[rate], **cells)
-        finals = []
-        for run, seed in itertools.product([run for run in runs if run["lr"] != RATES[2]], range(1, 11)):
-            name, is_second = f"{run['method']}{', corrected' * bool(run['noise_rate'])}", run["lr"] == RATES[1]
-            level = GAINS[name] + 0.01 * is_second + 0.003 * seed
-            cells = {metric: value + level + random.normal(0, 0.004) for metric, value in FIRST.items()}
-            cells |= {"n_epochs": "12" if is_second else "4", "seed": seed, "order_seed": seed}
-            finals.append(changed(run, run_id=f"{run['run_id']}-{seed}", **cells))
-            every.append({**finals[-1], "name": name, "labels": labels})
-        pd.DataFrame(trials).to_csv(tmp_path / f"{labels}_trials.csv", index=False)
-        pd.DataFrame(finals).to_csv(tmp_path / f"{labels}.csv", index=False)
+        rows = {row["method"]: row for row in read_rows(trained / "noise" / f"{labels}_trials.csv")}
+        trials, finals = [], []
+        plan = noise.noise(labels)
+        for candidate in plan.space:
+            if candidate.name not in NAMES:
+                continue
+            name = NAMES[candidate.name]
+            tried = plan.rounds[0].of(candidate, None)
+            for place, trial in enumerate((tried[0], tried[1], tried[29])):
+                values = {key: cell(value) for key, value in parse_flags(trial.flags).items()}
+                plain = dict.fromkeys(OWN_SETTINGS, "") | {"batch_size": "500", "eval_freq": "0"}
+                run = changed(rows[values["method"]], **plain | values, n_epochs=trial.n_epochs)
+                high = {"valid": place == 0, "clean": place == (name == "lapsum")}  # the last is bad
+                cells = {f"last_{part}_top{k}": 0.4 + GAINS[name] + 0.1 * high[part] for part in high for k in (1, 5)}
+                trials.append(changed(run, run_id=f"{labels}-{candidate.name}-{place}", seed=0, **cells))
+                for seed in range(1, 11) if place < 2 else ():
+                    level = GAINS[name] + 0.01 * place + 0.003 * seed
+                    cells = {metric: value + level + random.normal(0, 0.004) for metric, value in FIRST.items()}
+                    cells |= {"run_id": f"{labels}-{candidate.name}-{place}-{seed}", "seed": seed, "order_seed": seed}
+                    finals.append(changed(run, **cells))
+                    every.append({**finals[-1], "name": name, "labels": labels, "place": place})
+        write_rows(tmp_path / f"{labels}_trials.csv", trials)
+        write_rows(tmp_path / f"{labels}.csv", finals)
     return tmp_path, pd.DataFrame(every)
 
 
-def plain_difference(runs, labels, one, other, metric, lr="0.1"):
+def plain_difference(runs, labels, one, other, metric, place=0):
     """The differences of ten seeds in points, as an array."""
-    runs = runs[(runs["labels"] == labels) & (runs["lr"] == lr)].sort_values("seed")
+    runs = runs[(runs["labels"] == labels) & (runs["place"] == place)].astype({"seed": int}).sort_values("seed")
     first, second = (100 * runs[runs["name"] == name][metric].astype(float).to_numpy() for name in (one, other))
     return first - second
 
@@ -288,38 +266,75 @@ def test_clean_validation_has_its_own_table_and_a_missing_final_run_is_named(fil
     text = noise_table(folder, "human")
     noisy, clean = text[text.index("Chosen by noisy") :].split("Chosen by clean")
     lapsum = runs[(runs["labels"] == "human") & (runs["name"] == "lapsum")].astype({"test_top1": float})
-    gain = 100 * lapsum.groupby("lr")["test_top1"].mean()
-    assert f"{gain['0.1']:.2f} ± " in noisy
-    assert f"{gain['0.2']:.2f} ± " in clean
+    gain = 100 * lapsum.groupby("place")["test_top1"].mean()
+    assert f"{gain[0]:.2f} ± " in noisy
+    assert f"{gain[1]:.2f} ± " in clean
     assert clean.count("the same trial") == 2 * 5  # of all but LapSum
     other = tmp_path_factory.mktemp("other")
-    pd.read_csv(folder / "human_trials.csv", dtype=str).to_csv(other / "human_trials.csv", index=False)
-    runs.query("labels == 'human' and (lr == '0.1' or name != 'lapsum')").to_csv(other / "human.csv", index=False)
-    with pytest.raises(ReportError, match="human: what clean validation chose of lapsum has no final run"):
+    write_rows(other / "human_trials.csv", read_rows(folder / "human_trials.csv"))
+    kept = runs.query("labels == 'human' and (place == 0 or name != 'lapsum')").drop(
+        columns=["name", "place", "labels"]
+    )
+    write_rows(other / "human.csv", kept.to_dict("records"))
+    with pytest.raises(ValueError, match="human: what clean validation chose of lapsum has no final run"):
         noise_table(other, "human")
 
 
 def test_every_kind_of_labels_has_its_file_and_two_passes_of_15_trials_for_each_loss(right, tmp_path, capsys):
-    words = ["-d", str(right[0]), "--folder", str(tmp_path), "--labels", "blocks_.2", "right", "--dry-run"]
+    words = ["noise", str(right[0]), "--folder", str(tmp_path), "--labels", "blocks_.2", "right", "--dry-run"]
     before = sorted(tmp_path.iterdir())
-    assert noise.main(words) == 0
+    assert study.main(words) == 0
     assert sorted(tmp_path.iterdir()) == before  # a dry run starts nothing
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
     for _, script, *flags in lines:
         if script == "scripts/relabel.py":
+            assert not relabel.is_written(flags)
             assert relabel.main(flags) == 0
+            assert relabel.is_written(flags)
     passes = [parse_arguments(flags) for _, script, *flags in lines if script != "scripts/relabel.py"]
-    with_matrix = {"forward_true", "forward_estimated"}  # which is the identity for right labels
-    for labels, number in (("blocks_.2", len(noise.LOSSES)), ("right", len(noise.LOSSES) - len(with_matrix))):
+    for labels, number in (("blocks_.2", 18), ("right", 16)):  # the matrices of right labels are the identity
         own = [args for args in passes if args.data_path == str(tmp_path / f"{labels}.pt")]
         assert len(own) == 2 * number
         assert {(1 + len(args.also), *args.seed, args.eval_freq, str(args.results)) for args in own} == {
             (15, 0, 0, f"results/noise/{labels}_trials.csv")
         }
-        assert {args.n_epochs for args in own} == set(noise.EPOCHS)
+        assert {args.n_epochs for args in own} == {4, 12}
         matrices = {args.noise_matrix for args in own} - {None}
-        assert len(matrices) == (2 if labels == "blocks_.2" else 0)
+        assert len(matrices) == 2 * (labels == "blocks_.2")
         assert all(matrix.is_file() for matrix in matrices)
     assert load_embeddings(tmp_path / "right.pt").info["labels"] == "right"
-    with pytest.raises(SystemExit, match="2"):  # no file of human labels
-        noise.main(["-d", str(right[0]), "--folder", str(tmp_path), "--dry-run"])
+    with pytest.raises(ValueError, match="--human must name"):
+        study.main(["noise", str(right[0]), "--folder", str(tmp_path), "--dry-run"])
+
+
+def test_a_cached_file_of_labels_that_is_of_other_embeddings_is_written_again(right, tmp_path):
+    other = tmp_path / "other.pt"
+    content = torch.load(right[0], weights_only=True)
+    torch.save(content | {"train_embeddings": content["train_embeddings"] + 1}, other)
+    output = tmp_path / "noisy.pt"
+
+    def words(data, *more):
+        return [str(data), "--label_noise", ".2", "--noisy_valid", *more, "--output", str(output)]
+
+    assert relabel.main(words(other)) == 0
+    assert relabel.is_written(words(other))
+    assert not relabel.is_written(words(right[0]))
+    assert not relabel.is_written(words(other, "--draw", "1"))
+
+
+def test_labels_that_would_stay_or_are_wrong_already_are_refused(right, tmp_path):
+    content = torch.load(right[0], weights_only=True)
+    for name in ("embeddings", "labels"):
+        content[f"val_{name}"] = content.pop(f"test_{name}")
+    torch.save(content, tmp_path / "more.pt")
+    with pytest.raises(ValueError, match="has val_embeddings, whose labels would stay"):
+        relabel.main([str(tmp_path / "more.pt"), "--num_classes", "200", "--output", str(tmp_path / "new.pt")])
+    relabelled(right, tmp_path, "--label_noise", "0.4", "--among", "20", "--noisy_valid")
+    for noisy in ("--label_noise", "0"), ("--human", str(right[1])):
+        with pytest.raises(ValueError, match="has wrong labels already"):
+            relabel.main([str(tmp_path / "new.pt"), *noisy, "--output", str(tmp_path / "newer.pt")])
+    words = [str(tmp_path / "new.pt"), "--num_classes", "200", "--output", str(tmp_path / "classes.pt")]
+    assert relabel.main(words) == 0
+    data = load_embeddings(tmp_path / "classes.pt")
+    for name in ("train", "valid", "clean", "test"):
+        assert 100 < int(data[name].labels.max()) < 200

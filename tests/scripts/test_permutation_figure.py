@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.reporting import permutation_figure
+from reporting import permutation_figure
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.methods import TOP1
 

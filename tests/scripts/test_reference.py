@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reporting import reference
+from reporting import reference
 from topk_losses import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +54,10 @@ def test_no_warning_stands_above_the_usage():
     )
     assert run.stdout.startswith("usage: ")
     assert run.stderr == ""
+
+
+def test_docstrings_are_shown_as_they_are_written():
+    assert reference.escaped("p_k: log sum_{k>=2} `a_b` s_[i]") == "p\\_k: log sum\\_{k&gt;=2} `a_b` s\\_\\[i\\]"
+    parts = reference.described("What it is.\n\nArgs:\n    a, b: two\n        numbers.\n    c: one.\n\nMore.")
+    assert parts[""].split() == ["What", "it", "is.", "More."]
+    assert reference.items(parts["Args"]) == {"a, b": "two numbers.", "c": "one."}

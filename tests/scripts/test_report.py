@@ -4,20 +4,23 @@ import csv
 import io
 import os
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from experiments.common import door
 from experiments.common import settings as registry
+from experiments.common.paths import PAPER, REPOSITORY
 from experiments.common.settings import OWN_SETTINGS
+from reporting.compare import paired
+from reporting.frames import read_runs
+from reporting.markdown import HEADINGS
 from scripts import report
-from scripts.reporting.runs import ReportError, differences, read_runs
-from scripts.reporting.tables import HEADINGS, PAPER
 from tests.scripts.trained import EVEN, changed
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = REPOSITORY
 IDENTITY = [item.name for item in registry.identifying(registry.CIFAR)]
+OTHER = {int: "7", float: "0.3", registry.number_or_text: "0.3", registry.boolean: "true"}  # a cell of each kind
 IMAGENET = {"batch_size": "500", "n_epochs": "20", "lr": "3.1622776601683795e-05", "nloglr": "4.5", "eval_freq": "100"}
 IMAGENET |= {"backbone": "resnext101_32x48d_wsl", "resolution": "320", "num_valid": "50000", "num_classes": "1000"}
 
@@ -77,7 +80,7 @@ def test_what_differs_from_the_paper_is_named_and_has_no_difference(made, two_se
     sorted(set(IDENTITY) - {"seed", "method", "p_k", "distribution", "art_lambda", "implementation"}),
 )
 def test_every_flag_of_training_that_is_not_as_published_is_named(made, two_seeds, flag):
-    value = "human-01234567" if flag == "noise_groups" else "0.3"
+    value = OTHER.get(registry.BY_NAME[flag].kind, "other")
     _, text, _ = made([*two_seeds[:2], changed(two_seeds[2], **{flag: value})])
     (row,) = cells(text, "Top-k NeuralSort")
     assert f"{flag} {value}" in row["not as published"]
@@ -86,7 +89,7 @@ def test_every_flag_of_training_that_is_not_as_published_is_named(made, two_seed
 
 @pytest.mark.parametrize("flag", sorted(set(IDENTITY) - {"seed", "method", "p_k"}))
 def test_every_identity_flag_makes_lines_of_its_own(made, two_seeds, cifar_run, flag):
-    other = cifar_run(0, 0.3, 0.6, **{flag: "0.7" if flag != "dataset" else "digits"})
+    other = cifar_run(0, 0.3, 0.6, **{flag: OTHER.get(registry.BY_NAME[flag].kind, "other")})
     _, text, _ = made([*two_seeds[:2], other], "--table", "none")
     first, second = cells(text, "softmax")
     assert (first["top-1"], second["top-1"]) == ("61.50 ± 0.71", "30.00")
@@ -161,34 +164,35 @@ def test_no_pipe_device_or_folder_becomes_a_file(made, two_seeds, tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"sep": ";"}, {"sep": "\t"}, {"encoding": "utf-8-sig"}, {"lineterminator": "\r\n"}, {"quoting": csv.QUOTE_ALL}],
-)
-def test_a_file_that_a_spreadsheet_saved_is_read(write, two_seeds, capsys, how):
+@pytest.mark.parametrize("how", [{"encoding": "utf-8-sig"}, {"lineterminator": "\r\n"}, {"quoting": csv.QUOTE_ALL}])
+def test_a_file_with_other_line_ends_or_quotes_is_read(write, two_seeds, capsys, how):
     assert report.main([str(write(*two_seeds, name="table1.csv", **how))]) == 0
     assert cells(capsys.readouterr().out, "Softmax CE")[0]["top-1 ours"] == "61.50 ± 0.71"
 
 
-def test_numbers_that_a_spreadsheet_writes_in_another_way_make_no_line_of_their_own(made, two_seeds):
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_file_that_a_spreadsheet_saved_with_other_separators_is_refused(write, two_seeds, separator):
+    with pytest.raises(ValueError, match="has no column run_id: it must be saved as CSV with commas"):
+        report.main([str(write(*two_seeds, name="table1.csv", sep=separator))])
+
+
+def test_numbers_that_are_written_in_another_way_make_no_line_of_their_own(made, two_seeds):
     _, text, _ = made([two_seeds[0], {**two_seeds[1], "lr": "1E-03", "label_noise": "0"}])
     (softmax,) = cells(text, "Softmax CE")
     assert (softmax["top-1 ours"], softmax["seeds"]) == ("61.50 ± 0.71", "2")
 
 
-def test_a_run_is_counted_once(made, two_seeds, tmp_path, capsys):
-    """Twice in a file, twice by another id, after the header of an appended file, cut short, with own columns."""
-    made([*two_seeds, two_seeds[0]])
+def test_a_run_that_stands_twice_and_a_line_that_is_cut_short_are_refused(made, two_seeds, tmp_path):
+    made(two_seeds)
     path = tmp_path / "table1.csv"
-    header, *lines = path.read_text().splitlines()
-    noted = [f"{header},my_note", *(f"{line},note {number}" for number, line in enumerate([*lines, lines[1]]))]
-    path.write_text("\n".join([*noted[:3], noted[0], *noted[3:], lines[0][:40]]))
-    assert report.main([str(path)]) == 0
-    text, messages = capsys.readouterr()
-    assert (cells(text, "Softmax CE")[0]["top-1 ours"], cells(text, "Softmax CE")[0]["seeds"]) == ("61.50 ± 0.71", "2")
-    for note in ("is cut short: 1", "repeat the first line: 1", "twice (run_id, ...), the last one counts: 1"):
-        assert note in messages
-    assert messages.count("the last one counts: 1") == 2
+    whole = path.read_text()
+    first = whole.splitlines()[1]
+    path.write_text(f"{whole}{first}\n")
+    with pytest.raises(ValueError, match="has 0 twice: delete one of the lines"):
+        report.main([str(path)])
+    path.write_text(f"{whole}{first[:40]}\n")
+    with pytest.raises(ValueError, match=r"line 6 of .* does not fit its header"):
+        report.main([str(path)])
 
 
 @pytest.mark.parametrize(
@@ -197,9 +201,10 @@ def test_a_run_is_counted_once(made, two_seeds, tmp_path, capsys):
         ({}, ["--where", "n_epoch=5"], "--where must be COLUMN=VALUE"),
         ({}, ["--where", "n_epochs"], "--where must be COLUMN=VALUE"),
         ({}, ["--where", "n_epochs=5"], "leaves no run"),
-        ({"test_top1": "61.0"}, [], "test_top1 must be a fraction in [0, 1], got '61.0'"),
-        ({"test_top1": "0,61"}, [], "test_top1 must be a fraction in [0, 1], got '0,61'"),
-        ({"p_k": "one"}, [], "p_k must be numbers"),
+        ({"test_top1": "61.0"}, [], "column test_top1 of"),
+        ({"test_top1": "61.0"}, [], "61 is no fraction in [0, 1]"),
+        ({"test_top1": "0,61"}, [], "column test_top1 of"),
+        ({"p_k": "one"}, [], "p_k is 'one', which no run writes"),
         ({}, ["--paired", "softsort"], "has no run of softsort; it has softmax_cross"),
         ({}, ["--temperatures", "--where", "seed=7"], "leaves no run"),
     ],
@@ -212,7 +217,7 @@ def test_bad_input_gets_a_sentence_and_status_2(made, two_seeds, cells, flags, m
 
 def test_a_file_without_methods_is_no_file_of_results(made, two_seeds):
     status, _, error = made([{name: cell for name, cell in two_seeds[0].items() if name != "method"}])
-    assert (status, "must name each column once, method among them" in error) == (2, True)
+    assert (status, "has no run with a method" in error) == (2, True)
 
 
 def test_a_run_without_its_accuracy_is_in_no_mean(made, two_seeds):
@@ -224,10 +229,11 @@ def test_a_run_without_its_accuracy_is_in_no_mean(made, two_seeds):
 def test_what_is_no_file_of_results_gets_a_sentence(tmp_path, capsys):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     os.mkfifo(tmp_path / "pipe.csv")
-    (tmp_path / "uneven.csv").write_text("method,seed\na,1,2\nb,1\n")
-    messages = {"absent": "no file", "pipe": "no file", "binary": "UTF-8", "uneven": "3 cells under 2"}
+    (tmp_path / "uneven.csv").write_text("run_id,method,seed\nx,a,1,2\ny,b,1\n")
+    messages = {"absent": "no file", "pipe": "no file", "binary": "UTF-8", "uneven": "line 2 of"}
     for name, message in messages.items():
-        assert report.main([str(tmp_path / f"{name}.csv")]) == 2
+        words = [str(tmp_path / f"{name}.csv")]
+        assert door.call(lambda words=words: report.main(words)) == 2
         assert message in capsys.readouterr().err
 
 
@@ -276,8 +282,8 @@ def test_settings_of_a_loss_leave_runs_in_their_experiment(made, row, setting):
 def test_no_difference_is_of_several_settings_at_once(cifar_run):
     base = pd.DataFrame([cifar_run(seed, 0.6, 0.8) for seed in (0, 1)])
     mixed = pd.DataFrame([cifar_run(seed, 0.7, 0.9, lr=f"0.00{1 + seed}") for seed in (0, 1)])
-    with pytest.raises(ReportError, match="several lr"):
-        differences(mixed, base, ["test_top1"])
+    with pytest.raises(ValueError, match="several lr"):
+        paired(mixed.astype({"seed": float}), base.astype({"seed": float}), ["test_top1"])
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reporting import site
+from reporting import site
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,15 +32,6 @@ def test_formulas_become_mathml():
     assert "arithmatex" not in html
     with pytest.raises(ValueError, match=r"latex2mathml does not know.*\\arg \\min"):
         site.mathml('<span class="arithmatex">\\(\\arg \\min_x f\\)</span>')
-
-
-def test_docstrings_are_shown_as_they_are_written():
-    pytest.importorskip("griffe", reason="scripts/docs.sh installs it")
-    from scripts.reporting.plain_docstrings import escaped, plain
-
-    assert escaped("    p_k: log sum_{k>=2} `a_b` s_[i]") == "    p_k: log sum\\_{k&gt;=2} `a_b` s\\_\\[i\\]"
-    assert escaped("    weight, p_k: > 0") == "    weight, p_k: &gt; 0"
-    assert plain("A [b].\n\nExample:\n    >>> a[0]\n") == "A \\[b\\].\n\nExamples:\n    >>> a[0]\n"
 
 
 @pytest.mark.parametrize("planted", ["", "[a](../nowhere.md)", "[a](#nowhere)", "![a](figures/nowhere.svg)"])

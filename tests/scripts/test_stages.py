@@ -1,5 +1,7 @@
 """A failing command ends the Python scripts that start others, and no later stage begins.
 
+The later stages of tuned studies: tests/studies/test_tuning.py.
+
 The commands of these scripts start .venv/bin/python in the working directory: here a stand-in, which notes its words
 and fails where told.
 """
@@ -11,19 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.trained import rows_of
-
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/bin/bash
 echo "$*" >> calls
 [ "$(wc -l < calls)" -lt "$FAIL_FROM" ] || exit 7
 """
-HEADS = "heads.py trials finals -d {trained}/heads.pt --methods softmax_cross_entropy --trials {trained}/trials.csv"
-NOISE = "noise.py -d {trained}/heads.pt --folder {trained} --results {trained}/noise --losses cross_entropy"
+NOISE = "study.py noise {trained}/heads.pt --folder {trained} --losses cross_entropy"
 CALLS = {  # the words of a script, and how many commands its first stage has
     "launch.py": 1,
-    "sweeps.py quickstart": 4,
-    HEADS: 1,
+    "study.py quickstart": 4,
+    "study.py heads {trained}/heads.pt --methods softmax_cross_entropy": 1,
     f"{NOISE} --human {{trained}}/people.pt --labels human symmetric_.4_again": 2,
 }
 
@@ -50,21 +49,9 @@ def called(trained, tmp_path):
     return call
 
 
-@pytest.mark.parametrize("words", CALLS, ids=lambda words: words.split()[0])
+@pytest.mark.parametrize("words", CALLS, ids=lambda words: " ".join(words.split()[:2]))
 def test_a_failed_stage_is_the_status_and_the_last(called, words):
     status, commands = called(words, fail_from=CALLS[words])
     # The last command of the first stage fails and is tried once more.
     assert (status, len(commands)) == (1, CALLS[words] + 1)
     assert commands[-1] == commands[-2]
-
-
-def test_stages_follow_one_another_where_none_fails(called, trained):
-    """So the later stages, which a failed one must keep from beginning, were there to begin."""
-    status, commands = called(HEADS, fail_from=100)
-    assert status == 0
-    assert ["--seeds 1 2 3 4 5 6 7 8 9 10" in words for words in commands] == [False, True]
-    chosen = max(
-        (row for row in rows_of(trained / "trials.csv") if row["method"] == "softmax_cross_entropy"),
-        key=lambda row: float(row["valid_top1"]) + float(row["valid_top5"]),
-    )
-    assert f"--lr {chosen['lr']}" in commands[1]

@@ -6,10 +6,10 @@ from matplotlib.colors import to_rgb
 from scipy import stats
 
 from experiments.common.settings import OWN_SETTINGS
+from reporting import figures, findings
 from scripts import epochs, report
-from scripts.reporting import figures, findings
-from tests.scripts.test_published_rows import published
 from tests.scripts.trained import changed, rows_of
+from tests.studies.test_published_rows import published
 from topk_losses import METHODS
 
 
@@ -81,7 +81,7 @@ def hue(color) -> str:
 def test_gains_are_blue_losses_red_and_what_is_not_clear_grey_and_hollow(tmp_path, saved):
     """Against the differences of each results file, by the quantiles of scipy."""
     figures.draw_findings(tmp_path)
-    main = [comparison for comparison in findings.COMPARISONS if comparison.is_main and not comparison.epoch]
+    main = [comparison for comparison in findings.MAIN if not comparison.epoch]
     found = {}
     for comparison in main:
         conditions = [
@@ -89,7 +89,7 @@ def test_gains_are_blue_losses_red_and_what_is_not_clear_grey_and_hollow(tmp_pat
             f"{comparison.baseline}; {comparison.baseline_chosen}",
         ]
         sides = [findings.runs_that_meet(comparison.file, text) for text in conditions]
-        ours, theirs = (side.set_index("seed")[["test_top1", "test_top5"]].astype(float) * 100 for side in sides)
+        ours, theirs = (side.set_index("seed")[["test_top1", "test_top5"]] for side in sides)
         for place, name in enumerate(("test_top1", "test_top5")):
             gains = (ours[name] - theirs[name]).dropna()
             half = 0.0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from scripts import sweeps
+from studies.catalog import STUDIES
 
 ROOT = Path(__file__).parents[2]
 SOURCED = {"begin", "environment"}
@@ -89,18 +89,18 @@ def test_a_failing_command_ends_a_script_and_nothing_follows(script, tmp_path):
         shutil.rmtree(failing.folder)
 
 
-@pytest.mark.parametrize("study", sorted(set(sweeps.STUDIES) - {"quickstart"}))
+@pytest.mark.parametrize("study", sorted(set(STUDIES) - {"quickstart", "tiny_imagenet", "tiny_imagenet_more"}))
 def test_each_study_has_a_script_that_passes_its_words_on(study, tree):
     done = tree.call(f"scripts/{study}.sh", "a file.pt", "--jobs", "2")
     assert done.status == 0
-    assert done.calls[-1] == f".venv/bin/python scripts/sweeps.py {study} a file.pt --jobs 2"
+    assert done.calls[-1] == f".venv/bin/python scripts/study.py {study} a file.pt --jobs 2"
 
 
 def test_a_script_is_found_through_links(tree):
     for link, target in (("folder", "scripts"), ("linked.sh", "scripts/table1.sh")):
         (tree.folder / link).symlink_to(tree.folder / target)
     for script in ("folder/table1.sh", "linked.sh"):
-        assert tree.call(script).calls[-1] == ".venv/bin/python scripts/sweeps.py table1"
+        assert tree.call(script).calls[-1] == ".venv/bin/python scripts/study.py table1"
 
 
 def test_the_environment_is_made_once(tree):
@@ -127,7 +127,7 @@ def test_the_lowest_versions_have_an_environment_of_their_own(tree):
 
 def test_only_shown_runs_have_no_table(tree):
     for flag in ("--dry-run", "--status"):
-        assert tree.call("scripts/quickstart.sh", flag).calls[-1].endswith(f"scripts/sweeps.py quickstart {flag}")
+        assert tree.call("scripts/quickstart.sh", flag).calls[-1].endswith(f"scripts/study.py quickstart {flag}")
 
 
 def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(tree):
@@ -137,12 +137,12 @@ def test_a_dry_run_of_tiny_imagenet_prints_the_extraction_and_does_not_start_it(
     extraction, more = done.printed.splitlines()
     assert f"experiments/extract_embeddings.py --dataset {images} " in extraction
     assert more == "# linear classifiers: known when this has run"
-    assert [call for call in done.calls if "experiments/" in call or "heads.py" in call] == []
+    assert [call for call in done.calls if "experiments/" in call or "study.py" in call] == []
     features = tree.folder / re.search(r"--output (\S+)", extraction)[1]
     features.parent.mkdir(parents=True)
     features.touch()
     done = tree.call("scripts/tiny_imagenet.sh", images, "--dry-run")
-    heads = f".venv/bin/python scripts/heads.py -d {features.relative_to(tree.folder)} "
+    heads = ".venv/bin/python scripts/study.py tiny_imagenet"
     assert [call.startswith(heads) for call in done.calls] == [True, True]
     assert tree.call("scripts/tiny_imagenet.sh", tree.folder / "absent", "--dry-run").status == 2
 

@@ -282,7 +282,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_way_out(monkeypatch):
         with pytest.raises(ValueError, match=message):
             backend_for(torch.device(device))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: False)
+    monkeypatch.setattr("topk_losses.kernels.is_importable", lambda package: False)
     for name in ("triton", "numba"):
         monkeypatch.setenv(VARIABLE, name)
         with pytest.raises(ValueError, match=f"needs the package {name}"):
@@ -292,7 +292,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_way_out(monkeypatch):
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_default_backend_of_a_device(installed, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr("topk_losses.kernels.is_installed", lambda package: installed)
+    monkeypatch.setattr("topk_losses.kernels.is_importable", lambda package: installed)
     for capability, wanted in (((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert backend_for(torch.device("cuda")) == (wanted if installed else "torch")

@@ -52,13 +52,17 @@ def test_distributions_smoothing_and_weights_give_the_expected_loss(method, top1
 @pytest.mark.parametrize("method", RELAXED)
 def test_the_cost_follows_the_classes_and_the_ranks_with_mass(method, monkeypatch):
     """Mixup takes two columns per sample, however many classes there are, and P_K on 1 and 3 no mask of 2."""
-    loss, seen = TopKCrossEntropyLoss(method, [0.5, 0, 0.5], 12), []
+    loss, seen = TopKCrossEntropyLoss(method, [0.5, 0, 0.5]), []
     logits, labels = random_batch()
-    compute = loss.operator.within
-    within = lambda s, y, ks, *others: seen.append((len(s), list(ks))) or compute(s, y, ks, *others)  # noqa: E731
-    monkeypatch.setattr(loss.operator, "within", within)
+    compute = type(loss.operator).topk_probabilities_of_labels
+
+    def spy(operator, scores, labels, ks, *others):
+        seen.append((len(scores), list(ks)))
+        return compute(operator, scores, labels, ks, *others)
+
+    monkeypatch.setattr(type(loss.operator), "topk_probabilities_of_labels", spy)
     loss(logits, mixup(labels))
-    assert seen == [(int(mixup(labels).count_nonzero()), [3])]
+    assert seen == [(2 * len(labels), [3])]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -80,14 +84,14 @@ def test_any_of_several_right_answers(method, m, top1_mode):
     right = torch.zeros(6, 12, dtype=torch.bool)
     right[:, 1], right[1:, 5] = True, True
     p_k = [0.3, 0, 0.2, 0.5]
-    build = functools.partial(TopKCrossEntropyLoss, method, p_k, 12, m, top1_mode=top1_mode, reduction="none")
+    build = functools.partial(TopKCrossEntropyLoss, method, p_k, m=m, top1_mode=top1_mode, reduction="none")
     loss, share = build(soft_labels="any"), torch.tensor([p_k])
     for target in (right, right.long(), right.float()):
         for row, got in enumerate(loss(logits, target).tolist()):
             answers = [j for j in range(12) if right[row, j]]
             order = reference.top_m(logits[row] + 100.0 * right[row], answers[0], m) if m else list(range(12))
             scores, places = logits[row, order], [order.index(j) for j in answers]
-            P = loss.operator.permutation_matrix(scores, loss.inverse_temperature)[:, places].sum(1)  # (K,)
+            P = loss.operator.permutation_matrix(scores, len(p_k), loss.inverse_temperature)[:, places].sum(1)  # (K,)
             P = P.cumsum(0).clamp(max=1).diff(prepend=P.new_zeros(1)).view(1, -1, 1)
             others = [place for place in range(len(order)) if place not in places]
             scores = torch.cat([scores[places].logsumexp(0, keepdim=True), scores[others]]).unsqueeze(0)

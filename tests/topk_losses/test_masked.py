@@ -1,6 +1,5 @@
 """Kinds of trouble: classes that are masked out, offsets, memory, gradients of labels and of k, autocast."""
 
-import functools
 import math
 import subprocess
 import sys
@@ -12,12 +11,12 @@ from torch import nn
 from torch.nn.functional import one_hot
 
 from tests.methods import DETERMINISTIC, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss, topk_mask
-from topk_losses.kernels import VARIABLE, is_installed
+from topk_losses import METHODS, RELAXATIONS, TopKCrossEntropyLoss, make_loss
+from topk_losses.kernels import VARIABLE, is_importable
 
 INF = math.inf
 BACKENDS = [("torch", torch.float64), ("torch", torch.float32)]
-BACKENDS += [("numba", torch.float32)] if is_installed("numba") else []
+BACKENDS += [("numba", torch.float32)] if is_importable("numba") else []
 
 
 @pytest.fixture(params=BACKENDS, ids=str)
@@ -135,24 +134,6 @@ def test_the_gradient_of_a_set_is_that_of_differences(method):
     torch.testing.assert_close((gradient * direction).sum(), change, rtol=1e-3, atol=1e-10)
 
 
-@pytest.mark.parametrize("n", [1, 7])
-@pytest.mark.parametrize("method", ["lml", "lapsum", "sparse_topk", "capped_softmax", "soft_topk"])
-def test_the_gradient_of_k_at_n_is_that_from_below(method, n):
-    x = random_batch(3, n)[0]
-    if n > 1:
-        x[0, 0] = -INF  # one live class less
-    k = (x > -INF).sum(1).double().requires_grad_()
-    weights = torch.arange(1.0, n + 1, dtype=torch.float64)
-    indicator = functools.partial(topk_mask, x, method=method, inverse_temperature=1.0)
-    value = indicator(k=k)
-    torch.testing.assert_close(value, (x > -INF).double(), rtol=0, atol=1e-12)
-    (gradient,) = torch.autograd.grad((value * weights).sum(), k)
-    step = 1e-3 if method != "sparse_topk" else 1e-6
-    want = [((value - indicator(k=k.detach() - h)) * weights).sum(1) / h for h in (step, step / 2)]
-    torch.testing.assert_close(gradient, 2 * want[1] - want[0], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(torch.autograd.grad(indicator(k=k).sum(), k)[0], torch.ones_like(k))
-
-
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["labels", "smoothed", "soft"])
 @pytest.mark.parametrize("method", DETERMINISTIC)
@@ -187,9 +168,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 @pytest.mark.parametrize("method", ["splitter_selection", "soft_topk", "sinkhorn_sort", "lapsum", "softsort", "ldr_kl"])
 def test_smoothing_takes_little_more_memory_than_the_call_without(method):
-    command = [sys.executable, "-c", MEASURE, method, "0.1", "64", "1000", "0" if method == "ldr_kl" else "16"]
+    command = [sys.executable, "-c", MEASURE, method, "0.1", "256", "1000", "0" if method == "ldr_kl" else "16"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert float(run.stdout) < 16  # MiB
+    assert float(run.stdout) < 120  # MiB; all pairs of a row and a class at once take gigabytes
 
 
 @pytest.mark.parametrize("method", RELAXED)

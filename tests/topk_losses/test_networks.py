@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topk_losses.networks import bitonic, odd_even, splitter_selection
+from topk_losses.comparators import bitonic, odd_even, splitter_selection
 
 with contextlib.redirect_stdout(io.StringIO()):
     import difftopk.networks

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, one_hot
 
 from tests import reference
-from tests.methods import STOCHASTIC, p_k_of, random_batch, value_and_gradient
+from tests.methods import STOCHASTIC, Bound, p_k_of, random_batch, value_and_gradient
 from topk_losses import NoisedTopKLoss, PerturbedTopK, TopKCrossEntropyLoss, make_loss
-from topk_losses.operator import guarded_log
+from topk_losses.numerics import guarded_log
 
 
 def generator(seed=0):
@@ -54,15 +54,16 @@ def test_perturbed_rows_are_means_of_one_hot_rows_and_gradients_covariances_over
     k = data.draw(st.integers(1, n))
     beta = data.draw(st.sampled_from([0.1, 1.0, 30.0]), "inverse temperature")
     logits, labels = random_batch(3, n, data.draw(st.sampled_from([1e-4, 1.0, 1e4])))
-    operator, weight = PerturbedTopK(k, beta, 20), torch.randn(3, k, n, dtype=torch.float64)
+    operator, weight = Bound(PerturbedTopK(20), k, beta), torch.randn(3, k, n, dtype=torch.float64)
     _, gradient = value_and_gradient(lambda s: operator(s, generator=generator()) * weight, logits)
     P = operator(logits, generator=generator())
     noise, indicators = indicators_of(logits, beta, 20, k)
     torch.testing.assert_close(P, indicators.mean(1))
     torch.testing.assert_close(P.sum(2), torch.ones(3, k, dtype=torch.float64))
-    for target in (labels, one_hot(labels, n).double()):
-        column = operator.rank_probabilities(logits, target, generator=generator())
-        torch.testing.assert_close(column, P[torch.arange(3), :, labels])  # of few numbers all are drawn at once
+    column = operator.rank_probabilities(logits, labels, generator=generator())
+    torch.testing.assert_close(column, P[torch.arange(3), :, labels])  # of few numbers all are drawn at once
+    mass = operator.topk_mass(logits, one_hot(labels, n).double(), generator=generator())
+    torch.testing.assert_close(mass, column.sum(1))
     indicators -= indicators.mean(1, keepdim=True)
     want = beta * torch.einsum("bsrj,brj,bsn->bn", indicators, weight, noise) / 19
     torch.testing.assert_close(gradient, want)  # 0 where all draws agree
@@ -94,8 +95,8 @@ USES = {
         lambda P, s: P[torch.arange(4), :, LABELS],
     ),
     "masses": (
-        lambda o, s, **given: o.rank_probabilities(s, MASS, **given),
-        lambda P, s: torch.einsum("bkn,bn->bk", P, MASS),
+        lambda o, s, **given: o.topk_mass(s, MASS, **given),
+        lambda P, s: torch.einsum("bkn,bn->b", P, MASS),
     ),
     "indicator": (lambda o, s, **given: o.mask(s, **given), lambda P, s: P.sum(1)),
     "loss": (lambda o, s, **given: loss_by(o, **given)(s, LABELS), lambda P, s: loss_of(P, s, LABELS)),
@@ -110,7 +111,7 @@ def of_set(P, logits):
 
 
 def loss_by(operator, generator, **given):
-    loss = TopKCrossEntropyLoss(p_k=P_K[0], operator=operator, reduction="none", **given)
+    loss = TopKCrossEntropyLoss(operator.operator, P_K[0], reduction="none", **given)
     loss.generator = generator
     return loss
 
@@ -121,7 +122,7 @@ def test_gradients_of_few_draws_are_covariances_however_the_operator_is_used(use
     logits = random_batch(4, 7)[0].requires_grad_()
     beta = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     call, by_definition = USES[use]
-    got = call(PerturbedTopK(3, num_samples=draws), logits, inverse_temperature=beta, generator=generator())
+    got = call(Bound(PerturbedTopK(draws), 3), logits, inverse_temperature=beta, generator=generator())
     want = by_definition(surrogate(logits, beta, draws, 3), logits)
     torch.testing.assert_close(got, want)
     weights = torch.linspace(1, 2, got.numel(), dtype=torch.float64).view_as(got)
@@ -159,7 +160,7 @@ def test_perturbed_column_and_matrix_estimate_the_normal_probability_of_two_clas
     normal = torch.distributions.Normal(0.0, 1.0)
     point = torch.tensor(beta * 0.8 / math.sqrt(2), dtype=torch.float64)
     slope = normal.log_prob(point).exp() * beta / math.sqrt(2)
-    operator, seed = PerturbedTopK(1, beta, draws), {"generator": generator()}
+    operator, seed = Bound(PerturbedTopK(draws), 1, beta), {"generator": generator()}
     for first in (lambda s: operator.rank_probabilities(s, label, **seed), lambda s: operator(s, **seed)[:, :, 0]):
         value, gradient = value_and_gradient(first, logits)
         assert abs(value.item() - normal.cdf(point).item()) < 0.005

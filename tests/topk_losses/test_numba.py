@@ -95,9 +95,9 @@ def test_a_forked_process_has_threads_of_its_own():
 
 PROGRAM = """
 import torch
-from topk_losses import RelaxedNetwork, bitonic
-operator = RelaxedNetwork(bitonic(2, 1), 1.0, "reciprocal")
-print(float(operator.rank_probabilities(torch.arange(2.0), torch.tensor(1))))
+from topk_losses import RelaxedNetwork
+operator = RelaxedNetwork("bitonic", "reciprocal")
+print(float(operator.rank_probabilities(torch.arange(2.0), torch.tensor(1), 1)))
 """
 
 

@@ -8,30 +8,46 @@ from torch.nn.functional import one_hot
 
 from tests.methods import RELAXED
 from tests.reference import NETWORKS
-from topk_losses import METHODS, TopKCrossEntropyLoss, make_loss, make_operator, topk_mask
+from topk_losses import (
+    METHODS,
+    RelaxedNetwork,
+    SinkhornSort,
+    SparseTopK,
+    TopKCrossEntropyLoss,
+    make_loss,
+    make_operator,
+    topk_mask,
+)
 from topk_losses.kernels import VARIABLE
 
 NAN, INF = float("nan"), float("inf")
 build, single = partial(TopKCrossEntropyLoss, p_k=[0.5, 0.5], num_classes=10), partial(make_loss, "smooth_topk", 2)
 TOP1 = [partial(make_loss, name) for name in ("ldr_kl", "nce_rce")]
 SINGLE_K = [partial(make_loss, name) for name in ("smooth_topk", "truncated_entropy", "noised_topk")]
-sinkhorn = partial(METHODS["sinkhorn_sort"].operator, 3)
+make = partial(make_loss, p_k=[0.5, 0.5], num_classes=10)
 mask, forward = partial(topk_mask, torch.randn(2, 6)), partial(make_loss, "forward_correction", num_classes=3)
 noised, sparse = partial(make_loss, "noised_topk", 2, num_classes=6), partial(build, "sparse_topk")
-ZEROS = r"sparse_topk gives exactly 0 .* P_K\(1\) > 0 with top1_mode 'sm' or 'smce'"
+ZEROS = r"SparseTopK\(p=2\) gives exactly 0 .* P_K\(1\) > 0 with top1_mode 'sm' or 'smce'"
 # what is built, with which settings, one of them out of range, and the message that refuses it
 CONSTRUCTIONS = [
     # the method and its settings
     (build, "method", ["splitter_selektion"], "did you mean 'splitter_selection'"),
     (build, "method", ["softmax_cross_entropy"], "no relaxed permutation matrix; build its loss with make_loss"),
-    (build, "distribution", ["logistik"], "did you mean 'logistic"),
-    (partial(build, "neuralsort"), "distribution", ["logistic"], "distribution applies to relaxed networks"),
-    (partial(build, "softsort"), "art_lambda", [0.5], "art_lambda applies to"),
-    (partial(build, distribution="cauchy"), "art_lambda", [0.5], "applies to the distribution logistic_phi"),
-    (build, "art_lambda", [1.0], "art_lambda must lie"),
+    (partial(make, "bitonic"), "distribution", ["logistik"], "did you mean 'logistic"),
+    (partial(RelaxedNetwork, "bitonic"), "distribution", ["logistik"], "did you mean 'logistic"),
+    (RelaxedNetwork, "construction", ["bitonik"], "did you mean 'bitonic'"),
+    (partial(make, "neuralsort"), "distribution", ["logistic"], "distribution applies to relaxed networks"),
+    (partial(make, "softsort"), "art_lambda", [0.5], "art_lambda applies to"),
+    (partial(make, "bitonic", distribution="cauchy"), "art_lambda", [0.5], "applies to the distribution logistic_phi"),
+    (partial(make, "bitonic"), "art_lambda", [1.0], "art_lambda must lie"),
     (build, "top1_mode", ["smec"], "did you mean 'smce'"),
     (build, "inverse_temperature", [0, -1, INF, NAN, torch.tensor(-1.0)], "must be a finite number above 0"),
-    (build, "inverse_temperature", [torch.ones(2), torch.tensor(1)], r"one floating-point number, of shape \(\)"),
+    (
+        build,
+        "inverse_temperature",
+        [torch.ones(2), torch.tensor(1)],
+        r"one floating-point number, of shape \(\) or \(1,\)",
+    ),
     (build, "inverse_temperature", ["automatic", [1.0]], r"inverse_temperature must be a number"),
     # P_K and m
     (build, "p_k", [[0.2, 0, 0, 0, 0.75]], r"sum to 1, got \[0.2, 0, 0, 0, 0.75\] \(sum 0.95\)"),
@@ -53,6 +69,8 @@ CONSTRUCTIONS = [
     (build, "reduction", ["avg"], "unknown reduction"),
     (build, "soft_labels", ["all"], "unknown soft_labels"),
     (build, "label_smoothing", [1.0, None], "label_smoothing must"),
+    (partial(build, soft_labels="any"), "label_smoothing", [0.1], "neither weight nor label_"),
+    (partial(build, soft_labels="any"), "weight", [torch.ones(10)], "neither weight nor label_"),
     (build, "weight", [[None] * 10, torch.ones(9), -torch.ones(10)], "weight must hold"),
     (build, "ignore_index", [1.5], "ignore_index must be an integer"),
     # losses without a matrix
@@ -76,12 +94,11 @@ CONSTRUCTIONS = [
     *((loss, "num_classes", [5], "k must be an integer .* n=4, got 5|only 5 scores") for loss in SINGLE_K),
     *((loss, "soft_labels", ["any"], "has one true class; it knows no soft") for loss in (*SINGLE_K, *TOP1)),
     # operators
-    (partial(make_operator, "softsort", 9), "k", [10], "n=9, got 10"),
-    (partial(make_operator, "softsort", k=3), "num_scores", ["9"], "num_scores must be an integer .* got '9'"),
-    (partial(make_operator, "lml", 9, 3), "inverse_temperature", ["auto"], 'for a loss "auto"'),
-    (partial(METHODS["sparse_topk"].operator, 2), "p", [3], "p must be 2 or 4/3, got 3"),
-    (sinkhorn, "tolerance", [0.0], "tolerance must be"),
-    (sinkhorn, "max_iterations", [0], "max_iterations must be"),
+    (partial(make_operator("softsort").permutation_matrix, torch.zeros(2, 9)), "k", [10], "n=9, got 10"),
+    (partial(mask, 3), "inverse_temperature", ["auto"], 'for a loss "auto"'),
+    (SparseTopK, "p", [3], "p must be 2 or 4/3, got 3"),
+    (SinkhornSort, "tolerance", [0.0], "tolerance must be"),
+    (SinkhornSort, "max_iterations", [0], "max_iterations must be"),
     (mask, "k", [0.0, 6.5, torch.tensor([1.0, 7.0])], r"k must lie in \(0, n=6\]"),
     (partial(mask, 2.5), "method", ["softsort"], "needs lml, lapsum, .*, capped_softmax or soft_topk, not softsort"),
     *((partial(network, 5), "k", [0, 6, 2.0, True], "k must be") for network in NETWORKS.values()),
@@ -121,7 +138,7 @@ CALLS = [
     (ANY, LOGITS, torch.zeros(4, 10), ValueError, "at least one of them above 0; got a sum of 0 in row 0"),
     (ANY, LOGITS, one_hot(LABELS, 10) * 2.0, ValueError, r"entries in \[0, 1\]"),
     (partial(ANY, m=4), LOGITS, torch.ones(4, 10), ValueError, "m=4 scores cannot hold 10 right answers"),
-    (partial(ANY, label_smoothing=0.1), LOGITS, torch.ones(4, 10), ValueError, "neither weight nor label_"),
+    (partial(build, "softsort"), LOGITS, torch.eye(10)[:4] * 2, ValueError, "sum to 1"),
     (partial(plain, weight=torch.ones(11)), LOGITS, LABELS, ValueError, "weight holds 11 numbers, but .* 10"),
     (COUNTS_OF_9, LOGITS, LABELS, ValueError, "class_counts holds 9 .* 10"),
     (MATRIX_OF_3, LOGITS, LABELS, ValueError, "T is for 3 classes, but .* 10"),
@@ -143,7 +160,7 @@ def test_a_p_k_per_sample_is_refused_with_a_sentence():
         (torch.full((3, 3), 1 / 3), ValueError, r"shape \(4, 'K'\)"),
         (torch.full((4, 11), 1 / 11), ValueError, "p_k reaches rank 11, but only 10 scores are sorted"),
         (torch.tensor([[0.5, 0.5], [1, 0], [1, 1], [0, 1]]), ValueError, r"sum to 1.*in row 2"),
-        (torch.tensor([[0.5, 0.5]] * 3 + [[0, 1.0]]), ValueError, "sparse_topk gives exactly 0"),
+        (torch.tensor([[0.5, 0.5]] * 3 + [[0, 1.0]]), ValueError, "SparseTopK.* gives exactly 0"),
     ):
         with pytest.raises(error, match=message):
             sparse()(LOGITS, LABELS, p_k=p_k)
@@ -154,16 +171,16 @@ def test_a_p_k_per_sample_is_refused_with_a_sentence():
 def test_inputs_of_an_operator_are_refused_with_a_sentence(method, backend, monkeypatch):
     """Before a kernel reads beyond its arrays."""
     monkeypatch.setenv(VARIABLE, backend)
-    operator, logits, labels = make_operator(method, 9, 3), torch.randn(4, 9), torch.zeros(4, dtype=torch.long)
-    fewer, refusal = (8, "built for n=9 scores, got 8") if method in NETWORKS else (2, "n=2, got 3")
+    operator, logits, labels = make_operator(method), torch.randn(4, 9), torch.zeros(4, dtype=torch.long)
     for bad_logits, bad_labels, error, message in (
         (logits.long(), labels, TypeError, "floating-point"),
-        (logits[:, :fewer], labels, ValueError, refusal),
+        (logits[:, :2], labels, ValueError, "n=2, got 3"),
         (logits, labels[:3], ValueError, "shape"),
-        (logits, -torch.ones(4, 9), ValueError, "entries in"),
         *((logits, labels + bad, ValueError, rf"\[0, 8\], got {bad} at position 0") for bad in (-100, -1, 9, 2**40)),
     ):
         with pytest.raises(error, match=message):
-            operator.rank_probabilities(bad_logits, bad_labels)
+            operator.rank_probabilities(bad_logits, bad_labels, 3)
     with pytest.raises(ValueError, match="shape"):
-        operator.permutation_matrix(torch.tensor(0.0))
+        operator.permutation_matrix(torch.tensor(0.0), 1)
+    with pytest.raises(ValueError, match="entries in"):
+        operator.topk_mass(logits, -torch.ones(4, 9), 3)

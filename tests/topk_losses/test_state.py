@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import topk_losses
 from tests.methods import FOLLOW, LEARNABLE, RELAXED, p_k_of, random_batch, value_and_gradient
-from topk_losses import METHODS, MaskOperator, RelaxedNetwork, TopKCrossEntropyLoss, bitonic, make_loss, make_operator
+from topk_losses import METHODS, TopKCrossEntropyLoss, TopKOperator, make_loss, make_operator, register_operator
 from topk_losses.temperature import AutoTemperature
 
 AUTO = [method for method in LEARNABLE if method in FOLLOW]
@@ -62,7 +63,10 @@ def test_an_ensemble_has_a_temperature_for_each_member(method, start):
     want = torch.stack([member(logits, labels) for member in members])
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     if start == "auto":
-        assert torch.equal(buffers["auto.spread"], torch.stack([member.auto.spread for member in members]))
+        assert torch.equal(
+            buffers["inverse_temperature.spread"],
+            torch.stack([member.inverse_temperature.spread for member in members]),
+        )
 
 
 @pytest.mark.parametrize("method", LEARNABLE)
@@ -70,10 +74,13 @@ def test_a_copy_is_a_loss_of_its_own(method):
     logits, labels = random_batch()
     name = name_of(method)
     for start in (0.7, nn.Parameter(torch.tensor(0.7))):
-        for copied in (copy.copy, copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))):
+        for copied in (copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))):
             loss = build(method, start)
             before, other = loss(logits, labels), copied(loss)
-            setattr(other, name, 2.0)
+            value = 2.0
+            if isinstance(start, nn.Parameter):
+                value = nn.Parameter(torch.tensor(2.0))
+            setattr(other, name, value)
             torch.testing.assert_close(other(logits, labels), build(method, 2.0)(logits, labels))
             assert torch.equal(loss(logits, labels), before)
 
@@ -116,52 +123,84 @@ def test_a_temperature_that_is_parametrized_trains(method):
     torch.testing.assert_close(loss(logits, labels), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("method", LEARNABLE)
-def test_a_learned_temperature_is_an_ordinary_parameter_which_can_be_replaced(method):
+def test_a_learned_temperature_is_an_ordinary_parameter(method, shape):
+    """Of shape (), or (1,), which wrappers such as FSDP ask for."""
     logits, labels = random_batch(dtype=torch.float32)
-    name, beta = name_of(method), nn.Parameter(torch.tensor(0.7))
+    name, beta = name_of(method), nn.Parameter(torch.full(shape, 0.7))
     loss = build(method, beta)
     assert list(dict(loss.named_parameters())) == list(loss.state_dict()) == [name]
-    loss(logits, labels).backward()
+    value = loss(logits, labels)
+    torch.testing.assert_close(value, build(method, 0.7)(logits, labels))
+    value.backward()
+    assert beta.grad.shape == shape
     assert float(beta.grad.abs()) > 0
-    setattr(loss, name, 2.0)
-    torch.testing.assert_close(loss(logits, labels), build(method, 2.0)(logits, labels))
-    assert not loss.state_dict()
-    if method in FOLLOW:
-        loss.inverse_temperature = "auto"
-        loss(logits, labels)
-        assert list(loss.state_dict()) == ["auto.spread", "auto.weight"]
-    setattr(loss, name, beta)
-    assert list(dict(loss.named_parameters())) == [name]
+    with pytest.raises(TypeError, match="cannot assign"):
+        setattr(loss, name, 2.0)
     with torch.no_grad():
         beta.fill_(-0.1)  # as an optimizer may
     with pytest.raises(ValueError, match=r"must be a finite number above 0, got -0\.1"):
         loss(logits, labels)
 
 
+@pytest.mark.parametrize("method", FOLLOW)
+def test_the_state_of_auto_has_two_numbers_and_that_of_older_losses_is_read(method):
+    logits, labels = random_batch(dtype=torch.float32)
+    loss = build(method, "auto")
+    loss(logits, labels)
+    state = loss.state_dict()
+    assert list(state) == ["inverse_temperature.spread", "inverse_temperature.weight"]
+    former = {name.replace("inverse_temperature.", "auto."): value for name, value in state.items()}
+    wrapped = nn.ModuleDict({"loss": build(method, "auto")})
+    wrapped.load_state_dict({f"loss.{name}": value for name, value in former.items()})
+    assert wrapped["loss"].inverse_temperature.value() == loss.inverse_temperature.value()
+
+
+CONSTANTS = [("softsort", "p_k", [0.5, 0.5]), ("softsort", "weight", [1.0] * 12), ("softsort", "noise_rate", 0.2)]
+CONSTANTS += [("softmax_cross_entropy", "label_smoothing", 0.2), ("ldr_kl", "margin", 1.0)]
+CONSTANTS += [("forward_correction", "T", torch.eye(12).tolist()), ("noised_topk", "class_counts", [1.0] * 12)]
+CONSTANTS += [
+    ("generalized_cross_entropy", "q", 0.7),
+    ("phuber_cross_entropy", "tau", 10.0),
+    ("smooth_topk", "alpha", 1.0),
+]
+CONSTANTS += [("symmetric_cross_entropy", name, value) for name, value in (("alpha", 6.0), ("beta", 0.1), ("A", -4.0))]
+CONSTANTS += [("noised_topk", "max_margin", 1.0), ("noised_topk", "scale", 1.0)]
+
+
+@pytest.mark.parametrize(("method", "name", "value"), CONSTANTS)
+def test_a_parameter_does_not_become_a_constant_without_a_word(method, name, value):
+    with pytest.raises(ValueError, match=rf"{name} is a constant.*pass {name}\.detach\(\)"):
+        make_loss(method, **{name: nn.Parameter(torch.tensor(value))})
+    make_loss(method, **{name: torch.tensor(value)})
+    loss = make_loss("softsort")
+    with pytest.raises(ValueError, match="receives a gradient"):
+        loss.p_k = torch.tensor([0.5, 0.5], requires_grad=True)
+
+
 # Operators.
 
 
-class Distances(MaskOperator):
+@dataclass(frozen=True)
+class Distances(TopKOperator):
     """Sigmoids of the distance from the k-th score, of the largest or, with a sign of -1, of the smallest scores."""
 
+    sign: float = 1.0
+
     default_inverse_temperature = 3.0
+    logit_std = 3.0
+    returns_logarithms = True
 
-    def __init__(self, k, inverse_temperature=None, sign=1.0):
-        super().__init__(k, inverse_temperature)
-        self.sign = sign
-
-    def _values(self, scores, labels, ks, beta, generator=None):
+    def topk_probabilities(self, scores, ks, inverse_temperature, generator=None):
         x = self.sign * scores
         kth = x.sort(dim=1, descending=True).values[:, [k - 1 for k in ks]]  # (rows, J)
-        t = beta * (x.unsqueeze(1) - kth.unsqueeze(2))
-        return logsigmoid(t if labels is None else t[torch.arange(len(t)), :, labels])
+        return logsigmoid(inverse_temperature * (x.unsqueeze(1) - kth.unsqueeze(2)))
 
 
 def test_an_own_operator_stays_with_its_settings():
     logits, labels = random_batch()
-    operator = Distances(2, 0.5, -1.0)
-    loss = TopKCrossEntropyLoss(p_k=[0.5, 0.5], top1_mode="sort", operator=operator)
+    loss = TopKCrossEntropyLoss(Distances(-1.0), [0.5, 0.5], top1_mode="sort", inverse_temperature=0.5)
 
     def assert_is_by_definition(weights, beta):
         distances = (-logits).topk(len(weights)).values + logits.gather(1, labels.unsqueeze(1))
@@ -174,56 +213,52 @@ def test_an_own_operator_stays_with_its_settings():
     assert_is_by_definition([0.2, 0.2, 0.6], 0.5)
     loss.inverse_temperature = 2.0
     assert_is_by_definition([0.2, 0.2, 0.6], 2.0)
-    assert (operator.k, operator.inverse_temperature) == (2, 0.5)
-    for settings in ({"method": "softsort"}, {"distribution": "cauchy"}):
-        with pytest.raises(ValueError, match="takes the place of method"):
-            TopKCrossEntropyLoss(operator=operator, **settings)
-    with pytest.raises(TypeError, match="must be a TopKOperator, got int"):
-        TopKCrossEntropyLoss(operator=3)
+    with pytest.raises(TypeError, match="must be the name of a method or a TopKOperator, got int"):
+        TopKCrossEntropyLoss(3)
 
 
 def test_a_registered_operator_is_a_method_like_all_others():
     logits, labels = random_batch()
     t = 3 * (logits - logits.sort(dim=1, descending=True).values[:, 2:3])
     try:
-        topk_losses.register_method("mine", Distances, spread=3.0)
+        register_operator("mine", Distances())
         for make in (make_loss, TopKCrossEntropyLoss):
             loss = make("mine", 3, top1_mode="sort")
             torch.testing.assert_close(loss(logits, labels), -logsigmoid(t)[torch.arange(6), labels].mean())
             assert gradcheck(lambda s, loss=loss: loss(s, labels), (logits.clone().requires_grad_(),))
         torch.testing.assert_close(topk_losses.topk_mask(logits, 3, "mine"), t.sigmoid())
+        register_operator("mine", Distances())  # the same
         for name in ("mine", "lml", "bitonic__non_sparse"):
             with pytest.raises(ValueError, match=f"there is a method '{name}' already"):
-                topk_losses.register_method(name, Distances)
+                register_operator(name, Distances(-1.0))
+        with pytest.raises(TypeError, match="an object of a class derived from TopKOperator"):
+            register_operator("another", Distances)
+        with pytest.raises(TypeError, match="a class derived from ClassificationLoss"):
+            topk_losses.register_loss("another", Distances())
     finally:
         METHODS.pop("mine", None)
-
-
-def test_a_network_of_ones_own_is_held_to_its_size():
-    logits, labels = random_batch()
-    network = RelaxedNetwork(bitonic(12, 3), 2.0)
-    loss = TopKCrossEntropyLoss(p_k=[0.5, 0, 0.5], operator=network)
-    torch.testing.assert_close(
-        loss(logits, labels), make_loss("bitonic", [0.5, 0, 0.5], inverse_temperature=2.0)(logits, labels)
-    )
-    loss.p_k = [0.5, 0, 0, 0.5]
-    with pytest.raises(ValueError, match="built for the ranks 1 to 3, got 4"):
-        loss(logits, labels)
-    with pytest.raises(ValueError, match="built for n=12 scores, got 11"):
-        TopKCrossEntropyLoss(p_k=[0.5, 0, 0.5], operator=network)(logits[:, :11], labels.clamp(max=10))
 
 
 @pytest.mark.parametrize("method", RELAXED)
 def test_an_operator_has_the_default_of_its_method_and_takes_another_at_the_call(method):
     logits, labels = random_batch()
-    operator = make_operator(method, 12, 3)
-    assert operator.inverse_temperature == METHODS[method].inverse_temperature
-    other, beta = make_operator(method, 12, 3, 0.8), torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-    for call in ("rank_probabilities", "permutation_matrix", "mask"):
-        arguments = (logits, labels) if call == "rank_probabilities" else (logits,)
-        got = getattr(operator, call)(*arguments, inverse_temperature=beta)
-        torch.testing.assert_close(got, getattr(other, call)(*arguments))
+    operator = make_operator(method)
+    assert operator.default_inverse_temperature == METHODS[method].inverse_temperature
+    beta = torch.tensor([0.8], dtype=torch.float64, requires_grad=True)
+    for call, arguments in (
+        ("rank_probabilities", (logits, labels, 3)),
+        ("permutation_matrix", (logits, 3)),
+        ("mask", (logits, 3)),
+        ("topk_mass", (logits, logits.sigmoid(), 3)),
+    ):
+        compute = getattr(operator, call)
+        got = compute(*arguments, inverse_temperature=beta)
+        torch.testing.assert_close(got, compute(*arguments, inverse_temperature=0.8))
         assert bool(torch.autograd.grad(got.square().sum(), beta)[0].isfinite())
+        default = operator.default_inverse_temperature
+        torch.testing.assert_close(compute(*arguments), compute(*arguments, inverse_temperature=default))
+    with pytest.raises(FrozenInstanceError):
+        operator.k = 3
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -240,6 +275,20 @@ def test_m_of_n_or_more_is_no_m(method):
 
 
 # The inverse temperature that follows the logits.
+
+
+class OwnTensor(torch.Tensor):
+    """A subclass that leaves all operations to PyTorch."""
+
+
+@pytest.mark.parametrize("method", FOLLOW)
+def test_auto_follows_the_logits_of_a_tensor_subclass(method):
+    logits, labels = random_batch(scale=20.0, dtype=torch.float32)
+    plain, own = build(method, "auto"), build(method, "auto")
+    plain(logits, labels)
+    own(logits.as_subclass(OwnTensor), labels)
+    assert float(own.inverse_temperature.weight) == 1
+    assert float(own.inverse_temperature.spread) == float(plain.inverse_temperature.spread)
 
 
 def spread_of(logits):
@@ -282,14 +331,16 @@ def test_auto_counts_live_classes_of_rows_that_count(mask):
     assert flat.value() == 1.0  # twice the default
     loss = build("lml", "auto")
     loss(torch.cat([logits, 1e3 * logits]), torch.cat([labels, torch.full((6,), -100)]))
-    assert loss.auto.spread.item() == pytest.approx(spread_of(logits), rel=1e-5)
+    assert loss.inverse_temperature.spread.item() == pytest.approx(spread_of(logits), rel=1e-5)
 
 
 def test_auto_counts_all_positions_of_dense_maps():
     logits = torch.randn(2, 12, 20, 20) * torch.linspace(0.1, 4, 400).view(1, 1, 20, 20)
     loss = build("lml", "auto")
     loss(logits, torch.zeros(2, 20, 20, dtype=torch.long))
-    assert loss.auto.spread.item() == pytest.approx(spread_of(logits.movedim(1, -1).reshape(-1, 12)), rel=1e-4)
+    assert loss.inverse_temperature.spread.item() == pytest.approx(
+        spread_of(logits.movedim(1, -1).reshape(-1, 12)), rel=1e-4
+    )
 
 
 def test_auto_is_averaged_with_the_buffers_of_a_model():
@@ -300,7 +351,9 @@ def test_auto_is_averaged_with_the_buffers_of_a_model():
     for _ in range(3):
         loss(logits, labels)
         average.update_parameters(loss)
-    assert average.module.auto.value().item() == pytest.approx(loss.auto.value().item(), rel=1e-5)
+    assert average.module.inverse_temperature.value().item() == pytest.approx(
+        loss.inverse_temperature.value().item(), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("method", FOLLOW)
@@ -308,21 +361,21 @@ def test_auto_is_saved_moved_and_copied_with_its_loss(method):
     logits, labels = random_batch(40, 12, 20.0)
     loss, other = (build(method, "auto") for _ in range(2))
     loss(logits, labels)
-    beta = loss.auto.value().item()
+    beta = loss.inverse_temperature.value().item()
     assert beta == pytest.approx(METHODS[method].spread / logits.std(1).mean().item(), rel=1e-5)
     other.bfloat16().load_state_dict(loss.state_dict())
-    copies = copy.deepcopy(loss), copy.copy(loss), pickle.loads(pickle.dumps(loss))
+    copies = copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))
     for own in (other, *copies):
-        assert own.auto.value() == beta
+        assert own.inverse_temperature.value() == beta
         own(logits * 3, labels)
-        assert own.auto.value() != beta == loss.auto.value().item()
+        assert own.inverse_temperature.value() != beta == loss.inverse_temperature.value().item()
     fixed = build(method, beta)
     loss.eval()
     for seeded in (loss, fixed):
         seeded.generator = torch.Generator().manual_seed(0)
     torch.testing.assert_close(loss(logits / 9, labels), fixed(logits / 9, labels), rtol=1e-5, atol=1e-6)
-    loss.inverse_temperature = 0.3
-    assert loss.auto is None
+    with pytest.raises(TypeError, match="cannot assign"):
+        loss.inverse_temperature = 0.3
     assert make_loss("sinkhorn_sort", 5, inverse_temperature="auto").inverse_temperature == 100.0
 
 
@@ -333,7 +386,7 @@ def _train_in_two_processes(rank, results, meeting_place):
     loss = build("lml", "auto", reduction="sum")
     rows = slice(0, 6 * (1 - rank))  # the second process has an empty batch
     loss(logits[rows], labels[rows])
-    results[rank] = loss.auto.spread.item(), spread_of(logits)
+    results[rank] = loss.inverse_temperature.spread.item(), spread_of(logits)
     torch.distributed.destroy_process_group()
 
 

@@ -10,12 +10,13 @@ import topk_losses
 from tests import reference
 from tests.methods import DETERMINISTIC, GUARDED, p_k_of, random_batch
 from topk_losses import (
+    LML,
     METHODS,
     RELAXATIONS,
     TopKCrossEntropyLoss,
     make_loss,
     make_operator,
-    register_method,
+    register_operator,
     resolve_settings,
     soft_topk_values,
     topk_cross_entropy,
@@ -42,7 +43,7 @@ FUNCTIONS = {
         lambda method, P: torch.einsum("bkn,bn->bk", P, LOGITS),
     ),
     "make_operator": (
-        lambda method, beta: make_operator(method, 7, 3, beta).rank_probabilities(LOGITS, LABELS),
+        lambda method, beta: make_operator(method).rank_probabilities(LOGITS, LABELS, 3, beta),
         column_by_definition,
     ),
     "topk_cross_entropy": (
@@ -58,7 +59,7 @@ FUNCTIONS = {
         loss_by_definition,
     ),
 }
-SETTINGS = {"resolve_settings", "register_method"}  # which compute nothing: below
+SETTINGS = {"resolve_settings"}  # which compute nothing: below
 
 
 def test_every_public_function_with_a_temperature_is_asked():
@@ -119,9 +120,13 @@ def test_every_loss_with_a_temperature_changes_with_it(method):
     assert len({round(loss, 4) for loss in losses}) == 3
 
 
+class Sharper(LML):
+    default_inverse_temperature = 1.7
+
+
 def test_a_registered_method_has_the_temperature_that_it_is_given():
     try:
-        register_method("mine", METHODS["lml"].operator, inverse_temperature=1.7)
+        register_operator("mine", Sharper())
         for name, (function, _) in FUNCTIONS.items():
             torch.testing.assert_close(function("mine", None), function("lml", 1.7), msg=name)
     finally:

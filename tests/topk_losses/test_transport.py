@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from tests.methods import random_logits, value_and_gradient
-from topk_losses import SinkhornSort, SoftTopK, SortedSoftTopK, TopKCrossEntropyLoss, topk_mask
-from topk_losses.transport import whiten_and_squash
+from tests.methods import Bound, random_logits, value_and_gradient
+from topk_losses import SinkhornSort, SoftSort, SoftTopK, SortedSoftTopK, TopKCrossEntropyLoss, topk_mask
+from topk_losses.whitening import whiten_and_squash
 
 OPERATORS = [SinkhornSort, SoftTopK, SortedSoftTopK]
 
@@ -22,7 +22,7 @@ def test_the_sorted_form_has_a_target_point_per_top_rank(n, data):
     logits = random_logits(3, n, seed=n)
     sizes = torch.tensor([1.0] * k + [n - k] * (k < n))
     want = reference.sinkhorn(logits, torch.linspace(1, 0, len(sizes)), sizes, 10.0)[:, :k]  # (batch, k, n)
-    operator = SortedSoftTopK(k, 10.0)
+    operator = Bound(SortedSoftTopK(), k, 10.0)
     torch.testing.assert_close(operator(logits), want, rtol=1e-6, atol=1e-8)
     labels = torch.arange(3) % n
     column = want[torch.arange(3), :, labels]
@@ -44,11 +44,12 @@ def test_converges_for_all_kinds_of_scores_each_as_if_it_were_alone(operator, fa
         logits[1::4] *= 1e-3
     elif kind == "heavy":
         logits = logits.exp()
-    operator = operator(5, operator.default_inverse_temperature * factor)
+    beta = operator.default_inverse_temperature * factor
+    operator = Bound(operator(), 5, beta)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         P, exact = operator(logits), operator(logits.double())  # each is held to the tolerance of its precision
-    assert operator.check_convergence() <= 2e-3  # a rounding of the logits at the hardest
+    assert operator.operator.convergence_error(logits, beta) <= 2e-3  # a rounding of the logits at the hardest
     torch.testing.assert_close(P.sum(2), torch.ones(32, 5), atol=1e-2, rtol=0)
     for row in range(0, 32, 5):
         alone = operator(logits[row : row + 1].double())[0]
@@ -56,19 +57,15 @@ def test_converges_for_all_kinds_of_scores_each_as_if_it_were_alone(operator, fa
 
 
 def test_warns_each_time_that_the_tolerance_is_missed():
-    operator, logits = SinkhornSort(3, inverse_temperature=1e4, tolerance=1e-12, max_iterations=1), random_logits(4, 30)
+    operator, logits = SinkhornSort(tolerance=1e-12, max_iterations=1), random_logits(4, 30)
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="did not converge within 1 iterations"):
-            operator(logits)
-    with pytest.warns(RuntimeWarning, match="did not converge"):
-        assert operator.check_convergence() > 1e-12
-    assert operator.check_convergence() == 0  # since the last call
-    loss = TopKCrossEntropyLoss("sinkhorn_sort", [0.5, 0.2, 0.3], 30)
-    loss(logits, torch.arange(4))
-    assert 0 < loss.check_convergence() < 1e-9
-    assert TopKCrossEntropyLoss("softsort", [0.5, 0.5], 30).check_convergence() == 0
-    with pytest.warns(RuntimeWarning, match="sinkhorn_sort whitens the scores.*Sort three or more"):
-        TopKCrossEntropyLoss("sinkhorn_sort", [0.5, 0.5], 10, m=2)
+            operator.permutation_matrix(logits, 3, 1e4)
+    assert operator.convergence_error(logits, 1e4) > 1e-12
+    assert 0 < SinkhornSort().convergence_error(logits) < 1e-9
+    assert SoftSort().convergence_error(logits) == 0
+    with pytest.warns(RuntimeWarning, match="SinkhornSort.* whitens the scores.*Sort three or more"):
+        TopKCrossEntropyLoss("sinkhorn_sort", [0.5, 0.5], m=2, num_classes=10)
 
 
 @pytest.mark.parametrize("gap", [1e-3, 0.1, 2.0, 1e4])
@@ -92,7 +89,7 @@ def test_one_class_below_equal_ones_is_told_from_them(gap, masked):
 def test_the_slope_of_whitening_at_equal_scores_is_bounded():
     for operator in OPERATORS:
         leaf = torch.zeros(1, 50, requires_grad=True)
-        (gradient,) = torch.autograd.grad(operator(5).rank_probabilities(leaf, torch.tensor([3]))[0, 0].log(), leaf)
+        (gradient,) = torch.autograd.grad(operator().rank_probabilities(leaf, torch.tensor([3]), 5)[0, 0].log(), leaf)
         assert 1 < float(gradient.abs().max()) < 1000
 
 
@@ -108,7 +105,9 @@ def test_scores_of_any_size_are_ordered(method):
 def test_a_spoilt_sample_ends_no_solver(n):
     logits = random_logits(3, n, dtype=torch.float32)
     logits[1, 4] = float("nan")
-    columns, gradient = value_and_gradient(SinkhornSort(2, 100.0).rank_probabilities, logits, torch.tensor([0, 1, 2]))
+    columns, gradient = value_and_gradient(
+        Bound(SinkhornSort(), 2, 100.0).rank_probabilities, logits, torch.tensor([0, 1, 2])
+    )
     assert columns.isnan().all(1).tolist() == [False, True, False]
     assert bool(columns[::2].isfinite().all())
     assert bool(gradient[::2].isfinite().all())
@@ -116,9 +115,8 @@ def test_a_spoilt_sample_ends_no_solver(n):
 
 def test_of_many_samples_none_misses_the_tolerance():
     logits, labels = random_logits(600, 100), torch.zeros(600, dtype=torch.int64)
-    operator = SinkhornSort(5, 100.0)
     for rows, tolerance in ((logits.float(), 2e-5), (logits[:60], 1e-9)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            operator.rank_probabilities(rows, labels[: len(rows)])
-        assert 0 < operator.check_convergence() <= tolerance
+            SinkhornSort().rank_probabilities(rows, labels[: len(rows)], 5)
+        assert 0 < SinkhornSort().convergence_error(rows) <= tolerance

@@ -14,15 +14,16 @@ import torch
 
 from topk_losses import networks
 from topk_losses.kernels.numba_support import exp, in_threads, jit
-from topk_losses.kernels.register import empty_gradient, register_kernel
-from topk_losses.operator import MASKED, is_mass
+from topk_losses.kernels.registrar import new_gradient, register_kernel
+from topk_losses.numerics import MASKED
 from topk_losses.sigmoids import ART_TIE, distance_of_rounding
 
 TILE = 64  # samples: enough for vector code, few enough for the cache
 WORK_OF_A_THREAD = 300_000  # saved numbers, 3 per comparator and sample, that pay for another thread: 0.12 ms
 _f32 = np.float32
 _TINY = _f32(np.finfo(np.float32).tiny)
-_MASKED, _ROUNDING = _f32(MASKED), _f32(distance_of_rounding(torch.float32))
+_MASKED = _f32(MASKED)
+_ROUNDING = _f32(distance_of_rounding(torch.float32))
 FAMILIES = ("logistic", "gaussian", "reciprocal", "cauchy", "optimal")
 
 
@@ -64,7 +65,9 @@ def _mix(u, family):
 @functools.cache
 def _compile_forward(distribution: str, exponent: float) -> Callable[..., None]:
     """Compile the forward loop for a distribution; exponent: ART's lambda, 0 for none."""
-    family, art, published = FAMILIES.index(distribution.removesuffix("_phi")), exponent > 0, exponent == 0.5
+    family = FAMILIES.index(distribution.removesuffix("_phi"))
+    art = exponent > 0
+    published = exponent == 0.5
 
     def forward(first, last, scores, labels, mass, hi, lo, k, beta, exponent, tie_scale, saved, column):
         """Carry tiles first..last of scores (batch, n) to the column (batch, k), and save what the backward pass needs.
@@ -92,10 +95,15 @@ def _compile_forward(distribution: str, exponent: float) -> Callable[..., None]:
                 if len(mass) == 0:
                     wires[labels[start + i], TILE + i] = _f32(1)
             for c in range(len(hi)):
-                up, down, kept = wires[hi[c]], wires[lo[c]], saved[t, c]
+                up = wires[hi[c]]
+                down = wires[lo[c]]
+                kept = saved[t, c]
                 for i in range(TILE):
-                    x_hi, x_lo, D = up[i], down[i], up[TILE + i] - down[TILE + i]
-                    swapped, e = x_lo > x_hi, np.abs(x_lo - x_hi)
+                    x_hi = up[i]
+                    x_lo = down[i]
+                    D = up[TILE + i] - down[TILE + i]
+                    swapped = x_lo > x_hi
+                    e = np.abs(x_lo - x_hi)
                     # no score is above the maximum, 0, so that the lower one is of the larger size
                     size = -(x_hi if swapped else x_lo)
                     e = _f32(0) if e <= _ROUNDING * size else e
@@ -108,15 +116,23 @@ def _compile_forward(distribution: str, exponent: float) -> Callable[..., None]:
                     share, slope = _mix(beta * (e * scale), family)
                     slope *= beta * scale_slope
                     signed = _TINY if share < _TINY else share  # 0 has no sign
-                    kept[i], kept[TILE + i] = -signed if swapped else signed, share + slope * e
+                    kept[i] = -signed if swapped else signed
+                    kept[TILE + i] = share + slope * e
                     kept[2 * TILE + i] = slope * (-D if swapped else D)
                 for i in range(TILE):  # a loop of its own: both in one would not become vector code
-                    x_hi, x_lo, q_hi, q_lo = up[i], down[i], up[TILE + i], down[TILE + i]
-                    swapped, share = kept[i] < _f32(0), np.abs(kept[i])
+                    x_hi = up[i]
+                    x_lo = down[i]
+                    q_hi = up[TILE + i]
+                    q_lo = down[TILE + i]
+                    swapped = kept[i] < _f32(0)
+                    share = np.abs(kept[i])
                     above, below, q_above, q_below = (x_lo, x_hi, q_lo, q_hi) if swapped else (x_hi, x_lo, q_hi, q_lo)
-                    moved, q_moved = share * (above - below), share * (q_above - q_below)
-                    up[i], down[i] = above - moved, below + moved
-                    up[TILE + i], down[TILE + i] = q_above - q_moved, q_below + q_moved
+                    moved = share * (above - below)
+                    q_moved = share * (q_above - q_below)
+                    up[i] = above - moved
+                    down[i] = below + moved
+                    up[TILE + i] = q_above - q_moved
+                    down[TILE + i] = q_below + q_moved
             for i in range(min(TILE, batch - start)):
                 for r in range(k):
                     column[start + i, r] = wires[n - 1 - r, TILE + i]
@@ -136,13 +152,22 @@ def _backward(first, last, grad, hi, lo, saved, grad_scores):
             for r in range(grad.shape[1]):
                 wires[n - 1 - r, TILE + i] = grad[start + i, r]
         for c in range(len(hi) - 1, -1, -1):
-            up, down, kept = wires[hi[c]], wires[lo[c]], saved[t, c]
+            up = wires[hi[c]]
+            down = wires[lo[c]]
+            kept = saved[t, c]
             for i in range(TILE):
-                swapped, share = kept[i] < _f32(0), np.abs(kept[i])
-                x_hi, x_lo, q_hi, q_lo = up[i], down[i], up[TILE + i], down[TILE + i]
+                swapped = kept[i] < _f32(0)
+                share = np.abs(kept[i])
+                x_hi = up[i]
+                x_lo = down[i]
+                q_hi = up[TILE + i]
+                q_lo = down[TILE + i]
                 q_moved = share * (q_lo - q_hi)
                 moved = kept[TILE + i] * (x_lo - x_hi) + kept[2 * TILE + i] * (q_lo - q_hi)
-                above, below, q_above, q_below = x_hi + moved, x_lo - moved, q_hi + q_moved, q_lo - q_moved
+                above = x_hi + moved
+                below = x_lo - moved
+                q_above = q_hi + q_moved
+                q_below = q_lo - q_moved
                 up[i], down[i] = (below, above) if swapped else (above, below)
                 up[TILE + i], down[TILE + i] = (q_below, q_above) if swapped else (q_above, q_below)
         for i in range(min(TILE, batch - start)):
@@ -163,8 +188,11 @@ def _tiles(room):
 
 def _carry_mass(scores, target, beta, comparators, layer_sizes, k, distribution, art_lambda):
     column, room = outputs = _allocate(scores, target, beta, comparators, layer_sizes, k)
-    saved, exponent = _tiles(room), art_lambda or 0.0
-    labels, mass = (scores.new_empty(0, dtype=torch.int64), target) if is_mass(target) else (target, scores[:0])
+    saved = _tiles(room)
+    exponent = art_lambda or 0.0
+    labels, mass = (
+        (scores.new_empty(0, dtype=torch.int64), target) if target.is_floating_point() else (target, scores[:0])
+    )
     numbers = map(_f32, (beta.item(), exponent, ART_TIE**-exponent))
     inputs = (scores, labels, mass.to(scores.dtype), *comparators, k, *numbers)
     work = saved.numel() // WORK_OF_A_THREAD
@@ -173,7 +201,8 @@ def _carry_mass(scores, target, beta, comparators, layer_sizes, k, distribution,
 
 
 def _gradient(grads, outputs, scores, target, beta, comparators, *_):
-    grad_scores, saved = empty_gradient(scores), _tiles(outputs[1])
+    grad_scores = new_gradient(scores)
+    saved = _tiles(outputs[1])
     work = saved.numel() // WORK_OF_A_THREAD
     in_threads(_backward, len(saved), work, grads[0], *comparators, saved, grad_scores)
     return grad_scores.masked_fill_(scores == -torch.inf, 0)  # MASKED stood in for them

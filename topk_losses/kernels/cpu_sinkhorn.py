@@ -11,14 +11,16 @@ import numpy as np
 
 from topk_losses import transport
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
-from topk_losses.kernels.register import empty_gradient, register_kernel
+from topk_losses.kernels.registrar import new_gradient, register_kernel
 
 WORK_OF_A_THREAD = 100_000  # entries of plans that pay for another thread
 MOST_STEPS = 100
 VECTOR = 8  # target points are filled up to a multiple of these with some that no score reaches
-_SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
+_SIGN = np.int32(31)
+_REST = np.int32(0x7FFFFFFF)
 _f32 = np.float32
-_LEAST, _UNREACHED = _f32(1e-30), _f32(-1e30)
+_LEAST = _f32(1e-30)
+_UNREACHED = _f32(-1e30)
 # Exponents below the highest of a row that count, for P of 2e-16 at least. The products of what is lower still are
 # denormal, with which a processor is a hundred times as slow.
 LOWEST = _f32(-36)
@@ -29,7 +31,9 @@ _any_order = partial(jit, fastmath=(*IN_ANY_ORDER, "contract"))
 def _room(n):
     """Allocate for n live classes: two plans (n, A), target points (A,) falling from 1 to 0, potentials, more (A,)."""
     A = -(-n // VECTOR) * VECTOR
-    plans, points, h = np.zeros((2, n, A), _f32), np.zeros(A, _f32), np.zeros(A, _f32)
+    plans = np.zeros((2, n, A), _f32)
+    points = np.zeros(A, _f32)
+    h = np.zeros(A, _f32)
     points[:n] = _f32(1) - np.arange(n) / _f32(max(n - 1, 1))
     h[n:] = _UNREACHED
     return plans[0], plans[1], points, h, np.zeros_like(h), np.zeros_like(h), np.zeros_like(h), np.zeros_like(h)
@@ -43,10 +47,12 @@ def _plan(x, points, h, beta, P, c):
     """
     c[:] = _f32(0)
     for i in range(len(x)):
-        row, most = P[i], np.int32(-_REST)
+        row = P[i]
+        most = np.int32(-_REST)
         for j in range(len(c)):
             v = _f32(beta * (_f32(2) * x[i] - points[j]) * points[j] + h[j])
-            row[j], bits = v, v.view(np.int32)
+            row[j] = v
+            bits = v.view(np.int32)
             bits ^= (bits >> _SIGN) & _REST  # the order of the numbers, in integers: their maximum becomes vector code
             most = bits if bits > most else most
         highest = np.int32(most ^ ((most >> _SIGN) & _REST)).view(np.float32)
@@ -82,8 +88,11 @@ def _solve(P, c, r, damping, tolerance, v):
         for j in range(len(c)):
             scale[j] -= P[i, j] * P[i, j]
     scale[:] = _f32(1) / np.maximum(scale, _LEAST)
-    v[:], z, Ap = _f32(0), r * scale, np.empty_like(c)
-    p, rz = z.copy(), _dot(r, z)
+    v[:] = _f32(0)
+    z = r * scale
+    Ap = np.empty_like(c)
+    p = z.copy()
+    rz = _dot(r, z)
     enough = tolerance * tolerance * rz
     for _ in range(MOST_STEPS):
         if not rz > enough:
@@ -91,16 +100,19 @@ def _solve(P, c, r, damping, tolerance, v):
         for j in range(len(c)):
             Ap[j] = damping * c[j] * p[j]
         for i in range(len(P)):  # differences first: no digits cancel
-            row, mean = P[i], _f32(0)
+            row = P[i]
+            mean = _f32(0)
             for j in range(len(c)):
                 mean += row[j] * p[j]
             for j in range(len(c)):
                 Ap[j] += row[j] * (p[j] - mean)
         length = rz / max(_dot(p, Ap), _LEAST)
         for j in range(len(c)):
-            v[j], r[j] = v[j] + length * p[j], r[j] - length * Ap[j]
+            v[j] = v[j] + length * p[j]
+            r[j] = r[j] - length * Ap[j]
             z[j] = r[j] * scale[j]
-        before, rz = rz, _dot(r, z)
+        before = rz
+        rz = _dot(r, z)
         for j in range(len(c)):
             p[j] = z[j] + rz / before * p[j]
 
@@ -110,7 +122,8 @@ def _forward(first, last, scores, labels, beta, tolerance, max_iterations, colum
     """Write the column (batch, k), errors (batch,) and potentials (batch, n) of scores (batch, n), first..last."""
     n = -1  # for which there is room
     for row in range(first, last):
-        column[row], errors[row] = _f32(0), _f32(0)
+        column[row] = _f32(0)
+        errors[row] = _f32(0)
         if scores[row, labels[row]] < 0:
             continue
         columns = np.flatnonzero(~(scores[row] < 0))  # NaN stays, and spoils its sample
@@ -119,26 +132,35 @@ def _forward(first, last, scores, labels, beta, tolerance, max_iterations, colum
             P, trial, points, h, c, new_c, v, right = _room(n)
         x = scores[row][columns]
         # the hard transport's potentials: neighbours are indifferent in the middle between their scores
-        ordered, upper, lower, h[0] = np.sort(x)[::-1], points[: n - 1], points[1:n], _f32(0)
+        ordered = np.sort(x)[::-1]
+        upper = points[: n - 1]
+        lower = points[1:n]
+        h[0] = _f32(0)
         h[1:n] = np.cumsum((lower - upper) * (lower + upper - ordered[:-1] - ordered[1:]) * beta)
-        error, damping = _plan(x, points, h, beta, P, c), _f32(0)
+        error = _plan(x, points, h, beta, P, c)
+        damping = _f32(0)
         for iteration in range(max_iterations):
             if not error > tolerance:
                 break
             if iteration == 0:  # Sinkhorn's, which is cheap and takes off most of the error
                 v[:n] = -np.log(c[:n])
             else:
-                right[:n], right[n:] = _f32(1) - c[:n], _f32(0)
+                right[:n] = _f32(1) - c[:n]
+                right[n:] = _f32(0)
                 right[:n] -= right[:n].mean()  # which is rounding, and which no step can take off
                 _solve(P, c, right, damping, min(max(error, _f32(0.01)), _f32(0.1)), v)
             new = h + v
             new_error = _plan(x, points, new, beta, trial, new_c)
             if new_error < error:
-                h[:], error, damping = new, new_error, damping / _f32(8)
+                h[:] = new
+                error = new_error
+                damping = damping / _f32(8)
                 P, trial, c, new_c = trial, P, new_c, c
             elif iteration > 0:  # shortened towards 1 / c - 1, the first order of a Sinkhorn iteration
                 damping = min(max(damping * _f32(4), _f32(1e-3)), _f32(1e8))
-        errors[row], potentials[row, :n], k = error, h[:n], min(n, column.shape[1])
+        errors[row] = error
+        potentials[row, :n] = h[:n]
+        k = min(n, column.shape[1])
         column[row, :k] = P[np.searchsorted(columns, labels[row]), :k]
 
 
@@ -152,19 +174,24 @@ def _backward(first, last, scores, labels, beta, potentials, grad, grad_scores):
             continue
         columns = np.flatnonzero(~(scores[row] < 0))
         if n != len(columns):
-            n, k = len(columns), min(len(columns), grad.shape[1])
+            n = len(columns)
+            k = min(len(columns), grad.shape[1])
             P, _, points, h, c, by_mass, right, v = _room(n)
-        x, own = scores[row][columns], np.searchsorted(columns, labels[row])
+        x = scores[row][columns]
+        own = np.searchsorted(columns, labels[row])
         h[:n] = potentials[row, :n]
         _plan(x, points, h, beta, P, c)
-        by_mass[:], by_mass[:k] = _f32(0), grad[row, :k] * P[own, :k]
+        by_mass[:] = _f32(0)
+        by_mass[:k] = grad[row, :k] * P[own, :k]
         by_mass -= P[own] * by_mass.sum()
         largest = max(np.abs(by_mass).max(), _LEAST)  # squares of a small gradient would not be numbers
         for j in range(n):
             right[j] = by_mass[j] / largest if abs(by_mass[j]) > _f32(1e-18) * largest else _f32(0)
         _solve(P, c, right, _f32(1e-6), _f32(1e-5), v)
         for i in range(n):
-            p, mean, total = P[i], _dot(P[i], v), _f32(0)
+            p = P[i]
+            mean = _dot(P[i], v)
+            total = _f32(0)
             for j in range(len(p)):
                 total += p[j] * (v[j] - mean) * points[j]
             grad_scores[row, columns[i]] = _f32(-2) * beta * largest * total
@@ -178,13 +205,15 @@ def _allocate(x, labels, beta, k, *_):
 
 def _sinkhorn(x, labels, beta, k, tolerance, max_iterations):
     """Compute transport.sinkhorn for whitened scores x (batch, n), below 0 for masked-out classes."""
-    outputs, work = _allocate(x, labels, beta, k), x.numel() * x.shape[1] // WORK_OF_A_THREAD
+    outputs = _allocate(x, labels, beta, k)
+    work = x.numel() * x.shape[1] // WORK_OF_A_THREAD
     in_threads(_forward, len(x), work, x, labels, _f32(beta), _f32(tolerance), max_iterations, *outputs)
     return outputs
 
 
 def _gradient(grads, outputs, x, labels, beta, *_):
-    grad_x, work = empty_gradient(x), x.numel() * x.shape[1] // WORK_OF_A_THREAD
+    grad_x = new_gradient(x)
+    work = x.numel() * x.shape[1] // WORK_OF_A_THREAD
     in_threads(_backward, len(x), work, x, labels, _f32(beta), outputs[2], grads[0], grad_x)
     return grad_x
 

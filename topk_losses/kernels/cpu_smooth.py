@@ -19,14 +19,15 @@ import torch
 
 from topk_losses import smooth_svm
 from topk_losses.kernels.numba_support import IN_ANY_ORDER, exp, in_threads, jit
-from topk_losses.kernels.register import empty_gradient, register_kernel
-from topk_losses.operator import MASKED
+from topk_losses.kernels.registrar import new_gradient, register_kernel
+from topk_losses.numerics import MASKED
 
 MAX_K_WITH_REST = 64  # e^k is a float32 number
 WORK_OF_A_THREAD = 50_000  # scores that pay for another thread, a tenth of a millisecond
 FAR = 700.0  # temperatures above the k-th score, beyond which exp would overflow: in every subset for sure
 _f32 = np.float32
-_MASKED, _INF = _f32(MASKED), _f32(np.inf)
+_MASKED = _f32(MASKED)
+_INF = _f32(np.inf)
 
 
 @jit
@@ -35,15 +36,19 @@ def _find_largest(x, true, columns, values):
 
     values (m,) is room. By insertion, faster than a partial sort, since nearly no score is among the largest.
     """
-    held, last = 0, len(columns) - 1
+    held = 0
+    last = len(columns) - 1
     for j in range(len(x)):
         if (held > last and x[j] <= values[last]) or j == true:
             continue
-        score, place = _INF if x[j] != x[j] else x[j], min(held, last)
+        score = _INF if x[j] != x[j] else x[j]
+        place = min(held, last)
         while place > 0 and values[place - 1] < score:
-            values[place], columns[place] = values[place - 1], columns[place - 1]
+            values[place] = values[place - 1]
+            columns[place] = columns[place - 1]
             place -= 1
-        values[place], columns[place] = score, j
+        values[place] = score
+        columns[place] = j
         held += 1
 
 
@@ -76,13 +81,24 @@ def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, in
     (batch, 1), with x = exp((score - origin) / temperature); powers (batch, J, K), the coefficients of x, x^2, ... for
     the rest; leaf_slopes (batch, J, leaves).
     """
-    n, num_leaves, K = scores.shape[1], index.shape[1] - 1, ks[-1]
-    x, power, sums, rest = np.empty(n, _f32), np.empty(n), np.zeros(K + 1), np.zeros(K + 1)
-    p, q, g, largest = np.empty(num_leaves), np.empty(num_leaves), np.empty(K + 1), np.empty(num_leaves, _f32)
+    n = scores.shape[1]
+    num_leaves = index.shape[1] - 1
+    K = ks[-1]
+    x = np.empty(n, _f32)
+    power = np.empty(n)
+    sums = np.zeros(K + 1)
+    rest = np.zeros(K + 1)
+    p = np.empty(num_leaves)
+    q = np.empty(num_leaves)
+    g = np.empty(K + 1)
+    largest = np.empty(num_leaves, _f32)
     counts = np.zeros((num_leaves + 1, K + 1))  # row i: the distribution of successes, i leaves added
-    powers[first:last], leaf_slopes[first:last] = _f32(0), _f32(0)
+    powers[first:last] = _f32(0)
+    leaf_slopes[first:last] = _f32(0)
     for row in range(first, last):
-        o, true, leaves = scores[row], labels[row], index[row]
+        o = scores[row]
+        true = labels[row]
+        leaves = index[row]
         _find_largest(o, true, leaves[:num_leaves], largest)
         leaves[num_leaves] = true
         for r in range(K + 1):
@@ -94,7 +110,9 @@ def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, in
         origin[row, 0] = least
 
         # e_0, ..., e_K of the rest, by Newton's identities
-        scale, rest[0], counts[0, 0] = 1.0, 1.0, 1.0
+        scale = 1.0
+        rest[0] = 1.0
+        counts[0, 0] = 1.0
         if num_leaves < n - 1:
             _exponentials(o, leaves, _f32(1 / temperature), least, x)
             power[:] = x
@@ -131,7 +149,8 @@ def _forward(first, last, scores, labels, temperature, ks, smooth, hard, top, in
             smooth[row, which] = difference + temperature * math.log(e[k] / e[k - 1] / scale)
 
             g[:] = 0
-            g[k], g[k - 1] = 1 / e[k], -1 / e[k - 1]
+            g[k] = 1 / e[k]
+            g[k - 1] = -1 / e[k - 1]
             for m in range(1, k + 1):
                 c = e[k - m] * g[k] + (e[k - m - 1] * g[k - 1] if m < k else 0.0)
                 powers[row, which, m - 1] = -c * (-shrunk * scale) ** m
@@ -149,13 +168,22 @@ def _backward(
     first, last, scores, labels, temperature, ks, top, index, origin, powers, leaf_slopes, grad, grad_hard, grad_scores
 ):
     """Write the gradient of scores (batch, n) from those of smooth and hard (batch, J), for rows first..last."""
-    n, num_leaves, K = scores.shape[1], index.shape[1] - 1, powers.shape[2]
-    x, c, leaves = np.empty(n, _f32), np.empty(K, _f32), np.empty(num_leaves, _f32)
+    n = scores.shape[1]
+    num_leaves = index.shape[1] - 1
+    K = powers.shape[2]
+    x = np.empty(n, _f32)
+    c = np.empty(K, _f32)
+    leaves = np.empty(num_leaves, _f32)
     for row in range(first, last):
-        slope, true = grad_scores[row], _f32(0)
-        slope[:], c[:], leaves[:] = _f32(0), _f32(0), _f32(0)
+        slope = grad_scores[row]
+        true = _f32(0)
+        slope[:] = _f32(0)
+        c[:] = _f32(0)
+        leaves[:] = _f32(0)
         for which in range(len(ks)):
-            share, hard_share, place = grad[row, which], grad_hard[row, which], ks[which] - 1
+            share = grad[row, which]
+            hard_share = grad_hard[row, which]
+            place = ks[which] - 1
             if top[row, place] != -_INF:  # fewer than k others: no gradient
                 true -= share + hard_share
                 leaves[place] += hard_share
@@ -173,7 +201,9 @@ def _backward(
 
 def _allocate(scores, labels, ks, temperature):
     """Allocate smooth, hard, top; then, for the backward pass, index, origin, powers and leaf_slopes."""
-    (batch, n), J, K = scores.shape, len(ks), ks[-1]
+    batch, n = scores.shape
+    J = len(ks)
+    K = ks[-1]
     leaves = min(2 * K if K <= MAX_K_WITH_REST else n, n - 1)
     shapes = ((J,), (J,), (K + 1,), (leaves + 1,), (1,), (J, K), (J, leaves))
     outputs = [scores.new_empty(batch, *shape) for shape in shapes]
@@ -189,7 +219,8 @@ def _kth_largest(scores, labels, ks, temperature):
 
 
 def _gradient(grads, outputs, scores, labels, ks, temperature):
-    grad_scores, unused = empty_gradient(scores), torch.zeros_like(outputs[0])
+    grad_scores = new_gradient(scores)
+    unused = torch.zeros_like(outputs[0])
     grads = [unused if grad is None else grad for grad in grads[:2]]
     inputs = (scores, labels, temperature.item(), np.array(ks), *outputs[2:], *grads)
     in_threads(_backward, len(scores), scores.numel() // WORK_OF_A_THREAD, *inputs, grad_scores)

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from topk_losses import networks
-from topk_losses.kernels.register import register_kernel
-from topk_losses.operator import centered, class_mass
+from topk_losses.kernels.registrar import register_kernel
+from topk_losses.numerics import centered
 from topk_losses.sigmoids import ART_TIE, distance_of_rounding
 
 WIDEST = 1024  # comparators of a tile
@@ -29,7 +29,8 @@ _ROUNDING = tl.constexpr(distance_of_rounding(torch.float32))
 @triton.jit
 def _mix(e, beta, exponent, tie_scale, FAMILY: tl.constexpr, ART: tl.constexpr):
     """Compute the share sigmoid(-u) of sigmoids.py, of values at a distance e >= 0, and its slope by e."""
-    u, slope_of_u = beta * e, beta
+    u = beta * e
+    slope_of_u = beta
     if ART:
         power = tl.exp(-exponent * tl.log(e + 1e-10))
         u *= tl.where(e == 0.0, tie_scale, power)
@@ -71,10 +72,14 @@ def _load_tile(hi_wires, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH: 
     """
     place = tl.load(bounds + tile) + tl.arange(0, WIDTH)[None, :]
     inside = place < tl.load(bounds + tile + 1)
-    hi, lo, d, D = tl.load(hi_wires + place, inside, -1), tl.load(lo_wires + place, inside, -1), 0.0, 0.0
+    hi = tl.load(hi_wires + place, inside, -1)
+    lo = tl.load(lo_wires + place, inside, -1)
+    d = 0.0
+    D = 0.0
     if BACKWARD:
         on = live & (hi >= 0)
-        d, D = tl.load(saved_d + place, on, 0.0), tl.load(saved_D + place, on, 0.0)
+        d = tl.load(saved_d + place, on, 0.0)
+        D = tl.load(saved_D + place, on, 0.0)
     return place, hi, lo, d, D
 
 
@@ -89,10 +94,13 @@ def carry_kernel(
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # (ROWS, 1)
     live = row < batch
-    x, q, beta = wires + row * n, wires + (batch + row) * n, tl.load(inverse_temperature)
+    x = wires + row * n
+    q = wires + (batch + row) * n
+    beta = tl.load(inverse_temperature)
     num_comparators = tl.load(bounds + num_tiles)
     lo_wires = comparators + num_comparators
-    saved_d, saved_D = saved + row * num_comparators, saved + (batch + row) * num_comparators
+    saved_d = saved + row * num_comparators
+    saved_D = saved + (batch + row) * num_comparators
     tile = num_tiles - 1 if BACKWARD else 0
     ahead = _load_tile(comparators, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH, BACKWARD)
     for step in range(num_tiles):
@@ -101,13 +109,17 @@ def carry_kernel(
         ahead = _load_tile(comparators, lo_wires, bounds, tile, saved_d, saved_D, live, WIDTH, BACKWARD)
         on = live & (hi >= 0)
         if BACKWARD:
-            e, swapped = tl.abs(d), d > 0
+            e = tl.abs(d)
+            swapped = d > 0
             share, slope = _mix(e, beta, exponent, tie_scale, FAMILY, ART)
         tl.debug_barrier()
-        x_hi, x_lo = tl.load(x + hi, on, 0.0), tl.load(x + lo, on, 0.0)
-        q_hi, q_lo = tl.load(q + hi, on, 0.0), tl.load(q + lo, on, 0.0)
+        x_hi = tl.load(x + hi, on, 0.0)
+        x_lo = tl.load(x + lo, on, 0.0)
+        q_hi = tl.load(q + hi, on, 0.0)
+        q_lo = tl.load(q + lo, on, 0.0)
         if BACKWARD:
-            moved, q_moved = x_lo - x_hi, q_lo - q_hi
+            moved = x_lo - x_hi
+            q_moved = q_lo - q_hi
             moved = share * moved + slope * (moved * e + q_moved * D)
             q_moved = share * q_moved
             tl.store(x + hi, tl.where(swapped, x_lo - moved, x_hi + moved), on)
@@ -117,9 +129,11 @@ def carry_kernel(
         else:
             d = x_lo - x_hi
             d = tl.where(tl.abs(d) <= tl.maximum(tl.abs(x_lo), tl.abs(x_hi)) * _ROUNDING, 0.0, d)
-            e, swapped = tl.abs(d), d > 0
+            e = tl.abs(d)
+            swapped = d > 0
             share, slope = _mix(e, beta, exponent, tie_scale, FAMILY, ART)
-            above, below = tl.where(swapped, q_lo, q_hi), tl.where(swapped, q_hi, q_lo)
+            above = tl.where(swapped, q_lo, q_hi)
+            below = tl.where(swapped, q_hi, q_lo)
             D = above - below
             tl.store(x + hi, tl.where(swapped, x_lo, x_hi) - share * e, on)
             tl.store(x + lo, tl.where(swapped, x_hi, x_lo) + share * e, on)
@@ -162,7 +176,7 @@ def _allocate(scores, target, beta, comparators, layer_sizes, k, *_):
 
 def _carry_mass(scores, target, beta, comparators, layer_sizes, k, *sigmoid):
     column, saved = outputs = _allocate(scores, target, beta, comparators, layer_sizes, k)
-    wires = torch.stack([centered(scores), class_mass(scores, target)])  # (2, batch, n)
+    wires = torch.stack([centered(scores), networks.mass_of(target, scores)])  # (2, batch, n)
     _launch(False, wires, saved, scores, beta, comparators, layer_sizes, *sigmoid)
     column.copy_(wires[1, :, scores.shape[1] - k :].flip(1))
     return outputs

@@ -62,7 +62,8 @@ def jit(function: Callable[..., Any], fastmath: Collection[str] = ("nsz",), **op
     compiled: Any = numba.njit(**options)(function)
     with contextlib.suppress(RuntimeError):  # Numba finds no place
         compiled._cache = _Cache(function)  # as enable_caching() does, but with our class
-    return compiled
+    result: Callable[..., Any] = compiled
+    return result
 
 
 @partial(jit, fastmath=("nsz", "contract"))
@@ -80,7 +81,8 @@ def exp(v):
 
 
 _pool = lru_cache(maxsize=1)(lambda: ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="topk_losses"))
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
 def in_threads(loop: Callable[..., Any], number: int, work: int, *arguments: Any) -> None:

@@ -1,0 +1,201 @@
+"""The statistics of all tables: differences of paired seeds, and two groups of runs of one configuration."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.stats import f as fisher
+from scipy.stats import t as student
+
+from reporting.frames import CONFIGURATION
+
+CONFIDENCE = 0.95
+FEW_SEEDS = 10  # with fewer, the spread of a configuration is pooled over those of its table
+OUTLIER = 0.01  # probability at which a configuration is found to spread more than others of its table
+
+
+class Interval(NamedTuple):
+    """A mean difference, and half of its 95 % interval: NaN of a single one."""
+
+    mean: float
+    half: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes 0."""
+        return abs(self.mean) > self.half
+
+    @property
+    def verdict(self) -> str:
+        """Gain, loss or no clear difference."""
+        if not self.is_clear:
+            return "no clear difference"
+        if self.mean > 0:
+            return "gain"
+        return "loss"
+
+
+def mean(values: pd.Series) -> float:
+    """The exactly rounded mean; NaN of none. Two decimals of it do not depend on the order of the values."""
+    if values.empty:
+        return math.nan
+    return fmean(values)
+
+
+def quantile(degrees: float) -> float:
+    """How many standard errors make half of an interval; NaN without a degree of freedom."""
+    if degrees < 1:
+        return math.nan
+    return float(student.ppf((1 + CONFIDENCE) / 2, degrees))
+
+
+def half_width(std: float, n: int) -> float:
+    """Half of the interval of a mean of n values with this sample standard deviation."""
+    return quantile(n - 1) * std / math.sqrt(max(n, 1))
+
+
+def interval(values: pd.Series) -> Interval:
+    """The mean of values with its interval."""
+    return Interval(values.mean(), half_width(values.std(), len(values)))
+
+
+def p_value(values: pd.Series) -> float:
+    """Of a t test of no difference."""
+    n = len(values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        statistic = abs(np.divide(values.mean(), values.std() / math.sqrt(max(n, 1))))
+    return float(2 * student.sf(statistic, n - 1))
+
+
+def paired(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+    """The runs of a configuration minus those of another, a row per seed that both have.
+
+    Raises:
+        ValueError: the runs are of several configurations.
+    """
+    for side in (runs, baseline):
+        for name in CONFIGURATION:
+            if name in side and side[name].nunique(dropna=False) > 1:
+                raise ValueError(f"a difference is between two settings, got runs with several {name}")
+    own = runs.groupby("seed")[list(metrics)].mean()
+    base = baseline.groupby("seed")[list(metrics)].mean()
+    return (own - base).dropna()
+
+
+def compare(runs: pd.DataFrame, baseline: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+    """A configuration beside a baseline, paired by seed.
+
+    Returns:
+        A row per metric: mean and std of the runs, gain (the mean difference), half (half of its 95 % interval), p (of
+        a t test of no difference), n pairs. NaN where a statistic does not exist.
+    """
+    differences = paired(runs, baseline, metrics)
+    records = []
+    for metric in metrics:
+        gain = interval(differences[metric])
+        records.append(
+            {
+                "metric": metric,
+                "mean": mean(runs[metric]),
+                "std": runs[metric].std(),
+                "gain": gain.mean,
+                "half": gain.half,
+                "p": p_value(differences[metric]),
+                "n": len(differences),
+            }
+        )
+    return pd.DataFrame(records).set_index("metric")
+
+
+class Spread(NamedTuple):
+    """A standard deviation of runs that differ in the seed, and its degrees of freedom."""
+
+    std: float
+    degrees: float
+
+
+def spread(runs: pd.Series) -> Spread:
+    return Spread(runs.std(), max(len(runs) - 1, 0))
+
+
+class Pool(NamedTuple):
+    """The spread that configurations share, and the largest of theirs."""
+
+    std: float
+    degrees: float
+    largest: float
+
+
+def pooled_spread(groups: Sequence[Spread]) -> Pool:
+    """The spread that configurations share.
+
+    Those that spread more than the others are left out, one after another: an F test of the largest variance against
+    the others', at 1 % divided by the number of configurations. They keep a spread of their own.
+    """
+    known = sorted(group for group in groups if group.degrees > 0)
+    while len(known) > 2:
+        *others, last = known
+        probability = OUTLIER / len(known)
+        limit = fisher.isf(probability, last.degrees, degrees_of(others)) * variance_of(others)
+        if last.std**2 <= limit:
+            break
+        known = others
+    if not known:
+        return Pool(math.nan, 0, math.nan)
+    return Pool(math.sqrt(variance_of(known)), degrees_of(known), known[-1].std)
+
+
+def degrees_of(groups: Sequence[Spread]) -> float:
+    return sum(group.degrees for group in groups)
+
+
+def variance_of(groups: Sequence[Spread]) -> float:
+    squares = sum(group.degrees * group.std**2 for group in groups)
+    return squares / degrees_of(groups)
+
+
+def belongs_to(own: Spread, pool: Pool) -> bool:
+    """Whether a configuration spreads no more than those of the pool."""
+    return own.degrees == 0 or own.std <= pool.largest
+
+
+class Agreement(NamedTuple):
+    """Your runs of a configuration beside the repository's: the difference of their means, and a verdict.
+
+    Attributes:
+        difference: in points, with half of its 95 % interval.
+        verdict: "agrees", "differs", "no verdict" (no spread is known) or "" (one of the two has no run).
+    """
+
+    difference: Interval
+    verdict: str
+
+
+def agreement(yours: pd.Series, repository: pd.Series, pool: Spread | Pool | None = None) -> Agreement:
+    """Compare two groups of runs of one configuration.
+
+    The interval is that of a difference of two means: of one run of yours it is the prediction interval of a new run.
+
+    Args:
+        pool: the standard deviation to use; by default that of both groups together, which is then the t test of two
+            groups with one standard deviation.
+    """
+    n = len(yours)
+    m = len(repository)
+    if n == 0 or m == 0:
+        return Agreement(Interval(math.nan, math.nan), "")
+    difference = yours.mean() - repository.mean()
+    if pool is None:
+        squares = ((yours - yours.mean()) ** 2).sum() + ((repository - repository.mean()) ** 2).sum()
+        degrees = n + m - 2
+        pool = Spread(math.sqrt(squares / max(degrees, 1)), degrees)
+    half = quantile(pool.degrees) * pool.std * math.sqrt(1 / n + 1 / m)
+    if math.isnan(half):
+        return Agreement(Interval(difference, half), "no verdict")
+    verdict = "differs"
+    if abs(difference) <= half + 1e-9:
+        verdict = "agrees"
+    return Agreement(Interval(difference, half), verdict)

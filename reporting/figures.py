@@ -1,0 +1,380 @@
+"""Two figures for all tables, `lines` (over epochs, temperatures, sizes) and `dots` (a row per line), and their uses.
+
+The colour is that of a method's family, the marker its own.
+"""
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.common import settings
+from experiments.common.files import replace_file
+from reporting import epochs, findings, markdown, noise, tables, temperatures
+from reporting.compare import half_width
+from reporting.frames import CONFIGURATION, METRICS
+from reporting.speed import BENCHMARKS
+from topk_losses import METHODS
+
+plt.style.use(Path(__file__).with_name("report.mplstyle"))
+PAGE = 7.6  # inches
+WIDEST = 35  # points of accuracy that a panel shows
+COLORS = {
+    "losses": "C7",
+    "robust": "C6",
+    "sorts": "C1",
+    "transports": "C2",
+    "thresholds": "C4",
+    "subsets": "C4",
+    "ranks": "C3",
+    "networks": "C0",
+}
+MARKERS = "os^DvX"
+
+
+def method_styles() -> dict[str, dict[str, str]]:
+    """The colour and the marker of each method."""
+    styles = {}
+    for color, names in groupby(METHODS, lambda name: COLORS[METHODS[name].family]):
+        for name, marker in zip(names, MARKERS):
+            styles[name] = {"color": color, "marker": marker}
+    styles["imbalanced_noised_topk"] = {"color": "C5", "marker": "o"}  # the seventh of six marks
+    return styles
+
+
+STYLE = method_styles()
+STEPS_PER_EPOCH = 371  # of CIFAR-100: 47,500 training images in batches of 128, the last partial one dropped
+ACCURACIES = {metric: f"test {label} (%)" for metric, label in METRICS.items()}
+ABBREVIATIONS = {"p_k": "", "inverse_temperature": "β ", "lr": "lr "}
+SIZES = {"n": "classes n", "k": "largest rank k", "batch": "batch size"}
+
+
+def save(figure: Figure, folder: Path, name: str, title: str = "") -> list[Path]:
+    """Write NAME.svg into a folder, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left", wrap=True)
+    path = folder / f"{name}.svg"
+    content = io.StringIO()
+    figure.savefig(content, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    replace_file(path, content.getvalue().encode())
+    return [path]
+
+
+def lines(
+    frame: pd.DataFrame, x: str, ys: dict[str, str], panel: str = "", by: str = "method", dotted: str = "", **axes: str
+) -> Figure:
+    """Draw the mean of each y against x with its 95 % band, a row of panels per y, a column per value of `panel`.
+
+    by: the column that tells lines apart. dotted: the end of the name of a column beside y that is drawn dotted.
+    """
+    parts = [("", frame)]
+    if panel:
+        parts = list(frame.groupby(panel, sort=False))
+    width = PAGE
+    if len(parts) == 1:
+        width = 0.7 * PAGE
+    size = (width, 0.9 + 2.1 * len(ys))
+    figure, grid = plt.subplots(len(ys), len(parts), figsize=size, sharex="col", sharey="row", squeeze=False)
+    for (title, part), column in zip(parts, grid.T):
+        for axis, (y, label) in zip(column, ys.items()):
+            for _, rows in part.dropna(subset=[x, y]).groupby(by, sort=False):
+                draw_line(axis, rows, x, y, dotted)
+            if axis in grid[:, 0]:
+                axis.set_ylabel(label)
+            axis.set(**axes)
+            axis.minorticks_off()
+        column[0].set_title(title)
+        column[-1].set_xlabel(x)
+        if part[x].nunique() < 6:
+            ticks = sorted(part[x].unique())
+            column[-1].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    handles = {}
+    for axis in grid.flat:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            handles[label] = handle
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3 + bool(panel))
+    return figure
+
+
+def draw_line(axis: Axes, rows: pd.DataFrame, x: str, y: str, dotted: str) -> None:
+    """Draw the mean of y against x with its 95 % band."""
+    style = STYLE[rows["method"].iloc[0]]
+    found = rows.groupby(x, sort=False)[y].agg(["mean", "std", "count"])
+    half = halves(found["std"], found["count"])
+    axis.plot(found["mean"], label=rows["method"].iloc[0], markevery=max(1, len(found) // 8), **style)
+    axis.fill_between(found.index, found["mean"] - half, found["mean"] + half, alpha=0.2, color=style["color"])
+    if dotted:
+        axis.plot(rows[x], rows[y + dotted], linestyle=":", linewidth=0.8, color=style["color"])
+
+
+def halves(stds: pd.Series, counts: pd.Series) -> pd.Series:
+    """Half of the interval of each mean."""
+    values = [half_width(std, n) for std, n in zip(stds, counts)]
+    return pd.Series(values, index=stds.index, dtype=float)
+
+
+class Panel(NamedTuple):
+    """A panel of dots: its title, and the columns of the value, of half its interval, and of what is drawn hollow."""
+
+    title: str
+    value: str
+    half: str
+    hollow: str
+
+
+def dots(frame: pd.DataFrame, panels: Sequence[Panel]) -> Figure:
+    """Draw a row per line of the frame, whose index has the labels and whose column method the looks.
+
+    An accuracy far below the best is written at the edge.
+    """
+    figure, grid = plt.subplots(1, len(panels), figsize=(PAGE, 0.8 + 0.19 * len(frame)), sharey=True, squeeze=False)
+    for axis, panel in zip(grid[0], panels):
+        values = frame.reindex(columns=[panel.value, panel.hollow]).stack()
+        least = -math.inf
+        if panel.half:
+            least = values.max() - WIDEST
+        for place, row in enumerate(frame.to_dict("records")):
+            draw_dot(axis, place, row, panel, least)
+        scale = "log"
+        if panel.half or values.max() < 5 * values.min():
+            scale = "linear"
+        axis.set(title=panel.title, xscale=scale)
+        left = None
+        if panel.half and values.min() < least:
+            left = least
+        axis.set_xlim(left=left)
+        axis.minorticks_off()
+    grid[0, 0].set(ylim=(len(frame) - 0.5, -0.5))
+    grid[0, 0].set_yticks(range(len(frame)), frame.index)
+    return figure
+
+
+def draw_dot(axis: Axes, place: int, row: dict, panel: Panel, least: float) -> None:
+    """Draw a value with its interval, and hollow what stands beside it; below `least`, write it at the edge."""
+    style = STYLE.get(row["method"], {"color": "black", "marker": "."}) | {"linestyle": ""}
+    outside = []
+    if row.get(panel.value, math.nan) < least:
+        outside.append(f"{row[panel.value]:.0f}")
+    elif panel.value in row:
+        half = row.get(panel.half)
+        axis.errorbar(row[panel.value], place, xerr=half, capsize=2, markerfacecolor=style["color"], **style)
+    if row.get(panel.hollow, math.nan) < least:
+        outside.append(f"{row[panel.hollow]:.0f} published")
+    elif panel.hollow in row:
+        axis.errorbar(row[panel.hollow], place, xerr=None, capsize=2, markerfacecolor="none", **style)
+    text = ""
+    if outside:
+        text = f"◂ {', '.join(outside)}"
+    axis.annotate(text, fontsize=7, xy=(0.02, place), xycoords=("axes fraction", "data"), va="bottom")
+
+
+def line_labels(table: tables.Table, named: pd.Series) -> pd.Series:
+    """A label for each line: its method and what tells it apart."""
+    labels = named.copy()
+    frame = table.lines
+    for name in table.settings:
+        if name not in CONFIGURATION or name == "method":
+            continue
+        cells = tables.cells(table)
+        heading = markdown.heading(name)
+        if heading not in cells:
+            continue
+        column = cells[heading].set_axis(frame.index)
+        # A setting that was tried tells apart lines that are named alike so far; one of the experiment is always named.
+        is_tried = settings.BY_NAME[name].role in (settings.LOSS, settings.ARM, settings.TRAINING)
+        if is_tried:
+            differs = column.groupby(labels).transform("nunique") > 1
+        else:
+            differs = pd.Series(column.nunique() > 1, index=column.index)
+        words = " " + ABBREVIATIONS.get(name, f"{heading} ") + column
+        labels += words.where(differs & (column != ""), "")
+    return labels
+
+
+def draw_accuracy(table: tables.Table, folder: Path) -> list[Path]:
+    """Draw the accuracy of every line with its interval, and hollow what is published."""
+    frame = table.lines.copy()
+    panels = []
+    for metric in table.metrics:
+        frame[f"{metric}_half"] = halves(frame[f"{metric}_std"], frame["n_seeds"])
+        panels.append(Panel(ACCURACIES[metric], f"{metric}_mean", f"{metric}_half", f"published_{metric}"))
+    frame = frame.dropna(subset=[f"{next(iter(table.metrics))}_mean"])
+    named = frame["method"].str.extract(r"\((\w+)\)")[0].fillna(frame["method"])
+    shown = tables.Table(table.name, frame, table.settings, table.metrics, table.caption, table.source, table.digits)
+    frame.index = line_labels(shown, named)
+    title = f"{table.name}.csv: bars are 95 % intervals of the mean over seeds; hollow: published."
+    return save(dots(frame.assign(method=named.to_numpy()), panels), folder, f"{table.name}_accuracy", title)
+
+
+def draw_epochs(path: Path, runs: pd.DataFrame, folder: Path) -> list[Path]:
+    """Draw the mean of five epochs over the epochs, a line per run, with the published end points."""
+    table = epochs.with_means(path, runs)
+    ys = {f"mean_{metric}": label for metric, label in ACCURACIES.items()}
+    figure = lines(table, "epoch", ys, by="run_id")
+    ends = epochs.published_ends(path, table)
+    for axis, metric in zip(figure.axes, METRICS):
+        for run_id, method in table.groupby("run_id")["method"].first().items():
+            axis.plot(200, ends[metric][run_id], markerfacecolor="none", **STYLE[method])
+        axis.set_ylim(bottom={"test_top1": 45, "test_top5": 75}[metric])
+    return save(figure, folder, path.stem, f"{path.name}: mean of 5 epochs, a line per run; hollow: published, 200.")
+
+
+def draw_temperatures(name: str, runs: pd.DataFrame, folder: Path) -> list[Path]:
+    """Draw NAME_P_K for each P_K: accuracy over the inverse temperature, of heads times the spread of the logits."""
+    parts = []
+    for number, line in enumerate(temperatures.temperature_lines(runs)):
+        parts.append(line.assign(line=number))
+    frame = pd.concat(parts)
+    is_linear = temperatures.LOGIT_STD in frame
+    x = "inverse temperature"
+    widest = 35
+    values = frame["number"]
+    if is_linear:
+        x = "inverse temperature × standard deviation of the logits"
+        widest = 5
+        values = values * frame[temperatures.LOGIT_STD]
+    frame[x] = values
+    softmax = frame[frame["method"] == epochs.SOFTMAX]
+    drawn = []
+    for p_k, part in frame.dropna(subset="number").groupby("p_k", sort=False):
+        part = part.groupby(["method", "line", "number"], sort=False)[[x, *METRICS]].mean().reset_index()
+        part = part.groupby("line").filter(lambda rows: len(rows) > 1)
+        if part.empty:
+            continue
+        figure = lines(part, x, ACCURACIES, by="line", xscale="log")
+        title = f"{name}.csv, P_K = {markdown.p_k(p_k)}: mean over the seeds"
+        title += {True: ".", False: "; grey line: softmax cross-entropy."}[softmax.empty]
+        for axis, metric in zip(figure.axes, METRICS):
+            if not softmax.empty:
+                axis.axhline(softmax[metric].mean(), color="C7", linewidth=0.8)
+            axis.set_ylim(part[metric].max() - widest, part[metric].max() + 1)
+        drawn += save(figure, folder, f"{name}_{p_k.replace(' ', '_').replace('0.', '.')}", title)
+    return drawn
+
+
+def draw_benchmarks(folder: Path) -> list[Path]:
+    """Draw times (ours beside difftopk's) and cost_over_size (with its asymptotes, dotted) of the benchmarks."""
+    losses = pd.read_csv(BENCHMARKS / "losses.csv")
+    first = losses.iloc[0]
+    machine = f"{first['device']}, {first['threads']} threads, PyTorch {first['torch']}"
+    return [*draw_times(losses, machine, folder), *draw_cost(machine, folder)]
+
+
+def draw_times(losses: pd.DataFrame, machine: str, folder: Path) -> list[Path]:
+    """Draw a training epoch, then the time of each loss at each size."""
+    steps = pd.read_csv(BENCHMARKS / "training_step.csv")
+    frame = pd.DataFrame(index=[method for method in METHODS if method in set(losses["method"])])
+    frame["step"] = steps.set_index("method")["ms_per_step"] * STEPS_PER_EPOCH / 1000
+    panels = [Panel("ResNet-18\n(s/epoch)", "step", "", "")]
+    for (m, n, batch), part in losses.fillna({"m": 0}).groupby(["m", "n", "batch"]):
+        title = f"batch {batch}\nn {n}"
+        if m:
+            title += f"\nm {m:g}"
+        frame[[title, f"{title} difftopk"]] = part.set_index("method")[["ms", "official_ms"]]
+        panels.append(Panel(title, title, "", f"{title} difftopk"))
+    title = f"A training epoch, then ms of each loss; medians on {machine}; hollow: difftopk."
+    return save(dots(frame.assign(method=frame.index), panels), folder, "times", title)
+
+
+def draw_cost(machine: str, folder: Path) -> list[Path]:
+    """Draw time and memory of a pass over the number of classes, of ranks and of samples."""
+    scaling = pd.read_csv(BENCHMARKS / "scaling.csv")
+    base = scaling[[*SIZES]].mode().iloc[0]
+    parts = []
+    for axis, label in SIZES.items():
+        others = [other for other in SIZES if other != axis]
+        part = scaling[(scaling[others] == base[others]).all(axis=1)].sort_values(["method", axis])
+        parts.append(part.assign(size=part[axis], panel=label))
+    frame = pd.concat(parts).dropna(subset="ms")
+    frame["peak_mib"] = frame["peak_mib"].where(frame["peak_mib"] >= 0.5)  # the system counts in pages
+    for y, work in (("ms", "operations"), ("peak_mib", "numbers")):  # through the last measured point
+        expected = frame["batch"] * frame[work]
+        last = frame.assign(ratio=frame[y] / expected).groupby(["method", "panel"])["ratio"].transform("last")
+        frame[f"{y} expected"] = expected * last
+    ys = {"ms": "time of a pass (ms)", "peak_mib": "peak memory (MiB)"}
+    figure = lines(frame, "size", ys, "panel", dotted=" expected", xscale="log", yscale="log")
+    return save(figure, folder, "cost_over_size", f"A pass without m on {machine}; dotted: asymptote.")
+
+
+def draw_noise(results: Path, folder: Path) -> list[Path]:
+    """Draw, for each kind of labels, each loss minus cross-entropy; hollow: as clean validation chooses."""
+    panels = []
+    for metric, name in METRICS.items():
+        panels.append(Panel(f"Δ {name} (points)", metric, f"{metric}_half", f"clean_{metric}"))
+    drawn = []
+    for labels, study in noise.results_of(results).items():
+        rows = {}
+        for loss in study.losses:
+            if loss != noise.BASELINE:
+                rows[study.titles[loss]] = noise_row(study, loss)
+        figure = dots(pd.DataFrame.from_dict(rows, orient="index"), panels)
+        for axis in figure.axes:
+            axis.axvline(0, color="black", linewidth=0.8)
+        drawn += save(figure, folder, f"noise_{labels}")
+    return drawn
+
+
+def noise_row(study: noise.Results, loss: str) -> dict[str, float | str]:
+    """The differences of a loss to cross-entropy, as noisy and as clean validation choose."""
+    pair = noise.Pair(loss, noise.BASELINE)
+    noisy = study.minus(pair, "noisy")
+    clean = study.minus(pair, "clean")
+    row: dict[str, float | str] = {"method": study.finals[loss, "noisy"]["method"].iloc[0]}
+    for metric in METRICS:
+        row[metric] = noisy[metric].mean()
+        row[f"{metric}_half"] = half_width(noisy[metric].std(), len(noisy))
+        row[f"clean_{metric}"] = clean[metric].mean()
+    return row
+
+
+def draw_findings(folder: Path) -> list[Path]:
+    """Draw the differences to cross-entropy of the main comparisons, with their intervals."""
+    headings = list(dict.fromkeys(comparison.data for comparison in findings.MAIN))
+    # A heading has a line of its own above the comparisons on its data.
+    places = [place + 1 + headings.index(comparison.data) for place, comparison in enumerate(findings.MAIN)]
+    last = places[-1]
+    figure, axes = plt.subplots(1, 2, figsize=(0.85 * PAGE, 0.9 + 0.36 * last), sharey=True)
+    labels = []
+    for place, comparison in zip(places, findings.MAIN):
+        found = findings.difference(comparison)
+        draw_finding(axes, place, found)
+        seeds = f"{found.seeds}\N{NO-BREAK SPACE}seeds"
+        if found.seeds == 1:
+            seeds = "1\N{NO-BREAK SPACE}seed"
+        labels.append(textwrap.fill(f"{comparison.title} ({seeds})".replace("`", ""), 37))
+    for axis, metric in zip(axes, METRICS.values()):
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set(title=f"Δ {metric} (points)", ylim=(last + 0.5, -0.5))
+    axes[0].set_yticks(places, labels)
+    for place in sorted(set(range(last)) - set(places)):
+        transform = axes[0].get_yaxis_transform()
+        axes[0].text(-0.03, place, headings.pop(0), weight="bold", transform=transform, ha="right", va="center")
+    return save(figure, folder, "findings")
+
+
+def draw_finding(axes: Sequence[Axes], place: int, found: findings.Difference) -> None:
+    """Draw the differences in top-1 and top-5 of a comparison; one pair of runs has no interval."""
+    for axis, gain in zip(axes, found.gains):
+        color = {"gain": "C0", "loss": "C3", "no clear difference": "C7"}[gain.verdict]
+        face = "white"
+        if gain.is_clear:
+            face = color
+        marker = "o"
+        half: float | None = gain.half
+        if found.seeds == 1:
+            marker = "D"
+            half = None
+        axis.errorbar(gain.mean, place, xerr=half, color=color, capsize=2, marker=marker, markerfacecolor=face)

@@ -1,0 +1,207 @@
+"""The comparisons behind the findings: a loss minus a baseline, paired by seed, each from one results file.
+
+findings.csv has a line per comparison, in the order of the tables. Its columns:
+
+    file, baseline_file             results file of both sides, and of the baseline where it is another one
+    loss, baseline                  runs that meet these conditions, COLUMN=VALUE, separated by semicolons
+    loss_chosen, baseline_chosen    further conditions: what validation chose among the trials
+    is_published                    settings are the published ones, not chosen here
+    epoch                           read the best validation epoch up to this one, in a file of scripts/epochs.py
+    is_main                         stands in the figure
+    baseline_name                   where it is not cross-entropy
+"""
+
+import csv
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from experiments.common.paths import REPOSITORY
+from reporting import epochs, markdown
+from reporting.compare import Interval, interval, paired
+from reporting.frames import METRICS, lines_of, read_runs
+
+GAINS = ["Δ top-1", "Δ top-5"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A line of findings.csv."""
+
+    key: str
+    data: str
+    setting: str
+    name: str
+    file: str
+    baseline_file: str
+    loss: str
+    loss_chosen: str
+    baseline: str
+    baseline_chosen: str
+    is_published: str
+    epoch: str
+    is_main: str
+    baseline_name: str
+
+    @property
+    def title(self) -> str:
+        """The setting, with the loss and the baseline where they are not the usual ones."""
+        text = self.setting
+        if self.name != "splitter_selection":
+            text += f", `{self.name}`"
+        if self.baseline_name:
+            text += f", against {self.baseline_name}"
+        return text
+
+
+def read_comparisons() -> list[Comparison]:
+    with Path(__file__).with_name("findings.csv").open(newline="", encoding="utf-8") as file:
+        return [Comparison(**row) for row in csv.DictReader(file)]
+
+
+COMPARISONS = read_comparisons()
+MAIN = [comparison for comparison in COMPARISONS if comparison.is_main == "true"]
+
+
+class Difference(NamedTuple):
+    """What a comparison found, in points of accuracy: the difference to the baseline, for top-1 and top-5."""
+
+    seeds: int
+    gains: list[Interval]
+
+
+@functools.cache
+def runs_that_meet(file: str, conditions: str) -> pd.DataFrame:
+    """The runs of a results file that meet conditions, separated by semicolons."""
+    return read_runs(REPOSITORY / file, [condition for condition in conditions.split("; ") if condition])
+
+
+def side(comparison: Comparison, file: str, conditions: str) -> pd.DataFrame:
+    """The runs of a loss; at an epoch, their accuracies are those of the best validation epoch up to it."""
+    runs = runs_that_meet(file, conditions)
+    if not comparison.epoch:
+        return runs
+    runs = epochs.with_means(Path(file), runs)
+    runs = runs[runs["epoch"] == int(comparison.epoch)]
+    return runs.assign(**{metric: runs[f"chosen_{metric}"] for metric in METRICS})
+
+
+def loss_runs(comparison: Comparison) -> pd.DataFrame:
+    return side(comparison, comparison.file, f"{comparison.loss}; {comparison.loss_chosen}")
+
+
+def baseline_runs(comparison: Comparison) -> pd.DataFrame:
+    file = comparison.baseline_file or comparison.file
+    return side(comparison, file, f"{comparison.baseline}; {comparison.baseline_chosen}")
+
+
+def trials(comparison: Comparison) -> str:
+    """How many settings were tried for the loss and for its baseline; "52 + 30": in two rounds."""
+    if comparison.is_published == "true":
+        return "published"
+    stem = comparison.file.removesuffix(".csv")
+    files = []
+    if stem.endswith("_more"):
+        files.append(f"{stem.removesuffix('_more')}_trials.csv")
+    last = comparison.file
+    if (REPOSITORY / f"{stem}_trials.csv").exists():
+        last = f"{stem}_trials.csv"
+    files.append(last)
+    sides = []
+    for conditions in (comparison.loss, comparison.baseline):
+        numbers = [number_of_lines(file, conditions) for file in files]
+        sides.append(" + ".join(str(number) for number in numbers if number))
+    return " / ".join(sides)
+
+
+def number_of_lines(file: str, conditions: str) -> int:
+    """How many settings of a results file meet conditions."""
+    try:
+        return len(lines_of(runs_that_meet(file, conditions)))
+    except ValueError:  # none does
+        return 0
+
+
+def commits(comparison: Comparison) -> str:
+    """The commits of a comparison's paired runs; of a file of scripts/epochs.py those of its finished runs."""
+    loss = loss_runs(comparison)
+    baseline = baseline_runs(comparison)
+    runs = pd.concat([loss, baseline[baseline["seed"].isin(loss["seed"])]])
+    if comparison.epoch:
+        finished = runs_that_meet("table1.csv", "")
+        runs = finished[finished["run_id"].isin(runs["run_id"])]
+    resumed = runs["git_commit"].str.split("+").explode()
+    return ", ".join(sorted(set(resumed.map(short_commit)))) or "none recorded"
+
+
+def short_commit(commit: str) -> str:
+    """The first seven digits of a commit, and whether its tree had changes that were not committed."""
+    digits, _, changes = commit.partition("-")
+    if changes:
+        return f"{digits[:7]}-{changes}"
+    return digits[:7]
+
+
+def difference(comparison: Comparison) -> Difference:
+    """A comparison's mean difference and interval over the seeds that both sides have."""
+    differences = paired(loss_runs(comparison), baseline_runs(comparison), list(METRICS))
+    return Difference(len(differences), [interval(differences[metric]) for metric in METRICS])
+
+
+def status(found: Difference) -> str:
+    """Gain, loss or no clear difference, for top-1 and top-5."""
+    if found.seeds == 1:
+        return "one pair"
+    top1, top5 = (gain.verdict for gain in found.gains)
+    if top1 == top5:
+        return top1
+    return f"top-1: {top1}; top-5: {top5}"
+
+
+def cells(found: Difference) -> dict[str, str]:
+    """The cells of a difference. A clear one is bold."""
+    row = {}
+    for heading, gain in zip(GAINS, found.gains):
+        row[heading] = markdown.interval(gain)
+        if gain.is_clear:
+            row[heading] = f"**{row[heading]}**"
+    row["Seeds"] = str(found.seeds)
+    return row
+
+
+def table_of(comparisons: list[Comparison]) -> pd.DataFrame:
+    """A line per comparison, and above those on the same data its name."""
+    rows: list[dict[str, str]] = []
+    for data, group in itertools.groupby(comparisons, key=lambda comparison: comparison.data):
+        rows.append({"Setting": f"**{data}**"})
+        for comparison in group:
+            found = difference(comparison)
+            row = {"Key": comparison.key, "Setting": comparison.title, "Status": status(found)}
+            rows.append(row | cells(found))
+    return pd.DataFrame(rows).fillna("")
+
+
+def full_table() -> str:
+    """The table of docs/findings.md: all comparisons, with their status."""
+    table = table_of(COMPARISONS)
+    table["Setting"] = table["Setting"].where(table["Key"] == "", table["Key"] + ": " + table["Setting"])
+    return markdown.table(table[["Setting", *GAINS, "Seeds", "Status"]])
+
+
+def evidence() -> str:
+    """The table of docs/findings.md that says where each comparison comes from: trials, file, commits."""
+    rows = []
+    for comparison in COMPARISONS:
+        rows.append(
+            {
+                "Finding": comparison.key,
+                "Trials": trials(comparison),
+                "Runs": f"[{comparison.file}](../results/repository/{comparison.file})",
+                "Commits": commits(comparison),
+            }
+        )
+    return markdown.table(rows)

@@ -1,0 +1,193 @@
+"""Results files as typed frames: numbers as floats, accuracies in percent, text as text.
+
+An empty cell is NaN in a column of numbers and "" in a column of text.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.common import settings
+from experiments.common.paths import PAPER
+from experiments.common.rows import read_rows
+
+METRICS = {"test_top1": "top-1", "test_top5": "top-5"}
+VALID = ["valid_top1", "valid_top5"]
+IDENTITY = [item.name for item in settings.SETTINGS if item.scripts]  # settings on which names of runs depend
+SEEDS = ("seed", "order_seed")
+CONFIGURATION = [name for name in IDENTITY if name not in SEEDS]
+COMPARED = ("LOSS", "ARM", "TRAINING")  # roles of settings that are tried within one experiment
+EXPERIMENT = [name for name in CONFIGURATION if settings.BY_NAME[name].role.name not in COMPARED]
+ACCURACY = re.compile(r".*_top\d+")
+TEXT = ("run_id", "device_name", "torch_version", "git_commit", "embeddings", "pretrained", "backbone", "labels")
+
+
+def read_runs(path: Path, where: Sequence[str] = ()) -> pd.DataFrame:
+    """The runs of a results file that meet every condition, a row per run.
+
+    Args:
+        where: conditions COLUMN=VALUE, or METHOD:COLUMN=VALUE, of the cells.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a results file, a line is damaged, a cell is not of its column's type, a run stands twice
+            with other cells, or no run is left.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    cells = pd.DataFrame(read_rows(path), dtype=object)
+    if "method" not in cells:
+        raise ValueError(f"{path} has no run with a method")
+    key = [name for name in ("run_id", "epoch") if name in cells]
+    twice = cells[cells.duplicated(key)]
+    if len(twice):
+        raise ValueError(f"{path} has {twice['run_id'].iloc[0]} twice: delete one of the lines")
+    for condition in where:
+        cells = that_meet(path, cells, condition)
+    return typed_frame(cells.reset_index(drop=True), path)
+
+
+def that_meet(path: Path, cells: pd.DataFrame, condition: str) -> pd.DataFrame:
+    """The runs of which COLUMN=VALUE, or METHOD:COLUMN=VALUE, is true. Raises ValueError if there is none."""
+    form = re.fullmatch("(?:([^=]+):)?([^:=]+)=(.*)", condition, re.DOTALL)
+    if form is None or form[2] not in cells:
+        raise ValueError(f"--where must be COLUMN=VALUE or METHOD:COLUMN=VALUE of {path}, got {condition!r}")
+    method = form[1]
+    if method and method not in set(cells["method"]):
+        raise ValueError(f"--where {condition}: {path} has no run of {method}")
+    values = cells[form[2]]
+    is_kept = values == form[3]
+    if method:
+        is_kept |= cells["method"] != method
+    if not is_kept.any():
+        raise ValueError(f"--where {condition} leaves no run of {path}; {form[2]} is {', '.join(set(values))}")
+    return cells[is_kept]
+
+
+def typed_frame(cells: pd.DataFrame, path: Path) -> pd.DataFrame:
+    columns = {}
+    for name in cells:
+        try:
+            columns[name] = typed(name, cells[name])
+        except ValueError as error:
+            raise ValueError(f"column {name} of {path} has a cell that it cannot have: {error}") from None
+    return pd.DataFrame(columns, index=cells.index)
+
+
+def typed(name: str, cells: pd.Series) -> pd.Series:
+    """The values of a column. P_K is a text of short numbers, such as "0.5 0 0 0 0.5"."""
+    if ACCURACY.fullmatch(name):
+        return percent(cells)
+    if name in settings.BY_NAME:
+        kind = settings.BY_NAME[name].kind
+        if kind is settings.floats:
+            return cells.map(short_list)
+        if kind in (int, float):
+            return numbers(cells)
+        if kind is settings.number_or_text:
+            return cells.map(short_number)
+        return cells
+    if name in TEXT:
+        return cells
+    try:
+        return numbers(cells)
+    except ValueError:
+        return cells
+
+
+def percent(cells: pd.Series) -> pd.Series:
+    """Fractions as percentages. Raises ValueError for a number that is no fraction."""
+    fractions = numbers(cells)
+    wrong = fractions[(fractions < 0) | (fractions > 1)]
+    if len(wrong):
+        raise ValueError(f"{wrong.iloc[0]:g} is no fraction in [0, 1]")
+    return 100 * fractions
+
+
+def numbers(cells: pd.Series) -> pd.Series:
+    """Cells as numbers, an empty one as NaN. Raises ValueError for any other text."""
+    return pd.to_numeric(cells.replace("", None)).astype(float)
+
+
+def short_number(cell: str) -> str:
+    """A number with the digits that it needs; any other text as it is."""
+    try:
+        return f"{float(cell):g}"
+    except ValueError:
+        return cell
+
+
+def short_list(cell: str) -> str:
+    return " ".join(f"{float(word):g}" for word in cell.split())
+
+
+def p_k_of(text: str) -> tuple[float, ...]:
+    """The weights of a P_K without the zeros at its end."""
+    weights = [float(word) for word in text.split()]
+    while weights and weights[-1] == 0:
+        weights.pop()
+    return tuple(weights)
+
+
+def as_text(values: pd.Series) -> pd.Series:
+    """Values as they are compared and shown: numbers with the digits that they need, NaN as ""."""
+    if values.dtype == float:
+        return values.map("{:g}".format).where(values.notna(), "")
+    return values.astype(str)
+
+
+def identity_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame:
+    """The settings of each run but these and the seeds, as text."""
+    names = [name for name in runs if name in CONFIGURATION and name not in besides]
+    return pd.DataFrame({name: as_text(runs[name]) for name in names}, index=runs.index)
+
+
+def lines_of(runs: pd.DataFrame, besides: Sequence[str] = ()) -> list[pd.DataFrame]:
+    """The runs of each configuration. besides: settings that may differ within one."""
+    identity = identity_of(runs, besides)
+    groups = identity.groupby(list(identity), sort=False)
+    return [runs.loc[line.index] for _, line in groups]
+
+
+def same_configuration(runs: pd.DataFrame) -> pd.Series:
+    """One text per run, equal for runs which differ in nothing but the seed, in whatever file they stand.
+
+    A setting that a run does not use is the same as none.
+    """
+    texts = pd.Series("", index=runs.index)
+    for name in CONFIGURATION:
+        if name in runs:
+            unused = settings.BY_NAME[name].unused
+            cells = as_text(runs[name]).replace({"0": "", "false": "", str(unused): ""})
+            texts += cells + "|"
+        else:
+            texts += "|"
+    return texts
+
+
+def experiment(line: pd.DataFrame) -> tuple[str, ...]:
+    """The settings that make runs comparable with one another: data, network, precision, ..."""
+    identity = identity_of(line.iloc[:1])
+    return tuple(identity[name].iloc[0] for name in identity if name in EXPERIMENT)
+
+
+def read_text(path: Path) -> pd.DataFrame:
+    """A table of the repository, cells as text."""
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def read_published(table: str) -> pd.DataFrame:
+    """The rows of a table of results/paper/, cells as text; none for ""."""
+    if not table:
+        return pd.DataFrame()
+    return read_text(PAPER / f"{table}.csv")
+
+
+def read_protocol(table: str) -> dict[str, str]:
+    """The settings that all rows of a table of results/paper/ share; none for ""."""
+    if not table:
+        return {}
+    protocols = read_text(PAPER / "protocols.csv").set_index("table")
+    return protocols.loc[table].to_dict()

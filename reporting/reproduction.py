@@ -1,0 +1,336 @@
+"""The report of your runs: published values, this repository's and yours, with a verdict for each line."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from experiments.common.paths import REPOSITORY, RESULTS
+from reporting import beam_search, markdown, tables
+from reporting.compare import Agreement, Pool, agreement, pooled_spread, spread
+from reporting.frames import METRICS, read_runs
+from reporting.tables import Configuration, Table, pool_for
+from studies.catalog import study_of
+from studies.runs import RunIndex, Study, command_of, expected_runs
+from studies.tuning import Candidate, Known, Trial, Tuned
+
+VERDICTS = (
+    "Mean ± standard deviation (seeds). Verdict: your mean minus the repository's, in points, ± half of the 95 % "
+    "interval of two groups with one standard deviation; of one run of yours it is a prediction interval."
+)
+POOLED = (
+    "Where the repository has fewer than ten seeds, the standard deviation is pooled over the lines of the table; a "
+    "line that spreads more than the others (F test at 1 %, over all lines) keeps its own."
+)
+
+
+def name_of(path: Path) -> str:
+    """A results file's path within results/ or results/repository/, such as noise/human.csv."""
+    path = path.resolve()
+    for folder in (REPOSITORY, RESULTS):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return path.name
+
+
+def is_yours(path: Path) -> bool:
+    """Whether a file is one of your results that the repository, or a study, has too."""
+    whole = path.resolve()
+    if not whole.is_relative_to(RESULTS) or whole.is_relative_to(REPOSITORY) or path.stem.endswith("_epochs"):
+        return False
+    name = name_of(path)
+    return (REPOSITORY / name).is_file() or study_of(name, REPOSITORY) is not None
+
+
+def read_or_none(path: Path) -> pd.DataFrame:
+    """The runs of a file; an empty frame if there is none."""
+    if not path.is_file():
+        return pd.DataFrame(columns=["method", "seed"])
+    return read_runs(path)
+
+
+def report(path: Path, choice: str = "noisy", with_commands: bool = False) -> str:
+    """The report of one of your files.
+
+    Args:
+        choice: validation labels that choose, in the study of wrong labels.
+        with_commands: show below each line the command that repeats it.
+
+    Raises:
+        FileNotFoundError: neither you nor the repository has such runs.
+        ValueError: a file cannot be read.
+    """
+    name = name_of(path)
+    study = study_of(name, REPOSITORY)
+    if isinstance(study, Tuned):
+        return report_tuned(study, path.parent, REPOSITORY / Path(name).parent, choice, with_commands)
+    repository = read_or_none(REPOSITORY / name)
+    yours = read_or_none(path)
+    if yours.empty and repository.empty:
+        raise FileNotFoundError(f"there are no runs in {path} nor in {REPOSITORY / name}")
+    return report_runs(name, repository, yours, study, with_commands)
+
+
+def report_runs(
+    name: str, repository: pd.DataFrame, yours: pd.DataFrame, study: Study | None, with_commands: bool
+) -> str:
+    """The report of runs that are listed before any has run."""
+    metrics = METRICS
+    if "arm" in repository or "arm" in yours:
+        metrics = beam_search.RATES
+        repository = in_percent(repository)
+        yours = in_percent(yours)
+    published = ""
+    if study is not None:
+        published = study.published
+    table = tables.beside_published(Path(name).stem, repository, yours, published, metrics)
+    commands = commands_of(table, study)
+    table.lines = in_order(table.lines, commands)
+    text = markdown.table(tables.cells(table))
+    if with_commands:
+        text = below_each_line(text, [commands_of_line(row, commands) for _, row in table.lines.iterrows()])
+    parts = [text]
+    if study is not None:
+        parts.insert(0, f"{study.title}.")
+    if table.has_yours:
+        parts += [summary(tables.verdicts(table)), f"{VERDICTS} {pooled_note(table)}".strip()]
+    else:
+        parts.append("You have no runs of this study.")
+    if study is not None and study.limit:
+        parts.append(study.limit)
+    parts.append(f"Runs: {machines('repository', repository)}; {machines('yours', yours)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def in_percent(runs: pd.DataFrame) -> pd.DataFrame:
+    return runs.assign(**{rate: 100 * runs[rate] for rate in beam_search.RATES if rate in runs})
+
+
+def summary(verdicts: Sequence[Agreement]) -> str:
+    """How many values agree, and how many would differ by chance."""
+    compared = [item for item in verdicts if item.verdict in ("agrees", "differs")]
+    if not compared:
+        return "No run of yours has repository runs to be compared with."
+    agreeing = [item for item in compared if item.verdict == "agrees"]
+    by_chance = 0.05 * len(compared)
+    text = f"{len(agreeing)} of {len(compared)} values agree; by chance about {by_chance:.1f} would differ."
+    without = len(verdicts) - len(compared)
+    if without:
+        text += f" {without} have no verdict: no spread is known."
+    return text
+
+
+def pooled_note(table: Table) -> str:
+    """The sentence about a pooled standard deviation, where one is used."""
+    for line in table.lines["configuration"]:
+        if isinstance(line, Configuration) and 0 < len(line.repository) < tables.FEW_SEEDS:
+            return POOLED
+    return ""
+
+
+def machines(whose: str, runs: pd.DataFrame) -> str:
+    """Where runs were computed: "yours: 6 on AMD EPYC"."""
+    if runs.empty or "device_name" not in runs:
+        return f"{whose}: none"
+    counts = runs["device_name"].value_counts()
+    parts = [f"{count} on {device}" for device, count in counts.items()]
+    return f"{whose}: {', '.join(parts)}"
+
+
+# The commands of lines.
+
+
+def cells_of(first: pd.Series) -> dict[str, str]:
+    """The settings of a run as cells of a row."""
+    cells = {}
+    for name, value in first.items():
+        if isinstance(value, str | float):
+            cells[str(name)] = markdown.setting("", value)
+    return cells
+
+
+def commands_of(table: Table, study: Study | None) -> dict[int, str]:
+    """The first command of a study for each line of a table, by the line's number; none for lines that it lacks."""
+    if study is None:
+        return {}
+    numbers = []
+    rows = []
+    for number, item in enumerate(table.lines["configuration"]):
+        if isinstance(item, Configuration):
+            numbers.append(number)
+            rows.append(cells_of(item.first))
+    index = RunIndex(rows)
+    found: dict[int, str] = {}
+    for command in study.commands():
+        for run in expected_runs(command):
+            without_seed = {name: value for name, value in run.items() if name != "seed"}
+            for place in index.find(without_seed):
+                found.setdefault(numbers[place], command)
+    return found
+
+
+def in_order(lines: pd.DataFrame, commands: dict[int, str]) -> pd.DataFrame:
+    """The lines in the order of a study's commands, then what it does not have."""
+    order = list(dict.fromkeys(commands.values()))
+    places = []
+    for number in range(len(lines)):
+        place = len(order)
+        if number in commands:
+            place = order.index(commands[number])
+        places.append(place)
+    lines = lines.assign(place=places, number=range(len(lines)))
+    return lines.sort_values("place", kind="stable")
+
+
+def commands_of_line(row: pd.Series, commands: dict[int, str]) -> str:
+    """The command that repeats a line."""
+    item = row["configuration"]
+    if not isinstance(item, Configuration):
+        return ""
+    if row["number"] in commands:
+        return commands[row["number"]]
+    return command_of(cells_of(item.first))
+
+
+def below_each_line(text: str, commands: Sequence[str]) -> str:
+    """A Markdown table with a command below each of its lines."""
+    header, rule, *rows = text.splitlines()
+    lines = [header, rule]
+    for row, command in zip(rows, commands):
+        lines.append(row)
+        if command:
+            lines.append(f"    {command}")
+    return "\n".join(lines)
+
+
+def with_commands(table: Table, path: Path) -> str:
+    """A table of the repository's runs, with the command of each line."""
+    study = study_of(name_of(path), REPOSITORY)
+    if isinstance(study, Tuned):
+        study = None
+    commands = commands_of(table, study)
+    lines = table.lines.assign(number=range(len(table.lines)))
+    shown = [commands_of_line(row, commands) for _, row in lines.iterrows()]
+    return f"{below_each_line(markdown.table(tables.cells(table)), shown)}\n\n{table.source}\n"
+
+
+# Studies with trials and finals.
+
+
+class Chosen(NamedTuple):
+    """What validation chose of a candidate, and the final runs of it."""
+
+    trial: Trial | None
+    runs: pd.DataFrame
+
+
+class Side:
+    """The trials and finals of a tuned study in one folder."""
+
+    def __init__(self, study: Tuned, folder: Path) -> None:
+        self.study = study
+        self.trials = study.known(folder / study.trials_file.name)
+        finals = folder / study.finals.commands.results.name
+        self.finals = Known(finals, study.finals.commands.flags)
+        self.runs = read_or_none(finals)
+
+    def chosen(self, candidate: Candidate, split: str) -> Chosen:
+        trial = self.study.chosen(candidate, self.trials, split)
+        if trial is None:
+            return Chosen(None, self.runs.iloc[:0])
+        return Chosen(trial, self.runs.iloc[self.finals.numbers(trial)])
+
+
+def values(chosen: Chosen, metric: str) -> pd.Series:
+    if metric not in chosen.runs:
+        return pd.Series(dtype=float)
+    return chosen.runs[metric]
+
+
+def flags_of(candidate: Candidate, chosen: Chosen) -> str:
+    """The settings that were chosen, without those of all trials."""
+    if chosen.trial is None:
+        return "no trials"
+    own = chosen.trial.flags.removeprefix(candidate.flags).strip()
+    return f"{own} --n_epochs {chosen.trial.n_epochs}".strip()
+
+
+def report_tuned(study: Tuned, folder: Path, repository: Path, choice: str, with_commands: bool) -> str:
+    """What validation chose of each loss, and the finals, the repository's and yours; then the trials."""
+    split = study.finals.choices.get(choice, next(iter(study.finals.choices.values())))
+    ours = Side(study, repository)
+    theirs = Side(study, folder)
+    pools = {}
+    for metric in METRICS:
+        spreads = [spread(values(ours.chosen(candidate, split), metric)) for candidate in study.space]
+        pools[metric] = pooled_spread(spreads)
+    lines = []
+    verdicts: list[Agreement] = []
+    commands = []
+    for candidate in study.space:
+        own = ours.chosen(candidate, split)
+        your = theirs.chosen(candidate, split)
+        found = {metric: agreement_of(your, own, metric, pool) for metric, pool in pools.items()}
+        verdicts += found.values()
+        lines.append(tuned_line(candidate, own, your, found))
+        trials = [trial for trial in (your.trial, own.trial) if trial is not None]
+        commands.append("".join(study.finals.commands.of(trials[:1])))
+    text = markdown.table(markdown.without_empty_columns(pd.DataFrame(lines)))
+    if with_commands:
+        text = below_each_line(text, commands)
+    title = f"{study.title}: finals of what validation chooses ({split.replace('_', ' ')} top-1 + top-5)."
+    parts = [title, text, summary([item for item in verdicts if item.verdict]), VERDICTS]
+    parts.append(trials_that_agree(study, ours, theirs, pools))
+    parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.runs)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def agreement_of(your: Chosen, own: Chosen, metric: str, pool: Pool) -> Agreement:
+    return agreement(values(your, metric), values(own, metric), pool_for(values(own, metric), pool))
+
+
+def tuned_line(candidate: Candidate, own: Chosen, your: Chosen, found: dict[str, Agreement]) -> dict[str, str]:
+    """The cells of a candidate: what was chosen, and its finals."""
+    line = {
+        "loss": candidate.title,
+        "repository's choice": flags_of(candidate, own),
+        "your choice": flags_of(candidate, your),
+    }
+    if own.trial is not None and own.trial == your.trial:
+        line["your choice"] = "the same trial"
+    for metric, label in METRICS.items():
+        line[f"{label} repository"] = markdown.mean_std_seeds(values(own, metric))
+        line[f"{label} yours"] = markdown.mean_std_seeds(values(your, metric))
+        line[f"{label} verdict"] = markdown.agreement(found[metric])
+    return line
+
+
+def trials_that_agree(study: Tuned, ours: Side, theirs: Side, pools: dict[str, Pool]) -> str:
+    """How many of your trials agree with the repository's, by the spread of its finals."""
+    verdicts = []
+    count = 0
+    for candidate in study.space:
+        for trial in study.trials_of(candidate, ours.trials):
+            own = ours.trials.of(trial)
+            your = theirs.trials.of(trial)
+            if not own or not your:
+                continue
+            count += 1
+            for metric, pool in pools.items():
+                verdicts.append(agreement(accuracies(your, metric), accuracies(own, metric), pool))
+    if count == 0:
+        return "Trials: none in common."
+    return f"Trials: {count} in common. By the spread of the finals, {summary(verdicts)}"
+
+
+def accuracies(rows: Sequence[dict[str, str]], metric: str) -> pd.Series:
+    """The percentages of rows of cells."""
+    found = []
+    for row in rows:
+        value = math.nan
+        if row.get(metric):
+            value = 100 * float(row[metric])
+        found.append(value)
+    return pd.Series(found, dtype=float)

@@ -1,0 +1,87 @@
+"""Tables of benchmarks: losses beside the official package, and training steps beside cross-entropy's."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.common.paths import REPOSITORY
+from reporting import markdown
+from reporting.frames import numbers, read_text
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+NETWORK = "splitter_selection"
+STEPS = {"training_step": "CPU", "training_step_h100_torch": "H100, eager", "training_step_h100": "H100, Triton kernel"}
+OFFICIAL = {
+    "method": "Loss",
+    "batch": "Batch",
+    "n": "Classes",
+    "m": "m",
+    "ms": "Ours (ms)",
+    "official_ms": "`difftopk` (ms)",
+    "official_over_ours": "`difftopk` / ours",
+    "ours_over_cross_entropy": "Ours / cross-entropy",
+}
+HEADINGS = {"p_k": "P_K", "top1": "top-1", "top5": "top-5"}
+
+
+def benchmark(file: Path, *columns: str) -> str:
+    """A file of benchmarks above what all its rows share. columns: those to show; all by default."""
+    rows = read_text(file).drop(columns=["python", "git_commit"], errors="ignore")
+    shared = [name for name in rows if rows[name].nunique() == 1]
+    source = ", ".join(f"{name} {rows[name][0]}" for name in shared if rows[name][0])
+    names = list(columns) or [name for name in rows if name not in shared]
+    shown = {}
+    for name in names:
+        cells = rows[name]
+        if name in ("top1", "top5"):
+            cells = cells.astype(float).map(markdown.fixed)
+        if name == "p_k":
+            cells = cells.map(markdown.p_k)
+        shown[HEADINGS.get(name, name.replace("_", " "))] = cells
+    return f"{markdown.table(pd.DataFrame(shown))}\n\n`{file.name}`: {source}."
+
+
+def official() -> str:
+    """Our times beside the official package's, where both ran."""
+    rows = read_text(BENCHMARKS / "losses.csv").query("official_ms != ''")
+    table = rows.assign(method="`" + rows["method"] + "`")[list(OFFICIAL)].rename(columns=OFFICIAL)
+    machine = rows.iloc[0]
+    return f"{markdown.table(table)}\n\n`losses.csv`: {machine['device']}, {machine['threads']} threads, float32."
+
+
+def step_times(name: str) -> pd.DataFrame:
+    return read_text(BENCHMARKS / f"{name}.csv").set_index("method")
+
+
+def training_steps() -> str:
+    """The time of a ResNet-18 training step with each loss, as a multiple of cross-entropy's."""
+    first = step_times("training_step")
+    columns = {"CPU (ms)": first["ms_per_step"]}
+    machines = []
+    for name, label in STEPS.items():
+        times = step_times(name)
+        columns[f"{label} / cross-entropy"] = times["over_softmax"]
+        machines.append(f"`{name}.csv`: {times['device'].iloc[0]}")
+    table = pd.DataFrame(columns).reindex(first.index).drop(index="augmentation").fillna("").reset_index()
+    return f"{markdown.table(table)}\n\n{'; '.join(machines)}."
+
+
+def summary() -> str:
+    """The README's sentences on speed."""
+    ratio = numbers(read_text(BENCHMARKS / "losses_all.csv")["official_over_ours"]).dropna()
+    cpu = numbers(step_times("training_step")["over_softmax"])
+    h100 = numbers(step_times("training_step_h100")["over_softmax"])
+    eager = numbers(step_times("training_step_h100_torch")["over_softmax"])
+    eager = eager.drop(h100.index)  # those with a kernel
+    slow = eager[eager > 2]
+    names = ", ".join(f"`{method}`" for method in slow.index)
+    loss = (
+        f"On two CPU threads our losses run {ratio.min():.1f} to {ratio.max():,.0f} times as fast as the official "
+        f"package `difftopk` without torch-sparse (median {ratio.median():.1f} of {len(ratio)} cases: seven losses at "
+        "128 x 100, and at 500 x 1,000 with m = 16)."
+    )
+    step = (
+        f"A ResNet-18 step takes {100 * (cpu[NETWORK] - 1):.1f} % longer with `{NETWORK}` than with cross-entropy on a "
+        f"CPU, and {100 * (h100[NETWORK] - 1):.0f} % longer on an H100."
+    )
+    return f"{loss} {step} On an H100 {names} take {slow.min():.0f} to {slow.max():.0f} times as long."

@@ -1,0 +1,262 @@
+"""How far a study is: finished runs have rows, runs that go on hold the lock of their folder, logs say what failed.
+
+A run is found by its settings in results/*.csv and in runs/RUN_ID/config.json. It does not matter who started it: the
+launcher, a cluster, or a command that was typed. The time left is the repository's seconds times this machine's pace.
+"""
+
+import fcntl
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.common import settings
+from experiments.common.paths import REPOSITORY, ROOT
+from experiments.common.rows import read_rows
+from reporting.markdown import duration
+from studies.runs import RunIndex, expected_runs
+
+Row = dict[str, str]
+HISTORIES = {"epochs.csv": "epoch", "evaluations.csv": "step", "updates.csv": "update"}
+TOTALS = {"epoch": "n_epochs", "update": "n_updates"}  # settings with the last number of a history
+
+
+def seconds_of(row: Row) -> float:
+    return float(row.get("train_seconds") or 0) + float(row.get("eval_seconds") or 0)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds a lock. It is tried for a moment, which a process that starts then may notice."""
+    if not lock.is_file():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+@dataclass
+class RunFolder:
+    """A run that began: its settings as cells, and how far it is.
+
+    Attributes:
+        is_running: whether a process holds its lock.
+        done: the last epoch, step or update that is saved; "" if none is.
+        share: of the run that is done, in [0, 1].
+        seconds: that its saved part took.
+    """
+
+    cells: Row
+    is_running: bool
+    done: str = ""
+    share: float = 0.0
+    seconds: float = 0.0
+
+
+def read_folder(folder: Path) -> RunFolder:
+    """Read a folder of results/runs/. Raises OSError or ValueError if it cannot be read."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    cells = {name: settings.cell(value) for name, value in config.items()}
+    found = RunFolder(cells, is_held(folder / "run.lock"))
+    for name, clock in HISTORIES.items():
+        path = folder / name
+        if not path.is_file():
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        header = lines[0].split(",")
+        for line in lines[1:]:
+            entry = dict(zip(header, line.split(",")))
+            found.seconds += seconds_of(entry)
+            found.done = f"{clock} {entry[clock]}"
+            total = cells.get(TOTALS.get(clock, ""), "")
+            if total:
+                found.share = float(entry[clock]) / float(total)
+    return found
+
+
+def read_folders(runs: Path, results: str) -> list[RunFolder]:
+    """The runs of a folder that write a results file; those that cannot be read are left out."""
+    found = []
+    for path in sorted(runs.glob("*/config.json")):
+        try:
+            folder = read_folder(path.parent)
+        except (OSError, ValueError, LookupError):
+            continue
+        if folder.cells.get("results") == results:
+            found.append(folder)
+    return found
+
+
+def read_logs(logs: Path) -> dict[str, list[str]]:
+    """The lines of each command's newest log, from the line that has the command: of the launcher and of slurm.sh."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(logs.glob("*.log"), key=modified):
+        if not path.is_file():
+            continue
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        starts = [number for number, line in enumerate(lines) if line.startswith("$ ")]
+        if starts:
+            found[lines[starts[-1]].removeprefix("$ ")] = lines[starts[-1] + 1 :]
+    return found
+
+
+def modified(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+@dataclass
+class Progress:
+    """A command: how many of its runs are done, what it does, and its seconds.
+
+    Attributes:
+        expected: seconds that all its runs would take on the repository's machine; 0 if it has no such rows.
+        expected_done: the part of `expected` that is done, which took `seconds` here.
+    """
+
+    done: int = 0
+    total: int = 0
+    state: str = "waiting"
+    expected: float = 0.0
+    expected_done: float = 0.0
+    seconds: float = 0.0
+
+
+class Status:
+    """The state of the commands of a study that write one file.
+
+    Args:
+        results: the file, such as results/table1.csv.
+        logs: folder of the launcher's or the cluster's logs.
+    """
+
+    def __init__(self, results: Path, logs: Path) -> None:
+        rows = read_rows(results)
+        self.rows = RunIndex(rows)
+        self.folders = read_folders(results.parent / "runs", results.name)
+        self.begun = RunIndex([folder.cells for folder in self.folders])
+        self.logs = read_logs(logs)
+        self.device = ""
+        self.reference = RunIndex(self.of_one_machine(read_rows(repository_file(results))))
+
+    def of_one_machine(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of the machine that has most of them, so that their seconds can be compared."""
+        if not rows:
+            return []
+        devices = [row["device_name"] for row in rows]
+        self.device = max(devices, key=devices.count)
+        return [row for row in rows if row["device_name"] == self.device]
+
+    def expected_seconds(self, run: dict[str, Any]) -> float:
+        """The mean seconds of the repository's rows with the run's settings, or else of all its rows."""
+        without_seed = {name: value for name, value in run.items() if name != "seed"}
+        numbers = self.reference.find(without_seed) or range(len(self.reference.rows))
+        rows = [self.reference.rows[number] for number in numbers]
+        if not rows:
+            return 0.0
+        return sum(map(seconds_of, rows)) / len(rows)
+
+    def progress(self, command: str) -> Progress:
+        """How far a command is."""
+        found = Progress()
+        running: list[RunFolder] = []
+        stopped: list[RunFolder] = []
+        runs = expected_runs(command)
+        for seed in dict.fromkeys(run["seed"] for run in runs):
+            same_pass = [run for run in runs if run["seed"] == seed]
+            self.add_pass(found, same_pass, running, stopped)
+        found.state = self.state(command, found, running, stopped)
+        return found
+
+    def add_pass(
+        self, found: Progress, runs: Sequence[dict[str, Any]], running: list[RunFolder], stopped: list[RunFolder]
+    ) -> None:
+        """Add the runs of one seed. Classifiers that are trained in one pass each have the seconds of the pass."""
+        seconds = 0.0
+        done = 0
+        begun = None
+        for run in runs:
+            numbers = self.rows.find(run)
+            if numbers:
+                done += 1
+                seconds = max(seconds, seconds_of(self.rows.rows[numbers[-1]]))
+                continue
+            for number in self.begun.find(run):
+                begun = self.folders[number]
+        expected = max(map(self.expected_seconds, runs))
+        found.done += done
+        found.total += len(runs)
+        found.expected += expected
+        if done == len(runs):
+            found.expected_done += expected
+            found.seconds += seconds
+        elif begun is not None:
+            found.expected_done += begun.share * expected
+            found.seconds += begun.seconds * (begun.share > 0)
+            if begun.is_running:
+                running.append(begun)
+            else:
+                stopped.append(begun)
+
+    def state(self, command: str, found: Progress, running: Sequence[RunFolder], stopped: Sequence[RunFolder]) -> str:
+        if found.done == found.total:
+            return "done"
+        if running:
+            return f"running: {running[0].done or 'first epoch'}"
+        lines = self.logs.get(command, [])
+        if lines and lines[-1].startswith("=== exit status") and lines[-1] != "=== exit status 0":
+            return f"failed ({lines[-1].removeprefix('=== ')})"
+        if stopped:
+            return f"stopped after {stopped[0].done or 'its start'}"
+        return "waiting"
+
+
+def repository_file(results: Path) -> Path:
+    """The repository's file of the same name, such as results/repository/noise/human.csv."""
+    folder = ROOT / "results"
+    path = (ROOT / results).resolve()
+    if path.is_relative_to(folder):
+        return REPOSITORY / path.relative_to(folder)
+    return REPOSITORY / results.name
+
+
+def time_left(items: Sequence[Progress], device: str) -> str:
+    """Estimate the time left from the repository's seconds, times this machine's pace."""
+    expected = sum(item.expected for item in items)
+    expected_done = sum(item.expected_done for item in items)
+    seconds = sum(item.seconds for item in items)
+    jobs = max(sum(item.state.startswith("running") for item in items), 1)
+    if expected == 0:
+        return "the repository has no rows of this study, so the time left is not known"
+    if expected_done == 0:
+        return f"the time left is known when a run is done; on {device} all took {duration(expected)}, one at a time"
+    pace = seconds / expected_done
+    left = pace * (expected - expected_done) / jobs
+    return f"about {duration(left)} left, {jobs} at a time, at {pace:.3g} times the seconds of {device}"
+
+
+def status_text(commands: Sequence[str], labels: Sequence[str], name: str, status: Status) -> str:
+    """The state of each command and of all.
+
+    Args:
+        labels: what each command is called, such as the name of its log.
+        name: of the study.
+    """
+    items = [status.progress(command) for command in commands]
+    text = []
+    for label, item in zip(labels, items):
+        count = ""
+        if item.total > 1:
+            count = f" ({item.done} of {item.total} runs)"
+        text.append(f"{label}: {item.state}{count}")
+    done = sum(item.done for item in items)
+    total = sum(item.total for item in items)
+    running = sum(item.state.startswith("running") for item in items)
+    failed = sum(item.state.startswith("failed") for item in items)
+    waiting = sum(item.state.startswith(("waiting", "stopped")) for item in items)
+    end = f"# {name}: {done} of {total} runs done; commands: {running} running, {failed} failed, {waiting} waiting"
+    if done < total:
+        end += f"; {time_left(items, status.device)}"
+    return "\n".join([*text, end])

@@ -1,0 +1,537 @@
+"""Tables of results: published values, this repository's runs and yours; each configuration minus another method.
+
+A table is a frame of numbers, a row per configuration; `cells` makes text of it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from experiments.common import settings
+from experiments.common.paths import PAPER
+from experiments.common.settings import LOSS
+from reporting import markdown
+from reporting.compare import (
+    FEW_SEEDS,
+    Agreement,
+    Interval,
+    Pool,
+    agreement,
+    belongs_to,
+    compare,
+    mean,
+    pooled_spread,
+    spread,
+)
+from reporting.frames import (
+    METRICS,
+    VALID,
+    experiment,
+    identity_of,
+    lines_of,
+    p_k_of,
+    read_protocol,
+    read_published,
+    read_text,
+    same_configuration,
+)
+from topk_losses import METHODS, RELAXATIONS
+
+VARIANT = ("loss", "sorted", "prediction")  # of the nearest-neighbour classifier: lines of one method of their own
+# On a published row's own line.
+STATED = ("resolution", "inverse_temperature", "distribution", "art_lambda", "k", "n_epochs", "num_candidates")
+# What no published run has.
+UNPUBLISHED = (
+    *("limit_train", "label_noise", "noise_groups", "noise_matrix_id", "mixup"),
+    *(item.name for item in settings.with_role(LOSS) if item.optional),
+    *("labels", "lr_schedule", "ema", "weight_decay", "precision"),
+)
+STD_NOTE = "± standard deviation over seeds"
+
+
+@dataclass
+class Table:
+    """Lines of numbers, and what stands above and below them.
+
+    Attributes:
+        name: of the results file, without its ending.
+        lines: a row per configuration.
+        settings: columns of settings, in their order.
+        metrics: columns of accuracies, with what tables call them.
+        digits: decimals of each accuracy.
+        has_yours: whether your runs stand beside the repository's.
+    """
+
+    name: str
+    lines: pd.DataFrame
+    settings: list[str]
+    metrics: dict[str, str]
+    caption: str
+    source: str
+    digits: dict[str, int] = field(default_factory=dict)
+    has_yours: bool = False
+
+
+def library_order(method: str) -> int:
+    """The place of a method in the library; others stand first."""
+    if method not in METHODS:
+        return -1
+    return list(METHODS).index(method)
+
+
+def published_table(name: str, runs: pd.DataFrame) -> str:
+    """The published table that belongs to a file, by its name or its data; "" if there is none."""
+    tables = set(read_text(PAPER / "protocols.csv")["table"])
+    stem = name.removesuffix("_short").replace("table2_3", "tables2_3").replace("cifar100", "table1")
+    if "prediction" in runs:
+        stem = f"knn_{' '.join(set(runs['dataset']))}"
+    elif stem not in tables and "embeddings" in runs:
+        classes = set(runs["num_classes"])
+        stem = {(1000.0,): "tables2_3_imagenet1k", (10450.0,): "tables2_3_imagenet21k"}.get(tuple(classes), "")
+    if stem not in tables:
+        return ""
+    return stem
+
+
+def not_as_published(run: pd.Series, published: Mapping[str, str], protocol: Mapping[str, str]) -> str:
+    """The settings of a run that are not the published ones, with those in brackets.
+
+    A setting whose published value is not known, an empty cell, is not compared.
+    """
+    expected = {name: cell for name, cell in protocol.items() if cell and name not in ("title", "n_seeds", "source")}
+    for name in STATED:
+        if published.get(name):
+            expected[name] = published[name]
+    if run["method"] not in RELAXATIONS:
+        for name in ("m", "top1_mode", "self_match"):  # what only a loss with a relaxation has
+            expected.pop(name, None)
+    found = []
+    for name, cell in expected.items():
+        own = text_of(run, name)
+        if not is_same(own, cell):
+            found.append(f"{name} {own or 'none'} ({cell})")
+    for name in UNPUBLISHED:
+        own = text_of(run, name)
+        if name not in expected and not is_same(own, "none"):
+            found.append(f"{name} {own}")
+    return ", ".join(found)
+
+
+def text_of(run: pd.Series, name: str) -> str:
+    if name not in run:
+        return ""
+    return markdown.setting("", run[name])
+
+
+def is_same(cell: str, published: str) -> bool:
+    """Whether a cell says what is published; numbers to the digits that results/paper/ gives them."""
+    try:
+        return math.isclose(float(cell or 0), float(published.replace("none", "0")), rel_tol=1e-5)
+    except ValueError:
+        return cell == published or cell in ("fp32", "constant", "right")
+
+
+def matches(run: Mapping[str, object], row: Mapping[str, str]) -> bool:
+    """Whether a run is of a published row that has a method; one whose P_K is not known takes any."""
+    if not row.get("method"):
+        return False
+    for name in ("method", "backbone", *VARIANT):
+        if run.get(name, "") != row.get(name, ""):
+            return False
+    weights = p_k_of(row["p_k"])
+    return weights == () or weights == p_k_of(str(run.get("p_k", "")))
+
+
+def percentages(row: Mapping[str, str], metrics: Mapping[str, str]) -> dict[str, float]:
+    """The accuracies of a published row in percent; NaN where none is published."""
+    values = {}
+    for metric in metrics:
+        values[metric] = math.nan
+        if row.get(metric):
+            values[metric] = 100 * float(row[metric])
+    return values
+
+
+class Configuration:
+    """The runs of one configuration: the repository's, and yours.
+
+    Args:
+        both: all its runs.
+        is_yours: which of them are yours.
+    """
+
+    def __init__(self, both: pd.DataFrame, is_yours: pd.Series) -> None:
+        self.first = both.iloc[0]
+        self.runs = both
+        self.repository = both[~is_yours.loc[both.index]]
+        self.yours = both[is_yours.loc[both.index]]
+
+
+def configurations(repository: pd.DataFrame, yours: pd.DataFrame) -> list[Configuration]:
+    """The configurations of two files, those of the first one first."""
+    both = pd.concat([repository, yours], ignore_index=True)
+    is_yours = pd.Series(both.index >= len(repository), index=both.index)
+    for name in both:
+        if both[name].dtype == object:
+            both[name] = both[name].fillna("")
+    if yours.empty:
+        groups = lines_of(both)
+    else:
+        keys = same_configuration(both)
+        groups = [group for _, group in both.groupby(keys, sort=False)]
+    return [Configuration(group, is_yours) for group in groups]
+
+
+def columns_of_settings(found: Sequence[Configuration]) -> tuple[list[str], dict[str, str]]:
+    """The settings in which configurations differ, with method and P_K, and what they share."""
+    firsts = pd.DataFrame([item.first for item in found]).reset_index(drop=True)
+    identity = identity_of(firsts, ("method", "p_k"))
+    own, shared = markdown.settings_of(firsts, identity)
+    names = ["method"]
+    if "p_k" in firsts:
+        names.append("p_k")
+    return names + own, shared
+
+
+def beside_published(
+    name: str,
+    repository: pd.DataFrame,
+    yours: pd.DataFrame | None = None,
+    table: str = "",
+    metrics: Mapping[str, str] = METRICS,
+) -> Table:
+    """Every configuration beside the published row of its method and P_K; a published row without runs is not run.
+
+    Args:
+        name: of the results file, without its ending.
+        yours: your runs; without them there are no verdicts.
+        table: of results/paper/, or "".
+        metrics: columns of percentages, with what tables call them.
+    """
+    if yours is None:
+        yours = repository.iloc[:0]
+    metrics = {metric: label for metric, label in metrics.items() if metric in repository or metric in yours}
+    found = configurations(repository, yours)
+    names, shared = columns_of_settings(found)
+    rows = [dict(row) for row in read_published(table).to_dict("records")]
+    records, left = published_lines(found, rows, read_protocol(table), metrics)
+    left.sort(key=lambda item: library_order(item.first["method"]))
+    for item in left:
+        records.append(line_of(item, metrics))
+    has_yours = len(yours) > 0
+    if has_yours:
+        add_verdicts(records, metrics)
+    digits = {metric: digits_of(metric, rows) for metric in metrics}
+    caption, source = captions(name, pd.concat([repository, yours]), shared, rows, read_protocol(table))
+    lines = pd.DataFrame(records).reindex(columns=all_columns(names, metrics))
+    return Table(name, lines, names, metrics, caption, source, digits, has_yours)
+
+
+def all_columns(names: Sequence[str], metrics: Mapping[str, str]) -> list[str]:
+    columns = [*names, "public"]
+    for metric in metrics:
+        for kind in ("published_{}", "rerun_{}", "{}_mean", "{}_std", "{}_difference", "{}_yours", "{}_verdict"):
+            columns.append(kind.format(metric))
+    return [*columns, "not as published", "n_seeds", "configuration"]
+
+
+def published_lines(
+    found: Sequence[Configuration],
+    rows: Sequence[Mapping[str, str]],
+    protocol: Mapping[str, str],
+    metrics: Mapping[str, str],
+) -> tuple[list[dict], list[Configuration]]:
+    """The lines of a published table, and the configurations that it does not have."""
+    records: list[dict] = []
+    left = list(found)
+    stated: list[tuple[Mapping[str, str], list[dict]]] = []  # the published rows so far, with their lines
+    for row in rows:
+        values = percentages(row, metrics)
+        again = lines_stated(stated, row)
+        if again:  # the same row by others
+            rerun = {f"rerun_{metric}": value for metric, value in values.items()}
+            for line in again:
+                line.update(rerun)
+            continue
+        about = {"method": title_of(row), "public": row.get("public", "")}
+        about |= {f"published_{metric}": value for metric, value in values.items()}
+        lines = []
+        for item in [item for item in left if matches(item.first, row)]:
+            left.remove(item)
+            line = line_of(item, metrics) | about
+            line["not as published"] = not_as_published(item.first, row, protocol)
+            for metric, value in values.items():
+                if not line["not as published"]:
+                    line[f"{metric}_difference"] = line[f"{metric}_mean"] - value
+            lines.append(line)
+        if not lines:
+            lines.append(about | {"p_k": row.get("p_k", ""), "n_seeds": {True: 0.0}.get(bool(row["method"]), math.nan)})
+        records += lines
+        stated.append((row, lines))
+    return records, left
+
+
+def lines_stated(stated: Sequence[tuple[Mapping[str, str], list[dict]]], row: Mapping[str, str]) -> list[dict]:
+    """The lines of earlier published rows that are the same row."""
+    found = []
+    for earlier, lines in stated:
+        if matches(row, earlier):
+            found += lines
+    return found
+
+
+def title_of(row: Mapping[str, str]) -> str:
+    """The published name of a row, with the method here."""
+    title = row["published_name"]
+    if row["method"]:
+        title += f" ({row['method']})"
+    if row["second_hand"] == "true":
+        title += "†"
+    if row.get("approximate"):
+        title += "≈"
+    return title
+
+
+def line_of(item: Configuration, metrics: Mapping[str, str]) -> dict:
+    """The numbers of a configuration."""
+    line = item.first.to_dict() | {"configuration": item, "n_seeds": float(len(item.repository))}
+    for metric in metrics:
+        line[f"{metric}_mean"] = mean(item.repository[metric])
+        line[f"{metric}_std"] = item.repository[metric].std()
+    return line
+
+
+def add_verdicts(records: Sequence[dict], metrics: Mapping[str, str]) -> None:
+    """Compare your runs of each line with the repository's."""
+    lines = [line for line in records if "configuration" in line]
+    for metric in metrics:
+        pool = pooled_spread([spread(line["configuration"].repository[metric]) for line in lines])
+        for line in lines:
+            repository = line["configuration"].repository[metric]
+            line[f"{metric}_yours"] = line["configuration"].yours[metric]
+            line[f"{metric}_verdict"] = agreement(line[f"{metric}_yours"], repository, pool_for(repository, pool))
+
+
+def pool_for(repository: pd.Series, pool: Pool) -> Pool | None:
+    """The pooled spread, if the repository's runs of a configuration are few and spread no more than others."""
+    if len(repository) >= FEW_SEEDS or pool.degrees == 0:
+        return None
+    if not belongs_to(spread(repository), pool):
+        return None
+    return pool
+
+
+def digits_of(metric: str, rows: Sequence[Mapping[str, str]]) -> int:
+    """The decimals of a percentage: those of the published ones, or two."""
+    published = [len(row[metric]) - 4 for row in rows if row.get(metric)]
+    return max(published, default=2)
+
+
+def captions(
+    name: str,
+    runs: pd.DataFrame,
+    shared: dict[str, str],
+    rows: Sequence[Mapping[str, str]],
+    protocol: Mapping[str, str],
+) -> tuple[str, str]:
+    """What stands above and below a table of published rows."""
+    caption = f"Test accuracy in percent at the best validation epoch, {STD_NOTE}."
+    notes = [markdown.origin(name, runs, shared)]
+    if protocol:
+        caption = f"{protocol['title']}. {caption}"
+    sources = list(dict.fromkeys(row["source"] for row in rows if row["second_hand"] == "false"))
+    if rows:
+        seeds = ""
+        if protocol.get("n_seeds"):
+            seeds = f", mean of {protocol['n_seeds']} seeds"
+        notes.append(f"Published: {''.join(sources[:1])}{seeds}.")
+    if len(sources) > 1:
+        notes.append(f"Rerun: {', '.join(sources[1:])}.")
+    if any(row["second_hand"] == "true" for row in rows):
+        notes.append("†: second-hand, read in a note about a paper.")
+    if any(row["approximate"] for row in rows):
+        notes.append("≈: approximate in the source.")
+    return caption, " ".join(notes)
+
+
+def gains(name: str, runs: pd.DataFrame, method: str) -> Table:
+    """The configurations as validation orders them, each minus the best one of a method in its experiment, by seed.
+
+    Raises:
+        ValueError: there is no run of the method.
+    """
+    metrics = {metric: label for metric, label in METRICS.items() if metric in runs}
+    valid = VALID[: len(metrics)]  # a nearest-neighbour classifier has top-1 only
+    found = configurations(runs.assign(valid=runs[valid].mean(axis=1)), runs.iloc[:0])
+    found.sort(key=lambda item: (experiment(item.runs), -item.runs["valid"].mean()))
+    best = {experiment(item.runs): item for item in found[::-1] if item.first["method"] == method}
+    if not best:
+        raise ValueError(f"{name} has no run of {method}; it has {', '.join(runs['method'].unique())}")
+    names, shared = columns_of_settings(found)
+    records = []
+    for item in found:
+        records.append(gain_line(item, best.get(experiment(item.runs)), metrics))
+    lines = pd.DataFrame(records)
+    if (lines["pairs"].isna() | (lines["pairs"] == lines["n_seeds"])).all():
+        lines = lines.drop(columns="pairs")
+    validation = {1: "top-1"}.get(len(valid), "mean of top-1 and top-5")
+    caption = (
+        f"Test accuracy in percent at the best validation epoch, {STD_NOTE}. Validation: {validation}. "
+        f"Δ: difference to {method} in points, paired by seed, ± 95 % interval."
+    )
+    return Table(name, lines, names, metrics, caption, markdown.origin(name, runs, shared))
+
+
+def gain_line(item: Configuration, base: Configuration | None, metrics: Mapping[str, str]) -> dict:
+    """The numbers of a configuration, and its difference to the baseline."""
+    line = line_of(item, metrics)
+    line["valid_mean"] = mean(item.runs["valid"])
+    line["valid_std"] = item.runs["valid"].std()
+    line["pairs"] = math.nan
+    if base is None or base is item:
+        return line
+    compared = compare(item.runs, base.runs, list(metrics))
+    if compared["n"].iloc[0] == 0:
+        return line
+    line["pairs"] = float(compared["n"].iloc[0])
+    for metric in metrics:
+        line[f"{metric}_gain"] = compared.loc[metric, "gain"]
+        line[f"{metric}_half"] = compared.loc[metric, "half"]
+    return line
+
+
+# Text.
+
+
+def value(row: pd.Series, name: str) -> float:
+    """A number of a line; NaN where it has none."""
+    found = row.get(name, math.nan)
+    if found is None:
+        return math.nan
+    return float(found)
+
+
+def mean_cell(row: pd.Series, metric: str, digits: int) -> str:
+    text = markdown.fixed(value(row, f"{metric}_mean"), digits)
+    deviation = markdown.fixed(value(row, f"{metric}_std"), digits)
+    if deviation:
+        text += f" ± {deviation}"
+    if value(row, "n_seeds") == 0 and not text:
+        return "not run"
+    return text
+
+
+def setting_cells(table: Table, row: pd.Series) -> dict[str, str]:
+    cells = {}
+    for name in table.settings:
+        text = ""
+        if not pd.isna(row[name]):
+            text = markdown.setting(name, row[name])
+        cells[markdown.heading(name)] = text
+    return cells
+
+
+def cells(table: Table) -> pd.DataFrame:
+    """The text of a table."""
+    rows = []
+    for _, row in table.lines.iterrows():
+        rows.append(line_cells(table, row))
+    return markdown.without_empty_columns(pd.DataFrame(rows))
+
+
+def line_cells(table: Table, row: pd.Series) -> dict[str, str]:
+    """The text of a line, by headings."""
+    if "valid_mean" in table.lines:
+        return gain_cells(table, row)
+    found = setting_cells(table, row)
+    found["public"] = str(row["public"]).replace("nan", "")
+    has_published = any(table.lines[f"published_{metric}"].notna().any() for metric in table.metrics)
+    for metric, label in table.metrics.items():
+        digits = table.digits.get(metric, 2)
+        found[f"{label} published"] = markdown.fixed(value(row, f"published_{metric}"), digits)
+        found[f"{label} rerun"] = markdown.fixed(value(row, f"rerun_{metric}"), digits)
+        if table.has_yours:
+            found |= verdict_cells(row, metric, label, digits)
+            continue
+        own = label
+        if has_published:
+            own = f"{label} ours"
+        found[own] = mean_cell(row, metric, digits)
+        found[f"{label} difference"] = markdown.signed(value(row, f"{metric}_difference"), digits)
+    found["not as published"] = str(row["not as published"]).replace("nan", "")
+    if not table.has_yours:
+        found["seeds"] = markdown.number(value(row, "n_seeds"))
+    return found
+
+
+def verdict_cells(row: pd.Series, metric: str, label: str, digits: int) -> dict[str, str]:
+    """The repository's mean, yours, and the verdict."""
+    item = row["configuration"]
+    if not isinstance(item, Configuration):
+        return {f"{label} repository": "not run", f"{label} yours": "not run", f"{label} verdict": ""}
+    return {
+        f"{label} repository": markdown.mean_std_seeds(item.repository[metric], digits),
+        f"{label} yours": markdown.mean_std_seeds(item.yours[metric], digits),
+        f"{label} verdict": markdown.agreement(row[f"{metric}_verdict"]),
+    }
+
+
+def gain_cells(table: Table, row: pd.Series) -> dict[str, str]:
+    named = setting_cells(table, row)
+    found = {}
+    for heading in ("method", "P_K"):
+        if heading in named:
+            found[heading] = named.pop(heading)
+    for metric, label in table.metrics.items():
+        gain = Interval(value(row, f"{metric}_gain"), value(row, f"{metric}_half"))
+        found[f"Δ {label}"] = markdown.interval(gain)
+    for metric, label in {"valid": "validation", **table.metrics}.items():
+        found[label] = mean_cell(row, metric, 2)
+    found["seeds"] = markdown.number(value(row, "n_seeds"))
+    if "pairs" in table.lines:
+        found["pairs"] = markdown.number(value(row, "pairs"))
+    return found | named
+
+
+def source_of(table: Table, shown: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The cells, and the line below: what is not as published in every run stands there, and not in a column."""
+    source = table.source
+    if "not as published" in shown and not table.has_yours:
+        is_run = table.lines["n_seeds"] > 0
+        reasons = shown["not as published"][is_run]
+        if len(reasons) and reasons.nunique() == 1:
+            source += f" Not as published: {reasons.iloc[0]}."
+            shown = shown.drop(columns="not as published")
+    return shown, source
+
+
+def as_markdown(table: Table) -> str:
+    shown, source = source_of(table, cells(table))
+    return f"{table.caption}\n\n{markdown.table(shown)}\n\n{source}\n"
+
+
+def as_latex(table: Table) -> str:
+    shown, source = source_of(table, cells(table))
+    return markdown.latex(shown, f"{table.caption} {source}", table.name)
+
+
+def as_csv(table: Table) -> str:
+    """The numbers of a table, with all digits."""
+    frame = table.lines.drop(columns="configuration", errors="ignore")
+    frame = frame[[name for name in frame if not name.endswith(("_yours", "_verdict")) and frame[name].notna().any()]]
+    return frame.to_csv(index=False, lineterminator="\n")
+
+
+FORMATS = {"markdown": as_markdown, "latex": as_latex, "csv": as_csv}
+
+
+def verdicts(table: Table) -> list[Agreement]:
+    """The verdicts of all lines and metrics that have one."""
+    found = []
+    for metric in table.metrics:
+        for item in table.lines[f"{metric}_verdict"]:
+            if isinstance(item, Agreement) and item.verdict:
+                found.append(item)
+    return found

@@ -1,0 +1,117 @@
+"""Add finished rows of yours to this repository's: scripts/add_results.py results/table1_short.csv [--dry-run]
+
+A row is added if its name is what its settings give, its commit is in the history and had no changes, and the
+repository has no row of that name. One refused row, and nothing is written. Rows that are there already are left alone.
+The file may lie in another clone: its place is that within the folder results/.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from experiments.common import door, settings
+from experiments.common.paths import REPOSITORY, ROOT, portable
+from experiments.common.rows import read_rows, write_rows
+
+Row = dict[str, str]
+
+
+def digest_of(name: str) -> str:
+    """The hash at the end of a run's name."""
+    return name.rpartition("-")[2]
+
+
+def has_its_name(row: Row) -> bool:
+    """Whether the hash in a row's name is that of its settings."""
+    config = {item.name: item.parse(row.get(item.name, "")) for item in settings.SETTINGS}
+    name = settings.run_id(settings.script_of(row), config, "")
+    return digest_of(row["run_id"]) == digest_of(name)
+
+
+def is_in_history(commit: str) -> bool:
+    """Whether every commit of a row, a+b if it was resumed on another, is an ancestor of what is checked out."""
+    for part in commit.split("+"):
+        done = subprocess.run(["git", "-C", ROOT, "merge-base", "--is-ancestor", part, "HEAD"], capture_output=True)
+        if done.returncode:
+            return False
+    return True
+
+
+def problem(row: Row, known: dict[str, Row]) -> str:
+    """Why a row cannot be added; "" if it can."""
+    if not has_its_name(row):
+        return "its name is not what its settings give: the row was edited"
+    if row.get("git_commit", "") == "":
+        return "it names no commit"
+    if "-dirty" in row["git_commit"]:
+        return "files differed from its commit: commit them, and repeat the run with --force"
+    if not is_in_history(row["git_commit"]):
+        return f"its commit {row['git_commit']} is not in the history"
+    if row["run_id"] in known:
+        return "the repository has a row of that name with other cells"
+    return ""
+
+
+def filled(row: Row) -> Row:
+    """The cells that are not empty: columns that a file has for other rows are no difference."""
+    return {name: cell for name, cell in row.items() if cell != ""}
+
+
+def target_of(path: Path) -> Path:
+    """The repository's file for a results file, of this clone or of another."""
+    parts = path.resolve().parts
+    if "results" not in parts:
+        return REPOSITORY / path.name
+    last = len(parts) - 1 - parts[::-1].index("results")
+    within = Path(*parts[last + 1 :])
+    if within.is_relative_to("repository"):
+        within = within.relative_to("repository")
+    return REPOSITORY / within
+
+
+def add(path: Path, only_check: bool) -> str:
+    """Add the rows of a file; return how many.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a row is refused; each is printed with the reason.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    target = target_of(path)
+    if target.resolve() == path.resolve():
+        raise ValueError(f"{path} holds the repository's rows already: name a file of results/")
+    committed = read_rows(target)
+    known = {row["run_id"]: row for row in committed}
+    rows = []
+    refused = 0
+    for row in read_rows(path):
+        if row["run_id"] in known and filled(known[row["run_id"]]) == filled(row):
+            continue  # it is there already
+        reason = problem(row, known)
+        if reason:
+            print(f"refused: {row['run_id']}: {reason}")
+            refused += 1
+        rows.append(row)
+    if refused:
+        raise ValueError(f"{refused} of {len(rows)} rows are refused, and nothing is written")
+    verb = "could be added"
+    if rows and not only_check:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(target, [*committed, *rows])
+        verb = "added"
+    return f"{len(rows)} rows {verb} to {portable(target)}, {len(committed)} were there"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="CSV file of results/ with finished rows")
+    parser.add_argument("--dry-run", action="store_true", help="check the rows and write nothing")
+    args = parser.parse_args(argv)
+    print(add(args.results, args.dry_run))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(door.call(main))

@@ -1,0 +1,247 @@
+"""Run a study, show how far it is, and print its table at the end: your runs beside this repository's.
+
+    scripts/quickstart.sh                                   # four losses on digits
+    scripts/table1.sh --short --jobs 2                      # 16 epochs in place of 200; flags of scripts/launch.py, too
+    scripts/table1.sh --short --status                      # what is done, what runs, and the time left
+    scripts/table1.sh --dry-run                             # the commands
+    scripts/heads.sh heads.pt --methods all                 # data first, where a study takes some
+    scripts/noise.sh heads.pt --human CIFAR-100_human.pt --labels human
+
+Other flags go to every run. A run whose row is in results/ is skipped, and one that was stopped continues: the same
+call again runs what is left. This repository's rows in results/repository/ are not written, and skip nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from experiments.common import door
+from experiments.common.paths import RESULTS, ROOT
+from reporting import reproduction
+from reporting.status import Status, status_text
+from scripts.launch import launch, runs_of
+from studies import noise, tiny_imagenet
+from studies.catalog import STUDIES
+from studies.runs import DATASETS, Study, expected_runs
+from studies.tuning import Stage, Tuned, tune
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "study.py", usage="%(prog)s study [data ...] [options]", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"Studies: {', '.join(STUDIES)}.",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print the command lines and their number")
+    parser.add_argument("--status", action="store_true", help="print the state of each run and the time left")
+    parser.add_argument("--commands", action="store_true", help="show the command of each line of the table")
+    parser.add_argument("--short", action="store_true", help="fewer epochs: table1, table4, beam_search, knn")
+    parser.add_argument("--name", help="heads: name of the files in results/ (default: heads)")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="heads: methods, or all (default: four of them)")
+    parser.add_argument("--num_valid", type=int, help="heads: rows that validate, 0 for the data's own (default: 5000)")
+    parser.add_argument("--human", type=Path, metavar="FILE", help="noise: CIFAR-100_human.pt of CIFAR-100N")
+    parser.add_argument("--labels", nargs="+", choices=noise.LABELS, metavar="NAME", help="noise: kinds (default: all)")
+    parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise: names in studies/noise.py (default: all)")
+    parser.add_argument("--folder", type=Path, help=f"noise: folder for files of labels (default: {noise.FOLDER})")
+    parser.add_argument("--choice", choices=("noisy", "clean"), default="noisy", help="noise: which labels choose")
+    return parser
+
+
+def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The study, its data and its flags; then the flags for the launcher and for every run.
+
+    Raises:
+        ValueError: no such study, or data or a flag that it does not take.
+    """
+    head = list(takewhile(lambda word: not word.startswith("-"), words))
+    args, extra = make_parser().parse_known_args(words[len(head) :])
+    if not head or head[0] not in STUDIES:
+        raise ValueError(f"name a study first, one of {', '.join(STUDIES)}")
+    args.study = head[0]
+    args.data = head[1:]
+    entry = STUDIES[args.study]
+    for name in ("short", "name", "methods", "num_valid", "human", "labels", "losses", "folder"):
+        if getattr(args, name) not in (None, False) and name not in entry.options:
+            raise ValueError(f"{args.study} takes no --{name}")
+    if entry.data != ("DATA...",) and len(args.data) != len(entry.data):
+        raise ValueError(f"{args.study} takes {' '.join(entry.data) or 'no data'}, got {' '.join(args.data) or 'none'}")
+    return args, extra
+
+
+def embeddings_id(path: str | Path) -> str:
+    """The name of embeddings by their content; "" for a published name, or a file that is not there yet."""
+    if not Path(path).is_file():
+        return ""
+    from data.embeddings import load_embeddings  # loads PyTorch
+
+    return str(load_embeddings(Path(path)).about(str(path))["embeddings"])
+
+
+def check_files(names: Sequence[str], others: Sequence[str] = ()) -> None:
+    """Raise FileNotFoundError for a name that is neither a file nor one of others."""
+    for name in names:
+        if name not in others and not Path(name).exists():
+            raise FileNotFoundError(f"there is no file {name}")
+
+
+def studies_of(args: argparse.Namespace) -> Iterator[Study | Tuned]:
+    """The studies that a call runs, one after another; a later one may need what an earlier one gave."""
+    make = STUDIES[args.study].make
+    earlier = earlier_trials(args)
+    if (args.dry_run or args.status) and earlier is not None and not earlier.is_file():
+        print(f"# {args.study}: known when {earlier.name} is there")
+    elif args.study == "noise":
+        yield from noise_studies(args)
+    elif args.study.startswith("heads"):
+        yield make(args.data[0], **heads_options(args))
+    elif args.study.startswith("tiny_imagenet"):
+        yield make(embeddings=embeddings_id(tiny_imagenet.DATA))
+    else:
+        check_files(args.data, DATASETS)
+        options = {}
+        if args.short:
+            options["short"] = True
+        yield make(*args.data, **options)
+
+
+def earlier_trials(args: argparse.Namespace) -> Path | None:
+    """The trials of another study around which a study has its own; None if it has no such."""
+    if args.study == "heads_more":
+        return RESULTS / f"{args.name or 'heads'}_trials.csv"
+    if args.study == "tiny_imagenet_more":
+        return ROOT / tiny_imagenet.TRIALS
+    return None
+
+
+def heads_options(args: argparse.Namespace) -> dict:
+    """The options of a study of linear classifiers. Raises FileNotFoundError if the embeddings look like a file."""
+    data = args.data[0]
+    if "/" in data or Path(data).suffix:
+        check_files([data])
+    options = {"embeddings": embeddings_id(data)}
+    if args.methods:
+        from studies.heads import KNOWN
+
+        unknown = [method for method in args.methods if method not in (*KNOWN, "all")]
+        if unknown:
+            raise ValueError(f"--methods: there is no {unknown[0]}; choose among all, {', '.join(KNOWN)}")
+        options["methods"] = args.methods
+        if "all" in args.methods:
+            options["methods"] = KNOWN
+    for name in ("name", "num_valid"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    return options
+
+
+def noise_studies(args: argparse.Namespace) -> Iterator[Tuned]:
+    """The study of each kind of labels; its file of labels is written first."""
+    check_files(args.data)
+    kinds = args.labels or list(noise.LABELS)
+    folder = args.folder or noise.FOLDER
+    losses = tuple(args.losses or ())
+    known = [candidate.name for candidate in noise.space("human")]
+    for name in losses:
+        if name not in known:
+            raise ValueError(f"--losses: there is no {name}; choose among {', '.join(known)}")
+    if "human" in kinds and (args.human is None or not args.human.is_file()):
+        raise ValueError("--human must name CIFAR-100_human.pt; or leave human out by --labels")
+    for labels in kinds:
+        path = folder / f"{labels}.pt"
+        write_labels(labels, path, args)
+        yield noise.noise(labels, losses, folder, embeddings_id(path))
+
+
+def write_labels(labels: str, path: Path, args: argparse.Namespace) -> None:
+    """Write the embeddings with a kind of labels to a file, unless it is there; or show the command that does."""
+    from scripts import relabel
+
+    words = [args.data[0], *noise.LABELS[labels].flags.split(), "--noisy_valid", "--output", str(path)]
+    if labels == "human":
+        words[1:1] = ["--human", str(args.human)]
+    if relabel.is_written(words):
+        return
+    if args.dry_run or args.status:
+        print(" ".join([".venv/bin/python", "scripts/relabel.py", *words]))
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    relabel.main(words)
+
+
+class Launching:
+    """Launches the commands of a stage, or shows them or their state.
+
+    Args:
+        args, extra: of `parse_arguments`.
+        run_per_core: whether a run per core fits into memory.
+    """
+
+    def __init__(self, args: argparse.Namespace, extra: Sequence[str], run_per_core: bool) -> None:
+        self.args = args
+        self.extra = list(extra)
+        self.run_per_core = run_per_core
+
+    def __call__(self, stage: Stage) -> int:
+        if self.args.status:
+            self.show_status(stage)
+            return 0
+        flags = ["--name", stage.name]
+        if self.run_per_core:
+            flags.append("--run-per-core")
+        if self.args.dry_run:
+            flags.append("--dry-run")
+        return launch(stage.commands, [*flags, *self.extra])
+
+    def show_status(self, stage: Stage) -> None:
+        logs = RESULTS / "logs" / stage.name
+        by_file: dict[Path, list] = {}
+        for run in runs_of(stage.commands, self.extra, logs):
+            by_file.setdefault(results_of(run.command), []).append(run)
+        for path, runs in by_file.items():
+            status = Status(path, logs)
+            commands = [run.command for run in runs]
+            print(status_text(commands, [run.log.stem for run in runs], stage.name, status))
+
+
+def results_of(command: str) -> Path:
+    """The results file of a command."""
+    return ROOT / expected_runs(command)[0]["results"]
+
+
+def files_of(study: Study | Tuned) -> list[Path]:
+    """The files whose tables a study prints at its end."""
+    if isinstance(study, Tuned):
+        return [ROOT / study.finals.commands.results]
+    return [ROOT / file for file in study.files]
+
+
+def run(study: Study | Tuned, args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Run a study and print its tables; return the exit status."""
+    if isinstance(study, Tuned):
+        status = tune(study, Launching(args, extra, run_per_core=True))
+    else:
+        launching = Launching(args, extra, study.run_per_core)
+        status = launching(Stage(study.name, study.files[0], study.commands()))
+    if args.dry_run or args.status or status >= 128:
+        return status
+    for path in files_of(study):
+        if path.is_file():
+            print(f"\n{reproduction.report(path, args.choice, args.commands)}", end="")
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = argv
+    if words is None:
+        words = sys.argv[1:]
+    args, extra = parse_arguments(words)
+    for study in studies_of(args):
+        status = run(study, args, extra)
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(door.call(main))

@@ -1,0 +1,137 @@
+"""All studies by name, and the study to which a results file belongs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.common.rows import read_rows
+from studies import beam_search, from_scratch, noise, paper, tiny_imagenet
+from studies.quickstart import quickstart
+from studies.runs import Study
+from studies.tuning import Tuned
+
+
+def heads(*args: Any, **options: Any) -> Tuned:
+    from studies import heads as module  # loads PyTorch, which other studies need not
+
+    return module.heads(*args, **options)
+
+
+def heads_more(*args: Any, **options: Any) -> Tuned:
+    from studies import heads as module
+
+    return module.heads_more(*args, **options)
+
+
+def temperature(data: str) -> Study:
+    from studies import temperature as module
+
+    return module.temperature(data)
+
+
+def temperature_classes(data10: str, data100: str, data1000: str) -> Study:
+    from studies import temperature as module
+
+    return module.temperature_classes(data10, data100, data1000)
+
+
+def temperature_training() -> Study:
+    from studies import temperature as module
+
+    return module.temperature_training()
+
+
+def knn(*sources: str, short: bool = False) -> Study:
+    from studies import knn as module
+
+    return module.knn(*sources, short=short)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A study for the command line.
+
+    Attributes:
+        make: makes the study of its data and options.
+        data: what the data are, one word for each; a word that ends with "..." takes any number.
+        options: flags of scripts/study.py that it takes.
+    """
+
+    make: Callable[..., Study | Tuned]
+    data: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+STUDIES = {
+    "quickstart": Entry(quickstart),
+    "table1": Entry(paper.table1, options=("short",)),
+    "table4": Entry(paper.table4, options=("short",)),
+    "table2_3_imagenet1k": Entry(paper.table2_3_imagenet1k),
+    "table2_3_imagenet21k": Entry(paper.table2_3_imagenet21k),
+    "table5": Entry(paper.table5),
+    "strong": Entry(from_scratch.strong),
+    "scratch": Entry(from_scratch.scratch),
+    "noise_scratch": Entry(from_scratch.noise_scratch, data=("HUMAN",)),
+    "implementation": Entry(from_scratch.implementation),
+    "temperature": Entry(temperature, data=("FILE",)),
+    "temperature_classes": Entry(temperature_classes, data=("OF_10", "OF_100", "OF_1000")),
+    "temperature_training": Entry(temperature_training),
+    "beam_search": Entry(beam_search.beam_search, options=("short",)),
+    "knn": Entry(knn, data=("DATA...",), options=("short",)),
+    "heads": Entry(heads, data=("FILE",), options=("name", "methods", "num_valid")),
+    "heads_more": Entry(heads_more, data=("FILE",), options=("name", "methods", "num_valid")),
+    "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet),
+    "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more),
+    "noise": Entry(noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder")),
+}
+LISTED = (
+    quickstart(),
+    paper.table1(),
+    paper.table1(short=True),
+    paper.table4(),
+    paper.table4(short=True),
+    paper.table2_3_imagenet1k(),
+    paper.table2_3_imagenet21k(),
+    paper.table5(),
+    from_scratch.strong(),
+    from_scratch.scratch(),
+    from_scratch.implementation(),
+    beam_search.beam_search(),
+    beam_search.beam_search(short=True),
+)
+
+
+def study_of(file: str, folder: Path) -> Study | Tuned | None:
+    """The study that writes a file of results/, such as noise/human.csv; None if none does.
+
+    Args:
+        folder: of the trials, where the study is made from them.
+    """
+    for study in LISTED:
+        if f"results/{file}" in study.files:
+            return study
+    parent, _, name = file.rpartition("/")
+    stem = name.removesuffix(".csv").removesuffix("_trials")
+    if parent == "noise" and stem in noise.LABELS:
+        return noise.noise(stem)
+    if stem == "noise_scratch":
+        return from_scratch.noise_scratch("CIFAR-100_human.pt")
+    if stem == "tiny_imagenet":
+        return tiny_imagenet.tiny_imagenet()
+    if stem == "tiny_imagenet_more":
+        return tiny_imagenet.tiny_imagenet_more(folder / tiny_imagenet.TRIALS.name)
+    if stem.startswith("heads") and (folder / f"{stem}_trials.csv").is_file():
+        return heads_of(stem, folder)
+    return None
+
+
+def heads_of(stem: str, folder: Path) -> Tuned:
+    """The study of linear classifiers with the methods that its trials have."""
+    rows = read_rows(folder / f"{stem}_trials.csv")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    num_valid = int(rows[0]["num_valid"])
+    if stem.endswith("_more"):
+        base = stem.removesuffix("_more")
+        return heads_more("FILE.pt", base, methods, num_valid, around=folder / f"{base}_trials.csv")
+    return heads("FILE.pt", stem, methods, num_valid)

@@ -1,0 +1,279 @@
+"""A list of runs: commands that write one results file, and the only places that make or read command lines."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.common import settings
+from experiments.common.settings import BY_FLAG, BY_NAME, CALL, LOSS, MACHINE, Setting
+
+PYTHON = ".venv/bin/python"
+CIFAR100 = "experiments/train_cifar100.py"
+IMAGENET = "experiments/finetune_imagenet.py"
+IMAGENET_21K = "experiments/finetune_imagenet21k.py"
+NEIGHBOURS = "experiments/train_knn.py"
+BEAM_SEARCH = "experiments/train_beam_search.py"
+DATASETS = ("mnist", "fashion_mnist", "cifar10", "cifar100", "digits")  # of NEIGHBOURS; other words are files
+# What a script does without a flag, where runs of one file may differ in it.
+DEFAULTS = {
+    CIFAR100: "--dataset cifar100 --model resnet18 --n_epochs 200 --batch_size 128 --nloglr 3 --precision fp32",
+    IMAGENET: "--n_epochs 20 --nloglr 4.5 --precision fp32 --eval_freq 100",
+    IMAGENET_21K: "--n_epochs 40 --nloglr 4 --precision fp32 --eval_freq 100",
+    NEIGHBOURS: "--n_epochs 200 --precision fp32 --loss mass --k 9",
+    BEAM_SEARCH: "--dataset cmudict --n_updates 650 --pretrain_updates 2600 --hidden_dim 128 --beam_size 4",
+}
+# Losses that sort no scores: published commands give them --m, and their rows have none.
+UNSORTED = (
+    "softmax_cross_entropy",
+    "ldr_kl",
+    "smooth_topk",
+    "smooth_hard_topk",
+    "truncated_entropy",
+    "noised_topk",
+    "imbalanced_noised_topk",
+    "forward_correction",
+    "generalized_cross_entropy",
+    "symmetric_cross_entropy",
+    "nce_rce",
+    "phuber_cross_entropy",
+)
+SHORT = "--n_epochs 16 --lr_schedule cosine --precision bf16"  # minutes on a GPU in place of hours
+
+
+@dataclass(frozen=True)
+class RunList:
+    """Runs of one script with each loss and each seed.
+
+    Attributes:
+        script: the training script.
+        results: the file that gets the rows.
+        losses: flags of each loss, as anyone would type them.
+        seeds: random seeds.
+        data: flags before those of the loss.
+        schedule: flags at the end.
+    """
+
+    script: str
+    results: str
+    losses: tuple[str, ...]
+    seeds: tuple[int, ...] = (0, 1)
+    data: str = ""
+    schedule: str = ""
+
+    def commands(self) -> list[str]:
+        """One command line per run, seed by seed."""
+        lines = []
+        for seed in self.seeds:
+            for loss in self.losses:
+                words = [PYTHON, self.script, self.data, loss, f"--seed {seed} --results {self.results}", self.schedule]
+                lines.append(" ".join(filter(None, words)))
+        return lines
+
+    def but(self, **changes: Any) -> "RunList":
+        return replace(self, **changes)
+
+
+class CommandList(Protocol):
+    """Commands that write `results`."""
+
+    @property
+    def results(self) -> str: ...
+
+    def commands(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Study:
+    """Commands that are known before any has run.
+
+    Attributes:
+        name: of the study; its logs lie in results/logs/NAME.
+        title: for its report.
+        lists: the commands.
+        published: table of results/paper/, or "".
+        limit: what these runs are not, a sentence below the report.
+        run_per_core: whether a run per core fits into memory.
+    """
+
+    name: str
+    title: str
+    lists: tuple[CommandList, ...]
+    published: str = ""
+    limit: str = ""
+    run_per_core: bool = True
+
+    @property
+    def files(self) -> list[str]:
+        """The results files, each once."""
+        return list(dict.fromkeys(item.results for item in self.lists))
+
+    def commands(self) -> list[str]:
+        lines = []
+        for item in self.lists:
+            lines += item.commands()
+        return lines
+
+
+def as_flags(values: Mapping[str, Any]) -> str:
+    """Settings as flags of a command. Those without a value are left out."""
+    words = []
+    for name, value in values.items():
+        text = settings.cell(value)
+        if text == "":
+            continue
+        if name != "p_k":  # the only list
+            text = shlex.quote(text)
+        words.append(f"{BY_NAME[name].flag} {text}")
+    return " ".join(words)
+
+
+def one_pass(script: str, losses: Sequence[str], flags: str) -> str:
+    """The command that trains several linear classifiers in one pass over the data."""
+    first, *others = losses
+    words = [PYTHON, script, first]
+    for loss in others:
+        if "--weight_decay" in first and "--weight_decay" not in loss:
+            loss = f"{loss} --weight_decay 0"  # --also takes the first one's otherwise
+        words.append(f'--also "{loss}"')
+    return " ".join([*words, flags])
+
+
+def parse_flags(text: str) -> dict[str, Any]:
+    """The values of flags as the columns of rows have them; --also as a list of texts, --seed of numbers."""
+    values: dict[str, Any] = {}
+    words = shlex.split(text)
+    position = 0
+    while position < len(words):
+        setting = BY_FLAG.get(words[position])
+        end = position + 1
+        while end < len(words) and not re.match(r"--?[A-Za-z]", words[end]):
+            end += 1
+        given = words[position + 1 : end]
+        if setting is not None and setting.name == "also":
+            values.setdefault("also", []).append(words[position + 1])  # its text begins with a dash
+            end = position + 2
+        elif setting is not None and setting.name == "seed":
+            values["seed"] = [int(word) for word in given]
+        elif setting is not None:
+            values[setting.name] = setting.parse(" ".join(given) or "true")
+        position = end
+    return values
+
+
+def expected_runs(command: str) -> list[dict[str, Any]]:
+    """The runs of a command, one per seed and loss, each with the settings that its flags and the script give."""
+    _, script, *_ = shlex.split(command)
+    shared = parse_flags(command)
+    also = shared.pop("also", [])
+    seeds = shared.pop("seed", [0])
+    losses = [shared]
+    for text in also:
+        own = parse_flags(text)
+        without_loss = {name: value for name, value in shared.items() if BY_NAME[name].role is not LOSS}
+        losses.append(without_rate(without_loss, own) | own)
+    defaults = parse_flags(DEFAULTS.get(script, ""))
+    runs = []
+    for seed in seeds:
+        for loss in losses:
+            run = without_rate(defaults, loss) | loss | {"seed": seed}
+            if run["method"] in UNSORTED:
+                run.pop("m", None)
+            runs.append(run)
+    return runs
+
+
+def without_rate(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the learning rate if others have one, by either of its two flags."""
+    rates = ("lr", "nloglr")
+    if not any(name in given for name in rates):
+        return dict(values)
+    return {name: value for name, value in values.items() if name not in rates}
+
+
+def comparable(value: Any) -> Any:
+    """A value as it is compared: numbers as floats, 0 and false as None, lists as tuples, files by their names."""
+    if isinstance(value, list):
+        return tuple(float(item) for item in value)
+    if isinstance(value, Path):
+        return value.name
+    if isinstance(value, int | float):
+        return float(value) or None
+    return value
+
+
+def is_compared(setting: Setting) -> bool:
+    """Whether runs that differ in a setting are different runs: not where they run, nor where their data lies."""
+    return setting.role not in (MACHINE, CALL) and setting.name != "data_path"
+
+
+class RunIndex:
+    """The rows of a file, found by the settings of a run that a command gives.
+
+    Args:
+        rows: cells by column.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, str]]) -> None:
+        self.rows = rows
+        self.values = [values_of(row) for row in rows]
+        self.tables: dict[tuple[str, ...], dict[tuple, list[int]]] = {}
+
+    def find(self, run: Mapping[str, Any]) -> list[int]:
+        """The numbers of the rows that have all settings of a run, and no optional ones besides."""
+        names = tuple(name for name in run if is_compared(BY_NAME[name]))
+        if names not in self.tables:
+            self.tables[names] = self._table(names)
+        key = tuple(comparable(run[name]) for name in names)
+        return self.tables[names].get(key, [])
+
+    def _table(self, names: Sequence[str]) -> dict[tuple, list[int]]:
+        table: dict[tuple, list[int]] = {}
+        for number, values in enumerate(self.values):
+            if not has_other_options(self.rows[number], values, names):
+                key = tuple(values[name] for name in names)
+                table.setdefault(key, []).append(number)
+        return table
+
+
+def values_of(row: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for setting in settings.SETTINGS:
+        if is_compared(setting):
+            values[setting.name] = comparable(setting.parse(row.get(setting.name, "")))
+    return values
+
+
+def has_other_options(row: Mapping[str, str], values: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether a row has a setting that its run is without unless the flag is given."""
+    script = settings.script_of(row)
+    for setting in settings.SETTINGS:
+        is_option = script in setting.optional and setting.name not in names
+        if is_option and values.get(setting.name) is not None:
+            return True
+    return False
+
+
+def command_of(row: Mapping[str, str]) -> str:
+    """The command that repeats the run of a row, every setting written out."""
+    scripts = {
+        settings.CIFAR: CIFAR100,
+        settings.HEADS: IMAGENET,
+        settings.KNN: NEIGHBOURS,
+        settings.BEAM: BEAM_SEARCH,
+    }
+    script = settings.script_of(row)
+    words = [PYTHON, scripts[script]]
+    for setting in settings.SETTINGS:
+        cell = row.get(setting.name, "")
+        is_own = script in setting.scripts or setting.name in ("data_path", "noisy_labels", "noise_matrix")
+        if not is_own or not setting.flag or cell in ("", "false"):
+            continue
+        if setting.name == "label_noise" and float(cell) == 0:
+            continue
+        words.append(setting.flag)
+        if cell != "true":
+            words += [shlex.quote(word) for word in cell.split(" ")]
+    return " ".join(words)

@@ -1,0 +1,96 @@
+"""The rows of Table 3 on Tiny-ImageNet-200: nine trials of each, ten other seeds of what validation chooses.
+
+Then six more trials of two losses, around the best of the first.
+"""
+
+import shlex
+from pathlib import Path
+
+from studies.runs import IMAGENET
+from studies.tuning import Candidate, Finals, Grid, OnePass, Tuned, best_of_first_seed
+
+# The paper's P_K. Losses of a single k have the first; cross-entropy has label smoothing and weight decay to try.
+P_KS = ("0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", ".2 .2 .2 .2 .2")
+INVERSE_TEMPERATURES = {  # a fourth of the default, the default, four times the default
+    "neuralsort": (0.125, 0.5, 2.0),
+    "softsort": (0.125, 0.5, 2.0),
+    "sinkhorn_sort": (25.0, 100.0, 400.0),
+    "splitter_selection": (0.25, 1.0, 4.0),
+}
+MORE = ("softmax_cross_entropy", "splitter_selection")
+TRIALS = Path("results/tiny_imagenet_trials.csv")
+FINALS = Path("results/tiny_imagenet.csv")
+SEEDS = "1 2 3 4 5 6 7 8 9 10"
+DATA = Path("data/downloads/embeddings/tiny_imagenet.pt")
+
+
+def space() -> tuple[Candidate, ...]:
+    """A candidate per row of the table: a method with one P_K."""
+    candidates = [
+        Candidate(
+            "softmax_cross_entropy", "softmax_cross_entropy", "--method softmax_cross_entropy --p_k 1",
+            options=("", "--label_smoothing 0.1", "--weight_decay 1.0"),
+        ),
+        Candidate(
+            "smooth_hard_topk", f"smooth_hard_topk {P_KS[0]}", f"--method smooth_hard_topk --p_k {P_KS[0]}",
+            options=("--inverse_temperature 0.25", "--inverse_temperature 1.0", "--inverse_temperature 4.0"),
+        ),
+    ]  # fmt: skip
+    for method, temperatures in INVERSE_TEMPERATURES.items():
+        options = tuple(f"--inverse_temperature {beta}" for beta in temperatures)
+        for p_k in P_KS:
+            name = f"{method} {p_k}"
+            candidates.append(Candidate(name, name, f"--method {method} --p_k {p_k}", options=options))
+    return tuple(candidates)
+
+
+def commands(results: Path, seeds: str, data: Path) -> OnePass:
+    evaluation = "--batch_size 500 --num_valid 2000 --eval_freq 100000"
+    return OnePass(IMAGENET, results, f"--seeds {seeds} {evaluation} --results {results} -d {shlex.quote(str(data))}")
+
+
+def tiny_imagenet(data: Path = DATA, embeddings: str = "") -> Tuned:
+    """Nine trials of each row: three settings of the loss, three learning rates."""
+    return Tuned(
+        name="tiny_imagenet",
+        title="Table 3 on Tiny-ImageNet-200",
+        space=space(),
+        rounds=(Grid("trials", commands(TRIALS, "0", data), 6, {"lr": (0.001, 0.002, 0.004)}),),
+        finals=Finals(
+            commands(Path("results/tiny_imagenet.csv"), "1 2 3 4 5 6 7 8 9 10", data),
+            {"valid": "valid"},
+            together=False,
+        ),
+        embeddings=embeddings,
+    )
+
+
+def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str = "") -> Tuned:
+    """Six more trials of two methods, 12 epochs, around the best of all their rows.
+
+    trials: the rows of the first study. Raises ValueError if it has none of a method.
+    """
+    first = tiny_imagenet(data, embeddings)
+    known = first.known(trials)
+    candidates = []
+    for method in MORE:
+        options = []
+        for candidate in first.space:
+            if candidate.name.split()[0] == method:
+                options += first.trials_of(candidate, known)
+        tried = known.tried(options)
+        if not tried:
+            raise ValueError(f"{trials} has no trial of {method}: run scripts/tiny_imagenet.sh first")
+        best = best_of_first_seed(tried, "valid").loss.replace(" --weight_decay 1.0", "")
+        candidates.append(Candidate(method, method, best))
+    results = Path("results/tiny_imagenet_more_trials.csv")
+    grid = Grid("trials", commands(results, "0", data), 12, {"lr": (0.0005, 0.001), "weight_decay": (1.0, 3.0, 10.0)})
+    finals = commands(Path("results/tiny_imagenet_more.csv"), SEEDS, data)
+    return Tuned(
+        name="tiny_imagenet_more",
+        title="Table 3 on Tiny-ImageNet-200, six more trials of two losses",
+        space=tuple(candidates),
+        rounds=(grid,),
+        finals=Finals(finals, {"valid": "valid"}, together=False),
+        embeddings=embeddings,
+    )

@@ -1,0 +1,157 @@
+"""The report of one's own runs: published, repository and yours, with verdicts; trials and finals, too."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from experiments.common.paths import REPOSITORY
+from experiments.common.rows import read_rows, write_rows
+from reporting import reproduction
+from studies.runs import command_of, parse_flags
+
+FILES = ("table1_short.csv", "table4_short.csv", "scratch.csv", "implementation.csv", "beam_search.csv", "knn.csv")
+ACCURACIES = ("test_top1", "test_top5", "test_wer_beam4", "test_per_beam4")
+
+
+@pytest.fixture
+def yours(tmp_path, monkeypatch):
+    """Write changed copies of the repository's rows into a folder results/; return the path."""
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+
+    def call(file: str, rows: list[dict[str, str]]) -> Path:
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        write_rows(path, rows)
+        return path
+
+    return call
+
+
+def shifted(row: dict[str, str], points: float) -> dict[str, str]:
+    """A row with other accuracies."""
+    cells = {name: str(float(row[name]) + points / 100) for name in ACCURACIES if row.get(name)}
+    return row | cells
+
+
+def table_of(text: str) -> list[dict[str, str]]:
+    """The lines of the first table of a report."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_repositorys_own_runs_agree_with_themselves(file, yours):
+    rows = read_rows(REPOSITORY / file)
+    text = reproduction.report(yours(file, rows))
+    verdicts = [cell for line in table_of(text) for name, cell in line.items() if name.endswith("verdict") and cell]
+    assert verdicts
+    assert {verdict.split(" (")[0] for verdict in verdicts} <= {"agrees", "no verdict"}
+    for line in table_of(text):
+        for name, cell in line.items():
+            if name.endswith(" yours"):
+                assert cell == line[name.replace("yours", "repository")]
+
+
+def test_runs_that_are_elsewhere_differ_and_are_counted(yours):
+    """Two of ten lines are ten points off; one of them spreads so much that it agrees."""
+    rows = read_rows(REPOSITORY / "table1_short.csv")
+    off = {"softmax_cross_entropy": -10, "neuralsort": -3}
+    changed = [shifted(row, off.get(row["method"], 0)) for row in rows if row["seed"] == "0"]
+    text = reproduction.report(yours("table1_short.csv", changed))
+    lines = {(line["method"], line["P_K"]): line for line in table_of(text)}
+    softmax = lines["Softmax CE (softmax_cross_entropy)", "[1, 0, 0, 0, 0]"]
+    assert softmax["top-1 published"] == "61.27"
+    assert softmax["top-1 repository"] == "61.64 ± 0.46 (3)"
+    assert softmax["top-1 yours"] == "51.48 (1)"
+    assert softmax["top-1 verdict"].startswith("differs (−10.1")
+    wild = lines["Top-5 NeuralSort (neuralsort)", "[0, 0, 0, 0, 1]"]
+    assert wild["top-1 verdict"].startswith("agrees (")
+    verdicts = [cell for line in lines.values() for name, cell in line.items() if name.endswith("verdict")]
+    agreeing = sum(cell.startswith("agrees") for cell in verdicts)
+    assert f"{agreeing} of 20 values agree; by chance about 1.0 would differ." in text
+    assert "fewer than ten seeds, the standard deviation is pooled" in text
+
+
+def test_the_interval_of_a_line_is_that_of_the_pool(yours):
+    """One run against three: t of 20 degrees, times the pooled deviation, times the root of 1 + 1/3."""
+    rows = read_rows(REPOSITORY / "table1_short.csv")
+    text = reproduction.report(yours("table1_short.csv", [row for row in rows if row["seed"] == "0"]))
+    verdicts = [line["top-5 verdict"] for line in table_of(text) if line["top-5 verdict"]]
+    halves = {re.search(r"± ([\d.]+)\)", verdict)[1] for verdict in verdicts}
+    assert halves == {f"{2.085963 * 0.549794 * (4 / 3) ** 0.5:.2f}"}
+
+
+def test_without_runs_of_yours_the_repositorys_stand_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+    text = reproduction.report(tmp_path / "table1_short.csv")
+    assert "You have no runs of this study." in text
+    assert "verdict" not in text
+    with pytest.raises(FileNotFoundError, match="no runs in"):
+        reproduction.report(tmp_path / "table1_none.csv")
+
+
+@pytest.mark.parametrize("file", ["table1_short.csv", "scratch.csv", "knn.csv"])
+def test_commands_stand_below_their_lines_and_make_their_runs(file, yours):
+    path = yours(file, read_rows(REPOSITORY / file))
+    plain = reproduction.report(path)
+    text = reproduction.report(path, with_commands=True)
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    .venv/bin/python experiments/")]
+    lines = [line for line in table_of(plain) if "not run" not in line["top-1 repository"]]
+    assert len(commands) == len(lines)
+    assert [line for line in text.splitlines() if not line.startswith("    .venv")] == plain.splitlines()
+    for command, line in zip(commands, lines):
+        assert (
+            f"({parse_flags(command)['method']})" in line["method"] or parse_flags(command)["method"] in line["method"]
+        )
+
+
+def test_a_line_that_no_study_has_gets_the_command_of_its_settings(yours):
+    rows = [row | {"lr": "0.0123", "nloglr": ""} for row in read_rows(REPOSITORY / "table1_short.csv")[:1]]
+    text = reproduction.report(yours("table1_short.csv", rows), with_commands=True)
+    assert f"    {command_of(rows[0]).partition(' --lr')[0]}" in text
+    assert "--lr 0.0123" in text
+
+
+@pytest.mark.parametrize("choice", ["noisy", "clean"])
+def test_trials_and_finals_of_a_tuned_study_have_verdicts(choice, yours):
+    for name in ("human_trials.csv", "human.csv"):
+        path = yours(f"noise/{name}", read_rows(REPOSITORY / "noise" / name))
+    text = reproduction.report(path, choice)
+    lines = table_of(text)
+    assert len(lines) == 18
+    assert {line["your choice"] for line in lines} == {"the same trial"}
+    assert "36 of 36 values agree; by chance about 1.8 would differ." in text
+    assert "Trials: 540 in common. By the spread of the finals, 1080 of 1080 values agree" in text
+
+
+def test_another_choice_of_yours_is_shown_beside_the_repositorys(yours):
+    trials = read_rows(REPOSITORY / "noise" / "human_trials.csv")
+    gce = [number for number, row in enumerate(trials) if row["method"] == "generalized_cross_entropy"]
+    trials[gce[0]] = trials[gce[0]] | {"last_valid_top1": "0.99"}
+    path = yours("noise/human_trials.csv", trials)
+    finals = yours("noise/human.csv", read_rows(REPOSITORY / "noise" / "human.csv"))
+    line = next(line for line in table_of(reproduction.report(path)) if line["loss"] == "GCE")
+    assert line["your choice"] != "the same trial"
+    assert f"--q {float(trials[gce[0]]['q']):g}" in line["your choice"]
+    assert line["top-1 yours"] == "not run"  # nobody ran it with ten seeds
+    assert finals.is_file()
+
+
+def test_trials_alone_have_no_finals(yours):
+    path = yours("noise/human_trials.csv", read_rows(REPOSITORY / "noise" / "human_trials.csv")[:60])
+    text = reproduction.report(path)
+    assert "Trials: 60 in common." in text
+    assert {line["top-1 yours"] for line in table_of(text)} == {"not run"}
+
+
+def test_only_files_of_results_are_yours(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    shutil.copy(REPOSITORY / "table1.csv", tmp_path / "results" / "table1.csv")
+    assert reproduction.is_yours(tmp_path / "results" / "table1.csv")
+    assert not reproduction.is_yours(tmp_path / "table1.csv")
+    assert not reproduction.is_yours(REPOSITORY / "table1.csv")
+    assert not reproduction.is_yours(tmp_path / "results" / "table1_epochs.csv")

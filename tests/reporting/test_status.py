@@ -1,0 +1,174 @@
+"""Status: what rows, run folders and logs say of each command, whoever started it, and the time left."""
+
+import fcntl
+import json
+import multiprocessing
+
+import pytest
+
+from experiments.common.paths import REPOSITORY
+from experiments.common.rows import read_rows, write_rows
+from reporting import status
+from reporting.status import Progress, Status, status_text, time_left
+from studies import runs
+from studies.paper import TABLE1_SHORT
+from studies.runs import expected_runs
+
+COMMANDS = TABLE1_SHORT.commands()
+ROWS = read_rows(REPOSITORY / "table1_short.csv")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def state(folder):
+    """The states of commands."""
+
+    def call(*commands: str) -> list[str]:
+        found = Status(folder / "table1_short.csv", folder / "logs")
+        return [found.progress(command).state for command in commands]
+
+    return call
+
+
+def begin(folder, row: dict[str, str], epochs: int, results: str = "table1_short.csv") -> None:
+    """Leave the folder of a run that has saved so many epochs."""
+    run = folder / "runs" / row["run_id"]
+    run.mkdir()
+    settings = {name: row[name] for name in row if not name.startswith(("test_", "valid_", "last_"))}
+    (run / "config.json").write_text(json.dumps(settings | {"results": results}))
+    lines = ["epoch,train_seconds,eval_seconds", *(f"{epoch},2.0,1.0" for epoch in range(1, epochs + 1))]
+    (run / "epochs.csv").write_text("\n".join(lines) + "\n")
+    (run / "run.lock").touch()
+
+
+def hold(path, ready, release) -> None:
+    with open(path) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ready.set()
+        release.wait(60)
+
+
+@pytest.fixture
+def held():
+    """Hold a lock from another process until the test ends."""
+    context = multiprocessing.get_context("spawn")
+    release = context.Event()
+    processes = []
+
+    def call(path) -> None:
+        ready = context.Event()
+        process = context.Process(target=hold, args=(path, ready, release))
+        process.start()
+        processes.append(process)
+        assert ready.wait(60)
+
+    yield call
+    release.set()
+    for process in processes:
+        process.join()
+
+
+def command_of(row: dict[str, str]) -> str:
+    for command in COMMANDS:
+        found = Status(REPOSITORY / "table1_short.csv", REPOSITORY / "logs").rows.find(expected_runs(command)[0])
+        if found and ROWS[found[0]]["run_id"] == row["run_id"]:
+            return command
+    raise AssertionError(row["run_id"])
+
+
+def test_all_runs_of_the_repository_are_done_and_none_of_a_new_clone_is(folder, state):
+    assert set(state(*COMMANDS)) == {"waiting"}
+    write_rows(folder / "table1_short.csv", ROWS)
+    assert set(state(*COMMANDS)) == {"done"}
+    assert state(f"{COMMANDS[0]} --n_epochs 5") == ["waiting"]  # another run
+
+
+def test_a_run_of_another_schedule_in_the_same_file_is_not_done(folder):
+    """The published rows of table1.csv have 200 epochs in fp32; the repository's are in bf16."""
+    write_rows(folder / "table1.csv", read_rows(REPOSITORY / "table1.csv"))
+    found = Status(folder / "table1.csv", folder / "logs")
+    command = COMMANDS[0].replace("table1_short", "table1").replace(" --n_epochs 16 --lr_schedule cosine", "")
+    command = command.replace("--seed 0", "--seed 2")
+    assert found.progress(command).state == "done"
+    assert found.progress(command.replace(" --precision bf16", "")).state == "waiting"
+
+
+def test_a_run_that_holds_its_folder_is_running_whoever_started_it(folder, state, held):
+    begin(folder, ROWS[3], epochs=7)
+    command = command_of(ROWS[3])
+    assert state(command) == ["stopped after epoch 7"]
+    held(folder / "runs" / ROWS[3]["run_id"] / "run.lock")
+    assert state(command) == ["running: epoch 7"]
+
+
+def test_a_run_of_another_results_file_does_not_count(folder, state):
+    begin(folder, ROWS[3], epochs=7, results="another.csv")
+    assert state(command_of(ROWS[3])) == ["waiting"]
+
+
+@pytest.mark.parametrize("name", ["07-a_name.log", "slurm-7.log"])
+def test_a_log_that_ends_with_a_status_says_that_its_command_failed(folder, state, name):
+    begin(folder, ROWS[3], epochs=7)
+    command = command_of(ROWS[3])
+    log = folder / "logs" / name
+    log.write_text(f"$ {command}\nerror: the disk is full\n=== exit status 2\n")
+    assert state(command, COMMANDS[-1]) == ["failed (exit status 2)", "waiting"]
+    log.write_text(log.read_text() + f"=== 2026-01-01T00:00:00Z attempt 2 of 2\n$ {command}\n")
+    assert state(command) == ["stopped after epoch 7"]  # its launcher was killed, and nobody goes on
+    write_rows(folder / "table1_short.csv", [ROWS[3]])
+    assert state(command) == ["done"]
+
+
+def test_a_folder_that_cannot_be_read_is_left_out(folder, state):
+    begin(folder, ROWS[3], epochs=7)
+    (folder / "runs" / ROWS[3]["run_id"] / "config.json").write_text("{")
+    assert state(command_of(ROWS[3])) == ["waiting"]
+
+
+def test_the_time_left_is_the_repositorys_times_this_machines_pace(folder):
+    """Half as fast: one of two runs done, the other half done."""
+    first = dict(ROWS[3])
+    first |= {name: str(2 * float(first[name])) for name in ("train_seconds", "eval_seconds")}
+    write_rows(folder / "table1_short.csv", [first])
+    found = Status(folder / "table1_short.csv", folder / "logs")
+    item = found.progress(command_of(ROWS[3]))
+    same = [row for row in ROWS if (row["method"], row["p_k"]) == (first["method"], first["p_k"])]
+    same = [status.seconds_of(row) for row in same if row["device_name"] == found.device]
+    assert item.expected == item.expected_done == pytest.approx(sum(same) / len(same))
+    assert item.seconds == pytest.approx(2 * status.seconds_of(ROWS[3]))
+    running = Progress(total=1, state="running: epoch 8", expected=600.0, expected_done=300.0, seconds=600.0)
+    waiting = Progress(total=1, expected=600.0)
+    assert time_left([running, waiting], "a CPU") == "about 30 min left, 1 at a time, at 2 times the seconds of a CPU"
+    assert time_left([Progress(total=1)], "a CPU").startswith("the repository has no rows")
+    assert "all took 20 min" in time_left([waiting, waiting], "a CPU")
+
+
+def test_a_pass_of_several_losses_counts_its_seconds_once(folder):
+    rows = read_rows(REPOSITORY / "heads_more.csv")
+    seeds = [row for row in rows if row["method"] == "lapsum"]
+    losses = sorted({runs.command_of(row).partition(" --lr")[0].partition("imagenet.py ")[2] for row in seeds})
+    first, second = (f"--method {loss.partition('--method ')[2]}" for loss in losses)
+    flags = (
+        f"--lr {seeds[0]['lr']} --weight_decay {seeds[0]['weight_decay']} --n_epochs 22 --seeds 1 2 --eval_freq 100000"
+    )
+    command = f"{runs.PYTHON} {runs.IMAGENET} {first} --also '{second}' {flags} --results x.csv -d own.pt"
+    write_rows(folder / "heads_more.csv", seeds)
+    item = Status(folder / "heads_more.csv", folder / "logs").progress(command)
+    passes = [max(status.seconds_of(row) for row in seeds if row["seed"] == seed) for seed in ("1", "2")]
+    assert (item.done, item.total, item.state) == (4, 4, "done")
+    assert item.seconds == pytest.approx(sum(passes))
+
+
+def test_the_last_line_counts_commands_and_runs_apart(folder):
+    write_rows(folder / "table1_short.csv", ROWS[:4])
+    found = Status(folder / "table1_short.csv", folder / "logs")
+    text = status_text(COMMANDS, [str(number) for number in range(30)], "table1_short", found)
+    assert text.splitlines()[-1].startswith(
+        "# table1_short: 4 of 30 runs done; commands: 0 running, 0 failed, 26 waiting"
+    )

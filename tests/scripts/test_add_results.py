@@ -1,0 +1,103 @@
+"""Rows get into the repository's files only if their names, commits and cells are right, all of a file or none."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from experiments.common.paths import REPOSITORY, ROOT
+from experiments.common.rows import read_rows, write_rows
+from scripts import add_results
+
+FILES = sorted(path.name for path in REPOSITORY.glob("*.csv") if not path.stem.endswith("_epochs"))
+HEAD = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+ABSENT = "0" * 40
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A repository folder with some rows of table1_short.csv, and a file of one's own with others; return both."""
+    repository = tmp_path / "results" / "repository"
+    repository.mkdir(parents=True)
+    monkeypatch.setattr(add_results, "REPOSITORY", repository)
+    rows = [row | {"git_commit": HEAD} for row in read_rows(REPOSITORY / "table1_short.csv")]
+    write_rows(repository / "table1_short.csv", rows[:10])
+    own = tmp_path / "results" / "table1_short.csv"
+    write_rows(own, rows[5:15])
+    return own, repository / "table1_short.csv"
+
+
+def test_new_rows_are_added_once(place, capsys):
+    own, target = place
+    before = target.read_bytes()
+    assert add_results.main([str(own), "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"5 rows could be added to {target}, 10 were there\n"
+    assert target.read_bytes() == before
+    assert add_results.main([str(own)]) == 0
+    assert len(read_rows(target)) == 15
+    assert add_results.main([str(own)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 rows could be added")
+    assert len(read_rows(target)) == 15
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"lr": "0.002"}, "its name is not what its settings give"),
+        ({"p_k": "0 0 0 1 0"}, "its name is not what its settings give"),
+        ({"git_commit": ""}, "it names no commit"),
+        ({"git_commit": f"{HEAD}-dirty"}, "files differed from its commit"),
+        ({"git_commit": f"{HEAD}+{ABSENT}"}, f"its commit {HEAD}+{ABSENT} is not in the history"),
+    ],
+)
+def test_one_wrong_row_and_nothing_is_written(place, capsys, cells, reason):
+    own, target = place
+    rows = read_rows(own)
+    write_rows(own, [*rows[:-1], rows[-1] | cells])
+    before = target.read_bytes()
+    with pytest.raises(ValueError, match="1 of 5 rows are refused, and nothing is written"):
+        add_results.main([str(own)])
+    assert capsys.readouterr().out.startswith(f"refused: {rows[-1]['run_id']}: {reason}")
+    assert target.read_bytes() == before
+
+
+def test_a_name_that_the_repository_has_with_other_cells_is_refused(place, capsys):
+    own, _ = place
+    rows = read_rows(own)
+    write_rows(own, [rows[0] | {"test_top1": "0.99"}, *rows[1:]])
+    with pytest.raises(ValueError, match="1 of 6 rows"):
+        add_results.main([str(own)])
+    assert "has a row of that name with other cells" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_committed_row_has_its_name(file):
+    for row in read_rows(REPOSITORY / file):
+        assert add_results.has_its_name(row), row["run_id"]
+
+
+def test_commits_are_those_of_the_history():
+    assert add_results.is_in_history(HEAD)
+    assert add_results.is_in_history(f"{HEAD}+{HEAD}")
+    assert not add_results.is_in_history(ABSENT)
+    assert not add_results.is_in_history(f"{HEAD}+{ABSENT}")
+
+
+def test_a_file_of_another_clone_goes_where_its_place_in_results_is(tmp_path):
+    for given, target in (
+        ("clone/results/table1.csv", "table1.csv"),
+        ("clone/results/noise/human.csv", "noise/human.csv"),
+        ("clone/results/repository/table1.csv", "table1.csv"),
+        ("elsewhere/table1.csv", "table1.csv"),
+    ):
+        assert add_results.target_of(tmp_path / given) == REPOSITORY / target
+
+
+def test_files_that_hold_the_repositorys_rows_or_none_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds the repository's rows already"):
+        add_results.main([str(REPOSITORY / "table1.csv")])
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        add_results.main([str(tmp_path / "none.csv")])
+    shutil.copy(ROOT / "results" / "paper" / "table1.csv", tmp_path / "table1.csv")
+    with pytest.raises(ValueError, match="no column run_id"):
+        add_results.main([str(tmp_path / "table1.csv")])

@@ -1,0 +1,108 @@
+"""Commands of studies are commands of their scripts; rows are found by the settings that a command gives."""
+
+import shlex
+
+import pytest
+
+from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common import settings
+from experiments.common.paths import REPOSITORY
+from experiments.common.rows import read_rows
+from experiments.finetune_imagenet21k import IMAGENET_21K
+from studies import runs
+from studies.catalog import LISTED, STUDIES
+from studies.runs import DEFAULTS, UNSORTED, RunIndex, Study, command_of, expected_runs, parse_flags
+from topk_losses import METHODS, RELAXATIONS
+
+PARSE = {
+    runs.CIFAR100: train_cifar100.parse_arguments,
+    runs.IMAGENET: finetune_imagenet.parse_arguments,
+    runs.IMAGENET_21K: lambda words: finetune_imagenet.parse_arguments(words, IMAGENET_21K),
+    runs.NEIGHBOURS: train_knn.parse_arguments,
+    runs.BEAM_SEARCH: train_beam_search.parse_arguments,
+}
+NUM_RUNS = {
+    **{"table1": 20, "table1_short": 30, "table4": 46, "table4_short": 46, "table5": 12, "strong": 6, "scratch": 30},
+    **{"table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "implementation": 8, "quickstart": 4},
+    **{"beam_search": 20, "beam_search_short": 20},
+}
+DATA = {"FILE": "a file.pt", "DATA...": "digits", "OF_10": "a.pt", "OF_100": "b.pt", "OF_1000": "c.pt"}
+WITHOUT_TRIALS = [name for name in STUDIES if name not in ("noise", "noise_scratch") and "_more" not in name]
+FILES = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for path in [*REPOSITORY.glob("*.csv"), *REPOSITORY.glob("noise/*.csv")]
+    if not path.stem.endswith("_epochs")
+)
+
+
+def commands_of(name: str) -> list[str]:
+    """The commands of a study that are known before any has run."""
+    entry = STUDIES[name]
+    study = entry.make(*(DATA[word] for word in entry.data))
+    if isinstance(study, Study):
+        return study.commands()
+    return study.round_commands(study.rounds[0])
+
+
+@pytest.mark.parametrize("study", LISTED, ids=lambda study: study.name)
+def test_a_study_has_so_many_runs_each_once(study):
+    commands = study.commands()
+    assert len(set(commands)) == len(commands) == NUM_RUNS[study.name]
+
+
+@pytest.mark.parametrize("name", WITHOUT_TRIALS)
+def test_every_command_is_one_of_its_script_with_the_runs_that_are_expected(name):
+    """The script reads the same seeds, results file and losses that status and reports read."""
+    for command in commands_of(name):
+        python, script, *words = shlex.split(command)
+        assert python == runs.PYTHON
+        args = PARSE[script](words)
+        expected = expected_runs(command)
+        losses = [args, *getattr(args, "also", [])]
+        assert len(expected) == len(args.seed) * len(losses)
+        assert {run["seed"] for run in expected} == set(args.seed)
+        assert {str(run["results"]) for run in expected} == {str(args.results)}
+        for number, run in enumerate(expected):
+            loss = losses[number % len(losses)]
+            assert run["method"] == loss.method
+            if "p_k" in run:  # else a script fills it in
+                assert settings.cell(run["p_k"]) == settings.cell(loss.p_k)
+            assert run.get("lr") == loss.lr or run.get("nloglr") == getattr(loss, "nloglr", None)
+
+
+@pytest.mark.parametrize("script", DEFAULTS)
+def test_defaults_are_those_of_the_script(script):
+    required = {runs.NEIGHBOURS: [], runs.BEAM_SEARCH: ["--arm", "cross_entropy"]}
+    given = ["--method", "softmax_cross_entropy", *required.get(script, [])]
+    bare = PARSE[script](given)
+    written = PARSE[script]([*given, *DEFAULTS[script].split()])
+    nloglr = {"nloglr"} & set(vars(bare))  # filled in where the learning rate is computed
+    filled = {"n_epochs", "batch_size", "dataset", "model", "max_letters"}  # filled in later, by the data
+    for name, value in parse_flags(DEFAULTS[script]).items():
+        if getattr(bare, name) is None and name in nloglr | filled:
+            continue
+        assert settings.cell(getattr(bare, name)) == settings.cell(getattr(written, name)) == settings.cell(value)
+
+
+def test_the_losses_that_have_no_m_are_those_that_sort_nothing():
+    assert set(UNSORTED) == set(METHODS) - set(RELAXATIONS)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_row_is_found_by_the_command_that_repeats_it(file):
+    rows = read_rows(REPOSITORY / file)
+    index = RunIndex(rows)
+    for number, row in enumerate(rows):
+        run = parse_flags(command_of(row))
+        run["seed"] = run["seed"][0]
+        assert number in index.find(run), row["run_id"]
+
+
+def test_a_row_with_an_optional_setting_is_not_the_run_without_it():
+    rows = read_rows(REPOSITORY / "heads_trials.csv")
+    index = RunIndex(rows)
+    run = parse_flags("--method softmax_cross_entropy --p_k 1 --lr 0.0005 --n_epochs 5")
+    found = [rows[number] for number in index.find(run)]
+    assert [(row["label_smoothing"], row["weight_decay"]) for row in found] == [("", "")]
+    smoothed = [rows[number] for number in index.find(run | {"label_smoothing": 0.1})]
+    assert [row["label_smoothing"] for row in smoothed] == ["0.1"]

@@ -1,0 +1,175 @@
+"""The lists of runs are commands of their scripts, with the settings that the studies name."""
+
+import re
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
+from experiments.common import door
+from experiments.common.objective import build_loss, fill_in_loss
+from experiments.common.settings import PRETRAINING, cell, columns, identifying
+from experiments.finetune_imagenet import IMAGENET_1K
+from experiments.finetune_imagenet21k import IMAGENET_21K
+from scripts import study as script
+from studies.catalog import STUDIES
+from tests.studies.test_published_rows import published
+from topk_losses import METHODS, RELAXATIONS
+
+ROOT = Path(__file__).parents[2]
+NUM_ROWS = {
+    **{"table1": 20, "table2_3_imagenet1k": 20, "table2_3_imagenet21k": 20, "table4": 46, "table5": 12, "strong": 6},
+    **{"temperature_training": 122, "scratch": 30, "implementation": 8, "quickstart": 4},
+}
+HEADS = "experiments/finetune_imagenet.py"
+PARSE = {
+    "experiments/train_cifar100.py": train_cifar100.parse_arguments,
+    HEADS: finetune_imagenet.parse_arguments,
+    "experiments/finetune_imagenet21k.py": lambda words: finetune_imagenet.parse_arguments(words, IMAGENET_21K),
+}
+
+
+def commands(name: str, *data: str, **options: bool) -> list[str]:
+    return STUDIES[name].make(*data, **options).commands()
+
+
+def recipe_of(head, protocol=IMAGENET_1K, num_classes=100) -> dict:
+    """The settings of a loss, which can be built, and of its training."""
+    settings = fill_in_loss(head, top1_mode="sm", inverse_temperatures={}, m=protocol.m)
+    build_loss(vars(head) | settings, num_classes, torch.device("cpu"))
+    return columns({**settings, "lr": head.lr, "weight_decay": head.weight_decay})
+
+
+@pytest.mark.parametrize("study", NUM_ROWS)
+def test_every_run_is_a_command_of_its_script_for_its_file(study):
+    rows = commands(study)
+    assert len(rows) == len(set(rows)) == NUM_ROWS[study]
+    for row in rows:
+        words = shlex.split(row)
+        assert words[0] == ".venv/bin/python"
+        args = PARSE[words[1]](words[2:])
+        assert str(args.results) == f"results/{study}.csv"
+        settings = fill_in_loss(args, top1_mode="sm", inverse_temperatures={})
+        build_loss(settings, 1000, torch.device("cpu"))
+    losses_run = Counter(re.sub(r"--seed \d", "", row) for row in rows)
+    assert set(losses_run.values()) <= {"scratch": {1, 2, 3}, "quickstart": {1}}.get(study, {2})
+
+
+def test_a_dry_run_prints_the_runs_of_a_study(capsys):
+    assert script.main(["table1", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [*commands("table1"), "# 20 runs"]
+
+
+def test_table_1_is_what_the_documentation_says():
+    text = (ROOT / "docs" / "reproduce.md").read_text().replace("\\\n    ", "")
+    documented = re.findall(r"^\$train (--method .*)$", text, re.MULTILINE)
+    assert {re.search(r"(--method .*) --seed 0", row)[1] for row in commands("table1") if "--seed 0" in row} == set(
+        documented
+    )
+
+
+@pytest.mark.parametrize(("study", "seeds"), [("table1", "012"), ("table4", "01")])
+def test_short_rows_are_the_tables_but_for_schedule_and_precision(study, seeds):
+    short = " --n_epochs 16 --lr_schedule cosine --precision bf16"
+    first_seed = [row for row in commands(study) if "--seed 0" in row]
+    assert commands(study, short=True) == [
+        row.replace("--seed 0", f"--seed {seed}").replace(f"{study}.csv", f"{study}_short.csv") + short
+        for seed in seeds
+        for row in first_seed
+    ]
+
+
+@pytest.mark.parametrize("study", ["table2_3_imagenet1k", "table2_3_imagenet21k"])
+def test_the_losses_of_a_seed_can_be_one_command(study):
+    """The losses of all but the first in --also: the same recipes."""
+    rows = [row for row in commands(study) if "--seed 0" in row]
+    script, *words = shlex.split(rows[0])[1:]
+    defaults = IMAGENET_21K if "21k" in script else IMAGENET_1K
+
+    def recipes(words: list[str]) -> list[dict]:
+        args = PARSE[script](words)
+        return [recipe_of(head, defaults, defaults.num_classes) for head in (args, *args.also)]
+
+    flags = [re.search(r"(--method .*) --seed", row)[1] for row in rows]
+    together = recipes([*words, *(word for loss in flags[1:] for word in ("--also", loss))])
+    assert together == [recipe for row in rows for recipe in recipes(shlex.split(row)[2:])]
+    assert len(together) == 10
+
+
+def test_the_nearest_neighbours_have_every_relaxation_both_losses_and_the_baselines(tmp_path):
+    (data := tmp_path / "a file.pt").touch()
+    lines = {"digits": [], str(data): []}
+    for row in commands("knn", "digits", str(data)):
+        args = train_knn.parse_arguments(shlex.split(row)[2:])
+        train_knn.configuration(args, args.seed[0])
+        loss = args.loss if args.method in RELAXATIONS else ""
+        lines[args.dataset or str(args.data_path)].append((*args.seed, args.method, loss, args.sorted, args.prediction))
+    relaxed = [(method, False) for method in RELAXATIONS] + [("soft_topk", True)]
+    expected = {(method, loss, order, "neighbours") for method, order in relaxed for loss in ("mass", "log_mass")}
+    expected |= {(method, "", False, "neighbours") for method in ("inputs", "pca", "softmax_cross_entropy")}
+    expected |= {("softmax_cross_entropy", "", False, "network")}
+    for runs in lines.values():
+        assert sorted(runs) == sorted((seed, *line) for seed in (0, 1, 2) for line in expected)
+
+
+def test_the_short_study_of_nearest_neighbours_has_each_published_arm():
+    arms = Counter()
+    for row in commands("knn", "mnist", short=True):
+        args = train_knn.parse_arguments(shlex.split(row)[2:])
+        assert (args.n_epochs, args.precision) == (3, "bf16")
+        arms[args.method, args.loss if args.method in RELAXATIONS else "", args.prediction] += 1
+    assert set(arms.values()) == {3}
+    untrained = {(method, "", "neighbours") for method in ("inputs", "pca")}
+    assert set(arms) - untrained == {(row["method"], row["loss"], row["prediction"]) for row in published("knn_mnist")}
+
+
+def test_temperatures_are_heads_of_every_method_and_none_is_refused():
+    seen, results = set(), Counter()
+    for row in [*commands("temperature", "some.pt"), *commands("temperature_classes", "a.pt", "b.pt", "c.pt")]:
+        args = finetune_imagenet.parse_arguments(shlex.split(row)[2:])
+        seen |= {recipe_of(head)["method"] for head in (args, *args.also)}
+        results[f"{args.results.stem} {args.data_path}"] += 1
+    assert seen == set(METHODS)
+    numbers = {
+        "temperature_classes_10 a.pt": 5,
+        "temperature_classes_100 b.pt": 15,
+        "temperature_classes_1000 c.pt": 15,
+    }
+    assert dict(list(results.items())[1:]) == numbers
+
+
+def test_the_arms_of_a_seed_share_their_pretraining():
+    resolved = [train_beam_search.parse_arguments(shlex.split(row)[2:]) for row in commands("beam_search", short=True)]
+    names = [item.name for item in identifying(PRETRAINING)]
+    shared = Counter(tuple(cell(getattr(args, name)) for name in names) for args in resolved)
+    assert list(shared.values()) == [4] * 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "tables",
+        "temperature",
+        "temperature absent.pt --dry-run",
+        "temperature_classes a.pt",
+        "knn no/a.pt",
+        "strong --short",
+        "table1 cifar100",
+        "table1 --jobs 0",
+        "table1 --methods lml",
+        "heads",
+        "heads no/such.pt --dry-run",
+        f"heads {__file__} --methods lmi",
+        f"noise {__file__}",
+        f"noise {__file__} --labels right --losses lmi",
+    ],
+)
+def test_what_is_wrong_is_a_sentence_before_anything_starts(words, capsys):
+    with pytest.raises((ValueError, OSError)) as error:
+        script.main(words.split())
+    assert capsys.readouterr().out == ""
+    assert door.is_a_sentence(error.value)

@@ -1,0 +1,203 @@
+"""Tuned studies: trials, what validation chooses, and finals, on the repository's rows and on made ones."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.common.paths import REPOSITORY
+from experiments.common.rows import read_rows, write_rows
+from studies import from_scratch, heads, noise, tiny_imagenet
+from studies.catalog import study_of
+from studies.runs import RunIndex, expected_runs
+from studies.tuning import (
+    Candidate,
+    Finals,
+    Grid,
+    Known,
+    Longer,
+    OneByOne,
+    OnePass,
+    Range,
+    Trial,
+    Tuned,
+    best_of_first_seed,
+    tune,
+)
+
+SCRIPT = "experiments/finetune_imagenet.py"
+
+
+def row_of(run: dict, number: int, embeddings: str = "own") -> dict[str, object]:
+    """A row of a run, as a file has it; later rows are better."""
+    accuracy = {"valid_top1": number / 1000, "valid_top5": 0.5}
+    settings = {name: value for name, value in run.items() if name not in ("results", "data_path")}
+    return {"run_id": f"run{number}", "order_seed": "", "embeddings": embeddings} | settings | accuracy
+
+
+class Runner:
+    """A launcher that writes the rows of the commands it is given."""
+
+    def __init__(self, embeddings: str = "own", status: int = 0) -> None:
+        self.stages: list[tuple[str, int]] = []
+        self.embeddings = embeddings
+        self.status = status
+
+    def __call__(self, stage) -> int:
+        self.stages.append((stage.name, len(stage.commands)))
+        for command in stage.commands:
+            for run in expected_runs(command):
+                path = Path(run["results"])
+                rows = read_rows(path)
+                write_rows(path, [*rows, row_of(run, len(rows) + 1, self.embeddings)])
+        return self.status
+
+
+@pytest.fixture
+def study(tmp_path) -> Tuned:
+    """Two losses, four trials each, the best longer, two seeds of what is chosen."""
+    trials = OnePass(SCRIPT, tmp_path / "trials.csv", f"--seeds 0 --results {tmp_path}/trials.csv -d own.pt")
+    finals = OnePass(SCRIPT, tmp_path / "finals.csv", f"--seeds 1 2 --results {tmp_path}/finals.csv -d own.pt")
+    first = Grid("trials", trials, 5, {"lr": (0.001, 0.002)})
+    longer = Longer("longer", trials, 22, {"lr": (0.001, 0.002)}, earlier=first)
+    space = (
+        Candidate("smooth", "cross-entropy", "--method softmax_cross_entropy", options=("", "--label_smoothing 0.1")),
+        Candidate("gce", "GCE", "--method generalized_cross_entropy", options=("--q 0.3", "--q 0.7")),
+    )
+    return Tuned("study", "A study", space, (first, longer), Finals(finals, {"valid": "valid"}), embeddings="own")
+
+
+def test_rounds_follow_one_another_then_the_finals(study):
+    runner = Runner()
+    assert tune(study, runner) == 0
+    assert runner.stages == [("study_trials", 2), ("study_longer", 2), ("study", 1)]
+    rows = read_rows(study.trials_file)
+    assert [row["n_epochs"] for row in rows].count("22") == 4
+    finals = read_rows(study.finals.commands.results)
+    assert sorted({(row["method"], row["seed"]) for row in finals}) == [
+        ("generalized_cross_entropy", "1"),
+        ("generalized_cross_entropy", "2"),
+        ("softmax_cross_entropy", "1"),
+        ("softmax_cross_entropy", "2"),
+    ]
+    assert {row["lr"] for row in finals} == {"0.002"}  # the last row of each loss is the best
+
+
+def test_a_failed_round_is_the_status_and_the_last(study):
+    runner = Runner(status=3)
+    assert tune(study, runner) == 3
+    assert [name for name, _ in runner.stages] == ["study_trials"]
+
+
+def test_without_rows_later_rounds_are_not_known(study, capsys):
+    stages = []
+    assert tune(study, lambda stage: stages.append(stage.name) or 0) == 0
+    assert stages == ["study_trials"]
+    assert capsys.readouterr().out == "# longer of study: known when the trials before have run\n"
+
+
+def test_rows_of_other_embeddings_are_no_trials(study):
+    runner = Runner(embeddings="another's")
+    assert tune(study, runner) == 0
+    assert [name for name, _ in runner.stages] == ["study_trials"]  # theirs choose nothing here
+    assert study.chosen(study.space[0], study.known(), "valid") is None
+
+
+def test_a_rule_of_selection_chooses_among_all_seeds(study):
+    """The mean over seeds, where the first seed alone would choose another trial."""
+
+    def best_mean(tried, split):
+        means = {item.trial: sum(float(row[f"{split}_top1"]) for row in item.rows) / len(item.rows) for item in tried}
+        return max(means, key=means.__getitem__)
+
+    candidate = study.space[1]
+    trials = study.rounds[0].of(candidate, study.known())
+    rows = []
+    for number, (trial, accuracies) in enumerate(zip(trials, ((0.9, 0.1), (0.6, 0.7), (0.1, 0.1), (0.2, 0.2)))):
+        for seed, accuracy in enumerate(accuracies):
+            run = expected_runs(f"python {SCRIPT} {trial.flags} --n_epochs 5 --seed {seed} --results x")[0]
+            rows.append(row_of(run, 10 * number + seed) | {"valid_top1": accuracy})
+    write_rows(study.trials_file, rows)
+    tried = study.known().tried(trials)
+    assert [len(item.rows) for item in tried] == [2, 2, 2, 2]
+    assert best_of_first_seed(tried, "valid") == trials[0]
+    assert best_mean(tried, "valid") == trials[1]
+
+
+def test_numbers_of_a_range_have_three_digits():
+    assert [Range(0.1, 10).at(place) for place in (0, 0.5, 1)] == [0.1, 1, 10]
+    assert Range(0, 2, linear=True).at(1 / 3) == 0.667
+
+
+def test_one_by_one_has_a_command_for_each_seed_of_each_trial():
+    commands = OneByOne("experiments/train_cifar100.py", Path("r.csv"), "--results r.csv", (1, 2))
+    lines = commands.of([Trial("--method lml", "--lr 0.1", 3), Trial("--method lapsum", "", 3)])
+    assert [shlex.split(line)[2:] for line in lines] == [
+        ["--method", method, *rate, "--seed", seed, "--results", "r.csv"]
+        for seed in ("1", "2")
+        for method, rate in (("lml", ["--lr", "0.1"]), ("lapsum", []))
+    ]
+
+
+@pytest.mark.parametrize("labels", noise.LABELS)
+def test_the_trials_of_a_kind_of_labels_are_the_repositorys_and_so_are_its_finals(labels):
+    """Every trial has its row, validation chooses what ran, and no other run is in the files."""
+    study = noise.noise(labels)
+    known = study.known(REPOSITORY / "noise" / f"{labels}_trials.csv")
+    chosen = set()
+    trials = []
+    for candidate in study.space:
+        trials += study.trials_of(candidate, known)
+        for split in noise.CHOICES.values():
+            chosen.add(study.chosen(candidate, known, split))
+    assert len(trials) == len(known.rows) == 30 * len(study.space)
+    assert known.are_done(trials)
+    finals = Known(REPOSITORY / "noise" / f"{labels}.csv", study.finals.commands.flags)
+    assert sum(len(finals.of(trial)) for trial in chosen) == len(finals.rows) == 10 * len(chosen)
+
+
+@pytest.mark.parametrize("name", ["heads_noise_.2", "heads_noise_.2_of_100", "heads_more", "heads_noise_.2_more"])
+def test_the_finals_of_linear_classifiers_are_the_repositorys(name):
+    study = study_of(f"{name}.csv", REPOSITORY)
+    known = study.known(REPOSITORY / f"{name}_trials.csv")
+    finals = Known(REPOSITORY / f"{name}.csv", study.finals.commands.flags)
+    for candidate in study.space:
+        trial = study.chosen(candidate, known, "valid")
+        assert len(finals.of(trial)) == 10, candidate.name
+    assert len(finals.rows) == 10 * len(study.space)
+
+
+def test_table_3_on_tiny_imagenet_is_the_repositorys():
+    for study in (tiny_imagenet.tiny_imagenet(), study_of("tiny_imagenet_more.csv", REPOSITORY)):
+        known = study.known(REPOSITORY / study.trials_file.name)
+        finals = Known(REPOSITORY / study.finals.commands.results.name, study.finals.commands.flags)
+        trials = []
+        for candidate in study.space:
+            trials += study.trials_of(candidate, known)
+            assert len(finals.of(study.chosen(candidate, known, "valid"))) == 10
+        assert (len(trials), known.are_done(trials)) == (len(known.rows), True)
+        assert len(finals.rows) == 10 * len(study.space)
+
+
+def test_from_scratch_noisy_validation_chose_what_got_more_seeds(monkeypatch, tmp_path):
+    study = from_scratch.noise_scratch("data/downloads/CIFAR-100_human.pt")
+    rows = read_rows(REPOSITORY / "noise_scratch.csv")
+    path = tmp_path / "noise_scratch.csv"
+    write_rows(path, rows)
+    known = study.known(path)
+    monkeypatch.setattr(Tuned, "known", lambda self, path=None: known)
+    trials = study.round_commands(study.rounds[0])
+    finals = study.final_commands()
+    index = RunIndex(rows)
+    found = [index.find(expected_runs(command)[0]) for command in [*trials, *finals]]
+    assert all(len(numbers) == 1 for numbers in found[:10])
+    assert {len(numbers) for numbers in found} <= {0, 1}  # seeds that are still to run
+    assert len({number for numbers in found for number in numbers}) == len(rows)
+
+
+def test_temperatures_of_heads_are_settings_that_their_losses_take():
+    for method in heads.KNOWN:
+        for option in heads.candidate(method).options:
+            assert option == "" or option.startswith("--")
+    assert torch.isclose(torch.tensor(heads.LEVEL), torch.tensor(2.0**-12))

@@ -1,0 +1,81 @@
+"""Softmax cross-entropy and LDR-KL."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from typing_extensions import Unpack
+
+from topk_losses import checks
+from topk_losses.classification import CallSettings, ClassificationLoss, CommonSettings
+from topk_losses.numerics import centered, is_above, log_add_exp, log_mixture, log_sum_of_others, number_like
+from topk_losses.temperature import Temperature, current_value, make_temperature
+
+
+class SoftmaxCrossEntropyLoss(ClassificationLoss):
+    """torch.nn.CrossEntropyLoss, with the checks of the other losses, and in float32 under autocast as they are."""
+
+    def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
+        return cross_entropy(logits, labels, reduction="none")
+
+    def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
+        return -logits.log_softmax(1)
+
+    def loss_of_sets(self, logits: Tensor, sets: Tensor, call: CallSettings) -> Tensor:
+        return -log_mixture(logits.log_softmax(1), sets)
+
+
+class LDRKLLoss(ClassificationLoss):
+    """LDR-KL loss (Zhu, Ying and Yang 2023): cross-entropy with a temperature and a margin.
+
+    L(s, y) = log(1/n sum_j exp(beta (s_j - s_y + margin [j != y]))) / beta. It is consistent for top-k for every k.
+    With the defaults it is cross-entropy minus log n; it is below 0 where the true class is far above the others. It
+    works on the logits themselves, as the paper's formula does; the authors' release first divides softplus(logits) by
+    their mean. n counts the classes that are not masked out.
+
+    Args:
+        inverse_temperature: beta, 1 / lambda in the paper, above 0 (default: 1); a tensor () that requires a gradient
+            is learned.
+        margin: margin of the true class over each other class, in units of the logits, at least 0 (default: 0).
+        common: arguments of ClassificationLoss.
+    """
+
+    default_inverse_temperature: ClassVar[float | None] = 1.0
+
+    def __init__(
+        self,
+        inverse_temperature: float | Tensor | str | None = None,
+        margin: float = 0.0,
+        **common: Unpack[CommonSettings],
+    ) -> None:
+        super().__init__(**common)
+        self.inverse_temperature: Temperature = make_temperature(inverse_temperature, default=1.0)
+        self.margin = checks.check_not_negative("margin", margin)
+
+    def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
+        return current_value(self.inverse_temperature, logits, is_counted)
+
+    def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
+        beta = number_like(call.inverse_temperature, logits)
+        log_n = log_num_unmasked(logits)  # (1 or rows,)
+        z = centered(logits) * beta  # (rows, n)
+        if self.margin:  # the true class is lowered, as if the others were raised
+            lowering = (-self.margin * beta).expand(len(labels), 1)
+            z = z.scatter_add(1, labels.unsqueeze(1), lowering)
+        return (cross_entropy(z, labels, reduction="none") - log_n) / beta
+
+    def loss_of_every_class(self, logits: Tensor, call: CallSettings) -> Tensor:
+        beta = number_like(call.inverse_temperature, logits)
+        log_n = log_num_unmasked(logits).unsqueeze(1)  # (1 or rows, 1)
+        z = centered(logits) * beta  # (rows, n)
+        log_sum = log_add_exp(log_sum_of_others(z) + beta * self.margin, z)
+        return (log_sum - z - log_n) / beta
+
+
+def log_num_unmasked(logits: Tensor) -> Tensor:
+    """Return the logarithm of the number of unmasked classes: (rows,), or (1,) for all rows."""
+    if is_above(logits, -torch.inf):
+        return logits.new_full((1,), logits.shape[1]).log()
+    num_unmasked = (logits > -torch.inf).sum(1).clamp(min=1)  # (rows,)
+    return num_unmasked.to(logits.dtype).log()
