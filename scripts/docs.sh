@@ -19,4 +19,4 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" > "$stamp"
 fi
 NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build
-.venv-docs/bin/python -m pytest tests/test_readme.py tests/scripts/test_site.py
+OMP_NUM_THREADS=1 .venv-docs/bin/python -m pytest tests/test_readme.py tests/scripts/test_site.py
