@@ -38,7 +38,7 @@ def test_formulas_become_mathml():
 def test_a_broken_link_or_a_missing_picture_fails_the_build(planted, tmp_path):
     """The command of scripts/docs.sh, on a copy of what it reads."""
     pytest.importorskip("mkdocs", reason="scripts/docs.sh installs it")
-    for folder in ("docs", "results", "benchmarks", "scripts", "topk_losses"):
+    for folder in ("docs", "results", "benchmarks", "reporting", "topk_losses"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "runs", "logs"))
     for file in [path for path in ROOT.iterdir() if path.suffix in (".md", ".yml", ".cff") or path.name == "LICENSE"]:
         shutil.copy(file, tmp_path)
