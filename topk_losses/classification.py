@@ -5,11 +5,11 @@ from typing import ClassVar, NamedTuple, SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from topk_losses import checks
 from topk_losses.compilers import full_precision, has_known_values, is_ordinary, is_transforming
 from topk_losses.numerics import one_hot, to_compute_dtype
+from topk_losses.recomputation import Recomputed
 from topk_losses.temperature import rename_former_keys
 
 # With more labels than this in a row, the losses of all classes together cost less than those of each label alone.
@@ -190,6 +190,10 @@ class ClassificationLoss(nn.Module):
         """Return the inverse temperature of this call; losses that have one override it."""
         return 1.0
 
+    def is_stochastic(self) -> bool:
+        """Tell whether the loss draws noise."""
+        return self.draws_noise
+
     def compute(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
         """Compute the loss, with a P_K of each sample (rows, K) for TopKCrossEntropyLoss."""
         labels = self._checked_labels(logits, labels)
@@ -266,8 +270,8 @@ class ClassificationLoss(nn.Module):
     ) -> Tensor:
         """Compute compute(logits, classes, call) for a few rows, or for a few classes of one row, at a time.
 
-        The backward pass computes each chunk again, so that the memory is that of one chunk. This needs noise that
-        PyTorch can draw again, and is not possible under torch.func.
+        The backward pass computes each chunk again, so that the memory is that of one chunk. This is not possible under
+        torch.func, nor for losses that draw noise, which would be another one.
 
         Args:
             compute: the loss (rows, c) of logits (rows, n) for several classes (rows, c) as the label.
@@ -277,8 +281,14 @@ class ClassificationLoss(nn.Module):
         num_rows, num_classes = classes.shape
         can_repeat = not torch.compiler.is_compiling() and not is_transforming() and is_ordinary(logits)
         is_small = num_rows * num_classes * scores_per_loss <= SCORES_AT_ONCE
-        if is_small or not can_repeat or self.generator is not None:
+        if is_small or not can_repeat or self.is_stochastic():
             return compute(logits, classes, call)
+
+        def compute_chunk(
+            logits: Tensor, classes: Tensor, inverse_temperature: float | Tensor, p_k: Tensor | None
+        ) -> Tensor:
+            return compute(logits, classes, CallSettings(inverse_temperature, p_k))
+
         rows_at_once = max(SCORES_AT_ONCE // (num_classes * scores_per_loss), 1)
         classes_at_once = max(SCORES_AT_ONCE // (rows_at_once * scores_per_loss), 1)
         losses = []
@@ -286,7 +296,7 @@ class ClassificationLoss(nn.Module):
             own = slice(number * rows_at_once, number * rows_at_once + len(rows))
             losses_of_rows = []
             for chunk in classes[own].split(classes_at_once, dim=1):
-                losses_of_rows.append(checkpoint(compute, rows, chunk, call.select(own), use_reentrant=False))
+                losses_of_rows.append(Recomputed.apply(compute_chunk, rows, chunk, *call.select(own)))
             losses.append(torch.cat(losses_of_rows, dim=1))
         return torch.cat(losses)
 

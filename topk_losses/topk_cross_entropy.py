@@ -134,6 +134,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
         return current_value(self.inverse_temperature, logits, is_counted)
 
+    def is_stochastic(self) -> bool:
+        return self.operator.draws_noise
+
     def loss_of_labels(self, logits: Tensor, labels: Tensor, call: CallSettings) -> Tensor:
         scores = logits
         places = labels
