@@ -111,7 +111,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
         has_weight = (rows > 0).any(0)  # (K,)
         rank_weights = rows[:, has_weight].T.unsqueeze(0)  # (1, J, 1 or num_classes)
         self.ranks = (has_weight.nonzero().squeeze(1) + 1).tolist()
-        self.rank_weights = rank_weights.to(self.rank_weights.device, P_K_DTYPE)
+        rank_weights = rank_weights.to(self.rank_weights.device, P_K_DTYPE)
+        # with the strides of its shape, by which processes send it to each other
+        self.rank_weights = rank_weights.clone(memory_format=torch.contiguous_format)
 
     def forward(self, logits: Tensor, labels: Tensor, p_k: Tensor | None = None) -> Tensor:
         """Compute the loss of logits and labels.

@@ -397,3 +397,19 @@ def test_auto_is_that_of_all_processes_one_with_an_empty_batch(tmp_path):
         assert sorted(results) == [0, 1]
         for got, want in dict(results).values():
             assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", [name for name in LEARNABLE if name not in FOLLOW or name in ("lapsum", "bitonic")])
+def test_a_loss_with_constants_and_a_parameter_can_be_distributed(method, tmp_path):
+    """Processes send their buffers to one another, P_K and the weights among them."""
+    logits, labels = random_batch(dtype=torch.float32)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        loss = build(method, nn.Parameter(torch.tensor([0.7])), weight=torch.linspace(0.2, 2, 12))
+        value = nn.parallel.DistributedDataParallel(loss)(logits, labels)
+        torch.testing.assert_close(value, loss(logits, labels))
+        value.backward()
+        assert float(getattr(loss, name_of(method)).grad.abs()) > 0
+    finally:
+        torch.distributed.destroy_process_group()
