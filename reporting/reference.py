@@ -150,7 +150,7 @@ def api(*names: str) -> str:
             if heading in parts:
                 found.append(f"{heading}: {escaped(parts[heading])}")
         if "Example" in parts:
-            found.append(f"```pycon\n{inspect.cleandoc(parts['Example'])}\n```")
+            found.append(f"```text\n{inspect.cleandoc(parts['Example'])}\n```")
     return "\n\n".join(found)
 
 
