@@ -26,7 +26,7 @@ from data.cifar import human_labels, noisy_labels
 from data.embeddings import SPLITS, load_embeddings, split_rows
 from data.torch_file import load_torch_file
 from experiments.common import door
-from experiments.common.files import save_torch_file
+from experiments.common.torch_files import save_torch_file
 
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
