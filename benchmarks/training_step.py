@@ -22,8 +22,8 @@ from torchvision import transforms
 from torchvision.datasets import CIFAR100
 
 from benchmarks.runner import SOFTMAX, Table, parser, ratio, take_turns
-from data.cifar import CIFAR_MEAN, CIFAR_STD, crop_and_flip, epoch_generator, sample_crops, scale_and_shift
-from data.splits import Split
+from data.cifar import CIFAR_MEAN, CIFAR_STD, crop_and_flip, sample_crops, scale_and_shift
+from data.splits import Split, epoch_generator
 from experiments.common.objective import published_p_k
 from experiments.common.official_loss import make_official_loss
 from experiments.common.processes import prepare_device

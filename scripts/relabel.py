@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.cifar import human_labels, noisy_labels
 from data.embeddings import SPLITS, load_embeddings, split_rows
+from data.label_noise import human_labels, noisy_labels
 from data.torch_file import load_torch_file
 from experiments.common import door
 from experiments.common.files import save_torch_file
