@@ -101,7 +101,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "exports": reference.exports,
     "front_door": front_door_table,
     "api": reference.api,
-    "findings": findings.full_table,
+    "findings": findings.status_table,
     "evidence": findings.evidence,
     "speed": speed.summary,
 }
@@ -109,9 +109,8 @@ KINDS: dict[str, Callable[..., str]] = {
 
 def pages() -> list[Path]:
     """The pages that may have generated parts."""
-    return [ROOT / name for name in ("README.md", "benchmarks/README.md", "results/README.md")] + sorted(
-        ROOT.glob("docs/**/*.md")
-    )
+    single = [ROOT / name for name in ("README.md", "benchmarks/README.md", "results/README.md")]
+    return single + sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("results/tables/*.md"))
 
 
 def rewritten(text: str, folder: Path = ROOT) -> str:
