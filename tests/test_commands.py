@@ -29,7 +29,7 @@ INSTALLED = ("pip", "venv", "pytest")  # modules that python -m runs, and whose 
 SET_UP = "README.md#set-up"
 # What a page asks its reader for: a folder of images, files, a method of their own package.
 FOLDER = "FOLDER"
-FILES = ("commands.txt", "own.pt")
+FILES = ("CIFAR-100_human.pt", "cifar100.pt", "commands.txt", "heads.pt", "own.pt")
 OWN_METHOD = "focal"
 # A dry run prints a command, which is the next program's input.
 STAND_IN = """#!/bin/bash
@@ -157,6 +157,8 @@ def test_the_commands_of_a_block_run_and_their_flags_parse(block, tree, monkeypa
 
 def test_there_are_commands_of_every_kind():
     code = "\n".join(block.code for block in BLOCKS)
+    for study_name in set(STUDIES) - {"tiny_imagenet_more"}:
+        assert f"scripts/{study_name}.sh" in code, study_name
     for folder in ("experiments", "scripts", "benchmarks"):
         assert f"python {folder}/" in code
 
