@@ -14,7 +14,7 @@ from reporting import markdown
 from reporting.compare import interval, p_value, paired
 from reporting.frames import METRICS, read_runs
 from studies.noise import BASELINE, CHOICES, LABELS, RANKING, ROBUST, SORTING, noise
-from studies.tuning import Known, Trial, Tried, Tuned, score
+from studies.tuning import TRIAL_SEEDS, Known, Tried, Tuned
 
 ERROR = 0.05  # family-wise
 NOISY = "noisy"
@@ -53,8 +53,10 @@ class Results:
             self.titles[candidate.name] = candidate.title
             self.tried[candidate.name] = tried
             for choice, split in CHOICES.items():
-                chosen: Trial = study.finals.select(tried, split)
-                numbers = finals.numbers(chosen)
+                chosen = study.chosen(candidate, self.known, split)
+                numbers = []
+                if chosen is not None:
+                    numbers = finals.numbers(chosen)
                 if not numbers:
                     raise ValueError(f"{labels}: what {choice} validation chose of {candidate.name} has no final run")
                 self.finals[candidate.name, choice] = runs.iloc[numbers]
@@ -68,7 +70,7 @@ class Results:
         scores = {}
         for loss in losses:
             for item in self.tried.get(loss, []):
-                row = score(item.rows[0], CHOICES[NOISY])
+                row = item.mean_score(TRIAL_SEEDS, CHOICES[NOISY])
                 scores[loss] = max(row, scores.get(loss, row))
         return max(scores, key=scores.__getitem__)
 

@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="heads: methods, or all (default: four of them)")
     parser.add_argument("--num_valid", type=int, help="heads: rows that validate, 0 for the data's own (default: 5000)")
     parser.add_argument("--human", type=Path, metavar="FILE", help="noise: CIFAR-100_human.pt of CIFAR-100N")
-    parser.add_argument("--labels", nargs="+", choices=noise.LABELS, metavar="NAME", help="noise: kinds (default: all)")
+    parser.add_argument("--labels", nargs="+", metavar="NAME", help="noise: kinds of labels (default: all)")
     parser.add_argument("--losses", nargs="+", metavar="NAME", help="noise: names in studies/noise.py (default: all)")
     parser.add_argument("--folder", type=Path, help=f"noise: folder for files of labels (default: {noise.FOLDER})")
     parser.add_argument("--choice", choices=("noisy", "clean"), default="noisy", help="noise: which labels choose")
@@ -91,7 +91,7 @@ def studies_of(args: argparse.Namespace) -> Iterator[Study | Tuned]:
     earlier = earlier_trials(args)
     if (args.dry_run or args.status) and earlier is not None and not earlier.is_file():
         print(f"# {args.study}: known when {earlier.name} is there")
-    elif args.study == "noise":
+    elif args.study in noise.DESIGNS:
         yield from noise_studies(args)
     elif args.study.startswith("heads"):
         yield make(args.data[0], **heads_options(args))
@@ -138,27 +138,28 @@ def heads_options(args: argparse.Namespace) -> dict:
 def noise_studies(args: argparse.Namespace) -> Iterator[Tuned]:
     """The study of each kind of labels; its file of labels is written first."""
     check_files(args.data)
-    kinds = args.labels or list(noise.LABELS)
+    design = noise.DESIGNS[args.study]
+    kinds = args.labels or list(design.kinds)
     folder = args.folder or noise.FOLDER
     losses = tuple(args.losses or ())
-    known = [candidate.name for candidate in noise.space("human")]
-    for name in losses:
-        if name not in known:
-            raise ValueError(f"--losses: there is no {name}; choose among {', '.join(known)}")
+    for flag, names, known in (("--losses", losses, design.losses), ("--labels", kinds, tuple(design.kinds))):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{flag}: there is no {name}; choose among {', '.join(known)}")
     if "human" in kinds and (args.human is None or not args.human.is_file()):
         raise ValueError("--human must name CIFAR-100_human.pt; or leave human out by --labels")
     for labels in kinds:
         path = folder / f"{labels}.pt"
-        write_labels(labels, path, args)
-        yield noise.noise(labels, losses, folder, embeddings_id(path))
+        write_labels(design.kinds[labels], path, args)
+        yield design.study(labels, losses, folder, embeddings_id(path))
 
 
-def write_labels(labels: str, path: Path, args: argparse.Namespace) -> None:
+def write_labels(labels: noise.Labels, path: Path, args: argparse.Namespace) -> None:
     """Write the embeddings with a kind of labels to a file, unless it is there; or show the command that does."""
     from scripts import relabel
 
-    words = [args.data[0], *noise.LABELS[labels].flags.split(), "--noisy_valid", "--output", str(path)]
-    if labels == "human":
+    words = [args.data[0], *labels.flags.split(), "--noisy_valid", "--output", str(path)]
+    if not labels.flags:
         words[1:1] = ["--human", str(args.human)]
     if relabel.is_written(words):
         return

@@ -84,6 +84,7 @@ STUDIES = {
     "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet),
     "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more),
     "noise": Entry(noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder")),
+    "noise_draws": Entry(noise.noise_draws, data=("FILE",), options=("human", "labels", "losses", "folder")),
 }
 LISTED = (
     quickstart(),
@@ -113,8 +114,8 @@ def study_of(file: str, folder: Path) -> Study | Tuned | None:
             return study
     parent, _, name = file.rpartition("/")
     stem = name.removesuffix(".csv").removesuffix("_trials")
-    if parent == "noise" and stem in noise.LABELS:
-        return noise.noise(stem)
+    if parent in noise.DESIGNS and stem in noise.DESIGNS[parent].kinds:
+        return noise.DESIGNS[parent].study(stem)
     if stem == "noise_scratch":
         return from_scratch.noise_scratch("CIFAR-100_human.pt")
     if stem == "tiny_imagenet":

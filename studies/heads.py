@@ -15,7 +15,7 @@ from topk_losses.methods import SINGLE_K, TOP1
 DEFAULT = ("softmax_cross_entropy", "ldr_kl", "lapsum", "splitter_selection")
 KNOWN = tuple(name for name in METHODS if name != "imbalanced_noised_topk")  # noised_topk where classes are alike
 LEARNING_RATES = (0.0005, 0.001, 0.002, 0.004)
-SEEDS = "1 2 3 4 5 6 7 8 9 10"
+SEEDS = tuple(range(1, 11))
 HALF = ".5 0 0 0 .5"
 EVEN = ".2 .2 .2 .2 .2"
 FIFTH = "0 0 0 0 1"
@@ -71,9 +71,9 @@ def candidate(method: str) -> Candidate:
     return Candidate(method, method, flags, options=tuple(options))
 
 
-def commands(results: Path, seeds: str, data: str, num_valid: int) -> OnePass:
+def commands(results: Path, data: str, num_valid: int) -> OnePass:
     evaluation = as_flags({"batch_size": 500, "num_valid": num_valid or None, "eval_freq": 100000})
-    flags = f"--seeds {seeds} {evaluation} --results {shlex.quote(str(results))} -d {shlex.quote(data)}"
+    flags = f"{evaluation} --results {shlex.quote(str(results))} -d {shlex.quote(data)}"
     return OnePass(IMAGENET, results, flags)
 
 
@@ -82,10 +82,10 @@ def heads(
 ) -> Tuned:
     """Trials of each method, the best with more epochs, ten other seeds. name: of the files in results/."""
     results = Path("results")
-    trials = commands(results / f"{name}_trials.csv", "0", data, num_valid)
+    trials = commands(results / f"{name}_trials.csv", data, num_valid)
     first = Grid("trials", trials, 5, {"lr": LEARNING_RATES})
     longer = Longer("longer", trials, 22, {"lr": LEARNING_RATES}, earlier=first)
-    finals = commands(results / f"{name}.csv", SEEDS, data, num_valid)
+    finals = commands(results / f"{name}.csv", data, num_valid).with_seeds(SEEDS)
     return Tuned(
         name=name,
         title="Linear classifiers with chosen settings",
@@ -144,8 +144,8 @@ def heads_more(
             raise ValueError(f"{around} has no trial of {item.name}: run scripts/heads.sh first")
         candidates += more_candidates(item.name, best.loss)
     results = Path("results")
-    trials = commands(results / f"{name}_more_trials.csv", "0", data, num_valid)
-    finals = commands(results / f"{name}_more.csv", SEEDS, data, num_valid)
+    trials = commands(results / f"{name}_more_trials.csv", data, num_valid)
+    finals = commands(results / f"{name}_more.csv", data, num_valid).with_seeds(SEEDS)
     return Tuned(
         name=f"{name}_more",
         title="Linear classifiers with chosen settings, 30 more trials",

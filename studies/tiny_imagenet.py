@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from studies.runs import IMAGENET
-from studies.tuning import Candidate, Finals, Grid, OnePass, Tuned, best_of_first_seed
+from studies.tuning import ONE_SEED, Candidate, Finals, Grid, OnePass, Tuned
 
 # The paper's P_K. Losses of a single k have the first; cross-entropy has label smoothing and weight decay to try.
 P_KS = ("0. 0. 0. 0. 1.", ".5 0. 0. 0. .5", ".25 0. 0. 0. .75", ".1 0. 0. 0. .9", ".2 .2 .2 .2 .2")
@@ -20,7 +20,7 @@ INVERSE_TEMPERATURES = {  # a fourth of the default, the default, four times the
 MORE = ("softmax_cross_entropy", "splitter_selection")
 TRIALS = Path("results/tiny_imagenet_trials.csv")
 FINALS = Path("results/tiny_imagenet.csv")
-SEEDS = "1 2 3 4 5 6 7 8 9 10"
+SEEDS = tuple(range(1, 11))
 DATA = Path("data/downloads/embeddings/tiny_imagenet.pt")
 
 
@@ -44,9 +44,9 @@ def space() -> tuple[Candidate, ...]:
     return tuple(candidates)
 
 
-def commands(results: Path, seeds: str, data: Path) -> OnePass:
+def commands(results: Path, data: Path) -> OnePass:
     evaluation = "--batch_size 500 --num_valid 2000 --eval_freq 100000"
-    return OnePass(IMAGENET, results, f"--seeds {seeds} {evaluation} --results {results} -d {shlex.quote(str(data))}")
+    return OnePass(IMAGENET, results, f"{evaluation} --results {results} -d {shlex.quote(str(data))}")
 
 
 def tiny_imagenet(data: Path = DATA, embeddings: str = "") -> Tuned:
@@ -55,9 +55,9 @@ def tiny_imagenet(data: Path = DATA, embeddings: str = "") -> Tuned:
         name="tiny_imagenet",
         title="Table 3 on Tiny-ImageNet-200",
         space=space(),
-        rounds=(Grid("trials", commands(TRIALS, "0", data), 6, {"lr": (0.001, 0.002, 0.004)}),),
+        rounds=(Grid("trials", commands(TRIALS, data), 6, {"lr": (0.001, 0.002, 0.004)}),),
         finals=Finals(
-            commands(Path("results/tiny_imagenet.csv"), "1 2 3 4 5 6 7 8 9 10", data),
+            commands(FINALS, data).with_seeds(SEEDS),
             {"valid": "valid"},
             together=False,
         ),
@@ -81,11 +81,11 @@ def tiny_imagenet_more(trials: Path = TRIALS, data: Path = DATA, embeddings: str
         tried = known.tried(options)
         if not tried:
             raise ValueError(f"{trials} has no trial of {method}: run scripts/tiny_imagenet.sh first")
-        best = best_of_first_seed(tried, "valid").loss.replace(" --weight_decay 1.0", "")
+        best = ONE_SEED.finalists_of(tried, "valid")[0].trial.loss.replace(" --weight_decay 1.0", "")
         candidates.append(Candidate(method, method, best))
     results = Path("results/tiny_imagenet_more_trials.csv")
-    grid = Grid("trials", commands(results, "0", data), 12, {"lr": (0.0005, 0.001), "weight_decay": (1.0, 3.0, 10.0)})
-    finals = commands(Path("results/tiny_imagenet_more.csv"), SEEDS, data)
+    grid = Grid("trials", commands(results, data), 12, {"lr": (0.0005, 0.001), "weight_decay": (1.0, 3.0, 10.0)})
+    finals = commands(Path("results/tiny_imagenet_more.csv"), data).with_seeds(SEEDS)
     return Tuned(
         name="tiny_imagenet_more",
         title="Table 3 on Tiny-ImageNet-200, six more trials of two losses",

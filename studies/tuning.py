@@ -3,19 +3,22 @@
     tune(study, launch)
 
 A space is a tuple of candidates, each a loss with the numbers or options that are tried. A round says which trials a
-candidate gets, given the rows of earlier rounds.
+candidate gets, given the rows of earlier rounds. All trials have seed 0. The best of them, the finalists, get the seeds
+of the rule of selection, and the mean over those seeds chooses. The finals have seeds that never chose.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from experiments.common.rows import read_rows
 from studies.runs import PYTHON, RunIndex, as_flags, one_pass, parse_flags
 
 Row = dict[str, str]
+TRIAL_SEEDS = (0,)  # of all trials
 
 
 class Range(NamedTuple):
@@ -92,38 +95,80 @@ class Known:
         return [self.rows[number] for number in self.numbers(trial)]
 
     def tried(self, trials: Iterable[Trial]) -> list["Tried"]:
-        """The trials that have rows, in the order of their first row."""
+        """The trials that have a row of the seed of trials, in the order of these rows."""
         found = []
         for trial in trials:
-            numbers = self.numbers(trial)
-            if numbers:
-                rows = [self.rows[number] for number in numbers]
-                found.append((numbers[0], Tried(trial, rows)))
+            numbers = {}
+            for number in self.numbers(trial):
+                numbers[int(self.rows[number]["seed"])] = number
+            if numbers.keys() >= set(TRIAL_SEEDS):
+                rows = {seed: self.rows[number] for seed, number in numbers.items()}
+                found.append((numbers[TRIAL_SEEDS[0]], Tried(trial, rows)))
         found.sort(key=lambda pair: pair[0])
         return [item for _, item in found]
 
     def are_done(self, trials: Sequence[Trial]) -> bool:
         return all(self.numbers(trial) for trial in trials)
 
+    def has_seeds(self, seeds: Sequence[int]) -> bool:
+        """Whether a row has one of these seeds."""
+        return any(int(row["seed"]) in seeds for row in self.rows)
+
 
 class Tried(NamedTuple):
-    """A trial and its rows, one for each seed."""
+    """A trial and its rows by their seeds."""
 
     trial: Trial
-    rows: list[Row]
+    rows: dict[int, Row]
 
-
-# A rule of selection: from the trials of a loss and a split, such as valid or last_clean, the trial that is chosen.
-Selection = Callable[[Sequence[Tried], str], Trial]
+    def mean_score(self, seeds: Sequence[int], split: str) -> float:
+        """The mean over seeds of the top-1 + top-5 of a split, such as valid or last_clean."""
+        return fmean(score(self.rows[seed], split) for seed in seeds)
 
 
 def score(row: Row, split: str) -> float:
     return float(row[f"{split}_top1"]) + float(row[f"{split}_top5"])
 
 
-def best_of_first_seed(tried: Sequence[Tried], split: str) -> Trial:
-    """The trial whose first row has the highest top-1 + top-5 of a split, the earliest of equals."""
-    return max(tried, key=lambda item: score(item.rows[0], split)).trial
+@dataclass(frozen=True)
+class Rule:
+    """The rule of selection of all studies: the best trials of a candidate get more seeds, whose mean chooses.
+
+    Attributes:
+        finalists: number of trials of each candidate, the best of seed 0, that get more seeds.
+        seeds: these seeds; none of them is a seed of the finals.
+    """
+
+    finalists: int = 5
+    seeds: tuple[int, ...] = tuple(range(101, 111))
+
+    def finalists_of(self, tried: Sequence[Tried], split: str) -> list[Tried]:
+        """The best trials by seed 0 and a split, the earlier of equals first."""
+        ranked = sorted(tried, key=lambda item: item.mean_score(TRIAL_SEEDS, split), reverse=True)
+        return ranked[: self.finalists]
+
+    def choose(self, tried: Sequence[Tried], split: str) -> Trial | None:
+        """The finalist with the best mean over the seeds; None if a finalist lacks one of them."""
+        finalists = self.finalists_of(tried, split)
+        if len(finalists) == 1:
+            return finalists[0].trial
+        if not finalists or not all(item.rows.keys() >= set(self.seeds) for item in finalists):
+            return None
+        return max(finalists, key=lambda item: item.mean_score(self.seeds, split)).trial
+
+    @property
+    def text(self) -> str:
+        """The rule as a sentence for captions."""
+        if self.finalists == 1:
+            return "The trial with the best validation of seed 0 is chosen: one seed chose."
+        return (
+            f"The {self.finalists} trials of each loss with the best validation of seed 0 train again with seeds "
+            f"{self.seeds[0]} to {self.seeds[-1]}, and the best mean validation of these {len(self.seeds)} seeds is "
+            "chosen."
+        )
+
+
+ONE_SEED = Rule(finalists=1, seeds=())  # of rows that were made before the rule
 
 
 class Commands(Protocol):
@@ -134,18 +179,21 @@ class Commands(Protocol):
 
     def of(self, trials: Iterable[Trial]) -> list[str]: ...
 
+    def with_seeds(self, seeds: tuple[int, ...]) -> "Commands": ...
+
 
 @dataclass(frozen=True)
 class OnePass:
     """Linear classifiers: one command for each number of epochs trains all trials in a pass over the data.
 
     Attributes:
-        flags: of the seeds, the data, the evaluation and the results.
+        flags: of the data, the evaluation and the results.
     """
 
     script: str
     results: Path
     flags: str
+    seeds: tuple[int, ...] = TRIAL_SEEDS
 
     def of(self, trials: Iterable[Trial]) -> list[str]:
         groups: dict[int, list[str]] = {}
@@ -153,8 +201,12 @@ class OnePass:
             groups.setdefault(trial.n_epochs, []).append(trial.flags)
         commands = []
         for n_epochs, losses in sorted(groups.items()):
-            commands.append(one_pass(self.script, losses, f"--n_epochs {n_epochs} {self.flags}"))
+            seeds = " ".join(map(str, self.seeds))
+            commands.append(one_pass(self.script, losses, f"--n_epochs {n_epochs} --seeds {seeds} {self.flags}"))
         return commands
+
+    def with_seeds(self, seeds: tuple[int, ...]) -> "OnePass":
+        return replace(self, seeds=seeds)
 
 
 @dataclass(frozen=True)
@@ -164,13 +216,16 @@ class OneByOne:
     script: str
     results: Path
     flags: str
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = TRIAL_SEEDS
 
     def of(self, trials: Iterable[Trial]) -> list[str]:
         commands = []
         for seed, trial in itertools.product(self.seeds, list(trials)):
             commands.append(f"{PYTHON} {self.script} {trial.flags} --seed {seed} {self.flags}")
         return commands
+
+    def with_seeds(self, seeds: tuple[int, ...]) -> "OneByOne":
+        return replace(self, seeds=seeds)
 
 
 class Round(Protocol):
@@ -243,7 +298,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Longer(Grid):
-    """The best loss of an earlier round, with each value again and more epochs."""
+    """The best loss of an earlier round by seed 0, with each value again and more epochs."""
 
     earlier: Grid | None = None
     split: str = "valid"
@@ -253,7 +308,8 @@ class Longer(Grid):
         trials = self.earlier.of(candidate, known)
         if not known.are_done(trials):
             return []
-        return self.with_values(best_of_first_seed(known.tried(trials), self.split).loss)
+        best = ONE_SEED.finalists_of(known.tried(trials), self.split)[0]
+        return self.with_values(best.trial.loss)
 
 
 @dataclass(frozen=True)
@@ -262,16 +318,16 @@ class Finals:
 
     Attributes:
         choices: who chooses, and the split whose accuracy decides, such as valid or last_clean.
-        together: whether one pass over the data trains what was chosen of all candidates.
+        together: whether one pass over the data trains the finalists, and what was chosen, of all candidates.
         always: trials that get these seeds, too, chosen or not.
-        select: the rule of selection.
+        rule: the rule of selection.
     """
 
     commands: Commands
     choices: dict[str, str]
     together: bool = True
     always: tuple[Trial, ...] = ()
-    select: Selection = best_of_first_seed
+    rule: Rule = Rule()
 
 
 class Stage(NamedTuple):
@@ -316,18 +372,44 @@ class Tuned:
             trials += part.of(candidate, known)
         return trials
 
+    def tried(self, candidate: Candidate, known: Known) -> list[Tried]:
+        """The trials of a candidate that have run."""
+        return known.tried(self.trials_of(candidate, known))
+
+    def rule_of(self, known: Known) -> Rule:
+        """The rule by which rows chose: the study's; of rows without its seeds, the first seed alone."""
+        if known.has_seeds(self.finals.rule.seeds):
+            return self.finals.rule
+        return ONE_SEED
+
     def chosen(self, candidate: Candidate, known: Known, split: str) -> Trial | None:
-        """What validation chose of a candidate; None if none of its trials has run."""
-        tried = known.tried(self.trials_of(candidate, known))
-        if not tried:
-            return None
-        return self.finals.select(tried, split)
+        """What validation chose of a candidate; None as long as its trials or its finalists have not run."""
+        return self.rule_of(known).choose(self.tried(candidate, known), split)
 
     def trials_are_done(self, known: Known) -> bool:
         for candidate in self.space:
             for part in self.rounds:
                 trials = part.of(candidate, known)
                 if not trials or not known.are_done(trials):
+                    return False
+        return True
+
+    def finalists(self, candidate: Candidate, known: Known) -> list[Trial]:
+        """The trials that get the seeds of the rule; none where there is nothing to choose."""
+        tried = self.tried(candidate, known)
+        found: dict[Trial, None] = {}
+        for split in self.finals.choices.values():
+            finalists = self.finals.rule.finalists_of(tried, split)
+            if len(finalists) > 1:
+                found |= dict.fromkeys(item.trial for item in finalists)
+        return list(found)
+
+    def has_chosen(self, known: Known) -> bool:
+        """Whether the rule can choose of every candidate."""
+        for candidate in self.space:
+            tried = self.tried(candidate, known)
+            for split in self.finals.choices.values():
+                if self.finals.rule.choose(tried, split) is None:
                     return False
         return True
 
@@ -342,26 +424,36 @@ class Tuned:
             commands += part.commands.of(trials)
         return commands
 
+    def finalist_commands(self) -> list[str]:
+        """The commands of the finalists, whose rows are in the file of the trials."""
+        known = self.known()
+        commands = self.rounds[0].commands.with_seeds(self.finals.rule.seeds)
+        return self.commands_of([self.finalists(candidate, known) for candidate in self.space], commands)
+
     def final_commands(self) -> list[str]:
         known = self.known()
-        commands = []
-        everything = list(self.finals.always)
+        groups = [list(self.finals.always)]
         for candidate in self.space:
             chosen = []
             for split in self.finals.choices.values():
                 trial = self.chosen(candidate, known, split)
                 if trial is not None:
                     chosen.append(trial)
-            if not self.finals.together:
-                commands += self.finals.commands.of(dict.fromkeys(chosen))
-            everything += chosen
+            groups.append(chosen)
+        return self.commands_of(groups, self.finals.commands)
+
+    def commands_of(self, groups: Sequence[Sequence[Trial]], commands: Commands) -> list[str]:
+        """The commands of the trials of several candidates: of all at once, or of one after another."""
         if self.finals.together:
-            return self.finals.commands.of(dict.fromkeys(everything))
-        return commands
+            return commands.of(dict.fromkeys(itertools.chain(*groups)))
+        lines = []
+        for trials in groups:
+            lines += commands.of(dict.fromkeys(trials))
+        return lines
 
 
 def tune(study: Tuned, launch: Launch) -> int:
-    """Run the rounds of trials, let validation choose, and run the finals; return the exit status.
+    """Run the rounds of trials and the finalists, let validation choose, and run the finals; return the exit status.
 
     What the files have is skipped: the same call continues.
     """
@@ -374,6 +466,14 @@ def tune(study: Tuned, launch: Launch) -> int:
         if status:
             return status
     if not study.trials_are_done(study.known()):
-        print(f"# finals of {study.name}: known when its trials have run")
+        print(f"# finalists of {study.name}: known when its trials have run")
+        return 0
+    commands = study.finalist_commands()
+    if commands:
+        status = launch(Stage(f"{study.name}_finalists", str(study.trials_file), commands))
+        if status:
+            return status
+    if not study.has_chosen(study.known()):
+        print(f"# finals of {study.name}: known when its finalists have run")
         return 0
     return launch(Stage(study.name, str(study.finals.commands.results), study.final_commands()))

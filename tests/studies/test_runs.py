@@ -11,6 +11,7 @@ from experiments.common.rows import read_rows
 from experiments.finetune_imagenet21k import IMAGENET_21K
 from studies import runs
 from studies.catalog import LISTED, STUDIES
+from studies.noise import DESIGNS
 from studies.runs import DEFAULTS, UNSORTED, RunIndex, Study, command_of, expected_runs, parse_flags
 from topk_losses import METHODS, RELAXATIONS
 
@@ -27,7 +28,8 @@ NUM_RUNS = {
     **{"beam_search": 20, "beam_search_short": 20},
 }
 DATA = {"FILE": "a file.pt", "DATA...": "digits", "OF_10": "a.pt", "OF_100": "b.pt", "OF_1000": "c.pt"}
-WITHOUT_TRIALS = [name for name in STUDIES if name not in ("noise", "noise_scratch") and "_more" not in name]
+DATA |= {"HUMAN": __file__}  # a file that is there
+WITHOUT_TRIALS = [name for name in STUDIES if "_more" not in name]
 FILES = sorted(
     path.relative_to(REPOSITORY).as_posix()
     for path in [*REPOSITORY.glob("*.csv"), *REPOSITORY.glob("noise/*.csv")]
@@ -38,7 +40,10 @@ FILES = sorted(
 def commands_of(name: str) -> list[str]:
     """The commands of a study that are known before any has run."""
     entry = STUDIES[name]
-    study = entry.make(*(DATA[word] for word in entry.data))
+    words = [DATA[word] for word in entry.data]
+    if name in DESIGNS:
+        words = ["human"]  # a kind of labels
+    study = entry.make(*words)
     if isinstance(study, Study):
         return study.commands()
     return study.round_commands(study.rounds[0])

@@ -12,6 +12,7 @@ from studies import from_scratch, heads, noise, tiny_imagenet
 from studies.catalog import study_of
 from studies.runs import RunIndex, expected_runs
 from studies.tuning import (
+    ONE_SEED,
     Candidate,
     Finals,
     Grid,
@@ -20,9 +21,9 @@ from studies.tuning import (
     OneByOne,
     OnePass,
     Range,
+    Rule,
     Trial,
     Tuned,
-    best_of_first_seed,
     tune,
 )
 
@@ -56,24 +57,26 @@ class Runner:
 
 @pytest.fixture
 def study(tmp_path) -> Tuned:
-    """Two losses, four trials each, the best longer, two seeds of what is chosen."""
-    trials = OnePass(SCRIPT, tmp_path / "trials.csv", f"--seeds 0 --results {tmp_path}/trials.csv -d own.pt")
-    finals = OnePass(SCRIPT, tmp_path / "finals.csv", f"--seeds 1 2 --results {tmp_path}/finals.csv -d own.pt")
+    """Two losses, four trials each, the best longer, two finalists, two seeds of what is chosen."""
+    trials = OnePass(SCRIPT, tmp_path / "trials.csv", f"--results {tmp_path}/trials.csv -d own.pt")
+    finals = OnePass(SCRIPT, tmp_path / "finals.csv", f"--results {tmp_path}/finals.csv -d own.pt", (1, 2))
     first = Grid("trials", trials, 5, {"lr": (0.001, 0.002)})
     longer = Longer("longer", trials, 22, {"lr": (0.001, 0.002)}, earlier=first)
     space = (
         Candidate("smooth", "cross-entropy", "--method softmax_cross_entropy", options=("", "--label_smoothing 0.1")),
         Candidate("gce", "GCE", "--method generalized_cross_entropy", options=("--q 0.3", "--q 0.7")),
     )
-    return Tuned("study", "A study", space, (first, longer), Finals(finals, {"valid": "valid"}), embeddings="own")
+    chosen = Finals(finals, {"valid": "valid"}, rule=Rule(2, (101, 102)))
+    return Tuned("study", "A study", space, (first, longer), chosen, embeddings="own")
 
 
 def test_rounds_follow_one_another_then_the_finals(study):
     runner = Runner()
     assert tune(study, runner) == 0
-    assert runner.stages == [("study_trials", 2), ("study_longer", 2), ("study", 1)]
+    assert runner.stages == [("study_trials", 2), ("study_longer", 2), ("study_finalists", 1), ("study", 1)]
     rows = read_rows(study.trials_file)
-    assert [row["n_epochs"] for row in rows].count("22") == 4
+    assert [row["n_epochs"] for row in rows if row["seed"] == "0"].count("22") == 4
+    assert [row["seed"] for row in rows[-8:]] == ["101"] * 4 + ["102"] * 4
     finals = read_rows(study.finals.commands.results)
     assert sorted({(row["method"], row["seed"]) for row in finals}) == [
         ("generalized_cross_entropy", "1"),
@@ -81,7 +84,8 @@ def test_rounds_follow_one_another_then_the_finals(study):
         ("softmax_cross_entropy", "1"),
         ("softmax_cross_entropy", "2"),
     ]
-    assert {row["lr"] for row in finals} == {"0.002"}  # the last row of each loss is the best
+    best = {row["method"]: row["lr"] for row in rows}  # later rows are better
+    assert {(row["method"], row["lr"]) for row in finals} == set(best.items())
 
 
 def test_a_failed_round_is_the_status_and_the_last(study):
@@ -104,25 +108,41 @@ def test_rows_of_other_embeddings_are_no_trials(study):
     assert study.chosen(study.space[0], study.known(), "valid") is None
 
 
-def test_a_rule_of_selection_chooses_among_all_seeds(study):
-    """The mean over seeds, where the first seed alone would choose another trial."""
-
-    def best_mean(tried, split):
-        means = {item.trial: sum(float(row[f"{split}_top1"]) for row in item.rows) / len(item.rows) for item in tried}
-        return max(means, key=means.__getitem__)
-
-    candidate = study.space[1]
-    trials = study.rounds[0].of(candidate, study.known())
+def write_accuracies(study: Tuned, trials: list[Trial], accuracies: list[dict[int, float]]) -> None:
+    """Write rows of trials into the study's file: of each trial an accuracy by seed."""
     rows = []
-    for number, (trial, accuracies) in enumerate(zip(trials, ((0.9, 0.1), (0.6, 0.7), (0.1, 0.1), (0.2, 0.2)))):
-        for seed, accuracy in enumerate(accuracies):
-            run = expected_runs(f"python {SCRIPT} {trial.flags} --n_epochs 5 --seed {seed} --results x")[0]
-            rows.append(row_of(run, 10 * number + seed) | {"valid_top1": accuracy})
+    for trial, by_seed in zip(trials, accuracies, strict=True):
+        for seed, accuracy in by_seed.items():
+            command = f"python {SCRIPT} {trial.flags} --n_epochs {trial.n_epochs} --seed {seed} --results x"
+            rows.append(row_of(expected_runs(command)[0], len(rows)) | {"valid_top1": accuracy})
     write_rows(study.trials_file, rows)
-    tried = study.known().tried(trials)
-    assert [len(item.rows) for item in tried] == [2, 2, 2, 2]
-    assert best_of_first_seed(tried, "valid") == trials[0]
-    assert best_mean(tried, "valid") == trials[1]
+
+
+FOUR = [{0: 0.9}, {0: 0.8}, {0: 0.7}, {0: 0.1}]  # accuracies of four trials with seed 0
+BETTER_LATER = [{0: 0.9, 101: 0.3, 102: 0.4}, {0: 0.8, 101: 0.6, 102: 0.2}, {0: 0.7}, {0: 0.1, 101: 1.0, 102: 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "rule", "expected"),
+    [
+        (FOUR, ONE_SEED, 0),
+        (FOUR, Rule(2, (101, 102)), None),  # the finalists have not run
+        (BETTER_LATER, ONE_SEED, 0),
+        (BETTER_LATER, Rule(2, (101, 102)), 1),  # the mean; the last has the best mean, but is no finalist
+        (BETTER_LATER, Rule(2, (101,)), 1),
+        (BETTER_LATER, Rule(2, (102,)), 0),
+        (BETTER_LATER, Rule(2, (101, 102, 103)), None),  # both finalists lack a seed
+        (BETTER_LATER, Rule(3, (101, 102)), None),  # one finalist has no seed
+        (BETTER_LATER, Rule(1, (101, 102)), 0),  # there is nothing to choose
+        ([{0: 0.5, 101: 0.2}, {0: 0.5, 101: 0.2}, {0: 0.5, 101: 0.1}, {0: 0.4}], Rule(3, (101,)), 0),  # equal
+        ([{0: 0.1, 101: 0.9}, {101: 1.0}, {0: 0.2, 101: 0.8}, {1: 1.0}], Rule(5, (101,)), 0),  # no trial without seed 0
+    ],
+)  # fmt: skip
+def test_the_mean_of_the_finalists_chooses(study, accuracies, rule, expected):
+    trials = study.rounds[0].of(study.space[1], study.known())
+    write_accuracies(study, trials, accuracies)
+    chosen = rule.choose(study.known().tried(trials), "valid")
+    assert chosen == (None if expected is None else trials[expected])
 
 
 def test_numbers_of_a_range_have_three_digits():
