@@ -40,6 +40,11 @@ class LDRKLLoss(ClassificationLoss):
             is learned.
         margin: margin of the true class over each other class, in units of the logits, at least 0 (default: 0).
         common: arguments of ClassificationLoss.
+
+    Example:
+        >>> loss_fn = LDRKLLoss(inverse_temperature=0.5, margin=1.0)
+        >>> loss_fn(torch.arange(20.0).expand(2, 20), torch.tensor([19, 14]))
+        tensor(-0.8071)
     """
 
     default_inverse_temperature: ClassVar[float | None] = 1.0
