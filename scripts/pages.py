@@ -27,7 +27,7 @@ import pandas as pd
 from experiments.common import door
 from experiments.common.files import replace_file
 from experiments.common.paths import REPOSITORY, ROOT
-from reporting import columns, findings, markdown, noise, reference, speed, temperatures
+from reporting import columns, findings, markdown, noise, noise_draws, reference, speed, temperatures
 from reporting.frames import METRICS, read_protocol, read_published
 from scripts import report
 from topk_losses import METHODS
@@ -93,6 +93,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "training_steps": speed.training_steps,
     "noise_table": noise.noise_table,
     "noise_answer": noise.noise_answer,
+    "noise_draws_answer": noise_draws.noise_draws_answer,
+    "noise_edges": noise_draws.noise_edges,
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
     "methods": reference.methods,
