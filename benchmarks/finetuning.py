@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +49,8 @@ def steps_of(
     def step_of(loss_fn: nn.Module, number: int) -> Callable[[], None]:
         def step() -> None:
             chosen = torch.randint(NUM_ROWS, (batch,), device=device)
-            rows, targets = embeddings.index_select(0, chosen).float(), labels.index_select(0, chosen)
+            rows = embeddings.index_select(0, chosen).float()  # (batch, dim)
+            targets = labels.index_select(0, chosen)
             for training_head, optimizer in zip(made[:number], optimizers):
                 loss = loss_fn(training_head(rows), targets)
                 optimizer.zero_grad()
@@ -59,17 +61,31 @@ def steps_of(
 
     with torch.no_grad():
         logits = made[0](embeddings[:batch].float())  # (batch, n)
-    steps, losses = {}, {}
+    steps = {}
+    losses = {}
     for method in methods:
-        case = (method, published_p_k(method), n, m if method in RELAXATIONS else None, device)
-        found = {"ours": make_ours(*case)}
-        with contextlib.suppress(ValueError):  # it has no such loss
-            found["difftopk"] = difftopk.make(*case)
-        for name, loss_fn in found.items():
+        for name, loss_fn in implementations(method, n, sorted_scores(method, m), device).items():
             losses[name, method, 1] = loss_fn(logits, labels[:batch]).item()
-            for number in sorted({1, heads if name == "ours" else 1}):
-                steps[name, method, number] = step_of(loss_fn, number)
+            steps[name, method, 1] = step_of(loss_fn, 1)
+            if name == "ours" and heads > 1:
+                steps[name, method, heads] = step_of(loss_fn, heads)
     return steps, losses
+
+
+def sorted_scores(method: str, m: int | None) -> int | None:
+    """The number of scores that a method sorts; None for one that sorts none."""
+    if method in RELAXATIONS:
+        return m
+    return None
+
+
+def implementations(method: str, n: int, m: int | None, device: torch.device) -> dict[str, nn.Module]:
+    """Return our loss, and that of difftopk if it has one."""
+    case = (method, published_p_k(method), n, m, device)
+    found = {"ours": make_ours(*case)}
+    with contextlib.suppress(ValueError):  # it has no such loss
+        found["difftopk"] = difftopk.make(*case)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,30 +94,44 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="sizes, BATCHxDIMxNmM")
     flags.add_argument("--heads", type=positive_int, default=3, help="heads in one pass, also timed (default: 3)")
     args = flags.parse_args(argv)
-    if wrong := [case for case in args.sizes if len(case) != 4]:
-        flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, got {wrong[0]}")
+    for case in args.sizes:
+        if len(case) != 4:
+            flags.error(f"a size is written BATCHxDIMxN or BATCHxDIMxNmM, got {case}")
     prepare_device(args.device, args.threads)
-    table, methods = Table(args), list(dict.fromkeys([SOFTMAX, *(args.methods or METHODS)]))
+    table = Table(args)
+    methods = list(dict.fromkeys([SOFTMAX, *(args.methods or METHODS)]))
     for case in args.sizes:
         batch, dim, n, m = case
         steps, losses = steps_of(case, methods, args.heads, args.device)
         times = take_turns(steps, args.turns, args.steps, args.threads)
         for implementation, method, number in times:
-            if implementation == "difftopk":
-                continue
-            ours, softmax = times["ours", method, number], times["ours", SOFTMAX, number]
-            official = times.get(("difftopk", method, number), [math.nan])
-            table.add(
-                **{"method": method, "batch": batch, "dim": dim, "n": n, "m": m if method in RELAXATIONS else None},
-                **{"heads": number, "ms": statistics.median(ours), "over_softmax": f"{ratio(ours, softmax):.3f}"},
-                over_separate=f"{ratio(ours, times['ours', method, 1]) / number:.3f}" if number > 1 else None,
-                official_path=executor_of(method) if len(official) > 1 else None,
-                official_ms=statistics.median(official),
-                official_over_ours=ratio(official, ours),
-                loss=losses.get(("ours", method, number)),
-                official_loss=losses.get(("difftopk", method, number)),
-            )
+            if implementation == "ours":
+                row = {"method": method, "batch": batch, "dim": dim, "n": n, "m": sorted_scores(method, m)}
+                table.add(**row, **columns_of(method, number, times, losses))
     return table.write()
+
+
+def columns_of(method: str, number: int, times: dict[Timed, list[float]], losses: dict[Timed, float]) -> dict[str, Any]:
+    """The columns of a method with a number of heads in one pass."""
+    ours = times["ours", method, number]
+    official = times.get(("difftopk", method, number), [math.nan])
+    over_separate = None
+    if number > 1:
+        over_separate = f"{ratio(ours, times['ours', method, 1]) / number:.3f}"
+    official_path = None
+    if len(official) > 1:
+        official_path = executor_of(method)
+    return {
+        "heads": number,
+        "ms": statistics.median(ours),
+        "over_softmax": f"{ratio(ours, times['ours', SOFTMAX, number]):.3f}",
+        "over_separate": over_separate,
+        "official_path": official_path,
+        "official_ms": statistics.median(official),
+        "official_over_ours": ratio(official, ours),
+        "loss": losses.get(("ours", method, number)),
+        "official_loss": losses.get(("difftopk", method, number)),
+    }
 
 
 if __name__ == "__main__":

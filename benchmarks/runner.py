@@ -35,7 +35,11 @@ def size(text: str) -> tuple[int | None, ...]:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+(m[1-9]\d*)?", text):
         raise argparse.ArgumentTypeError(f"a size is written BATCHxN or BATCHxNmM, got {text!r}")
     numbers, _, m = text.partition("m")
-    return *map(int, numbers.split("x")), int(m) if m else None
+    sizes: list[int | None] = list(map(int, numbers.split("x")))
+    sizes.append(None)
+    if m:
+        sizes[-1] = int(m)
+    return tuple(sizes)
 
 
 def parser(docstring: str, name: str, methods: str = "all", **numbers: int) -> argparse.ArgumentParser:
@@ -45,12 +49,19 @@ def parser(docstring: str, name: str, methods: str = "all", **numbers: int) -> a
     """
     made = make_parser(docstring)
     made.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda:INDEX (default: cpu)")
-    message = f"methods (default: {methods})"
-    made.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=message)
-    message = "number of CPU threads (default: PyTorch's)"
-    made.add_argument("--threads", type=positive_int, default=torch.get_num_threads(), help=message)
-    message = f"CSV file for the result (default: results/benchmarks/{name})"
-    made.add_argument("--output", type=Path, default=RESULTS / name, help=message)
+    made.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"methods (default: {methods})")
+    made.add_argument(
+        "--threads",
+        type=positive_int,
+        default=torch.get_num_threads(),
+        help="number of CPU threads (default: PyTorch's)",
+    )
+    made.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS / name,
+        help=f"CSV file for the result (default: results/benchmarks/{name})",
+    )
     for flag, default in numbers.items():
         made.add_argument(f"--{flag}", type=positive_int, default=default, help=f"{NUMBERS[flag]} (default: {default})")
     return made
@@ -81,16 +92,24 @@ class Table:
     """Rows, each printed when it is added; behind their cells stands what the machine is."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self._output, self.rows = arguments.output, []
+        self._output = arguments.output
+        self.rows: list[dict[str, Any]] = []
         self._output.parent.mkdir(parents=True, exist_ok=True)
         self._machine = {"device": device_name(arguments.device), "threads": arguments.threads}
         self._machine |= {"torch": torch.__version__, "python": platform.python_version(), "git_commit": git_commit()}
 
     def add(self, **row: Any) -> None:
         """Add a row and print it; a float has four digits, None and NaN are empty."""
-        row = {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()}
-        row = {name: "" if cell in (None, "nan") else cell for name, cell in row.items()}
-        print("  ".join(f"{name} {cell}" for name, cell in row.items() if cell != ""), flush=True)
+        shown = []
+        for name, cell in row.items():
+            if isinstance(cell, float):
+                cell = f"{cell:.4g}"
+            if cell in (None, "nan"):
+                cell = ""
+            row[name] = cell
+            if cell != "":
+                shown.append(f"{name} {cell}")
+        print("  ".join(shown), flush=True)
         self.rows.append({**row, **self._machine})
 
     def write(self) -> int:

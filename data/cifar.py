@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from data.splits import Dataset, Split, seeded
-from data.torch_file import load_torch_file
+from data.label_noise import human_labels, noisy_labels
+from data.splits import LABEL_NOISE, Dataset, Split, seeded, train_and_valid_rows
 from data.torchvision_sets import load_or_download
 
 Rgb = tuple[float, float, float]
@@ -29,13 +29,7 @@ DIGITS_MEAN: Rgb = (0.3054, 0.3054, 0.3054)  # over the 1,437 training digits
 DIGITS_STD: Rgb = (0.3760, 0.3760, 0.3760)
 DATASETS = {"cifar100": 100, "cifar10": 10, "digits": 10}  # and their numbers of classes
 NOISE_BLOCK = 5  # consecutive class ids among which a label is drawn
-VALID_SHARE = 0.05
 PADDING = 4
-# Purposes of random numbers, of which the first versions had one more.
-SPLIT = 0
-LABEL_NOISE = 2
-ORDER = 3
-AUGMENTATION = 4
 
 
 def load_dataset(
@@ -54,20 +48,26 @@ def load_dataset(
         limit_train: use so many random training images; 5 % of them validate.
         label_noise: probability with which a training label is replaced by a random class of its block of NOISE_BLOCK
             classes, itself included (Berrada, Zisserman and Kumar 2018). Other labels stay clean.
-        noisy_labels_file: labels by people (`human_labels`), for the images that train and for those that validate.
+        noisy_labels_file: labels by people (`human_labels`), for the images that train and for those that validate; not
+            together with label_noise.
+
+    Raises:
+        ValueError: settings that do not fit one another or the data.
     """
+    scale, shift = scale_and_shift(name)
     train, test = load_complete(name, data_dir)
-    train_rows, valid_rows = split_rows(len(train), limit_train, seed)
+    train_rows, valid_rows = train_and_valid_rows(len(train), limit_train, seed)
     labels = train.labels  # of images that train
     valid_labels = train.labels
     clean = None
+    if label_noise > 0 and noisy_labels_file is not None:
+        raise ValueError("label_noise and noisy_labels_file exclude each other: give one of them")
+    if label_noise > 0:
+        labels = noisy_labels(labels, NOISE_BLOCK, label_noise, seeded(LABEL_NOISE, seed))
     if noisy_labels_file is not None:
         labels = human_labels(noisy_labels_file, train.labels)
         valid_labels = labels
         clean = channels_last(train.inputs[valid_rows], train.labels[valid_rows])
-    if label_noise > 0:
-        labels = noisy_labels(labels, NOISE_BLOCK, label_noise, seeded(LABEL_NOISE, seed))
-    scale, shift = scale_and_shift(name)
     return Dataset(
         num_classes=DATASETS[name],
         train=channels_last(train.inputs[train_rows], labels[train_rows]),
@@ -79,66 +79,8 @@ def load_dataset(
     )
 
 
-def split_rows(num_images: int, limit_train: int | None, seed: int) -> tuple[Tensor, Tensor]:
-    """The images that train and the VALID_SHARE that validate, both ascending.
-
-    Validation is the front of the order, training its end, so that a limit moves no image from one to the other.
-
-    Raises:
-        ValueError: there are not so many images, or none would validate.
-    """
-    count = limit_train or num_images
-    num_valid = round(count * VALID_SHARE)
-    if count > num_images or num_valid == 0:
-        raise ValueError(f"--limit_train must be between 11 and {num_images} images, got {limit_train}")
-    order = torch.randperm(num_images, generator=seeded(SPLIT, seed))  # (N,)
-    train_rows = order[num_images - (count - num_valid) :]
-    valid_rows = order[:num_valid]
-    return train_rows.sort().values, valid_rows.sort().values
-
-
 def channels_last(images: Tensor, labels: Tensor) -> Split:
     return Split(images.contiguous(memory_format=torch.channels_last), labels)
-
-
-def noisy_labels(labels: Tensor, block: int, probability: float, generator: torch.Generator) -> Tensor:
-    """Replace each label (N,), with this probability, by a random one of its block of consecutive class ids."""
-    replaced = torch.rand(len(labels), generator=generator) < probability  # (N,)
-    member = torch.randint(block, (len(labels),), generator=generator)  # (N,)
-    return torch.where(replaced, labels // block * block + member, labels)
-
-
-def human_labels(path: Path, clean: Tensor) -> Tensor:
-    """Read the labels (N,) that people gave the training images, in their order (CIFAR-100N, Wei et al. 2022).
-
-    Args:
-        path: CIFAR-100_human.pt, a pickle of NumPy arrays; no other code in it is run.
-        clean: the correct labels (N,) of the images.
-
-    Raises:
-        ValueError: the file does not hold these labels, or is about other images.
-    """
-    reconstruct = np.empty(0).__reduce__()[0]  # the published file has its name in NumPy 1
-    allowed = [reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
-    allowed += [np.ndarray, np.dtype, type(np.dtype(np.int64))]
-    with torch.serialization.safe_globals(allowed):
-        content = load_torch_file(path, "a file of labels by people")
-    names = ("noisy_label", "clean_label")
-    if not isinstance(content, dict) or not content.keys() >= {*names}:
-        raise ValueError(f"{path} is not a file of labels by people: it must hold {' and '.join(names)}")
-    noisy = torch.from_numpy(content["noisy_label"]).long()
-    right = torch.from_numpy(content["clean_label"]).long()
-    if not torch.equal(right, clean.long()):
-        raise ValueError(
-            f"the {len(right)} clean labels in {path} are not those of the {len(clean)} training images: they must be "
-            "CIFAR-100's, all of them, in torchvision's order"
-        )
-    if noisy.shape != right.shape or not 0 <= int(noisy.min()) <= int(noisy.max()) <= int(right.max()):
-        raise ValueError(
-            f"the noisy labels in {path} must be one for each of the {len(right)} images, from 0 to "
-            f"{int(right.max())}; they are {tuple(noisy.shape)}, from {int(noisy.min())} to {int(noisy.max())}"
-        )
-    return noisy
 
 
 def scale_and_shift(name: str) -> tuple[Tensor, Tensor]:
@@ -151,16 +93,6 @@ def scale_and_shift(name: str) -> tuple[Tensor, Tensor]:
     means = torch.tensor(mean, dtype=torch.float64).view(3, 1, 1)
     stds = torch.tensor(std, dtype=torch.float64).view(3, 1, 1)
     return (1 / (255 * stds)).float(), (-means / stds).float()
-
-
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch visits its samples, (num_samples,) int64."""
-    return torch.randperm(num_samples, generator=seeded(ORDER, seed, epoch))
-
-
-def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """The generator of an epoch's crops."""
-    return seeded(AUGMENTATION, seed, epoch, device)
 
 
 def sample_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

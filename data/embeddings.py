@@ -10,10 +10,12 @@ neighbouring rows are shuffled over the whole set, single rows within windows of
 is in a uniformly random order.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,6 +35,7 @@ WINDOW_ROWS = 131_072  # rows that are shuffled singly: 512 MiB at 2048 float16;
 CHECKED_ROWS = 8192  # rows checked at once
 SPLITS = ("train", "valid", "test", "clean")  # clean: the rows of valid with correct labels, where those are wrong
 NPY_TYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "bfloat16": "<u2", "int64": "<i8"}
+SETTLED_NS = 2_000_000_000  # a file may change once more within a tick of its file system's clock
 # Purposes of random numbers.
 SPLIT = 0
 ORDER = 1
@@ -43,12 +46,18 @@ NEEDED = "train_embeddings (N, d) and train_labels (N,), and the same for test_ 
 
 @dataclass
 class Embeddings:
-    """The splits of a file by name, at least train. info: its backbone, resolution and number of classes, if known."""
+    """The splits of a file by name, at least train.
+
+    Attributes:
+        info: its backbone, resolution and number of classes, if known.
+        stamp: of the file that was read; None if it was replaced meanwhile.
+    """
 
     path: Path
     splits: dict[str, Split]
     num_classes: int
     info: dict[str, Any]
+    stamp: list[int] | None = None
 
     def __getitem__(self, split: str) -> Split:
         return self.splits[split]
@@ -62,7 +71,7 @@ class Embeddings:
         return replace(self, splits=splits)
 
     def about(self, source: str) -> dict[str, Any]:
-        """The columns of a row: source (as the user named it), dtype, backbone, name by content. Reads the file."""
+        """The columns of a row: source (as the user named it), dtype, backbone, name by content."""
         columns: dict[str, Any] = {"data_path": without_secrets(source), "backbone": None, "resolution": None}
         if Path(source).expanduser() == self.path:
             columns["data_path"] = self.path
@@ -71,8 +80,27 @@ class Embeddings:
             if name in self.info:
                 columns[name] = self.info[name]
         columns["embedding_dtype"] = dtype_name(self["train"].inputs)
-        columns["embeddings"] = f"{self.num_classes}x{self.dim}-{self.fingerprint()}"
+        columns["embeddings"] = f"{self.num_classes}x{self.dim}-{self.known_fingerprint()}"
         return columns
+
+    def known_fingerprint(self) -> str:
+        """The fingerprint, which a small file beside this one keeps: 50 GB are read once, and not by each command."""
+        beside = self.path.with_name(f"{self.path.name}.fingerprint")
+        try:
+            known = json.loads(beside.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # absent or damaged
+            known = None
+        if self.stamp is not None and isinstance(known, dict) and known.get("stamp") == self.stamp:
+            return str(known["fingerprint"])
+        fingerprint = self.fingerprint()
+        if self.stamp is not None and time.time_ns() - self.stamp[1] > SETTLED_NS:
+            temporary = beside.with_name(f"{beside.name}.{os.getpid()}.tmp")
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                temporary.write_text(json.dumps({"stamp": self.stamp, "fingerprint": fingerprint}), encoding="utf-8")
+                os.replace(temporary, beside)
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # where it could not take its place
+        return fingerprint
 
     def fingerprint(self) -> str:
         """Eight hexadecimal digits of a hash of all rows and labels in their order.
@@ -102,6 +130,12 @@ def _sha256_of_npy(rows: Tensor) -> str:
     return digest.hexdigest()
 
 
+def stamp_of(path: Path) -> list[int]:
+    """Size, times of change and number of a file: another file, or other content, has another stamp."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
 def load_embeddings(path: Path) -> Embeddings:
     """Map a torch file whose tensors are named [prefix_]SPLIT_embeddings and [prefix_]SPLIT_labels.
 
@@ -110,7 +144,12 @@ def load_embeddings(path: Path) -> Embeddings:
     Raises:
         ValueError: the file does not hold these tensors, or some of them twice.
     """
+    stamp = None
+    if path.is_file():
+        stamp = stamp_of(path)
     content = load_torch_file(path, "a torch file of tensors", mapped=True)
+    if stamp_of(path) != stamp:  # replaced meanwhile
+        stamp = None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary with {NEEDED}; it holds a {type(content).__name__}")
     tensors = named_tensors(path, content)
@@ -138,7 +177,7 @@ def load_embeddings(path: Path) -> Embeddings:
         splits[name] = Split(rows, labels)
     if "clean" in splits and len(splits["clean"]) != len(splits.get("valid", ())):
         raise ValueError(f"clean in {path} must have the rows of valid, with their correct labels")
-    return Embeddings(path, splits, num_classes, info)
+    return Embeddings(path, splits, num_classes, info, stamp)
 
 
 def named_tensors(path: Path, content: Mapping[Any, Any]) -> dict[tuple[str, str], Tensor]:

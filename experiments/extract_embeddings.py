@@ -33,9 +33,10 @@ from data.images import ImageFolder, Pixels, UnreadableImage, find_splits, open_
 from data.torch_file import load_torch_file
 from experiments.common import door, flags
 from experiments.common.backbones import LITE, PAPER, Backbone, cifar_backbone, timm_backbone
-from experiments.common.files import lock_folder, save_torch_file
+from experiments.common.files import lock_folder
 from experiments.common.processes import Processes
 from experiments.common.run import load_checkpoint
+from experiments.common.torch_files import save_torch_file
 
 DTYPES = ("float16", "float32", "bfloat16")
 Images = ImageFolder | Pixels

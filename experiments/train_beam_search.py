@@ -31,8 +31,8 @@ from torch.nn.functional import nll_loss, pad
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
-from data.cifar import epoch_order
 from data.cmudict import DATASETS, END, Reading, Words, WordSplit, load_words
+from data.splits import epoch_order
 from experiments.common import door, flags
 from experiments.common.objective import build_loss, build_operator, check_finite, fill_in_loss, seed_all
 from experiments.common.operators import BoundOperator

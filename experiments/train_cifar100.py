@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from data.cifar import DATASETS, crop_and_flip, epoch_generator, epoch_order, load_dataset, sample_crops
-from data.splits import Dataset, Split
+from data.cifar import DATASETS, crop_and_flip, load_dataset, sample_crops
+from data.splits import Dataset, Split, epoch_generator, epoch_order
 from experiments.common import door, flags
 from experiments.common.metrics import TOP_K, count_hits, hit_fractions
 from experiments.common.objective import Objective, build_loss, check_finite, fill_in_loss
@@ -108,6 +108,8 @@ class Training:
 
     config: dict[str, Any]
     processes: Processes
+    share: slice  # of a batch: this process's part of it
+    weight: float  # with which the mean over that part counts
     data: Dataset
     network: nn.Module  # the model, possibly compiled
     evaluated: nn.Module  # the model, or the average of its weights
@@ -133,14 +135,21 @@ class Tally:
 
 def train(config: dict[str, Any], processes: Processes) -> None:
     """Train and record one run."""
-    loss_fn = build_loss(config, DATASETS[config["dataset"]], processes.device)
-    objective = Objective(config, loss_fn, processes.device)
     run = Run(CIFAR, READABLE, config, processes)
+    loss_fn = build_loss(config, DATASETS[config["dataset"]], processes.device)
     if not run.start():
         return
 
-    data = load_data(config).to(processes.device)
-    objective.count_classes(data.train.labels, data.num_classes)
+    data = load_dataset(
+        config["dataset"],
+        config["data_dir"],
+        seed=config["seed"],
+        limit_train=config["limit_train"],
+        label_noise=config["label_noise"],
+        noisy_labels_file=config["noisy_labels"],
+    ).to(processes.device)
+    if config["batch_size"] > len(data.train):
+        raise ValueError(f"--batch_size {config['batch_size']} exceeds the {len(data.train)} training images")
     torch.manual_seed(config["seed"])
     model = resnet_cifar(config["model"], data.num_classes)
     model = model.to(processes.device, memory_format=torch.channels_last)
@@ -153,39 +162,28 @@ def train(config: dict[str, Any], processes: Processes) -> None:
         evaluated = average.module
         averaging = {"trained": model, "average": average}
     run.resume(model=evaluated, optimizer=optimizer, loss=loss_fn, **averaging)
-    network = compiled(model, config["compile"], processes.device)
-    training = Training(config, processes, data, network, evaluated, objective, optimizer)
+    training = Training(
+        config,
+        processes,
+        share=processes.share(config["batch_size"]),
+        weight=processes.weight(config["batch_size"]),
+        data=data,
+        network=compiled(model, config["compile"], processes.device),
+        evaluated=evaluated,
+        objective=Objective(config, loss_fn, processes.device),
+        optimizer=optimizer,
+    )
+    training.objective.count_classes(data.train.labels, data.num_classes)
 
     for epoch in range(run.done + 1, config["n_epochs"] + 1):
+        training.objective.draw_noise_by(config["seed"], epoch, processes.rank)
         entry = train_epoch(epoch, training)
         processes.copy_from_first(evaluated.buffers())  # the running statistics of batch norm
         processes.copy_from_first(model.buffers())
         entry |= evaluate(training)
-        entry |= objective.temperature()
+        entry |= training.objective.temperature()
         run.save(entry, last=epoch == config["n_epochs"], message=f"epoch {epoch}/{config['n_epochs']}")
-    run.record(
-        {
-            "num_classes": data.num_classes,
-            "processes": processes.count,
-            "train_images": len(data.train),
-            "valid_images": len(data.valid),
-            "test_images": len(data.test),
-        }
-    )
-
-
-def load_data(config: dict[str, Any]) -> Dataset:
-    data = load_dataset(
-        config["dataset"],
-        config["data_dir"],
-        seed=config["seed"],
-        limit_train=config["limit_train"],
-        label_noise=config["label_noise"],
-        noisy_labels_file=config["noisy_labels"],
-    )
-    if config["batch_size"] > len(data.train):
-        raise ValueError(f"--batch_size {config['batch_size']} exceeds the {len(data.train)} training images")
-    return data
+    run.record({"num_classes": data.num_classes, "processes": processes.count} | data.counts())
 
 
 def train_epoch(epoch: int, training: Training) -> dict[str, float]:
@@ -196,7 +194,6 @@ def train_epoch(epoch: int, training: Training) -> dict[str, float]:
     objective = training.objective
     optimizer = training.optimizer
     num_steps = len(training.data.train) // config["batch_size"]  # without the last partial batch
-    objective.draw_noise_by(config["seed"], epoch, processes.rank)
     tally = Tally(processes.device)
     training.network.train()
     objective.train()
@@ -207,7 +204,7 @@ def train_epoch(epoch: int, training: Training) -> dict[str, float]:
         with torch.autocast(processes.device.type, torch.bfloat16, enabled=config["precision"] == "bf16"):
             logits = training.network(images)  # (share, num_classes)
         logits = logits.float()
-        loss = objective(logits, labels) * processes.weight(config["batch_size"])
+        loss = objective(logits, labels) * training.weight
 
         optimizer.zero_grad()
         loss.backward()
@@ -228,7 +225,6 @@ def training_batches(epoch: int, num_steps: int, training: Training) -> Iterator
     processes = training.processes
     seed = training.config["seed"]
     batch_size = training.config["batch_size"]
-    share = processes.share(batch_size)
     order = epoch_order(len(data.train), seed, epoch).to(processes.device)  # (train,)
     generator = epoch_generator(seed, epoch, processes.device)
     hidden = None if processes.is_first else True
@@ -236,8 +232,8 @@ def training_batches(epoch: int, num_steps: int, training: Training) -> Iterator
         # Crops are drawn for the whole batch, so that they do not depend on the number of processes.
         rows = order[step * batch_size : (step + 1) * batch_size]  # (batch,)
         tops, lefts, flips = sample_crops(batch_size, generator)  # (batch,) each
-        images, labels = data.train.batch(rows[share])
-        images = crop_and_flip(images, tops[share], lefts[share], flips[share])
+        images, labels = data.train.batch(rows[training.share])
+        images = crop_and_flip(images, tops[training.share], lefts[training.share], flips[training.share])
         yield data.normalise(images), labels
 
 

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from data.cifar import crop_and_flip, epoch_generator, epoch_order, sample_crops
+from data.cifar import crop_and_flip, sample_crops
 from data.download import download
 from data.embeddings import Embeddings, load_embeddings
 from data.points import AUGMENTED, POINT_SETS, load_points, points_of_embeddings
-from data.splits import Dataset, Split
+from data.splits import Dataset, Split, epoch_generator, epoch_order
 from experiments.common import door, flags
 from experiments.common.objective import OPERATOR_SETTINGS, Objective, build_operator, check_finite, fill_in_operator
 from experiments.common.operators import BoundOperator
@@ -318,14 +318,7 @@ def train(config: dict[str, Any], embeddings: Embeddings | None, processes: Proc
         if objective is not None:
             entry |= objective.temperature()
         run.save(entry, last=epoch == n_epochs, message=f"epoch {epoch}/{n_epochs}")
-    run.record(
-        {
-            "num_classes": points.num_classes,
-            "train_images": len(points.train),
-            "valid_images": len(points.valid),
-            "test_images": len(points.test),
-        }
-    )
+    run.record({"num_classes": points.num_classes} | points.counts())
 
 
 def load_all(config: dict[str, Any], embeddings: Embeddings | None) -> Dataset:

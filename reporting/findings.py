@@ -174,10 +174,12 @@ def cells(found: Difference) -> dict[str, str]:
 
 
 def table_of(comparisons: list[Comparison]) -> pd.DataFrame:
-    """A line per comparison, and above those on the same data its name."""
+    """A line per comparison, and where there are several data above those on the same data its name."""
     rows: list[dict[str, str]] = []
+    is_mixed = len({comparison.data for comparison in comparisons}) > 1
     for data, group in itertools.groupby(comparisons, key=lambda comparison: comparison.data):
-        rows.append({"Setting": f"**{data}**"})
+        if is_mixed:
+            rows.append({"Setting": f"**{data}**"})
         for comparison in group:
             found = difference(comparison)
             row = {"Key": comparison.key, "Setting": comparison.title, "Status": status(found)}
@@ -185,22 +187,35 @@ def table_of(comparisons: list[Comparison]) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("")
 
 
-def full_table() -> str:
-    """The table of docs/findings.md: all comparisons, with their status."""
-    table = table_of(COMPARISONS)
+def chosen(names: tuple[str, ...]) -> list[Comparison]:
+    """The comparisons of a table. names: "all", "main", keys such as H2, or the letters of many keys."""
+    if names == ("all",):
+        return COMPARISONS
+    if names == ("main",):
+        return MAIN
+    found = []
+    for comparison in COMPARISONS:
+        if comparison.key in names or comparison.key[0] in names:
+            found.append(comparison)
+    return found
+
+
+def status_table(*names: str) -> str:
+    """The comparisons that `chosen` names, with their status."""
+    table = table_of(chosen(names))
     table["Setting"] = table["Setting"].where(table["Key"] == "", table["Key"] + ": " + table["Setting"])
     return markdown.table(table[["Setting", *GAINS, "Seeds", "Status"]])
 
 
 def evidence() -> str:
-    """The table of docs/findings.md that says where each comparison comes from: trials, file, commits."""
+    """The table of results/tables/comparisons.md that says where each one comes from: trials, file, commits."""
     rows = []
     for comparison in COMPARISONS:
         rows.append(
             {
                 "Finding": comparison.key,
                 "Trials": trials(comparison),
-                "Runs": f"[{comparison.file}](../results/repository/{comparison.file})",
+                "Runs": f"[{comparison.file}](../repository/{comparison.file})",
                 "Commits": commits(comparison),
             }
         )

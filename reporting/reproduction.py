@@ -24,6 +24,10 @@ POOLED = (
     "Where the repository has fewer than ten seeds, the standard deviation is pooled over the lines of the table; a "
     "line that spreads more than the others (F test at 1 %, over all lines) keeps its own."
 )
+BORROWED = (
+    "The repository has one seed of each line: the standard deviation is pooled over the lines of {file}, runs of the "
+    "same data and schedule."
+)
 
 
 def name_of(path: Path) -> str:
@@ -85,7 +89,10 @@ def report_runs(
     published = ""
     if study is not None:
         published = study.published
-    table = tables.beside_published(Path(name).stem, repository, yours, published, metrics)
+    similar = None
+    if study is not None and study.spread_of:
+        similar = read_or_none(REPOSITORY / study.spread_of)
+    table = tables.beside_published(Path(name).stem, repository, yours, published, metrics, similar)
     commands = commands_of(table, study)
     table.lines = in_order(table.lines, commands)
     text = markdown.table(tables.cells(table))
@@ -95,7 +102,7 @@ def report_runs(
     if study is not None:
         parts.insert(0, f"{study.title}.")
     if table.has_yours:
-        parts += [summary(tables.verdicts(table)), f"{VERDICTS} {pooled_note(table)}".strip()]
+        parts += [summary(tables.verdicts(table)), f"{VERDICTS} {pooled_note(table, study)}".strip()]
     else:
         parts.append("You have no runs of this study.")
     if study is not None and study.limit:
@@ -122,11 +129,14 @@ def summary(verdicts: Sequence[Agreement]) -> str:
     return text
 
 
-def pooled_note(table: Table) -> str:
+def pooled_note(table: Table, study: Study | None) -> str:
     """The sentence about a pooled standard deviation, where one is used."""
-    for line in table.lines["configuration"]:
-        if isinstance(line, Configuration) and 0 < len(line.repository) < tables.FEW_SEEDS:
-            return POOLED
+    lines = [line for line in table.lines["configuration"] if isinstance(line, Configuration)]
+    seeds = [len(line.repository) for line in lines if len(line.repository)]
+    if study is not None and study.spread_of and max(seeds, default=0) <= 1:
+        return BORROWED.format(file=study.spread_of)
+    if min(seeds, default=tables.FEW_SEEDS) < tables.FEW_SEEDS:
+        return POOLED
     return ""
 
 

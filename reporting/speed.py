@@ -41,12 +41,12 @@ def benchmark(file: Path, *columns: str) -> str:
     return f"{markdown.table(pd.DataFrame(shown))}\n\n`{file.name}`: {source}."
 
 
-def official() -> str:
+def official(file: Path) -> str:
     """Our times beside the official package's, where both ran."""
-    rows = read_text(BENCHMARKS / "losses.csv").query("official_ms != ''")
+    rows = read_text(file).query("official_ms != ''")
     table = rows.assign(method="`" + rows["method"] + "`")[list(OFFICIAL)].rename(columns=OFFICIAL)
     machine = rows.iloc[0]
-    return f"{markdown.table(table)}\n\n`losses.csv`: {machine['device']}, {machine['threads']} threads, float32."
+    return f"{markdown.table(table)}\n\n`{file.name}`: {machine['device']}, {machine['threads']} threads, float32."
 
 
 def step_times(name: str) -> pd.DataFrame:

@@ -201,6 +201,7 @@ def beside_published(
     yours: pd.DataFrame | None = None,
     table: str = "",
     metrics: Mapping[str, str] = METRICS,
+    similar: pd.DataFrame | None = None,
 ) -> Table:
     """Every configuration beside the published row of its method and P_K; a published row without runs is not run.
 
@@ -209,6 +210,7 @@ def beside_published(
         yours: your runs; without them there are no verdicts.
         table: of results/paper/, or "".
         metrics: columns of percentages, with what tables call them.
+        similar: runs of the same data and schedule, whose spread serves where the repository has one seed of each run.
     """
     if yours is None:
         yours = repository.iloc[:0]
@@ -222,7 +224,7 @@ def beside_published(
         records.append(line_of(item, metrics))
     has_yours = len(yours) > 0
     if has_yours:
-        add_verdicts(records, metrics)
+        add_verdicts(records, metrics, similar)
     digits = {metric: digits_of(metric, rows) for metric in metrics}
     caption, source = captions(name, pd.concat([repository, yours]), shared, rows, read_protocol(table))
     lines = pd.DataFrame(records).reindex(columns=all_columns(names, metrics))
@@ -303,11 +305,14 @@ def line_of(item: Configuration, metrics: Mapping[str, str]) -> dict:
     return line
 
 
-def add_verdicts(records: Sequence[dict], metrics: Mapping[str, str]) -> None:
-    """Compare your runs of each line with the repository's."""
+def add_verdicts(records: Sequence[dict], metrics: Mapping[str, str], similar: pd.DataFrame | None) -> None:
+    """Compare your runs of each line with the repository's. similar: as in `beside_published`."""
     lines = [line for line in records if "configuration" in line]
+    groups = [line["configuration"].repository for line in lines]
+    if similar is not None and max(map(len, groups), default=0) <= 1:
+        groups = [item.repository for item in configurations(similar, similar.iloc[:0])]
     for metric in metrics:
-        pool = pooled_spread([spread(line["configuration"].repository[metric]) for line in lines])
+        pool = pooled_spread([spread(runs[metric]) for runs in groups])
         for line in lines:
             repository = line["configuration"].repository[metric]
             line[f"{metric}_yours"] = line["configuration"].yours[metric]

@@ -1,7 +1,12 @@
-# Sourced from the repository root: makes .venv if it is absent and installs requirements.txt into it. Where lowest is
-# set, it makes .venv-lowest, which has the lowest version that requirements.txt allows of each package that it names.
+#!/usr/bin/env bash
+# Makes .venv if it is absent and installs requirements.txt into it: scripts/environment.sh, from any directory. Other
+# scripts source it from the repository root. Where lowest is set, it makes .venv-lowest, which has the lowest version that requirements.txt allows of each package that it names.
 # A stamp of requirements.txt, pyproject.toml and this folder, to which the installed package points, makes the second
 # call a matter of milliseconds.
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  set -euo pipefail
+  CDPATH= cd -- "$(dirname "$(readlink -f "$0")")/.."
+fi
 python=${PYTHON:-python3}
 lowest=${lowest:-}
 venv=.venv${lowest:+-lowest}

@@ -27,9 +27,21 @@ import pandas as pd
 from experiments.common import door
 from experiments.common.files import replace_file
 from experiments.common.paths import REPOSITORY, ROOT
-from reporting import columns, findings, markdown, noise, noise_draws, reference, speed, temperatures
-from reporting.frames import METRICS, read_protocol, read_published
+from reporting import (
+    columns,
+    findings,
+    hours,
+    markdown,
+    noise,
+    noise_draws,
+    reference,
+    reproduction,
+    speed,
+    temperatures,
+)
+from reporting.frames import METRICS, read_protocol, read_published, read_runs
 from scripts import report
+from studies.catalog import study_of
 from topk_losses import METHODS
 
 WHOLE = re.compile(r"\[[\d., ]+\]|\d ± \d|Δ top")  # a P_K, a number with its interval: no narrow column shall break it
@@ -67,6 +79,12 @@ def published(table: str) -> str:
     return f"{caption}\n\n{markdown.table(markdown.without_empty_columns(pd.DataFrame(cells)))}"
 
 
+def beside(file: Path, yours: Path) -> str:
+    """What scripts/report.py shows where the rows of another file are yours."""
+    study = study_of(file.name, REPOSITORY)
+    return reproduction.report_runs(file.name, read_runs(file), read_runs(yours), study, with_commands=False)
+
+
 def published_value(row: dict[str, str], metric: str) -> str:
     """A published percentage with the digits of its source."""
     text = f"{100 * float(row[metric]):.{len(row[metric]) - 4}f}"
@@ -85,6 +103,8 @@ def front_door_table() -> str:
 KINDS: dict[str, Callable[..., str]] = {
     "results": results,
     "published": published,
+    "beside": beside,
+    "hours": hours.hours,
     "paired": partial(results, flags=["--paired", BASELINE]),
     "temperatures": partial(results, flags=["--temperatures"]),
     "auto_gains": temperatures.auto_gains,
@@ -103,7 +123,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "exports": reference.exports,
     "front_door": front_door_table,
     "api": reference.api,
-    "findings": findings.full_table,
+    "findings": findings.status_table,
     "evidence": findings.evidence,
     "speed": speed.summary,
 }
@@ -111,9 +131,8 @@ KINDS: dict[str, Callable[..., str]] = {
 
 def pages() -> list[Path]:
     """The pages that may have generated parts."""
-    return [ROOT / name for name in ("README.md", "benchmarks/README.md", "results/README.md")] + sorted(
-        ROOT.glob("docs/**/*.md")
-    )
+    single = [ROOT / name for name in ("README.md", "benchmarks/README.md", "results/README.md")]
+    return single + sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("results/tables/*.md"))
 
 
 def rewritten(text: str, folder: Path = ROOT) -> str:

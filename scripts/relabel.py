@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.cifar import human_labels, noisy_labels
-from data.embeddings import SPLITS, load_embeddings, split_rows
+from data.embeddings import Embeddings, load_embeddings, split_rows
+from data.label_noise import human_labels, noisy_labels
 from data.torch_file import load_torch_file
 from experiments.common import door
-from experiments.common.files import save_torch_file
+from experiments.common.torch_files import save_torch_file
 
 KNOWN_SHARE = 0.05  # of the rows that train, for the estimated matrix
 PRIOR_ROWS = 10  # that uniform noise counts as beside the 22 or so rows of a class that are known
@@ -75,13 +75,15 @@ def kind_of_labels(args: argparse.Namespace) -> str:
     return "right"
 
 
-def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) -> dict[str, Any]:
+def with_noise(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     """The parts of a file that wrong labels change; write the two matrices beside it."""
-    train = content["train_labels"]
+    embeddings = data["train"].inputs
+    train = data["train"].labels
+    classes = data.num_classes
     every = torch.arange(len(train))
     learn = every
     valid = every
-    if "valid_labels" not in content:
+    if "valid" not in data.splits:
         learn, valid = split_rows(len(train), args.num_valid, seed=0)
     rows = learn
     if args.noisy_valid:
@@ -89,61 +91,62 @@ def with_noise(args: argparse.Namespace, content: dict[str, Any], classes: int) 
     noisy, true = wrong_labels(args, train, rows, classes)
     known = learn[split_rows(len(learn), max(round(KNOWN_SHARE * len(learn)), 1), args.draw)[1]]
     estimated = counted_matrix(train[known], noisy[known], classes, PRIOR_ROWS)
-    for name, matrix in (("true", true), ("estimated", estimated)):
-        save_torch_file(matrix_files(args.output)[name], matrix)
-    info = content.get("info", {}) | {"labels": kind_of_labels(args), "source": source_of(args)}
+    matrices = {"true": true, "estimated": estimated}
+    for name, path in matrix_files(args.output).items():
+        save_torch_file(path, matrices[name])
+    info = data.info | {
+        "labels": kind_of_labels(args),
+        "source": source_of(args, data),
+        "matrices": digest_of(list(matrices.values())),
+    }
     changed = {"info": info, "train_labels": noisy}
     if args.noisy_valid:
         for name, chosen, labels in (("train", learn, noisy), ("valid", valid, noisy), ("clean", valid, train)):
-            changed[f"{name}_embeddings"] = content["train_embeddings"][chosen]
+            changed[f"{name}_embeddings"] = embeddings[chosen]
             changed[f"{name}_labels"] = labels[chosen]
     return changed
 
 
-def with_classes(args: argparse.Namespace, content: dict[str, Any], classes: int) -> dict[str, Any]:
+def with_classes(args: argparse.Namespace, data: Embeddings) -> dict[str, Any]:
     """The labels of all splits with ten classes in one, or each class in ten."""
-    train = content["train_embeddings"].float()
-    centers = torch.zeros(classes, train.shape[1])  # (classes, dim)
-    for index in range(classes):
-        centers[index] = train[content["train_labels"] == index].mean(0)
+    train = data["train"].inputs.float()
+    centers = torch.zeros(data.num_classes, data.dim)  # (classes, dim)
+    for index in range(data.num_classes):
+        centers[index] = train[data["train"].labels == index].mean(0)
     directions = torch.randn(train.shape[1], 10, generator=torch.Generator().manual_seed(0))  # (dim, 10)
-    changed: dict[str, Any] = {"info": content.get("info", {}) | {"num_classes": args.num_classes}}
-    for name in SPLITS:
-        if f"{name}_labels" not in content:
-            continue
-        labels = content[f"{name}_labels"]
-        part = ((content[f"{name}_embeddings"].float() - centers[labels]) @ directions).argmax(1)  # (N,)
-        if args.num_classes < classes:
-            changed[f"{name}_labels"] = labels // 10
+    changed: dict[str, Any] = {"info": data.info | {"num_classes": args.num_classes}}
+    for name, split in data.splits.items():
+        part = ((split.inputs.float() - centers[split.labels]) @ directions).argmax(1)  # (N,)
+        if args.num_classes < data.num_classes:
+            changed[f"{name}_labels"] = split.labels // 10
         else:
-            changed[f"{name}_labels"] = 10 * labels + part
+            changed[f"{name}_labels"] = 10 * split.labels + part
     return changed
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a file of embeddings.
-
-    Raises:
-        ValueError: it is no such file, or has labels that would stay as they are.
-    """
-    load_embeddings(path)
-    content = load_torch_file(path, "a torch file of tensors", mapped=True)
-    known = {f"{split}_{part}" for split in SPLITS for part in ("embeddings", "labels")}
-    for name, value in content.items():
-        if isinstance(value, Tensor) and name not in known:
-            raise ValueError(
-                f"{path} has {name}, whose labels would stay: delete it, or rename it to one of "
-                f"{', '.join(sorted(known))}"
-            )
+def content_of(data: Embeddings) -> dict[str, Any]:
+    """The content of a file of embeddings: all of its splits, under the names that every reader knows."""
+    content: dict[str, Any] = {"info": data.info}
+    for name, split in data.splits.items():
+        content[f"{name}_embeddings"] = split.inputs
+        content[f"{name}_labels"] = split.labels
     return content
 
 
-def source_of(args: argparse.Namespace) -> str:
+def source_of(args: argparse.Namespace, data: Embeddings) -> str:
     """The content of the files from which labels are written."""
-    parts = [str(load_embeddings(args.data).about(str(args.data))["embeddings"])]
+    parts = [str(data.about(str(args.data))["embeddings"])]
     if args.human is not None:
         parts.append(hashlib.sha256(args.human.read_bytes()).hexdigest()[:8])
     return " ".join(parts)
+
+
+def digest_of(matrices: Sequence[Tensor]) -> str:
+    """Eight hexadecimal digits of a hash of matrices: a call that was killed may leave those of other labels."""
+    digest = hashlib.sha256()
+    for matrix in matrices:
+        digest.update(matrix.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:8]
 
 
 def is_written(words: Sequence[str]) -> bool:
@@ -151,8 +154,13 @@ def is_written(words: Sequence[str]) -> bool:
     args = parse_arguments(words)
     if not all(path.is_file() for path in (args.output, *matrix_files(args.output).values())):
         return False
-    info = load_torch_file(args.output, "a torch file of tensors", mapped=True).get("info", {})
-    return info.get("labels") == kind_of_labels(args) and info.get("source") == source_of(args)
+    info = load_embeddings(args.output).info
+    matrices = [load_torch_file(path, "a torch file of a matrix") for path in matrix_files(args.output).values()]
+    return (
+        info.get("labels") == kind_of_labels(args)
+        and info.get("source") == source_of(args, load_embeddings(args.data))
+        and info.get("matrices") == digest_of(matrices)
+    )
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -179,18 +187,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def check(args: argparse.Namespace, content: dict[str, Any], classes: int) -> None:
+def check(args: argparse.Namespace, data: Embeddings) -> None:
     """Raise ValueError for flags that do not fit the file."""
+    classes = data.num_classes
     if args.num_classes is not None:
         if args.num_classes not in (classes // 10, 10 * classes):
             raise ValueError(f"--num_classes must be a tenth of {classes}, or ten times as many")
         return
     if args.human is None and (classes % args.among or not 0 <= args.label_noise <= 1):
         raise ValueError(f"--label_noise must lie in [0, 1], and --among divide {classes} classes")
-    labels = content.get("info", {}).get("labels", "right")
-    if labels != "right" or "clean_labels" in content:
+    labels = data.info.get("labels", "right")
+    if labels != "right" or "clean" in data.splits:
         raise ValueError(f"{args.data} has wrong labels already ({labels}): give the file with right ones")
-    if args.noisy_valid and "valid_labels" in content:
+    if args.noisy_valid and "valid" in data.splits:
         raise ValueError(
             f"--noisy_valid: {args.data} has rows that validate, which are not drawn from those that train"
         )
@@ -198,14 +207,13 @@ def check(args: argparse.Namespace, content: dict[str, Any], classes: int) -> No
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    content = read(args.data)
-    labels = [content[f"{name}_labels"] for name in SPLITS if f"{name}_labels" in content]
-    classes = 1 + max(int(ids.max()) for ids in labels)
-    check(args, content, classes)
+    data = load_embeddings(args.data)
+    check(args, data)
+    content = content_of(data)
     if args.num_classes is None:
-        content |= with_noise(args, content, classes)
+        content |= with_noise(args, data)
     else:
-        content |= with_classes(args, content, classes)
+        content |= with_classes(args, data)
     save_torch_file(args.output, content)
     return 0
 

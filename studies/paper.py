@@ -109,7 +109,9 @@ def table1(*, short: bool = False) -> Study:
 def table4(*, short: bool = False) -> Study:
     """Table 4: 46 runs of 200 epochs; short: of 16."""
     if short:
-        return Study("table4_short", f"{TITLE4}, in 16 epochs", (TABLE4_SHORT,), published="table4", limit=LIMIT)
+        title = f"{TITLE4}, in 16 epochs"
+        spread_of = "table1_short.csv"
+        return Study("table4_short", title, (TABLE4_SHORT,), published="table4", limit=LIMIT, spread_of=spread_of)
     return Study("table4", TITLE4, (TABLE4,), published="table4")
 
 

@@ -96,6 +96,8 @@ class Study:
         published: table of results/paper/, or "".
         limit: what these runs are not, a sentence below the report.
         run_per_core: whether a run per core fits into memory.
+        spread_of: another file of the repository, of the same data and schedule, whose standard deviation serves where
+            the repository has one seed of each run; or "".
     """
 
     name: str
@@ -104,6 +106,7 @@ class Study:
     published: str = ""
     limit: str = ""
     run_per_core: bool = True
+    spread_of: str = ""
 
     @property
     def files(self) -> list[str]:

@@ -1,15 +1,13 @@
-"""Files that are replaced whole and never edited, and the lock of a folder."""
+"""Files that are replaced whole and never edited, and the lock of a folder. Nothing here loads PyTorch."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 
 @contextmanager
@@ -52,12 +50,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
         content = content.encode()
     with replacing(path) as file:
         file.write(content)
-
-
-def save_torch_file(path: Path, content: dict[str, Any] | Tensor) -> None:
-    """Write a dictionary or a tensor as a torch file, whole or not at all. Raises OSError."""
-    with replacing(path) as file:
-        torch.save(content, file)
 
 
 def lock_folder(path: Path, whose: str, wait: bool = False) -> FileLock:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments.common.paths import RESULTS, ROOT
+from experiments.common.paths import PAPER, REPOSITORY, RESULTS, ROOT
 from topk_losses import ALIASES, DISTRIBUTIONS, METHODS, TOP1_MODES
 from topk_losses.methods import register_entry_points
 
@@ -53,6 +53,18 @@ def existing_file(text: str) -> Path:
     file = path(text)
     if not file.is_file():
         raise ArgumentTypeError(f"there is no file {text}")
+    return file
+
+
+def results_file(text: str) -> Path:
+    """A CSV file, not one of those that the repository holds, which no training command writes."""
+    file = path(text)
+    for folder in (REPOSITORY, PAPER):
+        if file.resolve().is_relative_to(folder):
+            raise ArgumentTypeError(
+                f"{text}: {folder.name}/ holds committed rows. Write to results/ and add finished rows by "
+                "scripts/add_results.py"
+            )
     return file
 
 
@@ -200,7 +212,10 @@ def add_run_flags(parser: ArgumentParser, results: str) -> None:
     )
     add_device_flags(group)
     group.add_argument(
-        "--results", type=path, default=RESULTS / results, help=f"CSV file for the result (default: results/{results})"
+        "--results",
+        type=results_file,
+        default=RESULTS / results,
+        help=f"CSV file for the result (default: results/{results})",
     )
     group.add_argument("--force", action="store_true", help="repeat a run that --results already has")
     group.add_argument(

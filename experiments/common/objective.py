@@ -112,6 +112,10 @@ def build_loss(config: Mapping[str, Any], num_classes: int | None, device: torch
     schedule = Schedule.parse(config["inverse_temperature"])
     arguments = settings.used(config, LOSS_SETTINGS) | more
     if config.get("implementation") == "difftopk":
+        from experiments.common.official_loss import build_official_loss  # an optional package
+
+        if schedule.changes:
+            raise ValueError("difftopk has no temperature schedule: leave it out, or take --implementation ours")
         return build_official_loss(arguments, num_classes, device)
     if schedule.changes:
         arguments["inverse_temperature"] = schedule.start
@@ -122,18 +126,6 @@ def build_loss(config: Mapping[str, Any], num_classes: int | None, device: torch
     if schedule.changes and not hasattr(loss_fn, "inverse_temperature"):
         raise ValueError(f"the temperature of {config['method']} is fixed: give one number")
     return loss_fn.to(device)
-
-
-def build_official_loss(arguments: dict[str, Any], num_classes: int | None, device: torch.device) -> nn.Module:
-    """Build the loss of the package difftopk. Raises ValueError for a setting that it lacks."""
-    from experiments.common.official_loss import make_official_loss  # an optional package
-
-    if Schedule.parse(arguments.get("inverse_temperature")).changes:
-        raise ValueError("difftopk has no temperature schedule: leave it out, or take --implementation ours")
-    for name in (*settings.OWN_SETTINGS, "T"):
-        if name in arguments:
-            raise ValueError(f"difftopk has no {name}: leave it out, or take --implementation ours")
-    return make_official_loss(**arguments, num_classes=num_classes, device=device)
 
 
 def build_operator(config: Mapping[str, Any], num_scores: int, k: int, sorted: bool = False) -> BoundOperator:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.common.settings import OWN_SETTINGS
 from topk_losses import make_loss, resolve_method, resolve_settings
 from topk_losses.checks import AUTO
 
@@ -55,6 +56,14 @@ def executor_of(method: str) -> str:
     if SPARSE and method != "odd_even":
         return "sparse"
     return "dense"
+
+
+def build_official_loss(arguments: dict[str, Any], num_classes: int | None, device: torch.device) -> nn.Module:
+    """Build the loss of make_loss's arguments. Raises ValueError for a setting that the package lacks."""
+    for name in (*OWN_SETTINGS, "T"):
+        if name in arguments:
+            raise ValueError(f"difftopk has no {name}: leave it out, or take --implementation ours")
+    return make_official_loss(**arguments, num_classes=num_classes, device=device)
 
 
 def make_official_loss(

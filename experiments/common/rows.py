@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common.files import check_replaceable, replace_file
-from experiments.common.paths import PAPER, REPOSITORY
+from experiments.common.files import replace_file
 from experiments.common.settings import SETTINGS, cell
 
 
@@ -20,7 +19,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """
     if not path.exists():
         return []
-    check_replaceable(path)
+    if not path.is_file():
+        raise OSError(f"{path} is there, and is no file that can be replaced")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -67,13 +67,3 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         writer.writerow({name: cell(value) for name, value in row.items()})
     replace_file(path, file.getvalue())
-
-
-def refuse_committed(path: Path) -> None:
-    """Raise ValueError if a training command would write the repository's rows or the published values."""
-    for folder in (REPOSITORY, PAPER):
-        if path.resolve().is_relative_to(folder):
-            raise ValueError(
-                f"--results {path}: {folder.name}/ holds committed rows. Write to results/ and add finished rows by "
-                "scripts/add_results.py"
-            )

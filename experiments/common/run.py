@@ -28,10 +28,11 @@ from torch import nn
 
 from data.torch_file import load_torch_file, reason
 from experiments.common import provenance, settings
-from experiments.common.files import check_replaceable, lock_folder, replace_file, save_torch_file
+from experiments.common.files import check_replaceable, lock_folder, replace_file
 from experiments.common.metrics import summary
 from experiments.common.processes import Processes
-from experiments.common.rows import read_rows, refuse_committed, write_rows
+from experiments.common.rows import read_rows, write_rows
+from experiments.common.torch_files import save_torch_file
 
 HISTORY_FILES = {"epoch": "epochs.csv", "step": "evaluations.csv", "update": "updates.csv"}  # by the clock
 PRINTED = re.compile("train_loss|(valid|test)_top[15]|valid_wer|valid_per|test_wer_.*")  # after an evaluation
@@ -45,17 +46,14 @@ class Run:
         readable: template of the readable part of the run's name.
         config: every setting with its default filled in, those of the call among them.
         clock: what the history counts, a key of HISTORY_FILES.
-
-    Raises:
-        ValueError: the results file is one of the repository's.
     """
 
     def __init__(
         self, script: str, readable: str, config: Mapping[str, Any], processes: Processes, clock: str = "epoch"
     ) -> None:
-        refuse_committed(config["results"])
         self.name = settings.run_id(script, config, readable)
         self.config = {**config, "device": str(processes.device)}
+        self.columns = settings.columns(self.config)
         self.processes = processes
         self.clock = clock
         self.results: Path = config["results"]
@@ -101,7 +99,7 @@ class Run:
             return False
         check_replaceable(self.results)
         config = {"run_id": self.name, "results": self.results.name}
-        config |= settings.columns(self.config)
+        config |= self.columns
         config |= self.machine
         config |= self.info
         replace_file(self.folder / "config.json", f"{json.dumps(config, indent=2)}\n")
@@ -226,7 +224,7 @@ class Run:
         if not self.processes.is_first:
             return
         row = {"run_id": self.name}
-        row |= settings.columns(self.config)
+        row |= self.columns
         row["threads"] = torch.get_num_threads()
         row |= columns
         row |= summary(self.history, self.clock)

@@ -21,13 +21,12 @@ from data.cifar import (
     DIGITS_MEAN,
     DIGITS_STD,
     crop_and_flip,
-    epoch_generator,
-    epoch_order,
     load_complete,
     load_dataset,
     sample_crops,
     scale_and_shift,
 )
+from data.splits import epoch_generator, epoch_order
 from tests.data.small_sets import accept_cifar, md5, write_cifar
 
 TRAIN, TEST = 400, 200

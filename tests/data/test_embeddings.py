@@ -1,5 +1,6 @@
 """data/embeddings.py: which files are taken, what the name of their content depends on, and the order of batches."""
 
+import json
 import mmap
 import os
 from pathlib import Path
@@ -143,6 +144,54 @@ def test_the_fingerprint_is_of_every_row_and_of_nothing_else(tmp_path, name):
     swapped = content_of_all_splits()
     swapped[name][[0, 1]] = swapped[name][[1, 0]]
     assert fingerprint(swapped, "a.pt") != first
+
+
+def name_in_rows(path) -> str:
+    return load_embeddings(path).about(str(path))["embeddings"]
+
+
+def age(path) -> None:
+    """Let a file be an hour old."""
+    an_hour_ago = path.stat().st_mtime - 3600
+    os.utime(path, (an_hour_ago, an_hour_ago))
+
+
+def test_a_file_is_hashed_once_and_again_when_it_has_changed(path):
+    first = load_embeddings(path).fingerprint()
+    beside = path.with_name(f"{path.name}.fingerprint")
+    assert name_in_rows(path).endswith(first)
+    assert not beside.exists()  # a new file may change within a tick of the clock
+    age(path)
+    assert name_in_rows(path).endswith(first)
+    beside.write_text(beside.read_text().replace(first, "deadbeef"))
+    assert name_in_rows(path).endswith("deadbeef")  # it is not hashed again
+
+    changed = torch.load(path)
+    changed["train_labels"] = changed["train_labels"].flip(0)
+    before = path.stat()
+    torch.save(changed, path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as cp -p does
+    assert path.stat().st_size == before.st_size
+    assert name_in_rows(path).endswith(load_embeddings(path).fingerprint())
+    assert load_embeddings(path).fingerprint() != first
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"stamp": 1}', "\0" * 100])
+def test_a_damaged_name_beside_a_file_is_made_again(path, content):
+    age(path)
+    right = name_in_rows(path)
+    beside = path.with_name(f"{path.name}.fingerprint")
+    beside.write_text(content)
+    assert name_in_rows(path) == right
+    assert right.endswith(json.loads(beside.read_text())["fingerprint"])
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(path):
+    age(path)
+    path.with_name(f"{path.name}.fingerprint").mkdir()
+    files = set(path.parent.iterdir())
+    assert name_in_rows(path).endswith(load_embeddings(path).fingerprint())
+    assert set(path.parent.iterdir()) == files
 
 
 def row_numbers(found) -> list[list[int]]:

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from data import download as module
-from data.cifar import human_labels
 from data.download import download
 from data.embeddings import load_embeddings
 from data.images import ImageFolder, find_splits
+from data.label_noise import human_labels
 from data.published import without_secrets
 from data.splits import Split
 from data.torchvision_sets import load_or_download

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data import cifar, embeddings, points
+from data import cifar, embeddings, points, splits
 from data.embeddings import Embeddings, load_embeddings
 from data.splits import Split
 from experiments import finetune_imagenet, train_beam_search, train_cifar100, train_knn
@@ -34,7 +34,7 @@ def noise_of_losses(seed: int, *numbers: int) -> torch.Tensor:
 
 
 def crops(seed: int, epoch: int) -> torch.Tensor:
-    return torch.cat([drawn.flatten() for drawn in cifar.sample_crops(50, cifar.epoch_generator(seed, epoch))])
+    return torch.cat([drawn.flatten() for drawn in cifar.sample_crops(50, splits.epoch_generator(seed, epoch))])
 
 
 def dropout(seed: int, step: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def dropout(seed: int, step: int) -> torch.Tensor:
 
 
 OF_SEED_AND_NUMBER = {
-    "order of images": lambda seed, epoch: cifar.epoch_order(50, seed, epoch),
+    "order of images": lambda seed, epoch: splits.epoch_order(50, seed, epoch),
     "crops": crops,
     "order of embeddings": lambda seed, epoch: embeddings.epoch_order(50, seed, epoch),
     "partners of mixup": lambda seed, step: embeddings.mixup(50, 0.5, seed, step)[1],
@@ -127,7 +127,7 @@ def test_each_seed_makes_other_labels_wrong():
 
 
 def test_purposes_do_not_share_their_numbers():
-    orders = [cifar.epoch_order(50, 3, 0), embeddings.epoch_order(8, 3, 0), embeddings.split_rows(50, 49, 3)[0]]
+    orders = [splits.epoch_order(50, 3, 0), embeddings.epoch_order(8, 3, 0), embeddings.split_rows(50, 49, 3)[0]]
     orders += [torch.randperm(50, generator=torch.Generator().manual_seed(3)), embeddings.mixup(50, 1.0, 3, 0)[1]]
     shares = [noise_of_losses(3), crops(3, 0)[:20].double()]
     assert len({drawn(order) for order in (*orders, *shares)}) == len(orders) + len(shares)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import nll_loss
 
-from data.cifar import epoch_order
 from data.cmudict import END, WordSplit, load_words
+from data.splits import epoch_order
 from experiments import train_beam_search as script
 from models.beam_search import beam_search
 from models.encoder_decoder import EncoderDecoder

@@ -13,12 +13,11 @@ from data.cifar import (
     DIGITS_MEAN,
     DIGITS_STD,
     crop_and_flip,
-    epoch_generator,
-    epoch_order,
     load_complete,
     load_dataset,
     sample_crops,
 )
+from data.splits import epoch_generator, epoch_order
 from experiments import train_cifar100 as script
 from experiments.common.objective import noise_generator
 from tests.experiments.oracle import check_choice, check_history, history_of, run, top_k

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from data.cifar import crop_and_flip, epoch_generator, epoch_order, sample_crops
+from data.cifar import crop_and_flip, sample_crops
 from data.points import load_points
+from data.splits import epoch_generator, epoch_order
 from experiments import train_knn as script
 from experiments.common.objective import noise_generator
 from models.embedders import embedder

@@ -125,9 +125,16 @@ def test_a_results_file_that_cannot_be_is_refused_before_the_first_step(script, 
         results.symlink_to(tmp_path / "absent" / "r.csv")
     else:
         results = {"repository": REPOSITORY, "paper": PAPER}[kind] / "mine.csv"
-    with pytest.raises(EXPECTED, match=r"is no file that can be replaced|there is no folder|holds committed rows"):
-        script.main(words_of(script, tmp_path, results))
-    assert "epoch 1" not in capsys.readouterr().out
+    if kind in ("repository", "paper"):
+        with pytest.raises(SystemExit, match="2"):
+            script.main(words_of(script, tmp_path, results))
+        printed = capsys.readouterr()
+        assert "holds committed rows" in printed.err
+    else:
+        with pytest.raises(EXPECTED, match=r"is no file that can be replaced|there is no folder"):
+            script.main(words_of(script, tmp_path, results))
+        printed = capsys.readouterr()
+    assert "epoch 1" not in printed.out
     assert not Path("/dev/runs").exists()
 
 

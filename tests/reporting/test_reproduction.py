@@ -87,6 +87,23 @@ def test_the_interval_of_a_line_is_that_of_the_pool(yours):
     assert halves == {f"{2.085963 * 0.549794 * (4 / 3) ** 0.5:.2f}"}
 
 
+def test_one_seed_of_each_line_takes_the_spread_of_runs_of_the_same_schedule(yours):
+    """One run against one: t of 20 degrees, times the deviation of table1_short.csv, times the root of 1 + 1."""
+    rows = read_rows(REPOSITORY / "table4_short.csv")
+    assert {row["seed"] for row in rows} == {"0"}
+    changed = [shifted(row, 10 * (row["method"] == "softsort")) for row in rows]
+    text = reproduction.report(yours("table4_short.csv", changed))
+    lines = [line for line in table_of(text) if line["top-5 verdict"]]
+    assert len(lines) == len(rows)
+    for line in lines:
+        expected = "agrees"
+        if "(softsort)" in line["method"]:
+            expected = "differs"
+        assert line["top-5 verdict"].startswith(expected)
+        assert f"± {2.085963 * 0.549794 * 2**0.5:.2f})" in line["top-5 verdict"]
+    assert "pooled over the lines of table1_short.csv" in text
+
+
 def test_without_runs_of_yours_the_repositorys_stand_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
     text = reproduction.report(tmp_path / "table1_short.csv")

@@ -335,12 +335,16 @@ def slurm(tmp_path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path / 'slurm'}:{os.environ['PATH']}"}
 
 
-def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_runs(slurm, tmp_path):
+@pytest.mark.parametrize("inherited", [{}, {"SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "5"}])
+def test_rows_are_submitted_as_an_array_whose_tasks_have_the_statuses_of_the_runs(slurm, tmp_path, inherited):
+    """A call from within a task of another array inherits its variables, and is no task of this one."""
     program(tmp_path / "scripts" / "slurm.sh", SLURM.read_text())
     commands = [python("print('two  words', '$HOME')"), "ls no-such-file"]
     lines = "\n".join([commands[0], "", "# a comment", commands[1], "# 2 runs\n"])
     words = [tmp_path / "scripts" / "slurm.sh", "a-test", "--partition", "gpu"]
-    done = subprocess.run(words, input=lines, env={**slurm, "CDPATH": str(ROOT)}, text=True, capture_output=True)
+    done = subprocess.run(
+        words, input=lines, env={**slurm, **inherited, "CDPATH": str(ROOT)}, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     submitted = (tmp_path / "slurm" / "sbatch.txt").read_text().split()
     assert {"--job-name=a-test", "--array=1-2", "--requeue", "--partition", "gpu"} <= set(submitted)

@@ -322,13 +322,7 @@ def test_a_cached_file_of_labels_that_is_of_other_embeddings_is_written_again(ri
     assert not relabel.is_written(words(other, "--draw", "1"))
 
 
-def test_labels_that_would_stay_or_are_wrong_already_are_refused(right, tmp_path):
-    content = torch.load(right[0], weights_only=True)
-    for name in ("embeddings", "labels"):
-        content[f"val_{name}"] = content.pop(f"test_{name}")
-    torch.save(content, tmp_path / "more.pt")
-    with pytest.raises(ValueError, match="has val_embeddings, whose labels would stay"):
-        relabel.main([str(tmp_path / "more.pt"), "--num_classes", "200", "--output", str(tmp_path / "new.pt")])
+def test_labels_that_are_wrong_already_are_refused(right, tmp_path):
     relabelled(right, tmp_path, "--label_noise", "0.4", "--among", "20", "--noisy_valid")
     for noisy in ("--label_noise", "0"), ("--human", str(right[1])):
         with pytest.raises(ValueError, match="has wrong labels already"):

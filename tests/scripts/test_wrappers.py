@@ -12,8 +12,7 @@ import pytest
 from studies.catalog import STUDIES
 
 ROOT = Path(__file__).parents[2]
-SOURCED = {"begin", "environment"}
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.sh") if path.stem not in SOURCED)
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.sh") if path.stem != "begin")
 # Python, what is installed beside it, and sbatch. Probes do not count: whether a Python starts, and which one it is.
 STAND_IN = """#!/bin/bash
 [[ "$*" != "-c " && "$*" != --version ]] || exit 0

@@ -1,6 +1,5 @@
 """Corners of all methods: mask values, second derivatives, checks in compiled code, default types, few scores."""
 
-import os
 import subprocess
 import sys
 import warnings
@@ -277,34 +276,48 @@ def test_float32_has_the_digits_of_float64_for_few_scores(method, top1_mode, n, 
 PROGRAM = """
 import os, sys, warnings
 import torch
-{before}
-from topk_losses import make_loss
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    loss = make_loss("splitter_selection")(torch.arange(12.0).view(2, 6), torch.tensor([5, 2]))
-print(loss.item(), sum("its import fails" in str(warning.message) for warning in caught))
+def compute():
+    from topk_losses import make_loss
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = make_loss("splitter_selection")(torch.arange(12.0).view(2, 6), torch.tensor([5, 2]))
+    return loss.item(), sum("its import fails" in str(warning.message) for warning in caught)
+for name, prepare in CASES.items():
+    child = os.fork()  # before the library is loaded: each case has a process of its own, and PyTorch is loaded once
+    if not child:
+        exec(prepare)
+        print(name, *compute(), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
 """
+WITHOUT_NUMBA = ("ImportError", "SystemError", "AttributeError")
 
 
-@pytest.mark.parametrize("error", ["ImportError", "SystemError", "AttributeError"])
-def test_a_numba_that_raises_leaves_the_work_to_pytorch(tmp_path, error):
-    (tmp_path / "numba").mkdir()
-    (tmp_path / "numba" / "__init__.py").write_text(f"raise {error}('Numba needs NumPy 2.2 or less')\n")
-    loss, num_warnings = run_program("", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert num_warnings == 1
-    assert loss == pytest.approx(run_program("", **{VARIABLE: "torch"})[0], rel=1e-5)
-
-
-def test_numba_computes_where_there_is_no_fork():
-    pytest.importorskip("numba")
-    loss, num_warnings = run_program("del os.register_at_fork")
-    assert num_warnings == 0
-    assert loss == pytest.approx(run_program("", **{VARIABLE: "torch"})[0], rel=1e-5)
-
-
-def run_program(before, **environment):
-    command = [sys.executable, "-c", PROGRAM.format(before=before)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """The loss and the number of warnings, for a Numba that raises each of these errors, no fork, and PyTorch alone."""
+    cases = {"torch": f"os.environ[{VARIABLE!r}] = 'torch'", "no fork": "del os.register_at_fork"}
+    for error in WITHOUT_NUMBA:
+        package = tmp_path_factory.mktemp(error) / "numba"
+        package.mkdir()
+        (package / "__init__.py").write_text(f"raise {error}('Numba needs NumPy 2.2 or less')\n")
+        cases[error] = f"sys.path.insert(0, {str(package.parent)!r})"
+    command = [sys.executable, "-c", f"CASES = {cases!r}\n{PROGRAM}"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    loss, num_warnings = done.stdout.split()
-    return float(loss), int(num_warnings)
+    found = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
+    return {name: (float(loss), int(num_warnings)) for name, loss, num_warnings in found}
+
+
+@pytest.mark.parametrize("error", WITHOUT_NUMBA)
+def test_a_numba_that_raises_leaves_the_work_to_pytorch(error, computed):
+    loss, num_warnings = computed[error]
+    assert num_warnings == 1
+    assert loss == pytest.approx(computed["torch"][0], rel=1e-5)
+
+
+def test_numba_computes_where_there_is_no_fork(computed):
+    pytest.importorskip("numba")
+    loss, num_warnings = computed["no fork"]
+    assert num_warnings == 0
+    assert loss == pytest.approx(computed["torch"][0], rel=1e-5)
