@@ -62,6 +62,19 @@ def interval(values: pd.Series) -> Interval:
     return Interval(values.mean(), half_width(values.std(), len(values)))
 
 
+def over_draws(draws: Sequence[pd.Series]) -> Interval:
+    """The mean over draws of the data, each the mean of its seeds, with an interval for other draws."""
+    return interval(pd.Series([values.mean() for values in draws]))
+
+
+def over_seeds(draws: Sequence[pd.Series]) -> Interval:
+    """The mean over draws of the data with an interval for other seeds on these draws: it leaves out their spread."""
+    squared_errors = [values.var() / len(values) for values in draws]
+    degrees = sum(len(values) - 1 for values in draws)
+    error = math.sqrt(sum(squared_errors)) / len(draws)
+    return Interval(fmean(values.mean() for values in draws), quantile(degrees) * error)
+
+
 def p_value(values: pd.Series) -> float:
     """Of a t test of no difference."""
     n = len(values)

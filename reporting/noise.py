@@ -5,6 +5,7 @@ differences of the trials that noisy validation chose: of every kind of labels, 
 """
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ import pandas as pd
 from reporting import markdown
 from reporting.compare import interval, p_value, paired
 from reporting.frames import METRICS, read_runs
-from studies.noise import BASELINE, CHOICES, LABELS, RANKING, ROBUST, SORTING, noise
-from studies.tuning import TRIAL_SEEDS, Known, Tried, Tuned
+from studies.noise import BASELINE, CHOICES, LABELS, NOISE, RANKING, ROBUST, SORTING, Design
+from studies.tuning import Known, Trial, Tried, Tuned
 
 ERROR = 0.05  # family-wise
 NOISY = "noisy"
@@ -28,50 +29,53 @@ class Pair(NamedTuple):
 
 
 class Results:
-    """The trials and the final runs of one kind of labels.
+    """The trials and the final runs of one kind of labels, of each loss whose choices have all their final runs.
 
     Args:
         folder: of the results.
-        labels: a name in LABELS.
-
-    Raises:
-        ValueError: what was chosen has no final run.
+        labels: a kind of labels of the design.
     """
 
-    def __init__(self, folder: Path, labels: str) -> None:
-        study: Tuned = noise(labels)
+    def __init__(self, folder: Path, labels: str, design: Design = NOISE) -> None:
+        study = design.study(labels)
+        self.study = study
         self.known = study.known(folder / f"{labels}_trials.csv")
+        self.rule = study.rule_of(self.known)
         self.titles: dict[str, str] = {}
         self.tried: dict[str, list[Tried]] = {}
+        self.chosen: dict[tuple[str, str], Trial] = {}
         self.finals: dict[tuple[str, str], pd.DataFrame] = {}
-        finals = Known(folder / f"{labels}.csv", study.finals.commands.flags)
-        runs = read_runs(folder / f"{labels}.csv")
+        self.missing: list[str] = []
+        finals = Finished(folder / f"{labels}.csv", study)
         for candidate in study.space:
-            tried = self.known.tried(study.trials_of(candidate, self.known))
+            tried = study.tried(candidate, self.known)
             if not tried:
                 continue
-            self.titles[candidate.name] = candidate.title
-            self.tried[candidate.name] = tried
-            for choice, split in CHOICES.items():
-                chosen = study.chosen(candidate, self.known, split)
-                numbers = []
-                if chosen is not None:
-                    numbers = finals.numbers(chosen)
-                if not numbers:
-                    raise ValueError(f"{labels}: what {choice} validation chose of {candidate.name} has no final run")
-                self.finals[candidate.name, choice] = runs.iloc[numbers]
+            found = {}
+            for choice, split in design.choices.items():
+                trial = self.rule.choose(tried, split)
+                runs = finals.of(trial)
+                if trial is None or runs.empty:
+                    self.missing.append(f"what {choice} validation chose of {candidate.name} has no final run")
+                    continue
+                self.chosen[candidate.name, choice] = trial
+                found[candidate.name, choice] = runs
+            if len(found) == len(design.choices):
+                self.titles[candidate.name] = candidate.title
+                self.tried[candidate.name] = tried
+                self.finals |= found
 
     @property
     def losses(self) -> list[str]:
         return list(self.titles)
 
-    def best(self, losses: tuple[str, ...]) -> str:
-        """The loss that has the best trial by noisy validation."""
+    def best(self, losses: Sequence[str]) -> str:
+        """The loss whose choice has the best noisy validation, of the seeds that chose."""
         scores = {}
         for loss in losses:
             for item in self.tried.get(loss, []):
-                row = item.mean_score(TRIAL_SEEDS, CHOICES[NOISY])
-                scores[loss] = max(row, scores.get(loss, row))
+                if item.trial == self.chosen[loss, NOISY]:
+                    scores[loss] = item.mean_score(self.rule.deciding_seeds, CHOICES[NOISY])
         return max(scores, key=scores.__getitem__)
 
     def minus(self, pair: Pair, choice: str = NOISY) -> pd.DataFrame:
@@ -86,10 +90,40 @@ class Results:
         return found
 
 
+class Finished:
+    """The final runs of a study. They are complete if each seed of the finals has one."""
+
+    def __init__(self, path: Path, study: Tuned) -> None:
+        self.known = Known(path, study.finals.commands.flags)
+        self.num_seeds = len(study.finals.commands.seeds)
+        self.runs = pd.DataFrame()
+        if self.known.rows:
+            self.runs = read_runs(path)
+
+    def of(self, trial: Trial | None) -> pd.DataFrame:
+        """The runs of a trial; none as long as they are not complete."""
+        numbers = []
+        if trial is not None:
+            numbers = self.known.numbers(trial)
+        if len(numbers) < self.num_seeds:
+            return self.runs.iloc[:0]
+        return self.runs.iloc[numbers]
+
+
 @functools.cache
 def results_of(folder: Path) -> dict[str, Results]:
-    """The results of each kind of labels whose final runs a folder has."""
-    return {labels: Results(folder, labels) for labels in LABELS if (folder / f"{labels}.csv").is_file()}
+    """The results of each kind of labels whose final runs a folder has.
+
+    Raises:
+        ValueError: what was chosen has no final run.
+    """
+    every = {}
+    for labels in LABELS:
+        if (folder / f"{labels}.csv").is_file():
+            every[labels] = Results(folder, labels)
+            if every[labels].missing:
+                raise ValueError(f"{labels}: {every[labels].missing[0]}")
+    return every
 
 
 @functools.cache
@@ -173,21 +207,30 @@ def noise_table(folder: Path, labels: str) -> str:
     )
 
 
-def caption(folder: Path, labels: str) -> str:
-    results = results_of(folder)[labels]
-    runs = results.finals[BASELINE, NOISY]
+def setup(results: Results) -> str:
+    """What all runs of a kind of labels share, and how trials are chosen, in sentences for captions."""
+    runs = next(iter(results.finals.values()))
     first = runs.iloc[0]
     epochs = sorted({int(row["n_epochs"]) for row in results.known.rows})
+    *others, last = map(str, epochs)
+    length = " or ".join(filter(None, [", ".join(others), last]))
     return (
-        f"CIFAR-100, {LABELS[labels].title}: linear classifiers on {first['backbone'].partition(':')[2]} at "
-        f"{first['resolution']:g} pixels, {first['train_images']:g} training and {first['valid_images']:g} validation "
-        f"images, {' or '.join(map(str, epochs))} epochs of batches of {first['batch_size']:g}. "
-        f"{max(map(len, results.tried.values()))} trials of each loss, seed 0; chosen by top-1 + top-5 of validation, "
-        f"at the end. Test accuracy in %, ± standard deviation over {len(runs)} seeds. Δ: difference to cross-entropy, "
-        "or to the loss that is named, in points, ± 95 % interval over paired seeds. \\*: Holm's method keeps it, at a "
-        f"family-wise error of 5 % among {len(kept_by_holm(folder))} differences. "
-        f"{results.titles[results.best(ROBUST)]}: best by validation of the robust losses that know neither the order "
-        "nor clean labels."
+        f"linear classifiers on {first['backbone'].partition(':')[2]} at {first['resolution']:g} pixels, "
+        f"{first['train_images']:g} training and {first['valid_images']:g} validation images, {length} epochs of "
+        f"batches of {first['batch_size']:g}. {max(map(len, results.tried.values()))} trials of each loss. "
+        f"{results.rule.text} Validation is its top-1 + top-5 at the end of training."
+    )
+
+
+def caption(folder: Path, labels: str) -> str:
+    results = results_of(folder)[labels]
+    num_seeds = len(results.finals[BASELINE, NOISY])
+    return (
+        f"CIFAR-100, {LABELS[labels].title}: {setup(results)} Test accuracy in %, ± standard deviation over "
+        f"{num_seeds} seeds. Δ: difference to cross-entropy, or to the loss that is named, in points, ± 95 % interval "
+        "over paired seeds. \\*: Holm's method keeps it, at a family-wise error of 5 % among "
+        f"{len(kept_by_holm(folder))} differences. {results.titles[results.best(ROBUST)]}: best by validation of the "
+        "robust losses that know neither the order nor clean labels."
     )
 
 
@@ -199,13 +242,18 @@ def noise_answer(folder: Path) -> str:
     above = (
         f"Best of {len(RANKING)} top-k losses minus best of {len(ROBUST)} robust losses without order, each by noisy "
         "validation. Points of test accuracy, ± 95 % interval over paired seeds; \\*: kept by Holm's method, of "
-        f"{len(kept_by_holm(folder))} differences."
+        f"{len(kept_by_holm(folder))} differences. {rule_text(folder)}"
     )
     summary = f"{len(SORTING)} and {len(ROBUST)} losses: without top-k losses that also correct labels"
     return (
         f'{above}\n\n{answer_table(folder, RANKING)}\n\n<details markdown="1">\n<summary>{summary}</summary>\n\n'
         f"{answer_table(folder, SORTING)}\n\n</details>"
     )
+
+
+def rule_text(folder: Path) -> str:
+    """The rule of selection of the kinds of labels of a folder, each rule once."""
+    return " ".join(dict.fromkeys(results.rule.text for results in results_of(folder).values()))
 
 
 def answer_table(folder: Path, ranking: tuple[str, ...]) -> str:

@@ -229,6 +229,17 @@ def with_commands(table: Table, path: Path) -> str:
 # Studies with trials and finals.
 
 
+def rule_of_selection(path: Path) -> str:
+    """The rule that chose the runs of a file of finals, as a sentence; "" of other files."""
+    study = study_of(name_of(path), REPOSITORY)
+    if not isinstance(study, Tuned) or path.name != study.finals.commands.results.name:
+        return ""
+    known = study.known(path.parent / study.trials_file.name)
+    if not known.rows:
+        return ""
+    return study.rule_of(known).text
+
+
 class Chosen(NamedTuple):
     """What validation chose of a candidate, and the final runs of it."""
 
@@ -291,10 +302,26 @@ def report_tuned(study: Tuned, folder: Path, repository: Path, choice: str, with
     if with_commands:
         text = below_each_line(text, commands)
     title = f"{study.title}: finals of what validation chooses ({split.replace('_', ' ')} top-1 + top-5)."
-    parts = [title, text, summary([item for item in verdicts if item.verdict]), VERDICTS]
+    parts = [
+        f"{title} {rules_of(study, ours, theirs)}".strip(),
+        text,
+        summary([item for item in verdicts if item.verdict]),
+        VERDICTS,
+    ]
     parts.append(trials_that_agree(study, ours, theirs, pools))
     parts.append(f"Runs: {machines('repository', ours.runs)}; {machines('yours', theirs.runs)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def rules_of(study: Tuned, ours: Side, theirs: Side) -> str:
+    """The rules of selection of both sides that have trials, once if they are the same."""
+    texts = {}
+    for name, side in (("The repository's runs", ours), ("Yours", theirs)):
+        if side.trials.rows:
+            texts[name] = study.rule_of(side.trials).text
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return " ".join(f"{name}: {text}" for name, text in texts.items())
 
 
 def agreement_of(your: Chosen, own: Chosen, metric: str, pool: Pool) -> Agreement:

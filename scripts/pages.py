@@ -27,7 +27,18 @@ import pandas as pd
 from experiments.common import door
 from experiments.common.files import replace_file
 from experiments.common.paths import REPOSITORY, ROOT
-from reporting import columns, findings, hours, markdown, noise, reference, reproduction, speed, temperatures
+from reporting import (
+    columns,
+    findings,
+    hours,
+    markdown,
+    noise,
+    noise_draws,
+    reference,
+    reproduction,
+    speed,
+    temperatures,
+)
 from reporting.frames import METRICS, read_protocol, read_published, read_runs
 from scripts import report
 from studies.catalog import study_of
@@ -102,6 +113,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "training_steps": speed.training_steps,
     "noise_table": noise.noise_table,
     "noise_answer": noise.noise_answer,
+    "noise_draws_answer": noise_draws.noise_draws_answer,
+    "noise_edges": noise_draws.noise_edges,
     "columns": columns.as_markdown,
     "parameters": reference.parameters,
     "methods": reference.methods,

@@ -82,6 +82,7 @@ def report(args: argparse.Namespace) -> Report:
         return Report(temperatures.as_markdown(path.stem, runs), drawn_temperatures(args, runs))
     if args.paired:
         table = tables.gains(path.stem, runs, args.paired)
+        table.caption = f"{table.caption} {reproduction.rule_of_selection(path)}".strip()
     else:
         name = args.table or tables.published_table(path.stem, runs)
         table = tables.beside_published(path.stem, runs, table=name.replace("none", ""))

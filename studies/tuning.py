@@ -8,6 +8,7 @@ of the rule of selection, and the mean over those seeds chooses. The finals have
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,12 @@ class Range(NamedTuple):
         else:
             value = self.low * (self.high / self.low) ** place
         return float(f"{value:.3g}")
+
+    def place(self, value: float) -> float:
+        """The place in [0, 1] of a number."""
+        if self.linear:
+            return (value - self.low) / (self.high - self.low)
+        return math.log(value / self.low) / math.log(self.high / self.low)
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,13 @@ class Rule:
         return max(finalists, key=lambda item: item.mean_score(self.seeds, split)).trial
 
     @property
+    def deciding_seeds(self) -> tuple[int, ...]:
+        """The seeds whose mean chooses."""
+        if self.finalists == 1:
+            return TRIAL_SEEDS
+        return self.seeds
+
+    @property
     def text(self) -> str:
         """The rule as a sentence for captions."""
         if self.finalists == 1:
@@ -172,10 +186,11 @@ ONE_SEED = Rule(finalists=1, seeds=())  # of rows that were made before the rule
 
 
 class Commands(Protocol):
-    """How trials become command lines that write `results`; flags: what all of them have."""
+    """How trials become command lines that write `results`, with these seeds; flags: what all of them have."""
 
     results: Path
     flags: str
+    seeds: tuple[int, ...]
 
     def of(self, trials: Iterable[Trial]) -> list[str]: ...
 

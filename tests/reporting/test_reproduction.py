@@ -9,7 +9,10 @@ import pytest
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
 from reporting import reproduction
+from scripts import report
+from studies.catalog import study_of
 from studies.runs import command_of, parse_flags
+from studies.tuning import Tuned
 
 FILES = ("table1_short.csv", "table4_short.csv", "scratch.csv", "implementation.csv", "beam_search.csv", "knn.csv")
 ACCURACIES = ("test_top1", "test_top5", "test_wer_beam4", "test_per_beam4")
@@ -142,6 +145,49 @@ def test_trials_and_finals_of_a_tuned_study_have_verdicts(choice, yours):
     assert {line["your choice"] for line in lines} == {"the same trial"}
     assert "36 of 36 values agree; by chance about 1.8 would differ." in text
     assert "Trials: 540 in common. By the spread of the finals, 1080 of 1080 values agree" in text
+
+
+FINALS = []
+for path in sorted([*REPOSITORY.glob("*.csv"), *REPOSITORY.glob("noise*/*.csv")]):
+    name = path.relative_to(REPOSITORY).as_posix()
+    study = study_of(name, REPOSITORY)
+    if isinstance(study, Tuned) and path.name == study.finals.commands.results.name:
+        FINALS.append(name)
+
+
+@pytest.mark.parametrize("name", FINALS)
+def test_a_table_of_what_was_chosen_says_by_which_rule(name):
+    """By the seeds that the file of trials has: rows without those of the rule were chosen by one."""
+    study = study_of(name, REPOSITORY)
+    trials = read_rows((REPOSITORY / name).with_name(study.trials_file.name))
+    seeds = {int(row["seed"]) for row in trials}
+    expected = "one seed chose"
+    if set(study.finals.rule.seeds) <= seeds:
+        expected = study.finals.rule.text
+    assert expected in reproduction.rule_of_selection(REPOSITORY / name)
+    if not name.startswith("noise/"):  # which have tables of their own
+        words = [str(REPOSITORY / name), "--paired", "softmax_cross_entropy"]
+        assert expected in report.report(report.parse_arguments(words)).text
+
+
+def test_a_table_of_runs_that_nobody_chose_says_no_rule():
+    for name in ("table1_short.csv", "noise/human_trials.csv", "strong.csv"):
+        assert reproduction.rule_of_selection(REPOSITORY / name) == ""
+
+
+def test_both_rules_are_said_where_yours_is_another(yours):
+    """Yours have the seeds of the finalists; the rows are the repository's with other seeds."""
+    trials = read_rows(REPOSITORY / "noise" / "human_trials.csv")
+    for name in ("human_trials.csv", "human.csv"):
+        yours(f"noise/{name}", read_rows(REPOSITORY / "noise" / name))
+    rule = study_of("noise/human.csv", REPOSITORY).finals.rule
+    more = []
+    for seed in rule.seeds:
+        more += [row | {"seed": str(seed), "run_id": f"{row['run_id']}-{seed}"} for row in trials]
+    path = yours("noise/human_trials.csv", [*trials, *more])
+    first = reproduction.report(path).splitlines()[0]
+    assert "The repository's runs: The trial with the best validation of seed 0 is chosen: one seed chose." in first
+    assert f"Yours: {rule.text}" in first
 
 
 def test_another_choice_of_yours_is_shown_beside_the_repositorys(yours):

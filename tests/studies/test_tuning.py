@@ -9,10 +9,11 @@ import torch
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
 from studies import from_scratch, heads, noise, tiny_imagenet
-from studies.catalog import study_of
-from studies.runs import RunIndex, expected_runs
+from studies.catalog import LISTED, STUDIES, study_of
+from studies.runs import RunIndex, expected_runs, parse_flags
 from studies.tuning import (
     ONE_SEED,
+    TRIAL_SEEDS,
     Candidate,
     Finals,
     Grid,
@@ -143,6 +144,109 @@ def test_the_mean_of_the_finalists_chooses(study, accuracies, rule, expected):
     write_accuracies(study, trials, accuracies)
     chosen = rule.choose(study.known().tried(trials), "valid")
     assert chosen == (None if expected is None else trials[expected])
+
+
+def finalists_of(study: Tuned) -> list[tuple[Trial, str]]:
+    """The trials that get more seeds, with the method of each."""
+    known = study.known()
+    found = []
+    for candidate in study.space:
+        found += [(trial, candidate.name) for trial in study.finalists(candidate, known)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "is_chosen"),
+    [
+        ({}, True),
+        ({"embeddings": "another's"}, False),
+        ({"seed": "201"}, False),
+        ({"n_epochs": "7"}, False),
+    ],
+    ids=["all", "other embeddings", "another seed", "another trial"],
+)
+def test_finals_wait_for_every_row_of_every_finalist(study, change, is_chosen, capsys):
+    """One row of the finalists is another one: the finals are not known."""
+
+    def launch(stage) -> int:
+        status = runner(stage)
+        if stage.name == "study_finalists":
+            rows = read_rows(study.trials_file)
+            rows[-3] |= change
+            write_rows(study.trials_file, rows)
+        return status
+
+    runner = Runner()
+    assert tune(study, launch) == 0
+    waits = "# finals of study: known when its finalists have run\n"
+    assert capsys.readouterr().out == ("" if is_chosen else waits)
+    assert [name for name, _ in runner.stages[3:]] == (["study"] if is_chosen else [])
+    assert study.has_chosen(study.known()) == is_chosen
+
+
+def test_the_finalists_are_the_best_of_seed_0_and_the_finals_the_best_of_their_mean(study):
+    """Rows of the finals' seeds among the trials choose nothing, however good they are."""
+    runner = Runner()
+    stages = []
+
+    def launch(stage) -> int:
+        stages.append(stage)
+        return runner(stage)
+
+    tune(study, launch)
+    rows = read_rows(study.trials_file)
+    first, second = [trial for trial, name in finalists_of(study) if name == "gce"]
+    assert [trial.n_epochs for trial in (first, second)] == [22, 22]  # the longer round came later, and later is better
+    for row in rows:
+        if row["seed"] in ("101", "102") and row["method"] == "generalized_cross_entropy":
+            is_first = row["lr"] == str(parse_flags(first.flags)["lr"])
+            row["valid_top1"] = {True: "0.9", False: "0.8"}[is_first]
+    good = [row | {"seed": seed, "run_id": seed, "valid_top1": "1.0"} for row in rows[-1:] for seed in ("1", "2")]
+    write_rows(study.trials_file, [*rows, *good])
+    assert study.chosen(study.space[1], study.known(), "valid") == first
+    assert finalists_of(study)[2:] == [(first, "gce"), (second, "gce")]
+
+
+def test_without_seeds_of_the_rule_the_first_seed_chose_and_says_so(study):
+    trials = study.rounds[0].of(study.space[1], study.known())
+    write_accuracies(study, trials, FOUR)
+    assert study.rule_of(study.known()) == ONE_SEED
+    assert study.chosen(study.space[1], study.known(), "valid") == trials[0]
+    assert "one seed chose" in study.rule_of(study.known()).text
+    write_accuracies(study, trials, BETTER_LATER)
+    assert study.rule_of(study.known()) == study.finals.rule
+    assert study.chosen(study.space[1], study.known(), "valid") == trials[1]
+    assert "The 2 trials" in study.rule_of(study.known()).text
+
+
+TUNED = ["heads_more.csv", "tiny_imagenet_more.csv", "heads.csv", "tiny_imagenet.csv", "noise_scratch.csv"]
+TUNED += [f"{name}/{labels}.csv" for name, design in noise.DESIGNS.items() for labels in design.kinds]
+
+
+def test_every_study_with_trials_is_among_these():
+    families = {name.split("/")[0].removesuffix(".csv") for name in TUNED}
+    listed = {study.name for study in LISTED}
+    plain = {"knn", "temperature", "temperature_classes", "temperature_training"}
+    assert set(STUDIES) - listed - plain == families
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_no_seed_of_finals_ever_chose(name):
+    study = study_of(name, REPOSITORY)
+    rule = study.finals.rule
+    chose = set(rule.seeds) | set(TRIAL_SEEDS)
+    assert rule.finalists > 1
+    assert len(rule.seeds) > 1
+    assert not chose & set(study.finals.commands.seeds)
+    for part in study.rounds:
+        assert part.commands.seeds == TRIAL_SEEDS
+        assert part.commands.results == study.trials_file  # where the finalists' rows are looked for
+
+
+def test_the_place_of_a_number_of_a_range_is_the_one_it_was_made_at():
+    for numbers in (Range(0.1, 10), Range(0, 2, linear=True)):
+        for place in (0, 0.25, 1):
+            assert numbers.place(numbers.at(place)) == pytest.approx(place, abs=2e-3)
 
 
 def test_numbers_of_a_range_have_three_digits():

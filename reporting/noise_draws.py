@@ -1,0 +1,252 @@
+"""The study of wrong labels over draws of the noise: differences of chosen losses, and where choices lie in ranges.
+
+Each draw of the noise goes through the whole study: trials, finalists, finals. A difference on a draw is the mean of
+its paired seeds. Draws and losses that are not finished are left out.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from reporting import markdown
+from reporting.compare import Interval, interval, over_draws, over_seeds
+from reporting.frames import METRICS
+from reporting.noise import NOISY, Pair, Results, setup
+from studies.noise import DESIGNS, NOISE_DRAWS, ROBUST, SORTING
+from studies.runs import parse_flags
+from studies.tuning import Range, Trial
+
+PAIRS = (
+    Pair("splitter_selection", "cross_entropy"),
+    Pair("gce", "cross_entropy"),
+    Pair("cross_entropy_16", "cross_entropy"),
+    Pair("splitter_selection", "gce"),
+    Pair("lapsum", "gce"),
+    Pair("forward_estimated", "gce"),
+)
+EDGE = 1 / 6  # share of a range at each end: about five of 30 trials
+TOO_MANY = 0.25  # share of choices at one edge above which a range is to be widened there
+
+
+@functools.cache
+def finished(folder: Path) -> dict[str, Results]:
+    """The results of the kinds of labels of which a loss has all its final runs, in the order of the design.
+
+    Raises:
+        ValueError: a folder that is not named as a design of studies/noise.py.
+    """
+    if folder.name not in DESIGNS:
+        raise ValueError(f"the folder must be named as a study, {' or '.join(DESIGNS)}; got {folder}")
+    design = DESIGNS[folder.name]
+    every = {}
+    for labels in design.kinds:
+        results = Results(folder, labels, design)
+        if results.losses:
+            every[labels] = results
+    return every
+
+
+class Draws(NamedTuple):
+    """The draws of one noise on which both sides of a difference are finished.
+
+    Attributes:
+        differences: of each draw by its kind of labels, in points, a row per paired seed.
+    """
+
+    noise: str
+    name: str
+    differences: dict[str, pd.DataFrame]
+
+    def values(self, metric: str) -> list[pd.Series]:
+        return [differences[metric] for differences in self.differences.values()]
+
+
+def by_noise(folder: Path) -> dict[str, dict[str, Results]]:
+    """The results of the draws of each noise."""
+    found: dict[str, dict[str, Results]] = {}
+    for labels, results in finished(folder).items():
+        noise = NOISE_DRAWS.kinds[labels].noise
+        found.setdefault(noise, {})[labels] = results
+    return found
+
+
+def short_title(loss: str, results: Results) -> str:
+    return results.titles[loss].replace("splitter selection network", "splitter")
+
+
+def of_pair(noise: str, draws: Mapping[str, Results], pair: Pair) -> Draws:
+    """The differences of two losses."""
+    differences = {}
+    name = ""
+    for labels, results in draws.items():
+        if pair.loss in results.titles and pair.other in results.titles:
+            differences[labels] = results.minus(pair)
+            name = f"{short_title(pair.loss, results)} − {short_title(pair.other, results)}"
+    return Draws(noise, name, differences)
+
+
+def family(losses: Sequence[str], draws: Mapping[str, Results]) -> list[str]:
+    """The losses that are finished on every draw."""
+    return [loss for loss in losses if all(loss in results.titles for results in draws.values())]
+
+
+def of_best(noise: str, draws: Mapping[str, Results]) -> Draws:
+    """The best loss that sorts minus the best robust loss, each by the validation of its draw."""
+    both = {}
+    for labels, results in draws.items():
+        if not results.titles.keys().isdisjoint(SORTING) and not results.titles.keys().isdisjoint(ROBUST):
+            both[labels] = results
+    ranking = family(SORTING, both)
+    robust = family(ROBUST, both)
+    differences = {}
+    if ranking and robust:
+        for labels, results in both.items():
+            differences[labels] = results.minus(Pair(results.best(ranking), results.best(robust)))
+    return Draws(noise, f"best of {len(ranking)} top-k losses − best of {len(robust)} robust losses", differences)
+
+
+def comparisons(folder: Path) -> list[Draws]:
+    """All differences of all noises that have a draw."""
+    found = []
+    for noise, draws in by_noise(folder).items():
+        found += [of_pair(noise, draws, pair) for pair in PAIRS]
+        found.append(of_best(noise, draws))
+    return [item for item in found if item.differences]
+
+
+def over_draws_cell(draws: Sequence[pd.Series]) -> str:
+    """A mean difference with its interval over draws and a verdict; of one draw the mean alone."""
+    gain = over_draws(draws)
+    if len(draws) == 1:
+        return f"{markdown.interval(gain)} (one draw)"
+    return f"{markdown.interval(gain)} ({gain.verdict})"
+
+
+def half(value: Interval) -> str:
+    return f"± {markdown.fixed(value.half)}"
+
+
+def answer_row(item: Draws) -> dict[str, str]:
+    row = {"labels": item.noise, "difference": item.name}
+    for metric, name in METRICS.items():
+        row[f"Δ {name}, over draws"] = over_draws_cell(item.values(metric))
+        row[f"{name}, over seeds"] = half(over_seeds(item.values(metric)))
+    seeds = {len(differences) for differences in item.differences.values()}
+    return row | {"draws": str(len(item.differences)), "seeds": " or ".join(map(str, sorted(seeds)))}
+
+
+def draw_rows(folder: Path) -> list[dict[str, str]]:
+    """Each difference on each draw, with its interval over paired seeds."""
+    rows = []
+    for item in comparisons(folder):
+        for labels, differences in item.differences.items():
+            row = {"labels": NOISE_DRAWS.kinds[labels].title, "difference": item.name}
+            for metric, name in METRICS.items():
+                gain = interval(differences[metric])
+                row[f"Δ {name}"] = f"{markdown.interval(gain)} ({gain.verdict})"
+            rows.append(row)
+    return rows
+
+
+def noise_draws_answer(folder: Path) -> str:
+    """Markdown: the differences of losses for each noise over its draws, then on each draw."""
+    every = finished(folder)
+    rows = [answer_row(item) for item in comparisons(folder)]
+    if not rows:
+        return "No draw is finished yet."
+    first = next(iter(every.values()))
+    above = (
+        f"CIFAR-100 with wrong labels: {setup(first)} Differences of test accuracy in points. Over draws: the mean "
+        "over draws of the noise, each the mean of its paired seeds, ± 95 % interval over draws, with a verdict. Over "
+        "seeds: the interval that leaves out the spread of draws. Top-k losses are half top-1 and half top-5 of 16 "
+        "scores. The best of each side is the best by validation on its draw."
+    )
+    details = markdown.table(draw_rows(folder))
+    return (
+        f'{above}\n\n{markdown.table(rows)}\n\n<details markdown="1">\n<summary>Each draw, with intervals over seeds'
+        f"</summary>\n\n{details}\n\n</details>"
+    )
+
+
+class Place(NamedTuple):
+    """The value of a setting that was chosen, and the edge of its range at which it lies, if any."""
+
+    setting: str
+    value: str
+    edge: str
+
+
+def edge_of(place: float) -> str:
+    if place < EDGE:
+        return "low"
+    if place > 1 - EDGE:
+        return "high"
+    return ""
+
+
+def places_of(trial: Trial, ranges: Mapping[str, Range], epochs: Sequence[int]) -> list[Place]:
+    """Where each number of a trial lies in its range."""
+    values = parse_flags(trial.shared)
+    found = []
+    for setting, numbers in ranges.items():
+        value = values[setting]
+        found.append(Place(setting, markdown.number(value), edge_of(numbers.place(value))))
+    edge = {epochs[0]: "low", epochs[-1]: "high"}.get(trial.n_epochs, "")
+    return [*found, Place("n_epochs", str(trial.n_epochs), edge)]
+
+
+def choices(folder: Path) -> dict[tuple[str, str], list[Place]]:
+    """The places of what noisy validation chose, by the kind of labels and the loss."""
+    design = DESIGNS[folder.name]
+    found = {}
+    for labels, results in finished(folder).items():
+        for candidate in results.study.space:
+            if candidate.name in results.titles:
+                trial = results.chosen[candidate.name, NOISY]
+                ranges = design.ranges | candidate.ranges
+                found[labels, candidate.name] = places_of(trial, ranges, design.epochs)
+    return found
+
+
+def edge_row(setting: str, places: Sequence[Place]) -> dict[str, str]:
+    """How many choices of a setting lie at an edge, and the edges with more than a quarter of them."""
+    row = {"setting": setting, "choices": str(len(places))}
+    crowded = []
+    for edge in ("low", "high"):
+        count = sum(place.edge == edge for place in places)
+        row[f"at the {edge} edge"] = str(count)
+        if count > TOO_MANY * len(places):
+            crowded.append(edge)
+    return row | {"more than a quarter": ", ".join(crowded)}
+
+
+def noise_edges(folder: Path) -> str:
+    """Markdown: how many choices lie at an edge of the range of a setting, then every choice."""
+    by_setting: dict[str, list[Place]] = {}
+    rows = []
+    design = DESIGNS[folder.name]
+    for (labels, loss), places in choices(folder).items():
+        results = finished(folder)[labels]
+        row = {"labels": design.kinds[labels].title, "loss": results.titles[loss]}
+        for place in places:
+            heading = markdown.heading(place.setting)
+            row[heading] = " ".join(filter(None, [place.value, place.edge]))
+            if place.setting not in (*design.ranges, "n_epochs"):
+                heading = f"{heading} of {results.titles[loss]}"
+            by_setting.setdefault(heading, []).append(place)
+        rows.append(row)
+    if not rows:
+        return "No draw is finished yet."
+    above = (
+        "Choices by noisy validation. A number is at an edge if it lies in the outer sixth of its range, by its "
+        "logarithm where trials have equal distances of it; a number of epochs if it is the least or the most."
+    )
+    counts = markdown.table([edge_row(setting, places) for setting, places in by_setting.items()])
+    details = markdown.plain_table(pd.DataFrame(rows).fillna(""))
+    return (
+        f'{above}\n\n{counts}\n\n<details markdown="1">\n<summary>Every choice; low, high: at an edge</summary>\n\n'
+        f"{details}\n\n</details>"
+    )

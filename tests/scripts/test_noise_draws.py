@@ -1,0 +1,226 @@
+"""Wrong labels over draws of the noise: the tables of what is finished, against plain computations."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.common.paths import REPOSITORY
+from experiments.common.rows import read_rows, write_rows
+from experiments.common.settings import OWN_SETTINGS, cell
+from reporting import noise_draws
+from reporting.noise_draws import noise_draws_answer, noise_edges
+from studies.noise import NOISE_DRAWS, SEEDS
+from studies.runs import parse_flags
+from studies.tuning import Rule
+from tests.scripts.trained import changed
+
+METRICS = ("test_top1", "test_top5")
+LEVELS = {"cross_entropy": 0.50, "gce": 0.52, "lapsum": 0.521}
+BASES = {"cross_entropy": "softmax_cross_entropy", "gce": "generalized_cross_entropy", "lapsum": "lapsum"}
+TRIALS = (0, 1, 29)  # of the 30
+CHOSEN = 1  # best by the mean of the finalists; by seed 0 the first is
+RULE = Rule()
+KINDS = tuple(NOISE_DRAWS.kinds)
+
+
+class Made:
+    """Rows of a folder, made from rows that the training script wrote, and the accuracies that they hold.
+
+    Args:
+        folder: for the files.
+        bases: a row of each loss.
+    """
+
+    def __init__(self, folder, bases):
+        self.folder = folder
+        self.bases = bases
+        self.random = np.random.default_rng(0)
+        self.accuracy = {}  # (labels, loss, metric) -> ten numbers
+
+    def rows_of(self, labels, loss, number, seeds, cells_of):
+        study = NOISE_DRAWS.study(labels, (loss,))
+        trial = study.rounds[0].of(study.space[0], None)[number]
+        values = {key: cell(value) for key, value in parse_flags(trial.flags).items()}
+        plain = dict.fromkeys(OWN_SETTINGS, "") | {"batch_size": "500", "eval_freq": "0", "n_epochs": trial.n_epochs}
+        rows = []
+        for seed in seeds:
+            name = f"{labels}-{loss}-{number}-{seed}"
+            own = {"run_id": name, "seed": seed, "order_seed": seed, **cells_of(seed)}
+            rows.append(changed(self.bases[loss], **plain | values | own))
+        return rows
+
+    def valid(self, number, seed):
+        """Validation: the first trial is the best of seed 0, the second of the seeds of the rule."""
+        level = {0: 0.43, 1: 0.42, 29: 0.30}[number]
+        if seed:
+            level = {0: 0.40, 1: 0.41, 29: 0.30}[number]
+        return {f"last_valid_top{k}": level + 0.001 * (seed % 3) for k in (1, 5)}
+
+    def write(self, labels, losses=tuple(LEVELS), finalists=RULE.seeds, finals=SEEDS):
+        """The trials, finalists and finals of losses on a kind of labels."""
+        trials = []
+        tests = []
+        for loss in losses:
+            for number in TRIALS:
+                trials += self.rows_of(
+                    labels, loss, number, (0, *finalists), lambda seed, place=number: self.valid(place, seed)
+                )
+            draw = self.random.normal(0, 0.004)
+            levels = LEVELS[loss] + draw + self.random.normal(0, 0.002, (len(finals), 2))
+            for metric, numbers in zip(METRICS, levels.T):
+                self.accuracy[labels, loss, metric] = numbers
+            measured = {seed: dict(zip(METRICS, numbers)) for seed, numbers in zip(finals, levels)}
+            tests += self.rows_of(labels, loss, CHOSEN, finals, measured.__getitem__)
+        write_rows(self.folder / f"{labels}_trials.csv", trials)
+        if tests:
+            write_rows(self.folder / f"{labels}.csv", tests)
+
+    def difference(self, labels, loss, other, metric):
+        return 100 * (self.accuracy[labels, loss, metric] - self.accuracy[labels, other, metric])
+
+
+@pytest.fixture
+def made(trained, tmp_path):
+    rows = {row["method"]: row for row in read_rows(trained / "noise" / "human_trials.csv")}
+    folder = tmp_path / "noise_draws"
+    folder.mkdir()
+    noise_draws.finished.cache_clear()
+    yield Made(folder, {loss: rows[method] for loss, method in BASES.items()})
+    noise_draws.finished.cache_clear()
+
+
+def tables(text):
+    """The rows of the table over draws, and of the one of each draw, as lists of cells."""
+    parts = text.split("<details")
+    found = []
+    for part in parts:
+        lines = [line for line in part.splitlines() if line.startswith("|")]
+        found.append([[item.strip() for item in line.strip("|").split("|")] for line in lines[2:]])
+    return found
+
+
+def shown(value):
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def expected_row(made, kinds, loss, other, metric):
+    """The mean over draws with its interval, and half of the interval over seeds, by plain loops."""
+    means = []
+    squares = []
+    degrees = 0
+    for labels in kinds:
+        values = made.difference(labels, loss, other, metric)
+        mean = sum(values) / len(values)
+        means.append(mean)
+        squares.append(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+        degrees += len(values) - 1
+    mean = sum(means) / len(means)
+    seeds_half = stats.t.ppf(0.975, degrees) * sum(squares) ** 0.5 / len(means)
+    if len(means) == 1:
+        return f"{shown(mean)} (one draw)", f"± {seeds_half:.2f}"
+    error = (sum((value - mean) ** 2 for value in means) / (len(means) - 1) / len(means)) ** 0.5
+    half = stats.t.ppf(0.975, len(means) - 1) * error
+    verdict = "no clear difference"
+    if abs(mean) > half:
+        verdict = "gain" if mean > 0 else "loss"
+    return f"{shown(mean)} ± {half:.2f} ({verdict})", f"± {seeds_half:.2f}"
+
+
+SUBSETS = {
+    "one draw": ("symmetric_.4_draw0",),
+    "people": ("human",),
+    "several": ("symmetric_.4_draw0", "symmetric_.4_draw2", "symmetric_.4_draw5", "symmetric_.2_draw1", "human"),
+    "all": KINDS,
+}
+
+
+@pytest.mark.parametrize("kinds", SUBSETS.values(), ids=SUBSETS)
+def test_the_answer_has_the_draws_that_are_finished(made, kinds):
+    for labels in kinds:
+        made.write(labels)
+    over, each = tables(noise_draws_answer(made.folder))
+    by_noise = {}
+    for labels in kinds:
+        by_noise.setdefault(NOISE_DRAWS.kinds[labels].noise, []).append(labels)
+    pairs = {"GCE − cross-entropy": ("gce", "cross_entropy"), "LapSum − GCE": ("lapsum", "gce")}
+    pairs["best of 1 top-k losses − best of 1 robust losses"] = ("lapsum", "gce")
+    expected = []
+    for (noise, draws), (name, (loss, other)) in itertools.product(by_noise.items(), pairs.items()):
+        cells = []
+        for metric in METRICS:
+            cells += expected_row(made, draws, loss, other, metric)
+        expected.append([noise, name, *cells, str(len(draws)), "10"])
+    assert sorted(over) == sorted(expected)
+    assert len(each) == len(kinds) * len(pairs)
+
+
+def test_an_interval_over_draws_is_that_of_their_means(made):
+    """Draws spread more than seeds here, and the interval over seeds leaves that out."""
+    kinds = SUBSETS["several"][:3]
+    for labels in kinds:
+        made.write(labels)
+    (row,) = [row for row in tables(noise_draws_answer(made.folder))[0] if row[1] == "GCE − cross-entropy"]
+    half = float(row[2].split(" ± ")[1].split()[0])
+    assert half > 3 * float(row[3].removeprefix("± "))
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [{"finals": ()}, {"finals": SEEDS[:9]}, {"finalists": RULE.seeds[:9]}, {"losses": ("cross_entropy",)}],
+    ids=["no finals", "nine finals", "nine seeds of finalists", "one loss"],
+)
+def test_a_draw_that_is_not_finished_is_left_out(made, left_out):
+    made.write("symmetric_.4_draw0")
+    before = tables(noise_draws_answer(made.folder))
+    noise_draws.finished.cache_clear()
+    made.write("symmetric_.4_draw1", **left_out)
+    assert tables(noise_draws_answer(made.folder)) == before
+
+
+def test_without_a_finished_draw_there_is_a_sentence(made):
+    for call in (noise_draws_answer, noise_edges):
+        assert call(made.folder) == "No draw is finished yet."
+
+
+def test_captions_say_the_rule_that_chose(made):
+    made.write("human")
+    text = noise_draws_answer(made.folder)
+    assert RULE.text in text
+    assert "seeds 101 to 110" in text
+    assert "30 trials" not in text  # but three, as made
+    assert "3 trials of each loss" in text
+
+
+def test_an_edge_is_the_outer_sixth_of_a_range(made):
+    """Counted again by the numbers of the trials that were chosen."""
+    made.write("human")
+    made.write("symmetric_.2_draw3")
+    counts = {row[0]: row[1:] for row in tables(noise_edges(made.folder))[0]}
+    study = NOISE_DRAWS.study("human")
+    places = {"learning rate": [], "weight decay": []}
+    for candidate in study.space:
+        if candidate.name not in LEVELS:
+            continue
+        values = parse_flags(study.rounds[0].of(candidate, None)[CHOSEN].shared)
+        places["learning rate"].append(np.log(values["lr"] / 0.0001) / np.log(0.003 / 0.0001))
+        places["weight decay"].append(np.log(values["weight_decay"] / 0.01) / np.log(10 / 0.01))
+    for setting, found in places.items():
+        low = 2 * sum(place < 1 / 6 for place in found)
+        high = 2 * sum(place > 5 / 6 for place in found)
+        assert counts[setting][:3] == ["6", str(low), str(high)]
+    assert counts["epochs"] == ["6", "6", "0", "low"]  # the second of ten trials with four epochs
+
+
+def test_of_the_first_study_nearly_all_choices_have_the_most_epochs_and_many_little_weight_decay():
+    """What the ranges of the study over draws answer to."""
+    counts = {row[0]: row[1:] for row in tables(noise_edges(REPOSITORY / "noise"))[0]}
+    assert counts["epochs"] == ["142", "8", "134", "high"]
+    assert counts["weight decay"][3] == "low"
+    assert counts["learning rate"][3] == ""
+
+
+def test_a_folder_of_no_study_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must be named as a study, noise or noise_draws"):
+        noise_draws_answer(tmp_path / "elsewhere")
