@@ -63,7 +63,7 @@ def test_times_of_the_official_package_are_hollow_and_in_the_panel_of_their_size
         of_size = measured[measured["n"] == classes]
         ours, official = [], []
         for line in axis.lines:
-            if len(line.get_xdata()) == 1:
+            if len(line.get_xdata()) == 1 and line.get_xdata()[0] > 0:  # NaN where difftopk has no such loss
                 (official if line.get_markerfacecolor() == "none" else ours).append(line.get_xdata()[0])
         assert ours == pytest.approx([of_size.ms[method] for method in METHODS if method in of_size.index])
         times = of_size.official_ms.dropna()
