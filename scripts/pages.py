@@ -123,7 +123,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "exports": reference.exports,
     "front_door": front_door_table,
     "api": reference.api,
-    "findings": findings.status_table,
+    "findings": findings.as_markdown,
     "evidence": findings.evidence,
     "speed": speed.summary,
 }
