@@ -113,9 +113,20 @@ def imported(path: Path) -> set[str]:
     return words
 
 
+def owners_of_imports() -> dict[str, set[str]]:
+    """The distributions that bring each importable name. importlib.metadata of Python 3.10 misses some."""
+    owners: dict[str, set[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        for file in distribution.files or ():
+            if file.suffix == ".py":
+                name = file.parts[0].removesuffix(".py")
+                owners.setdefault(name, set()).add(canonicalize_name(distribution.name))
+    return owners
+
+
 def test_whatever_is_imported_is_required():
     required = {canonicalize_name(requirement.name) for requirement in requirements()} | {"topk-losses"}
-    owners = importlib.metadata.packages_distributions()
+    owners = owners_of_imports()
     local = {path.name for path in ROOT.iterdir() if path.is_dir()}
     lacking = set()
     for folder in (
@@ -131,7 +142,7 @@ def test_whatever_is_imported_is_required():
     ):
         for path in (ROOT / folder).rglob("*.py"):
             for word in imported(path) - sys.stdlib_module_names - local - OPTIONAL - BROUGHT:
-                if not required & {canonicalize_name(owner) for owner in owners.get(word, [word])}:
+                if not required & owners.get(word, {canonicalize_name(word)}):
                     lacking.add(f"{word} ({path.relative_to(ROOT)})")
     assert lacking == set()
 

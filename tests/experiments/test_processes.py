@@ -39,7 +39,18 @@ def test_huge_pages_change_no_bit(tmp_path):
     script = ROOT / "experiments" / "train_cifar100.py"
     rows = []
     for name, settings in {"without": NOT_ASKED, "with": HUGE_PAGES}.items():
-        flags = ["--dataset", "digits", "--limit_train", "48", "--n_epochs", "1", "--method", "softsort"]
+        flags = [
+            "--dataset",
+            "digits",
+            "--limit_train",
+            "48",
+            "--batch_size",
+            "16",
+            "--n_epochs",
+            "1",
+            "--method",
+            "softsort",
+        ]
         results = tmp_path / name / "rows.csv"
         command = [sys.executable, str(script), *flags, "--device", "cpu", "--results", str(results)]
         subprocess.run(command, env=environment(settings), check=True, capture_output=True)

@@ -24,7 +24,7 @@ def clone(tmp_path_factory) -> Path:
             continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    (folder / ".venv").symlink_to(ROOT / ".venv")
+    (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
 
