@@ -83,6 +83,7 @@ STUDIES = {
     "heads_more": Entry(heads_more, data=("FILE",), options=("name", "methods", "num_valid")),
     "tiny_imagenet": Entry(tiny_imagenet.tiny_imagenet),
     "tiny_imagenet_more": Entry(tiny_imagenet.tiny_imagenet_more),
+    "tiny_imagenet_equal": Entry(tiny_imagenet.tiny_imagenet_equal),
     "noise": Entry(noise.noise, data=("FILE",), options=("human", "labels", "losses", "folder")),
     "noise_draws": Entry(noise.noise_draws, data=("FILE",), options=("human", "labels", "losses", "folder")),
 }
@@ -118,8 +119,8 @@ def study_of(file: str, folder: Path) -> Study | Tuned | None:
         return noise.DESIGNS[parent].study(stem)
     if stem == "noise_scratch":
         return from_scratch.noise_scratch("CIFAR-100_human.pt")
-    if stem == "tiny_imagenet":
-        return tiny_imagenet.tiny_imagenet()
+    if stem in ("tiny_imagenet", "tiny_imagenet_equal"):
+        return STUDIES[stem].make()
     if stem == "tiny_imagenet_more":
         return tiny_imagenet.tiny_imagenet_more(folder / tiny_imagenet.TRIALS.name)
     if stem.startswith("heads") and (folder / f"{stem}_trials.csv").is_file():

@@ -8,6 +8,7 @@ import torch
 
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
+from experiments.finetune_imagenet import parse_arguments
 from studies import from_scratch, heads, noise, tiny_imagenet
 from studies.catalog import LISTED, STUDIES, study_of
 from studies.runs import RunIndex, expected_runs, parse_flags
@@ -219,7 +220,8 @@ def test_without_seeds_of_the_rule_the_first_seed_chose_and_says_so(study):
     assert "The 2 trials" in study.rule_of(study.known()).text
 
 
-TUNED = ["heads_more.csv", "tiny_imagenet_more.csv", "heads.csv", "tiny_imagenet.csv", "noise_scratch.csv"]
+TUNED = ["heads_more.csv", "tiny_imagenet_more.csv", "heads.csv", "tiny_imagenet.csv", "tiny_imagenet_equal.csv"]
+TUNED += ["noise_scratch.csv"]
 TUNED += [f"{name}/{labels}.csv" for name, design in noise.DESIGNS.items() for labels in design.kinds]
 
 
@@ -302,6 +304,18 @@ def test_table_3_on_tiny_imagenet_is_the_repositorys():
             assert len(finals.of(study.chosen(candidate, known, "valid"))) == 10
         assert (len(trials), known.are_done(trials)) == (len(known.rows), True)
         assert len(finals.rows) == 10 * len(study.space)
+
+
+def test_on_tiny_imagenet_five_losses_have_45_trials_and_those_of_the_sorts_have_run():
+    study = tiny_imagenet.tiny_imagenet_equal()
+    first = tiny_imagenet.tiny_imagenet()
+    known = first.known(REPOSITORY / "tiny_imagenet_trials.csv")
+    for candidate in study.space:
+        trials = study.trials_of(candidate, known)
+        assert len(set(trials)) == len(trials) == 45
+        assert known.are_done(trials) == (candidate.name in tiny_imagenet.INVERSE_TEMPERATURES)
+        for trial in trials:  # the script takes them
+            parse_arguments(shlex.split(trial.flags))
 
 
 def test_from_scratch_noisy_validation_chose_what_got_more_seeds(monkeypatch, tmp_path):
