@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv if it is absent and installs requirements.txt into it: scripts/environment.sh, from any directory. Other
-# scripts source it from the repository root. Where lowest is set, it makes .venv-lowest, which has the lowest version that requirements.txt allows of each package that it names.
-# A stamp of requirements.txt, pyproject.toml and this folder, to which the installed package points, makes the second
-# call a matter of milliseconds.
+# scripts source it from the repository root. Where lowest is set, it makes .venv-lowest, which has of each package that
+# requirements.txt names the lowest version that it allows. A stamp of requirements.txt, pyproject.toml and this folder,
+# to which the installed package points, makes the second call a matter of milliseconds.
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   set -euo pipefail
   CDPATH= cd -- "$(dirname "$(readlink -f "$0")")/.."

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = Path(__file__).with_name("faults")
-LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache", "runs", "logs", "site")
+LEFT_OUT = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "downloads", "runs", "logs", "site")
 LIMIT_SECONDS = 600
 
 

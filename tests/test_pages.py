@@ -100,8 +100,8 @@ def points(mark):
     return np.array(re.findall(r"-?\d+(?:\.\d+)?", text), float).reshape(-1, 2)
 
 
-def distance(places, line):
-    """How far from a line through points the places lie, at most, those outside of the panel left out."""
+def distance(places, line, share=1.0):
+    """How far from a line through points this share of the places lies, without those outside of the panel."""
     places = places[((places >= 0) & (places <= 1)).all(1)]
     if len(places) == 0:
         return 0.0
@@ -111,21 +111,25 @@ def distance(places, line):
     offsets = places[:, None] - line  # (places, points, 2)
     shares = (offsets * steps).sum(2) / np.maximum((steps**2).sum(1), 1e-12)
     offsets = offsets - shares.clip(0, 1)[..., None] * steps
-    return np.sqrt((offsets**2).sum(2)).min(1).max()
+    return np.quantile(np.sqrt((offsets**2).sum(2)).min(1), share)
+
+
+# SoftSort jumps where two scores are equal, and whether they are is a matter of rounding.
+SHARES = {"softsort": 0.95}
 
 
 @pytest.mark.parametrize("draw", [pages.draw_method_figures, pages.draw_result_figures])
 def test_figures_are_those_of_the_results(draw, tmp_path, monkeypatch):
     """Compared as lines: which points of a line can go without its look is for matplotlib to say."""
     compared = [name for name, method in pages.METHODS.items() if not method.stochastic]
-    compared.remove("softsort")  # at equal scores it jumps: whether the drawn scores are equal is a matter of rounding
     monkeypatch.setattr(pages, "METHODS", compared)  # noise costs seconds, and differs between versions
     for path in draw(tmp_path):
         (words, marks), (new_words, new_marks) = drawing(pages.FIGURES / path.name), drawing(path)
         assert words == new_words, f"{path.name}: scripts/pages.py --figures draws it again"
         assert len(marks) == len(new_marks) > 0, path.name
+        share = SHARES.get(path.stem, 1.0)
         for mark, new in zip(marks, new_marks):
-            assert max(distance(mark, new), distance(new, mark)) < 0.005, path.name
+            assert max(distance(mark, new, share), distance(new, mark, share)) < 0.005, path.name
 
 
 def test_a_changed_table_is_named_and_written_again(tmp_path, monkeypatch, capsys):

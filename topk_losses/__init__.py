@@ -3,11 +3,11 @@
 >>> import torch
 >>> logits = torch.linspace(-2, 2, 40).view(2, 20).requires_grad_()
 >>> labels = torch.tensor([19, 14])
->>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
+>>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16, inverse_temperature=0.25)
 >>> loss = loss_fn(logits, labels)
 >>> loss.backward()
 >>> loss.detach()
-tensor(1.3422)
+tensor(1.5085)
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,5 +1,6 @@
 """Softmax cross-entropy and LDR-KL."""
 
+import warnings
 from typing import ClassVar
 
 import torch
@@ -30,15 +31,20 @@ class LDRKLLoss(ClassificationLoss):
     """LDR-KL loss (Zhu, Ying and Yang 2023): cross-entropy with a temperature and a margin.
 
     L(s, y) = log(1/n sum_j exp(beta (s_j - s_y + margin [j != y]))) / beta. It is consistent for top-k for every k.
-    With the defaults it is cross-entropy minus log n; it is below 0 where the true class is far above the others. It
-    works on the logits themselves, as the paper's formula does; the authors' release first divides softplus(logits) by
-    their mean. n counts the classes that are not masked out.
+    With the defaults it is cross-entropy minus log n, which a UserWarning says. It is below 0 where the true class is
+    far above the others. It works on the logits themselves, as the paper's formula does; the authors' release first
+    divides softplus(logits) by their mean. n counts the classes that are not masked out.
 
     Args:
         inverse_temperature: beta, 1 / lambda in the paper, above 0 (default: 1); a tensor () that requires a gradient
             is learned.
         margin: margin of the true class over each other class, in units of the logits, at least 0 (default: 0).
         common: arguments of ClassificationLoss.
+
+    Example:
+        >>> loss_fn = LDRKLLoss(inverse_temperature=0.5, margin=1.0)
+        >>> loss_fn(torch.arange(20.0).expand(2, 20), torch.tensor([19, 14]))
+        tensor(-0.8071)
     """
 
     default_inverse_temperature: ClassVar[float | None] = 1.0
@@ -52,6 +58,12 @@ class LDRKLLoss(ClassificationLoss):
         super().__init__(**common)
         self.inverse_temperature: Temperature = make_temperature(inverse_temperature, default=1.0)
         self.margin = checks.check_not_negative("margin", margin)
+        if self.margin == 0 and isinstance(self.inverse_temperature, float) and self.inverse_temperature == 1:
+            message = (
+                "LDR-KL with margin 0 and inverse temperature 1 has the gradients of cross-entropy: give a margin, as "
+                "in margin=1, or another inverse temperature"
+            )
+            warnings.warn(message, UserWarning, stacklevel=2)
 
     def current_temperature(self, logits: Tensor, is_counted: Tensor) -> float | Tensor:
         return current_value(self.inverse_temperature, logits, is_counted)

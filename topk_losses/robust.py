@@ -45,6 +45,11 @@ class GeneralizedCrossEntropyLoss(RobustLoss):
         q: in (0, 1]; near 0 it is cross-entropy, at 1 the mean absolute error (default: 0.7, as published; Ghosh and
             Lan (2021) take 0.5 and 0.66 for pretrained networks).
         common: arguments of ClassificationLoss.
+
+    Example:
+        >>> loss_fn = GeneralizedCrossEntropyLoss(q=0.5)
+        >>> loss_fn(torch.arange(20.0).expand(2, 20), torch.tensor([19, 14]))
+        tensor(1.1397)
     """
 
     def __init__(self, q: float = 0.7, **common: Unpack[CommonSettings]) -> None:

@@ -50,9 +50,9 @@ class TopKCrossEntropyLoss(ClassificationLoss):
     softmax term sees the m scores, too. docs/methods/index.md has the modes' formulas and the epsilon of the logarithm.
 
     Example:
-        >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16)
+        >>> loss_fn = TopKCrossEntropyLoss("splitter_selection", p_k={1: 0.5, 5: 0.5}, m=16, inverse_temperature=0.25)
         >>> loss_fn(torch.arange(20.0).expand(2, 20), torch.tensor([19, 14]))
-        tensor(1.0019)
+        tensor(1.1569)
     """
 
     rank_weights: Tensor  # P_K of the ranks that have a weight, (1, J, 1), or (1, J, num_classes)

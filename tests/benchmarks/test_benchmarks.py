@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import contenders, finetuning, huge_pages, losses, training_step
+from benchmarks import contenders, finetuning, huge_pages, kernels, losses, training_step
 from topk_losses import bitonic
+from topk_losses.kernels import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,6 +92,16 @@ def test_runs_side_by_side_with_and_without_huge_pages(measured):
     assert (off["huge_pages"], on["huge_pages"], off["runs"]) == ("off", "on", "2")
     assert float(off["over_off"]) == 1
     assert float(on["over_off"]) == pytest.approx(float(on["ms_per_step"]) / float(off["ms_per_step"]), rel=0.01)
+
+
+def test_steps_with_and_without_a_kernel(measured, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")  # which it restores
+    monkeypatch.setattr(kernels, "LINEAR", ((4, 8, 20, 8),))
+    rows = measured(kernels, "--methods", "smooth_topk", "--batch", 2, "--images", 8, "--turns", 1, "--steps", 1)
+    assert [row["step"] for row in rows] == ["resnet18 on cifar100, batch 2", "linear 8 x 20, batch 4"]
+    for row in rows:
+        expected = float(row["torch_ms"]) / float(row["ms"])
+        assert float(row["torch_over_kernel"]) == pytest.approx(expected, rel=0.01)
 
 
 def test_a_fine_tuning_step_beside_softmax_and_difftopk(measured):

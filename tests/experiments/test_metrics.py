@@ -2,12 +2,15 @@
 
 import math
 
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.common.metrics import TOP_K, count_hits, hit_fractions, summary
+from experiments import train_cifar100
+from experiments.common.metrics import TOP_K, count_hits
+from tests.experiments.scripts import MACHINE, rows_of, small_network
 
 # Few distinct values, so that ties are frequent; NaN and infinities among them.
 SCORES = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 2.0, math.inf, math.nan])
@@ -45,19 +48,40 @@ def test_every_dtype_is_counted_without_a_conversion(dtype):
     assert count_hits(logits, labels).tolist() == [30] * 5
 
 
-def test_validation_chooses_each_k_separately_and_the_earliest_of_equals():
-    def entry(epoch, valid, test):
-        seconds = {"train_seconds": 0.5, "eval_seconds": 0.25, "peak_memory_mib": 100.0 / epoch, "train_loss": 1.0}
-        return {"epoch": epoch, **hit_fractions("valid", valid, 100), **hit_fractions("test", test, 100), **seconds}
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The row of a run, and its history as the script wrote it."""
+    folder = tmp_path_factory.mktemp("run")
+    words = "--dataset digits --limit_train 300 --batch_size 32 --n_epochs 6 --method softmax_cross_entropy --lr .01"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_cifar100, "resnet_cifar", small_network)
+        assert train_cifar100.main([*words.split(), *MACHINE.split(), "--results", str(folder / "r.csv")]) == 0
+    (row,) = rows_of(folder / "r.csv")
+    return row, pd.DataFrame(rows_of(folder / "runs" / row["run_id"] / "epochs.csv")).astype(float)
 
-    history = [
-        entry(1, [10, 40, 50, 60, 70], [11, 41, 51, 61, 71]),
-        entry(2, [20, 30, 40, 60, 80], [21, 31, 41, 99, 81]),
-        entry(3, [20, 45, 30, 50, 75], [99, 46, 31, 51, 76]),
-    ]
-    chosen = summary(history, "epoch")
-    assert [chosen[f"test_top{k}"] for k in TOP_K] == [0.21, 0.46, 0.51, 0.61, 0.81]
-    assert [chosen[f"test_top{k}_epoch"] for k in TOP_K] == [2, 3, 1, 1, 2]
-    assert [chosen[f"valid_top{k}"] for k in TOP_K] == [0.2, 0.45, 0.5, 0.6, 0.8]
-    assert [chosen[f"last_valid_top{k}"] for k in TOP_K] == [0.2, 0.45, 0.3, 0.5, 0.75]
-    assert (chosen["train_seconds"], chosen["eval_seconds"], chosen["peak_memory_mib"]) == (1.5, 0.75, 100.0)
+
+@pytest.mark.parametrize("k", TOP_K)
+def test_validation_chooses_each_k_separately_and_the_earliest_of_equals(written, k):
+    row, history = written
+    best = history.loc[history[f"valid_top{k}"].idxmax()]  # the first of equals
+    assert float(row[f"valid_top{k}"]) == best[f"valid_top{k}"]
+    assert float(row[f"test_top{k}"]) == best[f"test_top{k}"]
+    assert int(row[f"test_top{k}_epoch"]) == best["epoch"]
+    for split in ("valid", "test"):
+        assert float(row[f"last_{split}_top{k}"]) == history[f"{split}_top{k}"].iloc[-1]
+
+
+def test_the_history_has_what_tells_rules_apart(written):
+    """Ten classes: all epochs are equal in top-20, of which the first counts; they differ in top-1."""
+    row, history = written
+    assert (history["valid_top20"] == 1).all()
+    assert row["test_top20_epoch"] == "1"
+    assert history["test_top1"].nunique() > 1
+
+
+def test_a_row_has_the_sums_of_seconds_and_the_largest_memory(written):
+    row, history = written
+    for name in ("train_seconds", "eval_seconds"):
+        assert float(row[name]) == pytest.approx(history[name].sum(), rel=1e-12)
+    assert float(row["peak_memory_mib"]) == history["peak_memory_mib"].max()
+    assert float(row["last_train_loss"]) == history["train_loss"].iloc[-1]

@@ -16,11 +16,18 @@ from tests.methods import DETERMINISTIC, FOLLOW, LEARNABLE, p_k_of, random_batch
 from topk_losses import METHODS, RELAXATIONS, make_loss
 from topk_losses.kernels import VARIABLE
 
+FAMILIES = list(dict.fromkeys(spec.family for spec in METHODS.values()))
 WITH_M = [(method, None) for method in METHODS] + [(method, 8) for method in RELAXATIONS]
 
 
-@pytest.mark.parametrize("kind", ["labels", "soft"])
-@pytest.mark.parametrize("method", METHODS)
+# With labels every method is exported below; here one of each family is compiled with its gradient, and each that has a
+# kernel.
+COMPILED = [next(name for name in METHODS if METHODS[name].family == family) for family in FAMILIES]
+COMPILED += ["splitter_selection", "smooth_topk"]
+ONE_GRAPH = [(method, "labels") for method in COMPILED] + [(method, "soft") for method in METHODS]
+
+
+@pytest.mark.parametrize(("method", "kind"), ONE_GRAPH)
 def test_one_graph_serves_all_batch_sizes(method, kind):
     """In float32 by the kernels, where there are some; in float64, smoothed, with a learned temperature."""
     labels_only, m, settings = kind == "labels", None, {}

@@ -1,4 +1,4 @@
-"""Wrong labels over draws of the noise: the tables of what is finished, against plain computations."""
+"""Studies over draws: the tables of what is finished, against plain computations."""
 
 import itertools
 
@@ -9,19 +9,21 @@ from scipy import stats
 from experiments.common.paths import REPOSITORY
 from experiments.common.rows import read_rows, write_rows
 from experiments.common.settings import OWN_SETTINGS, cell
-from reporting import noise_draws
-from reporting.noise_draws import noise_draws_answer, noise_edges
-from studies.noise import NOISE_DRAWS, SEEDS
+from reporting import draws
+from reporting.draws import edges, few_labels_answer, noise_draws_answer
+from studies.few_labels import FEW_LABELS
+from studies.noise import NOISE_DRAWS
 from studies.runs import parse_flags
 from studies.tuning import Rule
 from tests.scripts.trained import changed
 
 METRICS = ("test_top1", "test_top5")
-LEVELS = {"cross_entropy": 0.50, "gce": 0.52, "lapsum": 0.521}
+LEVELS = {"cross_entropy": 0.50, "ldr_kl": 0.51, "gce": 0.52, "lapsum": 0.521}
 BASES = {"cross_entropy": "softmax_cross_entropy", "gce": "generalized_cross_entropy", "lapsum": "lapsum"}
 TRIALS = (0, 1, 29)  # of the 30
 CHOSEN = 1  # best by the mean of the finalists; by seed 0 the first is
 RULE = Rule()
+SEEDS = NOISE_DRAWS.seeds
 KINDS = tuple(NOISE_DRAWS.kinds)
 
 
@@ -31,19 +33,22 @@ class Made:
     Args:
         folder: for the files.
         bases: a row of each loss.
+        design: of the study.
     """
 
-    def __init__(self, folder, bases):
+    def __init__(self, folder, bases, design=NOISE_DRAWS):
         self.folder = folder
         self.bases = bases
+        self.design = design
         self.random = np.random.default_rng(0)
         self.accuracy = {}  # (labels, loss, metric) -> ten numbers
 
     def rows_of(self, labels, loss, number, seeds, cells_of):
-        study = NOISE_DRAWS.study(labels, (loss,))
+        study = self.design.study(labels, (loss,))
         trial = study.rounds[0].of(study.space[0], None)[number]
-        values = {key: cell(value) for key, value in parse_flags(trial.flags).items()}
-        plain = dict.fromkeys(OWN_SETTINGS, "") | {"batch_size": "500", "eval_freq": "0", "n_epochs": trial.n_epochs}
+        given = parse_flags(f"{study.rounds[0].commands.flags} {trial.flags}")
+        values = {key: cell(value) for key, value in given.items() if key in self.bases[loss]}
+        plain = dict.fromkeys(OWN_SETTINGS, "") | {"n_epochs": trial.n_epochs}
         rows = []
         for seed in seeds:
             name = f"{labels}-{loss}-{number}-{seed}"
@@ -58,7 +63,7 @@ class Made:
             level = {0: 0.40, 1: 0.41, 29: 0.30}[number]
         return {f"last_valid_top{k}": level + 0.001 * (seed % 3) for k in (1, 5)}
 
-    def write(self, labels, losses=tuple(LEVELS), finalists=RULE.seeds, finals=SEEDS):
+    def write(self, labels, losses=tuple(BASES), finalists=RULE.seeds, finals=SEEDS):
         """The trials, finalists and finals of losses on a kind of labels."""
         trials = []
         tests = []
@@ -86,9 +91,9 @@ def made(trained, tmp_path):
     rows = {row["method"]: row for row in read_rows(trained / "noise" / "human_trials.csv")}
     folder = tmp_path / "noise_draws"
     folder.mkdir()
-    noise_draws.finished.cache_clear()
+    draws.finished.cache_clear()
     yield Made(folder, {loss: rows[method] for loss, method in BASES.items()})
-    noise_draws.finished.cache_clear()
+    draws.finished.cache_clear()
 
 
 def tables(text):
@@ -143,15 +148,15 @@ def test_the_answer_has_the_draws_that_are_finished(made, kinds):
     over, each = tables(noise_draws_answer(made.folder))
     by_noise = {}
     for labels in kinds:
-        by_noise.setdefault(NOISE_DRAWS.kinds[labels].noise, []).append(labels)
+        by_noise.setdefault(NOISE_DRAWS.kinds[labels].group, []).append(labels)
     pairs = {"GCE − cross-entropy": ("gce", "cross_entropy"), "LapSum − GCE": ("lapsum", "gce")}
     pairs["best of 1 top-k losses − best of 1 robust losses"] = ("lapsum", "gce")
     expected = []
-    for (noise, draws), (name, (loss, other)) in itertools.product(by_noise.items(), pairs.items()):
+    for (noise, names), (name, (loss, other)) in itertools.product(by_noise.items(), pairs.items()):
         cells = []
         for metric in METRICS:
-            cells += expected_row(made, draws, loss, other, metric)
-        expected.append([noise, name, *cells, str(len(draws)), "10"])
+            cells += expected_row(made, names, loss, other, metric)
+        expected.append([noise, name, *cells, str(len(names)), "10"])
     assert sorted(over) == sorted(expected)
     assert len(each) == len(kinds) * len(pairs)
 
@@ -174,13 +179,33 @@ def test_an_interval_over_draws_is_that_of_their_means(made):
 def test_a_draw_that_is_not_finished_is_left_out(made, left_out):
     made.write("symmetric_.4_draw0")
     before = tables(noise_draws_answer(made.folder))
-    noise_draws.finished.cache_clear()
+    draws.finished.cache_clear()
     made.write("symmetric_.4_draw1", **left_out)
     assert tables(noise_draws_answer(made.folder)) == before
 
 
+def test_few_labels_have_the_same_table_for_each_number_of_labels(made):
+    """Rows of both sizes and draws, with three seeds; the numbers of images in their commands tell them apart."""
+    few = Made(made.folder.with_name("few_labels"), {"cross_entropy": made.bases["cross_entropy"]}, FEW_LABELS)
+    few.folder.mkdir()
+    few.bases |= {"ldr_kl": changed(few.bases["cross_entropy"], method="ldr_kl")}
+    names = ("labels_5_draw0", "labels_5_draw1", "labels_100_draw0")
+    for name in names:
+        few.write(name, ("cross_entropy", "ldr_kl"), FEW_LABELS.rule.seeds, FEW_LABELS.seeds)
+    over, each = tables(few_labels_answer(few.folder))
+    expected = []
+    for group, kinds in (("5 labels a class", names[:2]), ("100 labels a class", names[2:])):
+        cells = []
+        for metric in METRICS:
+            cells += expected_row(few, kinds, "ldr_kl", "cross_entropy", metric)
+        expected.append([group, "LDR-KL − cross-entropy", *cells, str(len(kinds)), "3"])
+    assert over == expected
+    assert len(each) == 3
+    assert FEW_LABELS.rule.text in few_labels_answer(few.folder)
+
+
 def test_without_a_finished_draw_there_is_a_sentence(made):
-    for call in (noise_draws_answer, noise_edges):
+    for call in (noise_draws_answer, edges):
         assert call(made.folder) == "No draw is finished yet."
 
 
@@ -197,11 +222,11 @@ def test_an_edge_is_the_outer_sixth_of_a_range(made):
     """Counted again by the numbers of the trials that were chosen."""
     made.write("human")
     made.write("symmetric_.2_draw3")
-    counts = {row[0]: row[1:] for row in tables(noise_edges(made.folder))[0]}
+    counts = {row[0]: row[1:] for row in tables(edges(made.folder))[0]}
     study = NOISE_DRAWS.study("human")
     places = {"learning rate": [], "weight decay": []}
     for candidate in study.space:
-        if candidate.name not in LEVELS:
+        if candidate.name not in BASES:
             continue
         values = parse_flags(study.rounds[0].of(candidate, None)[CHOSEN].shared)
         places["learning rate"].append(np.log(values["lr"] / 0.0001) / np.log(0.003 / 0.0001))
@@ -215,12 +240,12 @@ def test_an_edge_is_the_outer_sixth_of_a_range(made):
 
 def test_of_the_first_study_nearly_all_choices_have_the_most_epochs_and_many_little_weight_decay():
     """What the ranges of the study over draws answer to."""
-    counts = {row[0]: row[1:] for row in tables(noise_edges(REPOSITORY / "noise"))[0]}
+    counts = {row[0]: row[1:] for row in tables(edges(REPOSITORY / "noise"))[0]}
     assert counts["epochs"] == ["142", "8", "134", "high"]
     assert counts["weight decay"][3] == "low"
     assert counts["learning rate"][3] == ""
 
 
 def test_a_folder_of_no_study_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must be named as a study, noise or noise_draws"):
+    with pytest.raises(ValueError, match="must be named as a study, noise, noise_draws, few_labels"):
         noise_draws_answer(tmp_path / "elsewhere")
