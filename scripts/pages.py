@@ -192,6 +192,7 @@ def draw_result_figures(folder: Path) -> list[Path]:
         words = [f"{REPOSITORY}/{name}.csv", f"--figures={folder}", *flags]
         drawn += report.report(report.parse_arguments(words)).figures
     drawn += figures.draw_noise(REPOSITORY / "noise", folder)
+    drawn += figures.draw_few_labels(REPOSITORY / "few_labels", folder)
     return drawn + figures.draw_findings(folder)
 
 

@@ -11,6 +11,7 @@ from experiments.common.rows import read_rows, write_rows
 from experiments.common.settings import OWN_SETTINGS, cell
 from reporting import draws
 from reporting.draws import edges, few_labels_answer, noise_draws_answer
+from reporting.figures import draw_few_labels
 from studies.few_labels import FEW_LABELS
 from studies.noise import NOISE_DRAWS
 from studies.runs import parse_flags
@@ -22,6 +23,7 @@ LEVELS = {"cross_entropy": 0.50, "ldr_kl": 0.51, "gce": 0.52, "lapsum": 0.521}
 BASES = {"cross_entropy": "softmax_cross_entropy", "gce": "generalized_cross_entropy", "lapsum": "lapsum"}
 TRIALS = (0, 1, 29)  # of the 30
 CHOSEN = 1  # best by the mean of the finalists; by seed 0 the first is
+FEW = ("labels_5_draw0", "labels_5_draw1", "labels_100_draw0")
 RULE = Rule()
 SEEDS = NOISE_DRAWS.seeds
 KINDS = tuple(NOISE_DRAWS.kinds)
@@ -184,17 +186,21 @@ def test_a_draw_that_is_not_finished_is_left_out(made, left_out):
     assert tables(noise_draws_answer(made.folder)) == before
 
 
-def test_few_labels_have_the_same_table_for_each_number_of_labels(made):
-    """Rows of both sizes and draws, with three seeds; the numbers of images in their commands tell them apart."""
+@pytest.fixture
+def few(made):
+    """Two draws of 5 labels a class and one of 100, of two losses, with three seeds."""
     few = Made(made.folder.with_name("few_labels"), {"cross_entropy": made.bases["cross_entropy"]}, FEW_LABELS)
     few.folder.mkdir()
     few.bases |= {"ldr_kl": changed(few.bases["cross_entropy"], method="ldr_kl")}
-    names = ("labels_5_draw0", "labels_5_draw1", "labels_100_draw0")
-    for name in names:
+    for name in FEW:
         few.write(name, ("cross_entropy", "ldr_kl"), FEW_LABELS.rule.seeds, FEW_LABELS.seeds)
+    return few
+
+
+def test_few_labels_have_a_row_for_each_number_of_labels(few):
     over, each = tables(few_labels_answer(few.folder))
     expected = []
-    for group, kinds in (("5 labels a class", names[:2]), ("100 labels a class", names[2:])):
+    for group, kinds in (("5 labels a class", FEW[:2]), ("100 labels a class", FEW[2:])):
         cells = []
         for metric in METRICS:
             cells += expected_row(few, kinds, "ldr_kl", "cross_entropy", metric)
@@ -202,6 +208,22 @@ def test_few_labels_have_the_same_table_for_each_number_of_labels(made):
     assert over == expected
     assert len(each) == 3
     assert FEW_LABELS.rule.text in few_labels_answer(few.folder)
+
+
+def test_the_figure_shows_the_mean_over_draws_at_each_number_of_labels(few, tmp_path, saved):
+    assert [path.name for path in draw_few_labels(few.folder, tmp_path)] == ["few_labels.svg"]
+    (figure,) = saved
+    for axis, metric in zip(figure.axes, METRICS, strict=True):
+        (line,) = [line for line in axis.lines if line.get_label() == "LDR-KL"]
+        for kinds, height in zip((FEW[:2], FEW[2:]), line.get_ydata(), strict=True):
+            means = [np.mean(few.difference(kind, "ldr_kl", "cross_entropy", metric)) for kind in kinds]
+            assert height == pytest.approx(np.mean(means))
+        assert line.get_xdata().tolist() == [5, 100]
+
+
+def test_without_a_draw_there_is_no_figure(made, tmp_path):
+    empty = made.folder.with_name("few_labels")
+    assert draw_few_labels(empty, tmp_path) == []
 
 
 def test_without_a_finished_draw_there_is_a_sentence(made):
